@@ -55,7 +55,7 @@ soak: $(STAMP)
 		tests/training/loop/test_kills.py tests/training/loop/test_checkpointing.py tests/training/engines/test_strategies.py \
 		tests/training/engines/test_pipeline.py tests/training/engines/test_experts.py tests/training/engines/test_compile.py tests/inference/serving/test_storm.py tests/training/test_notebooks.py \
 		tests/serialization/test_differential.py tests/verification/scan tests/layouts \
-		tests/formats/test_megatron.py tests/formats/test_megatron_resumed.py --soak -m "not soak" -q --timeout=3600
+		tests/formats/megatron --soak -m "not soak" -q --timeout=3600
 	$(BIN)/python -m pytest --soak -m soak -q --timeout=3600
 	$(BIN)/python -m pytest tests/packaging --soak -q --timeout=3600
 

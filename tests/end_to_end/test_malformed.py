@@ -42,7 +42,7 @@ from tests.end_to_end.fuzzing.seeds import SEEDS, DcpFolder, saved, torch_bytes
 from tests.end_to_end.fuzzing.target import Outcome, execute
 from tests.end_to_end.malformed import carriers, dcp, deepspeed, headers, judges, tensors, truncated, zips
 from tests.end_to_end.malformed.case import HOSTILE_NAMES, Case, seed
-from tests.formats import zero_files
+from tests.formats.deepspeed import zero_files
 
 Made = Callable[[], Iterator[Case]]
 

@@ -26,7 +26,7 @@ from ckpt_tools.errors import IncompleteError, UnsupportedError
 from fixtures import launch
 from fixtures.corpus import make
 from fixtures.corpus.ranks import save_fsdp1_local
-from tests.formats import zero_files
+from tests.formats.deepspeed import zero_files
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -17,12 +17,11 @@ from ckpt_tools.formats.deepspeed.names import (
     LATEST_UNIVERSAL,
     LAYER,
     MASTER_FILE,
-    MODEL,
+    MODELS,
     OPTIM,
-    RANK_MODEL,
     expert_name,
     expert_optim_name,
-    is_layer,
+    is_model,
     layer_name,
     numbers,
     slot_file,
@@ -38,9 +37,7 @@ _NUMBERED = re.compile(r"(\d{1,9})\..+", re.DOTALL)
 _EP_SIZE = re.compile(r"ep_size_(\d{1,9})")
 
 _Head = Mapping[Any, Any]
-"""What a model file holds."""
-
-_MODELS = (MODEL, RANK_MODEL)
+"""The content of a model file."""
 
 
 def problem(saved: Saved) -> str | None:
@@ -75,8 +72,8 @@ def is_universal(saved: Saved) -> bool:
 def is_shown_by_reading(saved: Saved) -> bool:
     """Whether only the reader sees that a layer is missing: without ZeRO the model files of a pipeline do not name the
     parameters of its layers."""
-    stages = [path for path in saved.files if _is_model(path.rpartition("/")[2])]
-    if not stages or not any(map(is_layer, saved.names)):
+    stages = [path for path in saved.files if is_model(path.rpartition("/")[2])]
+    if not stages or not any(map(LAYER.fullmatch, saved.names)):
         return False
     head = open_archive(*saved.part(min(stages))).value
     return isinstance(head, dict) and not head.get("param_shapes")
@@ -89,7 +86,7 @@ def world_size(saved: Saved) -> int:
 
 
 def _tag(saved: Saved, tag: str, names: list[str]) -> str | None:
-    models = sorted(filter(_is_model, names))
+    models = sorted(filter(is_model, names))
     if not models:
         return "no *_model_states.pt: the save did not finish"
     head = _head(saved, tag, models[0])
@@ -103,12 +100,12 @@ def _tag(saved: Saved, tag: str, names: list[str]) -> str | None:
     optims = numbers(names, OPTIM)
     is_universal = any(path.startswith(f"{tag}/zero/" if tag else "zero/") for path in saved.files)
     if any(name.startswith(("layer_", "expp_")) for name in names) or head.get("num_experts"):
-        if missing := {(0, m) for m in range(mp)} - numbers(names, *_MODELS):
+        if missing := {(0, m) for m in range(mp)} - numbers(names, *MODELS):
             return f"model states of mp_rank_{min(missing)[1]:02d} are missing: the save did not finish"
         file = _missing_file(names, filter(None, (_head(saved, tag, name) for name in models)))
         if file is not None:
             return f"{file} is missing: the save did not finish"
-    if is_zero3 and (missing := wanted - numbers(names, *_MODELS)) and not is_universal:
+    if is_zero3 and (missing := wanted - numbers(names, *MODELS)) and not is_universal:
         return f"model states of {_ranks(missing)} are missing: the save did not finish"
     has_zero = head.get("param_shapes") is not None and not is_universal
     if (optims or has_zero) and (missing := wanted - optims):
@@ -118,10 +115,6 @@ def _tag(saved: Saved, tag: str, names: list[str]) -> str | None:
 
 def _head(saved: Saved, tag: str, name: str) -> Any:
     return open_archive(*saved.part(f"{tag}/{name}" if tag else name)).value
-
-
-def _is_model(name: str) -> bool:
-    return any(form.fullmatch(name) for form in _MODELS)
 
 
 def _ranks(missing: Iterable[tuple[int, int]]) -> str:
@@ -141,7 +134,7 @@ def _latest(saved: Saved, tags: set[str]) -> str | None:
 
 
 def _model_parallel_size(head: _Head) -> int | None:
-    """Tensor-parallel ranks times stages of a pipeline; None if the file does not say."""
+    """Tensor-parallel ranks times stages of a pipeline; None if the file does not state them."""
     size, parallel = head.get("mp_world_size"), head.get("checkpoint_parallel_dimensions")
     degrees = [each for each in (parallel.values() if isinstance(parallel, dict) else ()) if type(each) is int]
     return max(size, prod(degrees)) if type(size) is int else None

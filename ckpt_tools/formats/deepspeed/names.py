@@ -3,7 +3,8 @@
 A save directory holds a folder for each tag, and ``latest`` names one of them (deepspeed/runtime/engine.py
 ``_get_ckpt_name``, ``_get_rank_zero_ckpt_name``, ``_get_expert_ckpt_name``, ``_get_optimizer_ckpt_name``). The tag
 folder of a universal checkpoint holds ``zero/<fqn>/<slot>.pt`` for each parameter, ``zero/optimizer_state.pt`` and the
-model's files; ``latest_universal`` names it (deepspeed/checkpoint/ds_to_universal.py).
+model's files; ``latest_universal`` names it (deepspeed/checkpoint/ds_to_universal.py). ``deepspeed.moe`` names an
+expert's tensors ``block.deepspeed_moe.experts.deepspeed_experts.3.up.weight``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ LAYER = re.compile(r"layer_(?P<layer>\d{1,9})(?P<cut>-model_(?P<tp>\d{1,9}))?-mo
 EXPERT = re.compile(r"layer_(?P<layer>\d{1,9})_expert_(?P<expert>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_model_states\.pt")
 EXPERT_OPTIM = re.compile(r"expp_rank_(?P<rank>\d{1,9})_mp_rank_(?P<mp>\d{1,9})_optim_states\.pt")
 
-_NATIVE = (MODEL, RANK_MODEL, OPTIM, LAYER, EXPERT, EXPERT_OPTIM)
+MODELS = (MODEL, RANK_MODEL)
+_NATIVE = (*MODELS, OPTIM, LAYER, EXPERT, EXPERT_OPTIM)
 
 FILES = (
     r"(?:zero_pp_rank_\d+_)?mp_rank_\d+(?:_\d+)?_model_states\.pt|layer_[\w-]+[-_]model_states\.pt"
@@ -36,7 +38,6 @@ FILES = (
 )
 """A pattern of the names that any version gives to files in a tag or beside the tags."""
 
-_ANY = re.compile(FILES)
 
 OTHER_EXPERTS = re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*")
 OTHER_LAYERS = re.compile(r"layer_\d+[-_].*")
@@ -61,7 +62,7 @@ def rank_model_name(rank: int, mp: int = 0) -> str:
 
 
 def optim_name(rank: int, mp: int = 0) -> str:
-    """The optimizer's file of a rank; ``bf16_`` stands before it in bf16 runs."""
+    """The optimizer's file of a rank; bf16 runs have ``bf16_`` in front."""
     return f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
 
 
@@ -92,11 +93,11 @@ def is_native(name: str) -> bool:
 
 def is_deepspeeds(path: str) -> bool:
     """Whether any version gives this name to a file of a tag, or to one beside the tags."""
-    return _ANY.fullmatch(path.rpartition("/")[2]) is not None
+    return re.fullmatch(FILES, path.rpartition("/")[2]) is not None
 
 
-def is_layer(name: str) -> bool:
-    return LAYER.fullmatch(name) is not None
+def is_model(name: str) -> bool:
+    return any(form.fullmatch(name) for form in MODELS)
 
 
 def numbers(names: Iterable[str], *forms: re.Pattern[str]) -> set[tuple[int, int]]:
@@ -141,8 +142,7 @@ def is_universal(paths: Iterable[str]) -> bool:
 
 def _is_native_beside(path: str, universal: set[str]) -> bool:
     folder, _, name = path.rpartition("/")
-    is_states = MODEL.fullmatch(name) or RANK_MODEL.fullmatch(name) or name.endswith("optim_states.pt")
-    return folder not in universal and bool(is_states)
+    return folder not in universal and (is_model(name) or name.endswith("optim_states.pt"))
 
 
 def place(folder: str) -> str:
@@ -156,3 +156,13 @@ def refuse(names: Iterable[str], folder: str, kinds: dict[re.Pattern[str], str])
         for pattern, what in kinds.items():
             if pattern.fullmatch(name):
                 raise UnsupportedError(f"{place(folder)} holds {what} ({name}), which are not supported")
+
+
+INFIX = ".deepspeed_moe.experts.deepspeed_experts."
+_NAME = re.compile(rf"(?P<prefix>.+{re.escape(INFIX)})(?P<number>\d{{1,9}})\.(?P<rest>.+)", re.DOTALL)
+
+
+def split_expert(name: str) -> tuple[str, int, str] | None:
+    """The name of an expert's tensor as that of its layer's experts, its number and the rest; None for any other."""
+    match = _NAME.fullmatch(name)
+    return (match["prefix"], int(match["number"]), match["rest"]) if match else None

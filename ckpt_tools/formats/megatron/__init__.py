@@ -1,1 +1,1 @@
-"""Megatron-Core's ``torch_dist``. ``docs/formats/megatron.md`` says what its files hold."""
+"""Megatron-Core's ``torch_dist``. ``docs/formats/megatron.md`` describes its files."""

@@ -1,4 +1,4 @@
-"""The common state: what is the same on every rank. Inert values in, what they mean out.
+"""The common state, which is the same on every rank.
 
 It has ``iteration``, ``args`` (an ``argparse.Namespace``), ``content_metadata`` and ``optimizer``. The optimizer is a
 tree of one of three forms, or a dict or list of such trees by number, where several are chained:
@@ -18,6 +18,7 @@ from typing import Any
 from ckpt_tools.core.manifest import TensorRef
 from ckpt_tools.core.values import GlobalRef, Opaque, Value, brief
 from ckpt_tools.errors import MalformedError
+from ckpt_tools.formats.foreign import classes_in
 from ckpt_tools.formats.megatron.groups import Group
 
 NAMESPACE = GlobalRef("argparse", "Namespace")
@@ -36,7 +37,6 @@ class CommonState:
 
     @classmethod
     def of(cls, value: Value, where: str) -> CommonState:
-        """Raises MalformedError."""
         if not isinstance(value, dict):
             raise MalformedError("it does not hold the dict of a common state", path=where)
         return cls(value, where)
@@ -95,13 +95,15 @@ class CommonState:
 
     @property
     def rest(self) -> dict[Any, Value]:
-        """All but what a manifest has a place for: of the optimizers, their trees with the number of their groups."""
-        known = ("iteration", "checkpoint_version", CONTENT)
+        """The entries that have no place in a manifest; in the trees of optimizers the number of groups stands for the
+        groups."""
+        known = ("iteration", "checkpoint_version")
         found = {name: value for name, value in self.values.items() if name not in known}
         if "optimizer" in found:
-            found["optimizer"] = {number: skeleton(tree) for number, tree in self.chains}
-        if CONTENT in self.values:
-            found[CONTENT] = self.values[CONTENT]
+            found["optimizer"] = {
+                number: with_groups(tree, lambda groups: len(groups) if isinstance(groups, list) else 0)
+                for number, tree in self.chains
+            }
         return found
 
     def _wrong(self, what: str, found: Value) -> MalformedError:
@@ -114,13 +116,48 @@ def inner_tree(tree: Mapping[Any, Value]) -> Mapping[Any, Value]:
     return found if "param_groups" not in tree and isinstance(found, dict) else tree
 
 
-def skeleton(tree: Mapping[Any, Value]) -> dict[Any, Value]:
-    """``tree`` with the number of its groups in their place."""
-    return with_groups(tree, lambda found: len(found) if isinstance(found, list) else 0)
-
-
 def with_groups(tree: Mapping[Any, Value], make: Callable[[Value], Value]) -> dict[Any, Value]:
-    """``tree`` with what ``make`` gives for what stands under ``param_groups``."""
+    """``tree`` with ``make(param_groups)`` in place of ``param_groups``."""
     inner = inner_tree(tree)
     made = {**inner, "param_groups": make(inner.get("param_groups"))}
     return made if inner is tree else {**tree, "optimizer": made}
+
+
+_NAMES: Mapping[str, str] = {
+    "types": "SimpleNamespace",
+    "pathlib": "PosixPath",
+    "numpy.core.multiarray": "_reconstruct",
+    "numpy._core.multiarray": "_reconstruct",
+    "numpy": "ndarray dtype",
+    "numpy.dtypes": "UInt32DType",
+    "_codecs": "encode",
+    "argparse": "Namespace",
+    "megatron.core.enums": "ModelType",
+    "megatron.core.optimizer.optimizer_config": "OptimizerConfig",
+    "megatron.core.rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
+    "megatron.core.transformer.enums": "AttnBackend CudaGraphScope",
+    "_io": "BytesIO",
+    "signal": "Signals",
+}
+"""The classes that Megatron's loader unpickles (megatron-core 0.16.1, ``safe_globals.py``), and those that torch adds
+for arrays of numpy. Others would make the output unloadable, and might be a hidden call, so that they are dropped."""
+
+_KNOWN = frozenset(GlobalRef(module, name) for module, names in _NAMES.items() for name in names.split())
+
+
+def is_loadable(value: Value) -> bool:
+    return all(ref.dtype is not None or ref in _KNOWN for ref in classes_in(value))
+
+
+def loadable(values: Mapping[Any, Value]) -> tuple[dict[Any, Value], list[str]]:
+    """``values`` without what is not loadable, and the names of that; of ``args`` each argument is looked at."""
+    found, lost = dict(values), []
+    for name, value in values.items():
+        if isinstance(value, Opaque) and value.ref == NAMESPACE:
+            kept = {each: item for each, item in value.attributes.items() if is_loadable(item)}
+            lost += [f"{name}.{each}" for each in value.attributes if each not in kept]
+            found[name] = Opaque(NAMESPACE, form="new", state=kept)
+        elif not is_loadable(value):
+            lost.append(str(name))
+            del found[name]
+    return found, lost

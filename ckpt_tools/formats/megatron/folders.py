@@ -1,4 +1,4 @@
-"""Which folder is the checkpoint, and what of it lies in which file.
+"""The folder of a checkpoint, and its files.
 
 A run's folder has ``latest_checkpointed_iteration.txt`` and ``iter_0000010/``; NeMo 2 keeps the same below
 ``weights/``, beside ``context/``. ``metadata.json`` is written last (megatron-core 0.16.1, dist_checkpointing,
@@ -7,6 +7,7 @@ A run's folder has ``latest_checkpointed_iteration.txt`` and ``iter_0000010/``; 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -59,14 +60,13 @@ class Folder:
 
     @property
     def iteration(self) -> int | None:
-        """What the folder's name says."""
         name = self.prefix or f"{self.source.store.url.rstrip('/')}/"
         found = ITERATION.fullmatch(name)
         return int(found[1]) if found is not None else None
 
     @property
     def files(self) -> frozenset[str]:
-        """Those that dist_checkpointing writes, and the tracker where it chose the folder."""
+        """The files that dist_checkpointing writes, and the tracker where it chose the folder."""
         own = {path for path in self.source.files if path.startswith(self.prefix) and self._is_own(path)}
         return frozenset(own | ({TRACKER} & self.source.files.keys() if self.prefix else set()))
 
@@ -78,41 +78,29 @@ class Folder:
         """Raises UnsupportedError for another backend, IncompleteError for a checkpoint that was not finished."""
         path = f"{self.prefix}{CONFIG_FILE}"
         if path not in self.source.files:
-            raise IncompleteError(
-                "this file is missing, which megatron-core writes last: the checkpoint was not finished; take an "
-                "earlier one",
-                path=path,
-            )
+            message = "this file is missing, which megatron-core writes last: the checkpoint was not finished"
+            raise IncompleteError(f"{message}; take an earlier one", path=path)
         backend = backend_of(self.source, path)
         if backend is None:
             raise MalformedError("it does not say in which form the tensors are stored (sharded_backend)", path=path)
         if backend != BACKEND:
-            raise UnsupportedError(
-                f"its tensors are stored as {backend!r:.80}, which is not supported; load it with Megatron and "
-                f"{_CONVERT}",
-                path=path,
-            )
+            message = f"its tensors are stored as {backend!r:.80}, which is not supported"
+            raise UnsupportedError(f"{message}; load it with Megatron and {_CONVERT}", path=path)
         if self.metadata not in self.source.files:
             raise IncompleteError("this file of the checkpoint is missing", path=self.metadata)
 
     def notes(self, used: Collection[str]) -> list[Note]:
-        """What lies in the folder, or is the other half of a NeMo checkpoint, and is not read."""
-        home = self.prefix.removesuffix("weights/") if self.prefix.endswith("weights/") else self.prefix
+        """Notes on files in the folder, or in the other half of a NeMo checkpoint, that are not read."""
+        home = self.prefix.removesuffix("weights/")
         others = [path for path in self.source.files if path.startswith(home) and path not in used]
-        tops: dict[str, int] = {}
-        for path in others:
-            top = home + "/".join(path[len(home) :].split("/")[:1])
-            tops[top] = tops.get(top, 0) + 1
+        tops = Counter(home + path[len(home) :].partition("/")[0] for path in others)
         return [not_part(top, count) for top, count in tops.items() if top != TRACKER]
 
 
 def find_folder(source: Source) -> Folder:
-    """The checkpoint in ``source``.
-
-    Raises:
-        SourceNotFoundError: there is none. UnsupportedError: there are several, or it is of a form that is not read.
-        IncompleteError: it was not finished, or the tracker names one that is not there.
-    """
+    """The checkpoint in ``source``. Raises SourceNotFoundError if there is none; UnsupportedError if there are several,
+    or it is of a form that is not read; IncompleteError if it was not finished, or the tracker names one that is not
+    there."""
     found = torch_dist_folders(source)
     chosen = _tracked(source, found) if TRACKER in source.files else None
     if chosen is None:
@@ -124,7 +112,6 @@ def find_folder(source: Source) -> Folder:
 
 
 def _tracked(source: Source, found: list[str]) -> str | None:
-    """The folder that the tracker names."""
     text = source.read_all(TRACKER, limit_bytes=MAX_TRACKER_BYTES).decode("ascii", "replace").strip()
     if text != "release" and not text.isdecimal():
         raise MalformedError("it should contain the number of an iteration", path=TRACKER)

@@ -1,4 +1,4 @@
-"""Which parameters are in which group of Megatron's optimizer, which stores the groups without them. Pure.
+"""The members of the groups of Megatron's optimizer, which are stored without them. Pure.
 
 Megatron makes groups by a rule: no weight decay for biases and for parameters of one dim, and experts apart
 (megatron-core 0.16.1, optimizer/__init__.py, ``get_standard_config_overrides``, ``_get_param_groups``). A group says
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.formats.megatron.tensor_names import is_expert, num_dims
+from ckpt_tools.formats.megatron.names import is_expert, num_dims
 
 Options = Mapping[str, Any]
 
@@ -46,7 +46,7 @@ class Group:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has no learning rate of its own, for which no rule says the parameters."""
+        """Whether it has no learning rate of its own: there is no rule for the parameters of such groups."""
         return self._said("lr_mult", 1.0) == 1 and self._said("is_decoupled_lr", False) is False
 
     def _said(self, name: str, default: Any) -> Any:

@@ -1,16 +1,22 @@
-"""Names of Megatron-Core's files, and the folders that they tell."""
+"""Names of Megatron-Core's files and of the tensors in them.
+
+The slots of an optimizer stand in front of the name: ``optimizer.state.exp_avg.<name>``, with ``chained_1.`` before it
+where experts have an optimizer of their own (megatron-core 0.16.1, optimizer/optimizer.py, distrib_optimizer.py).
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 
+from ckpt_tools.core.manifest import MASTER
 from ckpt_tools.errors import CkptError
 from ckpt_tools.stores.source import Source
 
 COMMON_FILE = "common.pt"
 CONFIG_FILE = "metadata.json"
-"""What dist_checkpointing writes beside the index, and what it writes last."""
+"""Files that dist_checkpointing writes beside the index, the second one last."""
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Beside the ``iter_`` folders of a run: the number of the last one that is finished, or ``release``."""
@@ -34,13 +40,12 @@ def torch_dist_folders(source: Source) -> list[str]:
         folder, slash, name = path.rpartition("/")
         if name in (".metadata", COMMON_FILE, CONFIG_FILE):
             inside.setdefault(folder + slash, set()).add(name)
-    return [prefix for prefix, names in inside.items() if _is_torch_dist(source, prefix, names)]
-
-
-def _is_torch_dist(source: Source, prefix: str, names: set[str]) -> bool:
-    if {".metadata", COMMON_FILE} <= names:
-        return True
-    return len(names) > 1 and backend_of(source, f"{prefix}{CONFIG_FILE}") is not None
+    return [
+        prefix
+        for prefix, names in inside.items()
+        if {".metadata", COMMON_FILE} <= names
+        or (len(names) > 1 and backend_of(source, f"{prefix}{CONFIG_FILE}") is not None)
+    ]
 
 
 def backend_of(source: Source, path: str) -> str | None:
@@ -58,3 +63,51 @@ def backend_of(source: Source, path: str) -> str | None:
 def is_legacy(path: str) -> bool:
     """Whether Megatron-LM's format before dist_checkpointing gives this name to a file."""
     return _LEGACY.fullmatch(path) is not None
+
+
+COMMON_ITEM = "common_state/shard_0_1"
+"""The item of the common state since megatron-core 0.19; older versions write ``common.pt``."""
+
+OWN_ITEM = "ckpt_tools/shard_0_1"
+"""The item of ckpt-tools' own entries, which a ``torch_dist`` has no place for: a sharded object of one piece."""
+
+MASTERS = ("param", "fp32_param")
+"""Slots of the fp32 copy of a parameter: of the distributed optimizer, and of the other (and of both up to 0.14)."""
+
+_STATE = re.compile(r"(?:chained_(\d{1,9})\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
+_BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..+", re.DOTALL)
+_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Optimizer state of the parameter ``name``; ``chain`` is the number of its optimizer, where the key has it."""
+
+    name: str
+    slot: str
+    chain: int | None
+
+
+def state_of(key: str) -> State | None:
+    """The optimizer state that ``key`` names; None if it names none."""
+    found = _STATE.fullmatch(key)
+    if found is None:
+        return None
+    slot = MASTER if found[2] in MASTERS else found[2]
+    return State(found[3], slot, int(found[1]) if found[1] is not None else None)
+
+
+def is_of_buckets(key: str) -> bool:
+    """Whether ``key`` is state in the distributed optimizer's own buffers: of ``dp_reshardable`` each is a tensor, of
+    ``dp_zero_gather_scatter`` all are one object."""
+    return _BUCKETS.fullmatch(key) is not None
+
+
+def is_expert(name: str) -> bool:
+    """Whether it is a parameter of an expert, which expert parallelism distributes. Shared experts are not."""
+    return ".experts." in f".{name}"
+
+
+def num_dims(name: str, stored: int) -> int:
+    """Dims of the parameter itself; ``stored`` counts the layers and experts that are stacked in front as well."""
+    return stored - (_STACKED_LAYERS.search(name) is not None) - (".experts.experts." in f".{name}")

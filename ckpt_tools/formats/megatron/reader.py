@@ -7,13 +7,14 @@ iteration come from the common state. Names and shapes stay Megatron's own: laye
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
-from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.boxes import Box, Shape, from_flat
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import literal_file
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
@@ -26,16 +27,15 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, Unsupp
 from ckpt_tools.formats.dcp.index import Index, read_index
 from ckpt_tools.formats.dcp.reader import read_object, ties_among
 from ckpt_tools.formats.foreign import refuse_weights
-from ckpt_tools.formats.megatron import flattened
 from ckpt_tools.formats.megatron.common_state import CommonState
 from ckpt_tools.formats.megatron.folders import Folder, find_folder
 from ckpt_tools.formats.megatron.groups import Group, Parameter, by_rule
-from ckpt_tools.formats.megatron.tensor_names import COMMON_ITEM, OWN_ITEM, State, is_of_buckets, state_of
+from ckpt_tools.formats.megatron.names import COMMON_ITEM, OWN_ITEM, State, is_of_buckets, state_of
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf
 from ckpt_tools.serialization.torch_zip import locate_item, open_archive
 from ckpt_tools.stores.source import Source
 
-_RESHARDABLE = "save it with --dist-ckpt-optim-fully-reshardable"
+_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 
 Inner = dict[StateKey, TensorLeaf]
 
@@ -46,12 +46,9 @@ def read(source: Source) -> Manifest:
 
 def own_files(source: Source) -> frozenset[str]:
     folder = find_folder(source)
-    is_here = not folder.prefix or (folder.prefix.count("/") == 1 and len(folder.files) > len(_inside(folder)))
+    has_tracker = any(not path.startswith(folder.prefix) for path in folder.files)
+    is_here = not folder.prefix or (folder.prefix.count("/") == 1 and has_tracker)
     return folder.files if is_here else frozenset()
-
-
-def _inside(folder: Folder) -> set[str]:
-    return {path for path in folder.files if path.startswith(folder.prefix)}
 
 
 @dataclass
@@ -63,7 +60,7 @@ class _Contents:
     common: CommonState
     inner: Inner
     own: Mapping[str, Any] = field(default_factory=dict)
-    """What ckpt-tools itself left in it."""
+    """The entry that ckpt-tools itself wrote."""
     literals: dict[str, bytes] = field(default_factory=dict)
     archives: list[ByteRange] = field(default_factory=list)
     """The items of tensors that are stored flattened."""
@@ -110,12 +107,11 @@ class _Contents:
 
     @cached_property
     def _ties(self) -> Mapping[str, str]:
-        """Names of which the bytes are those of other names."""
+        """Names with the same bytes as another name, by name."""
         return ties_among(self.index.tensors)
 
     @cached_property
     def _states(self) -> dict[str, State]:
-        """Every key that is optimizer state of a parameter."""
         found = {key: state for key in self.index.tensors if (state := state_of(key)) is not None}
         for key, state in found.items():
             if state.name not in self.index.tensors:
@@ -136,8 +132,8 @@ class _Contents:
         return {name: owner for name, owner in self._ties.items() if name in weights and owner in weights}
 
     def _entries(self) -> dict[StateKey, TensorEntry]:
-        aliases, buffers = self._aliases(), {*_texts(self.own.get("buffers"))}
-        widened = {*_texts(self.own.get("widened"))}
+        aliases = self._aliases()
+        buffers, widened = ({*_texts(self.own.get(name))} for name in ("buffers", "widened"))
         found = {}
         for name in self._weights():
             if name not in aliases:
@@ -145,31 +141,26 @@ class _Contents:
                 found[StateKey(name)] = self._made(name, Kind.BUFFER if is_buffer else Kind.PARAMETER)
         for key, state in self._states.items():
             at = StateKey(state.name, state.slot)
-            if state.slot == MASTER and self._ties.get(key) == state.name:
+            if state.slot == MASTER and (self._ties.get(key) == state.name or state.name in widened):
                 continue  # The weight stands for it, as ckpt-tools writes parameters that are fp32 themselves.
-            if state.slot == MASTER and state.name in widened:
-                continue
             if state.slot == WEIGHT or at in found:
                 raise MalformedError("another entry holds the same state of this parameter", key=key)
             found[at] = self._made(key, Kind.STATE)
         return found
 
     def _made(self, key: str, kind: Kind) -> TensorEntry:
-        try:
-            return _entry(self._unflattened(key), kind)
-        except CkptError as error:
-            raise type(error)(error.message, path=error.path, key=key) from error
-
-    def _unflattened(self, key: str) -> TensorLeaf:
         leaf = self.index.tensors[key]
         about = self.index.mcore_data.get(key) if isinstance(self.index.mcore_data, dict) else None
         shape = about.get("nd_reformulated_orig_global_shape") if isinstance(about, dict) else None
         if shape is None:
-            return leaf
+            return _entry(leaf, kind)
         if not are_naturals(shape):
-            raise MalformedError("its original shape in mcore_data is not one of a tensor")
+            raise MalformedError("its original shape in mcore_data is not one of a tensor", key=key)
         self.archives += [leaf.shards.byte_range(row) for row in range(len(leaf.shards))]
-        return _unflattened(self.folder.source, leaf, tuple(shape))
+        try:
+            return _entry(_unflattened(self.folder.source, leaf, tuple(shape)), kind)
+        except CkptError as error:
+            raise type(error)(error.message, path=error.path, key=key) from error
 
     def _objects(self) -> dict[str, Value]:
         """Every object but the common state, and state of the distributed optimizer."""
@@ -189,9 +180,13 @@ class _Contents:
 
     def _groups(self, entries: Mapping[StateKey, TensorEntry]) -> list[ParamGroup]:
         trained = self._trained()
-        groups = self.common.groups if trained else []
+        if not trained:
+            return []
+        groups = self.common.groups
         if not groups:
-            return self._without_groups(trained)
+            why = "the common state has no param_groups of the optimizer"
+            self.notes.append(Note(Outcome.DEFAULTED, "hyperparameters of the optimizer", why))
+            return [ParamGroup(tuple(each.name for each in trained), {})]
         members = self._members(groups, trained)
         return [
             ParamGroup(tuple(names), self._options(number, group))
@@ -208,12 +203,6 @@ class _Contents:
     def _own_groups(self) -> list[dict[Any, Any]]:
         found = self.own.get("groups")
         return found if isinstance(found, list) and all(isinstance(own, dict) for own in found) else []
-
-    def _without_groups(self, trained: list[Parameter]) -> list[ParamGroup]:
-        if trained:
-            why = "the common state has no param_groups of the optimizer"
-            self.notes.append(Note(Outcome.DEFAULTED, "hyperparameters of the optimizer", why))
-        return [ParamGroup(tuple(each.name for each in trained), {})] if trained else []
 
     def _members(self, groups: list[Group], trained: list[Parameter]) -> list[list[str]]:
         if len(self._own_groups) == len(groups):
@@ -265,8 +254,7 @@ class _Contents:
             return _entry(leaf, Kind.STATE) if not leaf.shape else None
         file = literal_file(f"step {step}")
         self.literals[file] = struct.pack("<f", step)
-        shard = Shard(Box.whole(()), ByteRange(file, 0, 4))
-        return TensorEntry((), DType.FLOAT32, Kind.STATE, ShardTable.build((), DType.FLOAT32, [shard]))
+        return TensorEntry((), DType.FLOAT32, Kind.STATE, ShardTable.whole((), DType.FLOAT32, ByteRange(file, 0, 4)))
 
     def _note_buckets(self) -> None:
         lost = [key for key in (*self.index.tensors, *self.index.objects) if is_of_buckets(key)]
@@ -276,7 +264,7 @@ class _Contents:
             sharding = self.common.sharding or ("dp_zero_gather_scatter" if is_object else "dp_reshardable")
             why = (
                 f"it lies in buffers of the distributed optimizer ({sharding}), and which parameters are where in them "
-                f"is not stored; {_RESHARDABLE}"
+                "is not stored; save it with --dist-ckpt-optim-fully-reshardable"
             )
             self.notes.append(Note(Outcome.DROPPED, "optimizer state", why, len(lost), num_bytes))
 
@@ -293,9 +281,6 @@ class _Contents:
         self.notes += [Note(Outcome.KEPT, name, why) for name in names]
 
 
-_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
-
-
 def _texts(found: Any) -> list[str]:
     return [name for name in found if type(name) is str] if isinstance(found, list) else []
 
@@ -305,7 +290,7 @@ def _entry(leaf: TensorLeaf, kind: Kind) -> TensorEntry:
 
 
 def _common(folder: Folder, index: Index, inner: Inner) -> CommonState:
-    """The common state, wherever it lies. Raises IncompleteError where there is none."""
+    """The common state, from ``common.pt`` or from its item. Raises IncompleteError where there is none."""
     path = folder.common
     if path is None and COMMON_ITEM not in index.objects:
         raise IncompleteError("this file of the checkpoint is missing", path=f"{folder.prefix}common.pt")
@@ -336,14 +321,14 @@ def _object(source: Source, key: str, index: Index, inner: Inner) -> list[Value]
 def _unflattened(source: Source, leaf: TensorLeaf, shape: tuple[int, ...]) -> TensorLeaf:
     """A tensor that is stored flattened in its own shape. The start of each item's elements is looked up here, since
     one item becomes several boxes."""
-    piece = flattened.piece_shape(leaf.shape, shape)
+    piece = piece_shape(leaf.shape, shape)
     if prod(shape) != prod(leaf.shape):
         raise MalformedError(f"a tensor of shape {list(shape)} is stored in {list(leaf.shape)}")
     shards: list[Shard] = []
     size = leaf.dtype.item_bytes
     for row in range(len(leaf.shards)):
         stored, start = leaf.shards.box(row), _elements(source, leaf, row)
-        for box, first in flattened.boxes(stored, piece):
+        for box, first in boxes(stored, piece):
             at = ByteRange(leaf.shards.byte_range(row).file, start + first * size, start + (first + box.numel) * size)
             shards.append(Shard(box, at))
     return TensorLeaf(shape, leaf.dtype, ShardTable.build(shape, leaf.dtype, shards))
@@ -359,3 +344,30 @@ def _elements(source: Source, leaf: TensorLeaf, row: int) -> int:
     if found.dtype is not leaf.dtype or prod(found.shape) != numel or not is_plain:
         raise MalformedError(f"the item at byte {at.start:,} is not the one that the index describes", path=at.file)
     return found.start + found.storage_offset * leaf.dtype.item_bytes
+
+
+# Up to megatron-core 0.14 optimizer state was stored flattened and cut by data-parallel ranks. A tensor of shape [X, Y]
+# in pieces of [x, y] was stored as one of [X / x, Y / y, x * y]: the first axes say which piece, the last one runs
+# through its elements, and each rank wrote an interval of it (megatron-core 0.12, strategies/torch.py,
+# sharded_tensor_to_torch_sharded_tensor). mcore_data in the index has the shape [X, Y].
+
+
+def piece_shape(stored: Shape, shape: Shape) -> Shape:
+    """``[x, y]`` of a tensor of ``shape`` that is stored as ``stored``. Raises MalformedError."""
+    pairs = list(zip(stored[:-1], shape, strict=False))
+    fits = len(stored) == len(shape) + 1 and all(count and not size % count for count, size in pairs)
+    piece = tuple(size // count for count, size in pairs) if fits else ()
+    if not fits or prod(piece) != stored[-1]:
+        raise MalformedError(f"a tensor of shape {list(shape)} cannot be stored as {list(stored)}")
+    return piece
+
+
+def boxes(stored: Box, piece: Shape) -> Iterator[tuple[Box, int]]:
+    """The boxes of the tensor that the box ``stored`` of its stored form holds, each with the position of its first
+    element among those of ``stored``."""
+    at = 0
+    for cell in product(*map(range, stored.start[:-1], stored.stop[:-1])):
+        origin = tuple(index * size for index, size in zip(cell, piece, strict=True))
+        for box in from_flat(stored.start[-1], stored.stop[-1], piece):
+            yield box.shift(origin), at
+            at += box.numel

@@ -1,4 +1,4 @@
-"""A manifest as a ``torch_dist`` checkpoint, which ``dist_checkpointing.load`` of Megatron-Core takes at any sizes of
+"""A manifest as a ``torch_dist`` checkpoint, which ``dist_checkpointing.load`` of Megatron-Core loads at any sizes of
 its parallel groups.
 
 The files of the tensors are those of a DCP. The index has no tree, names have the optimizer's slots in front, and
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -29,11 +29,17 @@ from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.files import RankFiles, metadata_of, place
 from ckpt_tools.formats.dcp.items import Items
 from ckpt_tools.formats.dcp.names import METADATA
-from ckpt_tools.formats.megatron.common_state import CONTENT, FULLY_RESHARDABLE, SHARDING, inner_tree, with_groups
+from ckpt_tools.formats.megatron.common_state import (
+    CONTENT,
+    FULLY_RESHARDABLE,
+    SHARDING,
+    inner_tree,
+    is_loadable,
+    loadable,
+    with_groups,
+)
 from ckpt_tools.formats.megatron.folders import BACKEND
-from ckpt_tools.formats.megatron.loadable import is_loadable, loadable
-from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE, TRACKER
-from ckpt_tools.formats.megatron.tensor_names import MASTERS, OWN_ITEM, is_expert
+from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE, MASTERS, OWN_ITEM, TRACKER, is_expert
 from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.serialization.pickle.dump import dumps
@@ -47,7 +53,7 @@ CONFIG = {
 """dist_checkpointing/core.py, ``CheckpointingConfig`` of megatron-core 0.16.1."""
 
 VERSION = 3.0
-"""What Megatron-LM calls the version of its checkpoints (training/checkpointing.py)."""
+"""Megatron-LM's version of its checkpoints (training/checkpointing.py)."""
 
 _DEFAULTS: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """By these Megatron recognises its groups (optimizer/optimizer.py, ``param_group_identifier_keys``)."""
@@ -77,14 +83,16 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 
 @dataclass
 class _State:
-    """A manifest on its way; ``owners`` maps fp32 copies that the source lacks to the weights that they are made of."""
+    """A manifest to be written. ``owners`` maps fp32 copies that the source lacks to the weights that become them."""
 
     manifest: Manifest
     notes: list[Note] = field(default_factory=list)
     owners: dict[StateKey, StateKey] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._note_iteration()
+        if self.manifest.step is None and type(self.manifest.extra.get("global_step")) is not int:
+            why = f"{ABSENT}; Megatron starts counting at 0"
+            self.notes.append(Note(Outcome.DEFAULTED, "global_step", why))
         for name in self.trained:
             weight, master = self.manifest.tensors.get(StateKey(name)), StateKey(name, MASTER)
             if master not in self.manifest.tensors and weight is not None and weight.dtype is not DType.FLOAT32:
@@ -96,12 +104,10 @@ class _State:
 
     @cached_property
     def trained(self) -> list[str]:
-        """The parameters that have optimizer state."""
         return list(dict.fromkeys(key.fqn for key in self.manifest.of_kind(Kind.STATE)))
 
     @cached_property
     def readable(self) -> Manifest:
-        """The manifest with those masters."""
         tensors = self.manifest.tensors
         made = {key: replace(tensors[owner].cast(DType.FLOAT32), kind=Kind.STATE) for key, owner in self.owners.items()}
         return replace(self.manifest, tensors={**tensors, **made}) if made else self.manifest
@@ -118,11 +124,6 @@ class _State:
         step = found if type(found) is int else self.manifest.step
         return step if step is not None and step >= 0 else 0
 
-    def _note_iteration(self) -> None:
-        if self.manifest.step is None and type(self.manifest.extra.get("global_step")) is not int:
-            why = f"{ABSENT}; Megatron starts counting at 0"
-            self.notes.append(Note(Outcome.DEFAULTED, "global_step", why))
-
     @cached_property
     def source(self) -> dict[Any, Value] | None:
         """The common state of a source that was Megatron's, wherever it has been since."""
@@ -137,7 +138,6 @@ class _State:
 
     @cached_property
     def objects(self) -> dict[str, list[Value]]:
-        """Sharded objects of a source that was Megatron's."""
         found = self.manifest.extra.get("megatron")
         pairs = found.get("objects") if isinstance(found, dict) else None
         pairs = pairs if isinstance(pairs, tuple) else ()
@@ -153,7 +153,10 @@ class _State:
         for key, entry in self.readable.tensors.items():
             if entry.kind in (Kind.PARAMETER, Kind.BUFFER):
                 tensors[key.fqn] = key
-            elif entry.kind is Kind.STATE and not (key.slot == "step" and self._is_known(entry)):
+            # The groups of a Megatron source have its steps.
+            elif entry.kind is Kind.STATE and (
+                key.slot != "step" or self.source is None or self._number(entry) is None
+            ):
                 tensors[self._name(key)] = key
         aliases.update({self._name(StateKey(name, MASTER)): name for name in self.own_masters})
         lost = [name for name, value in self.objects.items() if not is_loadable(value)]
@@ -173,7 +176,7 @@ class _State:
 
     @cached_property
     def _master(self) -> str:
-        """What the optimizer calls its fp32 copy: one that is not distributed differs."""
+        """The slot of the fp32 copy, by the kind of optimizer."""
         trees = self._trees.values()
         return MASTERS[1] if any("fp32_from_fp16_params" in tree for tree in trees) else MASTERS[0]
 
@@ -183,10 +186,6 @@ class _State:
         is_known = isinstance(found, dict) and all(isinstance(tree, dict) for tree in found.values())
         is_known = is_known and is_loadable(found)
         return found if is_known and found is not None else {}
-
-    def _is_known(self, entry: TensorEntry) -> bool:
-        """Whether it is a step that comes from the groups of a Megatron source, which say it."""
-        return self.source is not None and self._number(entry) is not None
 
     def _number(self, entry: TensorEntry) -> float | None:
         """The value of a step, where it is not in a file of the source."""
@@ -213,7 +212,7 @@ class _State:
         return {"made": self.source is None, "groups": groups, "buffers": buffers, "widened": widened, "extra": whole}
 
     def common(self) -> dict[Any, Value]:
-        """What ``torch.load`` gives Megatron before it reads a tensor."""
+        """The content of ``common.pt``."""
         found, lost = loadable({name: value for name, value in (self.source or {}).items() if name != "optimizer"})
         self.notes += [Note(Outcome.DROPPED, name, _REFUSED_CLASS) for name in lost]
         content = found.get(CONTENT)
@@ -256,29 +255,21 @@ class _State:
         return {**group.options, **missing, "step": self._step(group.params or self.trained)}
 
     def _step(self, names: Sequence[str]) -> int:
-        """The step of these parameters, of which Megatron's groups have one."""
-        found = {self._number(entry) for entry in self._step_entries(names)}
+        """The step of these parameters, because Megatron's groups have one each."""
+        entries = (self.manifest.tensors.get(StateKey(name, "step")) for name in names)
+        found = {self._number(entry) for entry in entries if entry is not None}
         known = next(iter(found)) if len(found) == 1 else None
         if known is not None and known == int(known):
             return int(known)
-        note = Note(
-            Outcome.DEFAULTED,
-            "step of the optimizer",
-            "the groups of Megatron have one, and those of the parameters lie in tensors: it is the iteration",
-        )
+        why = "the groups of Megatron have one, and those of the parameters lie in tensors: it is the iteration"
+        note = Note(Outcome.DEFAULTED, "step of the optimizer", why)
         if note not in self.notes:
             self.notes.append(note)
         return self.iteration
 
-    def _step_entries(self, names: Iterable[str]) -> Iterator[TensorEntry]:
-        for name in names:
-            entry = self.manifest.tensors.get(StateKey(name, "step"))
-            if entry is not None:
-                yield entry
-
 
 def _missing(group: ParamGroup) -> dict[str, Any]:
-    """What Megatron asks of a group and the source's did not have."""
+    """Options that Megatron needs in a group and the source's does not have."""
     options = group.options
     found = {name: value for name, value in _DEFAULTS.items() if name not in options and f"pre_{name}" not in options}
     if "wd_mult" in found and options.get("weight_decay") == 0:

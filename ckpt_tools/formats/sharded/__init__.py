@@ -1,1 +1,1 @@
-"""A file a rank, of DTensors or ShardedTensors. ``docs/formats/sharded.md`` says what its files hold."""
+"""A file a rank, of DTensors or ShardedTensors. ``docs/formats/sharded.md`` describes its files."""

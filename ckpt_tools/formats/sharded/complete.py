@@ -36,7 +36,8 @@ def problem(saved: Saved) -> str | None:
 
 
 def _named(saved: Saved) -> str | None:
-    """Files whose names say their rank: of each item as many as the world size says, or numbered from 0."""
+    """Checks files with a rank in their names: each item has as many as the world size, or ranks from 0 without
+    gaps."""
     stems: dict[str, tuple[set[int], int | None]] = {}
     for path in saved.files:
         match = rank_file(path)
@@ -54,13 +55,13 @@ def _named(saved: Saved) -> str | None:
 
 
 def _managed(saved: Saved) -> str | None:
-    """The index of torch_checkpointing says the number of ranks, and lists items that can be resharded."""
+    """Checks the files of torch_checkpointing, whose index has the number of ranks and the items that can be
+    resharded."""
     if INDEX not in saved.files:
         is_bare = {"model", "optimizer"} <= {path.partition("_")[0] for path in saved.files if _MANAGED.fullmatch(path)}
         return f"no {INDEX}: the save did not finish" if is_bare else None
     found: Any = loads(saved.read(INDEX, MAX_INDEX_BYTES), path=INDEX)
-    size = found.get("world_size") if isinstance(found, dict) else None
-    items = found.get("metadata") if isinstance(found, dict) else None
+    size, items = (found.get(name) if isinstance(found, dict) else None for name in ("world_size", "metadata"))
     if type(size) is not int or not 0 < size <= MAX_RANKS or not isinstance(items, dict):
         return f"{INDEX} does not list the items of a checkpoint"
     held: dict[str, set[int]] = {str(item): set() for item in items}

@@ -12,7 +12,7 @@ from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.torch_checkpointing import INDEX, is_managed
 
 _SIGNS = (b"DTensor\n", b"ShardedTensor\n")
-"""How the classes stand in a pickle of protocol 2, which ``torch.save`` takes."""
+"""The classes in a pickle of protocol 2, as ``torch.save`` writes them."""
 
 _NEWER_SIGNS = (b"\x07DTensor\x94", b"\rShardedTensor\x94")
 """The same in protocol 4 and later."""
@@ -22,7 +22,7 @@ MAX_LOOKS = 8
 
 
 def looks_sharded(source: Source) -> bool:
-    """Whether a file of ``source`` holds a part of a tensor, or names say that the files are those of ranks."""
+    """Whether a file of ``source`` holds a part of a tensor, or its files have names of ranks."""
     below = folders_of_ranks(source)
     here = [path for path in source.files if "/" not in path and is_candidate(path)]
     if is_managed(source) and here:
@@ -33,14 +33,13 @@ def looks_sharded(source: Source) -> bool:
 
 
 def folders_of_ranks(source: Source) -> list[str]:
-    """Folders that hold files of ranks, as far as names and indexes say."""
+    """Folders that hold files of ranks, by names and indexes."""
     indexed = [parent_of(path) for path in source.files if path.rpartition("/")[2] == INDEX]
     named = (parent_of(path) for path in source.files if rank_file(path))
     return list(dict.fromkeys([*named, *(each for each in indexed if is_managed(source, each))]))
 
 
 def samples(paths: Iterable[str]) -> list[str]:
-    """One file of each kind of name."""
     kinds = {"".join("#" if c.isdigit() else c for c in path): path for path in paths}
     return list(kinds.values())[:MAX_LOOKS]
 

@@ -1,4 +1,4 @@
-"""Which elements of a DTensor a rank has. Pure geometry.
+"""The elements of a DTensor on each rank. Pure geometry.
 
 Placements take effect from the first dim of the mesh to the last, each on what is left of the tensor (torch 2.15.0,
 distributed/tensor/_utils.py ``compute_local_shape_and_global_offset``, which says where a part begins; a part that a
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 
 from ckpt_tools.core.boxes import Box, Shape
-from ckpt_tools.serialization.pickle.sharded_tensors import Placement, Replicate, Shard, StridedShard
+from ckpt_tools.serialization.pickle.sharded_tensors import Placement, Shard, StridedShard
 
 Interval = tuple[int, int]
 """Indices ``[start, stop)`` along one dim."""
@@ -30,20 +30,17 @@ class Region:
 
 @lru_cache(maxsize=4096)
 def region_of(shape: Shape, mesh: Shape, coordinate: Shape, placements: tuple[Placement, ...]) -> Region:
-    """What the rank at ``coordinate`` of a mesh of the shape ``mesh`` has of a tensor of ``shape``."""
+    """The part of a tensor of ``shape`` on the rank at ``coordinate`` of a mesh of the shape ``mesh``."""
     dims: list[list[Interval]] = [[(0, extent)] for extent in shape]
     for placement, size, position in zip(placements, mesh, coordinate, strict=True):
-        if not isinstance(placement, Replicate):
-            dims[placement.dim] = _cut(dims[placement.dim], placement, size, position)
+        if isinstance(placement, Shard):
+            dims[placement.dim] = _chunk(dims[placement.dim], size, position)
+        elif isinstance(placement, StridedShard):
+            whole, count = dims[placement.dim], placement.split_factor
+            parts = (_chunk(whole, count, number) for number in range(count))
+            dims[placement.dim] = _joined([each for part in parts for each in _chunk(part, size, position)])
     local = tuple(sum(stop - start for start, stop in intervals) for intervals in dims)
     return Region(local, tuple(_boxes(dims)) if 0 not in local else ())
-
-
-def _cut(intervals: list[Interval], placement: Shard | StridedShard, size: int, position: int) -> list[Interval]:
-    if isinstance(placement, Shard):
-        return _chunk(intervals, size, position)
-    parts = (_chunk(intervals, placement.split_factor, number) for number in range(placement.split_factor))
-    return _joined([each for part in parts for each in _chunk(part, size, position)])
 
 
 def _chunk(intervals: Sequence[Interval], count: int, number: int) -> list[Interval]:
@@ -61,7 +58,6 @@ def _chunk(intervals: Sequence[Interval], count: int, number: int) -> list[Inter
 
 
 def _joined(intervals: list[Interval]) -> list[Interval]:
-    """Neighbours as one."""
     found: list[Interval] = []
     for start, stop in intervals:
         if found and found[-1][1] == start:
@@ -72,16 +68,10 @@ def _joined(intervals: list[Interval]) -> list[Interval]:
 
 
 def _boxes(dims: Sequence[Sequence[Interval]]) -> list[tuple[Box, Shape]]:
-    placed = [list(_placed(intervals)) for intervals in dims]
+    lengths = ([stop - start for start, stop in intervals] for intervals in dims)
+    starts = (accumulate(each, initial=0) for each in lengths)
+    placed = [list(zip(intervals, at, strict=False)) for intervals, at in zip(dims, starts, strict=True)]
     return [
-        (Box(tuple(low for low, _, _ in part), tuple(high for _, high, _ in part)), tuple(at for _, _, at in part))
+        (Box(tuple(low for (low, _), _ in part), tuple(high for (_, high), _ in part)), tuple(at for _, at in part))
         for part in product(*placed)
     ]
-
-
-def _placed(intervals: Sequence[Interval]) -> list[tuple[int, int, int]]:
-    found, at = [], 0
-    for start, stop in intervals:
-        found.append((start, stop, at))
-        at += stop - start
-    return found

@@ -1,8 +1,10 @@
-"""Which files lie in a folder: the items of one checkpoint, each with a file of every rank."""
+"""The items of one checkpoint, each with a file of every rank; they are told apart by the names of the files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckpt_tools.core.wording import listed
@@ -15,11 +17,67 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.sharded.detection import folders_of_ranks, holds_parts, samples
 from ckpt_tools.formats.sharded.manager import check_index
 from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
-from ckpt_tools.formats.sharded.templates import RANK, by_template, label, numbered
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.names import is_candidate, rank_file, worlds
 from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.torch_checkpointing import INDEX
+
+RANK, WORLD = "{rank}", "{world}"
+
+_NUMBER = re.compile(r"\d{1,9}")
+_OF_THE_RANK = re.compile(
+    r"[-_.]*(?:world_size[-_.]*\{world\}[-_.]*)?(?:(?:dp|fsdp|mp|global)?[-_.]*rank)?[-_.]*\{rank\}"
+)
+
+
+def by_template(ranks: Mapping[str, int]) -> dict[str, list[str]]:
+    """Files, whose ranks are known, by their names with the rank left out. A number that equals the rank may be another
+    thing: what most files agree on is taken, the last one if that does not decide."""
+    options = {path: _templates(path.rpartition("/")[2], {rank}) for path, rank in ranks.items()}
+    counts = Counter(template for found in options.values() for template, _ in found)
+    items: defaultdict[str, list[str]] = defaultdict(list)
+    for path, found in options.items():
+        template = max(reversed(found), key=lambda each: counts[each[0]])[0] if found else ""
+        items[template].append(path)
+    return dict(items)
+
+
+def numbered(paths: Collection[str], ranks: Collection[int]) -> dict[str, dict[int, str]]:
+    """Files whose ranks are not known by their content, by template and by the number in its place: those templates
+    that have a file for some rank of ``ranks``. If two fit a file, the one that has more files is taken."""
+    found: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for path in paths:
+        for template, number in _templates(path.rpartition("/")[2], ranks):
+            found[template][number] = path
+    taken: set[str] = set()
+    chosen = {}
+    for template in sorted(found, key=lambda each: (-len(found[each]), -each.find(RANK))):
+        files = {number: path for number, path in found[template].items() if path not in taken}
+        if files:
+            chosen[template] = files
+            taken |= set(files.values())
+    return chosen
+
+
+def _templates(name: str, ranks: Collection[int]) -> list[tuple[str, int]]:
+    """Every way to see one of ``ranks`` in a name."""
+    known = rank_file(name)
+    spans = [known.span("rank")] if known else [match.span() for match in _NUMBER.finditer(name)]
+    return [(name[:a] + RANK + name[b:], int(name[a:b])) for a, b in spans if int(name[a:b]) in ranks]
+
+
+def without_world(template: str, world: int) -> str:
+    """A template without its world size, if it has one."""
+    return template.replace(f"world_size_{world}_rank_{RANK}", f"world_size_{WORLD}_rank_{RANK}")
+
+
+def label(template: str) -> str:
+    """Label of an item: the template without the rank and the ending."""
+    known = rank_file(template.replace(RANK, "0"))
+    if known is not None and known.groupdict().get("index", "") in (None, "0"):
+        return "model" if known["item"] == "pytorch_model_fsdp" else "optimizer"
+    stem = template.rpartition(".")[0] or template
+    return _OF_THE_RANK.sub("", re.sub(r"world_size_\d+", f"world_size_{WORLD}", stem), count=1).strip("-_.") or "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +112,14 @@ class Checkpoint:
 
 
 def read_checkpoint_files(source: Source) -> Checkpoint:
-    """The one checkpoint of files of ranks in ``source``.
-
-    Raises:
-        FormatError: a file is missing, is there twice, or is of another run; there are several checkpoints.
-    """
+    """The one checkpoint of files of ranks in ``source``. Raises FormatError if a file is missing, is there twice, or
+    is of another run, or if there are several checkpoints."""
     folder = _folder(source)
     here = [path for path in source.files if parent_of(path) == folder]
     world = check_index(source, folder, here)
     files = [path for path in here if is_candidate(path)]
     _refuse_mixed(files)
-    read = {path: read_rank_file(source, path) for path in _of_ranks(source, files)}
+    read = {path: read_rank_file(source, path) for path in files if rank_file(path) or holds_parts(source, path)}
     parts = {path: file for path, file in read.items() if file.kind is not None}
     if not parts:
         return _plain(folder, read)
@@ -79,7 +134,9 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
             path=only.path,
         )
     templates = by_template({path: file.rank for path, file in parts.items() if file.rank is not None})
-    _refuse_misnamed(templates, parts)
+    if "" in templates and len(templates) > 1:
+        path = templates[""][0]
+        raise MalformedError(f"it is of rank {parts[path].rank} by its content, but its name says another", path=path)
     items = [_item(template, [parts[path] for path in paths], ranks) for template, paths in templates.items()]
     plain = numbered([path for path in files if path not in parts], ranks)
     beside = (_plain_item(source, template, by_rank, ranks, read) for template, by_rank in plain.items())
@@ -88,7 +145,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
 
 
 def _folder(source: Source) -> str:
-    """Where the files of ranks are: at the top, or in the one folder below that holds some."""
+    """The folder of the files of ranks: the top, or the only folder below that has some."""
     found = folders_of_ranks(source)
     below = [folder for folder in found if folder]
     here = [path for path in source.files if "/" not in path and is_candidate(path)]
@@ -96,8 +153,8 @@ def _folder(source: Source) -> str:
     if at_top or not below:
         return ""
     if len(below) > 1:
-        names = listed(below)
-        raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
+        message = f"there are several checkpoints here ({listed(below)}); name the folder of one"
+        raise SeveralCheckpointsError(message)
     return below[0]
 
 
@@ -111,11 +168,6 @@ def _refuse_mixed(files: Iterable[str]) -> None:
         )
 
 
-def _of_ranks(source: Source, files: list[str]) -> list[str]:
-    """The files that are read: those that hold a part of a tensor, and those whose names say a rank."""
-    return [path for path in files if rank_file(path) or holds_parts(source, path)]
-
-
 def _ranks(parts: Mapping[str, RankFile]) -> tuple[int, ...]:
     """All ranks that the meshes name. Raises MalformedError where they are of several world sizes."""
     sizes: dict[int, str] = {}
@@ -125,15 +177,6 @@ def _ranks(parts: Mapping[str, RankFile]) -> tuple[int, ...]:
         told = ", ".join(f"{path} of {size}" for size, path in sorted(sizes.items()))
         raise MalformedError(f"there are files of several world sizes here ({told})")
     return tuple(sorted(frozenset[int]().union(*(file.ranks for file in parts.values()))))
-
-
-def _refuse_misnamed(templates: Mapping[str, list[str]], parts: Mapping[str, RankFile]) -> None:
-    """Raises MalformedError for a file whose name has another number than its rank, where others have theirs."""
-    misnamed = templates.get("", []) if len(templates) > 1 else []
-    if misnamed:
-        raise MalformedError(
-            f"it is of rank {parts[misnamed[0]].rank} by its content, but its name says another", path=misnamed[0]
-        )
 
 
 def _item(template: str, files: list[RankFile], ranks: tuple[int, ...]) -> Item:
@@ -150,7 +193,6 @@ def _item(template: str, files: list[RankFile], ranks: tuple[int, ...]) -> Item:
 
 
 def _check_ranks(template: str, found: Mapping[int, object], ranks: tuple[int, ...]) -> None:
-    """Raises IncompleteError where a rank has no file."""
     missing = [rank for rank in ranks if rank not in found]
     if missing:
         name = template.replace(RANK, str(missing[0])) or "its name is not known"
@@ -170,11 +212,9 @@ def _plain_item(
 
 
 def _plain(folder: str, read: Mapping[str, RankFile]) -> Checkpoint:
-    """Files of which none holds a part of a tensor: those of one rank, as verl writes on one GPU.
-
-    Raises UnsupportedError where they are of several ranks.
-    """
-    ranks = {path: _named_rank(path) for path in read}
+    """Files without a part of a tensor, as verl writes on one GPU. Raises UnsupportedError where they are of several
+    ranks."""
+    ranks = {path: int(match["rank"]) if (match := rank_file(path)) else 0 for path in read}
     world = max(max(worlds(read), default=1), max(ranks.values(), default=0) + 1)
     if world > 1 or not read:
         raise UnsupportedError(
@@ -182,24 +222,13 @@ def _plain(folder: str, read: Mapping[str, RankFile]) -> Checkpoint:
             "do not say which part of the model each one is; save with torch.distributed.checkpoint.save"
         )
     templates = by_template(ranks)
-    items = [_item_of_one(template, read[paths[0]]) for template, paths in templates.items()]
+    items = [Item(label(template), template, {0: read[paths[0]]}) for template, paths in templates.items()]
     return _checkpoint(folder, items, (0,))
 
 
-def _item_of_one(template: str, file: RankFile) -> Item:
-    return Item(label(template), template, {0: file})
-
-
-def _named_rank(path: str) -> int:
-    found = rank_file(path)
-    return int(found["rank"]) if found else 0
-
-
 def _checkpoint(folder: str, items: list[Item], ranks: tuple[int, ...]) -> Checkpoint:
-    """Items of different names: two of one name are called by the names of their files.
-
-    Raises IncompleteError where verl or accelerate would have written a model beside an optimizer.
-    """
+    """Items of different names: two of one name get the names of their files. Raises IncompleteError where verl or
+    accelerate would have written a model beside an optimizer."""
     labels = [item.label for item in items]
     alone = [file.path for item in items if item.is_optimizer for file in item.files.values()]
     is_half = all(item.is_optimizer or item.label == "extra_state" for item in items)

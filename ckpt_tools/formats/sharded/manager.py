@@ -1,4 +1,4 @@
-"""The index of torch_checkpointing: how many ranks saved, and how the file of each item is stored.
+"""The index of torch_checkpointing: the number of ranks, and the serialization of each item.
 
 ``metadata.pkl`` (torch_checkpointing 0.1.1, metadata_manager.py) is a pickle of plain dicts. It names the files of the
 items that can be resharded, which may be none of them, and describes their tensors. With torch's own serialization the
@@ -22,17 +22,13 @@ _TORCH = "TorchSerialization"
 
 
 def check_index(source: Source, folder: str, here: Collection[str]) -> int | None:
-    """The number of ranks that the index of a folder says; None where it has no index.
-
-    Raises:
-        FormatError: the index breaks a rule, or a file is stored in another way than by ``torch.save``, or is missing.
-    """
+    """The number of ranks in the index of a folder; None where it has no index. Raises FormatError if the index breaks
+    a rule, or a file is stored in another way than by ``torch.save``, or is missing."""
     path = f"{folder}/{INDEX}" if folder else INDEX
     if not is_managed(source, folder):
         return None
     found = loads(source.read_all(path, limit_bytes=MAX_BYTES), path=path)
-    world = found.get("world_size") if isinstance(found, dict) else None
-    items = found.get("metadata") if isinstance(found, dict) else None
+    world, items = (found.get(name) if isinstance(found, dict) else None for name in ("world_size", "metadata"))
     if type(world) is not int or not 0 < world <= MAX_RANKS or not isinstance(items, dict):
         raise MalformedError("it does not contain the metadata of torch_checkpointing", path=path)
     for name, item in items.items():

@@ -1,6 +1,6 @@
-"""What a checkpoint of ranks' files was like, for writing it again for other ranks: names, mesh, and the small files.
+"""Names, mesh and small files of a checkpoint that was read, for writing it again for other ranks.
 
-It travels with the manifest as literal files, which lie nowhere: another format's writer does not look at them.
+They are literal files of the manifest, which other formats' writers ignore.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _BESIDE = literal_file("beside/")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """``templates`` are names of files, with ``{rank}`` and ``{world}`` left out, by the entry at the top of the tree
-    that they hold; ``""`` is for the rest, or for all. ``names`` are those of all files. ``is_numbered`` says that the
-    optimizer knew its parameters by number. ``whole`` are weights that every rank had whole. ``beside`` are small files
-    to be laid beside the others."""
+    """``templates`` are names of files, with ``{rank}`` and ``{world}`` in place of the numbers, by the entry at the
+    top of the tree that they hold; ``""`` is for the rest, or for all. ``names`` are those of all files.
+    ``is_numbered`` says that the optimizer knew its parameters by number. ``whole`` are weights that every rank had
+    whole. ``beside`` are small files to be written again."""
 
     templates: Mapping[str, str]
     names: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Origin:
 
 
 def origin_of(manifest: Manifest) -> Origin | None:
-    """That of a manifest that was read from files of ranks."""
+    """The origin of a manifest that was read from files of ranks; None for others."""
     if _NAME not in manifest.literals:
         return None
     content: dict[str, Any] = json.loads(manifest.literals[_NAME])

@@ -1,8 +1,8 @@
-"""One rank's file: its leaves, and for each tensor which elements of the whole lie where."""
+"""One rank's file: its leaves, and for each tensor the places of its elements of the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ckpt_tools.stores.source import Source
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank has of a tensor of ``shape``: shards of it, none where it has no element.
+    """A rank's part of a tensor of ``shape``: shards of it, none where it has no element.
 
     ``checksums`` are those of the storages of the shards, as the zip's directory has them; None where a shard is a part
     of its storage, or the checksum was not taken. ``is_cut`` says that it is a part by its class, even if it is all.
@@ -54,91 +54,63 @@ class RankFile:
 
     @property
     def is_optimizer(self) -> bool:
-        """Whether it is an optimizer's state dict by itself, as torch lays it out, nested or flattened."""
-        return any(path[0] == "param_groups" or _is_flat_option(path) for path in self.objects)
-
-
-def _is_flat_option(path: TreePath) -> bool:
-    return len(path) == 1 and isinstance(path[0], str) and path[0].startswith("param_groups.")
+        """Whether it is a bare state dict of a torch optimizer, nested or flattened."""
+        tops = ((str(path[0]), len(path)) for path in self.objects)
+        return any(top == "param_groups" or (num == 1 and top.startswith("param_groups.")) for top, num in tops)
 
 
 def read_rank_file(source: Source, path: str) -> RankFile:
-    """The file of a rank, from its headers.
-
-    Raises:
-        FormatError: it cannot be read, or holds a part whose place is not understood.
-    """
+    """The file of a rank, from its headers. Raises FormatError if it cannot be read, or holds a part whose place is not
+    understood."""
     archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
     refuse_deepspeed(archive.value, path)
-    found = _Found(archive, PartReader())
+    found = _Found(archive)
     tensors: dict[TreePath, Held] = {}
     objects: dict[TreePath, Any] = {}
     inner: dict[StateKey, TensorLeaf] = {}
     for leaf, value in tree_leaves(archive.value, (), path):
         if not leaf:
             raise UnsupportedError("it does not contain a dict, so it is not a state dict", path=path)
-        with _named(path, leaf):
-            held = found.held(value)
-            if held is not None:
+        try:
+            if (held := found.held(value)) is not None:
                 tensors[leaf] = held
             else:
-                _refuse_inner(value)
                 objects[leaf] = with_references(value, Place(archive, path), f"{path}: {dotted(leaf)}", inner)
+        except CkptError as error:
+            error.path, error.key = error.path or path, error.key or dotted(leaf)
+            raise
     kind = next(iter(found.kinds), None)
     return RankFile(path, kind, found.rank, frozenset(found.ranks), found.mesh, tensors, objects, inner)
 
 
-class _named:  # noqa: N801 - a context manager
-    """Errors inside say the file and the entry."""
-
-    __slots__ = ("leaf", "path")
-
-    def __init__(self, path: str, leaf: TreePath) -> None:
-        self.path, self.leaf = path, leaf
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CkptError):
-            error.path, error.key = error.path or self.path, error.key or dotted(self.leaf)
-
-
-def _refuse_inner(value: Any) -> None:
-    """Raises UnsupportedError where an object holds a part of a tensor inside."""
-    if isinstance(value, str | int | float | bool | bytes | None):
-        return
-    inner = pieces_in(value)
-    if inner is not None:
-        raise UnsupportedError(f"it holds {inner} inside an object, which is not supported")
-
-
 class _Found:
-    """What is found in one file."""
+    """The parts of tensors in a file, and the rank and mesh that they state."""
 
-    def __init__(self, archive: TorchArchive, parts: PartReader) -> None:
+    def __init__(self, archive: TorchArchive) -> None:
         self._archive = archive
-        self._parts = parts
+        self._parts = PartReader()
         self.kinds: dict[str, None] = {}
         self.rank: int | None = None
         self.ranks: set[int] = set()
         self.mesh: Mesh | None = None
 
     def held(self, value: Any) -> Held | None:
-        """What the rank has of the tensor that a leaf is; None for an object."""
+        """The rank's part of the tensor that a leaf is; None for an object."""
         if isinstance(value, StoredTensor):
             if value.storage is None:
                 raise UnsupportedError("this tensor is on the meta device and has no elements")
             if value.wrapper not in (None, PARAMETER):
                 raise UnsupportedError(f"a {value.wrapper} cannot be read; save plain tensors")
-            return self._held(
-                value.shape, value.dtype, [(Box.whole(value.shape), (0,) * len(value.shape), value)], False
-            )
+            whole = (Box.whole(value.shape), (0,) * len(value.shape), value)
+            return self._held(value.shape, value.dtype, [whole], is_cut=False)
         part = self._parts.read(value)
-        if part is None:
-            return None
-        self._note(part)
-        return self._held(part.shape, part.dtype, list(_pieces(part)), True)
+        if part is not None:
+            self._note(part)
+            return self._held(part.shape, part.dtype, _pieces(part), is_cut=True)
+        inner = None if isinstance(value, str | int | float | bool | bytes | None) else pieces_in(value)
+        if inner is not None:
+            raise UnsupportedError(f"it holds {inner} inside an object, which is not supported")
+        return None
 
     def _note(self, part: Part) -> None:
         """The rank whose file it is; one file is of one rank."""
@@ -152,7 +124,7 @@ class _Found:
             self.mesh = self.mesh or part.mesh
         self.ranks.update(part.ranks)
 
-    def _held(self, shape: Shape, dtype: DType, pieces: list[tuple[Box, Shape, StoredTensor]], is_cut: bool) -> Held:
+    def _held(self, shape: Shape, dtype: DType, pieces: Iterable[_Piece], *, is_cut: bool) -> Held:
         shards, checksums = [], []
         for box, at, local in pieces:
             assert local.storage is not None, "tensors without elements were refused"
@@ -175,8 +147,12 @@ class _Found:
         return record.crc32 if is_all and record.states_checksum else None
 
 
-def _pieces(part: Part) -> Iterator[tuple[Box, Shape, StoredTensor]]:
-    """The boxes that have elements, each with where it begins in its local tensor."""
+_Piece = tuple[Box, Shape, StoredTensor]
+"""A box of the whole tensor, where it begins in the local tensor, and the local tensor."""
+
+
+def _pieces(part: Part) -> Iterator[_Piece]:
+    """The boxes that have elements."""
     if isinstance(part, ShardedTensorPart):
         for offsets, local in part.locals:
             if local.numel:

@@ -16,13 +16,11 @@ from ckpt_tools.core.value_refs import references, replaced
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import CkptError, MalformedError
 from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
-from ckpt_tools.formats.sharded.items import Checkpoint, Item, read_checkpoint_files
+from ckpt_tools.formats.sharded.items import RANK, Checkpoint, Item, read_checkpoint_files, without_world
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
-from ckpt_tools.formats.sharded.templates import RANK, without_world
 from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps
-from ckpt_tools.serialization.pickle.sharded_tensors import Mesh
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import refuse_several_of_ranks
@@ -34,10 +32,10 @@ MAX_COMPARED_BYTES = 1 << 20
 """Tensors without a checksum that are read to see whether the ranks agree."""
 
 MAX_BESIDE_BYTES = 64 << 20
-"""Of one small file that goes along; a tokenizer has up to 20 MB."""
+"""Most bytes of a small file that is kept; a tokenizer has up to 20 MB."""
 
 FSDP = "fsdp"
-"""What verl calls the dim of its mesh."""
+"""The dim of verl's mesh."""
 
 GENERATORS = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state")
 """Entries with the states of a rank's random number generators. They are neither read nor written: ranks of another
@@ -75,7 +73,6 @@ def read(source: Source, options: ReadOptions) -> Manifest:
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
-    """The files that belong to the checkpoint."""
     origin = origin_of(manifest)
     if origin is None:
         return frozenset()
@@ -118,8 +115,8 @@ def _refuse_unnamed(found: Checkpoint) -> None:
 
 
 def _refuse_others_in_place(found: Checkpoint, manifest: Manifest) -> None:
-    """Raises MalformedError if another of its files lies where the model should be: there is no weight, or there is
-    the small state that verl lays beside a model."""
+    """Raises MalformedError if another file has the name of the model's: it has no weight, or it has the small state
+    that verl writes beside a model."""
     models = [item for item in found.items if not item.is_optimizer and item.label.startswith("model")]
     held = {path[0] for item in models for file in item.files.values() for path in (*file.tensors, *file.objects)}
     is_small = bool(_SMALL & held) and any(item.label.startswith("extra_state") for item in found.items)
@@ -158,19 +155,17 @@ def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
 
 
 def _small_files(source: Source, folder: str) -> dict[str, str]:
-    """verl's configuration, and what it keeps in ``huggingface`` but for weights, by their names below the folder."""
+    """verl's configuration, and its folder ``huggingface`` without weights, by their names below the folder."""
     prefix = f"{folder}/" if folder else ""
     names = {path: path.removeprefix(prefix) for path in source.files if path.startswith(prefix)}
-    return {path: name for path, name in names.items() if name == CONFIG or _is_hugging_face(name, source.size(path))}
-
-
-def _is_hugging_face(name: str, size: int) -> bool:
-    return name.startswith(f"{HUGGING_FACE}/") and not name.endswith(_WEIGHTS) and size <= MAX_BESIDE_BYTES
+    own = {path: name for path, name in names.items() if name == CONFIG or name.startswith(f"{HUGGING_FACE}/")}
+    is_small = {path: not path.endswith(_WEIGHTS) and source.size(path) <= MAX_BESIDE_BYTES for path in own}
+    return {path: name for path, name in own.items() if name == CONFIG or is_small[path]}
 
 
 @dataclass(slots=True)
 class _Tree:
-    """The tree of all items. One item alone is the tree; of several each is an entry at its top."""
+    """The tree of all items. A single item is the tree; of several each is an entry at its top."""
 
     source: Source
     found: Checkpoint
@@ -189,27 +184,37 @@ class _Tree:
             self._homes[""] = item.template
             self._add_extra(item, first)
             return
-        prefix: TreePath = () if self._stands_alone() else (item.label,)
+        prefix: TreePath = () if len(self.found.items) == 1 else (item.label,)
         self._homes["" if not prefix else item.label] = item.template
         differing: list[str] = []
         unlike: list[str] = []
         names = dict.fromkeys(path for file in item.files.values() for path in file.tensors)
         joined = {path: self._joined(path, item, differing, unlike) for path in names}
-        if item.is_optimizer and self._is_of_flat_parameters(joined, unlike):
-            self._drop_optimizer(item)
+        # FSDP1's optimizer.state_dict(): state of each rank's own that is no part of a tensor by its class.
+        state = [is_cut for path, (leaf, is_cut) in joined.items() if path[0] == "state" and leaf.shape]
+        if item.is_optimizer and unlike and state and not any(state):
+            why = (
+                "each rank has its own part of FSDP1's flat parameters, without the names and shapes of what they are; "
+                "save FSDP.optim_state_dict(model, optimizer) instead of optimizer.state_dict()"
+            )
+            self.notes.append(Note(Outcome.DROPPED, f"optimizer state ({item.label})", why))
             return
         for path, (leaf, is_cut) in joined.items():
             self._place((*prefix, *path), leaf)
             if not is_cut:
                 self._whole.add(dotted((*prefix, *path)))
-        self._add_objects(item, prefix, differing)
-        self._note_differences([*differing, *unlike], "the ranks differ, and those of rank 0 are taken")
-
-    def _stands_alone(self) -> bool:
-        return sum(not self._is_extra(item) for item in self.found.items) == 1 and len(self.found.items) == 1
+        for rank, file in item.files.items():
+            for path, value in file.objects.items():
+                where = (*prefix, *path)
+                if dotted(where) not in self.paths:
+                    self._place_object(where, value, file)
+                elif rank and not _equal(value, item, path):
+                    differing.append(dotted(path))
+        why = "the ranks differ, and those of rank 0 are taken"
+        self.notes += [Note(Outcome.DROPPED, f"other values of {name}", why) for name in (*differing, *unlike)]
 
     def _is_extra(self, item: Item) -> bool:
-        """Whether it is what lies beside model and optimizer: it holds no part of a tensor, and is no optimizer."""
+        """Whether it is neither model nor optimizer: it holds no part of a tensor, and no optimizer's state."""
         if item.has_parts or item.is_optimizer:
             return False
         if any(each.has_parts for each in self.found.items):
@@ -217,7 +222,6 @@ class _Tree:
         return not item.label.startswith(("model", "pytorch_model")) and len(self.found.items) > 1
 
     def _joined(self, path: TreePath, item: Item, differing: list[str], unlike: list[str]) -> tuple[TensorLeaf, bool]:
-        """The tensor from what each rank has of it."""
         held = {rank: file.tensors[path] for rank, file in item.files.items() if path in file.tensors}
         first = next(iter(held))
         _check_same(path, held, item)
@@ -250,28 +254,6 @@ class _Tree:
             return False
         return self.source.read(a.file, a.start, a.stop) == self.source.read(b.file, b.start, b.stop)
 
-    def _is_of_flat_parameters(self, joined: Mapping[TreePath, tuple[TensorLeaf, bool]], unlike: list[str]) -> bool:
-        """Whether each rank has optimizer state of its own that is no part of a tensor by its class: FSDP1's
-        ``optimizer.state_dict()``, whose parameters are flat."""
-        state = [cut for path, (leaf, cut) in joined.items() if path[0] == "state" and leaf.shape]
-        return bool(unlike) and bool(state) and not any(state)
-
-    def _drop_optimizer(self, item: Item) -> None:
-        why = (
-            "each rank has its own part of FSDP1's flat parameters, without the names and shapes of what they are; "
-            "save FSDP.optim_state_dict(model, optimizer) instead of optimizer.state_dict()"
-        )
-        self.notes.append(Note(Outcome.DROPPED, f"optimizer state ({item.label})", why))
-
-    def _add_objects(self, item: Item, prefix: TreePath, differing: list[str]) -> None:
-        for rank, file in item.files.items():
-            for path, value in file.objects.items():
-                where = (*prefix, *path)
-                if dotted(where) not in self.paths:
-                    self._place_object(where, value, file)
-                elif rank and not _equal(value, item, path):
-                    differing.append(dotted(path))
-
     def _add_extra(self, item: Item, first: RankFile) -> None:
         """Entries that the ranks agree on; each rank's own are noted."""
         own: defaultdict[str, list[str]] = defaultdict(list)
@@ -281,17 +263,16 @@ class _Tree:
                 own[top].append("generators of random numbers")
             elif not self._is_agreed(path, item):
                 own[top].append("values that differ between the ranks")
-        for path, held in first.tensors.items():
-            if str(path[0]) not in own:
-                where = path if dotted(path) not in self.paths else (item.label, *path)
+        for path in (*first.tensors, *first.objects):
+            where = path if dotted(path) not in self.paths else (item.label, *path)
+            if str(path[0]) in own or (path == ("lr_scheduler",) and first.objects.get(path, "") is None):
+                continue
+            if held := first.tensors.get(path):
                 self._place(where, TensorLeaf(held.shape, held.dtype, _table(dotted(path), held, held.shards)))
                 self._whole.add(dotted(where))
-                self.own.add(dotted(where))
-        for path, value in first.objects.items():
-            if str(path[0]) not in own and not (path == ("lr_scheduler",) and value is None):
-                where = path if dotted(path) not in self.paths else (item.label, *path)
-                self._place_object(where, value, first)
-                self.own.add(dotted(where))
+            else:
+                self._place_object(where, first.objects[path], first)
+            self.own.add(dotted(where))
         for top, what in own.items():
             why = f"each rank has its own {what[0]}, which cannot be given to other ranks"
             self.notes.append(Note(Outcome.DROPPED, f"{top} of {item.label}", why))
@@ -320,9 +301,6 @@ class _Tree:
             raise MalformedError("two entries of the tree have this name", key=name)
         return name
 
-    def _note_differences(self, names: list[str], why: str) -> None:
-        self.notes += [Note(Outcome.DROPPED, f"other values of {name}", why) for name in names]
-
     def buffers(self) -> frozenset[str]:
         """Leaves that every rank has whole, where an optimizer's state shows that its parameters are not."""
         cut = [name for name in self.tensors if name not in self._whole]
@@ -333,22 +311,25 @@ class _Tree:
         return "state" in self.paths[name][:-1]
 
     def origin(self, manifest: Manifest) -> Origin:
-        world = len(self.found.ranks)
+        world, files = len(self.found.ranks), [file for item in self.found.items for file in item.files.values()]
         templates = {label: self._padded(without_world(name, world)) for label, name in self._homes.items()}
-        mesh = next((f.mesh for item in self.found.items for f in item.files.values() if f.mesh is not None), None)
+        mesh = next((file.mesh for file in files if file.mesh is not None), None)
         small = _small_files(self.source, self.found.folder)
+        dim_name: str | None = FSDP  # verl's name in the place of several
+        if mesh is not None and len(mesh.shape) <= 1:
+            dim_name = mesh.dim_names[0] if mesh.dim_names else None
         return Origin(
             templates,
             tuple(item.template for item in self.found.items),
-            any(_is_numbered(file) for item in self.found.items for file in item.files.values()),
+            any(map(_is_numbered, files)),
             mesh.device_type if mesh is not None else None,
-            _dim_name(mesh),
+            dim_name,
             tuple(sorted(self._whole_weights(manifest))),
             {name: self.source.read_all(path, limit_bytes=MAX_BESIDE_BYTES) for path, name in small.items()},
         )
 
     def _padded(self, template: str) -> str:
-        """A template that says to how many digits the rank is written, if zeros come before it."""
+        """A template with the number of digits of the rank, if it is written with leading zeros."""
         before, _, after = template.partition(RANK)
         for path in self.found.files:
             digits = path.rpartition("/")[2].removeprefix(before).removesuffix(after)
@@ -361,12 +342,6 @@ class _Tree:
         return {dotted(self.paths[name][depth:]) for name in self._whole if not self._is_state(name)}
 
 
-def _dim_name(mesh: Mesh | None) -> str | None:
-    """The name of the one dim of a mesh; None if it has no name, and verl's name in the place of several."""
-    names = mesh.dim_names if mesh is not None else None
-    return FSDP if mesh is None or len(mesh.shape) > 1 else names[0] if names else None
-
-
 def _is_numbered(file: RankFile) -> bool:
     params = [value for path, value in file.objects.items() if path[-1] == "params" and "param_groups" in path]
     return any(isinstance(value, list) and any(type(each) is int for each in value) for value in params)
@@ -377,14 +352,11 @@ def _check_same(path: TreePath, held: Mapping[int, Held], item: Item) -> None:
     (first, one), *others = held.items()
     for rank, other in others:
         if (other.shape, other.dtype, other.is_cut) != (one.shape, one.dtype, one.is_cut):
-            raise MalformedError(
-                f"rank {first} has it as {_told(one)}, and rank {rank} as {_told(other)}",
-                path=item.files[rank].path,
-                key=dotted(path),
-            )
+            message = f"rank {first} has it as {_described(one)}, and rank {rank} as {_described(other)}"
+            raise MalformedError(message, path=item.files[rank].path, key=dotted(path))
 
 
-def _told(held: Held) -> str:
+def _described(held: Held) -> str:
     whole = "a part of a tensor" if held.is_cut else "a whole tensor"
     return f"{whole} of shape {list(held.shape)} and type {held.dtype.value}"
 
@@ -399,8 +371,7 @@ def _table(name: str, held: Held, shards: Iterable[Shard]) -> ShardTable:
 def _equal(value: Any, item: Item, path: TreePath) -> bool:
     """Whether an object is that of the first rank; tensors inside it count as equal if they have the same place."""
     first = next(file.objects[path] for file in item.files.values() if path in file.objects)
-    return value is first or _told_apart(value) == _told_apart(first)
-
-
-def _told_apart(value: Any) -> bytes:
-    return dumps(replaced(value, lambda ref: str(ref.key.slot)))
+    if value is first:
+        return True
+    mine, other = (dumps(replaced(each, lambda ref: str(ref.key.slot))) for each in (value, first))
+    return mine == other

@@ -1,4 +1,4 @@
-"""A manifest as files of ranks: what ``torch.save`` writes on each rank of an FSDP2 run.
+"""A manifest as files of ranks, as ``torch.save`` writes them on each rank of an FSDP2 run.
 
 Parameters and their optimizer state are DTensors that are cut along their rows, over a mesh of one dim. All else, such
 as buffers and 0-d tensors, is whole in the file of every rank. A source that was files of ranks keeps its names; any
@@ -28,9 +28,9 @@ from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import listed
 from ckpt_tools.formats.sharded.geometry import region_of
+from ckpt_tools.formats.sharded.items import RANK, WORLD
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.reader import FSDP, GENERATORS
-from ckpt_tools.formats.sharded.templates import RANK, WORLD
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes, untrained
 from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
@@ -46,7 +46,7 @@ VERL = Origin(
 )
 TREE = StateTree(("model",), ("optim",))
 DEVICE = "cuda"
-"""What verl's mesh is of, where the source does not say (``create_device_mesh``); its dim is called ``fsdp``."""
+"""The device of verl's mesh (``create_device_mesh``), for sources without a mesh."""
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
@@ -83,12 +83,8 @@ def _made_up(manifest: Manifest, origin: Origin, whole: frozenset[str]) -> Itera
     if is_cut and origin.device_type is None:
         why = f"the source has none; it is one of {DEVICE} whose dim is called {FSDP}, as verl's is"
         yield Note(Outcome.DEFAULTED, "the device mesh", why)
-    if _version(origin) == 1:
+    if _config(origin).get("FSDP_version") == 1:
         yield Note(Outcome.DEFAULTED, "FSDP_version of verl", "the source has 1, and DTensors are those of 2")
-
-
-def _version(origin: Origin) -> object:
-    return _config(origin).get("FSDP_version")
 
 
 def _config(origin: Origin) -> dict[str, Any]:
@@ -100,7 +96,7 @@ def _config(origin: Origin) -> dict[str, Any]:
 
 
 class _Files:
-    """The files, made when they are asked for."""
+    """The files, made on demand."""
 
     def __init__(
         self,
@@ -148,26 +144,26 @@ class _Files:
         for path, data in self._origin.beside.items():
             if path != CONFIG:
                 yield FileLayout(path, (Literal(data),))
-        if self._has_scheduler_file():
+        if "lr_scheduler" in self._left:
             value = self._manifest.extra["lr_scheduler"]
             yield FileLayout(SCHEDULER, tuple(archive_segments(value, {})))
         if CONFIG in self._origin.beside or self._origin is VERL:
             content = {**_config(self._origin), "FSDP_version": 2, "world_size": self._world}
             yield FileLayout(CONFIG, (Literal(json.dumps(content, indent=4).encode()),))
 
-    def _has_scheduler_file(self) -> bool:
-        left = self._labels.get("", [])
-        return "" not in self._templates and any(self._paths[name][0] == "lr_scheduler" for name in left)
+    @property
+    def _left(self) -> dict[str, None]:
+        """The entries at the top for which no file has a place."""
+        names = [] if "" in self._templates else self._labels.get("", [])
+        return dict.fromkeys(str(self._paths[name][0]) for name in names)
 
     def dropped(self) -> Iterator[Note]:
         """Entries that the files have no place for, and states of random number generators."""
         if self._generators:
             why = "each rank restores its own random number generators, and these are of other ranks"
             yield Note(Outcome.DROPPED, listed(self._generators), why, len(self._generators))
-        left = [] if "" in self._templates else [self._paths[name][0] for name in self._labels.get("", [])]
-        names = dict.fromkeys(str(name) for name in left if name != "lr_scheduler")
         why = f"the files ({listed(list(self._templates.values()))}) have no place for it"
-        yield from (Note(Outcome.DROPPED, name, why) for name in names)
+        yield from (Note(Outcome.DROPPED, name, why) for name in self._left if name != "lr_scheduler")
 
     def _file(self, label: str, template: str, rank: int) -> FileLayout:
         tensors = _RankTensors(self._manifest, self._whole, self._origin, rank, self._world)
@@ -188,7 +184,8 @@ class _Files:
         value = self._entries.objects[name]
         groups = (*(self._tree.optim or ()), "param_groups")
         if self._names and self._paths[name][-1] == "params" and self._paths[name][: len(groups)] == groups:
-            return _numbers(self._manifest, value)
+            order = _order(self._manifest)
+            return [order[name] for name in value]
         return replaced(value, lambda ref: tensors.whole(ref.key))
 
     def _name_parameters(self, value: Any, label: str) -> None:
@@ -202,15 +199,15 @@ class _Files:
 
 
 def _generators(manifest: Manifest, entries: Entries, paths: Mapping[str, TreePath]) -> Mapping[str, str]:
-    """The user's own entries that the reader takes for states of random number generators: the name at the top, by that
-    of the leaf."""
+    """The user's entries that the reader would take for states of random number generators: the name at the top, by
+    leaf."""
     tensors = {name for name, key in entries.tensors.items() if manifest.tensors[key].kind is Kind.EXTRA}
     own = (name for name in paths if name in entries.objects or name in tensors)
     return {name: str(paths[name][0]) for name in own if any(part in GENERATORS for part in paths[name][:-1])}
 
 
 def _templates(origin: Origin) -> Mapping[str, str]:
-    """Names in which a rank can be written; verl's where the source's files say none."""
+    """The names of the source's files; verl's where these have no rank."""
     return origin.templates if all(re.search(_RANK, name) for name in origin.templates.values()) else VERL.templates
 
 
@@ -226,14 +223,9 @@ def _order(manifest: Manifest) -> dict[str, int]:
     return {name: number for number, name in enumerate(names)}
 
 
-def _numbers(manifest: Manifest, names: Any) -> Any:
-    order = _order(manifest)
-    return [order[name] for name in names]
-
-
 def _numbered(manifest: Manifest, entries: Entries, tree: StateTree) -> Mapping[str, TreePath]:
-    """Paths with the numbers of parameters in the place of their names; as they are where state belongs to a parameter
-    of no group."""
+    """Paths with the numbers of parameters in the place of their names; unchanged if a parameter with state is in no
+    group."""
     order, prefix = _order(manifest), (*(tree.optim or ()), "state")
     depth = len(prefix)
     state = {name: path for name, path in entries.paths.items() if tree.optim is not None and path[:depth] == prefix}
@@ -251,7 +243,7 @@ def _numbered(manifest: Manifest, entries: Entries, tree: StateTree) -> Mapping[
 
 
 class _RankTensors:
-    """The tensors of one file, and the bytes of their storages, which are numbered as they are asked for."""
+    """The tensors of one file, and the bytes of their storages, which are numbered in order of use."""
 
     def __init__(self, manifest: Manifest, whole: frozenset[str], origin: Origin, rank: int, world: int) -> None:
         self._manifest = manifest
@@ -264,7 +256,7 @@ class _RankTensors:
         self.segments: dict[str, list[Segment]] = {}
 
     def part(self, key: StateKey) -> Any:
-        """What this rank has of a tensor; the same object for the same key, so that ties share it."""
+        """This rank's part of a tensor; the same object for the same key, so that ties share it."""
         entry = self._manifest.tensors[key]
         is_state = entry.kind in (Kind.PARAMETER, Kind.STATE)
         if not is_state or key.fqn in self._whole or not _can_be_cut(entry.shape):

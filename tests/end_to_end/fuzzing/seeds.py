@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fixtures.corpus import make
 from tests.end_to_end.fuzzing import corpus
-from tests.formats import zero_files
+from tests.formats.deepspeed import zero_files
 
 Files = dict[str, bytes]
 

@@ -12,7 +12,7 @@ import torch
 from ckpt_tools.errors import CkptError, FormatError, SourceNotFoundError, UnsafeError
 from tests.end_to_end.fuzzing.seeds import saved, torch_bytes, universal, universal_from_stage3, zero
 from tests.end_to_end.malformed.case import HOSTILE_NAMES, Case, seed
-from tests.formats import zero_files
+from tests.formats.deepspeed import zero_files
 
 WRONG: dict[str, Any] = {
     "None": None, "True": True, "-1": -1, "2 ** 62": 2**62, "2 ** 64": 2**64, "0.5": 0.5, "text": "x", "a list": [],

@@ -1,1 +1,1 @@
-"""What ZeRO's and universal's readers and writers share."""
+"""Parts that readers and writers of ZeRO and universal share."""

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
 
-from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import MASTER, WEIGHT
-from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.values import INT64_MAX, Opaque, StoredTensor, Value, are_naturals, brief, kind_of
 from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.stores.source import Source
@@ -31,7 +32,7 @@ MAX_PADDING = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One opened file: its dictionary, and where the tensors in it have their bytes."""
+    """An opened file: its dictionary, and where the tensors in it have their bytes."""
 
     path: str
     content: Mapping[str, Value]
@@ -47,33 +48,28 @@ class File:
         return cls(path, archive.value, archive)
 
     def start(self, tensor: StoredTensor) -> int:
-        """The byte at which element 0 of ``tensor`` lies; opening the archive has checked that it holds them all."""
-        if not tensor.numel:
-            return 0
-        if tensor.storage is None:
-            raise MalformedError("the tensor is on the meta device and has no elements", path=self.path)
-        start, _ = self.archive.storage_range(tensor.storage.key)
-        return start + tensor.storage_offset * tensor.dtype.item_bytes
+        """The byte of element 0 of ``tensor``; opening the archive has checked that it holds them all."""
+        return storage_start(self.archive, tensor) + tensor.storage_offset * tensor.dtype.item_bytes
 
     def table(self, tensor: StoredTensor) -> ShardTable:
-        """``tensor`` as a table of one shard."""
-        shape, start = tuple(tensor.shape), self.start(tensor)
-        extent = max(0, tensor.stop - tensor.storage_offset)
-        at = ByteRange(self.path, start, start + extent * tensor.dtype.item_bytes)
-        if tensor.is_contiguous:
-            return ShardTable.whole(shape, tensor.dtype, at)
-        return ShardTable.build(shape, tensor.dtype, [Shard(Box.whole(shape), at, tuple(tensor.strides))])
+        return TensorLeaf.of(tensor, self.path, storage_start(self.archive, tensor)).shards
 
     def get(self, name: str, kind: type[Kind]) -> Kind:
-        """``content[name]``, which has to be of ``kind``."""
         return checked(self.content, name, kind, self.path)
 
 
-def _check_rank(path: str, saved_as: str) -> None:
-    """torch names an archive after the file that it writes, and nothing else in a rank's file says which rank it is of.
+def storage_start(archive: TorchArchive, tensor: StoredTensor) -> int:
+    """The byte at which the storage of ``tensor`` starts; 0 for a tensor without elements."""
+    if not tensor.numel:
+        return 0
+    if tensor.storage is None:
+        raise MalformedError("the tensor is on the meta device and has no elements", path=archive.path)
+    return archive.storage_range(tensor.storage.key)[0]
 
-    Raises MalformedError where it is another rank's.
-    """
+
+def _check_rank(path: str, saved_as: str) -> None:
+    """Raises MalformedError where the file is another rank's: torch names an archive after the file that it writes, and
+    nothing else in a rank's file says its rank."""
     ranks, saved = (
         re.findall(r"(?:rank|layer|expert|model)_(\d+)", name) for name in (path.rpartition("/")[2], saved_as)
     )
@@ -95,11 +91,11 @@ def checked(content: Mapping[str, Value], name: str, kind: type[Kind], path: str
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """What a model file says of parameters and buffers.
+    """Parameters and buffers as a model file describes them.
 
-    ``module`` is the model's state dict, in its own order. ``param_shapes`` has one mapping a param group (stages 1,
-    2) or a sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them. ``homes`` has the other file of what
-    lies in one: of a layer, or of an expert.
+    ``module`` is the model's state dict, in its own order. ``param_shapes`` has one mapping a param group (stages 1, 2)
+    or a sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them. ``homes`` has the files of values that
+    are in a file of a layer or an expert.
     """
 
     file: File
@@ -122,28 +118,22 @@ class ModelStates:
             raise UnsupportedError(
                 "it was saved without ZeRO (stage 0), but a file of ZeRO's optimizer lies beside it", path=file.path
             )
-        return cls._of(file, _param_shapes(file))
+        return cls._of(file, _module(file), _param_shapes(file))
 
     @classmethod
     def without_zero(cls, file: File) -> ModelStates:
-        """Of stage 0, where no file says which parameters train."""
-        return cls._of(file, ())
+        """The model of stage 0, where no file says which parameters train."""
+        return cls._of(file, _module(file), ())
 
     @classmethod
     def of_stage(cls, file: File) -> ModelStates:
-        """Of a stage of a pipeline: all but ``module``, which lies in the files of layers."""
-        shapes = () if file.content.get("param_shapes") is None else _param_shapes(file)
-        return cls._with(file, {}, shapes)
+        """A stage of a pipeline: all but ``module``, which the files of layers hold."""
+        return cls._of(file, {}, () if file.content.get("param_shapes") is None else _param_shapes(file))
 
     @classmethod
-    def _of(cls, file: File, param_shapes: tuple[Mapping[str, Shape], ...]) -> ModelStates:
-        _refuse_pipeline(file)
-        return cls._with(file, _named(file.get("module", dict), file.path), param_shapes)
-
-    @classmethod
-    def _with(
-        cls, file: File, module: Mapping[str, Value], param_shapes: tuple[Mapping[str, Shape], ...]
-    ) -> ModelStates:
+    def _of(cls, file: File, module: Mapping[str, Value], param_shapes: tuple[Mapping[str, Shape], ...]) -> ModelStates:
+        ties = _optional(file, "shared_params")
+        _strings([*ties, *ties.values()], file.path)
         return cls(
             file=file,
             module=module,
@@ -151,30 +141,33 @@ class ModelStates:
             param_shapes=param_shapes,
             frozen_shapes=_shapes(_optional(file, "frozen_param_shapes"), file.path),
             frozen_fragments=_tensors(_optional(file, "frozen_param_fragments"), file.path),
-            ties=_ties(_optional(file, "shared_params"), file.path),
+            ties=ties,
         )
 
     @property
+    def step(self) -> int | None:
+        found = self.file.content.get("global_steps")
+        return found if type(found) is int else None
+
+    @property
     def trainable(self) -> dict[str, Shape]:
-        """The optimizer's parameters, all groups."""
         return {name: shape for group in self.param_shapes for name, shape in group.items()}
 
     def home(self, name: str) -> File:
-        """The file in which the value ``name`` of ``module`` lies."""
         return self.homes.get(name, self.file)
 
 
-def _refuse_pipeline(file: File) -> None:
-    """The parts of such a run are layers, and no rule of tensor parallelism is for them."""
+def _module(file: File) -> Mapping[str, Value]:
+    """The model's state dict. The parts of a pipeline are layers, and no rule of tensor parallelism is for them."""
     if stages_of(file) > 1:
         raise UnsupportedError(
             "it is of a pipeline-parallel run, and there are no files of layers (layer_00-model_states.pt) beside it",
             path=file.path,
         )
+    return _named(file.get("module", dict), file.path)
 
 
 def stages_of(file: File) -> int:
-    """The stages of the run's pipeline, as its model's file says."""
     parallel = file.content.get("checkpoint_parallel_dimensions")
     stages = parallel.get("pp_degree") if isinstance(parallel, dict) else None
     return stages if type(stages) is int else 1
@@ -197,9 +190,8 @@ def _param_shapes(file: File) -> tuple[Mapping[str, Shape], ...]:
     found = file.content["param_shapes"]
     groups = found if isinstance(found, list) else [found]
     shapes = tuple(_shapes(group, file.path) for group in groups)
-    names = [name for group in shapes for name in group]
-    if len(set(names)) != len(names):
-        twice = next(name for name, count in Counter(names).items() if count > 1)
+    counts = Counter(name for group in shapes for name in group)
+    if twice := next((name for name, count in counts.items() if count > 1), None):
         raise MalformedError("param_shapes lists it in two groups", path=file.path, key=twice)
     return shapes
 
@@ -208,13 +200,10 @@ def _shapes(found: Value, path: str) -> Mapping[str, Shape]:
     """Name to shape; a shape is a ``torch.Size`` or a plain tuple."""
     if not isinstance(found, dict):
         raise MalformedError("its shapes are not a dictionary by name", path=path)
-    return {name: _shape(name, shape, path) for name, shape in _named(found, path).items()}
-
-
-def _shape(name: str, found: Value, path: str) -> Shape:
-    if not are_naturals(found) or prod(max(extent, 1) for extent in found) > INT64_MAX:
-        raise MalformedError(f"its shape is {brief(found)}", path=path, key=name)
-    return tuple(found)
+    for name, shape in _named(found, path).items():
+        if not are_naturals(shape) or prod(max(extent, 1) for extent in shape) > INT64_MAX:
+            raise MalformedError(f"its shape is {brief(shape)}", path=path, key=name)
+    return {name: tuple(shape) for name, shape in found.items()}
 
 
 def _optional(file: File, name: str) -> Mapping[Value, Value]:
@@ -232,20 +221,14 @@ def _tensors(found: Mapping[Value, Value], path: str) -> Mapping[str, StoredTens
     return found
 
 
-def _ties(found: Mapping[Value, Value], path: str) -> Mapping[str, str]:
-    _strings([*found, *found.values()], path)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class OptimStates:
-    """What one rank's optimizer file says.
+    """A rank's optimizer file.
 
     ``masters`` are its flats in order: one a param group (stages 1, 2) or a sub-group (3). ``states`` has the
     optimizer's state of each, ``paddings`` the elements its slots may have more than the masters (none for
     BF16_Optimizer, which trims nothing and counts its padding otherwise). ``partition_counts`` say over how many ranks
-    each is cut. ``groups`` are the param groups: their
-    hyperparameters, and which flats they have.
+    each is cut. ``groups`` are the param groups: their hyperparameters, and which flats they have.
     """
 
     file: File
@@ -263,7 +246,8 @@ class OptimStates:
     def of(cls, file: File) -> OptimStates:
         own = file.get("optimizer_state_dict", dict)
         stage = _stage(own, file.path)
-        _refuse_foreign(own, file.path)
+        if own.get("ds_zero_partition_groups") is not None:
+            raise UnsupportedError("its experts are partitioned over groups of their own (AutoEP)", path=file.path)
         name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         masters = _flat_tensors(checked(own, name, list, file.path), name, file.path)
         states, groups = _optimizer(own, stage, len(masters), file.path)
@@ -295,7 +279,7 @@ class OptimGroup:
 
 
 def _stage(own: Mapping[str, Value], path: str) -> int:
-    """1, 2 or 3; BF16_Optimizer, which is a stage 1, does not say."""
+    """1, 2 or 3; BF16_Optimizer, which is a stage 1, does not state it."""
     if "zero_stage" not in own:
         if "single_partition_of_fp32_groups" not in own:
             raise UnsupportedError("it does not contain ZeRO optimizer state", path=path)
@@ -305,11 +289,6 @@ def _stage(own: Mapping[str, Value], path: str) -> int:
     if type(stage) is not int or stage not in (1, 2, 3):
         raise UnsupportedError(f"its ZeRO stage is {brief(stage)}; only stages 1, 2 and 3 are supported", path=path)
     return stage
-
-
-def _refuse_foreign(own: Mapping[str, Value], path: str) -> None:
-    if own.get("ds_zero_partition_groups") is not None:
-        raise UnsupportedError("its experts are partitioned over groups of their own (AutoEP)", path=path)
 
 
 def _partition_counts(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
@@ -351,26 +330,18 @@ def _optimizer(
     """The state of each flat, and the param groups."""
     name = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     found = own.get(name)
-    if isinstance(found, list):
-        return _elastic(own, found, num_flats, path)
+    if isinstance(found, list):  # An elastic checkpoint has the states alone, and one step for all.
+        if len(found) != num_flats:
+            message = f"{len(found)} states, but {num_flats} param groups"
+            raise MalformedError(message, path=path, key=name)
+        step = own.get("base_optimizer_state_step")
+        options = {} if step is None else {"step": step}
+        return tuple(_slots(state, path) for state in found), tuple(OptimGroup((i,), options) for i in range(num_flats))
     if not isinstance(found, dict):
         raise MalformedError(f"it has no {name!r}", path=path, key=name)
     groups = _groups(checked(found, "param_groups", list, path), num_flats, path)
     state = checked(found, "state", dict, path)
     return tuple(_slots(state.get(flat), path) for flat in range(num_flats)), groups
-
-
-def _elastic(
-    own: Mapping[str, Value], found: list[Value], num_flats: int, path: str
-) -> tuple[tuple[Mapping[str, Value], ...], tuple[OptimGroup, ...]]:
-    """An elastic checkpoint keeps the states alone, and one step for all."""
-    if len(found) != num_flats:
-        raise MalformedError(
-            f"{len(found)} states, but {num_flats} param groups", path=path, key="base_optimizer_state"
-        )
-    step = own.get("base_optimizer_state_step")
-    options = {} if step is None else {"step": step}
-    return tuple(_slots(state, path) for state in found), tuple(OptimGroup((i,), options) for i in range(num_flats))
 
 
 def _slots(found: Value, path: str) -> Mapping[str, Value]:

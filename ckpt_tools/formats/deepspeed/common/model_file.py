@@ -1,4 +1,4 @@
-"""What the readers of ZeRO and of universal make alike of a model file: its names, its ties, what it was told."""
+"""Names, ties and parallel sizes of a model file, as the readers of ZeRO and of universal both need them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from math import prod
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.files import ModelStates
+from ckpt_tools.formats.deepspeed.names import split_expert
 
 
 def check_names(model: ModelStates) -> None:
@@ -27,12 +27,12 @@ def refuse_experts(model: ModelStates) -> None:
 
 
 def check_experts(model: ModelStates) -> None:
-    """Raises IncompleteError for the file of a run with ``deepspeed.moe`` layers that does not have all experts: in
-    what we write they lie in the model's file, and DeepSpeed leaves them to files of their own."""
+    """Raises IncompleteError for the file of a run with ``deepspeed.moe`` layers that does not have all experts.
+    ckpt-tools writes them into the model's file, DeepSpeed into files of their own."""
     refuse_experts(model)
     counts = model.file.content.get("num_experts")
     numbers = [count for count in counts if type(count) is int] if isinstance(counts, list) else []
-    found = {parts[:2] for name in model.module if (parts := split(name))}
+    found = {parts[:2] for name in model.module if (parts := split_expert(name))}
     if len(found) < sum(numbers):
         raise IncompleteError(
             f"it is of a run with {sum(numbers)} experts, of which it has {len(found)}, and there are no files of "
@@ -41,42 +41,35 @@ def check_experts(model: ModelStates) -> None:
         )
 
 
-def model_parallel_size(model: ModelStates) -> int:
-    """Into how many parts the run cut its model, beside what ZeRO does: the tensor-parallel ranks times the stages of
-    its pipeline."""
+def check_parts(model: ModelStates, found: int) -> None:
+    """Raises FormatError where there are files of ``found`` parts and the run cut its model into another number, which
+    is the tensor-parallel ranks times the stages of its pipeline."""
     content = model.file.content
     parallel = content.get("checkpoint_parallel_dimensions")
     degrees = [degree for degree in (parallel.values() if isinstance(parallel, dict) else ()) if type(degree) is int]
     size = content.get("mp_world_size")
-    return max(prod(degrees), size if type(size) is int else 1)
-
-
-def check_parts(model: ModelStates, found: int) -> None:
-    """Raises FormatError where there are files of ``found`` parts and the run cut its model into another number."""
-    wanted, path = model_parallel_size(model), model.file.path
+    wanted = max(prod(degrees), size if type(size) is int else 1)
+    parts, path = f"the model is cut into {wanted} parts, and there are files of {found}", model.file.path
     if wanted > found:
-        raise IncompleteError(
-            f"the model is cut into {wanted} parts, and there are files of {found}: mp_rank_{found:02d} is missing",
-            path=path,
-        )
+        raise IncompleteError(f"{parts}: mp_rank_{found:02d} is missing", path=path)
     if wanted < found:
-        raise MalformedError(
-            f"the model is cut into {wanted} parts, and there are files of {found}, perhaps from an earlier save",
-            path=path,
-        )
+        raise MalformedError(f"{parts}, perhaps from an earlier save", path=path)
 
 
-def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping[str, str]:
+def aliases(model: ModelStates, are_tied: Callable[[str, StoredTensor, StoredTensor], bool]) -> Mapping[str, str]:
     """Tied parameters, by alias: those that DeepSpeed saw, and views of the same elements.
 
-    ``are_tied`` says of an alias and an owner in ``module`` whether what DeepSpeed saw is true: it compares addresses,
-    which empty tensors and views of other shapes may share too.
+    ``are_tied`` checks an alias and an owner in ``module``, because DeepSpeed compares addresses, which empty tensors
+    and views of other shapes may share too.
     """
     trainable, module = model.trainable, model.module
     tied = {
         alias: owner
         for alias, owner in model.ties.items()
-        if alias in module and owner in module and alias not in trainable and are_tied(alias, owner)
+        if alias not in trainable
+        and isinstance(one := module.get(alias), StoredTensor)
+        and isinstance(other := module.get(owner), StoredTensor)
+        and are_tied(alias, one, other)
     }
     owners: dict[object, str] = {}
     parameters = [name for name in module if name not in model.buffers]
@@ -88,7 +81,7 @@ def aliases(model: ModelStates, are_tied: Callable[[str, str], bool]) -> Mapping
 
 
 def _view(name: str, value: Value, path: str) -> object:
-    """What two tied parameters have in common; nothing for one without elements."""
+    """A key that two tied parameters share; the name alone for one without elements."""
     if not isinstance(value, StoredTensor) or not value.numel or value.storage is None:
         return name
     return path, value.storage.key, value.dtype, value.storage_offset, tuple(value.shape), tuple(value.strides)
@@ -104,7 +97,7 @@ def other_shape(model: ModelStates, name: str, value: StoredTensor, shape: Shape
 
 
 def is_round_robin(model: ModelStates) -> bool:
-    """Whether ``round_robin_gradients`` was asked for, which only stage_1_and_2.py knows."""
+    """Whether the config sets ``round_robin_gradients``, which only stage_1_and_2.py supports."""
     config = model.file.content.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))

@@ -1,16 +1,16 @@
-"""Which elements of which parameter each rank holds, and where in its vectors. Integers only.
+"""The elements of each parameter on each rank, and their places in its vectors. Integers only.
 
 A rank holds a few long vectors, one a *flat group*: a param group in stages 1 and 2, a sub-group in stage 3. Stages 1
-and 2 lay the parameters of a group end to end, pad the end to a multiple of twice the world size and cut evenly
+and 2 concatenate the parameters of a group, pad the end to a multiple of twice the world size and cut evenly
 (stage_1_and_2.py ``flatten_dense_tensors_aligned``, ``get_data_parallel_partitions``). Stage 3 cuts every parameter
-evenly, pads each cut, and lays a rank's cuts end to end (stage3.py ``_create_fp16_partitions_with_defragmentation``).
+evenly, pads each cut, and concatenates a rank's cuts (stage3.py ``_create_fp16_partitions_with_defragmentation``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +32,6 @@ class Vector:
 
     @property
     def numel(self) -> int:
-        """Elements and padding."""
         return int((self.stops - self.starts).sum()) + self.num_padding
 
     @property
@@ -41,26 +40,19 @@ class Vector:
 
     @property
     def offsets(self) -> Ints:
-        """Where each row starts in the vector."""
+        """The start of each row in the vector."""
         ends: Ints = np.cumsum(self.stops - self.starts + self.paddings)
         return np.concatenate([[0], ends[:-1]])
 
     def trimmed(self) -> Vector:
-        """Without the padding."""
         return Vector(self.params, self.starts, self.stops, np.zeros_like(self.paddings))
 
     def of_whole(self, numels: Sequence[int]) -> Vector:
-        """Of whole parameters, in the place of the parts that it holds, and without the padding: Muon's momentum."""
+        """The vector of Muon's momentum: whole parameters in place of the parts that this one holds, without
+        padding."""
         params = self.params[self.stops > self.starts]
         zeros = np.zeros_like(params)
         return Vector(params, zeros, np.array(numels, np.int64)[params], zeros)
-
-
-class Cut(Protocol):
-    """How the parameters of a flat group are shared out."""
-
-    def vector(self, rank: int) -> Vector:
-        """What ``rank`` holds of the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +76,8 @@ class GroupCut:
         first = int(np.searchsorted(self.bounds, lower, side="right")) - 1
         last = max(first, int(np.searchsorted(self.bounds[:-1], upper, side="left")))
         if first >= len(self.bounds) - 1:
-            return _only_padding(self.size)
+            zero = np.zeros(1, np.int64)
+            return Vector(zero, zero, zero, np.array([self.size], np.int64))
         params = np.arange(first, last, dtype=np.int64)
         starts = np.maximum(self.bounds[params], lower) - self.bounds[params]
         stops = np.minimum(self.bounds[params + 1], upper) - self.bounds[params]
@@ -93,15 +86,10 @@ class GroupCut:
         return Vector(params, starts, stops, paddings)
 
 
-def _only_padding(size: int) -> Vector:
-    zero = np.zeros(1, np.int64)
-    return Vector(zero, zero, zero, np.array([size], np.int64))
-
-
 @dataclass(frozen=True, slots=True)
 class ParamCut:
     """Stage 3: rank r holds elements ``[r * share, (r + 1) * share)`` of each parameter, whose share is
-    ``ceil(numel / world size)``."""
+    ``ceil(numel / world size)``, padding included."""
 
     numels: Ints
     shares: Ints
@@ -109,18 +97,12 @@ class ParamCut:
     @classmethod
     def of(cls, numels: Sequence[int], world_size: int) -> ParamCut:
         whole = np.array(numels, np.int64)
-        return cls(whole, shares(whole, world_size))
+        return cls(whole, -(-whole // world_size))
 
     def vector(self, rank: int) -> Vector:
         starts = np.minimum(rank * self.shares, self.numels)
         stops = np.minimum(starts + self.shares, self.numels)
         return Vector(np.arange(len(self.numels), dtype=np.int64), starts, stops, self.shares - (stops - starts))
-
-
-def shares(numels: Ints, world_size: int) -> Ints:
-    """Elements of each parameter on a rank, padding included, in stage 3."""
-    found: Ints = -(-numels // world_size)
-    return found
 
 
 def sub_groups(shares: Sequence[int], sub_group_size: int) -> list[range]:
@@ -146,10 +128,17 @@ def round_robin_order(num_params: int, world_size: int) -> list[int]:
 
 
 def original_order(names: Sequence[str], world_size: int) -> tuple[str, ...]:
-    """The order of a group's parameters before ``round_robin_gradients`` dealt them out to the ranks.
+    """The order of a group's parameters before ``round_robin_gradients`` reordered them."""
+    order = round_robin_order(len(names), min(world_size, max(1, len(names))))
+    return tuple(name for _, name in sorted(zip(order, names, strict=True)))
 
-    stage_1_and_2.py, ``_round_robin_reorder``: rank r's are r, r + N, r + 2 N, ..., one rank after the other.
-    """
-    dealt = [index for rank in range(min(world_size, len(names))) for index in range(rank, len(names), world_size)]
-    placed = dict(zip(dealt, names, strict=True))
-    return tuple(placed[index] for index in range(len(names)))
+
+MOMENTUM = "momentum_buffer"
+"""Muon's only slot. Muon works on whole matrices, so that in stages 1 and 2 a rank has one vector of the whole momentum
+of every parameter of which its partition holds a part, end to end and without padding (stage_1_and_2.py
+``_muon_momentum_buffer``). A parameter on two ranks is in both vectors. With ``offload_optimizer``, in BF16_Optimizer
+and in stage 3 the vector is cut as the masters are."""
+
+
+def is_muon(options: Mapping[str, Any]) -> bool:
+    return options.get("use_muon") is True

@@ -63,6 +63,6 @@ def zero_stage(stage: int) -> Opaque:
 
 
 def fragment_address(numel: int, start: int) -> Opaque:
-    """Where a parameter lies in a rank's vector, in elements."""
+    """A parameter's place in a rank's vector, in elements."""
     ref = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
     return Opaque(ref, form="new", state={"numel": numel, "start": start})

@@ -1,17 +1,18 @@
-"""What is no tensor of the model: DeepSpeed's scalars, the scheduler, the client state.
+"""DeepSpeed's scalars, the scheduler and the client state of a checkpoint that is read.
 
-Values stay as inert as they were read. Tensors inside them become tensors of the manifest, and leave a ``TensorRef``.
+Values stay inert. A ``TensorRef`` stands for each tensor in them, which becomes one of the manifest.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.core.manifest import Kind, StateKey, TensorEntry, TensorRef
-from ckpt_tools.core.values import DefaultDict, Opaque, OrderedDict, StoredTensor, Value
+from ckpt_tools.core.value_refs import extracted
+from ckpt_tools.core.values import Opaque, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.files import File, plain
 
 SLOT = "extra"
@@ -71,12 +72,11 @@ class Extras:
         self._add_section("deepspeed", file, own, _OF_OPTIMIZER)
 
     def add_module_value(self, name: str, value: Value, file: File) -> None:
-        """What a module keeps that is no tensor: its ``_extra_state``, which may be anything."""
+        """Keeps a value of a module that is not a tensor: its ``_extra_state``, which may be anything."""
         kept = self.values.setdefault("deepspeed", {}).setdefault("module", {})
         kept[name] = self.inert(value, f"module.{name}", file)
 
     def options(self, number: int, options: Mapping[str, Value], file: File) -> dict[str, Value]:
-        """The hyperparameters of param group ``number``."""
         return {name: self.inert(value, f"param_groups.{number}.{name}", file) for name, value in options.items()}
 
     def _add_section(self, section: str, file: File, content: Mapping[str, Value], names: Iterable[Value]) -> None:
@@ -90,92 +90,36 @@ class Extras:
 
     def inert(self, value: Value, name: str, file: File) -> Value:
         """``value`` with a reference in the place of each tensor; itself where there is none."""
-        return _Replacing(self, file).replaced(value, name) if _has_tensor(value) else value
+        refs = {id(tensor): self._refer(tensor, path, file) for path, tensor in _tensors(value, name, set())}
+        return extracted(value, lambda tensor: refs.get(id(tensor), tensor)) if refs else value
 
-    def refer(self, tensor: StoredTensor, name: str, file: File) -> TensorRef:
-        key = self._unused(name)
-        self.tensors[key] = TensorEntry(tuple(tensor.shape), tensor.dtype, Kind.EXTRA, file.table(tensor))
-        return TensorRef(key)
-
-    def _unused(self, name: str) -> StateKey:
-        """The keys 1 and "1" of one dictionary have the same path."""
+    def _refer(self, tensor: StoredTensor, name: str, file: File) -> TensorRef:
+        """A reference to a new tensor. The keys 1 and "1" of one dictionary have the same path."""
         key = StateKey(name, SLOT)
         while key in self.tensors:
             self._uses[name] += 1
             key = StateKey(f"{name}'{self._uses[name]}", SLOT)
-        return key
+        self.tensors[key] = TensorEntry(tuple(tensor.shape), tensor.dtype, Kind.EXTRA, file.table(tensor))
+        return TensorRef(key)
 
 
-def _children(value: Value) -> Iterable[Value]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return value
-    if isinstance(value, Opaque):
-        return [value.args, value.kwargs, value.state, value.items, value.pairs]
-    return ()
-
-
-def _has_tensor(value: Value) -> bool:
-    """Whether a tensor with elements is reachable; cycles are followed once."""
-    seen: set[int] = set()
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, StoredTensor):
-            if value.storage is not None:
-                return True
-        elif id(value) not in seen:
-            seen.add(id(value))
-            todo.extend(_children(value))
-    return False
-
-
-@dataclass(slots=True)
-class _Replacing:
-    """A copy of a value in which references stand for tensors; what was shared or cyclic stays so."""
-
-    extras: Extras
-    file: File
-    copies: dict[int, Value] = field(default_factory=dict)
-
-    def replaced(self, value: Value, name: str) -> Value:
-        if id(value) in self.copies:
-            return self.copies[id(value)]
-        if isinstance(value, StoredTensor) and value.storage is not None:
-            return self._keep(value, self.extras.refer(value, name, self.file))
-        if isinstance(value, dict):
-            return self._mapping(value, name)
-        if isinstance(value, list):
-            copy = self._keep(value, [])
-            copy.extend(self.replaced(item, f"{name}.{index}") for index, item in enumerate(value))
-            return copy
-        if isinstance(value, Opaque):
-            return self._opaque(value, name)
-        if type(value) in (tuple, set, frozenset):
-            return self._keep(value, type(value)(self.replaced(item, f"{name}.{i}") for i, item in enumerate(value)))
-        return value
-
-    def _keep(self, value: Value, copy: Value) -> Value:
-        self.copies[id(value)] = copy
-        return copy
-
-    def _mapping(self, value: dict[Value, Value], name: str) -> Value:
-        copy: dict[Value, Value] = {}
-        if isinstance(value, OrderedDict):
-            copy = OrderedDict((), value.attributes)
-        elif isinstance(value, DefaultDict):
-            copy = DefaultDict(value.factory)
-        self._keep(value, copy)
-        for key, item in value.items():
-            copy[key] = self.replaced(item, f"{name}.{key}")
-        return copy
-
-    def _opaque(self, value: Opaque, name: str) -> Value:
-        copy = self._keep(value, Opaque(value.ref, form=value.form))
-        copy.args = self.replaced(value.args, f"{name}.args")
-        copy.kwargs = self.replaced(value.kwargs, f"{name}.kwargs")
-        copy.state = self.replaced(value.state, name)
-        copy.items = self.replaced(value.items, f"{name}.items")
-        copy.pairs = self.replaced(value.pairs, f"{name}.pairs")
-        return copy
+def _tensors(value: Value, name: str, seen: set[int]) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor with elements in ``value`` and the path at which it is met first; cycles are followed once."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    parts: Iterable[tuple[Value, Value]] = ()
+    if isinstance(value, StoredTensor):
+        if value.storage is not None:
+            yield name, value
+    elif isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = enumerate(value)
+    elif isinstance(value, Opaque):
+        yield from _tensors(value.args, f"{name}.args", seen)
+        yield from _tensors(value.kwargs, f"{name}.kwargs", seen)
+        yield from _tensors(value.state, name, seen)
+        parts = (("items", value.items), ("pairs", value.pairs))
+    for key, part in parts:
+        yield from _tensors(part, f"{name}.{key}", seen)

@@ -1,5 +1,4 @@
-"""Which of the checkpoints of a DeepSpeed folder is meant: native ones and universal ones choose alike, and are
-named alike."""
+"""Tags of native and universal checkpoints: which of a folder is meant, and names for new ones."""
 
 from __future__ import annotations
 
@@ -18,20 +17,19 @@ from ckpt_tools.errors import (
 from ckpt_tools.stores.source import Source, checked_name
 
 MAX_LATEST_BYTES = 4096
-"""The name of a folder is no longer."""
+"""Longest name of a folder."""
 
 
 def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: str, what: str) -> str:
-    """The one of ``folders`` that ``tag`` names, or else the file ``latest``; ``what`` says what they hold.
-
-    Raises:
-        SourceNotFoundError: there is no such tag; IncompleteError: ``latest`` names one that is not there;
-        UnsafeError: ``latest`` leads out of the source; UnsupportedError: there are several and nothing chooses.
-    """
+    """The one of ``folders`` that ``tag`` names, or else the file ``latest``; ``what`` describes them in messages.
+    Raises SourceNotFoundError if there is no such tag; IncompleteError if ``latest`` names one that is not there;
+    UnsafeError if ``latest`` leads out of the source; UnsupportedError if there are several and nothing chooses."""
     if not folders:
         raise SourceNotFoundError(f"there is no {what} in {source.store.url}")
     if tag is not None:
-        return _tagged(source, folders, tag)
+        if (name := tag.strip("/")) and name in folders:
+            return name
+        raise SourceNotFoundError(f"{source.store.url} has no tag {tag!r}; it has {_listed(folders)}")
     if "" in folders:
         return ""
     if latest in source.files:
@@ -54,13 +52,6 @@ def written_tag(tag: str, *, latest: str) -> str:
     if tag in ("", ".", "..", latest) or any(character in tag for character in "/\\\0\n"):
         raise UsageError(f"{option('tag', tag)} is not a valid name for the folder of a checkpoint")
     return tag
-
-
-def _tagged(source: Source, folders: list[str], tag: str) -> str:
-    name = tag.strip("/")
-    if not name or name not in folders:
-        raise SourceNotFoundError(f"{source.store.url} has no tag {tag!r}; it has {_listed(folders)}")
-    return name
 
 
 def _latest(source: Source, folders: list[str], latest: str) -> str:

@@ -1,7 +1,7 @@
-"""How the parts of a tensor-parallel run make whole parameters: ``universal_checkpoint_info`` of the model's files.
+"""Rules that join the parts of a tensor-parallel run: ``universal_checkpoint_info`` of the model's files.
 
-AutoTP and Megatron-DeepSpeed list patterns of names there, a category each; newer versions also say for each parameter
-where every block of it lies (``affine_map``), which goes before the categories. checkpoint/ds_to_universal.py
+AutoTP and Megatron-DeepSpeed list patterns of names there, a category each; newer versions also have the place of every
+block of each parameter (``affine_map``), which goes before the categories. checkpoint/ds_to_universal.py
 ``merge_tp_slices`` is the reference; docs/formats/deepspeed.md has the rules. Integers and names only: no file is
 opened here. What takes arithmetic (an average, a scaled block) is refused by name.
 """
@@ -39,14 +39,14 @@ MAX_PATTERN = 512
 _REPEATS = re.compile(r"\\.|([*+{])")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
 MAX_REPEATS = 3
-"""Of a pattern: a regular expression may take time that grows with the length of a name to this power."""
+"""Repeats in a pattern: its time may grow with the length of a name to this power."""
 
 Placed = tuple[Box, Box]
 """A box of a rank's part, and the box of the whole that it is."""
 
 
 CUTTING = ("universal_checkpoint_info", "mp_world_size", "checkpoint_parallel_dimensions")
-"""Entries of a model's file that say how the run cut its model: they are not true of the whole."""
+"""Entries of a model's file on how the run cut its model, which do not apply to the whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,6 @@ class Join:
     num_cropped: int = 0
 
     def table(self, parts: Sequence[ShardTable], shapes: Sequence[Shape]) -> ShardTable:
-        """The shards of the whole from those of the ranks' parts."""
         shards = [
             shard
             for table, shape, boxes in zip(parts, shapes, self.ranks, strict=True)
@@ -69,7 +68,6 @@ class Join:
 
 
 def _moved(table: ShardTable, boxes: Sequence[Placed]) -> Iterator[Shard]:
-    """The parts of the shards that lie in ``boxes``, at their places in the whole."""
     item = table.dtype.item_bytes
     for row in range(len(table)):
         stored, at, strides = table.box(row), table.byte_range(row), table.stride(row)
@@ -86,14 +84,14 @@ def _moved(table: ShardTable, boxes: Sequence[Placed]) -> Iterator[Shard]:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What ``universal_checkpoint_info`` says. ``path`` is the file that says it, for messages."""
+    """The rules of ``universal_checkpoint_info``. ``path`` is their file, for messages."""
 
     info: Mapping[Value, Value]
     path: str
 
     @classmethod
     def of(cls, info: Value, path: str) -> Rules:
-        """Raises FormatError where there are no rules, or some that are not understood."""
+        """Raises FormatError where there are no rules, or unknown ones."""
         if not isinstance(info, dict) or not info:
             raise UnsupportedError(
                 "it is of a tensor-parallel run and has no universal_checkpoint_info, the rules by which the parts "
@@ -108,17 +106,15 @@ class Rules:
         return rules
 
     def join(self, name: str, shapes: Sequence[Shape]) -> Join:
-        """How the parts of ``shapes``, one a rank, make the parameter.
-
-        Raises:
-            UnsupportedError: it takes arithmetic; MalformedError: the rules do not fit the parts.
-        """
-        affine = self._one([*self._mapping(self._affine())], name)
-        if affine is not None:
-            found = self._by_blocks(name, self._mapping(self._affine())[affine], shapes)
-        else:
-            found = self._by_category(name, shapes)
-        return self._cropped(name, found) if self._matches(VOCABULARY, name) else found
+        """The join of parts of ``shapes``, one a rank. Raises UnsupportedError if it takes arithmetic; MalformedError
+        if the rules do not fit the parts."""
+        blocks = self._mapping("affine_map").get("params", {})
+        if not isinstance(blocks, dict):
+            raise self._bad("affine_map")
+        pattern = self._one([*blocks], name)
+        is_block = pattern is not None
+        found = self._by_blocks(name, blocks[pattern], shapes) if is_block else self._by_category(name, shapes)
+        return self._cropped(found) if self._matches(VOCABULARY, name) else found
 
     def mention(self, text: str) -> bool:
         """Whether a pattern or a name of the rules has ``text``."""
@@ -126,20 +122,20 @@ class Rules:
 
     # What the file says
 
-    def _affine(self) -> Mapping[Value, Value]:
-        found = self._mapping("affine_map").get("params", {})
-        if not isinstance(found, dict):
-            raise self._bad("affine_map")
-        return found
-
-    def _mapping(self, key: str | Mapping[Value, Value]) -> Mapping[Value, Value]:
-        found = self.info.get(key) if isinstance(key, str) else key
+    def _mapping(self, key: str) -> Mapping[Value, Value]:
+        found = self.info.get(key)
         if found is not None and not isinstance(found, dict):
-            raise self._bad(str(key))
+            raise self._bad(key)
         return found or {}
 
     def _bad(self, key: str) -> MalformedError:
-        return MalformedError(f"its universal_checkpoint_info has a malformed {key}", path=self.path, key=key)
+        return self._malformed(key, f"its universal_checkpoint_info has a malformed {key}")
+
+    def _malformed(self, key: str, message: str) -> MalformedError:
+        return MalformedError(message, path=self.path, key=key)
+
+    def _unsupported(self, key: str, message: str) -> UnsupportedError:
+        return UnsupportedError(message, path=self.path, key=key)
 
     def _matches(self, key: str, name: str) -> bool:
         patterns = self.info.get(key) or []
@@ -148,16 +144,17 @@ class Rules:
         return self._one(list(patterns), name) is not None
 
     def _one(self, patterns: Sequence[Value], name: str) -> str | None:
-        """The one of ``patterns`` that matches from the start of the name, as DeepSpeed asks."""
+        """The one of ``patterns`` that matches from the start of the name, as in DeepSpeed."""
         found = [pattern for pattern in patterns if self._compiled(pattern).match(name)]
         if len(found) > 1:
-            raise MalformedError(f"several patterns of one kind match it: {brief(found)}", path=self.path, key=name)
+            raise self._malformed(name, f"several patterns of one kind match it: {brief(found)}")
         return str(found[0]) if found else None
 
     def _compiled(self, pattern: Value) -> re.Pattern[str]:
         if not isinstance(pattern, str):
             raise self._bad("pattern")
-        if len(pattern) > MAX_PATTERN or _REPEATED_GROUP.search(pattern) or _repeats(pattern) > MAX_REPEATS:
+        repeats = sum(1 for match in _REPEATS.finditer(pattern) if match[1])
+        if len(pattern) > MAX_PATTERN or _REPEATED_GROUP.search(pattern) or repeats > MAX_REPEATS:
             raise UnsupportedError(f"its pattern {brief(pattern)} could take very long to match", path=self.path)
         try:
             return re.compile(pattern)
@@ -168,17 +165,16 @@ class Rules:
 
     def _by_category(self, name: str, shapes: Sequence[Shape]) -> Join:
         if self._matches(UNSUPPORTED, name):
-            raise UnsupportedError("the run says that its parts cannot be joined", path=self.path, key=name)
+            raise self._unsupported(name, "the run says that its parts cannot be joined")
         if self._matches(REPLICATED, name):
-            return replicated(name, shapes, self.path)
+            return self.replicated(name, shapes)
         if self._matches(AVERAGED, name):
-            raise UnsupportedError(
-                "its tensor-parallel copies differ and would have to be averaged, which is not supported",
-                path=self.path,
-                key=name,
-            )
+            message = "its tensor-parallel copies differ and would have to be averaged, which is not supported"
+            raise self._unsupported(name, message)
         if self._matches(HALVES, name):
-            return halves(name, shapes, self.path)
+            self._check_others(name, shapes, 0)
+            first = [-(-shape[0] // 2) for shape in shapes]
+            return self._sub_params(name, shapes, 0, [first, [s[0] - f for s, f in zip(shapes, first, strict=True)]])
         for entry in self.info.get(SUB_PARAMS) or ():
             entry = entry.attributes if isinstance(entry, Opaque) else entry
             if not isinstance(entry, dict) or not isinstance(entry.get("patterns"), list | tuple):
@@ -186,7 +182,9 @@ class Rules:
             for pattern in entry["patterns"]:
                 if self._compiled(pattern).match(name):
                     return self._by_sub_params(name, pattern, entry, shapes)
-        return concatenated(name, shapes, 1 if self._matches(ROWS, name) else 0, self.path)
+        dim = 1 if self._matches(ROWS, name) else 0
+        self._check_others(name, shapes, dim)
+        return self._sub_params(name, shapes, dim, [[shape[dim] for shape in shapes]])
 
     def _by_sub_params(self, name: str, pattern: str, entry: Mapping[Value, Value], shapes: Sequence[Shape]) -> Join:
         dim, spec = entry.get("partition_dim"), entry.get("shape")
@@ -194,11 +192,8 @@ class Rules:
         if type(dim) is not int or not isinstance(spec, list | tuple) or not 0 <= dim < len(spec):
             raise self._bad(SUB_PARAMS)
         if len(spec) != ndim or any(not _fits(spec[d], shapes[0][d]) for d in range(ndim) if d != dim):
-            raise UnsupportedError(
-                f"its sub-parameters are {brief(spec)} of a tensor of shape {list(shapes[0])}, which is not supported",
-                path=self.path,
-                key=name,
-            )
+            tensor = f"a tensor of shape {list(shapes[0])}"
+            raise self._unsupported(name, f"its sub-parameters are {brief(spec)} of {tensor}, which is not supported")
         sizes = spec[dim]
         if type(sizes) is int:
             total = sum(shape[dim] for shape in shapes)
@@ -207,20 +202,17 @@ class Rules:
             sizes = (total // sizes,) * sizes
         if not are_naturals(sizes, None):
             raise self._bad(SUB_PARAMS)
-        return sub_params(name, shapes, dim, self._widths(pattern, sizes, len(shapes), name), self.path)
+        return self._sub_params(name, shapes, dim, self._widths(pattern, sizes, len(shapes), name))
 
     def _widths(self, pattern: str, sizes: Sequence[int], num_ranks: int, name: str) -> list[list[int]]:
-        """Of each sub-parameter, what each rank holds."""
+        """The width on each rank, of each sub-parameter."""
         version = self.info.get("universal_checkpoint_version", 0.0)
         if not isinstance(version, int | float):
             raise self._bad("universal_checkpoint_version")
         if version < WIDTHS_SINCE:
             if any(size % num_ranks for size in sizes):
-                raise UnsupportedError(
-                    f"its sub-parameters of {list(sizes)} were cut unevenly, and how is not stated",
-                    path=self.path,
-                    key=name,
-                )
+                message = f"its sub-parameters of {list(sizes)} were cut unevenly, and how is not stated"
+                raise self._unsupported(name, message)
             return [[size // num_ranks] * num_ranks for size in sizes]
         widths = self._mapping(WIDTHS).get(pattern)
         if not isinstance(widths, list | tuple) or len(widths) != len(sizes):
@@ -230,7 +222,7 @@ class Rules:
                 raise self._bad(WIDTHS)
         return [list(each) for each in widths]
 
-    def _cropped(self, name: str, found: Join) -> Join:
+    def _cropped(self, found: Join) -> Join:
         """Without the rows that pad the vocabulary."""
         rows = self.info.get("original_vocab_size")
         if type(rows) is not int or rows < 1 or not found.shape:
@@ -258,20 +250,14 @@ class Rules:
         if not isinstance(entry, dict) or not isinstance(entry.get("pieces"), list | tuple):
             raise self._bad("affine_map")
         if self._naturals(entry.get("shard_shape")) != part:
-            raise MalformedError(
-                f"its part on rank {rank} is {list(part)}, but affine_map says {brief(entry['shard_shape'])}",
-                path=self.path,
-                key=name,
-            )
+            stated = brief(entry["shard_shape"])
+            raise self._malformed(name, f"its part on rank {rank} is {list(part)}, but affine_map says {stated}")
         for piece in entry["pieces"]:
             if not isinstance(piece, dict) or not are_naturals(piece.get("locations"), None):
                 raise self._bad("affine_map")
             if piece.get("scale", 1.0) != 1.0:
-                raise UnsupportedError(
-                    f"a block of it is stored multiplied by {brief(piece['scale'])}, which is not supported",
-                    path=self.path,
-                    key=name,
-                )
+                message = f"a block of it is stored multiplied by {brief(piece['scale'])}, which is not supported"
+                raise self._unsupported(name, message)
             shape = self._naturals(piece.get("shape"))
             if prod(shape) and rank == min(piece["locations"], default=rank):
                 ends = (self._box(name, piece.get(key), shape, of) for key, of in (("dest", part), ("source", whole)))
@@ -282,30 +268,56 @@ class Rules:
         if not isinstance(view, list | tuple) or len(view) != 2 or type(view[0]) is not int or view[0] < 0:
             raise self._bad("affine_map")
         strides, wanted = self._naturals(view[1]), contiguous_strides(of)
+        not_a_box = UnsupportedError("a block of it in affine_map is not a box, which is not supported", key=name)
         if len(shape) != len(of) or len(strides) != len(of):
-            raise self._not_a_box(name)
+            raise not_a_box
         if any(n > 1 and a != b for n, a, b in zip(shape, strides, wanted, strict=True)):
-            raise self._not_a_box(name)
+            raise not_a_box
         start, left = [], view[0]
         for stride in wanted:
             start.append(left // stride if stride else 0)
             left = left % stride if stride else left
         box = Box(tuple(start), tuple(a + n for a, n in zip(start, shape, strict=True)))
         if not box.within(of):
-            raise self._not_a_box(name)
+            raise not_a_box
         return box
-
-    def _not_a_box(self, name: str) -> UnsupportedError:
-        return UnsupportedError("a block of it in affine_map is not a box, which is not supported", key=name)
 
     def _naturals(self, found: Value) -> Shape:
         if not are_naturals(found):
             raise self._bad("affine_map")
         return tuple(found)
 
+    # Parts
 
-def _repeats(pattern: str) -> int:
-    return sum(1 for match in _REPEATS.finditer(pattern) if match[1])
+    def replicated(self, name: str, shapes: Sequence[Shape]) -> Join:
+        """Every rank has the whole; the first one's is read."""
+        if len(set(shapes)) > 1:
+            have = brief([list(shape) for shape in shapes])
+            raise self._malformed(name, f"every tensor-parallel rank should have it whole, and they have {have}")
+        whole = Box.whole(shapes[0])
+        return Join(shapes[0], (((whole, whole),), *((),) * (len(shapes) - 1)))
+
+    def _sub_params(self, name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Join:
+        """Each part is a piece of every sub-parameter, ``widths[sub][rank]`` wide along ``dim``; the whole has each
+        sub-parameter's pieces together."""
+        self._check_others(name, shapes, dim)
+        for rank, shape in enumerate(shapes):
+            if sum(width[rank] for width in widths) != shape[dim]:
+                part = f"its part on rank {rank} has the shape {list(shape)}"
+                raise self._malformed(name, f"{part}, which its sub-parameters do not fill")
+        whole = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+        starts = list(accumulate((sum(width) for width in widths), initial=0))
+        ranks = []
+        for rank, shape in enumerate(shapes):
+            before = [start + sum(width[:rank]) for start, width in zip(starts, widths, strict=False)]
+            ranks.append(tuple(_pieces(shape, dim, [width[rank] for width in widths], before)))
+        return Join(whole, tuple(ranks))
+
+    def _check_others(self, name: str, shapes: Sequence[Shape], dim: int) -> None:
+        others = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        if len(others) > 1 or dim >= len(shapes[0]):
+            parts = brief([list(shape) for shape in shapes])
+            raise self._malformed(name, f"its parts of {parts} cannot be joined along dim {dim}")
 
 
 def _fits(spec: Value, extent: int) -> bool:
@@ -320,79 +332,17 @@ def _within(boxes: Sequence[Placed], limit: Box) -> Iterator[Placed]:
             yield common.relative_to(here.start).shift(there.start), common
 
 
-def replicated(name: str, shapes: Sequence[Shape], path: str) -> Join:
-    """Every rank has the whole; the first one's is read."""
-    if len(set(shapes)) > 1:
-        raise MalformedError(
-            f"every tensor-parallel rank should have it whole, and they have {brief([list(s) for s in shapes])}",
-            path=path,
-            key=name,
-        )
-    whole = Box.whole(shapes[0])
-    return Join(shapes[0], (((whole, whole),), *((),) * (len(shapes) - 1)))
-
-
-def concatenated(name: str, shapes: Sequence[Shape], dim: int, path: str) -> Join:
-    """The parts one after the other along a dim."""
-    _check_others(name, shapes, dim, path)
-    return sub_params(name, shapes, dim, [[shape[dim] for shape in shapes]], path)
-
-
-def halves(name: str, shapes: Sequence[Shape], path: str) -> Join:
-    """Each part is two halves along dim 0, and so is the whole."""
-    _check_others(name, shapes, 0, path)
-    first = [-(-shape[0] // 2) for shape in shapes]
-    return sub_params(name, shapes, 0, [first, [s[0] - f for s, f in zip(shapes, first, strict=True)]], path)
-
-
-def sub_params(name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]], path: str) -> Join:
-    """Each part is a piece of every sub-parameter, ``widths[sub][rank]`` wide along ``dim``; the whole has each
-    sub-parameter's pieces together."""
-    _check_others(name, shapes, dim, path)
-    for rank, shape in enumerate(shapes):
-        if sum(width[rank] for width in widths) != shape[dim]:
-            raise MalformedError(
-                f"its part on rank {rank} has the shape {list(shape)}, which its sub-parameters do not fill",
-                path=path,
-                key=name,
-            )
-    total = sum(shape[dim] for shape in shapes)
-    first = shapes[0]
-    whole = (*first[:dim], total, *first[dim + 1 :])
-    starts = list(accumulate((sum(width) for width in widths), initial=0))
-    ranks = []
-    for rank, shape in enumerate(shapes):
-        before = [start + sum(width[:rank]) for start, width in zip(starts, widths, strict=False)]
-        ranks.append(tuple(_pieces(shape, dim, [width[rank] for width in widths], before)))
-    return Join(whole, tuple(ranks))
-
-
 def _pieces(shape: Shape, dim: int, widths: Sequence[int], starts: Sequence[int]) -> Iterator[Placed]:
     cursor = 0
     for width, start in zip(widths, starts, strict=True):
-        there, here = ((*shape[:dim], width, *shape[dim + 1 :]),) * 2
-        if prod(there):
-            yield _box_at(there, dim, cursor), _box_at(here, dim, start)
+        box = Box.whole((*shape[:dim], width, *shape[dim + 1 :]))
+        if box.numel:
+            there, here = (tuple(at if d == dim else 0 for d in range(len(shape))) for at in (cursor, start))
+            yield box.shift(there), box.shift(here)
         cursor += width
 
 
-def _box_at(shape: Shape, dim: int, start: int) -> Box:
-    return Box.whole(shape).shift(tuple(start if d == dim else 0 for d in range(len(shape))))
-
-
-def _check_others(name: str, shapes: Sequence[Shape], dim: int, path: str) -> None:
-    """All parts are alike but in one dim."""
-    others = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-    if len(others) > 1 or dim >= len(shapes[0]):
-        raise MalformedError(
-            f"its parts of {brief([list(shape) for shape in shapes])} cannot be joined along dim {dim}",
-            path=path,
-            key=name,
-        )
-
-
 def whole_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The extras of a part as those of the whole model."""
     own = extra.get("deepspeed")
     if not isinstance(own, dict):
         return dict(extra)

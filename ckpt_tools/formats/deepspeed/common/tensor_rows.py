@@ -1,4 +1,4 @@
-"""The tensors of one file: what the pickle says of each, and the segments that are its bytes.
+"""The tensors of one file: their records in the pickle, and the segments that are their bytes.
 
 In stage 3 the files of all ranks have the same pickle and differ in elements and in their names alone. Such a file is
 made once as a ``Form`` with holes, and a rank's copy is that form with its holes filled: for a thousand ranks of a
@@ -18,44 +18,41 @@ from ckpt_tools.core.literals import literal_number
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
-from ckpt_tools.formats.deepspeed.common.optimizer_slots import Slot
 from ckpt_tools.formats.deepspeed.common.partition import Vector
-from ckpt_tools.formats.deepspeed.common.training_state import Group
+from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION
+from ckpt_tools.formats.deepspeed.common.training_state import Group, Slot
+from ckpt_tools.formats.deepspeed.common.written_extras import Extras
 from ckpt_tools.serialization.torch_zip import Content, archive_segments, root_of
 
 
 @dataclass(slots=True)
 class Tensors:
-    """Storages being gathered, one a tensor, in the order in which they are asked for."""
+    """The storages of one file, one a tensor, in the order of the calls."""
 
     manifest: Manifest
     _storages: dict[str, list[Segment]] = field(default_factory=dict)
     _holes: list[str] = field(default_factory=list)
 
     def file(self, path: str, value: Value) -> FileLayout:
-        """The file of ``value``, whose tensors came from here."""
         return FileLayout(path, tuple(archive_segments(value, self._storages, root=root_of(path))))
 
     def form(self, value: Value) -> Form:
-        """The file of ``value``, with the holes that were asked for here."""
+        """The file of ``value``, with the holes made here."""
         return Form(Content.of(value, self._storages), self._storages, tuple(self._holes))
 
     def add(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
-        """A tensor with these bytes."""
         key = str(len(self._storages))
         self._storages[key] = list(segments)
         return StoredTensor(StorageRef.holding(key, dtype, prod(shape)), dtype, 0, shape, contiguous_strides(shape))
 
     def whole(self, key: StateKey, entry: TensorEntry) -> StoredTensor:
-        """All of a tensor of the manifest, as ``entry`` says."""
         return self.add([Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)], entry.dtype, entry.shape)
 
     def vector(self, vector: Vector, group: Group, slot: Slot) -> StoredTensor:
-        """One rank's vector of a slot."""
         return self.add(elements(rows_of(vector), group, slot), slot.dtype, (vector.numel,))
 
     def hole(self, dtype: DType, numel: int) -> StoredTensor:
-        """A vector whose elements each rank has for itself."""
+        """A vector whose elements differ from rank to rank."""
         self._holes.append(str(len(self._storages)))
         return self.add([Padding(numel * dtype.item_bytes)], dtype, (numel,))
 
@@ -70,6 +67,26 @@ class Tensors:
         return replaced(value, lambda found: self.whole(found.key, self.manifest.tensors[found.key]))
 
 
+def counters(extras: Extras, tensors: Tensors, world_size: int, config: Mapping[str, Value]) -> dict[str, Value]:
+    """DeepSpeed's counters and sizes in a model file.
+
+    ``global_samples``, ``data_sampler`` and ``random_ltd`` are absent where the source does not have them: DeepSpeed
+    then takes steps times its batch size, and a run with a data sampler or random-LTD resets these. With None it fails.
+    """
+    found = {
+        "lr_scheduler": extras.lr_scheduler,
+        "skipped_steps": 0,
+        "global_steps": extras.global_steps,
+        **extras.counters,
+        "dp_world_size": world_size,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": dict(config),
+        "ds_version": DS_VERSION,
+    }
+    return {name: tensors.restored(value) for name, value in found.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """A file with holes: those of ``storages`` that each rank replaces by its own, of the same bytes."""
@@ -79,7 +96,7 @@ class Form:
     holes: tuple[str, ...]
 
     def filled(self, path: str, contents: Sequence[Sequence[Segment]]) -> FileLayout:
-        """The file whose holes, in the order in which they were asked for, have ``contents``."""
+        """The file with ``contents`` in its holes, in their order."""
         own = dict(zip(self.holes, contents, strict=True))
         return FileLayout(path, tuple(self.content.segments({**self.storages, **own}, root=root_of(path))))
 
@@ -96,7 +113,6 @@ def rows_of(vector: Vector) -> list[Row]:
 
 
 def elements(rows: Sequence[Row], group: Group, slot: Slot) -> list[Segment]:
-    """The bytes of one rank's vector of a slot."""
     found: list[Segment] = []
     item = slot.dtype.item_bytes
     for param, box, padding in rows:

@@ -1,23 +1,109 @@
-"""The training state in DeepSpeed's terms, for any stage and world size: groups, flavour, and what is lost."""
+"""The training state in DeepSpeed's terms, for any stage and world size: groups, element type, and what is lost.
+
+DeepSpeed's optimizers see one flat fp32 parameter a group. So a slot must have the shape of its parameter, to be cut
+with it, or no dims, and then the group has one. If a slot is neither, the group is reset: an optimizer that finds a
+part of its state takes it for all of it.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import ABSENT, Note, Outcome
 from ckpt_tools.core.option_names import option
+from ckpt_tools.core.values import OrderedDict, Size
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.optimizer_slots import OptimizerState, Slot, noted
 from ckpt_tools.formats.state_dict.frozen_or_buffer import is_deepspeed, untrained
 
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """State that is cut as the parameters are: each one's tensor, or None where it has none, and zeros are meant."""
+
+    name: str
+    dtype: DType
+    keys: tuple[StateKey | None, ...]
+
+    def picked(self, positions: Sequence[int]) -> Slot:
+        return Slot(self.name, self.dtype, tuple(self.keys[i] for i in positions))
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One slot of a group's parameters: name, weight and state of each; the state is None for those that have none."""
+
+    name: str
+    rows: tuple[tuple[str, TensorEntry, TensorEntry | None], ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest, name: str, params: Sequence[str]) -> _Column:
+        tensors = manifest.tensors
+        return cls(name, tuple((fqn, tensors[StateKey(fqn)], tensors.get(StateKey(fqn, name))) for fqn in params))
+
+    @property
+    def present(self) -> list[tuple[TensorEntry, TensorEntry]]:
+        return [(weight, state) for _, weight, state in self.rows if state is not None]
+
+    @property
+    def keys(self) -> tuple[StateKey | None, ...]:
+        return tuple(None if state is None else StateKey(param, self.name) for param, _, state in self.rows)
+
+    @property
+    def first(self) -> StateKey:
+        return next(key for key in self.keys if key is not None)
+
+    @property
+    def is_scalar(self) -> bool:
+        """0-d where the parameter is not, or ``step``."""
+        return all(s.shape == () and (w.shape != () or self.name == "step") for w, s in self.present)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it has its parameter's shape everywhere, and one type, or types that become fp32."""
+        dtypes = {state.dtype for _, state in self.present}
+        return all(w.shape == s.shape for w, s in self.present) and (len(dtypes) == 1 or dtypes <= CASTABLE)
+
+    @property
+    def slot(self) -> Slot:
+        dtype = self.present[0][1].dtype
+        return Slot(self.name, DType.FLOAT32 if dtype in CASTABLE else dtype, self.keys)
+
+    def notes(self, number: int) -> Iterator[Note]:
+        """Notes on what is set to zero, cast, or one for the group although each parameter has its own."""
+        if self.is_scalar:
+            places = {(*map(str, state.shards.files), *state.shards.byte_starts.tolist()) for _, state in self.present}
+            if len(places) > 1:
+                why = f"DeepSpeed keeps one value for a group; the value of {self.first.fqn} is used"
+                yield Note(Outcome.DEFAULTED, f"{self.name} of parameter group {number}", why, len(places))
+            return
+        missing = {param: weight for param, weight, state in self.rows if state is None}
+        if missing:
+            why = (
+                "the source has none, as for parameters that never had a gradient; set to zero, at the step of their "
+                "group"
+            )
+            yield noted(Outcome.DEFAULTED, f"{self.name} of {listed([*missing])}", why, missing.values())
+        dtype = self.slot.dtype
+        for other in dict.fromkeys(state.dtype for _, state in self.present if state.dtype is not dtype):
+            found = [state for _, state in self.present if state.dtype is other]
+            what, why = f"{self.name} of {count(len(found), 'tensor')}", f"{other.value} to {dtype.value}"
+            yield noted(Outcome.CAST, what, why, found)
+
+
+def noted(outcome: Outcome, what: str, why: str, entries: Iterable[TensorEntry] = ()) -> Note:
+    found = list(entries)
+    return Note(outcome, what, why, max(1, len(found)), sum(entry.num_bytes for entry in found))
+
+
 FLAVOURS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
-"""What DeepSpeed trains in."""
+"""The types in which DeepSpeed trains."""
 
 _ADAM_OPTIONS = {"lr", "betas", "eps", "weight_decay"}
 
@@ -38,7 +124,6 @@ class Group:
     notes: tuple[Note, ...] = ()
 
     def picked(self, positions: Sequence[int]) -> Group:
-        """The group with these of its parameters, in this order."""
         return Group(
             tuple(self.params[i] for i in positions),
             tuple(self.numels[i] for i in positions),
@@ -68,29 +153,41 @@ class TrainingState:
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """Those on all groups, then those on the optimizer state of each."""
+        """Notes on all groups, then those on the optimizer state of each."""
         return (*self.of_all_groups, *(note for group in self.groups for note in group.notes))
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Tied parameters, by alias; not tied buffers."""
+        return {alias: owner for alias, owner in self.manifest.aliases.items() if owner not in self.buffers}
 
     def weight(self, name: str) -> TensorEntry:
         return self.manifest.tensors[StateKey(name)]
 
+    def shapes(self, names: Iterable[str]) -> OrderedDict:
+        return OrderedDict({name: Size(self.weight(name).shape) for name in names})
+
     def master(self, name: str) -> StateKey:
-        """What the master of a trained parameter is read from."""
+        """The tensor from which the master of a trained parameter is read."""
         return _master(self.manifest, name)
 
     @classmethod
     def of(cls, manifest: Manifest) -> TrainingState:
         """Raises UnsupportedError where the weights are of a type that DeepSpeed does not train in, or of several;
         FormatError where a group names what is not there."""
-        return _Reading(manifest, OptimizerState.of(manifest)).state()
+        slots: defaultdict[str, list[str]] = defaultdict(list)
+        for key, entry in manifest.tensors.items():
+            if entry.kind is Kind.STATE and key.slot not in (WEIGHT, MASTER):
+                slots[key.fqn].append(key.slot)
+        return _Reading(manifest, slots).state()
 
 
 @dataclass(slots=True)
 class _Reading:
-    """One manifest on its way; notes are taken as it goes."""
+    """A manifest while its training state is collected; ``slots`` has the names of each parameter's."""
 
     manifest: Manifest
-    optimizer: OptimizerState
+    slots: Mapping[str, Sequence[str]]
     notes: list[Note] = field(default_factory=list)
 
     def state(self) -> TrainingState:
@@ -152,16 +249,40 @@ class _Reading:
             why = "DeepSpeed does not support a parameter group without elements"
             self.notes.append(Note(Outcome.DROPPED, f"hyperparameters of parameter group {number}", why))
             return None
-        state = self.optimizer.group(number, params)
+        scalars, slots, notes = self._optimizer_state(number, params)
         return Group(
             params,
             tuple(self._weight(name).numel for name in params),
             self._options(number, group.options),
             Slot(MASTER, DType.FLOAT32, tuple(_master(self.manifest, name) for name in params)),
-            state.cut,
-            state.scalars,
-            state.notes,
+            slots,
+            scalars,
+            notes,
         )
+
+    def _optimizer_state(
+        self, number: int, params: Sequence[str]
+    ) -> tuple[Mapping[str, StateKey], tuple[Slot, ...], tuple[Note, ...]]:
+        """A group's 0-d slots, by the tensor that stands for all parameters, its other slots, and notes on them."""
+        names = dict.fromkeys(slot for param in params for slot in self.slots.get(param, ()))
+        columns = [_Column.of(self.manifest, name, params) for name in names]
+        foreign = [column.name for column in columns if not column.is_scalar and not column.is_cut]
+        if foreign:
+            why = f"{', '.join(foreign)} cannot be partitioned like the parameters, so DeepSpeed resets this group"
+            lost = self._states(params)
+            return {}, (), (noted(Outcome.DROPPED, f"optimizer state of parameter group {number}", why, lost),)
+        if not columns and self.manifest.groups:
+            why = f"{ABSENT}, so DeepSpeed initializes it at the first step"
+            return {}, (), (noted(Outcome.MISSING, f"optimizer state of parameter group {number}", why),)
+        columns.sort(key=lambda column: column.is_scalar)
+        return (
+            {column.name: column.first for column in columns if column.is_scalar},
+            tuple(column.slot for column in columns if not column.is_scalar),
+            tuple(note for column in columns for note in column.notes(number)),
+        )
+
+    def _states(self, names: Iterable[str]) -> list[TensorEntry]:
+        return [self.manifest.tensors[StateKey(n, slot)] for n in names for slot in self.slots.get(n, ())]
 
     def _options(self, number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """DeepSpeed's own Adams ask their groups for ``bias_correction`` (KeyError at the first step, ops/adam), which
@@ -174,15 +295,15 @@ class _Reading:
 
     def _note_lost(self, trained: Mapping[str, None], empty: Mapping[str, TensorEntry]) -> None:
         """State of parameters that DeepSpeed does not optimize."""
-        why = {"they are in no parameter group": [name for name in self.optimizer.slots if name not in trained]}
-        why["they have no elements"] = [name for name in empty if name in self.optimizer.slots]
+        why = {"they are in no parameter group": [name for name in self.slots if name not in trained]}
+        why["they have no elements"] = [name for name in empty if name in self.slots]
         for reason, names in why.items():
             if names:
-                lost = self.optimizer.entries(names)
-                self.notes.append(noted(Outcome.DROPPED, f"optimizer state of {listed(names)}", reason, lost))
+                what = f"optimizer state of {listed(names)}"
+                self.notes.append(noted(Outcome.DROPPED, what, reason, self._states(names)))
 
     def _note_masters(self, trained: Iterable[str]) -> None:
-        """Where a master comes from a weight that is stored in fewer bits."""
+        """Notes masters that are made from a weight with fewer bits."""
         keys = [_master(self.manifest, name) for name in trained]
         narrow = [entry for key in keys if (entry := self.manifest.tensors[key]).shards.dtype.item_bytes < 4]
         if narrow:
@@ -198,7 +319,6 @@ def _master(manifest: Manifest, name: str) -> StateKey:
 
 
 def _main_type(entries: Iterable[TensorEntry]) -> DType | None:
-    """The element type of most elements."""
     numels: Counter[DType] = Counter()
     for entry in entries:
         numels[entry.dtype] += entry.numel

@@ -1,7 +1,6 @@
-"""What is neither weight nor optimizer state: DeepSpeed's counters, the scheduler, the client state.
+"""DeepSpeed's counters, config and scheduler, and the client state of a checkpoint that is written.
 
-Everything of another framework's that has no place of its own becomes client state, which ``load_checkpoint`` hands
-back to the caller.
+Entries of other frameworks become client state, which ``load_checkpoint`` returns to the caller.
 """
 
 from __future__ import annotations
@@ -11,13 +10,164 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.notes import ABSENT, Note, Outcome
+from ckpt_tools.core.values import kind_of
+from ckpt_tools.core.wording import count, listed
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER, is_scaling
+from ckpt_tools.formats.deepspeed.common.saved_extras import RESERVED
+from ckpt_tools.formats.state_dict.frozen_or_buffer import is_deepspeed
+
+DEFAULT_SUB_GROUP_SIZE = 10**9
+"""zero/config.py ``sub_group_size``, in elements of one rank."""
+
+_FLAVOUR_SECTIONS = {"fp16": DType.FLOAT16, "bf16": DType.BFLOAT16, "bfloat16": DType.BFLOAT16}
+_OLD_NAMES = ("bfloat16",)
+_FP32_NAMES = ("fp32", "float", "float32", "torch.float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of the source's DeepSpeed config that decide where elements are: a run resumes with the same config.
+
+    ``sub_group_size`` counts elements of a rank (stage 3); ``is_round_robin`` says that groups are flattened in the
+    order of ``round_robin_gradients``, ``has_whole_momentum`` that Muon keeps whole parameters (stages 1 and 2).
+    """
+
+    sub_group_size: int
+    is_round_robin: bool
+    has_whole_momentum: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], stage: int, dtype: DType) -> Settings:
+        zero = _dict(config.get("zero_optimization"))
+        # engine.py _do_optimizer_sanity_check: bf16 in stage 1 with fp32 accumulation is BF16_Optimizer's, which loads
+        # the files of stage_1_and_2.py but has no round-robin order.
+        accumulate = _dict(config.get("data_types")).get("grad_accum_dtype")
+        is_bf16_optimizer = stage == 1 and dtype is DType.BFLOAT16 and accumulate in _FP32_NAMES
+        of_stage_1_and_2 = stage < 3 and not is_bf16_optimizer
+        is_round_robin = of_stage_1_and_2 and zero.get("round_robin_gradients") is True
+        is_offloaded = _dict(zero.get("offload_optimizer")).get("device", "none") != "none"
+        return cls(_sub_group_size(zero.get("sub_group_size")), is_round_robin, of_stage_1_and_2 and not is_offloaded)
+
+
+def _sub_group_size(found: Any) -> int:
+    """JSON writes 1e9 as a float, and Hugging Face's configs may have ``auto``."""
+    is_number = isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found < 1 << 62
+    return int(found) if is_number else DEFAULT_SUB_GROUP_SIZE
+
+
+def adapted(config: Mapping[str, Any], stage: int, dtype: DType) -> dict[str, Any]:
+    """``config`` for another stage and type; an empty one gets only these. ``load_checkpoint`` does not read it."""
+    found = {**config, "zero_optimization": {**_dict(config.get("zero_optimization")), "stage": stage}}
+    for name, flavour in _FLAVOUR_SECTIONS.items():
+        if name in config or (flavour is dtype and name not in _OLD_NAMES):
+            found[name] = {**_dict(config.get(name)), "enabled": flavour is dtype}
+    return found
+
+
+NAME = "lr_scheduler"
+
+_WITHOUT = "load with load_lr_scheduler_states=False"
+
+_OWN = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+"""Schedulers that DeepSpeed makes of its config, lr_schedules.py ``VALID_LR_SCHEDULES``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """``state`` is written as ``lr_scheduler``; ``source`` is the entry of ``Manifest.extra`` that it was.
+
+    engine.py ``_load_checkpoint`` passes it unchanged to the run's scheduler. Those of torch set its items as their
+    attributes (torch 2.15.0, optim/lr_scheduler.py ``load_state_dict``), those of DeepSpeed need
+    ``last_batch_iteration`` (lr_schedules.py). With ``load_lr_scheduler_states=False`` it is ignored.
+    """
+
+    state: Any
+    source: str
+    notes: tuple[Note, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest, config: Mapping[str, Any]) -> Scheduler:
+        """``config`` is DeepSpeed's of the source, empty where it has none."""
+        found = manifest.extra.get(NAME)
+        if is_deepspeed(manifest):
+            return cls(found, NAME, _notes_of_own(manifest, found, config))
+        return _named(manifest, found) if found is not None else _called_otherwise(manifest)
+
+
+def _notes_of_own(manifest: Manifest, found: Any, config: Mapping[str, Any]) -> tuple[Note, ...]:
+    """Notes on a state that DeepSpeed or a trainer on top of it saved."""
+    kind = _dict(config.get("scheduler")).get("type")
+    why = _miscounted(manifest, found)
+    if isinstance(found, dict) and kind in _OWN and "last_batch_iteration" not in found:
+        why = f"the recorded config has DeepSpeed's {kind}, and this is the state of another scheduler"
+    return (Note(Outcome.KEPT, NAME, f"{why}; {_WITHOUT}"),) if why else ()
+
+
+def _named(manifest: Manifest, found: Any) -> Scheduler:
+    """The entry ``lr_scheduler``, which keeps its place whatever its form: it would be lost otherwise."""
+    state = _one(found)
+    why = _miscounted(manifest, state) or _foreign(state)
+    if why:
+        note = Note(Outcome.KEPT, NAME, f"{why}; {_WITHOUT}, which returns it in the client state")
+        return Scheduler(found, NAME, (note,))
+    return Scheduler(state, NAME, (_taken(NAME, state),))
+
+
+def _called_otherwise(manifest: Manifest) -> Scheduler:
+    entries = {name: _one(value) for name, value in manifest.extra.items() if "sched" in str(name).lower()}
+    fitting = [name for name, value in entries.items() if not (_foreign(value) or _miscounted(manifest, value))]
+    if len(fitting) == 1:
+        (name,) = fitting
+        return Scheduler(entries[name], name, (_taken(name, entries[name]),))
+    if fitting:
+        why = f"the source has several ({listed(fitting)}), which go into the client state"
+    elif entries:
+        name, value = next(iter(entries.items()))
+        why = f"the source's {name} goes into the client state: {_foreign(value) or _miscounted(manifest, value)}"
+    elif "megatron" in manifest.extra:
+        why = "the source has Megatron's only, which torch's schedulers do not load"
+    else:
+        why = ABSENT
+    return Scheduler(None, NAME, (Note(Outcome.MISSING, NAME, f"{why}; if the run has a scheduler, {_WITHOUT}"),))
+
+
+def _one(value: Any) -> Any:
+    """The only item of a list, or of a dict by the names of classes; of anything else, itself."""
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return items[0] if len(items) == 1 and not _foreign(items[0]) else value
+
+
+def _foreign(state: Any) -> str:
+    """Why a scheduler of torch or DeepSpeed does not take ``state``; empty if it does."""
+    if isinstance(state, list):
+        return f"it has {count(len(state), 'scheduler')}"
+    if not isinstance(state, dict):
+        return f"it is a {kind_of(state)}"
+    return "" if {"last_epoch", "last_batch_iteration"} & state.keys() else "it is not the state of one scheduler"
+
+
+def _miscounted(manifest: Manifest, state: Any) -> str:
+    """Whether it has learning rates for another number of groups: DeepSpeed has no group without elements."""
+    rates, tensors = _dict(state).get("base_lrs"), manifest.tensors
+    names = [[manifest.aliases.get(name, name) for name in group.params] for group in manifest.groups]
+    kept = [group for group in names if any(tensors[StateKey(name)].numel for name in group)]
+    if not kept or not isinstance(rates, list) or len(rates) == len(kept):
+        return ""
+    return f"it has {count(len(rates), 'learning rate')} for {count(len(kept), 'parameter group')}"
+
+
+def _taken(name: str, state: Mapping[str, Any]) -> Note:
+    called = "" if name == NAME else f"it is called {NAME} now; "
+    kinds = ("torch's", "one that DeepSpeed makes of its config, such as WarmupLR")
+    kind, other = kinds if "last_epoch" in state else reversed(kinds)
+    why = f"{called}load_checkpoint gives it to the run's scheduler; if that is not {kind} but {other}, {_WITHOUT}"
+    return Note(Outcome.KEPT, name, why)
+
 
 _NEUTRAL = ("global_step", "loss_scaler", "deepspeed", "client_state", "megatron")
-"""Entries that are no client's. Those of Megatron hold objects of its classes, which DeepSpeed's loader would import.
-"""
+"""Entries that are not client state. Megatron's hold objects of its classes, which DeepSpeed's loader would import."""
 
 _FROM_SOURCE = frozenset(
     {"data_sampler", "random_ltd", "skipped_steps", "global_samples", "num_experts", "universal_checkpoint_info"}
@@ -27,8 +177,8 @@ _FROM_SOURCE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Sorted entries of ``Manifest.extra``. ``counters`` are DeepSpeed's own of a model file, ``own`` all that the
-    source's DeepSpeed had."""
+    """The entries of ``Manifest.extra`` by what they are. ``counters`` are DeepSpeed's own of a model file, ``own`` all
+    that the source's DeepSpeed had."""
 
     global_steps: int
     lr_scheduler: Any
@@ -40,13 +190,10 @@ class Extras:
 
     @classmethod
     def of(cls, manifest: Manifest, dtype: DType) -> Extras:
-        # A list of the formats that can be written needs neither.
-        from ckpt_tools.formats.deepspeed.common.saved_extras import RESERVED
-        from ckpt_tools.formats.deepspeed.common.scheduler import Scheduler
-
         extra = manifest.extra
         own = _dict(extra.get("deepspeed"))
-        steps = _steps(manifest)
+        found = extra.get("global_step")
+        steps = found if type(found) is int else manifest.step
         scheduler = Scheduler.of(manifest, _dict(own.get("ds_config")))
         others = {name: value for name, value in extra.items() if name not in (*_NEUTRAL, scheduler.source)}
         client = {**others, **_dict(extra.get("client_state"))}
@@ -69,12 +216,11 @@ class Extras:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The source's DeepSpeed config; empty where it has none."""
         return _dict(self.own.get("ds_config"))
 
     @property
     def module(self) -> Mapping[str, Any]:
-        """What modules of the model keep beside tensors (``_extra_state``), by name."""
+        """Values of the model's modules that are not tensors (``_extra_state``), by name."""
         return _dict(self.own.get("module"))
 
     @property
@@ -86,11 +232,6 @@ class Extras:
 
 def _dict(found: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
-
-
-def _steps(manifest: Manifest) -> int | None:
-    found = manifest.extra.get("global_step")
-    return found if type(found) is int else manifest.step
 
 
 def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
@@ -109,7 +250,7 @@ def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
 
 
 def _why_not(manifest: Manifest, name: str) -> str:
-    """Why an entry has no place: what is not understood says it better than its name."""
+    """The reason why an entry has no place: a note of the reader, if there is one."""
     known = {note.what: note.why for note in manifest.notes if note.outcome is Outcome.KEPT}
     return known.get(name, "DeepSpeed uses this name for something else")
 

@@ -1,1 +1,1 @@
-"""DeepSpeed universal. ``docs/formats/universal.md`` says what its files hold."""
+"""DeepSpeed universal. ``docs/formats/universal.md`` describes its files."""

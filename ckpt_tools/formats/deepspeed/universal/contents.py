@@ -24,8 +24,7 @@ from ckpt_tools.formats.deepspeed.common.partition import original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_extra
 from ckpt_tools.formats.deepspeed.names import MASTER_FILE
-from ckpt_tools.formats.deepspeed.universal.locate import UniversalFiles
-from ckpt_tools.formats.deepspeed.universal.states import Slots
+from ckpt_tools.formats.deepspeed.universal.states import Slots, UniversalFiles
 from ckpt_tools.formats.foreign import refuse_tensor_object
 
 STEP = "step"
@@ -35,8 +34,8 @@ Entries = Iterator[tuple[StateKey, TensorEntry]]
 
 @dataclass
 class Contents:
-    """One checkpoint on its way into a manifest. ``models`` has one a rank where DeepSpeed made it from stage 3,
-    ``parts`` one a tensor-parallel rank: what trains is whole in ``zero/``, and the model's files have their parts."""
+    """A checkpoint while it is read. ``models`` has one a rank if DeepSpeed made it from stage 3, ``parts`` one a
+    tensor-parallel rank: trained parameters are whole in ``zero/``, and in parts in the model's files."""
 
     files: UniversalFiles
     models: tuple[ModelStates, ...]
@@ -53,8 +52,7 @@ class Contents:
         self.extras.add_optimizer(self.optimizer, self.optimizer.content)
         if self.files.tag:
             self.extras.values.setdefault("deepspeed", {})["tag"] = self.files.tag
-        content = self.model.file.content
-        step, world_size = content.get("global_steps"), content.get("dp_world_size")
+        world_size = self.model.file.content.get("dp_world_size")
         return Manifest(
             format="universal",
             tensors=tensors | self.extras.tensors,
@@ -62,7 +60,7 @@ class Contents:
             groups=groups if any(group.params for group in groups) else (),
             literals=self.slots.literals,
             extra=whole_extra(self.extras.values) if self.is_cut else self.extras.values,
-            step=step if type(step) is int else None,
+            step=self.model.step,
             world_size=world_size * len(self.parts) if type(world_size) is int else None,
         )
 
@@ -72,7 +70,6 @@ class Contents:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the run was tensor parallel."""
         return len(self.parts) > 1
 
     @cached_property
@@ -83,7 +80,7 @@ class Contents:
         return {name: self._whole_shape(name, shape) for name, shape in self.model.trainable.items()}
 
     def _whole_shape(self, name: str, part: Shape) -> Shape:
-        """Of a parameter of a tensor-parallel run, which only the file of its master states."""
+        """The shape of a parameter of a tensor-parallel run, which only its master's file has."""
         path = self.files.states.get(name, {}).get(MASTER_FILE)
         if path is None:
             raise IncompleteError("there is no file zero/.../fp32.pt", path=self.model.file.path, key=name)
@@ -96,13 +93,9 @@ class Contents:
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        """Tied parameters, by alias."""
         return aliases(self.model, self._are_tied)
 
-    def _are_tied(self, alias: str, owner: str) -> bool:
-        one, other = self.model.module[alias], self.model.module[owner]
-        if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
-            return False
+    def _are_tied(self, alias: str, one: StoredTensor, other: StoredTensor) -> bool:
         if one.numel:
             return one.shape == other.shape
         return not other.numel and alias not in self.model.frozen_shapes
@@ -138,11 +131,8 @@ class Contents:
 
     def _check_slots(self, name: str, paths: Mapping[str, str], shape: Shape) -> None:
         """Each parameter of a group has the same files, as DeepSpeed cuts them out of the group's flat tensors; or its
-        master alone, if it never got a gradient.
-
-        Raises:
-            IncompleteError: one is missing. MalformedError: there is one that no other parameter has.
-        """
+        master alone, if it never got a gradient. Raises IncompleteError if one is missing; MalformedError if there is
+        one that no other parameter has."""
         usual = self.usual_slots[name]
         if 0 in shape or (paths.keys() == {MASTER_FILE} and len(usual) > 2):
             return
@@ -158,7 +148,7 @@ class Contents:
 
     @cached_property
     def usual_slots(self) -> Mapping[str, frozenset[str]]:
-        """Of each parameter that trains, the slots that most parameters of its group have."""
+        """The slots that most parameters of its group have, by name of a trained parameter."""
         found: dict[str, frozenset[str]] = {}
         for group in self.model.param_shapes:
             held = (frozenset(self.files.states.get(name, {})) for name, shape in group.items() if 0 not in shape)
@@ -276,7 +266,7 @@ class Contents:
         )
 
     def _members(self, number: int) -> tuple[str, ...]:
-        """A list of ``param_shapes`` in the order in which the optimizer was given it."""
+        """The names of a list of ``param_shapes`` in the order in which the optimizer got them."""
         names, world_size = tuple(self.model.param_shapes[number]), self.model.file.content.get("dp_world_size")
         if self._is_round_robin and type(world_size) is int and world_size > 0:
             return original_order(names, world_size)
@@ -284,7 +274,7 @@ class Contents:
 
     @property
     def _is_round_robin(self) -> bool:
-        """Whether ``round_robin_gradients`` was in force: the optimizer that knows it says of itself stage 1 or 2."""
+        """Whether ``round_robin_gradients`` was in force: its optimizer is one of stage 1 or 2."""
         stage = self.optimizer.content.get("zero_stage")
         stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
         return is_round_robin(self.model) and stage in (1, 2)

@@ -1,11 +1,11 @@
-"""What DeepSpeed's loader of universal checkpoints cannot restore, and which native target can.
+"""Limits of DeepSpeed's loader of universal checkpoints, and the native targets that do not have them.
 
 Read in DeepSpeed 0.19.8 and seen in runs; docs/formats/universal.md has each with its place in the source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,43 +14,36 @@ from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.deepspeed.common.ds_config import Settings
-from ckpt_tools.formats.deepspeed.common.expert_names import split
-from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM, is_muon
+from ckpt_tools.formats.deepspeed.common.partition import MOMENTUM, is_muon
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER
-from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState
-from ckpt_tools.formats.deepspeed.common.written_extras import Extras
-from ckpt_tools.formats.deepspeed.names import MASTER_FILE
+from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState, noted
+from ckpt_tools.formats.deepspeed.common.written_extras import Extras, Settings
+from ckpt_tools.formats.deepspeed.names import MASTER_FILE, split_expert
 
 STEP = "step"
 
 STAGE3_SLOTS = ("exp_avg", "exp_avg_sq")
-"""What stage 3 opens beside the masters, stage3.py ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``."""
+"""Slots that stage 3 opens beside the masters, stage3.py ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``."""
 
 MAX_ELEMENTS_OF_ONE_RANK = 2
-"""A group so small lies on the first rank at any world size, since partitions have at least two elements; the others
-have none of it and fail, base_optimizer.py ``load_hp_checkpoint_state_from_checkpoint_dir``: ``steps[0]``."""
+"""A group of so few elements is on the first rank at any world size, since partitions have at least two elements; the
+others have none of it and fail, base_optimizer.py ``load_hp_checkpoint_state_from_checkpoint_dir``: ``steps[0]``."""
 
 
 def portable(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """The groups without the state that has no form in ``zero/<fqn>/``, and with a note on it.
+    """The groups without state that cannot be a file of ``zero/<fqn>/``, with notes on it.
 
-    A file there has to have as many elements as its parameter, and is copied into float32. An optimizer that finds a
-    part of its state takes it for the whole, so that a group keeps all of it or nothing.
-
-    Raises:
-        UnsupportedError: a slot has the name of the master's file.
+    Such a file has as many elements as its parameter, and is copied into float32. A group keeps all of its state or
+    none, because an optimizer that finds a part takes it for all. Raises UnsupportedError if a slot has the name of the
+    master's file.
     """
-    return tuple(_portable(number, group) for number, group in enumerate(groups))
-
-
-def _portable(number: int, group: Group) -> Group:
-    foreign = _foreign(group)
-    if not foreign:
-        return group
-    why = f"a universal checkpoint cannot hold {', '.join(foreign)}; zero1, zero2 and zero3 do"
-    note = Note(Outcome.DROPPED, f"optimizer state of parameter group {number}", why)
-    return replace(group, slots=(), scalars={}, notes=(note,))
+    found = list(groups)
+    for number, group in enumerate(groups):
+        if foreign := _foreign(group):
+            why = f"a universal checkpoint cannot hold {', '.join(foreign)}; zero1, zero2 and zero3 do"
+            note = Note(Outcome.DROPPED, f"optimizer state of parameter group {number}", why)
+            found[number] = replace(group, slots=(), scalars={}, notes=(note,))
+    return tuple(found)
 
 
 def _foreign(group: Group) -> list[str]:
@@ -70,15 +63,15 @@ def stage3_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     DeepSpeed's own files make it give all groups the first one's, weight decay and learning rate included.
     """
     first, *others = groups
-    return {name: value for name, value in first.items() if all(_same(value, group, name) for group in others)}
-
-
-def _same(value: Any, group: Mapping[str, Any], name: str) -> bool:
-    return name in group and type(group[name]) is type(value) and group[name] == value
+    return {
+        name: value
+        for name, value in first.items()
+        if all(name in group and type(group[name]) is type(value) and group[name] == value for group in others)
+    }
 
 
 def corrected(notes: Iterable[Note]) -> Iterator[Note]:
-    """The notes on what is no tensor. A native checkpoint needs a loss scaler; here the job keeps its own."""
+    """The notes of ``Extras``, corrected. A native checkpoint needs a loss scaler; here the job keeps its own."""
     for note in notes:
         if note.what == "loss_scaler" and note.outcome is Outcome.DEFAULTED:
             note = replace(note, outcome=Outcome.MISSING, why=note.why.replace(DEFAULT_SCALER, "the job keeps its own"))
@@ -86,7 +79,7 @@ def corrected(notes: Iterable[Note]) -> Iterator[Note]:
 
 
 def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
-    """What a job that loads the checkpoint has to know."""
+    """Notes for the job that loads the checkpoint."""
     yield from _untrained("buffer", "buffers", state.buffers.values())
     without_state = [entry for entry in state.frozen.values() if entry.numel]
     more = "without optimizer state (frozen, or tied to others)"
@@ -94,7 +87,7 @@ def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
     yield from _slots_in_stage3(state.groups)
     yield from _groups_in_stage3(state, extras)
     yield from _groups_in_stages_1_and_2(state.groups)
-    if any(split(name) for group in state.groups for name in group.params):
+    if any(split_expert(name) for group in state.groups for name in group.params):
         why = (
             "they have their numbers among all ranks; load it in stage 1 or 2, with ep_size=1 or in a model of the "
             "same names without deepspeed.moe; DeepSpeed stops if it has more expert-parallel ranks, and in stage 3, "
@@ -103,13 +96,10 @@ def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
         yield Note(Outcome.KEPT, "experts", why)
 
 
-def _untrained(one: str, many: str, entries: Iterable[TensorEntry]) -> Iterator[Note]:
-    found = list(entries)
-    if found:
+def _untrained(one: str, many: str, entries: Collection[TensorEntry]) -> Iterator[Note]:
+    if entries:
         why = "load_universal does not restore them; zero1, zero2 and zero3 do"
-        yield Note(
-            Outcome.NOT_LOADED, count(len(found), one, many), why, len(found), sum(entry.num_bytes for entry in found)
-        )
+        yield noted(Outcome.NOT_LOADED, count(len(entries), one, many), why, entries)
 
 
 def _slots_in_stage3(groups: Sequence[Group]) -> Iterator[Note]:
@@ -125,17 +115,15 @@ def _slots_in_stage3(groups: Sequence[Group]) -> Iterator[Note]:
 
 
 def _missing_in_stage3(groups: Sequence[Group]) -> list[str]:
-    return [slot for slot in (*STAGE3_SLOTS, STEP) if not all(_has(group, slot) for group in groups)]
-
-
-def _has(group: Group, slot: str) -> bool:
-    return slot in group.scalars or any(found.name == slot for found in group.slots)
+    held = [{*group.scalars, *(slot.name for slot in group.slots)} for group in groups]
+    return [slot for slot in (*STAGE3_SLOTS, STEP) if not all(slot in names for names in held)]
 
 
 def _groups_in_stage3(state: TrainingState, extras: Extras) -> Iterator[Note]:
     """All sub-groups get one and the same step; a tensor is then counted up once for each of them."""
     if _missing_in_stage3(state.groups):
         return
+    size = Settings.of(extras.config, 3, DType.FLOAT32).sub_group_size
     options = [group.options for group in state.groups]
     differing = sorted({name for group in options for name in group} - set(stage3_options(options)))
     shared = [] if _counts_in_python(state) else ["one step count, which runs ahead"]
@@ -144,9 +132,9 @@ def _groups_in_stage3(state: TrainingState, extras: Extras) -> Iterator[Note]:
     if len(options) > 1 and shared:
         why = f"they get {', and '.join(shared)}; zero3 restores each group's own"
         yield Note(Outcome.KEPT, f"{len(options)} parameter groups in stage 3", why, len(options))
-    elif shared and sum(state.groups[0].numels) > _sub_group_size(extras):
+    elif shared and sum(state.groups[0].numels) > size:
         why = (
-            f"a rank with more than sub_group_size ({_sub_group_size(extras):,}) elements cuts them into sub-groups, "
+            f"a rank with more than sub_group_size ({size:,}) elements cuts them into sub-groups, "
             f"which get {shared[0]}; zero3 restores each one's own"
         )
         yield Note(Outcome.KEPT, "the step count in stage 3", why)
@@ -156,10 +144,6 @@ def _counts_in_python(state: TrainingState) -> bool:
     """Whether steps are plain numbers, as in DeepSpeed's own optimizers: each sub-group counts up its own."""
     steps = [state.manifest.tensors[group.scalars[STEP]] for group in state.groups]
     return all(set(entry.shards.files) <= state.manifest.literals.keys() for entry in steps)
-
-
-def _sub_group_size(extras: Extras) -> int:
-    return Settings.of(extras.config, 3, DType.FLOAT32).sub_group_size
 
 
 def _groups_in_stages_1_and_2(groups: Sequence[Group]) -> Iterator[Note]:

@@ -1,7 +1,7 @@
 """Universal checkpoints as manifests: those of DeepSpeed's ``ds_to_universal`` from any stage, and ours.
 
-One pass over the headers: the model's file says names, shapes and groups, each parameter's files say where its states
-lie. No tensor byte is read.
+One pass over the headers: the model's file has names, shapes and groups, each parameter's files have the places of its
+states. No tensor byte is read.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, stages_of
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
-from ckpt_tools.formats.deepspeed.common.tags import folder_of
-from ckpt_tools.formats.deepspeed.names import universal_folders
-from ckpt_tools.formats.deepspeed.universal import locate
+from ckpt_tools.formats.deepspeed.common.tags import choose_tag, folder_of
+from ckpt_tools.formats.deepspeed.names import LATEST_UNIVERSAL, MASTER_FILE, is_model, universal_folders
 from ckpt_tools.formats.deepspeed.universal.contents import Contents
-from ckpt_tools.formats.deepspeed.universal.states import Slots
+from ckpt_tools.formats.deepspeed.universal.states import Slots, universal_files
 from ckpt_tools.stores.source import Source
+
+_SLOTS = (MASTER_FILE, "exp_avg", "exp_avg_sq", "step")
+"""The files that ``ds_to_universal`` makes of every parameter."""
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    files = locate.universal_files(source, locate.choose_folder(source, options.tag))
+    folders = universal_folders(source.files)
+    folder = choose_tag(source, options.tag, folders, latest=LATEST_UNIVERSAL, what="universal checkpoint")
+    files = universal_files(source, folder)
     first = File.open(source, files.model[0])
     if stages_of(first) > 1:
         raise UnsupportedError(
@@ -34,17 +38,27 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     check_experts(model)
     parts = (model, *(ModelStates.of(File.open(source, path)) for path in files.model_parts))
     check_parts(model, len(parts))
-    others = files.model[1:] if _has_fragments(model) else ()
+    others = files.model[1:] if any(map(prod, model.frozen_shapes.values())) else ()
     models = (model, *(ModelStates.of(File.open(source, path)) for path in others))
-    optimizer = File.open(source, files.optimizer)
-    return Contents(files, models, optimizer, Slots(source), parts).manifest()
+    return Contents(files, models, File.open(source, files.optimizer), Slots(source), parts).manifest()
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
+    """The files of the checkpoint; none where no file in the source names it.
+
+    Of parameters without state and of buffers, DeepSpeed leaves copies in ``zero/``.
+    """
     folder = folder_of(universal_folders(source.files), manifest.files)
-    used = manifest.files | manifest.fqns | manifest.aliases.keys()
-    return locate.own_files(source.files, locate.universal_files(source, folder), folder, used)
-
-
-def _has_fragments(model: ModelStates) -> bool:
-    return any(prod(shape) for shape in model.frozen_shapes.values())
+    if folder and LATEST_UNIVERSAL not in source.files:
+        return frozenset()
+    files, prefix = universal_files(source, folder), f"{folder}/" if folder else ""
+    known = manifest.fqns | manifest.aliases.keys()
+    states = {
+        path
+        for fqn, slots in files.states.items()
+        for slot, path in slots.items()
+        if path in manifest.files or (fqn in known and slot in _SLOTS)
+    }
+    models = {path for path in source.files if path.startswith(prefix) and is_model(path.removeprefix(prefix))}
+    beside = {files.optimizer, *([LATEST_UNIVERSAL] if folder else [])}
+    return frozenset(models | states | (source.files.keys() & beside))

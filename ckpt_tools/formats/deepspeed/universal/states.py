@@ -1,4 +1,4 @@
-"""One slot of one parameter: what its file says, as an entry of the parameter's shape.
+"""The files of a universal checkpoint by parameter and slot, and the tensor or number in one of them.
 
 From stages 1 and 2 a file holds ``{"param": tensor, "cat_dim": ...}`` with the tensor in its shape, from stage 3 a bare
 flat tensor, and ``step.pt`` a 0-d tensor or a number; ds_to_universal.py ``merge_tp_slices`` and
@@ -15,11 +15,26 @@ from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.literals import is_number, literal_file, number_table
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value
-from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.expert_names import split
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.deepspeed.common.files import storage_start
+from ckpt_tools.formats.deepspeed.names import (
+    MODEL,
+    OPTIMIZER_STATE,
+    OTHER_EXPERTS,
+    OTHER_LAYERS,
+    RANK_MODEL,
+    model_name,
+    rank_model_name,
+    refuse,
+    slot_file,
+    split_expert,
+)
+from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import ANY_ROOT, open_archive, root_of
 from ckpt_tools.stores.source import Source
+
+_REFUSED = {OTHER_EXPERTS: "experts (mixture of experts)", OTHER_LAYERS: "files of a pipeline's layers"}
 
 PARAM, VOCAB, IS_EXPERT = "param", "vocab_tensor", "is_expert_param"
 
@@ -32,15 +47,85 @@ HEAD_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class UniversalFiles:
+    """The files of one checkpoint: ``states`` by fqn and slot, and the model's, one or in stage 3 one a rank.
+
+    ``model_parts`` are the model's files of the other tensor-parallel ranks, one each. ``tag`` is empty where the
+    folder is the source itself.
+    """
+
+    tag: str
+    states: Mapping[str, Mapping[str, str]]
+    model: tuple[str, ...]
+    optimizer: str
+    model_parts: tuple[str, ...] = ()
+
+
+def universal_files(source: Source, folder: str) -> UniversalFiles:
+    """The files of the checkpoint in ``folder``. Raises UnsupportedError if it is of a kind of parallelism that is not
+    read; IncompleteError if the model's file, or that of a rank, is missing."""
+    prefix = f"{folder}/" if folder else ""
+    inside = [path for path in source.files if path.startswith(prefix)]
+    names = [path.removeprefix(prefix) for path in inside]
+    refuse(names, folder, _REFUSED)
+    states: dict[str, dict[str, str]] = {}
+    for path in inside:
+        match = slot_file(path)
+        if match and (match["folder"] or "") == folder:
+            states.setdefault(match["fqn"], {})[match["slot"]] = path
+    models = _models(names, prefix)
+    return UniversalFiles(
+        folder.rpartition("/")[2], states, models, prefix + OPTIMIZER_STATE, _model_parts(names, prefix)
+    )
+
+
+def _models(names: list[str], prefix: str) -> tuple[str, ...]:
+    """The file of all ranks if there is one, for it has the weights; else that of each rank."""
+    if model_name() in names:
+        return (prefix + model_name(),)
+    matches = [(name, match) for name in names if (match := RANK_MODEL.fullmatch(name))]
+    ranks = {int(match["rank"]): name for name, match in matches if not int(match["mp"])}
+    for rank in range(max(1, len(ranks))):
+        if rank not in ranks:
+            missing = rank_model_name(rank) if ranks else model_name()
+            raise IncompleteError("this file of the checkpoint is missing", path=prefix + missing)
+    return tuple(prefix + ranks[rank] for rank in range(len(ranks)))
+
+
+def _model_parts(names: list[str], prefix: str) -> tuple[str, ...]:
+    """A file of each tensor-parallel rank but the first. Raises IncompleteError."""
+    found: dict[int, str] = {}
+    for name in names:
+        match = MODEL.fullmatch(name) or RANK_MODEL.fullmatch(name)
+        if match and int(match["mp"]) and not int(match.groupdict().get("rank", 0)):
+            found[int(match["mp"])] = prefix + name
+    for rank in range(1, len(found) + 1):
+        if rank not in found:
+            raise IncompleteError("this file of the checkpoint is missing", path=f"{prefix}mp_rank_{rank:02d}_*")
+    return tuple(found[rank] for rank in range(1, len(found) + 1))
+
+
+@dataclass(frozen=True, slots=True)
 class _Content:
-    """What a file holds: a tensor whose storage starts at byte ``start``, or a number. ``saved_as`` is the name of the
-    file that was written, as far as the archive says it."""
+    """The content of a file: a tensor whose storage starts at byte ``start``, or a number. ``saved_as`` is the name
+    under which it was written, if the archive has it."""
 
     value: Value
     saved_as: str
     start: int = 0
     is_vocabulary: bool = False
     is_expert: bool = False
+
+    def tensor(self, path: str) -> StoredTensor:
+        if not isinstance(self.value, StoredTensor):
+            raise MalformedError("it does not contain a tensor, as the files of universal checkpoints do", path=path)
+        return self.value
+
+    def range(self, path: str, numel: int) -> ByteRange:
+        """Bytes of ``numel`` elements from the tensor's first; opening has checked that its storage holds them all."""
+        tensor = self.tensor(path)
+        first = self.start + tensor.storage_offset * tensor.dtype.item_bytes
+        return ByteRange(path, first, first + numel * tensor.dtype.item_bytes)
 
 
 @dataclass(slots=True)
@@ -56,46 +141,38 @@ class Slots:
     _known: dict[int, tuple[bytes, _Content]] = field(default_factory=dict)
 
     def table(self, path: str, shape: Shape, fqn: str) -> ShardTable:
-        """The slot in ``path`` of a parameter of ``shape``.
-
-        Raises:
-            MalformedError: its elements are not those of the shape; UnsupportedError: it belongs to an expert.
-        """
+        """The slot in ``path`` of a parameter of ``shape``. Raises MalformedError if its elements are not those of the
+        shape; UnsupportedError if it belongs to an expert."""
         content = self._open(path)
-        if content.is_expert and split(fqn) is None:
+        if content.is_expert and split_expert(fqn) is None:
             raise UnsupportedError(
                 "it is of a run with experts (AutoEP), which is not supported in a universal checkpoint", path=path
             )
-        tensor = content.value
-        if not isinstance(tensor, StoredTensor):
-            raise MalformedError("it does not contain a tensor, as the files of universal checkpoints do", path=path)
+        tensor = content.tensor(path)
         if tuple(tensor.shape) == shape:
-            return _table(path, content.start, tensor)
+            return TensorLeaf.of(tensor, path, content.start).shards
         if len(tensor.shape) == 1 and tensor.numel >= prod(shape) and tensor.is_contiguous:
-            return _flat_table(path, content.start, tensor, prod(shape))
+            # Older versions left the padding of stage 3 at the end.
+            return ShardTable.whole((prod(shape),), tensor.dtype, content.range(path, prod(shape)))
         if content.is_vocabulary and _is_padded(tensor.shape, shape) and tensor.is_contiguous:
-            return self._padded_table(path, content.start, tensor, shape)
+            return self._padded_table(path, content, shape)
         raise MalformedError(
             f"its shape is {list(tensor.shape)}, but that of the model is {list(shape)}", path=path, key=fqn
         )
 
     def shape(self, path: str) -> Shape:
         """The shape of the tensor in ``path``. Raises MalformedError."""
-        value = self._open(path).value
-        if not isinstance(value, StoredTensor):
-            raise MalformedError("it does not contain a tensor, as the files of universal checkpoints do", path=path)
-        return tuple(value.shape)
+        return tuple(self._open(path).tensor(path).shape)
 
     def scalar(self, path: str) -> ShardTable:
         """The 0-d tensor or the number in ``path``. Raises MalformedError."""
         content = self._open(path)
         if isinstance(content.value, StoredTensor) and content.value.numel == 1:
-            at = _range(path, content.start, content.value, 1)
-            return ShardTable.whole((), content.value.dtype, at)
+            return ShardTable.whole((), content.value.dtype, content.range(path, 1))
         return self.number(path, content.value)
 
     def number(self, name: str, value: Value) -> ShardTable:
-        """A number that is no tensor, kept under ``name``. Raises MalformedError."""
+        """A plain number, kept under ``name``. Raises MalformedError."""
         if not is_number(value):
             raise MalformedError(f"a step is a {type(value).__name__}, which is not a number", path=name)
         table, files = number_table(value, name)
@@ -114,8 +191,9 @@ class Slots:
             self._known[size] = (head[: content.start], content)
         return _checked(path, content)
 
-    def _padded_table(self, path: str, start: int, tensor: StoredTensor, shape: Shape) -> ShardTable:
+    def _padded_table(self, path: str, content: _Content, shape: Shape) -> ShardTable:
         """Rows of a vocabulary, and the zeros that the loader adds below them, universal_checkpoint.py."""
+        tensor = content.tensor(path)
         rows, item = tensor.shape[0], tensor.dtype.item_bytes
         missing = (prod(shape) - tensor.numel) * item
         if missing > MAX_VOCAB_PADDING_BYTES:
@@ -125,7 +203,7 @@ class Slots:
         zeros = literal_file("zeros")
         if len(self.literals.get(zeros, b"")) < missing:
             self.literals[zeros] = bytes(missing)
-        stored = Shard(Box.whole(tuple(tensor.shape)), _range(path, start, tensor, tensor.numel))
+        stored = Shard(Box.whole(tuple(tensor.shape)), content.range(path, tensor.numel))
         added = Shard(Box((rows, *(0,) * (len(shape) - 1)), shape), ByteRange(zeros, 0, missing))
         return ShardTable.build(shape, tensor.dtype, [stored, added])
 
@@ -143,30 +221,8 @@ def _content(archive: TorchArchive) -> _Content:
     found = fields.get(PARAM)
     if not isinstance(found, StoredTensor):
         return _Content(found, archive.saved_as)
-    if found.storage is None and found.numel:
-        raise MalformedError("the tensor is on the meta device and has no elements", path=archive.path)
-    start = archive.storage_range(found.storage.key)[0] if found.storage and found.numel else 0
+    start = storage_start(archive, found)
     return _Content(found, archive.saved_as, start, bool(fields.get(VOCAB)), bool(fields.get(IS_EXPERT)))
-
-
-def _range(path: str, start: int, tensor: StoredTensor, numel: int) -> ByteRange:
-    """Bytes of ``numel`` elements from the tensor's first; opening has checked that its storage holds them all."""
-    item = tensor.dtype.item_bytes
-    first = start + tensor.storage_offset * item
-    return ByteRange(path, first, first + numel * item)
-
-
-def _table(path: str, start: int, tensor: StoredTensor) -> ShardTable:
-    shape, extent = tuple(tensor.shape), max(0, tensor.stop - tensor.storage_offset)
-    at = _range(path, start, tensor, extent)
-    if tensor.is_contiguous:
-        return ShardTable.whole(shape, tensor.dtype, at)
-    return ShardTable.build(shape, tensor.dtype, [Shard(Box.whole(shape), at, tuple(tensor.strides))])
-
-
-def _flat_table(path: str, start: int, tensor: StoredTensor, numel: int) -> ShardTable:
-    """The first ``numel`` elements: older versions left the padding of stage 3 at the end."""
-    return ShardTable.whole((numel,), tensor.dtype, _range(path, start, tensor, numel))
 
 
 def _is_padded(stored: Shape, wanted: Shape) -> bool:

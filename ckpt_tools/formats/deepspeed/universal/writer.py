@@ -19,19 +19,27 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.values import StorageRef, StoredTensor, Value
-from ckpt_tools.formats.deepspeed.common.expert_names import split
+from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, is_scaling, loss_scaler
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
-from ckpt_tools.formats.deepspeed.common.tensor_rows import Tensors
+from ckpt_tools.formats.deepspeed.common.tensor_rows import Tensors, counters
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
-from ckpt_tools.formats.deepspeed.names import LATEST_UNIVERSAL, MASTER_FILE, OPTIMIZER_STATE
+from ckpt_tools.formats.deepspeed.names import (
+    LATEST_UNIVERSAL,
+    MASTER_FILE,
+    OPTIMIZER_STATE,
+    model_name,
+    rank_model_name,
+    split_expert,
+)
 from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP, corrected, notes_of, portable, stage3_options
-from ckpt_tools.formats.deepspeed.universal.model_states import ModelFiles
 from ckpt_tools.formats.deepspeed.universal.states import IS_EXPERT
 from ckpt_tools.serialization.torch_zip import archive_segments, root_of
 from ckpt_tools.stores.source import checked_name
+
+UNIVERSAL_VERSION = 0.4
+"""checkpoint/constants.py ``UNIVERSAL_CHECKPOINT_VERSION_VALUE``; only tensor-parallel loads look at it."""
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
@@ -43,7 +51,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     files = [
         *output.parameter_files(),
         output.optimizer_file(),
-        *ModelFiles(state, extras).layouts(f"{tag}/"),
+        *output.model_files(),
         FileLayout(LATEST_UNIVERSAL, (Literal(tag.encode()),)),
     ]
     notes = (*state.notes, *corrected(extras.notes), *notes_of(state, extras))
@@ -51,7 +59,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 
 
 def _grouped(manifest: Manifest) -> Manifest:
-    """Weights alone are one group, which says nothing of hyperparameters."""
+    """Weights alone are one group without hyperparameters."""
     if manifest.groups:
         return manifest
     weights = (key for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is Kind.PARAMETER)
@@ -74,46 +82,76 @@ class _Output:
             for position, fqn in enumerate(group.params):
                 shape = self.state.manifest.tensors[StateKey(fqn)].shape
                 for name, slot in named:
-                    is_expert = split(fqn) is not None
+                    is_expert = split_expert(fqn) is not None
                     yield _slot_file(self._path(fqn, name), shape, slot.keys[position], slot.dtype, is_expert)
                 if STEP in group.scalars:
-                    yield self._step_file(self._path(fqn, STEP), group.scalars[STEP])
+                    tensors = Tensors(self.state.manifest)
+                    yield tensors.file(self._path(fqn, STEP), tensors.scalar(group.scalars[STEP]))
 
     def _path(self, fqn: str, slot: str) -> str:
         return checked_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
 
-    def _step_file(self, path: str, key: StateKey) -> FileLayout:
-        tensors = Tensors(self.state.manifest)
-        return tensors.file(path, tensors.scalar(key))
-
     def optimizer_file(self) -> FileLayout:
-        """Each stage takes what it knows: ``param_groups`` are for stages 1 and 2, the rest of the optimizer for 3."""
+        """``param_groups`` are for stages 1 and 2, ``optimizer_state_dict`` with the one step for stage 3."""
         tensors = Tensors(self.state.manifest)
         options = [dict(group.options) for group in self.state.groups]
+        steps = [group.scalars[STEP] for group in self.state.groups if STEP in group.scalars]
         value = {
             **self._scaling(tensors),
             "ds_version": DS_VERSION,
             "param_groups": [tensors.restored({**one, "params": [i]}) for i, one in enumerate(options)],
             "optimizer_state_dict": {
-                "state": {0: self._step(tensors)},
+                "state": {0: {STEP: tensors.scalar(steps[0])} if steps else {}},
                 "param_groups": [tensors.restored({**stage3_options(options), "params": [0]})],
             },
         }
         if not self.is_grouped:
-            value["param_groups"] = self._any_groups()
+            # Stages 1 and 2 load as many groups as they find here: enough for a job that has any number of them.
+            value["param_groups"] = [{"params": []}] * sum(len(group.params) for group in self.state.groups)
         return tensors.file(self.prefix + OPTIMIZER_STATE, value)
 
-    def _any_groups(self) -> list[Value]:
-        """Stages 1 and 2 load as many groups as they find here: enough for a job that has any number of them."""
-        return [{"params": []}] * sum(len(group.params) for group in self.state.groups)
+    def model_files(self) -> Iterator[FileLayout]:
+        """The two model files, for stages 1 and 2 and for stage 3.
 
-    def _step(self, tensors: Tensors) -> dict[str, Value]:
-        """The one step that stage 3 takes."""
-        keys = [group.scalars[STEP] for group in self.state.groups if STEP in group.scalars]
-        return {STEP: tensors.scalar(keys[0])} if keys else {}
+        engine.py ``_load_checkpoint``: with ``load_universal`` every rank takes counters, scheduler and client state
+        from one of them and skips ``module``. So trained weights are there at size 0, as stage 3 itself writes them:
+        every rank would read them for nothing, and they are the casts of the masters. Frozen weights and buffers, which
+        are nowhere else, are in the first file alone.
+        """
+        state, aliases = self.state, self.state.manifest.aliases
+        info = {"universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION}}
+        for name in (model_name(), rank_model_name(0)):
+            tensors = Tensors(state.manifest)
+            value = {
+                "module": self._module(tensors) if name == model_name() else OrderedDict(),
+                "buffer_names": [*state.buffers, *(alias for alias, name in aliases.items() if name in state.buffers)],
+                "optimizer": None,
+                "param_shapes": [state.shapes(group.params) for group in state.groups],
+                "frozen_param_shapes": state.shapes(state.frozen),
+                "frozen_param_fragments": None,
+                "shared_params": state.ties,
+                **info,
+                **counters(self.extras, tensors, state.manifest.world_size or 1, self.extras.config),
+                **tensors.restored(dict(self.extras.client_state)),
+            }
+            yield tensors.file(self.prefix + name, value)
+
+    def _module(self, tensors: Tensors) -> OrderedDict:
+        """Names in the model's order, and each tie after them under its other names."""
+        trained = {name for group in self.state.groups for name in group.params}
+        empty = tensors.add([], self.state.dtype, (0,))
+        whole = {**self.state.frozen, **self.state.buffers}
+        found: dict[str, Value] = {}
+        for fqn in dict.fromkeys(key.fqn for key in self.state.manifest.tensors):
+            if fqn in trained:
+                found[fqn] = empty
+            elif fqn in whole:
+                found[fqn] = tensors.whole(StateKey(fqn), whole[fqn])
+        found |= {alias: found[owner] for alias, owner in self.state.manifest.aliases.items() if owner in found}
+        return OrderedDict({**found, **tensors.restored(dict(self.extras.module))})
 
     def _scaling(self, tensors: Tensors) -> dict[str, Value]:
-        """What the source said; where it said nothing, the job keeps its own."""
+        """The source's entries; without them, the job keeps its own."""
         own, dtype = self.extras.own, self.state.dtype
         found: dict[str, Value] = {name: own[name] for name in ("overflow", "clip_grad") if own.get(name) is not None}
         if self.extras.loss_scaler is not None and is_scaling(self.extras.loss_scaler) == (dtype is DType.FLOAT16):

@@ -1,1 +1,1 @@
-"""ZeRO-1, -2 and -3 to a manifest. ``docs/formats/deepspeed.md`` says what their files hold."""
+"""ZeRO-1, -2 and -3 to a manifest. ``docs/formats/deepspeed.md`` describes their files."""

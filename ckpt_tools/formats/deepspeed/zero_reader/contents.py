@@ -7,7 +7,7 @@ read as it: DeepSpeed itself refills the 16-bit weights from the masters when it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -24,11 +24,19 @@ from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, is_round_robin, other_shape
-from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM
-from ckpt_tools.formats.deepspeed.common.partition import original_order
+from ckpt_tools.formats.deepspeed.common.partition import MOMENTUM, original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
-from ckpt_tools.formats.deepspeed.zero_reader import zero3, zero12
-from ckpt_tools.formats.deepspeed.zero_reader.flat import Flats, Pieces, Vector
+from ckpt_tools.formats.deepspeed.zero_reader.flat import (
+    Flats,
+    Gaps,
+    Pieces,
+    Vector,
+    cut_pieces,
+    locate_group,
+    locate_params,
+    locate_whole,
+    share,
+)
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import Partitions, is_scalar, vector
 from ckpt_tools.formats.foreign import refuse_tensor_object
 from ckpt_tools.stores.source import Source
@@ -41,7 +49,8 @@ Scalars = list[Mapping[str, TensorEntry]]
 
 @dataclass
 class Contents:
-    """One checkpoint on its way into a manifest. ``part`` sets it apart from others that become one with it."""
+    """A checkpoint while it is read. ``part`` sets its literals apart from those of checkpoints that are joined with
+    it."""
 
     source: Source
     model: ModelStates
@@ -57,7 +66,6 @@ class Contents:
         tensors = {key: entry for name in self._names() for key, entry in self._of(name)}
         groups = tuple(self._group(number, group) for number, group in enumerate(self.optim.groups))
         self._gather_extras()
-        step = self.model.file.content.get("global_steps")
         return Manifest(
             format=f"zero{self.optim.stage}",
             tensors=tensors | self.extras.tensors,
@@ -65,14 +73,14 @@ class Contents:
             groups=groups,
             literals=self.literals,
             extra=self.extras.values,
-            step=step if type(step) is int else None,
+            step=self.model.step,
             world_size=self.optim.world_size,
             notes=tuple(self._notes()),
         )
 
     def _notes(self) -> Iterator[Note]:
-        """Stages 2 and 3 list frozen parameters, and None in place of the list says that they were not to be saved.
-        Stage 1 never lists them; if it has one, it has them all."""
+        """Stages 2 and 3 list frozen parameters, with None in place of the list if they were not saved. Stage 1 never
+        lists them; if it has one, it has them all."""
         content = self.model.file.content
         if "frozen_param_shapes" not in content or content["frozen_param_shapes"] is not None:
             return
@@ -93,28 +101,38 @@ class Contents:
 
     @cached_property
     def pieces(self) -> Mapping[str, Pieces]:
-        """Where each trainable parameter that has elements lies in the partitions."""
+        """The places in the partitions of each trainable parameter that has elements."""
         shapes, found = self.model.param_shapes, self.partitions
         if self.optim.stage == 3:
-            return zero3.locate(shapes, found.masters)
-        return zero12.locate(shapes, found.masters, found.paddings, self.optim.alignment_paddings)
+            return locate_params(shapes, found.masters)
+        self._check_groups(shapes)
+        return {
+            name: pieces
+            for flat, group in enumerate(shapes)
+            for name, pieces in locate_group(flat, group, self._gaps(flat), found.masters, found.paddings).items()
+        }
+
+    def _check_groups(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
+        groups, path = len(self.optim.masters), self.optim.file.path
+        if len(shapes) != groups:
+            raise MalformedError(f"{groups} groups of partitions, but param_shapes has {len(shapes)}", path=path)
+
+    def _gaps(self, flat: int) -> Gaps:
+        return None if self.optim.alignment_paddings is None else self.optim.alignment_paddings[flat]
 
     @cached_property
     def momentum(self) -> Mapping[str, Pieces]:
-        """Where Muon's momentum of each parameter lies, if its vectors hold whole parameters."""
-        return zero12.locate_whole(self.pieces, self.partitions.momentum)
+        """The places of Muon's momentum of each parameter, if its vectors hold whole parameters."""
+        return locate_whole(self.pieces, self.partitions.momentum)
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
         """Tied parameters, by alias."""
         return aliases(self.model, self._are_tied)
 
-    def _are_tied(self, alias: str, owner: str) -> bool:
+    def _are_tied(self, alias: str, one: StoredTensor, other: StoredTensor) -> bool:
         if self.optim.stage == 3:
             return alias not in self.model.frozen_shapes
-        one, other = self.model.module[alias], self.model.module[owner]
-        if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
-            return False
         return one.numel > 0 and one.shape == other.shape
 
     def _names(self) -> list[str]:
@@ -154,7 +172,7 @@ class Contents:
         return TensorEntry(shape, value.dtype, kind, self._cut_weight(name, shape, value.dtype))
 
     def _shape(self, name: str, value: StoredTensor) -> Shape:
-        """What the shape should be; in stage 3 a weight that is cut leaves an empty one in ``module``."""
+        """The shape of the whole weight; in stage 3 ``module`` has an empty tensor in place of one that is cut."""
         if name in self.model.buffers:
             return tuple(value.shape)
         frozen = self.model.frozen_shapes if self.optim.stage == 3 else {}
@@ -173,12 +191,12 @@ class Contents:
             return self.partitions.masters.table(self.pieces[name])
         fragments = [{0: rank[name]} if name in rank else {} for rank in self.fragments]
         flats = Flats.of(f"the frozen {name}", self.model_paths, fragments, 1)
-        cut = zero3.share(prod(shape), self.optim.world_size)
-        return flats.table(zero3.pieces(0, prod(shape), self.optim.world_size, np.array([0, cut])))
+        cut = share(prod(shape), self.optim.world_size)
+        return flats.table(cut_pieces(0, prod(shape), self.optim.world_size, np.array([0, cut])))
 
     @cached_property
     def fragments(self) -> list[Mapping[str, Vector]]:
-        """Where each rank has its fragments of the frozen parameters."""
+        """Each rank's fragments of the frozen parameters."""
         return [_fragments(self.model), *map(self._read_fragments, self.model_paths[1:])]
 
     def _read_fragments(self, path: str) -> Mapping[str, Vector]:
@@ -230,7 +248,7 @@ class Contents:
         return ParamGroup(self._members(group), self.extras.options(number, group.options, self.optim.file))
 
     def _members(self, group: OptimGroup) -> tuple[str, ...]:
-        """The parameters of a group in the order in which the optimizer was given them.
+        """The parameters of a group in the order in which the optimizer got them.
 
         A group is one flat in stages 1 and 2, but for Adagrad: DeepSpeed remakes it with a single group of all flats.
         """

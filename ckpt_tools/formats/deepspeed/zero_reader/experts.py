@@ -2,8 +2,8 @@
 
 Every rank of an expert-parallel group has other experts, under the same names: a rank numbers its own from 0. The files
 of experts have the numbers among all (engine.py ``_save_moe_checkpoint``), and so has the model that one rank would
-hold alone. What rank 0 says of parameters and buffers is in its own numbers. Expert-parallel rank e has the numbers
-``e * n`` to ``e * n + n - 1`` of a layer, if each rank has n of its experts.
+hold alone. Rank 0 states parameters and buffers in its own numbers. Expert-parallel rank e has the numbers ``e * n`` to
+``e * n + n - 1`` of a layer, if each rank has n of its experts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import groupby
 
 from ckpt_tools.core.values import StoredTensor, Value, brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.expert_names import INFIX, split
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
+from ckpt_tools.formats.deepspeed.names import INFIX, expert_name, split_expert
 from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles
 from ckpt_tools.stores.source import Source
 
 MAX_EXPERTS = 1 << 20
-"""Of one layer. A number of a damaged file does not make a list of that length."""
+"""Most experts of one layer, so that a number of a damaged file does not make a list of that length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Layer:
 
     @property
     def rests(self) -> list[str]:
-        """What the names of each expert's tensors end with."""
+        """The ends of the names of each expert's tensors."""
         return [name.removeprefix(f"{self.prefix}0.") for name in map(str, self.files[0].content)]
 
     def values(self) -> Iterator[tuple[str, Value, File]]:
@@ -53,7 +53,7 @@ class Experts:
 
     def whole_name(self, name: str, rank: int) -> str:
         """The name among all experts of what expert-parallel rank ``rank`` calls ``name``."""
-        found = split(name)
+        found = split_expert(name)
         if found is None:
             return name
         prefix, number, rest = found
@@ -86,7 +86,7 @@ class Experts:
         )
 
     def _values(self, model: ModelStates) -> Iterator[tuple[str, Value, File]]:
-        """In the order of the model: experts come after the gate of their layer."""
+        """Values in the order of the model: experts come after the gate of their layer."""
         last = {_layer_of(name, self.layers): name for name in model.module}
         after = {name: prefix for prefix, name in last.items() if prefix is not None}
         for prefix, layer in self.layers.items():
@@ -98,11 +98,11 @@ class Experts:
                 yield from self.layers[after[name]].values()
 
     def _buffers(self, model: ModelStates, module: Mapping[str, Value]) -> frozenset[str]:
-        rests = {(found[0], found[2]) for name in model.buffers if (found := split(name))}
+        rests = {(found[0], found[2]) for name in model.buffers if (found := split_expert(name))}
         of_experts = {
             f"{prefix}{number}.{rest}" for prefix, rest in rests for number in range(len(self.layers[prefix].files))
         }
-        buffers = frozenset(name for name in model.buffers if split(name) is None) | of_experts
+        buffers = frozenset(name for name in model.buffers if split_expert(name) is None) | of_experts
         if missing := buffers - module.keys():
             raise IncompleteError("no file contains this buffer", path=model.file.path, key=min(missing))
         return buffers
@@ -120,12 +120,12 @@ class Experts:
 
 
 def _prefix(name: str) -> str | None:
-    found = split(name)
+    found = split_expert(name)
     return found[0] if found else None
 
 
 def _layer_of(name: str, layers: Mapping[str, Layer]) -> str | None:
-    """The experts beside which ``name``, a gate's weight, lies."""
+    """The layer of experts to which the gate's weight ``name`` belongs."""
     head, infix, _ = name.rpartition(".deepspeed_moe.")
     prefix = head + INFIX
     return prefix if infix and prefix in layers else None
@@ -136,17 +136,15 @@ def _no_files(prefix: str, path: str) -> IncompleteError:
 
 
 def open_layers(source: Source, model: ModelStates, files: ExpertFiles) -> dict[str, Layer]:
-    """The files of all experts, by the prefix of their names.
-
-    Raises:
-        FormatError: one is missing or damaged, or is not of its layer or number.
-    """
+    """The files of all experts, by the prefix of their names. Raises FormatError if one is missing or damaged, or is
+    not of its layer or number."""
     counts = _counts(model)
     wanted = {(layer, number) for layer, count in enumerate(counts) for number in range(count)}
     if missing := wanted - files.weights.keys():
         layer, number = min(missing)
         raise IncompleteError(
-            f"the file of this expert is missing; layer {layer} has {counts[layer]}", path=files.weight(layer, number)
+            f"the file of this expert is missing; layer {layer} has {counts[layer]}",
+            path=files.prefix + expert_name(layer, number),
         )
     if more := files.weights.keys() - wanted:
         layer, number = min(more)
@@ -192,7 +190,7 @@ def _described(file: File, number: int) -> dict[tuple[str, str], str]:
     """The shape and dtype of each tensor. Raises MalformedError where it is of an expert of another number."""
     found: dict[tuple[str, str], str] = {}
     for name, value in file.content.items():
-        parts = split(name) if isinstance(name, str) else None
+        parts = split_expert(name) if isinstance(name, str) else None
         if parts is None or INFIX in parts[0].removesuffix(INFIX) or parts[1] != number:
             raise MalformedError(f"it is the file of expert {number}, but has {brief(name)}", path=file.path)
         is_tensor = isinstance(value, StoredTensor)
@@ -201,15 +199,11 @@ def _described(file: File, number: int) -> dict[tuple[str, str], str]:
 
 
 def local_counts(layers: Mapping[str, Layer], model: ModelStates, num_ranks: Mapping[str, int]) -> dict[str, int]:
-    """How many experts of each layer rank 0 has; ``num_ranks`` says of layers that train over how many ranks their
-    experts are spread.
-
-    Raises:
-        FormatError: the names that rank 0 has are not those of so many.
-    """
+    """The number of rank 0's experts of each layer; ``num_ranks`` has the number of ranks of the experts of layers that
+    train. Raises FormatError if rank 0 has the names of another number."""
     seen: dict[str, set[int]] = {prefix: set() for prefix in layers}
     names = (*model.trainable, *model.frozen_shapes, *model.buffers, *model.ties, *model.ties.values())
-    for prefix, number, _ in filter(None, map(split, names)):
+    for prefix, number, _ in filter(None, map(split_expert, names)):
         if prefix not in seen:
             raise _no_files(prefix, model.file.path)
         seen[prefix].add(number)
@@ -217,7 +211,7 @@ def local_counts(layers: Mapping[str, Layer], model: ModelStates, num_ranks: Map
 
 
 def _local(prefix: str, seen: set[int], total: int, num_ranks: Mapping[str, int], model: ModelStates) -> int:
-    """A layer of which rank 0 says nothing has nothing to be renamed."""
+    """A layer that rank 0 does not mention has nothing to be renamed."""
     ranks = num_ranks.get(prefix)
     count = (len(seen) or total) if ranks is None else total // ranks
     if not count or total % count or (ranks is not None and count * ranks != total) or seen - set(range(count)):

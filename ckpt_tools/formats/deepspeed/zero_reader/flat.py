@@ -1,23 +1,29 @@
-"""Flat partitions: where the elements of a parameter lie in what each rank saved.
+"""Flat partitions: the places of a parameter's elements in the vectors of each rank.
 
-Stages 1 and 2 flatten a whole param group and cut it evenly, stage 3 cuts each parameter and concatenates the cuts of
-a sub-group. Either way a rank saves a few long vectors, the *flats*: the masters, and as many for each slot of the
+Stages 1 and 2 flatten a whole param group and cut it evenly, stage 3 cuts each parameter and concatenates the cuts of a
+sub-group. Either way a rank saves a few long vectors, the *flats*: the masters, and as many for each slot of the
 optimizer. ``Pieces`` say which interval of a parameter lies at which offset of which flat, once for all slots;
 ``Flats`` say where the flats of one slot start in the files. Together they are a ``ShardTable``, column by column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, Ints, RowTable, ShardTable
 from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.formats.deepspeed.common.partition import ALIGNMENT_FACTOR
+
+Gaps = Sequence[int] | None
+"""Zeros after each parameter of a group, ``param_alignment_paddings``; None for none."""
 
 ABSENT = -1
 """The start of a flat that a rank did not save."""
@@ -79,15 +85,12 @@ class Flats:
         return Flats(self.name, files, self.dtypes, self.byte_starts[ranks], self.numels[ranks])
 
     def holds(self, pieces: Pieces) -> bool:
-        """Whether any rank saved one of the flats that ``pieces`` lie in."""
+        """Whether any rank saved a flat that ``pieces`` are in."""
         return not self.dtypes.keys().isdisjoint(pieces.flats.tolist())
 
     def table(self, pieces: Pieces) -> ShardTable:
-        """The shards of a parameter in this slot, as intervals.
-
-        Raises:
-            IncompleteError: a rank saved nothing where it holds a part; MalformedError: too little, or mixed types.
-        """
+        """The shards of a parameter in this slot, as intervals. Raises IncompleteError if a rank saved nothing where it
+        holds a part; MalformedError if it saved too little, or in several types."""
         starts = self.byte_starts[pieces.ranks, pieces.flats]
         numels = pieces.stops - pieces.starts
         self._refuse(pieces, starts == ABSENT, "is missing", IncompleteError)
@@ -124,3 +127,167 @@ class Flats:
             names = ", ".join(sorted(dtype.value for dtype in found))
             raise MalformedError(f"{self.name} of one parameter has several dtypes: {names}", path=self.files[0])
         return found.pop()
+
+
+# Stage 3
+
+
+def share(numel: int, world_size: int) -> int:
+    """Elements of a parameter on each rank in stage 3, padding included."""
+    return -(-numel // world_size)
+
+
+def locate_params(param_shapes: Sequence[Mapping[str, Shape]], masters: Flats) -> dict[str, Pieces]:
+    """The pieces of every parameter that has elements, in stage 3. Raises MalformedError if the partitions are not
+    those of these parameters.
+
+    stage3.py: a rank has a cut of ``share`` elements of each parameter; ``fp32_flat_groups`` has one vector a
+    sub-group, and ``param_shapes`` lists the parameters in the same order. As in zero_to_fp32.py (``GatheredTensor``),
+    the cuts of a rank follow each other through all its vectors, so that a cut may be in two of them.
+    """
+    world_size = len(masters.files)
+    bounds = np.concatenate([[0], np.cumsum(masters.numels[0])])
+    numels = {name: prod(shape) for shapes in param_shapes for name, shape in shapes.items()}
+    saved, stated = bounds[-1], sum(share(numel, world_size) for numel in numels.values())
+    if saved != stated:
+        message = f"its partitions have {saved:,} elements, but param_shapes states {stated:,}"
+        raise MalformedError(message, path=masters.files[0])
+    wrong = np.flatnonzero((masters.numels != masters.numels[0]).any(axis=1))
+    if len(wrong):
+        rank = int(wrong[0])
+        mine, first = masters.numels[[rank, 0]].tolist()
+        message = f"its partitions have {mine} elements, but those of rank 0 have {first}"
+        raise MalformedError(message, path=masters.files[rank])
+    found: dict[str, Pieces] = {}
+    cursor = 0
+    for name, numel in numels.items():
+        if numel:
+            found[name] = cut_pieces(cursor, numel, world_size, bounds)
+        cursor += share(numel, world_size)
+    return found
+
+
+def cut_pieces(start: int, numel: int, world_size: int, bounds: Ints) -> Pieces:
+    """The pieces of a parameter whose cut is at element ``start`` of each rank's vectors.
+
+    ``bounds`` are the starts of the vectors and the end of the last. Ranks that hold only padding are left out.
+    """
+    cut = share(numel, world_size)
+    first = int(np.searchsorted(bounds, start, side="right")) - 1
+    last = int(np.searchsorted(bounds, start + cut, side="left"))
+    ranks = np.arange(share(numel, cut), dtype=np.int64)
+    parts = []
+    for flat in range(first, last):
+        lower = max(0, int(bounds[flat]) - start)
+        upper = min(cut, int(bounds[flat + 1]) - start)
+        starts, stops = ranks * cut + lower, np.minimum(ranks * cut + upper, numel)
+        held = stops > starts
+        same = np.ones(int(held.sum()), np.int64)
+        parts.append((ranks[held], starts[held], stops[held], same * flat, same * (start + lower - int(bounds[flat]))))
+    return Pieces(numel, *(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+# Stages 1 and 2
+
+
+def locate_group(
+    group: int, shapes: Mapping[str, Shape], gaps: Gaps, masters: Flats, paddings: Ints
+) -> dict[str, Pieces]:
+    """The pieces of every parameter that has elements, in stages 1 and 2, where a group is one vector. Raises
+    MalformedError if the partitions are not those of these parameters.
+
+    stage_1_and_2.py: ``flatten_dense_tensors_aligned`` pads a group to a multiple of twice the world size,
+    ``get_data_parallel_partitions`` cuts it, and ``_get_groups_without_padding`` trims the masters, so that the last
+    ranks may hold less or nothing; the optimizer's slots keep the padding. BF16_Optimizer trims neither. ``paddings``
+    are ``[world size, num groups]``: elements that a trimmed master lacks.
+    """
+    partition = partition_size(group, masters, paddings)
+    spans = list(_spans(shapes, gaps, masters.files[0]))
+    _check_sizes(masters, group, partition, spans[-1][2] if spans else 0)
+    return cut_group(group, shapes, gaps, partition, masters.files[0])
+
+
+def cut_group(group: int, shapes: Mapping[str, Shape], gaps: Gaps, partition: int, path: str) -> dict[str, Pieces]:
+    """The pieces of parameters of which a rank holds ``partition`` elements. Raises MalformedError."""
+    spans = _spans(shapes, gaps, path)
+    return {name: _pieces(start, stop, partition, group) for name, start, stop in spans if stop > start}
+
+
+def partition_size(group: int, masters: Flats, paddings: Ints) -> int:
+    """The elements of a partition, padding included, as most ranks state them, so that a message names the rank that
+    differs."""
+    found, counts = np.unique(masters.numels[:, group] + paddings[:, group], return_counts=True)
+    return int(found[np.argmax(counts)])
+
+
+def _spans(shapes: Mapping[str, Shape], gaps: Gaps, path: str) -> Iterator[tuple[str, int, int]]:
+    """Each parameter's name, start and stop in the flattened group."""
+    gaps = [0] * len(shapes) if gaps is None else gaps
+    if len(gaps) != len(shapes):
+        raise MalformedError(f"{len(gaps)} param_alignment_paddings for {len(shapes)} parameters", path=path)
+    cursor = 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        yield name, cursor, cursor + prod(shape)
+        cursor += prod(shape) + gap
+
+
+def _check_sizes(masters: Flats, group: int, partition: int, numel: int) -> None:
+    """Every rank has the elements of its partition, all or without the padding."""
+    world_size = len(masters.files)
+    surplus = partition * world_size - numel
+    if not 0 <= surplus < max(1, ALIGNMENT_FACTOR * world_size):
+        raise MalformedError(
+            f"group {group} has {world_size} partitions of {partition:,} elements, which do not fit the {numel:,} "
+            "of param_shapes",
+            path=masters.files[0],
+        )
+    trimmed = np.clip(numel - np.arange(world_size) * partition, 0, partition)
+    saved = masters.numels[:, group]
+    wrong = np.flatnonzero((saved != trimmed) & (saved != partition))
+    if len(wrong):
+        rank = int(wrong[0])
+        raise MalformedError(
+            f"its partition of group {group} has {int(saved[rank]):,} elements instead of {int(trimmed[rank]):,}",
+            path=masters.files[rank],
+        )
+
+
+def _pieces(start: int, stop: int, partition: int, group: int) -> Pieces:
+    """The pieces of a parameter at ``[start, stop)`` of a group that is cut every ``partition`` elements."""
+    ranks = np.arange(start // partition, -(-stop // partition), dtype=np.int64)
+    lower = np.maximum(ranks * partition, start)
+    upper = np.minimum((ranks + 1) * partition, stop)
+    return Pieces(
+        numel=stop - start,
+        ranks=ranks,
+        starts=lower - start,
+        stops=upper - start,
+        flats=np.full(len(ranks), group, np.int64),
+        offsets=lower - ranks * partition,
+    )
+
+
+def locate_whole(pieces: Mapping[str, Pieces], momentum: Flats) -> dict[str, Pieces]:
+    """The pieces of Muon's momentum: whole parameters, in the vector of every rank that holds a part of ``pieces``. The
+    first of these ranks is read. Raises MalformedError if a vector is not as long as its parameters."""
+    ends: dict[tuple[int, int], int] = {}
+    found: dict[str, Pieces] = {}
+    for name, own in pieces.items():
+        flat = int(own.flats[0])
+        if flat not in momentum.dtypes:
+            continue
+        offsets = {rank: ends.get((rank, flat), 0) for rank in own.ranks.tolist()}
+        ends |= {(rank, flat): offset + own.numel for rank, offset in offsets.items()}
+        first = int(own.ranks[0])
+        columns = ([first], [0], [own.numel], [flat], [offsets[first]])
+        found[name] = Pieces(own.numel, *(np.array(column, np.int64) for column in columns))
+    for flat in momentum.dtypes:
+        for rank, path in enumerate(momentum.files):
+            expected, saved = ends.get((rank, flat), 0), int(momentum.numels[rank, flat])
+            if expected != saved:
+                raise MalformedError(
+                    f"its {momentum.name} of group {flat} has {saved:,} elements; the whole parameters of its "
+                    f"partition have {expected:,}",
+                    path=path,
+                )
+    return found

@@ -1,10 +1,10 @@
-"""The manifests of tensor-parallel ranks, each a checkpoint of its own by its files, as the one of the whole model."""
+"""Joins the manifests of tensor-parallel ranks, each a checkpoint by its own files, to that of the whole model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
@@ -13,12 +13,12 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import to_json
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.tensor_parallel import Join, Rules, replicated, whole_extra
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import Join, Rules, whole_extra
 
 
 @dataclass
 class Joining:
-    """The parts of all ranks on their way into one manifest; ``notes`` are taken as it goes."""
+    """The parts of all ranks while they are joined."""
 
     parts: Sequence[Manifest]
     rules: Rules
@@ -30,17 +30,13 @@ class Joining:
         first = self.parts[0]
         self._check_alike()
         tensors = {key: self._joined(key, entry) for key, entry in first.tensors.items()}
-        self._note_rest()
-        return Manifest(
-            format=first.format,
+        notes = differing([part.extra for part in self.parts], "the tensor-parallel ranks", "ranks")
+        return replace(
+            first,
             tensors=tensors,
-            aliases=first.aliases,
-            groups=first.groups,
-            literals=first.literals,
             extra=whole_extra(first.extra),
-            step=first.step,
             world_size=None if first.world_size is None else first.world_size * len(self.parts),
-            notes=(*first.notes, *self.notes),
+            notes=(*first.notes, *self.notes, *notes),
         )
 
     def _check_alike(self) -> None:
@@ -70,49 +66,36 @@ class Joining:
         return TensorEntry(join.shape, first.dtype, first.kind, table)
 
     def _join(self, key: StateKey, first: TensorEntry, shapes: Sequence[Shape]) -> Join:
-        """All slots of a parameter are cut alike. A buffer is the same on every rank, for no rule says otherwise."""
+        """All slots of a parameter are cut alike. A buffer is the same on every rank, because there is no rule for
+        buffers."""
+        name, path = key.fqn, self.rules.path
         if first.kind is Kind.BUFFER:
-            return self._of_buffer(key.fqn, shapes)
-        weights = [part.tensors[StateKey(key.fqn)].shape for part in self.parts]
-        if shapes != weights:
-            raise UnsupportedError(
-                "it is not shaped like its parameter, so that its tensor-parallel parts cannot be joined",
-                path=self.rules.path,
-                key=str(key),
-            )
-        if key.fqn not in self.joins:
-            self.joins[key.fqn] = self.rules.join(key.fqn, shapes)
-            self._note_cropped(key.fqn)
-        return self.joins[key.fqn]
-
-    def _of_buffer(self, name: str, shapes: Sequence[Shape]) -> Join:
-        if len(set(shapes)) > 1:
-            raise UnsupportedError(
-                "it is a buffer that the tensor-parallel ranks cut, and no rule says how",
-                path=self.rules.path,
-                key=name,
-            )
-        return replicated(name, shapes, self.rules.path)
-
-    def _note_cropped(self, name: str) -> None:
-        join = self.joins[name]
-        if join.num_cropped:
-            rows = f"{join.shape[0]:,} to {join.shape[0] + join.num_cropped:,}"
-            why = "they pad the vocabulary for tensor parallelism (original_vocab_size)"
-            self.notes.append(Note(Outcome.DROPPED, f"rows {rows} of {name}", why))
-
-    def _note_rest(self) -> None:
-        """What each rank has for itself beside tensors: that of rank 0 goes along."""
-        ours = {name: comparable(value) for name, value in self.parts[0].extra.items()}
-        others = [{name: comparable(value) for name, value in part.extra.items()} for part in self.parts[1:]]
-        names = [name for name in ours if any(other.get(name) != ours[name] for other in others)]
-        if names:
-            why = "the tensor-parallel ranks differ in it, and that of the first is kept"
-            self.notes.append(Note(Outcome.DROPPED, f"{listed(names)} of the other ranks", why))
+            if len(set(shapes)) > 1:
+                message = "it is a buffer that the tensor-parallel ranks cut, and no rule says how"
+                raise UnsupportedError(message, path=path, key=name)
+            return self.rules.replicated(name, shapes)
+        if shapes != [part.tensors[StateKey(name)].shape for part in self.parts]:
+            message = "it is not shaped like its parameter, so that its tensor-parallel parts cannot be joined"
+            raise UnsupportedError(message, path=path, key=str(key))
+        if name not in self.joins:
+            self.joins[name] = join = self.rules.join(name, shapes)
+            if join.num_cropped:
+                rows = f"{join.shape[0]:,} to {join.shape[0] + join.num_cropped:,}"
+                why = "they pad the vocabulary for tensor parallelism (original_vocab_size)"
+                self.notes.append(Note(Outcome.DROPPED, f"rows {rows} of {name}", why))
+        return self.joins[name]
 
 
 def _names(part: Manifest) -> set[StateKey]:
     return {key for key, entry in part.tensors.items() if entry.kind is not Kind.EXTRA}
+
+
+def differing(extras: Sequence[Mapping[str, Any]], parts: str, whose: str) -> list[Note]:
+    """A note on the entries in which ``parts`` differ from the first, whose are kept."""
+    first, *others = [{name: comparable(value) for name, value in extra.items()} for extra in extras]
+    names = [name for name in first if any(other.get(name) != first[name] for other in others)]
+    why = f"{parts} differ in it, and that of the first is kept"
+    return [Note(Outcome.DROPPED, f"{listed(names)} of the other {whose}", why)] if names else []
 
 
 def comparable(value: Any) -> str:

@@ -30,7 +30,7 @@ SAMPLE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the files of a stage say of its parameters: their shapes, and where the masters of the tied ones are.
+    """The shapes of a stage's parameters by its files, and the masters of the tied ones.
 
     A shape is None where only the number of elements is known, ``numels``.
     """
@@ -84,7 +84,7 @@ class Layers:
                 yield self.files[number]
 
     def _stage_of(self, number: int) -> int | None:
-        """The stage that knows a name of the layer."""
+        """The stage that has a name of the layer."""
         stages = [stage for stage, known in enumerate(self.stages) if any(_number(n) == number for n in known.names)]
         if len(stages) > 1:
             raise MalformedError(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed import names as file_names
-from ckpt_tools.formats.deepspeed.common.tags import choose_tag
-from ckpt_tools.formats.deepspeed.names import LATEST, SCRIPTS, is_native, of_rank, place, tag_folders
+from ckpt_tools.formats.deepspeed.names import is_native, of_rank, place
 from ckpt_tools.stores.source import Source
 
 _REFUSED = {
@@ -21,8 +21,8 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class TagFiles:
-    """The files of one checkpoint. Of the model there is one file, or in stage 3 one a rank; a folder that was
-    written twice may hold both, and the stage decides. Without ZeRO there are no files of the optimizer."""
+    """The files of one checkpoint. The model has one file, or in stage 3 one a rank; a folder that was written twice
+    may hold both, and the stage decides. Without ZeRO there are no files of the optimizer."""
 
     prefix: str
     mp_rank: int
@@ -34,8 +34,8 @@ class TagFiles:
         """The model's files in this stage. Raises IncompleteError."""
         found = self.rank_models if stage == 3 else self.model
         if not found:
-            is_cut = stage == 3
-            name = file_names.rank_model_name(0, self.mp_rank) if is_cut else file_names.model_name(self.mp_rank)
+            mp_rank = self.mp_rank
+            name = file_names.rank_model_name(0, mp_rank) if stage == 3 else file_names.model_name(mp_rank)
             raise IncompleteError("this file of the checkpoint is missing", path=self.prefix + name)
         return found
 
@@ -49,128 +49,88 @@ class ExpertFiles:
     weights: Mapping[tuple[int, int], str]
     optim: tuple[str, ...]
 
-    def weight(self, layer: int, expert: int) -> str:
-        """The path that the file of an expert has."""
-        return self.prefix + file_names.expert_name(layer, expert)
-
-
-def choose_folder(source: Source, tag: str | None) -> str:
-    """The folder of ``tag``, or of the checkpoint that ``latest`` points to. Raises as ``choose_tag`` does."""
-    return choose_tag(source, tag, tag_folders(source.files), latest=LATEST, what="DeepSpeed checkpoint")
-
-
-def own_files(paths: Iterable[str], folder: str) -> frozenset[str]:
-    """The files of the checkpoint in ``folder``, and those that DeepSpeed lays beside that; none where nothing in the
-    source itself says that it is the one."""
-    found = set(paths)
-    if not folder:
-        return frozenset(path for path in found if is_native(path))
-    inside = {path for path in found if path.rpartition("/")[0] == folder and is_native(path.rpartition("/")[2])}
-    return frozenset(inside | ({LATEST, *SCRIPTS} & found)) if LATEST in found else frozenset()
-
 
 def tag_files(source: Source, folder: str) -> tuple[TagFiles, ...]:
-    """The files of the checkpoint in ``folder``, for each rank of model parallelism (``mp_rank_01``).
-
-    Raises:
-        UnsupportedError: it is of a kind of parallelism that is not read; IncompleteError: the file of a rank is
-        missing; MalformedError: two files claim one rank.
-    """
-    prefix = f"{folder}/" if folder else ""
-    names = [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
+    """The files of the checkpoint in ``folder``, for each rank of model parallelism (``mp_rank_01``). Raises
+    UnsupportedError if it is of a kind of parallelism that is not read; IncompleteError if the file of a rank is
+    missing; MalformedError if two files claim one rank."""
+    prefix, names = _inside(source, folder)
     file_names.refuse((name for name in names if not is_native(name)), folder, _REFUSED)
-    found = [_by_rank(names, kind) for kind in (file_names.MODEL, file_names.RANK_MODEL, file_names.OPTIM)]
+    kinds = (file_names.MODEL, file_names.RANK_MODEL, file_names.OPTIM)
+    found = [_numbered(names, prefix, kind, "mp", "rank") for kind in kinds]
     ranks = max((rank for kind in found for rank in kind), default=0) + 1
     if ranks > 1 + sum(map(len, found)):
         raise MalformedError(f"{place(folder)} has a file of rank {ranks - 1} of model parallelism and few others")
-    return tuple(
-        TagFiles(prefix, mp_rank, *(_complete(kind.get(mp_rank, {}), prefix) for kind in found))
-        for mp_rank in range(ranks)
-    )
+    return tuple(TagFiles(prefix, mp, *(_complete(kind.get(mp, {})) for kind in found)) for mp in range(ranks))
 
 
 def layer_files(source: Source, folder: str) -> tuple[Mapping[int, str], ...]:
     """The files of a pipeline's layers by their numbers, for each tensor-parallel rank; none where the run has no
-    pipeline.
-
-    Raises:
-        MalformedError: two files claim one layer; IncompleteError: a rank has no file of a layer.
-    """
-    prefix = f"{folder}/" if folder else ""
-    found: dict[tuple[int, int], str] = {}
-    for path in source.files:
-        match = file_names.LAYER.fullmatch(path.removeprefix(prefix)) if path.startswith(prefix) else None
-        if match is None:
-            continue
-        key = int(match["tp"] or 0), int(match["layer"])
-        if key in found:
-            raise MalformedError(f"{path} and {found[key]} are both of one layer")
-        found[key] = path
-    ranks, layers = {rank for rank, _ in found}, sorted({layer for _, layer in found})
-    for rank, layer in ((rank, layer) for rank in range(len(ranks)) for layer in layers):
-        if (rank, layer) not in found:
+    pipeline. Raises MalformedError if two files claim one layer; IncompleteError if a rank has no file of a layer."""
+    prefix, names = _inside(source, folder)
+    found = _numbered(names, prefix, file_names.LAYER, "tp", "layer")
+    layers = sorted({layer for files in found.values() for layer in files})
+    for rank, layer in ((rank, layer) for rank in range(len(found)) for layer in layers):
+        if layer not in found.get(rank, {}):
             name = file_names.layer_name(layer, f"-model_{rank:02d}")
             raise IncompleteError("this file of a layer is missing, and other ranks have theirs", path=prefix + name)
-    return tuple({layer: found[rank, layer] for layer in layers} for rank in range(len(ranks)))
+    return tuple({layer: found[rank][layer] for layer in layers} for rank in range(len(found)))
 
 
 def expert_files(source: Source, folder: str) -> ExpertFiles:
-    """The files of experts; none where the run has no experts.
-
-    Raises:
-        UnsupportedError: the experts are cut by tensor parallelism too; MalformedError: two files claim one expert;
-        IncompleteError: the optimizer's file of an expert-parallel rank is missing.
-    """
-    prefix = f"{folder}/" if folder else ""
-    names = [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
-    weights: dict[tuple[int, int], str] = {}
+    """The files of experts; none where the run has no experts. Raises UnsupportedError if the experts are cut by tensor
+    parallelism too; MalformedError if two files claim one expert; IncompleteError if the optimizer's file of an
+    expert-parallel rank is missing."""
+    prefix, names = _inside(source, folder)
     for name in names:
-        match = file_names.EXPERT.fullmatch(name)
-        if match is None:
-            continue
-        _refuse_cut(name, int(match["mp"]), folder)
-        key = int(match["layer"]), int(match["expert"])
-        if key in weights:
-            raise MalformedError(f"{prefix}{name} and {weights[key]} are both of one expert")
-        weights[key] = prefix + name
-    optim = _by_rank(names, file_names.EXPERT_OPTIM)
-    for rank, found in optim.items():
-        _refuse_cut(next(iter(found.values())), rank, folder)
-    return ExpertFiles(prefix, weights, _complete(optim.get(0, {}), prefix))
+        match = file_names.EXPERT.fullmatch(name) or file_names.EXPERT_OPTIM.fullmatch(name)
+        if match is not None and int(match["mp"]):
+            raise UnsupportedError(
+                f"{place(folder)} holds experts of a tensor-parallel run ({name}), which are not supported; save the "
+                "run without tensor parallelism"
+            )
+    weights = _numbered(names, prefix, file_names.EXPERT, "layer", "expert")
+    optim = _numbered(names, prefix, file_names.EXPERT_OPTIM, "mp", "rank")
+    by_layer = {(layer, number): path for layer, files in weights.items() for number, path in files.items()}
+    return ExpertFiles(prefix, by_layer, _complete(optim.get(0, {})))
 
 
-def _refuse_cut(name: str, mp_rank: int, folder: str) -> None:
-    if mp_rank:
-        raise UnsupportedError(
-            f"{place(folder)} holds experts of a tensor-parallel run ({name}), which are not supported; save the run "
-            "without tensor parallelism"
-        )
+def _inside(source: Source, folder: str) -> tuple[str, list[str]]:
+    """The prefix of paths in ``folder``, and the names there."""
+    prefix = f"{folder}/" if folder else ""
+    return prefix, [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
 
 
-def no_optimizer(files: TagFiles) -> IncompleteError:
-    """A checkpoint of ZeRO has no optimizer's files."""
-    return IncompleteError(
-        f"{place(files.prefix.rstrip('/'))} has no *_optim_states.pt, the optimizer's files, which ZeRO writes",
-        path=files.prefix + file_names.optim_name(0, files.mp_rank),
-    )
-
-
-def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, dict[int, str]]:
-    """The files of a kind by their rank of model parallelism, and then of data parallelism."""
+def _numbered(
+    names: Iterable[str], prefix: str, pattern: re.Pattern[str], outer: str, inner: str
+) -> dict[int, dict[int, str]]:
+    """The files of a kind by two numbers in their names."""
     found: dict[int, dict[int, str]] = {}
     for name in names:
-        match = pattern.fullmatch(name)
-        if match:
-            rank, ranks = int(match.groupdict().get("rank", 0)), found.setdefault(int(match["mp"]), {})
-            if rank in ranks:
-                raise MalformedError(f"it and {ranks[rank]} are both of rank {rank}", path=name)
-            ranks[rank] = name
+        if match := pattern.fullmatch(name):
+            files, number = found.setdefault(int(match[outer] or 0), {}), int(match.groupdict().get(inner, 0))
+            if number in files:
+                raise MalformedError(f"it and {files[number]} are both of {inner} {number}", path=prefix + name)
+            files[number] = prefix + name
     return found
 
 
-def _complete(found: Mapping[int, str], prefix: str) -> tuple[str, ...]:
+def _complete(found: Mapping[int, str]) -> tuple[str, ...]:
     """The files in the order of their ranks. Raises IncompleteError naming the first that is missing."""
     for rank in range(len(found)):
         if rank not in found:
-            raise IncompleteError("the file of this rank is missing", path=prefix + of_rank(found[max(found)], rank))
-    return tuple(prefix + found[rank] for rank in range(len(found)))
+            raise IncompleteError("the file of this rank is missing", path=of_rank(found[max(found)], rank))
+    return tuple(found[rank] for rank in range(len(found)))
+
+
+def check_count(paths: Sequence[str], world_size: int) -> None:
+    """Raises IncompleteError where a rank has no file, MalformedError where there are more files than ranks."""
+    if len(paths) < world_size:
+        missing = of_rank(paths[0], len(paths))
+        raise IncompleteError(f"the file of this rank, one of {world_size}, is missing", path=missing)
+    if len(paths) > world_size:
+        raise MalformedError(
+            f"the checkpoint is of {count(world_size, 'rank')}; this file is of another one, perhaps from an earlier "
+            "save",
+            path=paths[world_size],
+        )

@@ -32,14 +32,14 @@ ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sq
 
 
 UNTOLD = "layers without a file, if the run has any"
-"""Of what the note is that :func:`untold` makes."""
+"""The subject of the note of :func:`untold`."""
 
 Identity = tuple[Shape | None, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What the file of a layer holds that may be parameters. ``stage`` is the one that names a buffer of it."""
+    """The tensors in the file of a layer that may be parameters. ``stage`` is the one that names a buffer of it."""
 
     number: int
     shapes: Counter[Shape]
@@ -70,7 +70,7 @@ class Parameter:
 
 
 def parameters(source: Source, saved: Saved) -> list[Parameter]:
-    """All that the optimizer of a stage has, by number."""
+    """All parameters of a stage's optimizer, by number."""
     return [_parameter(source, saved, number) for group in saved.groups for number in group["params"]]
 
 
@@ -88,7 +88,7 @@ def _parameter(source: Source, saved: Saved, number: int) -> Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the layers of a stage have to hold: tensors of these shapes, ``unknown`` others, and so many elements.
+    """The tensors that the layers of a stage must hold: those of ``shapes``, ``unknown`` others, and so many elements.
 
     What is ``tied`` may be in a layer of another stage.
     """
@@ -109,7 +109,8 @@ class Wanted:
         return cls(path, shapes, unknown, sum(f.numel for f in flat), tied, any(f.identity in shared for f in flat))
 
     def lacking(self, own: Counter[Shape], others: Counter[Shape]) -> str | None:
-        """What is not among the tensors of its own layers, nor tied to those of ``others``."""
+        """The tensors that are missing in its own layers and not tied to those of ``others``; None if there are
+        none."""
         missing = self.shapes - own - Counter({shape: min(n, others[shape]) for shape, n in self.tied.items()})
         if missing:
             shape, number = min(missing.items())
@@ -127,12 +128,10 @@ def _numel(shapes: Counter[Shape]) -> int:
 
 
 def check(layers: Sequence[Layer], stages: Sequence[tuple[str, Sequence[Parameter]]]) -> None:
-    """``layers`` by their numbers, and of each stage its model's file and its optimizer's parameters.
+    """Checks ``layers``, in order of number, against each stage's model file and its optimizer's parameters.
 
-    Every stage takes the fewest layers that will do, which leaves most for those after it.
-
-    Raises:
-        IncompleteError: in no cut of the layers into stages has every stage the tensors that its optimizer needs.
+    Every stage takes the fewest layers that will do, which leaves most for those after it. Raises IncompleteError if in
+    no cut of the layers into stages has every stage the tensors that its optimizer needs.
     """
     shared = _shared([own for _, own in stages])
     every = sum((layer.shapes for layer in layers), Counter[Shape]())
@@ -153,7 +152,7 @@ def check(layers: Sequence[Layer], stages: Sequence[tuple[str, Sequence[Paramete
 
 
 def _shared(stages: Sequence[Sequence[Parameter]]) -> frozenset[Identity]:
-    """What more than one stage has: tied parameters, and flat groups that begin with one."""
+    """Parameters of more than one stage: tied ones, and flat groups that begin with one."""
     counts = Counter(identity for own in stages for identity in {each.identity for each in own if each.head})
     return frozenset(identity for identity, number in counts.items() if number > 1)
 
@@ -182,7 +181,7 @@ def _missing(path: str, lacking: str, layers: Sequence[Layer], stop: int) -> Inc
 
 
 def untold(numbers: Collection[int], *, is_numbered: bool) -> Note:
-    """No file lists the layers. ``is_numbered``: the optimizer knows its parameters by number."""
+    """A note that no file lists the layers. ``is_numbered``: the optimizer has numbers for its parameters."""
     have = listed([str(number) for number in numbers], len(numbers))
     shows = "its parameters are frozen, or frozen ones have their shapes" if is_numbered else "it has only frozen ones"
     why = (

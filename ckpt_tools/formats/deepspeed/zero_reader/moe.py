@@ -22,20 +22,17 @@ from ckpt_tools.core.manifest import Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import Ints
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_parts, is_round_robin, refuse_experts
-from ckpt_tools.formats.deepspeed.common.muon import is_muon
-from ckpt_tools.formats.deepspeed.common.partition import original_order
-from ckpt_tools.formats.deepspeed.names import expert_optim_name, of_rank
-from ckpt_tools.formats.deepspeed.zero_reader import locate, stage0, zero12
+from ckpt_tools.formats.deepspeed.common.partition import is_muon, original_order
+from ckpt_tools.formats.deepspeed.names import expert_optim_name, of_rank, split_expert
+from ckpt_tools.formats.deepspeed.zero_reader import locate, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents, Scalars
 from ckpt_tools.formats.deepspeed.zero_reader.experts import Experts, local_counts, open_layers
-from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
+from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces, cut_group, locate_group, partition_size
 from ckpt_tools.formats.deepspeed.zero_reader.joining import comparable
 from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles, TagFiles
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
-from ckpt_tools.formats.deepspeed.zero_reader.slice_mappings import Mapped, slice_mappings
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import Mapped, read_partitions, slice_mappings
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
 from ckpt_tools.stores.source import Source
 
@@ -43,11 +40,7 @@ MAPPINGS = "param_slice_mappings"
 
 
 def read(source: Source, tags: Sequence[TagFiles], files: ExpertFiles) -> Manifest:
-    """The whole model.
-
-    Raises:
-        FormatError: a file is missing or damaged, or does not fit the others.
-    """
+    """The whole model. Raises FormatError if a file is missing or damaged, or does not fit the others."""
     if len(tags) > 1:
         raise UnsupportedError(
             "it is of a run with experts that is also tensor parallel, which is not supported; save it without "
@@ -72,15 +65,7 @@ def _check_ranks(files: TagFiles, model: ModelStates, optim: OptimStates) -> Non
     world_size, path = model.file.content.get("dp_world_size"), model.file.path
     if type(world_size) is not int or not 0 < world_size <= 1 << 24:
         raise MalformedError("it does not state the number of ranks (dp_world_size)", path=path)
-    if len(files.optim) < world_size:
-        missing = of_rank(files.optim[0], len(files.optim))
-        raise IncompleteError(f"the file of this rank, one of {world_size}, is missing", path=missing)
-    if len(files.optim) > world_size:
-        raise MalformedError(
-            f"the checkpoint is of {count(world_size, 'rank')}; this file is of another one, perhaps from "
-            "an earlier save",
-            path=files.optim[world_size],
-        )
+    locate.check_count(files.optim, world_size)
     if len(optim.partition_counts) != len(optim.masters) or any(world_size % n for n in optim.partition_counts):
         raise MalformedError(
             f"its partition_count is {list(optim.partition_counts)}, but the run has {count(world_size, 'rank')}",
@@ -115,11 +100,11 @@ def _contents(
 
 
 def _spread(model: ModelStates, ranks: Mapping[int, int], path: str) -> dict[str, int]:
-    """Over how many ranks the experts of each layer are spread, by the partitions of their groups."""
+    """The number of ranks of each layer's experts, by the partitions of their groups."""
     found: dict[str, int] = {}
     for flat, shapes in enumerate(model.param_shapes):
         for name in shapes if flat in ranks else ():
-            parts = split(name)
+            parts = split_expert(name)
             num_ranks = ranks[flat] if parts is None else found.setdefault(parts[0], ranks[flat])
             if num_ranks != ranks[flat] or (parts is None and num_ranks > 1):
                 raise MalformedError(
@@ -130,9 +115,9 @@ def _spread(model: ModelStates, ranks: Mapping[int, int], path: str) -> dict[str
 
 @dataclass(kw_only=True)
 class ExpertContents(Contents):
-    """A run with ZeRO-1 or -2. ``model`` is the whole one, ``local`` what rank 0 says. ``num_ranks`` are the
-    expert-parallel ranks of each flat, 1 if it has no experts. ``said`` are the ``param_slice_mappings`` of all ranks.
-    """
+    """A run with ZeRO-1 or -2. ``model`` is the whole one, ``local`` that of rank 0. ``num_ranks`` are the
+    expert-parallel ranks of each flat, 1 if it has no experts. ``said`` are the ``param_slice_mappings`` of all
+    ranks."""
 
     experts: Experts
     local: ModelStates
@@ -142,11 +127,7 @@ class ExpertContents(Contents):
 
     @cached_property
     def pieces(self) -> Mapping[str, Pieces]:
-        if len(self.local.param_shapes) != len(self.num_ranks):
-            raise MalformedError(
-                f"{len(self.num_ranks)} groups of partitions, but param_shapes has {len(self.local.param_shapes)}",
-                path=self.optim.file.path,
-            )
+        self._check_groups(self.local.param_shapes)
         found: dict[str, Pieces] = {}
         for flat, shapes in enumerate(self.local.param_shapes):
             for rank in range(self.num_ranks[flat]):
@@ -155,9 +136,8 @@ class ExpertContents(Contents):
         return {name: found[name] for shapes in self.model.param_shapes for name in shapes if name in found}
 
     def _located(self, flat: int, shapes: Mapping[str, Shape], ranks: Ints) -> dict[str, Pieces]:
-        """The pieces of a group that these ranks hold."""
         masters, paddings = self.partitions.masters.of_ranks(ranks), self.partitions.paddings[ranks]
-        own = zero12.locate_group(flat, shapes, masters, paddings, self.optim.alignment_paddings)
+        own = locate_group(flat, shapes, self._gaps(flat), masters, paddings)
         return {name: replace(pieces, ranks=ranks[pieces.ranks]) for name, pieces in own.items()}
 
     # Which rank has which experts
@@ -167,7 +147,6 @@ class ExpertContents(Contents):
         return np.flatnonzero(self._expert_ranks(flat, is_data_first=self._is_data_first) == rank)
 
     def _expert_ranks(self, flat: int, *, is_data_first: bool) -> Ints:
-        """The expert-parallel rank of every data-parallel one."""
         all_ranks = np.arange(len(self.said), dtype=np.int64)
         found: Ints = all_ranks // self._count(flat) if is_data_first else all_ranks % self.num_ranks[flat]
         return found
@@ -177,7 +156,7 @@ class ExpertContents(Contents):
 
     @cached_property
     def _is_data_first(self) -> bool:
-        """Whether ranks of the same experts lie side by side. Raises MalformedError where no order fits."""
+        """Whether ranks of the same experts are neighbours. Raises MalformedError where no order fits."""
         if (wrong := self._first_wrong(is_data_first=False)) is None:
             return False
         if self._first_wrong(is_data_first=True) is None:
@@ -185,7 +164,6 @@ class ExpertContents(Contents):
         raise MalformedError(f"its {MAPPINGS} do not fit the partitions", path=self.partitions.masters.files[wrong])
 
     def _first_wrong(self, *, is_data_first: bool) -> int | None:
-        """The first rank that says something else of what it holds."""
         for flat, shapes in enumerate(self.local.param_shapes):
             held = self._held(flat, {name: shapes[name] for name in self._given(flat)})
             expert_ranks = self._expert_ranks(flat, is_data_first=is_data_first)
@@ -199,13 +177,11 @@ class ExpertContents(Contents):
         return None
 
     def _held(self, flat: int, shapes: Mapping[str, Shape]) -> list[dict[str, tuple[int, int]]]:
-        """What each partition of a group holds: elements, and where they start."""
+        """The elements of a group in each partition, and their starts, by name."""
         masters, paddings = self.partitions.masters, self.partitions.paddings
-        size = zero12.partition_size(flat, masters, paddings)
+        size = partition_size(flat, masters, paddings)
         held: list[dict[str, tuple[int, int]]] = [{} for _ in range(self._count(flat))]
-        for name, pieces in zero12.cut_group(
-            flat, shapes, size, self.optim.alignment_paddings, masters.files[0]
-        ).items():
+        for name, pieces in cut_group(flat, shapes, self._gaps(flat), size, masters.files[0]).items():
             columns = (pieces.ranks, pieces.stops - pieces.starts, pieces.offsets)
             for position, numel, start in zip(*(column.tolist() for column in columns), strict=True):
                 if position >= len(held):
@@ -218,7 +194,7 @@ class ExpertContents(Contents):
     # What is not cut
 
     def _scalars_at(self, pieces: Pieces) -> Scalars:
-        """Those of the first rank that has these experts."""
+        """The scalars of the first rank that has these experts."""
         flat = int(pieces.flats[0])
         expert_ranks = self._expert_ranks(flat, is_data_first=self._is_data_first)
         first = int(np.flatnonzero(expert_ranks == expert_ranks[int(pieces.ranks[0])])[0])
@@ -228,7 +204,7 @@ class ExpertContents(Contents):
         return self._others[first]
 
     def _are_equal(self, one: Scalars, other: Scalars) -> bool:
-        """So that a value that all ranks have comes from one place."""
+        """Whether all scalars are equal, so that a value that all ranks have is read from one place."""
         return [[*slots] for slots in one] == [[*slots] for slots in other] and all(
             mine.dtype is theirs[slot].dtype and self._bytes(mine) == self._bytes(theirs[slot])
             for slots, theirs in zip(one, other, strict=True)
@@ -249,8 +225,8 @@ class ExpertContents(Contents):
         return tuple(whole for _, whole in self.experts.expanded(self._given(flat)))
 
     def _given(self, flat: int) -> tuple[str, ...]:
-        """The parameters of rank 0 in the order in which the optimizer was given them. ``param_slice_mappings`` are in
-        this order too, even if the partitions are in that of ``round_robin_gradients``."""
+        """The parameters of rank 0 in the order in which the optimizer got them. ``param_slice_mappings`` are in this
+        order too, even if the partitions are in that of ``round_robin_gradients``."""
         own = tuple(self.local.param_shapes[flat])
         if is_round_robin(self.local) and not self.optim.is_bf16_optimizer:
             return original_order(own, self._count(flat))
@@ -261,9 +237,7 @@ class ExpertContents(Contents):
 
 
 def _without_zero(source: Source, tag: TagFiles, files: ExpertFiles) -> Manifest:
-    file = File.open(source, tag.models(0)[0])
-    if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
-        raise locate.no_optimizer(tag)
+    file = stage0.open_whole(source, tag)
     model = ModelStates.without_zero(file)
     check_parts(model, 1)
     refuse_experts(model)
@@ -277,9 +251,13 @@ def _without_zero(source: Source, tag: TagFiles, files: ExpertFiles) -> Manifest
     num_ranks = _num_ranks(saved, files)
     experts = Experts(layers, local_counts(layers, model, dict.fromkeys(layers, num_ranks)))
     whole = experts.whole(model)
-    parts = saved or [stage0.Saved(file, {}, (), {}, False, {})]
     return _joined(
-        [ExpertRank(whole, part, part=f"rank{rank}.", experts=experts, rank=rank) for rank, part in enumerate(parts)]
+        [
+            ExpertRank(
+                whole, each, part=f"rank{rank}.", optimizer=f"optimizer.expp_rank_{rank}", experts=experts, rank=rank
+            )
+            for rank, each in enumerate(saved or [stage0.Saved(file)])
+        ]
     )
 
 
@@ -305,50 +283,38 @@ def _num_ranks(saved: Sequence[stage0.Saved], files: ExpertFiles) -> int:
 
 @dataclass(kw_only=True)
 class ExpertRank(stage0.Contents):
-    """What one expert-parallel rank has of the optimizer."""
+    """The optimizer of one expert-parallel rank."""
 
     experts: Experts
     rank: int
 
-    def _members(self, parameters: Mapping[str, Shape]) -> list[dict[str, stage0.Piece]] | None:
+    remedy = "resume the run and save it with ZeRO stage 1"
+
+    def _matched(self, parameters: Mapping[str, Shape]) -> dict[int, str] | None:
         """Groups of experts have only this rank's, and no other group has an expert."""
         found: dict[int, str] = {}
         for is_expert in (False, True):
-            groups = [group for group in self.saved.groups if bool(group.get("moe")) == is_expert]
+            groups = [
+                NumberedGroup(tuple(group["params"]))
+                for group in self.saved.groups
+                if bool(group.get("moe")) == is_expert
+            ]
+            numbers = {number for group in groups for number in group.numbers}
+            shapes = {number: shape for number, shape in self.saved.shapes().items() if number in numbers}
             own = {name: shape for name, shape in parameters.items() if self._is_own(name, is_expert=is_expert)}
-            matched = self._match(groups, own)
+            matched = match_numbers(groups, shapes, own)
             if matched is None:
-                self._check_unproven()
                 return None
             found |= matched
-        return self._as_pieces(found, parameters)
-
-    def _check_unproven(self) -> None:
-        if self.saved.masters:
-            raise UnsupportedError(
-                "its fp32 masters lie under numbers, and the order and shapes of the parameters do not prove which "
-                "they are; resume the run and save it with ZeRO stage 1",
-                path=self.saved.file.path,
-                key="optimizer",
-            )
+        return found
 
     def _flat_members(self, parameters: Mapping[str, Shape]) -> list[dict[str, stage0.Piece]]:
         raise UnsupportedError(
             "its fp32 masters are flat vectors without names; save with ZeRO stage 1", path=self.saved.file.path
         )
 
-    def _keep_numbers(self) -> None:
-        found = self.saved.file.content["optimizer"]
-        self.extras.values["optimizer"] = self.extras.inert(found, f"optimizer.expp_rank_{self.rank}", self.saved.file)
-
-    def _match(self, groups: Sequence[Mapping[str, object]], parameters: Mapping[str, Shape]) -> dict[int, str] | None:
-        numbered = [NumberedGroup(tuple(group["params"])) for group in groups]  # type: ignore[arg-type]
-        numbers = {number for group in numbered for number in group.numbers}
-        shapes = {number: shape for number, shape in self.saved.shapes().items() if number in numbers}
-        return match_numbers(numbered, shapes, parameters)
-
     def _is_own(self, name: str, *, is_expert: bool) -> bool:
-        found = split(name)
+        found = split_expert(name)
         if found is None or not is_expert:
             return found is None and not is_expert
         return found[1] // self.experts.num_local[found[0]] == self.rank
@@ -372,7 +338,7 @@ def _joined(parts: Sequence[ExpertRank]) -> Manifest:
 
 
 def _joined_groups(manifests: Sequence[Manifest], first: ExpertRank) -> Iterator[ParamGroup]:
-    """In the order of a model that has all experts."""
+    """Groups in the order of a model that has all experts."""
     for number, group in enumerate(manifests[0].groups):
         params = tuple(whole for _, whole in first.experts.expanded(group.params))
         others = [each.groups[number] if number < len(each.groups) else None for each in manifests]
@@ -387,7 +353,7 @@ def _joined_groups(manifests: Sequence[Manifest], first: ExpertRank) -> Iterator
 
 
 def _joined_extra(manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """Rank 0's, with what each rank's optimizer keeps for itself."""
+    """The entries of rank 0, with those of each rank's optimizer."""
     extra = dict(manifests[0].extra)
     if "optimizer" in extra:
         extra["optimizer"] = {f"expp_rank_{rank}": each.extra.get("optimizer") for rank, each in enumerate(manifests)}

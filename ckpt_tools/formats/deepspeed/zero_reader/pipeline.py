@@ -7,15 +7,17 @@ parameter each stage has an optimizer state; all are the same, and the first is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.values import brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
@@ -23,93 +25,80 @@ from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_ext
 from ckpt_tools.formats.deepspeed.zero_reader import missing_layers, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
-from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, comparable
+from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, comparable, differing
 from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED, Known, Layers
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import Partitions, read_partitions
-from ckpt_tools.formats.deepspeed.zero_reader.slice_mappings import Mapped, slice_mappings
+from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import UNTOLD
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import Mapped, read_partitions, slice_mappings
 from ckpt_tools.stores.source import Source
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What the files of one stage hold, without its layers. Without ZeRO there is no optimizer's file. ``saved`` is
-    then the optimizer, if it has names for its parameters."""
+    """The files of one stage, without its layers. ``zero`` has the optimizer of a run with ZeRO; without, ``saved`` is
+    the optimizer, if it has names for its parameters. ``part`` sets what is read apart from other stages."""
 
-    source: Source
-    number: int
+    part: str
     path: str
     model: ModelStates
-    optim: OptimStates | None
-    partitions: Partitions | None
-    is_mapped: bool
+    zero: Contents | None = None
+    is_mapped: bool = False
     saved: stage0.Saved | None = None
 
     @classmethod
     def of(cls, source: Source, number: int, files: TagFiles) -> Stage:
         """Raises FormatError where a file is missing or damaged."""
-        path = files.models(0)[0]
+        part, path = f"stage{number}." if number else "", files.models(0)[0]
         model = ModelStates.of_stage(File.open(source, path))
         check_experts(model)
         if model.file.content.get("module") is not None:
             raise MalformedError("it holds a model, but files of a pipeline's layers lie beside it", path=path)
         if not files.optim:
-            return cls(source, number, path, model, None, None, False)
+            return cls(part, path, model)
         optim = OptimStates.of(File.open(source, files.optim[0]))
         if optim.stage > 1:
             raise MalformedError(f"it is of ZeRO-{optim.stage}, which no pipeline has", path=optim.file.path)
-        partitions = read_partitions(source, files.optim, optim)
+        zero = Contents(source, model, optim, (path,), read_partitions(source, files.optim, optim), part=part)
         if model.param_shapes:
-            return cls(source, number, path, model, optim, partitions, False)
+            return cls(part, path, model, zero)
         mapped = [slice_mappings(File.open(source, each)) for each in files.optim]
-        stage = cls(source, number, path, replace(model, param_shapes=_flat_shapes(mapped)), optim, partitions, True)
-        stage._check_mapped(mapped)
-        return stage
+        model = replace(model, param_shapes=_flat_shapes(mapped))
+        zero = replace(zero, model=model)
+        _check_mapped(zero, mapped)
+        return cls(part, path, model, zero, is_mapped=True)
 
     def known(self) -> Known:
-        """What the stage says of its parameters."""
+        """The parameters that the files of the stage state."""
         trainable = self.model.trainable
         shapes: dict[str, Shape | None] = {name: None if self.is_mapped else shape for name, shape in trainable.items()}
         masters = {}
-        if self.optim is not None and self.partitions is not None:
-            pieces = self._contents(self.model).pieces
-            masters = {n: self.partitions.masters.table(p) for n, p in pieces.items() if n.startswith(TIED)}
+        if self.zero is not None:
+            table = self.zero.partitions.masters.table
+            masters = {name: table(each) for name, each in self.zero.pieces.items() if name.startswith(TIED)}
         return Known(self.model, shapes, {name: prod(shape) for name, shape in trainable.items()}, masters)
-
-    def _check_mapped(self, mapped: Sequence[Sequence[Mapped]]) -> None:
-        """Raises MalformedError where a parameter is not where its rank says."""
-        assert self.partitions is not None, "what is mapped are partitions"
-        said: set[tuple[str, int, int, int, int]] = set()
-        for rank, groups in enumerate(mapped):
-            for group, found in enumerate(groups):
-                said |= {(name, rank, group, numel, start) for name, (numel, start) in found.items() if numel}
-        pieces = self._contents(self.model).pieces
-        wanted = {(name, *row) for name, each in pieces.items() for row in _rows(each)}
-        if said != wanted:
-            name, rank, *_ = min(said ^ wanted)
-            raise MalformedError(
-                "its param_slice_mappings do not fit the partitions", path=self.partitions.masters.files[rank], key=name
-            )
-
-    def _contents(self, model: ModelStates) -> Contents:
-        assert self.optim is not None, "a stage with partitions has an optimizer"
-        assert self.partitions is not None, "a stage with an optimizer has partitions"
-        return Contents(self.source, model, self.optim, (self.path,), self.partitions, part=self._part)
-
-    @property
-    def _part(self) -> str:
-        return f"stage{self.number}." if self.number else ""
 
     def manifest(self, model: ModelStates) -> Manifest:
         """The stage with its layers, as a checkpoint of its own."""
-        if self.optim is not None:
-            return self._contents(model).manifest()
+        if self.zero is not None:
+            return replace(self.zero, model=model).manifest()
         if self.saved is None:
-            return stage0.Contents(model, stage0.Saved(model.file, {}, (), {}, False, {})).manifest()
-        found = stage0.Contents(model, self.saved, part=self._part).manifest()
+            return stage0.Contents(model, stage0.Saved(model.file)).manifest()
+        found = stage0.Contents(model, self.saved, part=self.part).manifest()
         if not found.groups:
             raise MalformedError("the shapes of its optimizer's state are not those of the layers", path=self.path)
         return found
+
+
+def _check_mapped(zero: Contents, mapped: Sequence[Sequence[Mapped]]) -> None:
+    said: set[tuple[str, int, int, int, int]] = set()
+    for rank, groups in enumerate(mapped):
+        for group, found in enumerate(groups):
+            said |= {(name, rank, group, numel, start) for name, (numel, start) in found.items() if numel}
+    wanted = {(name, *row) for name, each in zero.pieces.items() for row in _rows(each)}
+    if said != wanted:
+        name, rank, *_ = min(said ^ wanted)
+        message = "its param_slice_mappings do not fit the partitions"
+        raise MalformedError(message, path=zero.partitions.masters.files[rank], key=name)
 
 
 def read(
@@ -121,10 +110,8 @@ def read(
     """The whole model. ``layers`` are those of each tensor-parallel rank. ``check`` looks whether a stage's files are
     all there.
 
-    The topologies of DeepSpeed and Megatron number the tensor-parallel ranks of a stage one after the other.
-
-    Raises:
-        FormatError: a file is missing or damaged, or does not fit the others.
+    The topologies of DeepSpeed and Megatron number the tensor-parallel ranks of a stage one after the other. Raises
+    FormatError if a file is missing or damaged, or does not fit the others.
     """
     cut = len(layers)
     stages = [Stage.of(source, number // cut, files) for number, files in enumerate(tags)]
@@ -136,21 +123,21 @@ def read(
             path=stages[0].path,
         )
     for stage, files in zip(stages, tags, strict=True):
-        if stage.optim is not None:
-            check(files, stage.model, stage.optim)
-        elif stages[0].optim is not None or stage.model.file.content.get("param_shapes") is not None:
+        if stage.zero is not None:
+            check(files, stage.model, stage.zero.optim)
+        elif stages[0].zero is not None or stage.model.file.content.get("param_shapes") is not None:
             raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
     if cut == 1:
-        return _read_rank(source, _named(stages), layers[0])
+        return _whole_names(_read_rank(source, _named(stages), layers[0]), first.file.path)
     rules = Rules.of(first.file.content.get("universal_checkpoint_info"), stages[0].path)
-    if stages[0].optim is None:
+    if stages[0].zero is None:
         raise UnsupportedError(
             "it is of a pipeline without ZeRO that tensor parallelism cuts too, and no file says which of its layers "
             "are tied, by whose names the parts are joined; resume the run and save it with ZeRO stage 1",
             path=stages[0].path,
         )
     parts = [_read_rank(source, stages[rank::cut], layers[rank], rules) for rank in range(cut)]
-    return Joining(parts, rules).manifest()
+    return _whole_names(Joining(parts, rules).manifest(), first.file.path)
 
 
 def _read_rank(
@@ -160,8 +147,13 @@ def _read_rank(
     opened = {number: File.open(source, path) for number, path in layers.items()}
     found = Layers(source, opened, [stage.known() for stage in stages])
     models = found.models()
-    if stages[0].optim is None and stages[0].saved is None:
-        _check_layers(source, opened, stages)
+    if stages[0].zero is None and stages[0].saved is None:
+        buffers = [stage.model.buffers for stage in stages]
+        saved = [stage0.Saved.of(stage.model.file) for stage in stages]
+        missing_layers.check(
+            [missing_layers.Layer.of(number, file, buffers) for number, file in opened.items()],
+            [(stage.path, missing_layers.parameters(source, own)) for stage, own in zip(stages, saved, strict=True)],
+        )
     if rules is not None and rules.mention(TIED.rstrip(".")):
         for file in found.unnamed():
             raise UnsupportedError(
@@ -175,7 +167,7 @@ def _read_rank(
 
 def _named(stages: Sequence[Stage]) -> Sequence[Stage]:
     """The stages of a run without ZeRO with their optimizers, if each was made of named parameters."""
-    if stages[0].optim is not None:
+    if stages[0].zero is not None:
         return stages
     saved = [stage0.Saved.of(stage.model.file) for stage in stages]
     found = []
@@ -187,18 +179,8 @@ def _named(stages: Sequence[Stage]) -> Sequence[Stage]:
     return found
 
 
-def _check_layers(source: Source, layers: Mapping[int, File], stages: Sequence[Stage]) -> None:
-    """Raises IncompleteError where the optimizers of a run without ZeRO show that a layer is missing."""
-    buffers = [stage.model.buffers for stage in stages]
-    own = [missing_layers.parameters(source, stage0.Saved.of(stage.model.file)) for stage in stages]
-    missing_layers.check(
-        [missing_layers.Layer.of(number, file, buffers) for number, file in layers.items()],
-        [(stage.path, parameters) for stage, parameters in zip(stages, own, strict=True)],
-    )
-
-
 def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], ...]:
-    """The parameters of each group in its order, flat, from where each rank says that they lie.
+    """The parameters of each group in its order, flat, from the places that each rank states.
 
     A bf16 run without ZeRO has BF16_Optimizer's partitions and no param_shapes.
     """
@@ -213,14 +195,13 @@ def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], .
 
 
 def _rows(pieces: Pieces) -> Iterator[tuple[int, int, int, int]]:
-    """Of each piece its rank, its group, its elements, and where they start."""
     columns = (pieces.ranks, pieces.flats, pieces.stops - pieces.starts, pieces.offsets)
     yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
 @dataclass
 class Stages:
-    """The manifests of all stages on their way into one; ``path`` is a file for messages."""
+    """The manifests of all stages while they are joined; ``path`` is a file for messages."""
 
     parts: Sequence[Manifest]
     layers: Sequence[int]
@@ -233,7 +214,7 @@ class Stages:
         self._check_alike()
         tensors = self._tensors()
         groups = tuple(self._groups())
-        self._note_rest()
+        self.notes += differing(list(map(_rest, self.parts)), "the stages of the pipeline", "stages")
         is_numbered = first.format == "zero0" and not first.groups
         if is_numbered:
             why = (
@@ -273,13 +254,11 @@ class Stages:
         for stage, part in enumerate(self.parts):
             for key, entry in part.tensors.items():
                 is_ours = entry.kind is not Kind.EXTRA or not stage or key.fqn.startswith("module.")
-                if is_ours:
-                    self._check_tied(key, entry, found.setdefault(key, entry))
+                first = found.setdefault(key, entry) if is_ours else entry
+                if (entry.shape, entry.dtype) != (first.shape, first.dtype):
+                    message = "two stages have it in different shapes or dtypes"
+                    raise MalformedError(message, path=self.path, key=str(key))
         return {key: found[key] for key in sorted(found, key=lambda key: not key.fqn.startswith(TIED))}
-
-    def _check_tied(self, key: StateKey, entry: TensorEntry, first: TensorEntry) -> None:
-        if (entry.shape, entry.dtype) != (first.shape, first.dtype):
-            raise MalformedError("two stages have it in different shapes or dtypes", path=self.path, key=str(key))
 
     def _groups(self) -> Iterator[ParamGroup]:
         """The groups of the stages, number by number; stage by stage where they differ."""
@@ -288,7 +267,8 @@ class Stages:
         if all(each == options[0] for each in options):
             for number, group in enumerate(first):
                 members = [part.groups[number].params for part in self.parts]
-                yield replace(group, params=_ordered(name for names in members for name in names))
+                names = dict.fromkeys(name for names in members for name in names)
+                yield replace(group, params=tuple(sorted(names, key=lambda name: not name.startswith(TIED))))
             return
         why = "the stages of the pipeline differ in them, so each stage's are groups of their own"
         self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
@@ -301,35 +281,87 @@ class Stages:
                     yield replace(group, params=params)
 
     def _extra(self) -> dict[str, Any]:
-        """The first stage's, and what the modules of all stages keep that is no tensor."""
+        """The entries of the first stage, with those of the modules of all stages."""
         extra = whole_extra(self.parts[0].extra)
-        kept = {name: value for part in self.parts for name, value in _modules(part).items()}
+        kept = {name: value for part in self.parts for name, value in _own(part).get("module", {}).items()}
         return {**extra, "deepspeed": {**extra.get("deepspeed", {}), "module": kept}} if kept else extra
 
-    def _note_rest(self) -> None:
-        """What each stage has for itself beside tensors."""
-        ours = {name: comparable(value) for name, value in _rest(self.parts[0]).items()}
-        others = [{name: comparable(value) for name, value in _rest(part).items()} for part in self.parts[1:]]
-        names = [name for name in ours if any(other.get(name) != ours[name] for other in others)]
-        if names:
-            why = "the stages of the pipeline differ in it, and that of the first is kept"
-            self.notes.append(Note(Outcome.DROPPED, f"{listed(names)} of the other stages", why))
 
-
-def _ordered(names: Iterator[str]) -> tuple[str, ...]:
-    """Each once, and tied ones first."""
-    return tuple(sorted(dict.fromkeys(names), key=lambda name: not name.startswith(TIED)))
-
-
-def _modules(part: Manifest) -> Mapping[str, Any]:
+def _own(part: Manifest) -> dict[str, Any]:
     own = part.extra.get("deepspeed")
-    found = own.get("module") if isinstance(own, dict) else None
-    return found if isinstance(found, dict) else {}
+    return own if isinstance(own, dict) else {}
 
 
 def _rest(part: Manifest) -> dict[str, Any]:
     """The extras without what modules keep, entry by entry of DeepSpeed's own."""
-    own = part.extra.get("deepspeed")
-    own = own if isinstance(own, dict) else {}
+    own = _own(part)
     rest = {name: value for name, value in part.extra.items() if name != "deepspeed"}
     return rest | {f"deepspeed.{name}": value for name, value in own.items() if name != "module"}
+
+
+ENTRY = "pipeline_names"
+"""Entry of the client state with the names of layers in the whole model, which no file of DeepSpeed's has because
+``PipelineModule`` numbers layers. For each layer with tensors, by the pipeline's name for it (``"1"``,
+``"tied_modules.embed"``), it has the names of that module in the whole model; a tied one has several."""
+
+Names = Mapping[str, tuple[str, ...]]
+
+
+def _whole_names(manifest: Manifest, path: str) -> Manifest:
+    """The manifest under the names of the whole model, if the run states them. ``path`` is a file for messages. Raises
+    MalformedError if the entry is not of that form, or does not name each layer once; IncompleteError if there is no
+    tensor of a layer that it names."""
+    client_state = manifest.extra.get("client_state")
+    if not isinstance(client_state, Mapping) or ENTRY not in client_state:
+        return manifest
+    names = _parsed(client_state[ENTRY], path)
+    layers = {fqn: _layer(fqn) for fqn in transforms.model_names(manifest)}
+    _check(names, layers, path)
+    owners = {fqn: names[layer][0] + fqn.removeprefix(layer) for fqn, layer in layers.items()}
+    if len({*owners.values()}) < len(owners):
+        raise MalformedError(f"client_state.{ENTRY} gives two tensors one name", path=path)
+    renamed, _ = transforms.rename(manifest, owners.__getitem__)
+    # The entry is in the names now, and would be wrong beside a model without layers of a pipeline.
+    rest = {name: value for name, value in client_state.items() if name != ENTRY}
+    extra = {name: value for name, value in manifest.extra.items() if name != "client_state"}
+    tied = {other + fqn.removeprefix(layer): owners[fqn] for fqn, layer in layers.items() for other in names[layer][1:]}
+    return replace(
+        renamed,
+        aliases={**renamed.aliases, **tied},
+        extra=extra | ({"client_state": rest} if rest else {}),
+        notes=tuple(note for note in manifest.notes if note.what != UNTOLD),
+    )
+
+
+def _layer(fqn: str) -> str:
+    """``1`` of ``1.norm.weight``, and ``tied_modules.embed`` of ``tied_modules.embed.weight``."""
+    parts = 2 if fqn.startswith(TIED) else 1
+    return ".".join(fqn.split(".")[:parts])
+
+
+def _parsed(entry: Any, path: str) -> Names:
+    if isinstance(entry, Mapping) and all(map(_is_name, entry)) and all(map(_are_names, entry.values())):
+        return {layer: tuple(names) for layer, names in entry.items()}
+    raise MalformedError(
+        f"client_state.{ENTRY} is to have a list of names for each layer, and is {brief(entry)}", path=path
+    )
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_name, value))
+
+
+def _check(names: Names, layers: Mapping[str, str], path: str) -> None:
+    found = {*layers.values()}
+    if unnamed := sorted(found - names.keys()):
+        raise MalformedError(f"client_state.{ENTRY} has no name for this layer", path=path, key=unnamed[0])
+    if missing := sorted(names.keys() - found):
+        why = f"client_state.{ENTRY} names this layer, and no file contains it"
+        raise IncompleteError(why, path=path, key=missing[0])
+    counts = Counter(name for each in names.values() for name in each)
+    if twice := [name for name, number in counts.items() if number > 1]:
+        raise MalformedError(f"client_state.{ENTRY} gives this name twice", path=path, key=twice[0])

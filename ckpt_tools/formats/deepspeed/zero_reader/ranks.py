@@ -1,4 +1,4 @@
-"""The optimizer files of all ranks, reduced to where each of their vectors lies.
+"""The optimizer files of all ranks, reduced to the places of their vectors.
 
 Of a rank only numbers are kept: a thousand files of values would be gigabytes. Files are opened one after the other:
 parsing holds the interpreter, and eight threads took 1.7 times as long for 256 files on two cores.
@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ckpt_tools.core.shards import Ints
-from ckpt_tools.core.values import StoredTensor, Value, brief
+from ckpt_tools.core.values import Opaque, StoredTensor, Value, are_naturals, brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import File, OptimStates
-from ckpt_tools.formats.deepspeed.common.muon import MOMENTUM, is_muon
+from ckpt_tools.formats.deepspeed.common.files import MAX_PADDING, File, OptimStates, checked, plain
+from ckpt_tools.formats.deepspeed.common.partition import MOMENTUM, is_muon
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Flats, Vector
 from ckpt_tools.stores.source import Source
 
@@ -92,11 +93,8 @@ Visit = Callable[[OptimStates], object]
 def read_partitions(
     source: Source, paths: Sequence[str], first: OptimStates, visit: Visit = lambda states: None
 ) -> Partitions:
-    """The vectors of every rank; ``first`` is what rank 0 said. ``visit`` sees the states of all ranks in their order.
-
-    Raises:
-        FormatError: a file is missing or damaged, or does not agree with that of rank 0.
-    """
+    """The vectors of every rank; ``first`` has those of rank 0. ``visit`` sees the states of all ranks in their order.
+    Raises FormatError if a file is missing or damaged, or does not agree with that of rank 0."""
     visit(first)
     others = [_read_rank(source, path, first, visit) for path in paths[1:]]
     return _gathered([RankState.of(first), *others], paths, len(first.masters))
@@ -143,3 +141,35 @@ def _is_cut(ranks: Sequence[RankState], flat: int) -> bool:
     whole parameters may be as long."""
     found = [(rank.masters[flat].numel + rank.paddings[flat], rank.momentum.get(flat)) for rank in ranks]
     return all(vector is not None and vector.numel == size for size, vector in found)
+
+
+Mapped = Mapping[str, tuple[int, int]]
+"""The number of elements of each parameter of a group on a rank, and their start in the rank's vector."""
+
+
+def slice_mappings(file: File) -> list[Mapped]:
+    own = checked(file.content, "optimizer_state_dict", dict, file.path)
+    return [
+        {_name(name, file): _address(found, file) for name, found in _group(group, file).items()}
+        for group in checked(own, "param_slice_mappings", list, file.path)
+    ]
+
+
+def _group(found: Any, file: File) -> Mapping[Any, Any]:
+    if not isinstance(found, dict):
+        raise MalformedError("its param_slice_mappings are not dictionaries", path=file.path)
+    return found
+
+
+def _name(found: Any, file: File) -> str:
+    if not isinstance(found, str):
+        raise MalformedError(f"its param_slice_mappings have the key {brief(found)}", path=file.path)
+    return found
+
+
+def _address(found: Any, file: File) -> tuple[int, int]:
+    attributes: Any = plain(found) if isinstance(found, Opaque) else None
+    numbers: list[Any] = [attributes.get(key) if isinstance(attributes, dict) else None for key in ("numel", "start")]
+    if not are_naturals(numbers) or max(numbers) > MAX_PADDING:
+        raise MalformedError("its param_slice_mappings have no addresses", path=file.path)
+    return numbers[0], numbers[1]

@@ -1,33 +1,31 @@
 """Native ZeRO checkpoints as manifests.
 
-One pass over the headers: rank 0's optimizer file says the stage and the world size, the model file says names, shapes
-and order, the other ranks' files say where their vectors lie. No tensor byte is read.
+One pass over the headers: rank 0's optimizer file has the stage and the world size, the model file names, shapes and
+order, the other ranks' files the places of their vectors. No tensor byte is read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import brief
-from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
-from ckpt_tools.formats.deepspeed.common.tags import folder_of
+from ckpt_tools.formats.deepspeed.common.tags import choose_tag, folder_of
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
-from ckpt_tools.formats.deepspeed.names import of_rank, tag_folders
-from ckpt_tools.formats.deepspeed.zero_reader import locate, moe, pipeline, stage0, whole_names
+from ckpt_tools.formats.deepspeed.names import LATEST, SCRIPTS, is_native, tag_folders
+from ckpt_tools.formats.deepspeed.zero_reader import locate, moe, pipeline, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.run_folders import parent_of
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    folder = locate.choose_folder(source, options.tag)
+    folder = choose_tag(source, options.tag, tag_folders(source.files), latest=LATEST, what="DeepSpeed checkpoint")
     tags = locate.tag_files(source, folder)
     layers, experts = locate.layer_files(source, folder), locate.expert_files(source, folder)
     if layers and (experts.weights or experts.optim):
@@ -35,65 +33,46 @@ def read(source: Source, options: ReadOptions) -> Manifest:
             "it is of a pipeline with experts, which is not supported", path=layers[0][min(layers[0])]
         )
     if layers:
-        found = pipeline.read(source, tags, layers, _check_stage)
-        return whole_names.whole(found, tags[0].models(0)[0])
+        return pipeline.read(source, tags, layers, _check_stage)
     if experts.weights or experts.optim:
         return moe.read(source, tags, experts)
     parts = [_part(source, files) for files in tags]
     first = parts[0].model
     check_parts(first, len(parts))
     if len(parts) == 1:
-        return parts[0].manifest
+        return parts[0].manifest()
     rules = Rules.of(first.file.content.get("universal_checkpoint_info"), first.file.path)
-    return Joining([part.manifest for part in parts], rules).manifest()
+    return Joining([part.manifest() for part in parts], rules).manifest()
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
-    folder = folder_of(tag_folders(source.files), manifest.files)
-    return locate.own_files(source.files, folder)
+    """The files of the checkpoint, and those that DeepSpeed writes beside it; none where no file in the source names
+    it."""
+    folder, paths = folder_of(tag_folders(source.files), manifest.files), source.files.keys()
+    if folder and LATEST not in paths:
+        return frozenset()
+    inside = {path for path in paths if parent_of(path) == folder and is_native(path.rpartition("/")[2])}
+    return frozenset(inside | ({LATEST, *SCRIPTS} & paths if folder else set()))
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What the files of one rank of model parallelism hold, and its model's file."""
-
-    manifest: Manifest
-    model: ModelStates
-
-
-def _part(source: Source, files: TagFiles) -> _Part:
+def _part(source: Source, files: TagFiles) -> Contents | stage0.Contents:
     if not files.optim:
-        return _without_zero(source, files)
+        model = ModelStates.without_zero(stage0.open_whole(source, files))
+        check_experts(model)
+        return stage0.Contents(model, stage0.Saved.of(model.file))
     optim = OptimStates.of(File.open(source, files.optim[0]))
-    paths = _model_paths(files, optim)
+    paths = files.models(optim.stage)
+    _check_count(files.optim, optim)
+    if optim.stage == 3:
+        _check_count(paths, optim)
     model = ModelStates.of(File.open(source, paths[0]))
     _check_model(model, optim)
-    partitions = read_partitions(source, files.optim, optim)
-    return _Part(Contents(source, model, optim, paths, partitions).manifest(), model)
+    return Contents(source, model, optim, paths, read_partitions(source, files.optim, optim))
 
 
 def _check_stage(files: TagFiles, model: ModelStates, optim: OptimStates) -> None:
     _check_count(files.optim, optim)
     _check_model(model, optim)
-
-
-def _without_zero(source: Source, files: TagFiles) -> _Part:
-    """A checkpoint of stage 0. Raises IncompleteError where it is of ZeRO, and its optimizer's files are missing."""
-    file = File.open(source, (files.model or files.models(0))[0])
-    if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
-        raise locate.no_optimizer(files)
-    contents = stage0.Contents.of(file)
-    check_experts(contents.model)
-    return _Part(contents.manifest(), contents.model)
-
-
-def _model_paths(files: TagFiles, optim: OptimStates) -> tuple[str, ...]:
-    """The model's files; there are as many of each kind as ranks. Raises IncompleteError, MalformedError."""
-    paths = files.models(optim.stage)
-    _check_count(files.optim, optim)
-    if optim.stage == 3:
-        _check_count(paths, optim)
-    return paths
 
 
 def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
@@ -103,15 +82,7 @@ def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
             "files of experts (layer_0_expert_0_mp_rank_00_model_states.pt) beside it",
             path=optim.file.path,
         )
-    if len(paths) < optim.world_size:
-        missing = of_rank(paths[0], len(paths))
-        raise IncompleteError(f"the file of this rank, one of {optim.world_size}, is missing", path=missing)
-    if len(paths) > optim.world_size:
-        raise MalformedError(
-            f"the checkpoint is of {count(optim.world_size, 'rank')}; this file is of another one, perhaps from "
-            "an earlier save",
-            path=paths[optim.world_size],
-        )
+    locate.check_count(paths, optim.world_size)
 
 
 def _check_model(model: ModelStates, optim: OptimStates) -> None:

@@ -12,28 +12,42 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.literals import is_number, number_table
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
-from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked
 from ckpt_tools.formats.deepspeed.common.model_file import aliases
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
+from ckpt_tools.formats.deepspeed.names import optim_name, place
+from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.foreign import refuse_tensor_object
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
+from ckpt_tools.stores.source import Source
 
 UNFUSED, FUSED = "fp32_groups", "fp32_groups_flat"
 
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 Slots = Mapping[str, Value]
+
+
+def open_whole(source: Source, files: TagFiles) -> File:
+    """The model's file. Raises IncompleteError where it is of ZeRO, whose optimizer's files are missing then."""
+    file = File.open(source, files.models(0)[0])
+    if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
+        raise IncompleteError(
+            f"{place(files.prefix.rstrip('/'))} has no *_optim_states.pt, the optimizer's files, which ZeRO writes",
+            path=files.prefix + optim_name(0, files.mp_rank),
+        )
+    return file
 
 
 class Piece(NamedTuple):
@@ -46,28 +60,28 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What ``optimizer`` of ``file`` holds: torch's state and groups by number, and a wrapper's masters.
+    """The entry ``optimizer`` of ``file``: torch's state and groups by number, and a wrapper's masters.
 
     ``masters`` are by number: of a parameter, or with ``is_flat`` of a group, whose state is flat as well.
     """
 
     file: File
-    states: Mapping[int, Slots]
-    groups: tuple[Mapping[str, Value], ...]
-    masters: Mapping[int, StoredTensor]
-    is_flat: bool
-    wrapper: Mapping[str, Value]
+    states: Mapping[int, Slots] = field(default_factory=dict)
+    groups: tuple[Mapping[str, Value], ...] = ()
+    masters: Mapping[int, StoredTensor] = field(default_factory=dict)
+    is_flat: bool = False
+    wrapper: Mapping[str, Value] = field(default_factory=dict)
 
     @classmethod
     def of(cls, file: File) -> Saved:
-        """Raises FormatError where it is no state of torch's, or of DeepSpeed's two wrappers."""
+        """Raises FormatError where it is neither torch's state nor that of DeepSpeed's two wrappers."""
         found = file.content.get("optimizer")
         if found is None:
-            return cls(file, {}, (), {}, False, {})
+            return cls(file)
         if not isinstance(found, dict):
             raise MalformedError(f"its 'optimizer' is a {kind_of(found)}", path=file.path, key="optimizer")
         if "param_groups" in found:
-            return cls(file, _states(found, file.path), _groups(found, file.path), {}, False, {})
+            return cls(file, _states(found, file.path), _groups(found, file.path))
         if UNFUSED not in found and FUSED not in found:
             raise UnsupportedError(
                 f"its optimizer state has the entries {brief(list(found))}, which are not those of torch or of "
@@ -152,34 +166,37 @@ def _masters(
 
 @dataclass
 class Contents:
-    """A checkpoint of stage 0 on its way into a manifest. ``part`` sets it apart from others that join it."""
+    """A checkpoint of stage 0 while it is read. ``part`` sets it apart from others that join it. ``optimizer`` is the
+    name under which an optimizer is kept whose numbers are not understood."""
 
     model: ModelStates
     saved: Saved
     extras: Extras = field(default_factory=Extras)
     literals: dict[str, bytes] = field(default_factory=dict)
     part: str = ""
+    optimizer: str = "optimizer"
 
-    @classmethod
-    def of(cls, file: File) -> Contents:
-        return cls(ModelStates.without_zero(file), Saved.of(file))
+    remedy: ClassVar[str] = (
+        "resume the run and save it with ZeRO stage 1, or with an optimizer that was made from model.named_parameters()"
+    )
 
     def manifest(self) -> Manifest:
         """Raises FormatError where the files contradict themselves, and UnsupportedError where masters have no
         names."""
-        ties = aliases(self.model, lambda alias, owner: True)
+        ties = aliases(self.model, lambda alias, one, other: True)
         tensors = dict(self._weights(ties))
-        parameters = self._parameters(tensors)
+        parameters = {key.fqn: entry.shape for key, entry in tensors.items() if entry.kind is Kind.PARAMETER}
         members = self._flat_members(parameters) if self.saved.is_flat else self._members(parameters)
         notes: tuple[Note, ...] = ()
         if members is None:
-            self._keep_numbers()
+            found = self.saved.file.content["optimizer"]
+            self.extras.values["optimizer"] = self.extras.inert(found, self.optimizer, self.saved.file)
             why = "it numbers its parameters, and their order and shapes do not identify them"
             notes = (Note(Outcome.KEPT, "optimizer", why),)
-        tensors |= {key: entry for name, piece in self._pieces(members).items() for key, entry in self._of(name, piece)}
+        pieces = {name: piece for group in members or () for name, piece in group.items()}
+        tensors |= {key: entry for name, piece in pieces.items() for key, entry in self._of(name, piece)}
         self._gather_extras()
-        content = self.model.file.content
-        step, world_size = content.get("global_steps"), content.get("dp_world_size")
+        world_size = self.model.file.content.get("dp_world_size")
         return Manifest(
             format="zero0",
             tensors=tensors | self.extras.tensors,
@@ -187,7 +204,7 @@ class Contents:
             groups=tuple(self._group(number, names) for number, names in enumerate(members or ())),
             literals=self.literals,
             extra=self.extras.values,
-            step=step if type(step) is int else None,
+            step=self.model.step,
             world_size=world_size if type(world_size) is int else None,
             notes=notes,
         )
@@ -199,40 +216,29 @@ class Contents:
                 self.extras.add_module_value(name, value, self.model.home(name))
             elif name not in ties:
                 kind = Kind.BUFFER if name in self.model.buffers else Kind.PARAMETER
-                yield (
-                    StateKey(name),
-                    TensorEntry(tuple(value.shape), value.dtype, kind, self.model.home(name).table(value)),
-                )
-
-    def _parameters(self, tensors: Mapping[StateKey, TensorEntry]) -> dict[str, Shape]:
-        """What an optimizer could own, in the model's order."""
-        return {key.fqn: entry.shape for key, entry in tensors.items() if entry.kind is Kind.PARAMETER}
+                table = self.model.home(name).table(value)
+                yield StateKey(name), TensorEntry(tuple(value.shape), value.dtype, kind, table)
 
     # Which parameter is which
 
     def _members(self, parameters: Mapping[str, Shape]) -> list[dict[str, Piece]] | None:
         """The parameters of each group, or None where that cannot be proven. Raises UnsupportedError for masters."""
-        groups = [NumberedGroup(tuple(group["params"]), _names(group)) for group in self.saved.groups]
-        names = match_numbers(groups, self.saved.shapes(), parameters)
-        if names is None:
-            self._check_unproven()
-            return None
-        return self._as_pieces(names, parameters)
-
-    def _check_unproven(self) -> None:
-        """Raises UnsupportedError where masters would be lost."""
+        names = self._matched(parameters)
+        if names is not None:
+            numbers = [group["params"] for group in self.saved.groups]
+            return [{names[n]: Piece(n, 0, prod(parameters[names[n]])) for n in group} for group in numbers]
         if self.saved.masters:
             raise UnsupportedError(
                 "its fp32 masters lie under numbers, and the order and shapes of the parameters do not prove which "
-                "they are; resume the run and save it with ZeRO stage 1, or with an optimizer that was made from "
-                "model.named_parameters()",
-                path=self.model.file.path,
+                f"they are; {self.remedy}",
+                path=self.saved.file.path,
                 key="optimizer",
             )
+        return None
 
-    def _as_pieces(self, names: Mapping[int, str], parameters: Mapping[str, Shape]) -> list[dict[str, Piece]]:
-        numbers = [group["params"] for group in self.saved.groups]
-        return [{names[n]: Piece(n, 0, prod(parameters[names[n]])) for n in group} for group in numbers]
+    def _matched(self, parameters: Mapping[str, Shape]) -> dict[int, str] | None:
+        groups = [NumberedGroup(tuple(group["params"]), _names(group)) for group in self.saved.groups]
+        return match_numbers(groups, self.saved.shapes(), parameters)
 
     def _flat_members(self, parameters: Mapping[str, Shape]) -> list[dict[str, Piece]]:
         """The parameters of each flat group: those that are views into the one storage of its length."""
@@ -262,7 +268,7 @@ class Contents:
         return found
 
     def _layout(self, views: Mapping[int, str]) -> dict[str, int] | None:
-        """The sizes of views that lie end to end from the start of their storage; None for any others."""
+        """The sizes of views that fill their storage from its start without gaps; None for any others."""
         found: dict[str, int] = {}
         cursor = 0
         for offset in sorted(views):
@@ -274,9 +280,6 @@ class Contents:
         return found
 
     # The optimizer's tensors
-
-    def _pieces(self, members: list[dict[str, Piece]] | None) -> dict[str, Piece]:
-        return {name: piece for group in members or () for name, piece in group.items()}
 
     def _of(self, name: str, piece: Piece) -> Iterator[tuple[StateKey, TensorEntry]]:
         shape = tuple(self.model.module[name].shape)
@@ -301,7 +304,7 @@ class Contents:
             raise UnsupportedError("state of a flat group is not cut like its masters", path=self.saved.file.path)
         start = self.saved.file.start(value) + piece.start * value.dtype.item_bytes
         at = ByteRange(self.saved.file.path, start, start + piece.numel * value.dtype.item_bytes)
-        table = ShardTable.build((piece.numel,), value.dtype, [Shard(Box((0,), (piece.numel,)), at)])
+        table = ShardTable.whole((piece.numel,), value.dtype, at)
         return TensorEntry(shape, value.dtype, Kind.STATE, table)
 
     # What is no tensor of the model
@@ -321,14 +324,10 @@ class Contents:
             scaler = {name: self.saved.wrapper[name] for name in _SCALER if name in self.saved.wrapper}
             self.extras.values["loss_scaler"] = {"dynamic": dynamic, **scaler}
 
-    def _keep_numbers(self) -> None:
-        """The optimizer as the user's own entry."""
-        found = self.saved.file.content["optimizer"]
-        self.extras.values["optimizer"] = self.extras.inert(found, "optimizer", self.saved.file)
-
 
 def _names(group: Mapping[str, Value]) -> tuple[str, ...] | None:
-    """What an optimizer made of named parameters says; a wrapper drops frozen ones and leaves their names."""
+    """The names in an optimizer made of named parameters; None where a wrapper has dropped frozen ones and left their
+    names."""
     names = group.get("param_names")
     if not isinstance(names, list) or len(names) != len(group["params"]):
         return None

@@ -1,7 +1,7 @@
 """A manifest as a native ZeRO checkpoint for any number of ranks.
 
-The files of a rank are made when they are asked for: a thousand ranks of a thousand parameters are millions of
-intervals, and a conversion works through the files one after the other.
+The files of a rank are made on demand: a thousand ranks of a thousand parameters are millions of intervals, and a
+conversion works through the files one after the other.
 """
 
 from __future__ import annotations
@@ -14,13 +14,9 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.rank_limits import check_elements
-from ckpt_tools.formats.deepspeed.common.expert_names import split
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
-from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
-from ckpt_tools.formats.deepspeed.names import LATEST, model_name, optim_name, rank_model_name
-from ckpt_tools.formats.deepspeed.zero_writer.model_states import CutModel, WholeModel
-from ckpt_tools.formats.deepspeed.zero_writer.optim_states import GroupCutOptim, ParamCutOptim
-from ckpt_tools.formats.deepspeed.zero_writer.target import Target
+from ckpt_tools.formats.deepspeed.names import LATEST, model_name, optim_name, rank_model_name, split_expert
+from ckpt_tools.formats.deepspeed.zero_writer.files import CutModel, GroupCutOptim, ParamCutOptim, Target, WholeModel
 from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes
 
 
@@ -30,25 +26,17 @@ def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:
     check_elements(manifest, options.world_size)
     target = Target.of(manifest, stage, options.world_size)
     tag = written_tag(options.tag or target.extras.tag, latest=LATEST)
-    files = ZeroFiles.of(tag, target).files()
-    notes = (*target.state.notes, *target.extras.notes, *_guess_notes(target.state, stage))
-    return Layout(files, (*notes, *_expert_notes(manifest)), as_stored=target.state.buffers.keys())
-
-
-def _expert_notes(manifest: Manifest) -> list[Note]:
-    """DeepSpeed's own layers of experts load files of experts alone."""
-    if not any(split(key.fqn) for key in manifest.tensors):
-        return []
-    why = (
-        "they are in the model's file, and a job with deepspeed.moe stops without files of experts; load it in a model "
-        "of the same names without deepspeed.moe, or convert to universal"
-    )
-    return [Note(Outcome.KEPT, "experts", why)]
-
-
-def _guess_notes(state: TrainingState, stage: int) -> list[Note]:
-    """Only stage 3 stores frozen parameters and buffers in different ways."""
-    return guess_notes(state.guessed, state.frozen, state.buffers) if stage == 3 else []
+    state = target.state
+    notes = [*state.notes, *target.extras.notes]
+    if stage == 3:  # Only this stage stores frozen parameters and buffers in different ways.
+        notes += guess_notes(state.guessed, state.frozen, state.buffers)
+    if any(split_expert(key.fqn) for key in manifest.tensors):
+        why = (
+            "they are in the model's file, and a job with deepspeed.moe stops without files of experts; load it in a "
+            "model of the same names without deepspeed.moe, or convert to universal"
+        )
+        notes.append(Note(Outcome.KEPT, "experts", why))
+    return Layout(ZeroFiles.of(tag, target).files(), tuple(notes), as_stored=state.buffers.keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +55,7 @@ class ZeroFiles:
         return cls(tag, target, WholeModel(target), GroupCutOptim(target))
 
     def files(self) -> list[FileSpec]:
-        """All of them in order, the ranks' made when they are asked for."""
+        """All files in order; those of ranks are made on demand."""
         cache = FileCache(self.made)
         numbers = range(self.num_model_files + self.target.world_size)
         ranks = [LazyFile(self._path(n), cache.file(self._like(n)).size_bytes, n, cache) for n in numbers]
@@ -77,7 +65,7 @@ class ZeroFiles:
         path = self._path(number)
         if number >= self.num_model_files:
             return self.optim.file(path, number - self.num_model_files)
-        return self.model.file(path, number) if isinstance(self.model, CutModel) else self.model.file(path)
+        return self.model.file(path, number)
 
     @property
     def num_model_files(self) -> int:
@@ -94,12 +82,8 @@ class ZeroFiles:
 
     def _path(self, number: int) -> str:
         rank = number - self.num_model_files
-        if rank >= 0:
-            return f"{self.tag}/{self._prefix}{optim_name(rank)}"
+        if rank >= 0:  # engine.py _get_zero_ckpt_prefix
+            prefix = "bf16_" if self.target.state.dtype is DType.BFLOAT16 else ""
+            return f"{self.tag}/{prefix}{optim_name(rank)}"
         name = rank_model_name(number) if isinstance(self.model, CutModel) else model_name()
         return f"{self.tag}/{name}"
-
-    @property
-    def _prefix(self) -> str:
-        """engine.py ``_get_zero_ckpt_prefix``: optimizer files of bf16 runs alone have one."""
-        return "bf16_" if self.target.state.dtype is DType.BFLOAT16 else ""

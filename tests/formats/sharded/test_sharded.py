@@ -24,7 +24,7 @@ from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.values import GlobalRef, Opaque, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, FormatError
 from ckpt_tools.formats.sharded.geometry import region_of
-from ckpt_tools.formats.sharded.templates import by_template, label, numbered
+from ckpt_tools.formats.sharded.items import by_template, label, numbered
 from ckpt_tools.serialization.pickle.sharded_tensors import PartReader, Placement, Replicate, Shard, StridedShard
 from fixtures.corpus import make
 

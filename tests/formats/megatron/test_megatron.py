@@ -20,10 +20,10 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
-from ckpt_tools.formats.megatron import flattened
 from ckpt_tools.formats.megatron.common_state import CommonState
 from ckpt_tools.formats.megatron.groups import Group, Parameter, by_rule
-from ckpt_tools.formats.megatron.tensor_names import is_expert, num_dims, state_of
+from ckpt_tools.formats.megatron.names import is_expert, num_dims, state_of
+from ckpt_tools.formats.megatron.reader import boxes, piece_shape
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures import corpus, launch
 from fixtures import megatron as mg
@@ -64,9 +64,9 @@ class TestGeometry:
     """Tensors that are stored flattened, by hand."""
 
     def test_the_shape_of_a_piece(self) -> None:
-        assert flattened.piece_shape((2, 3, 8), (4, 12)) == (2, 4)
-        assert flattened.piece_shape((4, 1, 2, 6), (4, 3, 4)) == (1, 3, 2)
-        assert flattened.piece_shape((1, 5), (5,)) == (5,)
+        assert piece_shape((2, 3, 8), (4, 12)) == (2, 4)
+        assert piece_shape((4, 1, 2, 6), (4, 3, 4)) == (1, 3, 2)
+        assert piece_shape((1, 5), (5,)) == (5,)
 
     @pytest.mark.parametrize(
         ("stored", "shape"),
@@ -74,19 +74,19 @@ class TestGeometry:
     )
     def test_a_shape_that_does_not_fit(self, stored: tuple[int, ...], shape: tuple[int, ...]) -> None:
         with pytest.raises(MalformedError, match="cannot be stored"):
-            flattened.piece_shape(stored, shape)
+            piece_shape(stored, shape)
 
     def test_an_interval_of_one_piece(self) -> None:
         """[4, 12] in pieces of [2, 4]: elements 3 to 7 of the piece at row 1, column 2 of the pieces."""
-        found = list(flattened.boxes(Box((1, 2, 3), (2, 3, 7)), (2, 4)))
+        found = list(boxes(Box((1, 2, 3), (2, 3, 7)), (2, 4)))
         assert found == [(Box((2, 11), (3, 12)), 0), (Box((3, 8), (4, 11)), 1)]
 
     def test_whole_pieces_side_by_side(self) -> None:
-        found = list(flattened.boxes(Box((0, 1, 0), (1, 3, 8)), (2, 4)))
+        found = list(boxes(Box((0, 1, 0), (1, 3, 8)), (2, 4)))
         assert found == [(Box((0, 4), (2, 8)), 0), (Box((0, 8), (2, 12)), 8)]
 
     def test_stacked_layers(self) -> None:
-        found = list(flattened.boxes(Box((2, 1, 0), (3, 2, 2)), (1, 3)))
+        found = list(boxes(Box((2, 1, 0), (3, 2, 2)), (1, 3)))
         assert found == [(Box((2, 3), (3, 5)), 0)]
 
 

@@ -33,7 +33,18 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.tensor_reader import TensorReader
-from tests.formats.zero_files import MODEL, TAG, Files, build, moments_of, optim, own, rank_model, store_of, values_of
+from tests.formats.deepspeed.zero_files import (
+    MODEL,
+    TAG,
+    Files,
+    build,
+    moments_of,
+    optim,
+    own,
+    rank_model,
+    store_of,
+    values_of,
+)
 
 GROUPS = [{"a.weight": (5, 3), "a.bias": (5,)}, {"b": (1,)}]
 FROZEN = {"f": (2, 3)}

@@ -16,7 +16,7 @@ from ckpt_tools.errors import MalformedError
 from fixtures import launch
 from fixtures.corpus import deepspeed
 from fixtures.truth import State
-from tests.formats import zero_files
+from tests.formats.deepspeed import zero_files
 from tests.layouts.contents import contents, of_tensor
 from tests.support.manifests import elements
 

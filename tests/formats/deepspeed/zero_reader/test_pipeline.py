@@ -51,7 +51,7 @@ DAMAGED: dict[str, Damage] = {
         UnsupportedError,
         "files of a pipeline's layers under other names",
     ),
-    "two files of a layer": (save("layer_1-model_states.pt", {}), MalformedError, "both of one layer"),
+    "two files of a layer": (save("layer_1-model_states.pt", {}), MalformedError, "both of layer 1"),
     "a layer that is cut": (
         save("layer_01-model_01-model_states.pt", {}),
         IncompleteError,
