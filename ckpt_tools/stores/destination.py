@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
-from ckpt_tools.core.showing import Jsonable
+from ckpt_tools.core.showing import Jsonable, Shown
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present
 from ckpt_tools.stores.source import Buffer, ServiceFile, Store
@@ -200,3 +200,26 @@ class Place(ABC):
 
         A folder or a link of such a name stays, and a name that is gone already is no error. Raises StoreError.
         """
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CleanReport(Shown):
+    """Leftovers at ``destination``, and whether they were removed."""
+
+    SHOWN: ClassVar[tuple[str, ...]] = ("destination", "is_removed", "leftovers", "num_bytes")
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("num_bytes",)
+
+    destination: str
+    leftovers: Sequence[Leftover]
+    is_removed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(left.num_bytes for left in self.leftovers)
+
+
+def clean(place: Place, *, dry_run: bool) -> CleanReport:
+    """Leftovers of runs that were killed, or failed with ``--resume``, which are removed unless ``dry_run``. Raises as
+    ``Place.leftovers``."""
+    found = place.leftovers() if dry_run else place.remove_leftovers()
+    return CleanReport(place.url, tuple(found), is_removed=not dry_run)
