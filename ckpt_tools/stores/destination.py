@@ -17,8 +17,8 @@ from ckpt_tools.stores.source import Buffer, ServiceFile, Store
 
 @dataclass(frozen=True, slots=True)
 class CopyingRules:
-    """Copying rules of a destination: ranges of files of its own ``service``, as parts of at least ``min_bytes``. If a
-    file has such parts, all of its parts but the last have this size."""
+    """Copying by the ``service`` of a destination, between its own files, in parts of at least ``min_bytes``. All parts
+    of such a file but the last have this size."""
 
     service: Hashable
     min_bytes: int
@@ -32,7 +32,7 @@ class CopyingRules:
 class PartRules:
     """Part sizes that a destination needs: about ``part_bytes``, at most ``max_parts`` per file.
 
-    ``copying`` is there where it may copy of files itself.
+    ``copying`` is None if the service cannot copy between its files.
     """
 
     part_bytes: int = 0
@@ -40,18 +40,13 @@ class PartRules:
     copying: CopyingRules | None = None
 
     def wanted_bytes(self, largest_file: int) -> int:
-        """The size to cut at, with room for parts that end a little earlier so as to split no element."""
+        """pi==0 else )+"""
         by_number = 0 if self.max_parts is None else -(-largest_file // self.max_parts) + SPARE_BYTES
         return max(self.part_bytes + SPARE_BYTES if self.part_bytes else 0, by_number)
 
 
 class Destination(ABC):
-    """Files being written part by part, not visible to other processes yet.
-
-    Parts of a file are numbered from 0 in order of their bytes, and may be written in any order, from any thread or
-    process that was given the destination and the file's handle; a part may be written twice, and holds the same
-    bytes both times. A destination inherits it, and overrides what it can do beyond that.
-    """
+    """ """
 
     __slots__ = ()
 
@@ -77,7 +72,7 @@ class Destination(ABC):
 
     @property
     def copying(self) -> CopyingRules | None:
-        """Rules for ``copy``, if the service of the destination can copy ranges of its own files; else None."""
+        """Rules for ``copy``; None if the service cannot copy ranges of its own files."""
         return None
 
     def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
@@ -89,7 +84,7 @@ class Destination(ABC):
 
 
 class Log(Protocol):
-    """Bytes kept beside unfinished output, which outlive the process that wrote them."""
+    """A log beside unfinished output, which outlives the process that wrote it."""
 
     def read(self) -> bytes:
         """Everything that was appended; the end may be cut off. Raises StoreError."""
@@ -112,8 +107,7 @@ class Leftover(Jsonable):
 
 
 class Claim(ABC):
-    """A place that this process alone is writing to: files go to ``destination``, and what was written is noted in
-    ``log``."""
+    """A place that this process alone writes to: files go to ``destination``, and ``log`` records what was written."""
 
     __slots__ = ()
     destination: Destination
@@ -172,10 +166,10 @@ class Place(ABC):
 
     @abstractmethod
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[Claim]:
-        """Take the place; on leaving, what was not published is removed.
+        """Take the place; on leaving, output that was not published is removed.
 
-        With ``resume`` what a killed run left is kept, and is kept again where this run fails. With ``fsync`` what is
-        published outlives a power failure.
+        With ``resume`` the output of a killed run is kept, also if this run fails. With ``fsync`` published files outlive a
+        power failure.
 
         Raises:
             DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing it.
@@ -192,13 +186,13 @@ class Place(ABC):
 
     @abstractmethod
     def remove_leftovers(self) -> Sequence[Leftover]:
-        """Remove them, and put back what a killed run had moved aside; what they were. Raises as ``leftovers``."""
+        """Remove leftovers, and put back what a killed run had moved aside. Returns and raises as ``leftovers``."""
 
     @abstractmethod
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
-        """Remove files of the folder by name, each batch after the one before it, then the folders that are empty.
+        """Remove files of the folder by name, batch after batch, then the folders that are empty.
 
-        A folder or a link of such a name stays, and a name that is gone already is no error. Raises StoreError.
+        A folder or a link of such a name stays, and a missing name is skipped. Raises StoreError.
         """
 
 

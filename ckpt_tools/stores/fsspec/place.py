@@ -42,10 +42,6 @@ def _is_link(info: Mapping[str, Any]) -> bool:
     return bool(info.get("islink")) or info.get("type") not in ("file", "directory")
 
 
-def _is_plain(info: Mapping[str, Any]) -> bool:
-    return info.get("type") == "file" and not _is_link(info)
-
-
 @dataclass(slots=True)
 class _Stream:
     """A file being written from front to back."""
@@ -67,11 +63,8 @@ class FsspecDestination(Destination):
     def begin(self, path: str, size_bytes: int) -> str:
         full = f"{self.root}/{checked_name(path)}"
 
-        def make() -> Any:
-            self.fs.makedirs(full.rpartition("/")[0], exist_ok=True)
-            return self.fs.open(full, "wb")
-
-        self._streams[path] = _Stream(asked(full, make))
+        asked(full, lambda: self.fs.makedirs(full.rpartition("/")[0], exist_ok=True))
+        self._streams[path] = _Stream(asked(full, lambda: self.fs.open(full, "wb")))
         return ""
 
     def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
@@ -118,7 +111,7 @@ def _failing(path: str, call: Callable[[], object]) -> None:
 
 @dataclass(slots=True)
 class FsspecLog:
-    """Forgets at once what it is told: unfinished streams cannot be taken up by a later run."""
+    """An empty log: unfinished streams cannot be continued by a later run."""
 
     def read(self) -> bytes:
         return b""
@@ -205,7 +198,8 @@ class FsspecPlace(Place):
         found = self.fs.find(self.path, withdirs=True, detail=True)
         inside = {str(path).removeprefix(self.path).strip("/"): info for path, info in found.items()}
         inside = {path: info for path, info in inside.items() if path and path.partition("/")[0] != PARTIAL}
-        files = {path: size_of(info, self.url) for path, info in inside.items() if _is_plain(info)}
+        plain = [path for path, info in inside.items() if info.get("type") == "file" and not _is_link(info)]
+        files = {path: size_of(inside[path], self.url) for path in plain}
         full = set(folders_of(inside))
         others = [path for path, info in inside.items() if path not in files and (path not in full or _is_link(info))]
         return Present(FsspecStore(self.fs, self.path), files, others) if files or others else None
@@ -270,9 +264,10 @@ class FsspecPlace(Place):
 
     def leftovers(self) -> Sequence[Leftover]:
         def find() -> list[Leftover]:
-            self.fs.invalidate_cache()
-            ours = [folder for partial in self._partials() for folder in self._staged(partial)]
-            found = {path: info for folder in ours for path, info in self._find(folder).items()}
+            found: dict[str, Any] = {}
+            for folder in (each for partial in self._partials() for each in self._staged(partial)):
+                with suppress(FileNotFoundError):
+                    found |= self.fs.find(folder, detail=True)
             return [
                 Leftover("unfinished output", str(self.fs.unstrip_protocol(path)), int(info.get("size") or 0))
                 for path, info in found.items()
@@ -281,25 +276,22 @@ class FsspecPlace(Place):
         return asked(self.url, find)
 
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
-        asked(self.url, lambda: self._remove([name for batch in batches for name in batch]))
+        names = [name for batch in batches for name in batch]
 
-    def _remove(self, names: Sequence[str]) -> None:
-        self.fs.invalidate_cache()
-        for name in names:
-            with suppress(FileNotFoundError):
-                self.fs.rm_file(f"{self.path}/{name}")
-        for folder in folders_of(names):
-            self._remove_folder(f"{self.path}/{folder}")
+        def remove() -> None:
+            self.fs.invalidate_cache()
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self.fs.rm_file(f"{self.path}/{name}")
+            for folder in folders_of(names):
+                self._remove_folder(f"{self.path}/{folder}")
+
+        asked(self.url, remove)
 
     def _remove_folder(self, path: str) -> None:
         """Remove a folder if it is empty. Services without folders, and full folders, raise errors of many kinds."""
         with suppress(Exception):
             self.fs.rmdir(path)
-
-    def _find(self, partial: str) -> dict[str, Any]:
-        with suppress(FileNotFoundError):
-            return dict(self.fs.find(partial, detail=True))
-        return {}
 
     def remove_leftovers(self) -> Sequence[Leftover]:
         found = self.leftovers()

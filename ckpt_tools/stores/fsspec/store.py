@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
@@ -47,19 +48,19 @@ def asked(url: str, call: Callable[[], Result]) -> Result:
     Raises:
         StoreError: it failed. FileNotFoundError is the caller's.
     """
-    return retried(lambda: _asked_once(url, call), _POLICY)
 
-
-def _asked_once(url: str, call: Callable[[], Result]) -> Result:
-    try:
-        return call()
-    except CkptError:
-        raise
-    except Exception as error:
-        judged = _judged(error, url)
-        if judged is error:
+    def ask() -> Result:
+        try:
+            return call()
+        except CkptError:
             raise
-        raise judged from error
+        except Exception as error:
+            judged = _judged(error, url)
+            if judged is error:
+                raise
+            raise judged from error
+
+    return retried(ask, _POLICY)
 
 
 @dataclass(slots=True)
@@ -144,10 +145,8 @@ def _time_of(info: Mapping[str, Any]) -> float | None:
     """In seconds since 1970."""
     found = next((info[name] for name in _TIMES if info.get(name)), None)
     if isinstance(found, str):
-        try:
+        with suppress(ValueError):
             found = datetime.fromisoformat(found)
-        except ValueError:
-            return None
     if isinstance(found, datetime):
         return found.timestamp()
     return float(found) if isinstance(found, int | float) else None
@@ -189,7 +188,12 @@ _REFUSED = (401, 403, 407)
 
 def _judged(error: Exception, url: str) -> Exception:
     """Exception to raise: ``error`` itself if it is a FileNotFoundError for a missing file; else a StoreError, or a
-    TransientError with one."""
+    TransientError with one.
+
+    fsspec's HTTP file system turns everything that ``info`` meets, a refused connection too, into FileNotFoundError,
+    and keeps what happened as its cause (fsspec 2026.9.0, implementations/http.py ``_info``).
+    """
+    path = without_secrets(url)
     cause = _cause(error)
     if isinstance(cause, CkptError):
         return cause
@@ -198,11 +202,15 @@ def _judged(error: Exception, url: str) -> Exception:
     if isinstance(cause, FileNotFoundError | IsADirectoryError):
         return error
     if isinstance(cause, PermissionError | NotImplementedError):
-        return StoreError(f"it was refused: {cause or type(cause).__name__}", path=without_secrets(url))
-    if _is_of_network(cause):
-        return _unanswered(cause, url)
-    # Each service's library has a root of its own; what it means by it cannot be told apart here.
-    return StoreError(f"it failed: {type(cause).__name__}: {cause}", path=without_secrets(url))
+        return StoreError(f"it was refused: {cause or type(cause).__name__}", path=path)
+    if not _is_of_network(cause):
+        # Each service's library has exceptions of its own, whose meaning is not known here.
+        return StoreError(f"it failed: {type(cause).__name__}: {cause}", path=path)
+    host, found = host_of(url), getattr(cause, "os_error", cause)
+    if isinstance(found, socket.gaierror) and found.errno in _UNKNOWN_HOST:
+        return StoreError(f"there is no host {host}: its name cannot be resolved", path=path)
+    failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=path)
+    return TransientError(failed, f"no answer from {host} yet")
 
 
 def _cause(error: Exception) -> BaseException:
@@ -220,15 +228,13 @@ def _status(error: BaseException) -> int:
 
 
 def _answered(status: int, cause: BaseException, error: Exception, url: str) -> Exception:
-    host = host_of(url)
+    host, path = host_of(url), without_secrets(url)
     if status in _GONE:
-        return error if isinstance(error, FileNotFoundError) else FileNotFoundError(without_secrets(url))
+        return error if isinstance(error, FileNotFoundError) else FileNotFoundError(path)
     reason = f"{host} answers {status} {getattr(cause, 'message', '')}".rstrip()
     if is_transient(status, ""):
-        return TransientError(StoreError(reason, path=without_secrets(url)), f"{host} answers {status}")
-    if status in _REFUSED:
-        return StoreError(f"access was refused: {reason}", path=without_secrets(url))
-    return StoreError(reason, path=without_secrets(url))
+        return TransientError(StoreError(reason, path=path), f"{host} answers {status}")
+    return StoreError(f"access was refused: {reason}" if status in _REFUSED else reason, path=path)
 
 
 def _is_of_network(cause: BaseException) -> bool:
@@ -236,18 +242,5 @@ def _is_of_network(cause: BaseException) -> bool:
     return isinstance(cause, OSError | EOFError) or type(cause).__module__.startswith("aiohttp")
 
 
-def _unanswered(cause: BaseException, url: str) -> Exception:
-    host = host_of(url)
-    if _is_unknown_host(cause):
-        return StoreError(f"there is no host {host}: its name cannot be resolved", path=without_secrets(url))
-    failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=without_secrets(url))
-    return TransientError(failed, f"no answer from {host} yet")
-
-
-def _is_unknown_host(cause: BaseException) -> bool:
-    """The name service answered that there is no such name; where it did not answer, it may later."""
-    found = getattr(cause, "os_error", cause)
-    return isinstance(found, socket.gaierror) and found.errno in (socket.EAI_NONAME, _EAI_NODATA)
-
-
-_EAI_NODATA = getattr(socket, "EAI_NODATA", socket.EAI_NONAME)
+_UNKNOWN_HOST = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+"""The name service's answer that there is no such name; if it gave no answer, it may do so later."""
