@@ -40,13 +40,18 @@ class PartRules:
     copying: CopyingRules | None = None
 
     def wanted_bytes(self, largest_file: int) -> int:
-        """pi==0 else )+"""
+        """The size to cut at, with room for parts that end a little earlier so as to split no element."""
         by_number = 0 if self.max_parts is None else -(-largest_file // self.max_parts) + SPARE_BYTES
         return max(self.part_bytes + SPARE_BYTES if self.part_bytes else 0, by_number)
 
 
 class Destination(ABC):
-    """ """
+    """Files being written part by part, not visible to other processes yet.
+
+    Parts of a file are numbered from 0 in order of their bytes, and may be written in any order, from any thread or
+    process that has the destination and the file's handle. A part that is written twice holds the same bytes both
+    times.
+    """
 
     __slots__ = ()
 
@@ -168,8 +173,8 @@ class Place(ABC):
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[Claim]:
         """Take the place; on leaving, output that was not published is removed.
 
-        With ``resume`` the output of a killed run is kept, also if this run fails. With ``fsync`` published files outlive a
-        power failure.
+        With ``resume`` the output of a killed run is kept, even if this run fails. With ``fsync`` published files
+        outlive a power failure.
 
         Raises:
             DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing it.
