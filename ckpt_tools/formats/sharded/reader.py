@@ -20,7 +20,8 @@ from ckpt_tools.formats.sharded.items import Checkpoint, Item, read_checkpoint_f
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
 from ckpt_tools.formats.sharded.templates import RANK, without_world
-from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.parse import Leaves, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.pickle.sharded_tensors import Mesh
 from ckpt_tools.serialization.strict_json import parse_json
