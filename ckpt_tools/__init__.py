@@ -56,8 +56,7 @@ if TYPE_CHECKING:
     from ckpt_tools.runs.report import RunCheckpoint as RunCheckpoint, RunListing as RunListing
     from ckpt_tools.serialization.loadable import LeftOut as LeftOut, Replaced as Replaced
     from ckpt_tools.stores.claims import UrlClaim as UrlClaim, claim as claim
-    from ckpt_tools.stores.destination import Leftover as Leftover
-    from ckpt_tools.stores.leftovers import CleanReport as CleanReport
+    from ckpt_tools.stores.destination import CleanReport as CleanReport, Leftover as Leftover
     from ckpt_tools.torch.load_into import load_into as load_into
     from ckpt_tools.torch.storage_reader import storage_reader as storage_reader
     from ckpt_tools.verification.deviation import Deviation as Deviation
@@ -115,8 +114,7 @@ _HOMES = {
     "loadable": ("LoadableReport",),
     "serialization.loadable": ("LeftOut", "Replaced"),
     "stores.claims": ("UrlClaim", "claim"),
-    "stores.destination": ("Leftover",),
-    "stores.leftovers": ("CleanReport",),
+    "stores.destination": ("CleanReport", "Leftover"),
     "torch.load_into": ("load_into",),
     "torch.storage_reader": ("storage_reader",),
     "verification.deviation": ("Deviation",),

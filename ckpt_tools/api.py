@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ckpt_tools.loadable import LoadableReport
     from ckpt_tools.runs.pruning import PruneReport
     from ckpt_tools.runs.report import RunListing
-    from ckpt_tools.stores.leftovers import CleanReport
+    from ckpt_tools.stores.destination import CleanReport
     from ckpt_tools.stores.source import Source
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan import ScanReport
@@ -641,7 +641,7 @@ def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[st
         >>> ckpt_tools.clean("run", dry_run=True).leftovers
         ()
     """
-    from ckpt_tools.stores.leftovers import clean as clean_place
+    from ckpt_tools.stores.destination import clean as clean_place
     from ckpt_tools.stores.urls import check_storage_options, open_place
 
     check_storage_options(storage_options, dst)

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ckpt_tools.core.applicability import OF_TWO_COPIES, Case, Rule
-from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import built_in
 
 
-def _reading(name: str) -> Callable[[Format], bool]:
-    return lambda form: name in form.reading_options
-
-
-def _writing(name: str) -> Callable[[Format], bool]:
-    return lambda form: name in form.writing_options
-
-
-def _names(is_one: Callable[[Format], bool]) -> str:
-    """The built-in formats for which ``is_one`` is true: ``dcp, megatron and sharded``."""
-    *first, last = (form.name for form in built_in() if is_one(form))
+def _names(name: str, *, reading: bool = False) -> str:
+    """The built-in formats that take the option ``name``: ``dcp, megatron and sharded``."""
+    taken = ((form.name, form.reading_options if reading else form.writing_options) for form in built_in())
+    *first, last = (form for form, options in taken if name in options)
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def _trees() -> str:
-    return f"checkpoints that are trees ({_names(_reading('model_key'))}, if they hold one)"
+    return f"checkpoints that are trees ({_names('model_key', reading=True)}, if they hold one)"
 
 
-def _writes(case: Case) -> str:
-    return f"this writes {case.target}"
+def _written(name: str, formats: str) -> Rule:
+    """The rule of an option for writing ``formats``, which are described in words."""
+    return Rule(
+        (name,),
+        lambda case: name in case.writes,
+        lambda: f"{formats} ({_names(name)})",
+        lambda case: f"this writes {case.target}",
+    )
 
 
 def _formats(case: Case) -> str:
@@ -47,19 +43,19 @@ READING = (
     Rule(
         ("tag",),
         lambda case: "tag" in (*case.reads, *case.writes),
-        lambda: f"DeepSpeed's formats ({_names(_writing('tag'))})",
+        lambda: f"DeepSpeed's formats ({_names('tag')})",
         _formats,
     ),
     Rule(
         ("model_key",),
         lambda case: "model_key" in (*case.reads, *case.writes),
-        lambda: f"{_trees()}, and for writing {_names(_writing('model_key'))}",
+        lambda: f"{_trees()}, and for writing {_names('model_key')}",
         _formats,
     ),
     Rule(
         ("optim_key",),
         lambda case: "optim_key" in case.reads or ("optim_key" in case.writes and case.has_state),
-        lambda: f"{_trees()}, and for writing optimizer state to {_names(_writing('optim_key'))}",
+        lambda: f"{_trees()}, and for writing optimizer state to {_names('optim_key')}",
         _formats,
     ),
     Rule(
@@ -69,28 +65,13 @@ READING = (
         _formats,
     ),
 )
-"""Of every command that reads one checkpoint, once its format is known."""
+"""Rules of every command that reads one checkpoint, checked once its format is known."""
 
 WRITING = (
     *READING,
-    Rule(
-        ("world_size",),
-        lambda case: "world_size" in case.writes,
-        lambda: f"formats that are written for a number of ranks ({_names(_writing('world_size'))})",
-        _writes,
-    ),
-    Rule(
-        ("max_shard_size",),
-        lambda case: "max_shard_size" in case.writes,
-        lambda: f"formats that are cut into shards of a size ({_names(_writing('max_shard_size'))})",
-        _writes,
-    ),
-    Rule(
-        ("config",),
-        lambda case: "config" in case.writes,
-        lambda: f"folders that from_pretrained opens ({_names(_writing('config'))})",
-        _writes,
-    ),
+    _written("world_size", "formats that are written for a number of ranks"),
+    _written("max_shard_size", "formats that are cut into shards of a size"),
+    _written("config", "folders that from_pretrained opens"),
     Rule(
         ("state",),
         lambda case: not case.is_weights_alone,
@@ -100,10 +81,10 @@ WRITING = (
     ),
     _WEIGHTS,
 )
-"""Of ``convert`` and its like, once the formats are known."""
+"""Rules of ``convert`` and ``plan``, checked once the formats are known."""
 
 COMPARING = (*READING, _WEIGHTS)
-"""Of ``verify`` with two checkpoints, once their formats are known."""
+"""Rules of ``verify`` with two checkpoints, checked once their formats are known."""
 
 DIFFING = (*READING, OF_TWO_COPIES)
-"""Of ``diff``, once both checkpoints are read."""
+"""Rules of ``diff``, checked once both checkpoints are read."""

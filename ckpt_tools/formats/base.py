@@ -22,7 +22,7 @@ WRITING_OPTIONS = ("tag", "model_key", "optim_key", "world_size", "max_shard_siz
 class Format:
     """A format of checkpoints: headers to a manifest, or a manifest to a layout of files.
 
-    It is read if ``read`` is overridden, and written if ``layout`` is. Neither touches the bytes of a tensor. Modules
+    It is read if ``read`` is overridden, and written if ``layout`` is. Neither reads the bytes of a tensor. Modules
     that take time to import are imported inside the methods.
     """
 
@@ -77,14 +77,15 @@ class Format:
         """The files of ``source`` that belong to the checkpoint ``manifest``, which was read from it.
 
         By default those that hold tensors. A format with more files, such as an index, adds them: ``--overwrite``
-        refuses to replace a folder that holds any other file. None if the checkpoint is in a folder below ``source``.
+        refuses to replace a folder that holds any other file. Empty if the checkpoint is in a folder below ``source``.
         Raises as ``read``.
         """
         return manifest.files - manifest.literals.keys()
 
     def served(self, source: Source, manifest: Manifest) -> Source:
-        """``source`` with a file more for each tensor that is no range of a stored file, because its elements have to
-        be decoded: row-major elements, decoded as they are read. The shards of ``manifest`` name these files."""
+        """``source`` with one more file for each tensor that is not a range of a stored file because its elements must
+        be decoded. The file has the elements row-major, decoded as they are read. The shards of ``manifest`` name these
+        files."""
         return source
 
     def reading_options_of(self, manifest: Manifest) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""Signs of state that is not a whole model, wherever it lies: what a reader has to refuse by name. Pure.
+"""Signs of state that is not a whole model, which a reader refuses by name wherever they are. Pure.
 
 A reader that does not know a layout can still read each tensor of it, and would take moments for weights, or one rank's
-pieces for a model. These are the signs: names that only optimizers give, flat parameters of FSDP1, objects that stand
-for a part of a tensor, and files that say of which rank they are.
+pieces for a model. The signs are: names that only optimizers give, flat parameters of FSDP1, objects that stand for a
+part of a tensor, and files that name their rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_optimizer_name(name: str) -> bool:
 
 
 def refuse_weights(names: Iterable[str]) -> None:
-    """Raises UnsupportedError where what was taken for weights are, by their paths in the tree, none."""
+    """Raises UnsupportedError for names that are not those of weights."""
     for name in names:
         if name.rpartition(".")[2] in FLAT_PARAMETERS:
             raise UnsupportedError(
@@ -54,7 +54,7 @@ def refuse_weights(names: Iterable[str]) -> None:
 
 
 def refuse_tensor_object(value: Any, name: str) -> None:
-    """Raises UnsupportedError where a weight is a tensor of a class that is not understood."""
+    """Raises UnsupportedError for a weight that is a tensor of an unsupported class."""
     reason = why_unread(value)
     if reason is not None:
         raise UnsupportedError(reason, key=name)
@@ -82,7 +82,7 @@ def refuse_pieces(value: Value, path: str) -> None:
 
 
 def refuse_ranks(files: Mapping[str, str]) -> None:
-    """Raises UnsupportedError for ``files`` that are the parts of ranks; of each it is said what was found in it."""
+    """Raises UnsupportedError for ``files`` of single ranks, which maps each to what was found in it."""
     if files:
         shown = ", ".join(f"{path}: {found}" for path, found in list(files.items())[:4])
         raise UnsupportedError(
@@ -93,12 +93,8 @@ def refuse_ranks(files: Mapping[str, str]) -> None:
 
 def pieces_in(value: Value) -> str | None:
     """The class of what in ``value`` is one rank's part of something, as a plural, or None."""
-    kind = next((ref.name for ref in classes_in(value) if _is_piece(ref)), None)
-    return None if kind is None else f"{kind}s"
-
-
-def _is_piece(ref: GlobalRef) -> bool:
-    return ref.name in _PIECES and ref.module.startswith(("torch.distributed.", "megatron."))
+    kinds = [ref for ref in classes_in(value) if ref.module.startswith(("torch.distributed.", "megatron."))]
+    return next((f"{ref.name}s" for ref in kinds if ref.name in _PIECES), None)
 
 
 def classes_in(value: Value) -> Iterator[GlobalRef]:
@@ -112,7 +108,7 @@ def objects_in(value: Value) -> Iterator[Opaque]:
 
 
 def holds_storage(value: Value) -> bool:
-    """Whether ``value`` has a storage that is not a tensor's."""
+    """Whether ``value`` has a storage outside of a tensor."""
     return any(isinstance(item, StorageRef) for item in _parts(value))
 
 
@@ -166,11 +162,7 @@ def refuse_deepspeed(value: Value, path: str) -> None:
         )
     if isinstance(own, dict) and any(name in own for name in _DEEPSPEED_PARTITIONS):
         raise UnsupportedError("it is one rank's file of a DeepSpeed ZeRO checkpoint; name its folder", path=path)
-    _refuse_cut_module(value, path)
-
-
-def _refuse_cut_module(value: dict[Value, Value], path: str) -> None:
-    """In stage 3 ``module`` keeps an empty tensor for each parameter that is cut."""
+    # In stage 3 ``module`` keeps an empty tensor for each parameter that is cut.
     module, groups = value.get("module"), value.get("param_shapes")
     shapes = groups if isinstance(groups, list) else [groups]
     for name, shape in ((n, s) for group in shapes if isinstance(group, dict) for n, s in group.items()):

@@ -1,12 +1,13 @@
-"""Formats by name, built in and of plug-ins, and the one that a source is in.
+"""Formats by name, built in and of plug-ins, and the format of a source.
 
-A format is imported when it is asked for, which takes 5 to 40 ms. Those of plug-ins are asked before the built-in ones
-if a file has their sign, and else after them.
+A format is imported when it is needed, which takes 5 to 40 ms. Plug-ins are asked before the built-in formats if a file
+has their sign, and else after them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -86,22 +87,20 @@ def table() -> tuple[FormatInfo, ...]:
 
 def read_format(name: str) -> Format:
     """The format called ``name``, which can be read. Raises UsageError."""
-    found = known(name)
-    if found is None or not found.reads:
-        raise _unknown(name, "read", [each.name for each in built_in() if each.reads])
-    return found
+    return _able(name, "read", lambda form: form.reads)
 
 
 def written_format(name: str) -> Format:
     """The format called ``name``, which can be written. Raises UsageError."""
+    return _able(name, "written", lambda form: form.writes)
+
+
+def _able(name: str, verb: str, is_able: Callable[[Format], bool]) -> Format:
     found = known(name)
-    if found is None or not found.writes:
-        raise _unknown(name, "written", [each.name for each in built_in() if each.writes])
+    if found is None or not is_able(found):
+        ours = [each.name for each in built_in() if is_able(each)]
+        raise UsageError(f"no format {name!r} can be {verb}; there are {', '.join((*ours, *plugins()))}")
     return found
-
-
-def _unknown(name: str, verb: str, ours: Iterable[str]) -> UsageError:
-    return UsageError(f"no format {name!r} can be {verb}; there are {', '.join((*ours, *plugins()))}")
 
 
 def find_format(source: Source, name: str | None = None) -> Format:
@@ -218,24 +217,19 @@ def _refuse_run(source: Source) -> None:
 
 
 def _refuse_known(source: Source) -> None:
-    """Raises UnsupportedError where files of a layout that is known and not read lie here, or below."""
+    """Raises UnsupportedError for files of a known layout that is not read, and for a file of ``torch.save`` with the
+    ending of another format."""
     for path in source.files:
         name = path.rpartition("/")[2]
         about = next((text for pattern, text in _FOREIGN.items() if fnmatchcase(name, pattern)), None)
         if about is not None:
             raise UnsupportedError(f"it is {about}", path=path)
-    if len(source.files) == 1:
-        _refuse_archive(source, next(iter(source.files)))
-
-
-def _refuse_archive(source: Source, path: str) -> None:
-    """Raises UnsupportedError for a file of ``torch.save`` with the ending of another format."""
+    if len(source.files) != 1:
+        return
     from ckpt_tools.serialization.torch_zip import open_archive
 
-    try:
+    path = next(iter(source.files))
+    with suppress(MalformedError, IncompleteError):
         open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
-    except (MalformedError, IncompleteError):
-        return
-    raise UnsupportedError(
-        f"its content is that of torch.save, but its name is not; add {option('from_', 'torch')}", path=path
-    )
+        advice = f"add {option('from_', 'torch')}"
+        raise UnsupportedError(f"its content is that of torch.save, but its name is not; {advice}", path=path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping, Set
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -203,11 +204,8 @@ def _declares(folder: str) -> bool:
             infos = [entry.path for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
     except OSError:
         return Path(folder).is_file()
-    return any(_names_group(Path(info, "entry_points.txt")) for info in infos)
-
-
-def _names_group(file: Path) -> bool:
-    try:
-        return SIGNS.encode() in file.read_bytes()
-    except OSError:
-        return False
+    for info in infos:
+        with suppress(OSError):
+            if SIGNS.encode() in Path(info, "entry_points.txt").read_bytes():
+                return True
+    return False

@@ -16,8 +16,8 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
 from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest
 from ckpt_tools.reading.enrich import enriched
-from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.trainers.accelerate import refuse_several
 from ckpt_tools.trainers.megatron_lm import TRACKER
 from ckpt_tools.trainers.names import optimizer_of

@@ -23,7 +23,7 @@ from ckpt_tools.trainers.record import Meaning
 from ckpt_tools.trainers.transformers import ADAPTER
 
 if TYPE_CHECKING:
-    from ckpt_tools.formats.state_dict.parse import TensorLeaf
+    from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 
 MAX_COMPANION_BYTES = 64 << 20
 """A trainer's log of a million steps is smaller."""

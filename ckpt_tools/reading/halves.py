@@ -17,7 +17,7 @@ from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.index import read_format, read_manifest
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.within import part_of
+from ckpt_tools.stores.wrappers import part_of
 from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
 
 

@@ -22,10 +22,10 @@ from ckpt_tools.core.option_names import option
 from ckpt_tools.core.trainer_folder import BesideFile
 from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.joined import Joined
 from ckpt_tools.stores.marker_files import MARKERS
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
+from ckpt_tools.stores.wrappers import Joined
 from ckpt_tools.trainers.transformers import ARGUMENTS, COMPANIONS, CONFIG, PREPARATION, STATE, TOKENIZER, TRANSFORMERS
 from ckpt_tools.trainers.verl import HUGGING_FACE
 

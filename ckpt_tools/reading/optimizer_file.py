@@ -16,7 +16,8 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import read_manifest
-from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.parse import Leaves, manifest_of
 from ckpt_tools.formats.torch.files import read_tree
 from ckpt_tools.stores.source import Source
 
@@ -54,7 +55,7 @@ def _is_model_alone(manifest: Manifest) -> bool:
 def _with_optimizer(manifest: Manifest, source: Source, file: str, options: ReadOptions) -> Manifest:
     try:
         tree = read_tree(source, file)
-        return _joined(manifest, tree.leaves, tree.ties, options)
+        return _joined(manifest, tree.leaves(), tree.ties, options)
     except FormatError as error:
         raise type(error)(
             f"{error.message}; it lies beside the model, whose file can be named to read the weights alone",

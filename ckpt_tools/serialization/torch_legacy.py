@@ -9,7 +9,7 @@ from the sizes of those before it, so opening reads the pickles alone; no tensor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Generic, Protocol, TypeVar
@@ -83,11 +83,8 @@ def open_legacy(read: ReadRange, size: int, path: str) -> TorchArchive:
 
     found = read_legacy(read, size, path, read_first)
     storages = found.storages
-
-    def locate() -> Mapping[str, tuple[int, int]]:
-        return {**storages.ranges(read, path), **storages.view_ranges()}
-
-    return TorchArchive(path, found.value, MappingProxyType({}), MappingProxyType(storages.all), locate)
+    known = MappingProxyType(storages.all)
+    return TorchArchive(path, found.value, MappingProxyType({}), known, lambda: storages.all_ranges(read, path))
 
 
 def read_legacy(read: ReadRange, size: int, path: str, read_first: ReadFirst[Read]) -> LegacyFile[Read]:
@@ -192,10 +189,8 @@ class Storages:
             raise MalformedError("a view of a storage is not described in torch's way", key=root.key)
         key, offset, numel = view
         found = StorageRef(key, root.dtype, numel, root.location)
-        if not 0 <= offset <= root.numel - numel or self._views.setdefault(key, (root.key, offset)) != (
-            root.key,
-            offset,
-        ):
+        at = root.key, offset
+        if not 0 <= offset <= root.numel - numel or self._views.setdefault(key, at) != at:
             raise MalformedError("a view of a storage leaves it, or is described in two ways", key=root.key)
         return noted(self.all, found)
 
@@ -227,10 +222,11 @@ class Storages:
             found[key] = start, start + ref.num_bytes
         return found
 
-    def view_ranges(self) -> dict[str, tuple[int, int]]:
-        found = {}
+    def all_ranges(self, read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
+        """The same with the views."""
+        found = self.ranges(read, path)
         for key, (root, offset) in self._views.items():
-            item = self._roots[root].dtype.item_bytes if self._roots[root].dtype else 1  # type: ignore[union-attr]
-            start = self._starts[root] + offset * item
+            dtype = self._roots[root].dtype
+            start = self._starts[root] + offset * (dtype.item_bytes if dtype else 1)
             found[key] = start, start + self.all[key].num_bytes
         return found

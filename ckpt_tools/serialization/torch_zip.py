@@ -9,8 +9,7 @@ checksums.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from struct import Struct
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -26,6 +25,8 @@ from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchiv
 from ckpt_tools.serialization.unread_tensors import why_unread
 from ckpt_tools.serialization.zip_archive import (
     ALIGNMENT,
+    LOCAL,
+    LOCAL_MAGIC,
     TORCHSCRIPT,
     ArchiveWriter,
     Directory,
@@ -94,12 +95,14 @@ def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Int
         raise _no_archive(read, size, path)
     root = next(iter(directory.records)).partition("/")[0]
     prefix = f"{root}/"
-    records = {
-        name.removeprefix(prefix): record for name, record in directory.records.items() if name.startswith(prefix)
-    }
+    found = directory.records.items()
+    records = {name.removeprefix(prefix): record for name, record in found if name.startswith(prefix)}
     if len(records) < len(directory.records):
         raise MalformedError(f"the zip archive is malformed: a record is outside its folder {root!r}", path=path)
-    _check_kind(records, path)
+    if "constants.pkl" in records or any(name.startswith("code/") for name in records):
+        raise UnsupportedError(TORCHSCRIPT, path=path)
+    if "data.pkl" not in records:
+        raise MalformedError("it is a zip archive, but not of torch.save: it has no data.pkl", path=path)
     _check_byte_order(directory, root, records, read)
     if records["data.pkl"].size > MAX_PICKLE_BYTES:
         raise MalformedError(f"its pickle has {records['data.pkl'].size:,} bytes", path=path)
@@ -135,13 +138,6 @@ def _no_archive(read: ReadRange, size: int, path: str) -> CkptError:
     if head.startswith(b"PK"):
         return MalformedError("the zip archive has no end; it is truncated or damaged", path=path)
     return MalformedError("it is not a file of torch.save", path=path)
-
-
-def _check_kind(records: Mapping[str, Record], path: str) -> None:
-    if "constants.pkl" in records or any(name.startswith("code/") for name in records):
-        raise UnsupportedError(TORCHSCRIPT, path=path)
-    if "data.pkl" not in records:
-        raise MalformedError("it is a zip archive, but not of torch.save: it has no data.pkl", path=path)
 
 
 def _check_byte_order(directory: Directory, root: str, records: Mapping[str, Record], read: ReadRange) -> None:
@@ -206,16 +202,14 @@ def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocati
         FormatError: it is no torch archive of one tensor.
     """
     head = read(start, min(start + ITEM_HEAD_BYTES, stop))
-    known = _known_items.get(stop - start)
-    if known is not None and head.startswith(known.prefix):
-        return known.at(start)
-    item = _open_item(read, start, stop, path, head)
-    location = item.location
-    if location.start <= len(head) and item.pickle_stop <= location.start:
-        if len(_known_items) >= MAX_KNOWN_ITEMS:
-            _known_items.clear()
-        _known_items[stop - start] = _KnownItem(head[: location.start], location)
-    return _KnownItem(b"", location).at(start)
+    prefix, location = _known_items.get(stop - start, (None, None))
+    if prefix is None or location is None or not head.startswith(prefix):
+        location, pickle_stop = _open_item(read, start, stop, path, head)
+        if location.start <= len(head) and pickle_stop <= location.start:
+            if len(_known_items) >= MAX_KNOWN_ITEMS:
+                _known_items.clear()
+            _known_items[stop - start] = head[: location.start], location
+    return replace(location, start=start + location.start, stop=start + location.stop)
 
 
 PICKLE_BYTES: Final = 16 << 10
@@ -228,46 +222,22 @@ def value_at_start(head: bytes, path: str) -> Value:
     Raises:
         MalformedError: it is not a torch archive, or its pickle is longer than ``head``.
     """
-    if len(head) < _LOCAL_HEADER.size:
+    if len(head) < LOCAL.size or not head.startswith(LOCAL_MAGIC):
         raise MalformedError("it is not a file of torch.save", path=path)
-    magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(head)
-    start = _LOCAL_HEADER.size + name_bytes + extra_bytes
-    if magic != b"PK\3\4":
-        raise MalformedError("it is not a file of torch.save", path=path)
+    *_, name_bytes, extra_bytes = LOCAL.unpack_from(head)
+    start = LOCAL.size + name_bytes + extra_bytes
     return load_first(head[start:], path=path, persistent_load=described_storage).value
-
-
-_LOCAL_HEADER: Final = Struct("<4s22xHH")
-"""Bytes before the first record of a zip; only the lengths of its name and of its extra field matter."""
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownItem:
-    """The bytes of an item before its elements, and where these are from the start of the item."""
-
-    prefix: bytes
-    location: ItemLocation
-
-    def at(self, start: int) -> ItemLocation:
-        found = self.location
-        return ItemLocation(
-            start + found.start, start + found.stop, found.dtype, found.storage_offset, found.shape, found.strides
-        )
 
 
 MAX_KNOWN_ITEMS: Final = 4096
 """Sizes of items remembered by a process, at about 2 KiB each."""
 
-_known_items: dict[int, _KnownItem] = {}
+_known_items: dict[int, tuple[bytes, ItemLocation]] = {}
+"""By the size of an item: its bytes before the elements, and where these are from its start."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    location: ItemLocation
-    pickle_stop: int
-
-
-def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -> _Item:
+def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -> tuple[ItemLocation, int]:
+    """Where the elements are from the start of the item, and where its pickle ends."""
     size = stop - start
     tail_start = max(size - ITEM_TAIL_BYTES, 0)
     tail = head[tail_start:] if len(head) == size else read(start + tail_start, stop)
@@ -289,7 +259,7 @@ def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -
     first, last = archive.storage_range(tensor.storage.key)
     location = ItemLocation(first, last, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides)
     pickle = archive.records["data.pkl"]
-    return _Item(location, pickle.header_offset + pickle.size)
+    return location, pickle.header_offset + pickle.size
 
 
 def archive_segments(
@@ -326,13 +296,16 @@ class Content:
 
     def segments(self, storages: Mapping[str, Sequence[Segment]], *, root: str, base: int = 0) -> list[Segment]:
         """The file with these ``storages``, which have the sizes that were promised."""
+        from xxhash import xxh3_128_intdigest
+
         writer = ArchiveWriter(root, base=base)
         for name, content in _HEAD_RECORDS.items():
             writer.add(name, [Literal(content or self.pickle)])
         for key in self.sizes:
             writer.add(f"data/{key}", storages[key])
         writer.add("version", [Literal(b"3\n")])
-        writer.add(".data/serialization_id", [Literal(_serialization_id(self.pickle))])
+        # Forty digits. torch hashes the checksums of the records, which are not known yet; nothing reads them.
+        writer.add(".data/serialization_id", [Literal(b"%040d" % (xxh3_128_intdigest(self.pickle) % 10**40))])
         return writer.finish()
 
 
@@ -343,10 +316,3 @@ _HEAD_RECORDS = {
     "byteorder": b"little",
 }
 """The records before the storages, in torch's order; the first is the pickle."""
-
-
-def _serialization_id(pickle: bytes) -> bytes:
-    """Forty digits. torch hashes the checksums of the records, which are not known yet; nothing reads them."""
-    from xxhash import xxh3_128_intdigest
-
-    return b"%040d" % (xxh3_128_intdigest(pickle) % 10**40)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
@@ -66,13 +66,13 @@ class Record:
 
     @property
     def states_checksum(self) -> bool:
-        """torch.serialization.set_crc32_options(False) saves faster and leaves every checksum 0."""
+        """False if every checksum is 0, as after torch.serialization.set_crc32_options(False)."""
         return self.crc32 != 0
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """The records of an archive in the order of the file; ``start`` is where the directory itself begins."""
+    """The records of an archive in the order of the file, and the ``start`` of the directory itself."""
 
     records: Mapping[str, Record]
     start: int
@@ -110,10 +110,7 @@ class Directory:
         return payload
 
     def _limits(self) -> dict[str, int]:
-        """Latest end of each record: the next header, or the directory."""
-        records = list(self.records.values())
-        stops = [record.header_offset for record in records[1:]] + [self.start]
-        return {record.name: stop for record, stop in zip(records, stops, strict=True)}
+        return {record.name: stop for record, stop in _with_limits(list(self.records.values()), self.start)}
 
     def _header_length(self, record: Record, data: bytes, at: int, limits: Mapping[str, int]) -> int:
         """No checksum covers it, and it says where the bytes are: they have to end where the descriptor begins."""
@@ -137,6 +134,11 @@ class Directory:
 
 def _header_bytes(record: Record) -> int:
     return LOCAL.size + len(record.name.encode())
+
+
+def _with_limits(records: list[Record], directory_start: int) -> Iterator[tuple[Record, int]]:
+    """Each record with its latest end: the next header, or the directory."""
+    return zip(records, [*(record.header_offset for record in records[1:]), directory_start], strict=False)
 
 
 def _neighbours(records: list[Record]) -> list[list[Record]]:
@@ -186,8 +188,10 @@ class _DirectoryReader:
         if stop - start > MAX_DIRECTORY_BYTES or count * CENTRAL.size > stop - start:
             self._fail(f"a directory of {count:,} records in {stop - start:,} bytes")
         records = self._records(self._bytes(start, stop), count)
-        if records:
-            self._check_apart(records, start)
+        # Each record, with the smallest possible header, ends before the next starts.
+        for record, limit in _with_limits(records, start):
+            if record.header_offset + _header_bytes(record) + record.size > limit:
+                self._fail(f"record {record.name!r} overlaps what follows it")
         return Directory(MappingProxyType({record.name: record for record in records}), start, self._path)
 
     def _bytes(self, start: int, stop: int) -> bytes:
@@ -200,7 +204,7 @@ class _DirectoryReader:
     def _find_end(self) -> int | None:
         """Start of the end record: the last one whose comment reaches exactly to the end of the file.
 
-        Others after it would lie in its comment, and some libraries take the last that looks like one.
+        Another one after it would lie in its comment, and some libraries take the last that looks like one.
         """
         at, rivals = self._tail.rfind(END_MAGIC), 0
         while at >= 0:
@@ -216,8 +220,9 @@ class _DirectoryReader:
     def _extent(self, end: int) -> tuple[int, int, int]:
         """Start, stop and number of records of the directory."""
         plain = wide = END.unpack(self._bytes(end, end + END.size))[1:7]
-        if MAX16 in plain[2:4] or MAX32 in plain[4:6] or self._has_locator(end):
-            end, wide = self._end64(end)
+        locator = self._bytes(max(0, end - LOCATOR64.size), end)
+        if MAX16 in plain[2:4] or MAX32 in plain[4:6] or locator.startswith(LOCATOR64_MAGIC):
+            end, wide = self._end64(end, locator)
         for disk, first_disk, here, count, *_ in (plain, wide):
             if disk or first_disk or here != count:
                 raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
@@ -225,19 +230,13 @@ class _DirectoryReader:
             self._fail("its two end records contradict each other about its directory")
         *_, count, num_bytes, start = wide
         # torch adds the zip64 end records also where no number needs them.
-        if start + num_bytes != end and not self._is_end64_at(start + num_bytes, end):
+        stop = start + num_bytes
+        is_end64 = stop + END64.size + LOCATOR64.size == end and self._bytes(stop, stop + 4) == END64_MAGIC
+        if stop != end and not is_end64:
             self._fail("its directory does not end where its end record starts")
-        return start, start + num_bytes, count
+        return start, stop, count
 
-    def _has_locator(self, end: int) -> bool:
-        return self._bytes(max(0, end - LOCATOR64.size), end).startswith(LOCATOR64_MAGIC)
-
-    def _is_end64_at(self, at: int, end: int) -> bool:
-        gap = END64.size + LOCATOR64.size
-        return at + gap == end and self._bytes(at, at + 4) == END64_MAGIC
-
-    def _end64(self, end: int) -> tuple[int, tuple[int, int, int, int, int, int]]:
-        locator = self._bytes(max(0, end - LOCATOR64.size), end)
+    def _end64(self, end: int, locator: bytes) -> tuple[int, tuple[int, int, int, int, int, int]]:
         if len(locator) < LOCATOR64.size or not locator.startswith(LOCATOR64_MAGIC):
             self._fail("its zip64 end record is missing")
         _, _, at, _ = LOCATOR64.unpack(locator)
@@ -277,16 +276,14 @@ class _DirectoryReader:
         return Record(name, offset, size, crc32), extra_stop + comment_bytes
 
     def _check_plain(self, name: str, flags: int, method: int, disk: int) -> None:
-        if flags & ENCRYPTED:
-            raise UnsupportedError(f"record {name!r} of the zip archive is encrypted", path=self._path)
-        if method and "/code/" in name:
-            raise UnsupportedError(TORCHSCRIPT, path=self._path)
-        if method:
-            raise UnsupportedError(
-                f"record {name!r} of the zip archive is compressed; {self._compressed}", path=self._path
-            )
-        if disk:
-            raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
+        problem = f"record {name!r} of the zip archive is encrypted" if flags & ENCRYPTED else ""
+        if method and not problem:
+            compressed = f"record {name!r} of the zip archive is compressed; {self._compressed}"
+            problem = TORCHSCRIPT if "/code/" in name else compressed
+        if disk and not problem:
+            problem = "a zip archive on several disks cannot be read"
+        if problem:
+            raise UnsupportedError(problem, path=self._path)
 
     def _name(self, raw: bytes) -> str:
         try:
@@ -299,16 +296,14 @@ class _DirectoryReader:
 
     def _wide(self, extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
         """The three numbers; those that are all ones come from the zip64 extra field, in order (APPNOTE 4.5.3)."""
-        values = [size, packed, offset]
+        values = (size, packed, offset)
         if MAX32 not in values:
-            return size, packed, offset
+            return values
         wide = self._zip64_numbers(extra)
-        for position, value in enumerate(values):
-            if value == MAX32:
-                if not wide:
-                    self._fail("a zip64 field is missing")
-                values[position] = wide.pop(0)
-        return values[0], values[1], values[2]
+        if len(wide) < values.count(MAX32):
+            self._fail("a zip64 field is missing")
+        size, packed, offset = (wide.pop(0) if value == MAX32 else value for value in values)
+        return size, packed, offset
 
     def _zip64_numbers(self, extra: bytes) -> list[int]:
         at = 0
@@ -319,13 +314,6 @@ class _DirectoryReader:
                 return list(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
             at += 4 + length
         return []
-
-    def _check_apart(self, records: list[Record], directory_start: int) -> None:
-        """Each record, as small as its header can be, ends before the next starts."""
-        stops = [record.header_offset for record in records[1:]] + [directory_start]
-        for record, stop in zip(records, stops, strict=True):
-            if record.header_offset + _header_bytes(record) + record.size > stop:
-                self._fail(f"record {record.name!r} overlaps what follows it")
 
     def _fail(self, reason: str) -> NoReturn:
         raise MalformedError(f"the zip archive is malformed: {reason}", path=self._path)
@@ -369,13 +357,12 @@ class ArchiveWriter:
         return self._segments
 
     def _checksum(self, content: Sequence[Segment], start: int, stop: int) -> Segment:
-        if all(isinstance(segment, Literal) for segment in content):
-            crc32 = 0
-            for segment in content:
-                assert isinstance(segment, Literal)
-                crc32 = zlib.crc32(segment.data, crc32)
-            return Literal(struct.pack("<I", crc32))
-        return Crc32(self._base + start, self._base + stop)
+        crc32 = 0
+        for segment in content:
+            if not isinstance(segment, Literal):
+                return Crc32(self._base + start, self._base + stop)
+            crc32 = zlib.crc32(segment.data, crc32)
+        return Literal(struct.pack("<I", crc32))
 
     def _append(self, segment: Segment) -> None:
         """Literals in a row become one, as a writer takes a step for each segment."""
@@ -399,16 +386,10 @@ class _Entry:
     size: int
     checksum: Segment
 
-    @property
-    def flags(self) -> int:
-        """An empty record has no descriptor."""
-        return UTF8_NAME | (DESCRIPTOR_FOLLOWS if self.size else 0)
 
-    @property
-    def is_wide(self) -> bool:
-        """A number that does not fit 32 bits needs a zip64 field in the local header and 64-bit sizes in the
-        descriptor."""
-        return self.size >= MAX32 or self.offset >= MAX32
+def _flags(size: int) -> int:
+    """An empty record has no descriptor."""
+    return UTF8_NAME | (DESCRIPTOR_FOLLOWS if size else 0)
 
 
 def _zip64_field(*numbers: int) -> bytes:
@@ -421,14 +402,14 @@ def _local_header(name: bytes, offset: int, size: int) -> bytes:
     wide = _zip64_field(*((size, 0) if size >= MAX32 else ()), *((offset,) if offset >= MAX32 else ()))
     padding = -(offset + LOCAL.size + len(name) + len(wide) + 4) % ALIGNMENT
     extra = wide + b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    flags = UTF8_NAME | (DESCRIPTOR_FOLLOWS if size else 0)
-    return LOCAL.pack(LOCAL_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+    return LOCAL.pack(LOCAL_MAGIC, 0, _flags(size), 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
 def _descriptor(entry: _Entry) -> list[Segment]:
     if not entry.size:
         return []
-    sizes = struct.pack("<2Q" if entry.is_wide else "<2I", entry.size, entry.size)
+    # A number that does not fit 32 bits has a zip64 field in the local header, and then sizes of 64 bits here.
+    sizes = struct.pack("<2Q" if max(entry.size, entry.offset) >= MAX32 else "<2I", entry.size, entry.size)
     return [Literal(DESCRIPTOR_MAGIC), entry.checksum, Literal(sizes)]
 
 
@@ -437,7 +418,7 @@ def _central_header(entry: _Entry) -> list[Segment]:
     extra = _zip64_field(*((entry.size, entry.size) if big else ()), *((entry.offset,) if far else ()))
     size, offset = min(entry.size, MAX32), min(entry.offset, MAX32)
     fields = CENTRAL.pack(
-        CENTRAL_MAGIC, 0, 0, entry.flags, 0, 0, 0, 0, size, size, len(entry.name), len(extra), 0, 0, 0, 0, offset
+        CENTRAL_MAGIC, 0, 0, _flags(entry.size), 0, 0, 0, 0, size, size, len(entry.name), len(extra), 0, 0, 0, 0, offset
     )
     return [Literal(fields[:_CRC_AT]), entry.checksum, Literal(fields[_CRC_AT + 4 :] + entry.name + extra)]
 
@@ -446,7 +427,7 @@ _CRC_AT = struct.calcsize("<4s6H")
 
 
 def _end(count: int, start: int, stop: int) -> bytes:
-    """The end records; torch's writer adds those of zip64 always, also where no number needs them."""
+    """The end records; torch's writer always adds those of zip64."""
     end = END.pack(
         END_MAGIC, 0, 0, min(count, MAX16), min(count, MAX16), min(stop - start, MAX32), min(start, MAX32), 0
     )

@@ -1,8 +1,8 @@
-"""Streams that were compressed with zstd, through the package zstandard, which is asked for only when one is read."""
+"""Streams compressed with zstd, read through the package zstandard, which is imported on first use."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt_tools.errors import MalformedError, UnsupportedError, UsageError
 from ckpt_tools.serialization.zip_archive import ReadRange
@@ -19,22 +19,15 @@ FED_BYTES = 1 << 12
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
-class Inflated(Protocol):
-    """A decompressing stream."""
-
-    def read(self, size: int) -> bytes:
-        """The next bytes, at most ``size``; none at the end. Raises MalformedError for a damaged frame."""
-
-
 class ZstandardMissingError(UsageError):
     """The package that decompresses is not installed."""
 
 
 def inflating(read: ReadRange, size: int, path: str) -> Inflated:
-    """The ``size`` compressed bytes that ``read`` gives, in however many frames. Raises ZstandardMissingError."""
+    """The ``size`` compressed bytes that ``read`` gives, in any number of frames. Raises ZstandardMissingError."""
     decompressor, error = _decompressor(path)
     stream = decompressor.stream_reader(_Compressed(read, size), read_size=READ_BYTES, read_across_frames=True)
-    return _Checked(stream, error, path)
+    return Inflated(stream, error, path)
 
 
 def inflated(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
@@ -101,14 +94,17 @@ class _Compressed:
         return self._range(start, self._at)
 
 
-class _Checked:
-    def __init__(self, stream: Inflated, error: type[Exception], path: str) -> None:
+class Inflated:
+    """A decompressing stream."""
+
+    def __init__(self, stream: Any, error: type[Exception], path: str) -> None:
         self._stream = stream
         self._error = error
         self._path = path
 
     def read(self, size: int) -> bytes:
+        """The next bytes, at most ``size``; none at the end. Raises MalformedError for a damaged frame."""
         try:
-            return self._stream.read(size)
+            return bytes(self._stream.read(size))
         except self._error as error:
             raise _damaged(error, self._path) from error

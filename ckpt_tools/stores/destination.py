@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
-from ckpt_tools.core.showing import Jsonable
+from ckpt_tools.core.showing import Jsonable, Shown
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present
 from ckpt_tools.stores.source import Buffer, ServiceFile, Store
@@ -17,8 +17,8 @@ from ckpt_tools.stores.source import Buffer, ServiceFile, Store
 
 @dataclass(frozen=True, slots=True)
 class CopyingRules:
-    """Copying rules of a destination: ranges of files of its own ``service``, as parts of at least ``min_bytes``. If a
-    file has such parts, all of its parts but the last have this size."""
+    """Copying by the ``service`` of a destination, between its own files, in parts of at least ``min_bytes``. All parts
+    of such a file but the last have this size."""
 
     service: Hashable
     min_bytes: int
@@ -32,7 +32,7 @@ class CopyingRules:
 class PartRules:
     """Part sizes that a destination needs: about ``part_bytes``, at most ``max_parts`` per file.
 
-    ``copying`` is there where it may copy of files itself.
+    ``copying`` is None if the service cannot copy between its files.
     """
 
     part_bytes: int = 0
@@ -49,8 +49,8 @@ class Destination(ABC):
     """Files being written part by part, not visible to other processes yet.
 
     Parts of a file are numbered from 0 in order of their bytes, and may be written in any order, from any thread or
-    process that was given the destination and the file's handle; a part may be written twice, and holds the same
-    bytes both times. A destination inherits it, and overrides what it can do beyond that.
+    process that has the destination and the file's handle. A part that is written twice holds the same bytes both
+    times.
     """
 
     __slots__ = ()
@@ -77,7 +77,7 @@ class Destination(ABC):
 
     @property
     def copying(self) -> CopyingRules | None:
-        """Rules for ``copy``, if the service of the destination can copy ranges of its own files; else None."""
+        """Rules for ``copy``; None if the service cannot copy ranges of its own files."""
         return None
 
     def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
@@ -89,7 +89,7 @@ class Destination(ABC):
 
 
 class Log(Protocol):
-    """Bytes kept beside unfinished output, which outlive the process that wrote them."""
+    """A log beside unfinished output, which outlives the process that wrote it."""
 
     def read(self) -> bytes:
         """Everything that was appended; the end may be cut off. Raises StoreError."""
@@ -112,8 +112,7 @@ class Leftover(Jsonable):
 
 
 class Claim(ABC):
-    """A place that this process alone is writing to: files go to ``destination``, and what was written is noted in
-    ``log``."""
+    """A place that this process alone writes to: files go to ``destination``, and ``log`` records what was written."""
 
     __slots__ = ()
     destination: Destination
@@ -172,10 +171,10 @@ class Place(ABC):
 
     @abstractmethod
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[Claim]:
-        """Take the place; on leaving, what was not published is removed.
+        """Take the place; on leaving, output that was not published is removed.
 
-        With ``resume`` what a killed run left is kept, and is kept again where this run fails. With ``fsync`` what is
-        published outlives a power failure.
+        With ``resume`` the output of a killed run is kept, even if this run fails. With ``fsync`` published files
+        outlive a power failure.
 
         Raises:
             DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing it.
@@ -192,11 +191,34 @@ class Place(ABC):
 
     @abstractmethod
     def remove_leftovers(self) -> Sequence[Leftover]:
-        """Remove them, and put back what a killed run had moved aside; what they were. Raises as ``leftovers``."""
+        """Remove leftovers, and put back what a killed run had moved aside. Returns and raises as ``leftovers``."""
 
     @abstractmethod
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
-        """Remove files of the folder by name, each batch after the one before it, then the folders that are empty.
+        """Remove files of the folder by name, batch after batch, then the folders that are empty.
 
-        A folder or a link of such a name stays, and a name that is gone already is no error. Raises StoreError.
+        A folder or a link of such a name stays, and a missing name is skipped. Raises StoreError.
         """
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CleanReport(Shown):
+    """Leftovers at ``destination``, and whether they were removed."""
+
+    SHOWN: ClassVar[tuple[str, ...]] = ("destination", "is_removed", "leftovers", "num_bytes")
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("num_bytes",)
+
+    destination: str
+    leftovers: Sequence[Leftover]
+    is_removed: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(left.num_bytes for left in self.leftovers)
+
+
+def clean(place: Place, *, dry_run: bool) -> CleanReport:
+    """Leftovers of runs that were killed, or failed with ``--resume``, which are removed unless ``dry_run``. Raises as
+    ``Place.leftovers``."""
+    found = place.leftovers() if dry_run else place.remove_leftovers()
+    return CleanReport(place.url, tuple(found), is_removed=not dry_run)

@@ -1,4 +1,4 @@
-"""Names that mean something wherever a checkpoint lies."""
+"""Names of files with a meaning of their own: markers, digests, signatures, unfinished output."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SIGNATURE_NAME = "model.sig"
 """The signature of a folder, in it; model-signing's own name."""
 
 TOKEN_NAME = "seen"
-"""A file beside an output that is staged, by which other machines see that they share the folder: never in the output,
-so that no killed run leaves it to be published by the next."""
+"""A file beside staged output, by which other machines see that they share the folder. It is never in the output, so
+that no later run publishes it."""
 
 
 def is_marker(path: str) -> bool:
@@ -30,7 +30,7 @@ def is_marker(path: str) -> bool:
 
 
 def is_shown(path: str) -> bool:
-    """True if the relative name is a file of a checkpoint: not in a hidden folder, and not a folder itself, for which
-    some tools make empty objects."""
+    """True if the relative name is a file of a checkpoint: not in a hidden folder, and not an empty object that stands
+    for a folder."""
     *folders, name = path.split("/")
     return bool(name) and not any(folder.startswith(".") for folder in folders)

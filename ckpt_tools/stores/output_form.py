@@ -1,7 +1,4 @@
-"""Form of an output, one file or a folder, and the names that follow from it.
-
-It is decided once, where a place is opened.
-"""
+"""Form of an output, one file or a folder, decided where a place is opened, and the names that follow from it."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ class Folder:
 
     kind: ClassVar[Kind] = "folder"
     file_name: ClassVar[None] = None
-    """No file is the whole output."""
     partial_name: ClassVar[str] = PARTIAL
     """Folder of unfinished output in an object store, inside the destination."""
 

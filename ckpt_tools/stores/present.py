@@ -23,9 +23,9 @@ MAX_LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """The files at a place, hidden ones too, by their names in ``store`` and their sizes in bytes.
+    """The files at a place, hidden ones too, by their names in ``store`` with their sizes in bytes.
 
-    ``others`` are the names of all that is never a file of a checkpoint: links, empty folders, pipes, devices.
+    ``others`` are the names of everything else: links, empty folders, pipes, devices.
     """
 
     store: Store
@@ -33,7 +33,7 @@ class Present:
     others: Sequence[str] = ()
 
     def beyond(self, known: Mapping[str, int]) -> list[str]:
-        """The names that are not ``known``, or that are of another size now."""
+        """The names that are not ``known``, or that have another size now."""
         return sorted([*self.others, *(path for path, size in self.files.items() if known.get(path) != size)])
 
 
@@ -44,7 +44,7 @@ class Standing:
     is_taken: bool
     """A file is there, or a folder with something in it."""
     kinds: Collection[Kind]
-    """Files and folders are there, as which nothing of another kind can take their place."""
+    """Kinds that exist there, and that an output of another kind cannot replace."""
 
 
 def check_free(url: str, standing: Standing, kind: Kind, *, overwrite: bool) -> None:
@@ -62,7 +62,7 @@ def already_exists(url: str) -> DestinationExistsError:
 
 
 def check_only(present: Present | None, url: str, replaced: Mapping[str, int]) -> None:
-    """Raises DestinationExistsError where there is anything else than ``replaced``."""
+    """Raises DestinationExistsError if there are other files than ``replaced``."""
     unknown = [] if present is None else present.beyond(replaced)
     if unknown:
         raise DestinationExistsError(
@@ -71,14 +71,14 @@ def check_only(present: Present | None, url: str, replaced: Mapping[str, int]) -
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first names for a message, and how many more there are. A name may hold anything but a NUL."""
+    """The first names for a message, and how many more there are. Characters that cannot be printed are escaped."""
     shown = [name if name.isprintable() else ascii(name) for name in names]
     more = len(shown) - MAX_LISTED
     return ", ".join(shown[:MAX_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def folders_of(paths: Iterable[str]) -> list[str]:
-    """Every folder that holds one of ``paths``, but for the root; the inner ones before those that they lie in."""
+    """Every folder that contains one of ``paths``, except the root; inner folders first."""
     found: set[str] = set()
     for path in paths:
         folder = dirname(path)

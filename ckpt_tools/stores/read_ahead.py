@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.stores.source import Store, StoreWrapper
@@ -116,7 +117,8 @@ class BlockCache(StoreWrapper):
     def _read(self, path: str, run: dict[int, _Block]) -> None:
         """Read each stretch in one request. A failed block raises in all threads that wait for it, and is read again
         at the next request."""
-        for stretch in _stretches(list(run)):
+        for _, numbers in groupby(enumerate(run), key=lambda each: each[1] - each[0]):
+            stretch = [number for _, number in numbers]
             start = stretch[0] * BLOCK_BYTES
             buffer = memoryview(bytearray(min(len(stretch) * BLOCK_BYTES, self.sizes[path] - start)))
             try:
@@ -138,14 +140,3 @@ class BlockCache(StoreWrapper):
     def __reduce__(self) -> tuple[object, ...]:
         """In another process: the same store, nothing read yet."""
         return BlockCache, (self.store, self.sizes)
-
-
-def _stretches(numbers: list[int]) -> list[list[int]]:
-    """Numbers in order, cut where one is left out."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return found

@@ -21,7 +21,7 @@ from ckpt_tools.stores.s3.client import S3Options
 from ckpt_tools.stores.s3.lock import ObjectLock
 from ckpt_tools.stores.s3.place import S3Place
 from ckpt_tools.stores.s3.store import bucket_of, open_s3_store
-from ckpt_tools.stores.source import Source, Store
+from ckpt_tools.stores.source import Source
 
 
 def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
@@ -31,15 +31,11 @@ def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
         SourceNotFoundError: nothing is there. StoreError: it cannot be reached. UsageError: unknown options, or a
         missing package.
     """
-    store = _open_s3(url, options) if _is_s3(url) else open_fsspec_store(url, options)
+    store = open_s3_store(*bucket_of(url, S3Options.parse(options))) if _is_s3(url) else open_fsspec_store(url, options)
     if store is None:
         raise SourceNotFoundError(f"there is no file or folder {without_secrets(url)}")
     source = Source.open(store)
     return replace(source, store=BlockCache(store, source.files))
-
-
-def _open_s3(url: str, options: Mapping[str, Any]) -> Store | None:
-    return open_s3_store(*bucket_of(url, S3Options.parse(options)))
 
 
 def open_remote_place(url: str, options: Mapping[str, Any]) -> Place:

@@ -1,8 +1,8 @@
-"""When to try again, and how long to wait before: pure policy, which knows no store.
+"""Retries: which failures are worth another attempt, and how long to wait before it. Pure.
 
 A failure is transient where the same request may well succeed a moment later: the service is overloaded, a connection
 broke, a body ended early. Waits grow exponentially and are drawn from the whole interval ("full jitter"), so that
-clients who failed together do not come back together. What is tried again has to be harmless when it is done twice.
+clients that failed together do not return together. A request that is repeated must be harmless when done twice.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ def retried(
     Raises:
         CkptError: the last attempt's, where all failed. Whatever else ``call`` raises ends it at once.
     """
-    for num_failures in range(1, policy.attempts):
+    num_failures = 0
+    while True:
         try:
             return call()
         except TransientError as failure:
+            num_failures += 1
+            if num_failures == policy.attempts:
+                raise failure.error from failure
             tell(f"{failure.trouble}; trying again ({num_failures + 1} of {policy.attempts})")
             sleep(policy.wait_seconds(num_failures, fraction()))
-    try:
-        return call()
-    except TransientError as failure:
-        raise failure.error from failure

@@ -94,10 +94,15 @@ class Store(ABC):
 
 
 class StoreWrapper(Store):
-    """A store in front of ``store``, to which it forwards everything. A wrapper overrides what it changes."""
+    """A store in front of ``store``, to which it forwards everything. A wrapper overrides what it changes: a method, or
+    ``_behind`` where files have other names or stores."""
 
     __slots__ = ()
     store: Store
+
+    def _behind(self, path: str) -> tuple[Store, str]:
+        """The store that holds ``path``, and its name there."""
+        return self.store, path
 
     @property
     def url(self) -> str:
@@ -106,23 +111,28 @@ class StoreWrapper(Store):
     def list(self) -> Mapping[str, int]:
         return self.store.list()
 
-    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        self.store.read_into(path, start, buffer)
-
-    def version(self, path: str) -> str:
-        return self.store.version(path)
-
-    def modified(self, path: str) -> float | None:
-        return self.store.modified(path)
-
     def hidden(self) -> Mapping[str, int]:
         return self.store.hidden()
 
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        store, name = self._behind(path)
+        store.read_into(name, start, buffer)
+
+    def version(self, path: str) -> str:
+        store, name = self._behind(path)
+        return store.version(name)
+
+    def modified(self, path: str) -> float | None:
+        store, name = self._behind(path)
+        return store.modified(name)
+
     def locate(self, path: str) -> ServiceFile | None:
-        return self.store.locate(path)
+        store, name = self._behind(path)
+        return store.locate(name)
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
-        self.store.prefetch(path, start, stop)
+        store, name = self._behind(path)
+        store.prefetch(name, start, stop)
 
 
 class FileWriter(Protocol):

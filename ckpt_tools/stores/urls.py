@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,7 +15,7 @@ from ckpt_tools.core.applicability import STORES, Case, check
 from ckpt_tools.core.format_names import SINGLE_FILES
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.marker_files import MARKERS
+from ckpt_tools.stores.marker_files import MARKERS, is_marker
 from ckpt_tools.stores.source import Source
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ FOREIGN_SUFFIXES = frozenset(f".{name}" for name in _FOREIGN.split())
 """Suffixes of files in formats that are not written: a folder of such a name is probably a mistake."""
 
 FILES_OR_FOLDERS = {".ckpt": ("safetensors", "torch")}
-"""Lightning calls a torch file so, and the folder of a sharded checkpoint too: an ending that is refused for formats
-that could be one file."""
+"""Lightning's ending of a torch file, and of the folder of a sharded checkpoint: refused for formats that could be one
+file."""
 
 _FILE = "file://"
 
@@ -43,7 +44,7 @@ StorageOptions: TypeAlias = Mapping[str, Any] | None
 
 
 def check_storage_options(storage_options: StorageOptions, *urls: str | Path | None) -> None:
-    """Raises UsageError if there are storage options and none of ``urls``, which a user named, is of a store."""
+    """Raises UsageError if there are storage options, and all of ``urls`` are local."""
     case = Case(is_remote=any(url is not None and is_remote(url) for url in urls))
     check(STORES, {"storage_options": storage_options}, case)
 
@@ -85,7 +86,8 @@ def open_source(url: str | Path, storage_options: StorageOptions = None) -> Sour
     source = _open(folder if is_remote(url) else local_path(url).parent, storage_options)
     if name not in source.files:
         raise SourceNotFoundError(f"there is no file {url}")
-    return replace(source, files={path: size for path, size in source.files.items() if _beside(path, name)})
+    others = {path for path in source.files if path.endswith(".index.json") and path != name}
+    return replace(source, files={path: size for path, size in source.files.items() if path not in others})
 
 
 def open_run(url: str | Path, storage_options: StorageOptions = None) -> Source:
@@ -116,28 +118,22 @@ def _open(url: str | Path, storage_options: StorageOptions) -> Source:
     return Source.open(LocalStore(path.parent, only=path.name))
 
 
-def _beside(name: str, index: str) -> bool:
-    return name == index or not name.endswith(".index.json")
-
-
 def open_place(url: str | Path, storage_options: StorageOptions = None) -> Place:
     """Place of an output, one file if the name implies it; nothing is touched.
 
     Raises:
         UsageError: nothing can be written there.
     """
-    place = _place_at(url, storage_options)
-    return place if implied_format(place.name) is None else place.as_file()
-
-
-def _place_at(url: str | Path, storage_options: StorageOptions) -> Place:
+    place: Place
     if is_remote(url):
         from ckpt_tools.stores.remote import open_remote_place
 
-        return open_remote_place(str(url), storage_options or {})
-    from ckpt_tools.stores.local.place import LocalPlace
+        place = open_remote_place(str(url), storage_options or {})
+    else:
+        from ckpt_tools.stores.local.place import LocalPlace
 
-    return LocalPlace(local_path(url))
+        place = LocalPlace(local_path(url))
+    return place if implied_format(place.name) is None else place.as_file()
 
 
 def check_apart(src: str | Path, dst: str | Path, storage_options: StorageOptions = None) -> None:
@@ -149,39 +145,30 @@ def check_apart(src: str | Path, dst: str | Path, storage_options: StorageOption
     is_same = _same_file if service == "file" else PurePosixPath.__eq__
     if is_same(source, target):
         raise DestinationExistsError(f"{dst} is the source itself and is not replaced; {ELSEWHERE}")
-    if any(is_same(target, parent) for parent in source.parents):
-        raise DestinationExistsError(f"{dst} contains the source {src}, which is not changed; {ELSEWHERE}")
-    if any(is_same(source, parent) for parent in target.parents):
-        raise DestinationExistsError(f"{dst} is inside the source {src}, which is not changed; {ELSEWHERE}")
+    for inner, outer, verb in ((source, target, "contains"), (target, source, "is inside")):
+        if any(is_same(outer, parent) for parent in inner.parents):
+            raise DestinationExistsError(f"{dst} {verb} the source {src}, which is not changed; {ELSEWHERE}")
 
 
 def _same_file(one: PurePosixPath, other: PurePosixPath) -> bool:
-    """True if two names are of one file or folder: the same text, or the same to the file system."""
-    if one == other:
-        return True
-    try:
-        return Path(one).samefile(other)
-    except OSError:
-        return False
+    with suppress(OSError):
+        return one == other or Path(one).samefile(other)
+    return False
 
 
 def _whereabouts(url: str | Path, storage_options: StorageOptions = None) -> tuple[str, PurePosixPath]:
-    """The service that keeps what is at ``url``, and its whole path there: links are followed, ``..`` is resolved.
+    """The service of ``url`` and its absolute path there, with links followed and ``..`` resolved.
 
-    A file that stands for the folder it lies in, such as ``.metadata`` or an index, is that folder.
+    For a file that stands for its folder, such as ``.metadata`` or an index, it is the path of the folder.
     """
-    service, path = _located(url, storage_options)
-    return (service, path.parent) if path.name in MARKERS or path.name.endswith(".index.json") else (service, path)
-
-
-def _located(url: str | Path, storage_options: StorageOptions) -> tuple[str, PurePosixPath]:
     if is_remote(url):
         from ckpt_tools.stores.remote import located
 
-        service, path = located(str(url), storage_options or {})
+        service, name = located(str(url), storage_options or {})
     else:
-        service, path = "file", str(local_path(url))
-    return service, PurePosixPath(os.path.realpath(path) if service == "file" else posixpath.normpath(f"/{path}"))
+        service, name = "file", str(local_path(url))
+    path = PurePosixPath(os.path.realpath(name) if service == "file" else posixpath.normpath(f"/{name}"))
+    return service, path.parent if is_marker(path.name) else path
 
 
 def implied_format(name: str) -> str | None:

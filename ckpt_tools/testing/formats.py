@@ -23,8 +23,8 @@ from ckpt_tools.formats.index import built_in
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.testing.manifests import FORMAT, StoredCheckpoint, checkpoints_with_user_tensors, stored_checkpoints
 from ckpt_tools.testing.stored import arbitrary_elements
 from ckpt_tools.transfer.execute import execute

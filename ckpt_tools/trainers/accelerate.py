@@ -150,7 +150,7 @@ def _both_files(base: str, file: re.Match[str], source: Source, look: Look) -> t
     name = f"optimizer_{number}.bin" if number else "optimizer.bin"
     found = _found(look, f"{base}/{name}")
     if found is not None and list(found.files) == [name]:
-        from ckpt_tools.stores.joined import Joined
+        from ckpt_tools.stores.wrappers import Joined
 
         return Source(Joined(source.store, {name: (found.store, name)}), {**source.files, **found.files}), ()
     others = ("optimizer.bin", "optimizer_1.bin")

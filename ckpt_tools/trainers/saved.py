@@ -37,7 +37,7 @@ class Saved:
     @property
     def source(self) -> Source:
         """Its files alone."""
-        from ckpt_tools.stores.within import part_of
+        from ckpt_tools.stores.wrappers import part_of
 
         return part_of(self.run, self.root, self.files)
 

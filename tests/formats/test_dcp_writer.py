@@ -31,7 +31,7 @@ from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import LossError, UnsupportedError
-from ckpt_tools.formats.dcp.chunks import row_chunks
+from ckpt_tools.formats.dcp.files import row_chunks
 from ckpt_tools.formats.dcp.format import DcpFormat
 from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of, leaves
 from ckpt_tools.serialization.pickle.dump import Pairs, dumps

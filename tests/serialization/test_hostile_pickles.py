@@ -19,9 +19,9 @@ import pytest
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict
 from ckpt_tools.errors import CkptError, MalformedError
+from ckpt_tools.serialization.pickle.limits import MAX_DEPTH
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.serialization.pickle.machine import TooLongError
-from ckpt_tools.serialization.pickle.value_limits import MAX_DEPTH
 from tests.serialization.hostile import TECHNIQUES, crafted, pickled
 
 EVENTS: list[str] = []

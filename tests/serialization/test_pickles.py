@@ -183,7 +183,7 @@ def test_dcp_metadata_is_read_field_by_field(protocol: int, chunks: int, transfo
         mine, wanted = ours.state_dict_metadata[fqn], theirs.state_dict_metadata[fqn]
         assert isinstance(mine, dcp_classes.TensorStorageMetadata)
         assert isinstance(wanted, metadata.TensorStorageMetadata)
-        assert (mine.properties.element_type, tuple(mine.size)) == (DType.BFLOAT16, tuple(wanted.size))
+        assert (mine.properties.dtype.dtype, tuple(mine.size)) == (DType.BFLOAT16, tuple(wanted.size))
         assert [(c.offsets, c.sizes) for c in mine.chunks] == [(c.offsets, c.sizes) for c in wanted.chunks]
     assert [
         (index.fqn, index.offset, index.index, info.relative_path, info.offset, info.length, info.transform_descriptors)
@@ -219,7 +219,7 @@ def test_metadata_of_older_versions_is_read() -> None:
         b"ctorch\nfloat16\nN\x89N\x89tbVsize\nctorch\nSize\n)\x85RVchunks\n]ubsVplanner_data\nNVstorage_data\nNub."
     )
     value = read(data)
-    assert value.state_dict_metadata["a"].properties.element_type is DType.FLOAT16
+    assert value.state_dict_metadata["a"].properties.dtype.dtype is DType.FLOAT16
     assert (value.storage_data, value.storage_meta, value.version) == ({}, None, None)
 
 

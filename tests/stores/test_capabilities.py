@@ -15,9 +15,9 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.stores.destination import CopyingRules, Destination
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.read_ahead import BlockCache
 from ckpt_tools.stores.source import Buffer, ServiceFile, Store, StoreWrapper
+from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.testing.stores import StoreTests
 from ckpt_tools.transfer.execute import TransferResult, execute
 from ckpt_tools.transfer.runners.threads import ThreadRunner

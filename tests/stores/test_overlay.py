@@ -10,8 +10,8 @@ import pytest
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Store
+from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.testing.stores import StoreTests
 
 pytestmark = pytest.mark.quick

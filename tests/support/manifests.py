@@ -13,8 +13,8 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.values import to_json
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Store
+from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from tests.support.truth import Key, Truth, assert_same_bits, dtype_of
 

@@ -39,8 +39,8 @@ from ckpt_tools.stores.local import place as local_place
 from ckpt_tools.stores.local.place import Staging
 from ckpt_tools.stores.marker_files import DIGESTS_NAME
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source, Store
+from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.difference import Aspect
 from ckpt_tools.verification.digests import Digest, Digests

@@ -27,7 +27,6 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.rank_limits import check_rows
 from ckpt_tools.core.shards import Ints
 from ckpt_tools.core.values import GlobalRef, Opaque, Size
-from ckpt_tools.formats.dcp.chunks import is_cut, row_chunks
 from ckpt_tools.formats.dcp.items import Item, Items
 from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.serialization.pickle.dcp_metadata import (
@@ -142,8 +141,25 @@ def place(manifest: Manifest, entries: Entries, world_size: int) -> Placed:
 
 
 def _is_cut(manifest: Manifest, key: StateKey) -> bool:
+    """FSDP2 refuses 0-d parameters and cannot train empty ones."""
     entry = manifest.tensors[key]
-    return entry.kind in (Kind.PARAMETER, Kind.STATE) and is_cut(entry.shape)
+    return entry.kind in (Kind.PARAMETER, Kind.STATE) and bool(entry.shape) and 0 not in entry.shape
+
+
+def row_chunks(shape: Shape, world_size: int) -> list[Box]:
+    """The chunks of a tensor that is cut, chunk r being rank r's; where ranks are left over, the last one is empty.
+
+    FSDP2 cuts dim 0 as ``torch.chunk`` does: ceil(rows / ranks) rows each, fewer for the last, none for the ranks
+    behind it. DCP lists the empty chunks of these too. All of them start where the tensor ends, and an item is known by
+    its name and its start, so only one of them is kept.
+    """
+    rows = shape[0]
+    step = -(-rows // world_size)
+    starts = list(range(0, rows, step))
+    if len(starts) < world_size:
+        starts.append(rows)
+    inner, origin = shape[1:], (0,) * (len(shape) - 1)
+    return [Box((start, *origin), (min(start + step, rows), *inner)) for start in starts]
 
 
 class _Cutter:

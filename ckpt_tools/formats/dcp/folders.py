@@ -16,17 +16,13 @@ from ckpt_tools.trainers.accelerate import is_one_model
 
 
 def own_files(paths: Iterable[str], parts: Iterable[str] = ()) -> frozenset[str]:
-    """Those that torch writes into the folder of a checkpoint, or into the ``parts`` of a trainer's folder; none where
-    it lies in another folder."""
+    """Files that torch writes into the folder of a checkpoint, or into the ``parts`` of a trainer's folder; empty where
+    the checkpoint is in another folder."""
     folders = {f"{part}/" if part else "" for part in parts} or {""}
-    found = frozenset(path for path in paths if _is_own(path, folders))
+    split = [(path, *path.rpartition("/")) for path in paths]
+    found = frozenset(path for path, *folder, name in split if "".join(folder) in folders and is_of_dcp(name))
     described = {path.rpartition("/")[0] for path in found if is_metadata(path) or is_of_one_rank(path)}
     return found if all(folder.rstrip("/") in described for folder in folders) else frozenset()
-
-
-def _is_own(path: str, folders: set[str]) -> bool:
-    folder, separator, name = path.rpartition("/")
-    return f"{folder}{separator}" in folders and is_of_dcp(name)
 
 
 def metadata_files(paths: Iterable[str]) -> list[str]:

@@ -31,46 +31,34 @@ _ADVICE = (
 )
 
 
+_SAVE_AGAIN = "supported; save it with --ckpt-format torch_dist, or without the optimizer (--no-save-optim)"
+
+_OTHERS = {
+    "param_to_group_meta": "it is a checkpoint of Megatron-FSDP (fsdp_dtensor), whose optimizer names parameters "
+    "otherwise than the model does, which is not ",
+    "fp32_from_fp16_params": "it is a checkpoint of Megatron-LM (torch_dcp) in 16 bit, whose fp32 masters have no "
+    "names, which is not ",
+}
+"""Other checkpoints of Megatron by a part of a path: Megatron-FSDP keeps the options of each parameter (megatron-core
+0.16.1, distrib_optimizer.py, ``sharded_param_state_fsdp_dtensor``); ``torch_dcp`` of a run in 16 bit keeps its fp32
+masters as lists without names (optimizer/optimizer.py, ``Float16OptimizerWithFloat16Params``)."""
+
+
 def refuse_megatron(source: Source, metadata: Iterable[str], index: Index) -> None:
     """Raises UnsupportedError where the folders of ``metadata`` are Megatron-Core's."""
     known = [f"{prefix}.metadata" for prefix in torch_dist_folders(source)]
     sign = next((path for path in metadata if path in known), None)
     if sign is not None:
         raise UnsupportedError(f"{_ADVICE}read it with {option('from_', 'megatron')}", path=sign)
-    _refuse_fsdp(metadata, index)
-    _refuse_16_bit(metadata, index)
+    for part, reason in _OTHERS.items():
+        name = next((name for name, path in index.paths.items() if part in path), None)
+        if name is not None:
+            raise UnsupportedError(reason + _SAVE_AGAIN, path=next(iter(metadata)), key=name)
     name = next((name for name in index.objects if _SHARDED_OBJECT.fullmatch(name)), None)
     if name is not None or index.mcore_data is not None:
         raise UnsupportedError(
             f"{_ADVICE}{CONFIG_FILE}, which it writes last, is missing: the checkpoint was not finished; take an "
             "earlier one",
-            path=next(iter(metadata)),
-            key=name,
-        )
-
-
-def _refuse_fsdp(metadata: Iterable[str], index: Index) -> None:
-    """Raises UnsupportedError for a checkpoint of Megatron-FSDP: its optimizer keeps the options of each parameter
-    (megatron-core 0.16.1, distrib_optimizer.py, ``sharded_param_state_fsdp_dtensor``)."""
-    name = next((name for name, path in index.paths.items() if "param_to_group_meta" in path), None)
-    if name is not None:
-        raise UnsupportedError(
-            "it is a checkpoint of Megatron-FSDP (fsdp_dtensor), whose optimizer names parameters otherwise than the "
-            "model does, which is not supported; save it with --ckpt-format torch_dist, or without the optimizer "
-            "(--no-save-optim)",
-            path=next(iter(metadata)),
-            key=name,
-        )
-
-
-def _refuse_16_bit(metadata: Iterable[str], index: Index) -> None:
-    """Raises UnsupportedError for Megatron-LM's ``torch_dcp`` with the optimizer of a run in 16 bit: its fp32 masters
-    are lists without names (megatron-core 0.16.1, optimizer/optimizer.py, ``Float16OptimizerWithFloat16Params``)."""
-    name = next((name for name, path in index.paths.items() if "fp32_from_fp16_params" in path), None)
-    if name is not None:
-        raise UnsupportedError(
-            "it is a checkpoint of Megatron-LM (torch_dcp) in 16 bit, whose fp32 masters have no names, which is not "
-            "supported; save it with --ckpt-format torch_dist, or without the optimizer (--no-save-optim)",
             path=next(iter(metadata)),
             key=name,
         )
@@ -85,7 +73,7 @@ def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str])
     folders = tuple(path.removesuffix(".metadata") for path in metadata)
     known = {file for entry in manifest.tensors.values() for file in entry.shards.files}
     found = [path for path in source.files if _WEIGHTS.fullmatch(path) and path not in known]
-    others = [path for path in found if not path.startswith(_below(folders))]
+    others = [path for path in found if not path.startswith(tuple(filter(None, folders)))]
     if others:
         from ckpt_tools.trainers.run_folders import files_of_others
 
@@ -101,8 +89,3 @@ def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str])
             f"alone, and the model lies in {listed}; name the model's files by themselves for the weights"
         )
     return replace(manifest, notes=(*manifest.notes, *map(not_part, others)))
-
-
-def _below(folders: tuple[str, ...]) -> tuple[str, ...]:
-    """Prefixes of what belongs to the DCP; of one at the top nothing does by its place alone."""
-    return tuple(folder for folder in folders if folder)

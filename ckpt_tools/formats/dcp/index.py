@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -16,24 +17,28 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, RowTable, ShardTable
 from ckpt_tools.core.values import Size, Value
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, errors_name
-from ckpt_tools.formats.dcp.looks import Looks
-from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TensorLeaf, TreePath
+from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsafeError, UnsupportedError, errors_name
+from ckpt_tools.formats.dcp.items import Items as Templates
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TreePath
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import check_start, loads, refuse_call
+from ckpt_tools.serialization.torch_zip import PICKLE_BYTES, value_at_start
+from ckpt_tools.serialization.unread_tensors import why_unread
+from ckpt_tools.serialization.zstd import inflating
 from ckpt_tools.stores.source import Source, checked_name
 
 MAX_METADATA_BYTES = 4 << 30
 """A million chunks take 150 MB."""
 
 MAX_ITEMS = 1 << 24
-"""Of a list in the tree that was saved. torch makes lists of any length that a path asks for, and never returns."""
+"""Maximum position in a list of the saved tree: torch makes lists of any length that a path asks for."""
 
 _FILE_NAME = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
@@ -48,11 +53,11 @@ class Index:
     compressed: frozenset[str] = frozenset()
     """The names of those objects whose items are compressed with zstd."""
     mcore_data: Value = None
-    """What Megatron-Core keeps in it beside torch's own: more about its tensors, by name."""
+    """Facts about tensors by name that Megatron-Core keeps beside torch's own."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Tensors that cannot be read, and why."""
     unflattened: frozenset[str] = frozenset()
-    """The names of those objects that were saved as they are, with the dicts and tensors in them: all objects of
+    """Objects that were saved as they are, with the dicts and tensors in them: all objects of
     ``DefaultSavePlanner(flatten_state_dict=False)``."""
     num_ranks: int | None = None
     """One more than the highest rank that wrote a file, as the files are named."""
@@ -87,7 +92,7 @@ def _index_of(source: Source, path: str) -> Index:
     files = _Files(source, path.rpartition("/")[0])
     items = metadata.storage_data
     num_ranks = _num_ranks(items.values())  # reading takes items away
-    looks = Looks(source)
+    looks = _Looks(source)
     tensors: dict[str, TensorLeaf] = {}
     unread: dict[str, str] = {}
     objects: dict[str, ByteRange] = {}
@@ -100,21 +105,18 @@ def _index_of(source: Source, path: str) -> Index:
             else:
                 unread[fqn] = found
         else:
-            objects[fqn] = _object(fqn, items, files)
-            if _is_compressed([_info(fqn, None, items)]):
+            info = _there(items.get(MetadataIndex(fqn)), fqn, None)
+            objects[fqn] = files.place(info)
+            if _is_compressed([info]):
                 compressed.add(fqn)
-    paths = _paths(metadata)
-    planned = metadata.planner_data or {}
-    return Index(
-        tensors,
-        objects,
-        paths,
-        frozenset(compressed),
-        metadata.extra.get("mcore_data"),
-        unread,
-        frozenset(objects.keys() - planned.keys()),
-        num_ranks,
-    )
+    planned = {} if metadata.planner_data is None else metadata.planner_data
+    if not isinstance(planned, dict):
+        raise MalformedError("the planner's data is not a dict of paths")
+    # Files of before torch 2.4 may have no paths; names then stand alone.
+    paths = {fqn: _path(planned.get(fqn, (fqn,))) for fqn in metadata.state_dict_metadata}
+    unflattened = frozenset(objects.keys() - planned.keys())
+    extra = metadata.extra.get("mcore_data")
+    return Index(tensors, objects, paths, frozenset(compressed), extra, unread, unflattened, num_ranks)
 
 
 def _num_ranks(items: Iterable[StorageInfo]) -> int | None:
@@ -139,11 +141,13 @@ class _Files:
 
         Raises IncompleteError.
         """
-        numbers = self._column(map(self._number, map(attrgetter("relative_path"), infos)), len(infos))
-        starts = self._column(map(attrgetter("offset"), infos), len(infos))
-        lengths = self._column(map(attrgetter("length"), infos), len(infos))
-        sizes = np.array(self._sizes, np.int64)[numbers]
-        self._refuse_cut_off(numbers, lengths > sizes - starts, infos)
+        files = map(self._number, map(attrgetter("relative_path"), infos))
+        others = (map(attrgetter(name), infos) for name in ("offset", "length"))
+        numbers, starts, lengths = (np.fromiter(column, np.int64, len(infos)) for column in (files, *others))
+        wrong = np.flatnonzero(lengths > np.array(self._sizes, np.int64)[numbers] - starts)
+        if wrong.size:
+            row = int(wrong[0])
+            raise self._cut_off(int(numbers[row]), infos[row].offset + infos[row].length)
         return numbers, starts, starts + lengths
 
     def place(self, info: StorageInfo) -> ByteRange:
@@ -152,15 +156,6 @@ class _Files:
         if stop > self._sizes[number]:
             raise self._cut_off(number, stop)
         return ByteRange(self.names[number], info.offset, stop)
-
-    @staticmethod
-    def _column(values: Iterable[int], count: int) -> Ints:
-        return np.fromiter(values, np.int64, count)
-
-    def _refuse_cut_off(self, numbers: Ints, wrong: NDArray[np.bool_], infos: Sequence[StorageInfo]) -> None:
-        if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
-            raise self._cut_off(int(numbers[row]), infos[row].offset + infos[row].length)
 
     def _cut_off(self, number: int, stop: int) -> IncompleteError:
         size = self._sizes[number]
@@ -171,14 +166,55 @@ class _Files:
 
     def _number(self, relative_path: str) -> int:
         number = self._numbers.get(relative_path)
-        return self._new(relative_path) if number is None else number
-
-    def _new(self, relative_path: str) -> int:
-        name = f"{self._folder}/{checked_name(relative_path)}" if self._folder else checked_name(relative_path)
-        number = self._numbers[relative_path] = len(self.names)
-        self._sizes.append(self._source.size(name))
-        self.names.append(name)
+        if number is None:
+            name = f"{self._folder}/{checked_name(relative_path)}" if self._folder else checked_name(relative_path)
+            number = self._numbers[relative_path] = len(self.names)
+            self._sizes.append(self._source.size(name))
+            self.names.append(name)
         return number
+
+
+@dataclass(slots=True)
+class _Looks:
+    """Looks into the items of tensors that may not be plain, such as quantized ones of torchao.
+
+    The index states shape and dtype of a tensor, and not its class. A plain tensor has an item of a known length, as
+    current torch writes it. Of items of any other length, one is opened for each shape, dtype and length.
+    """
+
+    source: Source
+    _plain: Templates = field(default_factory=lambda: Templates({}))
+    _known: dict[tuple[Shape, DType, int], str | None] = field(default_factory=dict)
+
+    def why_unread(self, shape: Shape, dtype: DType, at: ByteRange, *, is_compressed: bool) -> str | None:
+        """Why the tensor whose piece of ``shape`` is at ``at`` cannot be read; None if it can.
+
+        The length of a compressed item is its own, so that most are looked into. That of complex numbers does not tell
+        whether they are conjugated.
+        """
+        shape, length = tuple(shape), at.stop - at.start
+        may_be_flagged = dtype in (DType.COMPLEX32, DType.COMPLEX64, DType.COMPLEX128)
+        if not is_compressed and not may_be_flagged and length == self._plain.tensor(shape, dtype).num_bytes:
+            return None
+        key = (shape, dtype, length)
+        if key not in self._known:
+            self._known[key] = self._look(at, is_compressed=is_compressed)
+        return self._known[key]
+
+    def _look(self, at: ByteRange, *, is_compressed: bool) -> str | None:
+        """Reason from the item's pickle; None if it is damaged, which reading finds."""
+        size = at.stop - at.start
+
+        def read(start: int, stop: int) -> bytes:
+            return self.source.read(at.file, at.start + start, at.start + stop)
+
+        with suppress(FormatError, UnsafeError):
+            if is_compressed:
+                head = inflating(read, size, at.file).read(PICKLE_BYTES)
+            else:
+                head = read(0, min(PICKLE_BYTES, size))
+            return why_unread(value_at_start(head, at.file))
+        return None
 
 
 Items = dict[MetadataIndex, StorageInfo]
@@ -210,14 +246,6 @@ def _is_compressed(infos: Sequence[StorageInfo]) -> bool:
     return bool(transformed)
 
 
-def _object(fqn: str, items: Items, files: _Files) -> ByteRange:
-    return files.place(_info(fqn, None, items))
-
-
-def _info(fqn: str, offsets: Size | None, items: Items) -> StorageInfo:
-    return _there(items.get(MetadataIndex(fqn, offsets)), fqn, offsets)
-
-
 def _there(found: StorageInfo | None, fqn: str, offsets: Size | None) -> StorageInfo:
     if found is None:
         where = "" if offsets is None else f" at {list(offsets)}"
@@ -229,7 +257,7 @@ def _extents(sizes: Iterable[Size], num_rows: int, ndim: int) -> Ints:
     return np.fromiter(chain.from_iterable(sizes), np.int64, num_rows * ndim).reshape(num_rows, ndim)
 
 
-def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files, looks: Looks) -> TensorLeaf | str:
+def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files, looks: _Looks) -> TensorLeaf | str:
     """The tensor, or why it cannot be read."""
     dtype = entry.properties.dtype.dtype
     if dtype is None:
@@ -240,7 +268,7 @@ def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files,
 
 
 def _stored_whole(
-    fqn: str, entry: TensorStorageMetadata, dtype: DType, items: Items, files: _Files, looks: Looks
+    fqn: str, entry: TensorStorageMetadata, dtype: DType, items: Items, files: _Files, looks: _Looks
 ) -> TensorLeaf | str:
     """One piece, as most are where a rank keeps whole tensors: 200,000 take a tenth of the time, and half the memory
     because what is said of a piece goes when the piece is known."""
@@ -264,13 +292,13 @@ def _stored_whole(
 
 
 def _stored_in_pieces(
-    fqn: str, entry: TensorStorageMetadata, dtype: DType, items: Items, files: _Files, looks: Looks
+    fqn: str, entry: TensorStorageMetadata, dtype: DType, items: Items, files: _Files, looks: _Looks
 ) -> TensorLeaf | str:
     shape = tuple(entry.size)
     chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
     if any(len(chunk.sizes) != len(shape) for chunk in chunks):
         raise MalformedError("a chunk has a different number of dims than its tensor", key=fqn)
-    infos = [_info(fqn, chunk.offsets, items) for chunk in chunks]
+    infos = [_there(items.get(MetadataIndex(fqn, chunk.offsets)), fqn, chunk.offsets) for chunk in chunks]
     is_compressed = _is_compressed(infos)
     numbers, byte_starts, byte_stops = files.places(infos)
     starts = _extents(map(attrgetter("offsets"), chunks), len(chunks), len(shape))
@@ -286,26 +314,21 @@ def _stored_in_pieces(
         byte_stops=byte_stops,
         framing=Framing.ZSTD_ITEM if is_compressed else Framing.TORCH_ITEM,
     )
-    if not is_compressed:
-        _refuse_safetensors(table)
+    held, needed = table.byte_stops - table.byte_starts, table.numels * dtype.item_bytes
+    if not is_compressed and (bare := np.flatnonzero((held == needed) & (needed > 0))).size:
+        raise _safetensors(table.files[int(table.file_ids[int(bare[0])])])
     if chunks:
         reason = looks.why_unread(chunks[0].sizes, dtype, table.byte_range(0), is_compressed=is_compressed)
         if reason is not None:
             return reason
-    if not is_compressed:
-        _check_room(fqn, table)
+    if not is_compressed and (small := np.flatnonzero(held < needed)).size:
+        raise _no_room(fqn, table.box(int(small[0])).start)
     return TensorLeaf(shape, dtype, table)
 
 
-def _refuse_safetensors(table: ShardTable) -> None:
+def _safetensors(file: str) -> UnsupportedError:
     """``FileSystemWriter(serialization_format=SAFETENSORS)`` gives every piece the place where the file's header begins
     and the length of the piece alone; torch's zip of a tensor is longer."""
-    bare = (table.byte_stops - table.byte_starts == table.numels * table.dtype.item_bytes) & (table.numels > 0)
-    if bare.any():
-        raise _safetensors(table.files[int(table.file_ids[int(np.flatnonzero(bare)[0])])])
-
-
-def _safetensors(file: str) -> UnsupportedError:
     return UnsupportedError(
         "its tensors were saved as safetensors under an index that does not say where they are, which torch cannot "
         "read either; save with HuggingFaceStorageWriter, or without serialization_format",
@@ -313,22 +336,8 @@ def _safetensors(file: str) -> UnsupportedError:
     )
 
 
-def _check_room(fqn: str, table: ShardTable) -> None:
-    small = table.byte_stops - table.byte_starts < table.numels * table.dtype.item_bytes
-    if small.any():
-        raise _no_room(fqn, table.box(int(np.flatnonzero(small)[0])).start)
-
-
 def _no_room(fqn: str, offsets: Sequence[int]) -> MalformedError:
     return MalformedError(f"its piece at {list(offsets)} is larger than the item that holds it", key=fqn)
-
-
-def _paths(metadata: Metadata) -> dict[str, TreePath]:
-    """Each entry's path in the tree that was saved; files of before torch 2.4 may have none, and names stand alone."""
-    planned = {} if metadata.planner_data is None else metadata.planner_data
-    if not isinstance(planned, dict):
-        raise MalformedError("the planner's data is not a dict of paths")
-    return {fqn: _path(planned.get(fqn, (fqn,))) for fqn in metadata.state_dict_metadata}
 
 
 def _path(found: Any) -> TreePath:

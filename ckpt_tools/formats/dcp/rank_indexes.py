@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.shards import ByteRange, Ints, RowTable, ShardTable
+from ckpt_tools.core.shards import ByteRange, RowTable, ShardTable
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.dcp.index import Index, most_ranks
-from ckpt_tools.formats.state_dict.parse import TensorLeaf, TreePath
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.parse import TreePath
 from ckpt_tools.stores.source import Source
 
 
@@ -38,7 +39,8 @@ def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[N
         for name, place in index.paths.items():
             if paths.setdefault(name, place) != place:
                 raise MalformedError("another rank has this entry elsewhere in its tree", path=path, key=name)
-    _refuse_kinds(tensors, objects)
+    if both := tensors.keys() & objects.keys():
+        raise MalformedError("it is a tensor of one rank and an object of another", key=min(both))
     unread = {name: reason for index in indexes.values() for name, reason in index.unread.items()}
     index = Index(
         {name: _united(name, leaves) for name, leaves in tensors.items() if name not in unread},
@@ -53,14 +55,7 @@ def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[N
     return index, tuple(note for name, found in objects.items() for note in _differing(source, name, found))
 
 
-def _refuse_kinds(tensors: Mapping[str, object], objects: Mapping[str, object]) -> None:
-    both = tensors.keys() & objects.keys()
-    if both:
-        raise MalformedError("it is a tensor of one rank and an object of another", key=min(both))
-
-
 def _united(name: str, leaves: Sequence[TensorLeaf]) -> TensorLeaf:
-    """The pieces of all ranks, each once."""
     first = leaves[0]
     if any(leaf.shape != first.shape or leaf.dtype is not first.dtype for leaf in leaves):
         raise MalformedError("ranks saved tensors of different shapes or dtypes under this name", key=name)
@@ -72,7 +67,9 @@ def _table(tables: Sequence[ShardTable]) -> ShardTable:
     number = {file: position for position, file in enumerate(files)}
     ids = [np.array([number[file] for file in table.files], np.int64)[table.file_ids] for table in tables]
     starts, stops = (np.concatenate([getattr(table, name) for table in tables]) for name in ("starts", "stops"))
-    rows = _first_of_each(np.concatenate([starts, stops], axis=1))
+    boxes = np.concatenate([starts, stops], axis=1)
+    # Each box once; all those of a 0-d tensor are the same.
+    rows = np.sort(np.unique(boxes, axis=0, return_index=True)[1]) if boxes.shape[1] else np.arange(min(1, len(boxes)))
     first = tables[0]
     return RowTable(
         shape=first.shape,
@@ -85,13 +82,6 @@ def _table(tables: Sequence[ShardTable]) -> ShardTable:
         byte_stops=np.concatenate([table.byte_stops for table in tables])[rows],
         framing=first.framing,
     )
-
-
-def _first_of_each(boxes: Ints) -> Ints:
-    """The rows of boxes that no row before them has; a 0-d tensor has but one box."""
-    if not boxes.shape[1]:
-        return np.arange(min(1, len(boxes)))
-    return np.sort(np.unique(boxes, axis=0, return_index=True)[1])
 
 
 def _differing(source: Source, name: str, found: Sequence[ByteRange]) -> list[Note]:

@@ -21,10 +21,10 @@ from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, most_ranks, read_index
 from ckpt_tools.formats.dcp.names import is_of_dcp, is_of_one_rank
 from ckpt_tools.formats.dcp.rank_indexes import merged
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place, with_references
-from ckpt_tools.formats.state_dict.parse import TensorLeaf, manifest_of
+from ckpt_tools.formats.state_dict.parse import manifest_of
 from ckpt_tools.serialization.torch_zip import open_archive
-from ckpt_tools.serialization.zip_archive import ReadRange
 from ckpt_tools.serialization.zstd import inflated
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import note_of_missing
@@ -41,10 +41,14 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     literals: dict[str, bytes] = {}
     found = FoundLeaves(tensors=tensors, unread=dict(index.unread), ties=ties)
     for fqn, path in index.paths.items():
-        if fqn in index.objects:
-            _add_object(found, source, index, fqn, literals)
-        else:
+        if fqn not in index.objects:
             found.put(fqn, path, paths[0])
+            continue
+        place = _place(source, fqn, index.objects[fqn], literals, is_compressed=fqn in index.compressed)
+        if fqn in index.unflattened:
+            found.add_tree(place.archive.value, path, place)
+        else:
+            found.add(fqn, path, place.archive.value, place)
     with errors_name(paths[0]):
         manifest = manifest_of(
             found.leaves(),
@@ -92,7 +96,7 @@ def _joined(indexes: Mapping[str, Index]) -> Index:
 
 
 def ties_among(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
-    """Names of which every piece is stored in the very item of another name, which torch never does but we do."""
+    """Names whose every piece is stored in the item of another name, as only ckpt-tools writes them."""
     owners: dict[tuple[str, int], str] = {}
     ties = {}
     for fqn, tensor in tensors.items():
@@ -100,19 +104,19 @@ def ties_among(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
         if len(table):
             at = table.byte_range(0)
             owner = owners.setdefault((at.file, at.start), fqn)
-            if owner != fqn and _same_pieces(table, tensors[owner].shards):
+            if owner != fqn and _are_same(table, tensors[owner].shards):
                 ties[fqn] = owner
     return ties
 
 
-def _same_pieces(one: ShardTable, other: ShardTable) -> bool:
+def _are_same(one: ShardTable, other: ShardTable) -> bool:
     columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops")
     same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
     return same and one.shape == other.shape and one.dtype is other.dtype and one.files == other.files
 
 
 MAX_OBJECT_BYTES = 256 << 20
-"""Of an object that is compressed; a data loader's state may have some megabytes."""
+"""Maximum size of a compressed object; the state of a data loader may have some megabytes."""
 
 
 def read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
@@ -121,31 +125,16 @@ def read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, T
     return with_references(place.archive.value, place, fqn, inner)
 
 
-def _add_object(found: FoundLeaves, source: Source, index: Index, fqn: str, literals: dict[str, bytes]) -> None:
-    place = _place(source, fqn, index.objects[fqn], literals, is_compressed=fqn in index.compressed)
-    if fqn in index.unflattened:
-        found.add_tree(place.archive.value, index.paths[fqn], place)
-    else:
-        found.add(fqn, index.paths[fqn], place.archive.value, place)
-
-
 def _place(source: Source, fqn: str, at: ByteRange, literals: dict[str, bytes], *, is_compressed: bool) -> Place:
-    """The archive that an item is."""
-    read, at = _item(source, at, literals, is_compressed=is_compressed)
-    return Place(open_archive(read, at.stop - at.start, f"{at.file}: {fqn}"), at.file, at.start, fqn)
-
-
-def _item(
-    source: Source, at: ByteRange, literals: dict[str, bytes], *, is_compressed: bool
-) -> tuple[ReadRange, ByteRange]:
-    """How an object's item is read, and where it is: what a compressed one holds is a file of ``literals``."""
+    """The archive of an object's item; the content of a compressed one becomes a file of ``literals``."""
 
     def read(start: int, stop: int) -> bytes:
         return source.read(at.file, at.start + start, at.start + stop)
 
+    size = at.stop - at.start
     if not is_compressed:
-        return read, at
-    data = inflated(read, at.stop - at.start, at.file, limit_bytes=MAX_OBJECT_BYTES)
+        return Place(open_archive(read, size, f"{at.file}: {fqn}"), at.file, at.start, fqn)
+    data = inflated(read, size, at.file, limit_bytes=MAX_OBJECT_BYTES)
     file = f"{at.file}@{at.start}"
     literals[file] = data
-    return lambda start, stop: data[start:stop], ByteRange(file, 0, len(data))
+    return Place(open_archive(lambda start, stop: data[start:stop], len(data), f"{file}: {fqn}"), file, 0, fqn)

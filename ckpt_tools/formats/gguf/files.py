@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from ckpt_tools.core.boxes import Box
-from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.matching import is_chosen
@@ -23,21 +25,26 @@ from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpoint
 from ckpt_tools.formats.flat_names import weights_by_name
 from ckpt_tools.formats.gguf.header import (
     ALIGNMENT_KEY,
+    ARRAY,
     DEFAULT_ALIGNMENT,
     DTYPES,
     MAGIC,
     MAX_DIMS,
     MAX_NAME_BYTES,
+    SCALAR_NUMBERS,
+    SCALARS,
+    STRING,
     Header,
     TensorInfo,
     Value,
     aligned,
     read_header,
 )
-from ckpt_tools.formats.gguf.values import ENTRY, packed, packed_text, values_of
 from ckpt_tools.stores.source import Source
 
 SUFFIX = ".gguf"
+ENTRY = "gguf"
+"""The entry of a manifest that holds the key-values of a file, each with its type."""
 ARCHITECTURE = "general.architecture"
 NO_ARCHITECTURE = "unknown"
 SAME_NAMES = frozenset((
@@ -58,7 +65,8 @@ _TYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 def read(source: Source, options: ReadOptions) -> Manifest:
     headers = _in_order({path: read_header(source, path) for path in files_of(source)})
     tensors = _tensors(headers)
-    chosen = {name: info for name, info in tensors.items() if info.dtype is not None or _is_wanted(name, options)}
+    asked = options.include, options.exclude
+    chosen = {name: info for name, info in tensors.items() if info.dtype is not None or is_chosen(name, *asked)}
     entries = {StateKey(name): _entry(name, info) for name, info in chosen.items()}
     left = [info for name, info in tensors.items() if name not in chosen]
     values = {name: value for name, value in headers[0].values.items() if name not in _OF_SPLITS}
@@ -66,13 +74,9 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     return Manifest("gguf", entries, extra={ENTRY: values}, notes=_left_out(left), left_out=frozenset(names))
 
 
-def _is_ours(path: str) -> bool:
-    return "/" not in path and path.endswith(SUFFIX)
-
-
 def files_of(source: Source) -> list[str]:
     """The parts of the model."""
-    return [path for path in source.files if _is_ours(path)] or list(source.files)
+    return [path for path in source.files if "/" not in path and path.endswith(SUFFIX)] or list(source.files)
 
 
 def _in_order(headers: Mapping[str, Header]) -> list[Header]:
@@ -106,10 +110,6 @@ def _tensors(headers: list[Header]) -> dict[str, TensorInfo]:
     if promised is not None and promised != len(found):
         raise IncompleteError(f"the parts hold {count(len(found), 'tensor')} instead of {promised}")
     return found
-
-
-def _is_wanted(name: str, options: ReadOptions) -> bool:
-    return is_chosen(name, options.include, options.exclude)
 
 
 def _entry(name: str, info: TensorInfo) -> TensorEntry:
@@ -183,11 +183,46 @@ def _description(name: str, entry: TensorEntry, offset: int) -> bytes:
         )
     if len(entry.shape) > MAX_DIMS:
         raise UnsupportedError(f"it has {len(entry.shape)} dims, and GGUF has at most {MAX_DIMS}; exclude it", key=name)
+    if entry.dtype not in _TYPE_NUMBERS:
+        raise UnsupportedError(f"GGUF does not support {entry.dtype.value}; cast it or exclude it", key=name)
     dims = struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *reversed(entry.shape))
-    return packed_text(name) + dims + struct.pack("<IQ", _type_number(name, entry.dtype), offset)
+    return packed_text(name) + dims + struct.pack("<IQ", _TYPE_NUMBERS[entry.dtype], offset)
 
 
-def _type_number(name: str, dtype: DType) -> int:
-    if dtype not in _TYPE_NUMBERS:
-        raise UnsupportedError(f"GGUF does not support {dtype.value}; cast it or exclude it", key=name)
-    return _TYPE_NUMBERS[dtype]
+def packed_text(text: str | bytes) -> bytes:
+    """A length and the text, as GGUF writes names."""
+    data = text if isinstance(text, bytes) else text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def packed(name: str, value: Value) -> bytes:
+    """A key with its type and value."""
+    kind, found = value
+    is_array = kind.endswith("[]")
+    kind = kind.removesuffix("[]")
+    number = STRING if kind == "string" else SCALAR_NUMBERS[kind]
+    items = found if is_array else [found]
+    head = struct.pack("<IIQ", ARRAY, number, len(items)) if is_array else struct.pack("<I", number)
+    is_text = kind == "string"
+    data = b"".join(map(packed_text, items)) if is_text else np.array(items, SCALARS[number][1]).tobytes()
+    return packed_text(name) + head + data
+
+
+def values_of(entry: Any) -> dict[str, Value]:
+    """The key-values in an entry of a checkpoint, which a file of torch may have carried as lists.
+
+    Raises:
+        UnsupportedError: it is not what reading GGUF gave.
+    """
+    if not isinstance(entry, Mapping):
+        raise UnsupportedError(f"the entry {ENTRY!r} of the checkpoint does not hold key-values of GGUF")
+    return {str(name): _checked(name, value) for name, value in entry.items()}
+
+
+def _checked(name: Any, value: Any) -> Value:
+    kind, found = value if isinstance(value, tuple | list) and len(value) == 2 else ("", None)
+    try:
+        packed(str(name), (kind, found))
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise UnsupportedError(f"the entry {ENTRY}.{name} is not a key-value of GGUF") from error
+    return kind, found

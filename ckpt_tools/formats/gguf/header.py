@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -128,7 +128,10 @@ def read_header(source: Readable, path: str) -> Header:
             raise MalformedError(f"the key {brief(name)} appears twice", path=path)
         values[name] = _value(cursor, cursor.integer("<I"), name)
     raw = [_described(cursor) for _ in range(num_tensors)]
-    return Header(values, _placed(raw, _alignment(values, path), cursor), cursor.position)
+    kind, alignment = values.get(ALIGNMENT_KEY, ("uint32", DEFAULT_ALIGNMENT))
+    if kind != "uint32" or alignment < 1 or alignment & (alignment - 1):
+        raise MalformedError(f"{ALIGNMENT_KEY} is not a power of two", path=path)
+    return Header(values, _placed(raw, int(alignment), cursor), cursor.position)
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
@@ -176,8 +179,8 @@ class _Cursor:
     def text(self) -> bytes:
         return self.take(self.integer("<Q"))
 
-    def count(self, most: int | None = None) -> int:
-        """How many items follow, of which there may be only so many."""
+    def count(self) -> int:
+        """Number of items that follow."""
         number = self.integer("<Q")
         self.items_left -= number
         if self.items_left < 0:
@@ -232,15 +235,13 @@ class _Described:
     dims: Shape
     type_number: int
     offset: int
-    num_bytes: int = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def num_bytes(self) -> int:
         if self.type_number in DTYPES:
-            size = prod(self.dims) * DTYPES[self.type_number].item_bytes
-        else:
-            _, block, block_bytes = QUANTIZED[self.type_number]
-            size = prod(self.dims) // block * block_bytes
-        object.__setattr__(self, "num_bytes", size)
+            return prod(self.dims) * DTYPES[self.type_number].item_bytes
+        _, block, block_bytes = QUANTIZED[self.type_number]
+        return prod(self.dims) // block * block_bytes
 
 
 def _described(cursor: _Cursor) -> _Described:
@@ -259,13 +260,6 @@ def _described(cursor: _Cursor) -> _Described:
     return _Described(name, dims, number, offset)
 
 
-def _alignment(values: Mapping[str, Value], path: str) -> int:
-    kind, found = values.get(ALIGNMENT_KEY, ("uint32", DEFAULT_ALIGNMENT))
-    if kind != "uint32" or found < 1 or found & (found - 1):
-        raise MalformedError(f"{ALIGNMENT_KEY} is not a power of two", path=path)
-    return int(found)
-
-
 def aligned(position: int, alignment: int) -> int:
     """The first multiple of ``alignment`` at or after ``position``."""
     return position + -position % alignment
@@ -280,20 +274,16 @@ def _placed(raw: list[_Described], alignment: int, cursor: _Cursor) -> dict[str,
         if each.name in found:
             raise MalformedError("two tensors have this name", path=path, key=each.name)
         if each.offset != expected:
-            raise MalformedError(
-                f"it starts at byte {each.offset:,} of the data instead of {expected:,}", path=path, key=each.name
-            )
+            where = f"it starts at byte {each.offset:,} of the data instead of {expected:,}"
+            raise MalformedError(where, path=path, key=each.name)
         stop = each.offset + each.num_bytes
         at = ByteRange(path, start + each.offset, start + stop)
         found[each.name] = TensorInfo(tuple(reversed(each.dims)), each.type_number, at)
         expected = aligned(stop, alignment)
-    _check_end(cursor, start + stop, start + expected)
+    # The last tensor may be padded as all others are.
+    size, end, padded = cursor.size, start + stop, start + expected
+    if size < end or end < size < padded:
+        raise IncompleteError(f"it has {size:,} bytes instead of {padded:,}; the file is cut", path=path)
+    if size > padded:
+        raise MalformedError(f"{count(size - padded, 'byte')} too many, after the last tensor", path=path)
     return found
-
-
-def _check_end(cursor: _Cursor, stop: int, padded: int) -> None:
-    """The last tensor may be padded as all others are."""
-    if cursor.size < stop or stop < cursor.size < padded:
-        raise IncompleteError(f"it has {cursor.size:,} bytes instead of {padded:,}; the file is cut", path=cursor.path)
-    if cursor.size > padded:
-        raise MalformedError(f"{count(cursor.size - padded, 'byte')} too many, after the last tensor", path=cursor.path)

@@ -31,7 +31,8 @@ from ckpt_tools.formats.megatron.common_state import CommonState
 from ckpt_tools.formats.megatron.folders import Folder, find_folder
 from ckpt_tools.formats.megatron.groups import Group, Parameter, by_rule
 from ckpt_tools.formats.megatron.names import COMMON_ITEM, OWN_ITEM, State, is_of_buckets, state_of
-from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.parse import Leaves
 from ckpt_tools.serialization.torch_zip import locate_item, open_archive
 from ckpt_tools.stores.source import Source
 

@@ -17,14 +17,7 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.flat_names import weights_by_name
-from ckpt_tools.formats.npz.npy import (
-    PREFIX_BYTES,
-    NpyHeader,
-    check_size,
-    header_length,
-    npy_header,
-    parse_header,
-)
+from ckpt_tools.formats.npz.npy import PREFIX_BYTES, NpyHeader, check_size, header_length, npy_header, parse_header
 from ckpt_tools.serialization.zip_archive import ArchiveWriter, Directory, ReadRange, read_directory
 from ckpt_tools.stores.source import Source
 
@@ -55,16 +48,15 @@ def read(source: Source) -> Manifest:
     arrays, texts = _arrays(directory, read)
     voids = [name for name, (header, _) in arrays.items() if header.is_void]
     tensors = {StateKey(name): _entry(header, at) for name, (header, at) in arrays.items()}
-    return Manifest("npz", tensors, notes=(*_as_bfloat16(voids), *texts))
-
-
-def _is_ours(path: str) -> bool:
-    return "/" not in path and path.endswith(SUFFIX)
+    why = "numpy keeps it as void of 2 bytes, the form in which it saves bfloat16, and it is read as bfloat16"
+    what = f"dtype of {voids[0] if len(voids) == 1 else count(len(voids), 'array')}"
+    notes = (Note(Outcome.DEFAULTED, what, why, len(voids)),) if voids else ()
+    return Manifest("npz", tensors, notes=(*notes, *texts))
 
 
 def file_of(source: Source) -> str:
     """The one file that is read. Raises SeveralCheckpointsError."""
-    files = [path for path in source.files if _is_ours(path)] or list(source.files)
+    files = [path for path in source.files if "/" not in path and path.endswith(SUFFIX)] or list(source.files)
     if len(files) > 1:
         raise SeveralCheckpointsError(f"there are several files here ({listed(files)}); name the one you mean")
     return files[0]
@@ -104,12 +96,6 @@ def _entry(header: NpyHeader, at: ByteRange) -> TensorEntry:
     table = ShardTable.build(header.shape, header.dtype, [Shard(Box.whole(header.shape), at, strides)])
     kind = Kind.PARAMETER if header.dtype.is_floating else Kind.BUFFER
     return TensorEntry(header.shape, header.dtype, kind, table)
-
-
-def _as_bfloat16(names: list[str]) -> tuple[Note, ...]:
-    why = "numpy keeps it as void of 2 bytes, the form in which it saves bfloat16, and it is read as bfloat16"
-    what = names[0] if len(names) == 1 else count(len(names), "array")
-    return (Note(Outcome.DEFAULTED, f"dtype of {what}", why, len(names)),) if names else ()
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
+from math import prod
 
 from ckpt_tools.core.boxes import Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
@@ -157,10 +158,7 @@ def _dtype(descr: str, path: str, key: str) -> DType:
 
 def check_size(header: NpyHeader, size: int, path: str, key: str) -> None:
     """Raises FormatError where a member of ``size`` bytes does not hold exactly the array."""
-    numel = 1
-    for extent in header.shape:
-        numel *= extent
-    expected = header.offset + numel * header.dtype.item_bytes
+    expected = header.offset + prod(header.shape) * header.dtype.item_bytes
     if size < expected:
         raise IncompleteError(f"it has {size:,} bytes instead of {expected:,}", path=path, key=key)
     if size > expected:

@@ -1,14 +1,15 @@
-"""Arrays that tensorstore decodes, as files of a store: each is the elements of one array, row-major.
+"""Arrays that tensorstore decodes, as files of a store: each has the elements of one array, row-major.
 
-A plan wants ranges of files. The arrays of Orbax lie in compressed chunks, in a database of its own, so that no range
-of a stored file is a tensor. ``ArrayStore`` stands in front of the store and has one more file for each array; a read
-of it decodes the chunks that hold those elements. Chunks that were decoded stay in a cache of a fixed size.
+A plan uses ranges of files. The arrays of Orbax lie in compressed chunks, in a database of its own, so that no range of
+a stored file is a tensor. ``ArrayStore`` stands in front of the store and has one more file for each array; a read of
+it decodes the chunks that hold those elements. Decoded chunks stay in a cache of a fixed size.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -21,13 +22,14 @@ from ckpt_tools.core.values import are_naturals
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.formats.orbax.metadata import Tree
 from ckpt_tools.formats.orbax.names import MANIFEST
-from ckpt_tools.stores.source import ServiceFile, Store, StoreWrapper
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Store, StoreWrapper
 
 FILE_PREFIX = "array:"
-"""Of the names of files that no store has."""
+"""Prefix of the names of these files, which no store has."""
 
 MIN_CACHE_BYTES = 64 << 20
-"""Decoded chunks that are kept. One that is larger is kept too, so that a tensor's tasks do not decode it each."""
+"""Size of the cache of decoded chunks. A larger chunk is kept too, so that not each task of a tensor decodes it."""
 
 CHUNKS_AT_ONCE = 2
 """Chunks in work beside the cache, each as it is stored and as it is decoded."""
@@ -60,20 +62,17 @@ class Drivers:
 
     def spec(self, name: str) -> dict[str, Any]:
         """How tensorstore opens the array ``name``. Nothing in it comes from the checkpoint but names."""
-        driver = "zarr3" if self.tree.uses_zarr3 else "zarr"
-        return {"driver": driver, "kvstore": self._kvstore(f"{name}/")}
-
-    def _kvstore(self, path: str) -> dict[str, Any]:
-        folder = f"{self.root}/{self.tree.prefix}"
-        if not self.tree.uses_ocdbt:
-            return {"driver": "file", "path": folder + path}
-        return {"driver": "ocdbt", "base": {"driver": "file", "path": folder}, "path": path}
+        folder, path = f"{self.root}/{self.tree.prefix}", f"{name}/"
+        inside: dict[str, Any] = {"driver": "file", "path": folder + path}
+        if self.tree.uses_ocdbt:
+            inside = {"driver": "ocdbt", "base": {"driver": "file", "path": folder}, "path": path}
+        return {"driver": "zarr3" if self.tree.uses_zarr3 else "zarr", "kvstore": inside}
 
     def array(self, name: str) -> Array:
         """The array ``name``, all of whose chunks are there. Raises FormatError."""
         library = tensorstore()
         spec = self.spec(name)
-        with _Refusing(self._file, name):
+        with _refusing(self._file, name):
             opened = library.open(spec, open=True, read=True, context=self.context).result()
             keys = set(library.KvStore.open(spec["kvstore"], context=self.context).result().list().result())
             chunk, kind = tuple(opened.chunk_layout.write_chunk.shape or ()), opened.dtype.name
@@ -94,16 +93,13 @@ class Drivers:
 
     def _chunk_keys(self, shape: Shape, chunk: Shape, fields: Mapping[str, Any]) -> Iterator[bytes]:
         """The name of each chunk. Zarr takes a missing one for zeros, and Orbax leaves none out."""
-        if not self.tree.uses_zarr3:
-            separator, prefix = str(fields.get("dimension_separator", ".")), ""
-        else:
+        separator, prefix = str(fields.get("dimension_separator", ".")), []
+        if self.tree.uses_zarr3:
             encoding = fields.get("chunk_key_encoding") or {}
-            separator = str((encoding.get("configuration") or {}).get("separator", "/"))
-            prefix = "c"
+            separator, prefix = str((encoding.get("configuration") or {}).get("separator", "/")), ["c"]
         grid = tuple(-(-extent // step) for extent, step in zip(shape, chunk, strict=True))
         for index in np.ndindex(*grid):
-            parts = [*filter(None, [prefix]), *map(str, index)]
-            yield (separator.join(parts) or "0").encode()
+            yield (separator.join([*prefix, *map(str, index)]) or "0").encode()
 
 
 def tensorstore() -> Any:
@@ -117,20 +113,15 @@ def tensorstore() -> Any:
     return library
 
 
-class _Refusing:
-    """Errors of tensorstore, which are ValueErrors with a code in front, as ours."""
-
-    def __init__(self, path: str, key: str) -> None:
-        self._path, self._key = path, key
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError | OverflowError | TypeError | OSError):
-            reason = str(error).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
-            form = IncompleteError if reason.startswith("NOT_FOUND") else MalformedError
-            raise form(f"tensorstore cannot read the array: {reason[:300]}", path=self._path, key=self._key) from error
+@contextmanager
+def _refusing(path: str, key: str) -> Iterator[None]:
+    """Turn errors of tensorstore, which are ValueErrors that begin with a code, into errors of ckpt-tools."""
+    try:
+        yield
+    except (ValueError, OverflowError, TypeError, OSError) as error:
+        reason = str(error).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
+        form = IncompleteError if reason.startswith("NOT_FOUND") else MalformedError
+        raise form(f"tensorstore cannot read the array: {reason[:300]}", path=path, key=key) from error
 
 
 def cache_bytes(arrays: Mapping[str, Array]) -> int:
@@ -183,7 +174,7 @@ class ArrayStore(StoreWrapper):
     def _read(self, path: str, array: Array, first: int, last: int, buffer: memoryview) -> None:
         """Elements ``first`` to ``last`` of the row-major order."""
         done = 0
-        with _Refusing(path, path.removeprefix(FILE_PREFIX)):
+        with _refusing(path, path.removeprefix(FILE_PREFIX)):
             opened = self._open(path, array)
             for box in from_flat(first, last, array.shape):
                 part = opened[tuple(map(slice, box.start, box.stop))].read(order="C").result()
@@ -213,14 +204,9 @@ class ArrayStore(StoreWrapper):
     def version(self, path: str) -> str:
         return self.store.version(self.version_file if path in self.arrays else path)
 
-    def locate(self, path: str) -> ServiceFile | None:
-        """An array's elements are in no service."""
-        return None if path in self.arrays else self.store.locate(path)
-
-    def prefetch(self, path: str, start: int, stop: int) -> None:
-        """Of the store's own files."""
-        if path not in self.arrays:
-            self.store.prefetch(path, start, stop)
+    def _behind(self, path: str) -> tuple[Store, str]:
+        """The elements of an array are in no service, and are not read ahead."""
+        return MemoryStore() if path in self.arrays else self.store, path
 
     def __reduce__(self) -> tuple[object, ...]:
         """In another process: the same arrays, none of them open yet."""

@@ -20,13 +20,8 @@ def problem(saved: Saved) -> str | None:
         return None
     if not {CHECKPOINT, TREE} & saved.files.keys():
         return f"no {CHECKPOINT}: the save did not finish"
-    if COMMITTED in saved.files or not saved.root or not _commits(saved):
+    # Object stores cannot rename: there this file, which is written last, is in each checkpoint of the run.
+    marked = [parent_of(parent_of(path)) for path in saved.run.files if path.endswith(f"/{COMMITTED}")]
+    if COMMITTED in saved.files or not saved.root or parent_of(saved.root) not in marked:
         return None
     return f"no {COMMITTED}, which other checkpoints of the run have: the save did not finish"
-
-
-def _commits(saved: Saved) -> bool:
-    """Whether other checkpoints of the run have ``commit_success.txt``: object stores cannot rename, so that file says
-    that all others are there."""
-    folder = parent_of(saved.root)
-    return any(path.endswith(f"/{COMMITTED}") and parent_of(parent_of(path)) == folder for path in saved.run.files)

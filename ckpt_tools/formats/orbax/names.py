@@ -1,7 +1,7 @@
 """Names of Orbax's files. Facts from orbax-checkpoint 0.12.8 and files it wrote."""
 
 TREE = "_METADATA"
-"""Beside the arrays of one item: every leaf of the tree."""
+"""Every leaf of the tree, beside the arrays of one item."""
 CHECKPOINT = "_CHECKPOINT_METADATA"
 MANIFEST = "manifest.ocdbt"
 COMMITTED = "commit_success.txt"
@@ -10,7 +10,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 
 HOUSEKEEPING = (TREE, CHECKPOINT, COMMITTED, MANIFEST, STRINGS, "_sharding", "checkpoint_metadata.json")
 FOLDERS = ("d", "array_metadatas")
-"""Of an item: the data files of OCDBT, and the shapes of chunks, which the arrays themselves state."""
+"""In an item: the data files of OCDBT, and the shapes of chunks, which the arrays themselves state."""
 
 JSON_FILES = ("metadata", "metrics")
 """A JSON item and the metrics of a CheckpointManager, in their folders."""

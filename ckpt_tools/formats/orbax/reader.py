@@ -53,7 +53,10 @@ def _folders(source: Source) -> list[str]:
     if deep or ("" in found and len(found) > 1):
         folders = sorted({folder.partition("/")[0] for folder in found})
         raise SeveralCheckpointsError(f"there are several checkpoints here ({listed(folders)}); name the folder of one")
-    nameless = [folder for folder in _databases(source) if found and folder not in found]
+    databases = [path.rpartition("/")[0] for path in source.files if path.rpartition("/")[2] == MANIFEST]
+    # Each process leaves a database inside that of its item.
+    items = [folder for folder in databases if not folder.rpartition("/")[2].startswith("ocdbt.process_")]
+    nameless = [folder for folder in items if found and folder not in found]
     if nameless:
         raise IncompleteError(f"it has no {TREE}, the file that names its arrays", path=nameless[0] or MANIFEST)
     if not found:
@@ -62,12 +65,6 @@ def _folders(source: Source) -> list[str]:
             "orbax-checkpoint and save it again, if an old version wrote it"
         )
     return found
-
-
-def _databases(source: Source) -> list[str]:
-    """The folders of OCDBT databases, without those that each process left inside them."""
-    folders = [path.rpartition("/")[0] for path in source.files if path.rpartition("/")[2] == MANIFEST]
-    return [folder for folder in folders if not folder.rpartition("/")[2].startswith("ocdbt.process_")]
 
 
 def _is_own(path: str, folders: list[str]) -> bool:

@@ -44,7 +44,7 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
     piece_of,
     read_offsets,
 )
-from ckpt_tools.formats.state_dict.parse import TensorLeaf
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.stores.source import Source
 
 if TYPE_CHECKING:
@@ -70,14 +70,20 @@ class _Header:
 
 def read(source: Source, options: ReadOptions) -> Manifest:
     headers = {path: read_header(source, path) for path in _files(source)}
-    leaves = _pieces(headers) if _are_pieces(headers) else _leaves(headers)
+    # Each file holds pieces of tensors, as torch's DCP writes them from every rank.
+    are_pieces = any(OFFSETS_KEY in header.metadata for header in headers.values())
+    leaves = _pieces(headers) if are_pieces else _leaves(headers)
     ties = _ties(headers.values(), leaves)
     state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
     if state is not None:
         from ckpt_tools.formats.state_dict.packed import unpacked
 
         return unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
-    notes = (_note_of_pieces(headers),) if _are_pieces(headers) else ()
+    notes: tuple[Note, ...] = ()
+    if are_pieces:
+        # No file says how many there are, and no piece how large its tensor is.
+        why = f"the files do not state it; if one after {max(headers)} is missing, tensors are missing or end too early"
+        notes = (Note(Outcome.MISSING, "the number of ranks", why),)
     del headers
     # A model may have hundreds of thousands: what one was read from is given up as its entry is made.
     tensors = {StateKey(name): _entry(leaves.pop(name)) for name in list(leaves)}
@@ -96,29 +102,20 @@ def _files(source: Source) -> list[str]:
     """The files that make up the model, in order."""
     index = index_of(source.files, INDEX_NAME)
     if index is not None:
-        return _indexed_files(source, index)
+        weight_map = read_weight_map(source, index)
+        files = list(dict.fromkeys(weight_map.values()))
+        for file in files:
+            check_promises(weight_map, index, file, read_header(source, file).tensors)
+        return files
     files = [path for path in source.files if is_own(path)]
-    if len(files) > 1:
-        _check_shards(files)
-    return files
-
-
-def _indexed_files(source: Source, index: str) -> list[str]:
-    weight_map = read_weight_map(source, index)
-    files = list(dict.fromkeys(weight_map.values()))
-    for file in files:
-        check_promises(weight_map, index, file, read_header(source, file).tensors)
-    return files
-
-
-def _check_shards(files: list[str]) -> None:
-    """A folder without an index is one model only if its files number themselves completely."""
-    if all(map(is_shard_name, files)):
+    # A folder without an index is one model only if its files have all numbers.
+    if len(files) > 1 and all(map(is_shard_name, files)):
         check_numbers(files)
-    elif not are_shards(files, ".safetensors"):
+    elif len(files) > 1 and not are_shards(files, ".safetensors"):
         raise SeveralCheckpointsError(
             f"there are several models here ({listed(files)}); name the file of the one you mean"
         )
+    return files
 
 
 def read_header(source: Source, path: str) -> _Header:
@@ -163,11 +160,8 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
     if dtype is None:
         raise UnsupportedError(f"unknown dtype {brief(stated)}", path=path, key=name)
     if not are_naturals(shape) or not are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise MalformedError(
-            f"shape {brief(_as_stated(shape))} or data_offsets {brief(_as_stated(offsets))} are not valid",
-            path=path,
-            key=name,
-        )
+        shown = [brief(list(found) if isinstance(found, tuple) else found) for found in (shape, offsets)]
+        raise MalformedError(f"shape {shown[0]} or data_offsets {shown[1]} are not valid", path=path, key=name)
     if prod(shape) * dtype.item_bytes != offsets[1] - offsets[0]:
         raise MalformedError(
             f"{count(offsets[1] - offsets[0], 'byte')} cannot hold {list(shape)} of {dtype.value}", path=path, key=name
@@ -175,20 +169,15 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
     return dtype, tuple(shape), ByteRange(path, data_start + offsets[0], data_start + offsets[1])
 
 
-def _as_stated(numbers: Any) -> Any:
-    """As JSON has them."""
-    return list(numbers) if isinstance(numbers, tuple) else numbers
-
-
 def _check_ranges(
     tensors: Mapping[str, tuple[DType, tuple[int, ...], ByteRange]], data_start: int, size: int, path: str
 ) -> None:
     cursor = data_start
-    for at, name in sorted((((at.start, at.stop), name) for name, (_, _, at) in tensors.items())):
-        if at[0] != cursor:
-            kind = "overlaps the tensor before it" if at[0] < cursor else "leaves a gap before it"
+    for start, stop, name in sorted((at.start, at.stop, name) for name, (_, _, at) in tensors.items()):
+        if start != cursor:
+            kind = "overlaps the tensor before it" if start < cursor else "leaves a gap before it"
             raise MalformedError(f"its range {kind}", path=path, key=name)
-        cursor = at[1]
+        cursor = stop
     if cursor > size:
         raise IncompleteError(f"it has {count(size, 'byte')} instead of {cursor:,}; the file is truncated", path=path)
     if cursor < size:
@@ -203,20 +192,6 @@ def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
                 raise MalformedError("this tensor is in two files", path=path, key=name)
             found[name] = TensorLeaf(shape, dtype, ShardTable.whole(shape, dtype, at))
     return found
-
-
-def _are_pieces(headers: Mapping[str, _Header]) -> bool:
-    """Whether each file holds pieces of tensors, as torch's DCP writes them from every rank."""
-    return any(OFFSETS_KEY in header.metadata for header in headers.values())
-
-
-def _note_of_pieces(headers: Mapping[str, _Header]) -> Note:
-    """No file says how many there are, and no piece how large its tensor is."""
-    return Note(
-        Outcome.MISSING,
-        "the number of ranks",
-        f"the files do not state it; if one after {max(headers)} is missing, tensors are missing or end too early",
-    )
 
 
 def _pieces(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
@@ -279,8 +254,11 @@ def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     cursor = 0
     for name, entry in tensors.items():
+        if entry.dtype.safetensors_name is None:
+            instead = f"write it with {option('to', 'torch')} or exclude it"
+            raise UnsupportedError(f"safetensors does not support {entry.dtype.value}; {instead}", key=name)
         header[name] = {
-            "dtype": _dtype_name(name, entry.dtype),
+            "dtype": entry.dtype.safetensors_name,
             "shape": list(entry.shape),
             "data_offsets": [cursor, cursor + entry.num_bytes],
         }
@@ -292,12 +270,3 @@ def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str
             f"a header of {len(text):,} bytes is more than the format allows; use {option('max_shard_size')}"
         )
     return struct.pack("<Q", len(text)) + text
-
-
-def _dtype_name(name: str, dtype: DType) -> str:
-    found = dtype.safetensors_name
-    if found is None:
-        raise UnsupportedError(
-            f"safetensors does not support {dtype.value}; write it with {option('to', 'torch')} or exclude it", key=name
-        )
-    return found

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.values import are_naturals
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError
 from ckpt_tools.serialization.strict_json import parse_json
 
@@ -47,8 +48,7 @@ def check_numbers(paths: Iterable[str]) -> None:
     numbers = {int(match[1]): path for path in paths if (match := _FILE_NAME.fullmatch(path))}
     for number in range(1, max(numbers, default=0)):
         if number not in numbers:
-            example = numbers[max(numbers)]
-            missing = re.sub(r"shard-\d+", f"shard-{number:05d}", example)
+            missing = re.sub(r"shard-\d+", f"shard-{number:05d}", numbers[max(numbers)])
             raise IncompleteError("the shard of this rank is missing", path=missing)
 
 
@@ -59,13 +59,10 @@ def read_offsets(metadata: Mapping[str, str], path: str) -> Mapping[str, tuple[i
     found = parse_json(metadata[OFFSETS_KEY].encode(), path)
     pieces = found.items() if isinstance(found, dict) else ()
     offsets = {name: piece.get("saved_offsets") if isinstance(piece, dict) else None for name, piece in pieces}
-    if not isinstance(found, dict) or not all(map(_is_offset, offsets.values())):
+    are_valid = all(isinstance(each, list) and are_naturals(each, None) for each in offsets.values())
+    if not isinstance(found, dict) or not are_valid:
         raise MalformedError(f"its {OFFSETS_KEY} does not map names to saved_offsets", path=path)
     return {name: tuple(offset) for name, offset in offsets.items() if offset is not None}
-
-
-def _is_offset(found: object) -> bool:
-    return isinstance(found, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in found)
 
 
 def piece_of(

@@ -14,8 +14,8 @@ from ckpt_tools.core.values import PARAMETER, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, refuse_deepspeed
 from ckpt_tools.formats.sharded.geometry import region_of
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.leaves import Place, tree_leaves, with_references
-from ckpt_tools.formats.state_dict.parse import TensorLeaf
 from ckpt_tools.serialization.pickle.sharded_tensors import DTensorPart, Mesh, Part, PartReader, ShardedTensorPart
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import open_archive

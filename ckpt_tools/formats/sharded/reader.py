@@ -19,7 +19,8 @@ from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
 from ckpt_tools.formats.sharded.items import RANK, Checkpoint, Item, read_checkpoint_files, without_world
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
-from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.parse import Leaves, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source

@@ -29,31 +29,22 @@ MAX_ENTRIES = 10_000_000
 
 
 def chosen_tree(manifest: Manifest, *, model_key: str | None, optim_key: str | None) -> StateTree:
-    """Where a DCP of ``manifest`` keeps things; a key given wins over the source's own place."""
-    base = _own_tree(manifest)
+    """Tree of a DCP of ``manifest``: a given key wins over the source's own place."""
+    base = manifest.tree if manifest.format == "dcp" else None
+    if is_model_only(manifest) and (base is None or base.optim is not None or base.extras):
+        base = StateTree((), None)
+    base = base or APP_TREE
     if model_key is not None and dotted(base.model) != model_key:
-        model = _path(model_key)
+        model = tuple(model_key.split(".")) if model_key else ()
         base = StateTree(model, (*model[:-1], "optim"), base.is_flattened)
     if optim_key is not None and (base.optim is None or dotted(base.optim) != optim_key):
-        base = replace(base, optim=_path(optim_key))
+        base = replace(base, optim=tuple(optim_key.split(".")) if optim_key else ())
     return base
-
-
-def _own_tree(manifest: Manifest) -> StateTree:
-    own = manifest.tree if manifest.format == "dcp" else None
-    if is_model_only(manifest):
-        was_more = own is None or own.optim is not None or own.extras
-        return StateTree((), None) if was_more or own is None else own
-    return own or APP_TREE
 
 
 def is_model_only(manifest: Manifest) -> bool:
     """Whether there is nothing but weights and buffers."""
     return not manifest.groups and not manifest.extra and not manifest.of_kind(Kind.STATE)
-
-
-def _path(key: str) -> TreePath:
-    return tuple(key.split(".")) if key else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +134,14 @@ class _Found:
 
     def _options(self, number: int, group: ParamGroup) -> Iterator[tuple[TreePath, Any]]:
         assert self.tree.optim is not None, "a tree with groups has a place for them"
+        prefix = self.tree.optim
         if self.tree.is_flattened:
             for fqn in group.params:
-                yield from (
-                    ((*self.tree.optim, f"param_groups.{fqn}.{name}"), value) for name, value in group.options.items()
-                )
-            return
-        prefix = (*self.tree.optim, "param_groups", number)
-        yield (*prefix, "params"), list(group.params)
-        yield from (((*prefix, name), value) for name, value in group.options.items())
+                yield from (((*prefix, f"param_groups.{fqn}.{name}"), value) for name, value in group.options.items())
+        else:
+            prefix = (*prefix, "param_groups", number)
+            yield (*prefix, "params"), list(group.params)
+            yield from (((*prefix, name), value) for name, value in group.options.items())
 
     def add_extras(self) -> None:
         root = self.tree.model[:-1]

@@ -1,7 +1,4 @@
-"""What a tree of torch's makes of a checkpoint that was DeepSpeed's: its param groups and its client state.
-
-It is decided by the manifest alone. No reader of DeepSpeed's files is asked.
-"""
+"""Parameter groups and client state of a DeepSpeed checkpoint, as a tree of torch has them. Uses the manifest alone."""
 
 from __future__ import annotations
 
@@ -31,19 +28,15 @@ def for_torch(options: Mapping[str, Any], number: int, decays_apart: bool) -> tu
     found = dict(options)
     notes = []
     if found.pop("bias_correction", True) is not True:
-        notes.append(
-            Note(
-                Outcome.DROPPED, f"bias_correction of parameter group {number}", "torch's Adam always corrects the bias"
-            )
-        )
+        what = f"bias_correction of parameter group {number}"
+        notes.append(Note(Outcome.DROPPED, what, "torch's Adam always corrects the bias"))
     if {"betas", "eps"} <= found.keys():
         missing = {name: value for name, value in ADAM_OPTIONS.items() if name not in found}
         missing |= {} if "decoupled_weight_decay" in found else {"decoupled_weight_decay": decays_apart}
         if missing:
             what = f"{', '.join(missing)} of parameter group {number}"
-            notes.append(
-                Note(Outcome.DEFAULTED, what, "torch's Adam keeps them and the source's does not", len(missing))
-            )
+            why = "torch's Adam keeps them and the source's does not"
+            notes.append(Note(Outcome.DEFAULTED, what, why, len(missing)))
         found |= missing
     return found, notes
 
@@ -57,18 +50,16 @@ def adam_decays_apart(extra: Mapping[str, Any]) -> bool:
 
 
 def user_entries(manifest: Manifest) -> tuple[dict[str, Any], list[Note]]:
-    """The entries beside model and optimizer: in a tree the user's own; else DeepSpeed's client state among the
-    neutral ones, without what only DeepSpeed can use."""
+    """The entries beside model and optimizer: in a tree the user's own; else DeepSpeed's client state among the neutral
+    ones, without what only DeepSpeed can use."""
     extra = dict(manifest.extra)
     if manifest.tree is not None:
         return extra, []
     client_state = extra.pop("client_state", {})
     internals = extra.pop("deepspeed", {})
-    notes = (
-        [Note(Outcome.DROPPED, f"DeepSpeed's own {', '.join(internals)}", "only DeepSpeed uses it")]
-        if internals
-        else []
-    )
+    notes = []
+    if internals:
+        notes.append(Note(Outcome.DROPPED, f"DeepSpeed's own {', '.join(internals)}", "only DeepSpeed uses it"))
     scheduler = extra.get("lr_scheduler")
     if isinstance(scheduler, dict) and "last_batch_iteration" in scheduler and "last_epoch" not in scheduler:
         why = "it is of a scheduler of DeepSpeed's, which counts last_batch_iteration; one of torch's starts afresh"

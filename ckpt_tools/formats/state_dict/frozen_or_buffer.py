@@ -1,18 +1,18 @@
-"""Frozen parameters and buffers told apart, where the source does not.
+"""Tells frozen parameters and buffers apart, where the source does not.
 
 DeepSpeed refuses, in stage 3, a frozen parameter that is stored as a buffer and the other way round: the module of a
 rank has the one cut and the other whole. A DCP, a torch file and safetensors call every floating-point tensor a
-parameter. What the optimizer knows is one, and what the user calls a buffer is one; the rest is decided by evidence,
-the best first:
+parameter. A tensor that the optimizer knows is one, and a name that the user calls a buffer is one. The rest is decided
+by evidence, the best first:
 
 1. a tensor without dims is a buffer: neither FSDP2 nor DeepSpeed trains with a 0-d parameter;
 2. FSDP2 cuts every parameter, frozen ones too, into as many pieces as there are ranks, and no buffer (Megatron cuts
    some parameters, and buffers that are stacked; tensor and expert parallelism without FSDP2 cut some parameters);
 3. a model computes in one type, so that a tensor of another type is a buffer;
-4. a module's parameters are saved before its buffers, so that what precedes a parameter of its module is one, and what
-   follows a buffer is another;
-5. parameters are named ``weight`` or ``bias``, and layers are frozen as a whole: what else lies beside a parameter is
-   a buffer, and what lies alone is frozen.
+4. a module's parameters are saved before its buffers, so that a tensor before a parameter of its module is a parameter,
+   and one after a buffer is a buffer;
+5. parameters are named ``weight`` or ``bias``, and layers are frozen as a whole: another name beside a parameter is a
+   buffer, and one without parameters beside it is frozen.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
     other = None if manifest.groups else Kind.BUFFER
     kinds = {name: Kind.PARAMETER if name in trained else other or entry.kind for name, entry in model.items()}
     evidence = _Evidence.of([model[name] for name in trained], cuts_all=manifest.format != "megatron")
-    seen = {name: evidence.kind(model[name]) for name in _unknown(manifest, kinds, trained)}
+    unknown = [name for name, kind in kinds.items() if kind is Kind.PARAMETER and name not in trained]
+    seen = {name: evidence.kind(model[name]) for name in unknown if not is_deepspeed(manifest)}
     guessed = tuple(name for name, kind in seen.items() if kind is None)
     kinds |= {name: kind for name, kind in seen.items() if kind is not None}
     kinds |= _guesses(kinds, trained, set(guessed))
@@ -71,22 +72,11 @@ def guess_notes(guessed: Collection[str], frozen: Collection[str], buffers: Coll
     """What to say of names of which nothing but rules 4 and 5 decided."""
     why = "the source does not distinguish frozen parameters, tied names and buffers; they were guessed, and "
     why += f"{option('buffers')} says which are buffers"
-    taken = {
-        "frozen parameters": [name for name in guessed if name in frozen],
-        "buffers": [name for name in guessed if name in buffers],
-    }
-    return [
-        Note(Outcome.DEFAULTED, f"{listed(names)} taken as {what}", why, len(names))
-        for what, names in taken.items()
-        if names
-    ]
-
-
-def _unknown(manifest: Manifest, kinds: Mapping[str, Kind], trained: Collection[str]) -> list[str]:
-    """Names of which the source does not tell what they are."""
-    if is_deepspeed(manifest):
-        return []
-    return [name for name, kind in kinds.items() if kind is Kind.PARAMETER and name not in trained]
+    notes = []
+    for what, group in (("frozen parameters", frozen), ("buffers", buffers)):
+        if names := [name for name in guessed if name in group]:
+            notes.append(Note(Outcome.DEFAULTED, f"{listed(names)} taken as {what}", why, len(names)))
+    return notes
 
 
 def _as_buffer(entry: TensorEntry) -> TensorEntry:
@@ -137,8 +127,6 @@ def _guesses(kinds: Mapping[str, Kind], trained: Collection[str], guessed: Colle
 
 
 def _guess(position: int, names: Sequence[str], known: Mapping[str, Kind]) -> Kind:
-    if known.get(names[position]) is Kind.PARAMETER:
-        return Kind.PARAMETER
     if any(known.get(name) is Kind.PARAMETER for name in names[position:]):
         return Kind.PARAMETER
     before = {known.get(name) for name in names[:position]}

@@ -12,13 +12,16 @@ from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.foreign import holds_storage, objects_in
-from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, TreePath
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.parse import Leaves, TreePath
 from ckpt_tools.serialization.pickle.sharded_tensors import Part, PartReader, ShardedTensorPart
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.unread_tensors import why_unread
 
 MAX_TREE_DEPTH = 100
-"""Dicts in dicts; no state is nested so deeply, and recursion must end."""
+"""Dicts in dicts; recursion must end."""
+
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ def with_references(value: Any, place: Place, name: str, inner: dict[StateKey, T
     Raises:
         UnsupportedError: one of them cannot be read, or the object has a storage without a tensor.
     """
-    if _is_plain(value):
+    if type(value) in _PLAIN:
         return value
     try:
         return _with_references(value, place, name, inner)
@@ -69,10 +72,6 @@ def _with_references(value: Any, place: Place, name: str, inner: dict[StateKey, 
     value = extracted(value, refer)
     inner |= found
     return value
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str, bytes)
 
 
 def tree_leaves(value: Any, path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
@@ -144,7 +143,7 @@ class FoundLeaves:
 
     def _tensor(self, value: Any, item: str) -> StoredTensor | None:
         """The tensor that a leaf of ``item`` is; None for an object. Raises UnsupportedError for a part of a tensor."""
-        if isinstance(value, StoredTensor) or _is_plain(value):
+        if isinstance(value, StoredTensor) or type(value) in _PLAIN:
             return value if isinstance(value, StoredTensor) else None
         part = self._parts.read(value)
         whole = None if part is None else _whole(part)

@@ -1,10 +1,10 @@
-"""Which parameter is which where an optimizer knows them by number. Pure.
+"""Names of the parameters that an optimizer knows by number. Pure.
 
-``Optimizer.state_dict`` numbers parameters through its groups, in the order in which they were handed over (torch
-2.15.0, optim/optimizer.py), and names them only if it was made from named ones (``param_names``). Recipes hand a
-group's parameters over in the order of the model. On that ground the numbers of a group are proven to be certain
-parameters if its states have the shapes of these, in the model's order, and of no other choice. Frozen parameters and
-buffers are among the choices, so that one of them in the place of a trained one is never taken for it.
+``Optimizer.state_dict`` numbers parameters through its groups, in the order in which they were given (torch 2.15.0,
+optim/optimizer.py), and names them only if it was made from named ones (``param_names``). Recipes give a group's
+parameters in the order of the model. On that ground the numbers of a group are proven to be certain parameters if its
+states have the shapes of these, in the model's order, and of no other choice. Frozen parameters and buffers are among
+the choices, so that one of them in the place of a trained one is never taken for it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def follow_order(
         )
     numbers = [number for group in groups for number in group.numbers]
     if order.groups is not None:
-        _check_groups(order.groups, groups)
+        said, are = [len(group) for group in order.groups], [len(group.numbers) for group in groups]
+        if said != are:
+            raise UsageError(f"{option('param_order')} has groups of {said} names; those of the optimizer have {are}")
         return _checked(dict(zip(numbers, order.names, strict=True)), groups, shapes, parameters)
     in_model = match_numbers(groups, shapes, {name: parameters[name] for name in order.names})
     if len(numbers) != len(order.names):
@@ -128,12 +130,6 @@ def follow_order(
             "a JSON list with one list of names for each parameter group of the optimizer"
         )
     return in_model if in_model is not None and not fits else _checked(direct, groups, shapes, parameters)
-
-
-def _check_groups(names: Sequence[Sequence[str]], groups: Sequence[NumberedGroup]) -> None:
-    said, are = [len(group) for group in names], [len(group.numbers) for group in groups]
-    if said != are:
-        raise UsageError(f"{option('param_order')} has groups of {said} names; those of the optimizer have {are}")
 
 
 def _checked(

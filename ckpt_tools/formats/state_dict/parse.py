@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
-from ckpt_tools.core.boxes import Box, Shape
-from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.literals import is_number, number_table
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef, dotted
 from ckpt_tools.core.manifest import TreePath as TreePath
@@ -25,12 +24,12 @@ from ckpt_tools.core.matching import is_chosen
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.param_order import ParamOrder
-from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.value_refs import references
-from ckpt_tools.core.values import Distinct, StoredTensor
+from ckpt_tools.core.values import Distinct
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.formats.foreign import refuse_weights
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, follow_order, match_numbers, why_unnamed
 from ckpt_tools.serialization.unread_tensors import why_unread
 
@@ -42,26 +41,21 @@ _AVERAGED = re.compile(r"(?i)(?:^|[^a-z])(?:ema|swa|shadow|averaged?|avg)(?:[^a-
 
 
 MAX_CHOICES = 4
-"""Options that a message spells out."""
 
 MAX_PATH_PARTS = 100
-"""Levels of a tree; no state is nested so deeply, and what walks it must end."""
+"""Maximum depth of a tree, so that walking it ends."""
 
 MAX_NUMBER_DIGITS = 18
-"""Of the number of a parameter, as text."""
+"""Maximum digits of the number of a parameter, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter or buffer of the model."""
-
     fqn: str
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Optimizer state of one parameter."""
-
     fqn: str
     slot: str
 
@@ -76,8 +70,6 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """The user's own entry."""
-
     path: TreePath
 
 
@@ -101,10 +93,8 @@ def find_tree(
     own: Collection[str] = (),
     integers: Collection[str] = (),
 ) -> Tree:
-    """The tree of a checkpoint whose leaves lie at ``paths``, those with ``numels`` being tensors; ``integers`` are
-    tensors of other types than floating point.
-
-    Leaves that are known to be the user's ``own`` say nothing of it.
+    """The tree of a checkpoint with leaves at ``paths``. Those with ``numels`` are tensors, and ``integers`` those that
+    are not of floating point. Leaves that are known to be the user's ``own`` are ignored.
 
     Raises:
         UsageError: a given key leads nowhere. UnsupportedError: there are several optimizers, or several models.
@@ -114,7 +104,11 @@ def find_tree(
     if own:
         paths = {name: path for name, path in paths.items() if name not in own}
         numels = {name: numel for name, numel in numels.items() if name not in own}
-    optim = _optim_prefix(paths.values()) if optim_key is None else optim
+    if optim_key is None:
+        found = _optim_prefixes(paths.values())
+        if len(found) > 1:
+            raise UnsupportedError(f"there are several optimizers {choices('optim_key', found)}")
+        optim = next(iter(found), None)
     if given is not None:
         return Tree(given, optim)
     known = {place.fqn for path in paths.values() if isinstance(place := _in_optim(path, optim), State)}
@@ -129,13 +123,6 @@ def _given(key: str, paths: Mapping[str, TreePath], name: str) -> TreePath:
     raise UsageError(f"{option(name, key)} does not exist in this checkpoint")
 
 
-def _optim_prefix(paths: Iterable[TreePath]) -> TreePath | None:
-    found = _optim_prefixes(paths)
-    if len(found) > 1:
-        raise UnsupportedError(f"there are several optimizers {choices('optim_key', found)}")
-    return next(iter(found), None)
-
-
 def _optim_prefixes(paths: Iterable[TreePath]) -> list[TreePath]:
     return list(dict.fromkeys(prefix for path in paths if (prefix := _optim_part(path)) is not None))
 
@@ -148,7 +135,7 @@ def choices(key: str, prefixes: Iterable[TreePath]) -> str:
 
 
 def _optim_part(path: TreePath) -> TreePath | None:
-    """What stands before the first sign of an optimizer, or None."""
+    """The path before the first sign of an optimizer, or None."""
     for position, part in enumerate(path):
         if part == "param_groups" and position + 1 < len(path) and isinstance(path[position + 1], int):
             return path[:position]
@@ -173,10 +160,8 @@ def _model_prefix(
     hits = {prefix: sum(paths[name][-1] in known for name in inside) for prefix, inside in found.items()}
     best = max(hits.values(), default=0)
     rivals = [prefix for prefix in found if best and hits[prefix] == best]
-    if len(rivals) > 1:
-        return _chosen(_fitting(rivals, paths, numels, optim))
     if rivals:
-        return rivals[0]
+        return rivals[0] if len(rivals) == 1 else _chosen(_fitting(rivals, paths, numels, optim))
     sizes = {prefix: sum(inside.values()) for prefix, inside in found.items()}
     models = _possible_models(paths, found, integers)
     return _by_names(models) or max(sizes, key=lambda prefix: (_is_model_name(prefix), sizes[prefix]), default=())
@@ -202,16 +187,12 @@ def _possible_models(paths: Mapping[str, TreePath], found: _Found, integers: Col
         and not isinstance(paths[next(iter(inside))][-1], int)
         and not any(prefix[: len(optim)] == optim and prefix != optim for optim in optims)
     }
-    weights = {prefix: inside for prefix, inside in weights.items() if not _is_average(prefix, weights)}
+    # A moving average of another mapping has a name that says so, and tensors of the same names and sizes.
+    averaged = [prefix for prefix in weights if any(_AVERAGED.search(str(part)) for part in prefix)]
+    same = [a for a in averaged if any(b != a and weights[a].items() <= weights[b].items() for b in weights)]
+    weights = {prefix: inside for prefix, inside in weights.items() if prefix not in same}
     root = sum(weights.pop((), {}).values())
     return [] if root and root >= max((sum(each.values()) for each in weights.values()), default=0) else list(weights)
-
-
-def _is_average(prefix: TreePath, weights: Mapping[TreePath, Mapping[str | int, int]]) -> bool:
-    """Whether a mapping is the moving average of another, by its name and by the names and sizes of its tensors."""
-    if not any(_AVERAGED.search(str(part)) for part in prefix):
-        return False
-    return any(other != prefix and weights[prefix].items() <= weights[other].items() for other in weights)
 
 
 def _by_names(models: list[TreePath]) -> TreePath | None:
@@ -249,8 +230,7 @@ def _fitting(
 
 def _chosen(rivals: list[TreePath]) -> TreePath:
     """The one of several models that all fit the optimizer. Raises UnsupportedError where no name says which."""
-    named = [rival for rival in rivals if rival and rival[-1] in MODEL_NAMES]
-    found = named if len(rivals) > 1 and named else rivals
+    found = (len(rivals) > 1 and list(filter(_is_model_name, rivals))) or rivals
     if len(found) > 1:
         raise UnsupportedError(
             "there are several models whose tensors have the names and shapes that the optimizer knows "
@@ -291,34 +271,12 @@ def _flattened(flat: str) -> State | Option | None:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLeaf:
-    """A tensor of the tree: its whole shape, and its pieces."""
-
-    shape: Shape
-    dtype: DType
-    shards: ShardTable
-
-    @classmethod
-    def of(cls, tensor: StoredTensor, file: str, storage_start: int) -> TensorLeaf:
-        """The tensor of a pickle whose storage begins at byte ``storage_start`` of a file."""
-        item = tensor.dtype.item_bytes
-        start = storage_start + tensor.storage_offset * item
-        at = ByteRange(file, start, storage_start + max(tensor.stop, tensor.storage_offset) * item)
-        shape = tuple(tensor.shape)
-        if tensor.is_contiguous:
-            table = ShardTable.whole(shape, tensor.dtype, at)
-            return cls(table.shape, tensor.dtype, table)
-        shard = Shard(Box.whole(shape), at, tensor.strides)
-        return cls(shape, tensor.dtype, ShardTable.build(shape, tensor.dtype, [shard]))
-
-
-@dataclass(frozen=True, slots=True)
 class Leaves:
     """A tree of state by its leaves: each has a name of its own and a path, and is a tensor or an object.
 
-    ``inner`` are tensors to which objects refer, ``own`` the names of leaves that are the user's, wherever they lie.
-    ``is_ordered`` says that the tensors are in the order in which the model has them. ``unread`` says of each leaf that
-    is a tensor, or holds one, which cannot be read, why.
+    ``inner`` are tensors to which objects refer, ``own`` the names of leaves that are the user's, at any path.
+    ``is_ordered`` is True if the tensors are in the model's order. ``unread`` has the reason for each leaf that is a
+    tensor, or holds one, that cannot be read.
     """
 
     paths: Mapping[str, TreePath]
@@ -348,9 +306,8 @@ def manifest_of(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Manifest:
-    """The tree as a manifest. ``ties`` maps names of leaves that are no tensors of their own to the leaf they are,
-    ``buffers`` are leaves that are known to be no parameters. A tensor that cannot be read is left out if ``include``
-    and ``exclude`` do not choose it.
+    """The tree as a manifest. ``ties`` maps other names of a leaf to it, ``buffers`` are leaves that are known not to
+    be parameters. A tensor that cannot be read is left out if ``include`` and ``exclude`` do not choose it.
 
     Raises:
         FormatError: a tensor's pieces do not cover it, it cannot be read, or there are several optimizers or models.
@@ -376,6 +333,9 @@ def manifest_of(
     if more:
         leaves = replace(leaves, tensors={**leaves.tensors, **more})
     extra, homes = _extras(leaves, roles, tree)
+    in_optim = [path for path in leaves.paths.values() if path and path[:-1] == tree.optim]
+    is_flattened = any(_flattened(str(path[-1])) for path in in_optim)
+    dropped = (Note(Outcome.DROPPED, listed(sorted(left)), "not selected", len(left), asked=True),) if left else ()
     return Manifest(
         format_name,
         _entries(leaves, roles, buffers),
@@ -385,8 +345,8 @@ def manifest_of(
         extra=extra,
         step=_step(extra),
         world_size=world_size,
-        tree=StateTree(tree.model, tree.optim, _is_flattened(leaves.paths.values(), tree.optim), homes),
-        notes=(*doubts, *notes, *_left_note(left)),
+        tree=StateTree(tree.model, tree.optim, is_flattened, homes),
+        notes=(*doubts, *notes, *dropped),
         left_out=left,
     )
 
@@ -403,10 +363,15 @@ def _without_unread(
     unread = {**leaves.unread, **{name: reason for name, reason in objects.items() if reason is not None}}
     if not unread:
         return leaves, frozenset()
-    names = {name: _own_name(where[name], leaves.paths[name]) for name in unread}
+    # A weight by the model's name, all others by their place in the tree.
+    places = {name: (where[name], dotted(leaves.paths[name])) for name in unread}
+    names = {name: place.fqn if isinstance(place, Weight) else path for name, (place, path) in places.items()}
     chosen = [name for name in unread if _is_chosen(where[name], names[name], include, exclude)]
     if chosen:
-        raise _unread_error(names[chosen[0]], unread[chosen[0]], len(chosen) - 1)
+        name, reason = names[chosen[0]], unread[chosen[0]]
+        joint = ", or" if ";" in reason else ";"  # a reason may say what to do too
+        more = f" ({count(len(chosen) - 1, 'more tensor')} cannot be read)" if len(chosen) > 1 else ""
+        raise UnsupportedError(f"{name}: {reason}{joint} leave it out with {option('exclude', name)}{more}", key=name)
     gone = {ref.key for name in unread for ref in references(leaves.objects.get(name))}
     kept = replace(
         leaves,
@@ -418,18 +383,6 @@ def _without_unread(
     return kept, frozenset(names.values())
 
 
-def _unread_error(name: str, reason: str, num_more: int) -> UnsupportedError:
-    """Name, reason and what to do; a reason may say that too."""
-    joint = ", or" if ";" in reason else ";"
-    more = f" ({count(num_more, 'more tensor')} cannot be read)" if num_more else ""
-    return UnsupportedError(f"{name}: {reason}{joint} leave it out with {option('exclude', name)}{more}", key=name)
-
-
-def _own_name(where: LeafRole, path: TreePath) -> str:
-    """Name of a leaf for messages: a weight by the model's name, all others by their place in the tree."""
-    return where.fqn if isinstance(where, Weight) else dotted(path)
-
-
 def _is_chosen(where: LeafRole, name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether a leaf is chosen; state of the optimizer also goes by its parameter, and the user's own stays unless it
     is excluded."""
@@ -437,27 +390,20 @@ def _is_chosen(where: LeafRole, name: str, include: Sequence[str], exclude: Sequ
     return by_parameter and is_chosen(name, (), exclude)
 
 
-def _left_note(left: Collection[str]) -> tuple[Note, ...]:
-    return (Note(Outcome.DROPPED, listed(sorted(left)), "not selected", len(left), asked=True),) if left else ()
-
-
 def _doubts(leaves: Leaves, numels: Mapping[str, int], tree: Tree) -> tuple[Note, ...]:
     """Another mapping with the name of a model, which was passed over for its size alone: no optimizer knows the
     parameters of either by their names."""
     places = {name: leaves.paths[name] for name in numels if name not in leaves.own}
-    if any(isinstance(place, State) and not place.fqn.isdecimal() for place in _places(places, tree)):
+    found = (_in_optim(path, tree.optim) for path in places.values())
+    if any(isinstance(place, State) and not place.fqn.isdecimal() for place in found):
         return ()
     others = {path[:-1] for path in places.values() if path and _in_optim(path, tree.optim) is None} - {tree.model}
-    named = [other for other in others if other and other[-1] in MODEL_NAMES and other[: len(tree.model)] != tree.model]
-    if not named or not tree.model or tree.model[-1] not in MODEL_NAMES:
+    named = [other for other in others if _is_model_name(other) and other[: len(tree.model)] != tree.model]
+    if not _is_model_name(tree.model):
         return ()
     why = f"the model is {dotted(tree.model)}, and this is carried along; choose it with"
     names = sorted(dotted(other) for other in named)
     return tuple(Note(Outcome.KEPT, f"tensors in {name}", f"{why} {option('model_key', name)}") for name in names)
-
-
-def _places(paths: Mapping[str, TreePath], tree: Tree) -> Iterator[State | Option | None]:
-    return (_in_optim(path, tree.optim) for path in paths.values())
 
 
 def _by_name(
@@ -475,8 +421,9 @@ def _by_name(
     names = _names_of_numbers(leaves, tree, tree.optim, list(groups.values()), ties, order, parameters)
     if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
         without = replace(tree, optim=None)
-        optimizer = _name_of_extra(tree.optim, without) if tree.optim else "the optimizer"
-        return leaves, without, (_unplaced(optimizer, impossible),)
+        optimizer = str(tree.optim[_depth_of_extra(tree.optim, without)]) if tree.optim else "the optimizer"
+        why = "it numbers its parameters, and nothing here proves which ones are meant; give their order with"
+        return leaves, without, (Note(Outcome.KEPT, optimizer, impossible or f"{why} {option('param_order')}"),)
     return _renamed(leaves, tree.optim, groups, names), tree, ()
 
 
@@ -488,12 +435,6 @@ def is_taken_by_number(leaves: Leaves, tree: Tree) -> bool:
     parameters = _parameter_shapes(leaves, tree, ())
     names = _names_of_numbers(leaves, tree, tree.optim, list(groups.values()), {}, None, parameters)
     return names is not None and _state_numbers(leaves, tree.optim) <= names.keys()
-
-
-def _unplaced(optimizer: str, impossible: str | None) -> Note:
-    """About an optimizer whose numbers could mean several parameters, or none."""
-    why = "it numbers its parameters, and nothing here proves which ones are meant; give their order with"
-    return Note(Outcome.KEPT, optimizer, impossible or f"{why} {option('param_order')}")
 
 
 def _names_of_numbers(
@@ -524,17 +465,13 @@ def _numbered_groups(leaves: Leaves, optim: TreePath) -> dict[str, NumberedGroup
         match path[len(optim) :] if path[: len(optim)] == optim else ():
             case ("param_groups", int(number), "params") if _are_numbers(value):
                 _, names = objects.get((*path[:-1], "param_names"), ("", None))
-                found[number] = name, NumberedGroup(tuple(value), _param_names(names))
+                are_names = isinstance(names, list) and all(type(each) is str for each in names)
+                found[number] = name, NumberedGroup(tuple(value), tuple(names) if are_names else None)
     return dict(found[number] for number in sorted(found))
 
 
 def _are_numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(number) is int for number in value)
-
-
-def _param_names(names: Any) -> tuple[str, ...] | None:
-    """What an optimizer made of named parameters says."""
-    return tuple(names) if isinstance(names, list) and all(type(name) is str for name in names) else None
 
 
 def _state_number(path: TreePath, optim: TreePath) -> int | None:
@@ -599,10 +536,6 @@ def _options(leaves: Leaves, roles: Mapping[str, LeafRole]) -> dict[Option, Any]
     }
 
 
-def _is_flattened(paths: Iterable[TreePath], optim: TreePath | None) -> bool:
-    return optim is not None and any(path[:-1] == optim and _flattened(str(path[-1])) for path in paths if path)
-
-
 def _entries(
     leaves: Leaves, roles: Mapping[str, LeafRole], buffers: Collection[str] = ()
 ) -> dict[StateKey, TensorEntry]:
@@ -654,22 +587,18 @@ def _groups(options: Mapping[Option, Any], left: Collection[str]) -> tuple[Param
     for each, value in options.items():
         by_owner[each.owner][each.name] = value
     numbered = {owner: options for owner, options in by_owner.items() if isinstance(owner, int)}
-    if numbered:
-        groups = (_numbered_group(numbered[number]) for number in sorted(numbered))
-        return tuple(replace(each, params=tuple(name for name in each.params if name not in left)) for each in groups)
-    return _gathered_groups({str(owner): options for owner, options in by_owner.items() if owner not in left})
-
-
-def _numbered_group(options: dict[str, Any]) -> ParamGroup:
-    params = options.pop("params", ())
-    return ParamGroup(tuple(map(str, params if isinstance(params, list | tuple) else ())), options)
-
-
-def _gathered_groups(by_param: Mapping[str, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
+    groups: list[ParamGroup] = []
+    for number in sorted(numbered):
+        found = numbered[number].pop("params", ())
+        params = map(str, found if isinstance(found, list | tuple) else ())
+        groups.append(ParamGroup(tuple(name for name in params if name not in left), numbered[number]))
+    if groups:
+        return tuple(groups)
+    by_param = {str(owner): values for owner, values in by_owner.items() if owner not in left}
     members: defaultdict[int, list[str]] = defaultdict(list)
     distinct = Distinct()
-    for fqn, options in by_param.items():
-        members[distinct.number(dict(sorted(options.items())))].append(fqn)
+    for fqn, values in by_param.items():
+        members[distinct.number(dict(sorted(values.items())))].append(fqn)
     return tuple(ParamGroup(tuple(names), dict(by_param[names[0]])) for names in members.values())
 
 
@@ -696,11 +625,6 @@ def _depth_of_extra(path: TreePath, tree: Tree) -> int:
     """Number of levels that the path to a user's entry shares with model and optimizer."""
     shared = tree.model[:-1] if tree.optim is None else _common(tree.model, tree.optim)
     return len(shared) if path[: len(shared)] == shared and len(path) > len(shared) else 0
-
-
-def _name_of_extra(path: TreePath, tree: Tree) -> str:
-    """The name at the top of ``Manifest.extra`` under which it stands."""
-    return str(path[_depth_of_extra(path, tree)])
 
 
 def _unused(name: str, names: Mapping[str, TreePath], uses: Counter[str]) -> str:
@@ -752,13 +676,6 @@ STEP_NAMES = ("global_step", "global_steps", "step")
 
 
 def _step(extra: Mapping[str, Any]) -> int | None:
-    for found in _nested(extra):
-        for name in STEP_NAMES:
-            if type(found.get(name)) is int:
-                return int(found[name])
-    return None
-
-
-def _nested(extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    yield extra
-    yield from (value for name, value in extra.items() if isinstance(value, dict) and "scheduler" not in name)
+    inner = (value for name, value in extra.items() if isinstance(value, dict) and "scheduler" not in name)
+    counts = (found.get(name) for found in (extra, *inner) for name in STEP_NAMES)
+    return next((found for found in counts if type(found) is int), None)

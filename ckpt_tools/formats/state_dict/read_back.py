@@ -13,10 +13,10 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.state_dict.build import APP_TREE, Entries, entries_of
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import (
     Leaves,
     State,
-    TensorLeaf,
     Tree,
     Weight,
     find_tree,
@@ -52,8 +52,9 @@ def entries_of_own_tree(manifest: Manifest, tree: StateTree) -> tuple[Entries, t
     """
     entries = entries_of(manifest, tree)
     _check_numbers(manifest, entries, tree)
-    if _is_asked(manifest, entries):
-        note = Note(Outcome.KEPT, "the model's place in the tree", f"a reader asks for it; read it with {_key(tree)}")
+    key = option("model_key", dotted(tree.model))
+    if manifest.of_kind(Kind.EXTRA) and _tree_found(manifest, entries) is None:
+        note = Note(Outcome.KEPT, "the model's place in the tree", f"a reader asks for it; read it with {key}")
         return entries, (note,)
     wrong = _taken_for_model(manifest, entries)
     if wrong is None:
@@ -62,17 +63,8 @@ def entries_of_own_tree(manifest: Manifest, tree: StateTree) -> tuple[Entries, t
         why = f"at the root, as in the source, the user's own tensors in {_place(wrong)} would be read as weights"
         note = Note(Outcome.DEFAULTED, f"the model's place {dotted(APP_TREE.model)}", why)
         return entries_read_back(manifest, APP_TREE), (note,)
-    why = f"a reader would find the user's own tensors in {_place(wrong)}; read it with {_key(tree)}"
+    why = f"a reader would find the user's own tensors in {_place(wrong)}; read it with {key}"
     return entries, (Note(Outcome.KEPT, "the model's place in the tree", why),)
-
-
-def _key(tree: StateTree) -> str:
-    return option("model_key", dotted(tree.model))
-
-
-def _is_asked(manifest: Manifest, entries: Entries) -> bool:
-    """Whether a reader asks the user which of several models is meant."""
-    return bool(manifest.of_kind(Kind.EXTRA)) and _tree_found(manifest, entries) is None
 
 
 def _place(prefix: TreePath) -> str:
@@ -80,8 +72,8 @@ def _place(prefix: TreePath) -> str:
 
 
 def _taken_for_model(manifest: Manifest, entries: Entries) -> TreePath | None:
-    """Where a reader would find other weights or other optimizer state than are meant; None if it finds what is meant,
-    or asks the user."""
+    """The place where a reader would find other weights or optimizer state than are meant; None if it finds what is
+    meant, or asks the user."""
     kinds = {name: manifest.tensors[key].kind for name, key in entries.tensors.items()}
     tree = _tree_found(manifest, entries) if Kind.EXTRA in kinds.values() else None
     if tree is None:

@@ -7,7 +7,6 @@ same view are tied. Views of one storage that differ each read their own part of
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.core.boxes import Box, contiguous_strides
@@ -48,9 +47,9 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     weight_map, files = _files(source)
     trees = {file: read_tree(source, file) for file in files}
     for file, tree in trees.items():
-        if not (tree.leaves.tensors or tree.leaves.unread):
+        if not (tree.tensors or tree.unread):
             raise UnsupportedError("it contains no tensors in dicts, so it is not a state dict", path=file)
-        check_promises(weight_map, INDEX_NAME, file, tree.names)
+        check_promises(weight_map, INDEX_NAME, file, tree.paths)
     manifest = manifest_of(
         _merged(trees),
         format_name="torch",
@@ -85,25 +84,20 @@ def _files(source: Source) -> tuple[Mapping[str, str], list[str]]:
 
 
 def _model_files(source: Source) -> list[str]:
-    """Files of the format without those that trainers lay beside a model; a file that the user named is meant.
+    """Files of the format without those that trainers write beside a model; a single file is taken in any case.
 
     Raises UnsupportedError where nothing is left.
     """
     found = [path for path in source.files if is_own(path)]
     if len(found) < 2:
         return found or list(source.files)
-    files = [path for path in found if not _is_beside(path)]
+    files = [path for path in found if rank_in_name(path) is not None or not is_beside(path.rpartition("/")[2])]
     if not files:
         raise UnsupportedError(
             f"there is no model here, only what a trainer lays beside it ({listed(found)}); name the folder of both, "
             "or the model's file"
         )
     return files
-
-
-def _is_beside(path: str) -> bool:
-    name = path.rpartition("/")[2]
-    return rank_in_name(name) is None and is_beside(name)
 
 
 def _check_shards(source: Source, files: list[str]) -> None:
@@ -122,19 +116,7 @@ def _rank_of(source: Source, file: str) -> str | None:
     return rank_in_name(file) if kind is None else f"{kind} of one rank"
 
 
-@dataclass(frozen=True, slots=True)
-class FileTree:
-    """One file's leaves; ``ties`` maps leaves that show the same view as an earlier one to that one."""
-
-    leaves: Leaves
-    ties: Mapping[str, str]
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self.leaves.paths)
-
-
-def read_tree(source: Source, file: str) -> FileTree:
+def read_tree(source: Source, file: str) -> FoundLeaves:
     """The leaves of a file. Raises FormatError."""
     archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
     refuse_call(archive.value, file)
@@ -142,41 +124,34 @@ def read_tree(source: Source, file: str) -> FileTree:
     refuse_deepspeed(archive.value, file)
     found = FoundLeaves()
     found.add_tree(archive.value, (), Place(archive, file))
-    return FileTree(found.leaves(), found.ties)
+    return found
 
 
-def _merged(trees: Mapping[str, FileTree]) -> Leaves:
+def _merged(trees: Mapping[str, FoundLeaves]) -> Leaves:
     found = FoundLeaves()
     for file, tree in trees.items():
-        twice = next((name for name in tree.leaves.paths if name in found.paths), None)
+        twice = next((name for name in tree.paths if name in found.paths), None)
         if twice is not None:
             raise MalformedError("this entry is in two files", path=file, key=twice)
-        found.paths.update(tree.leaves.paths)
-        found.tensors.update(tree.leaves.tensors)
-        found.objects.update(tree.leaves.objects)
-        found.inner.update(tree.leaves.inner)
-        found.unread.update(tree.leaves.unread)
+        for name in ("paths", "tensors", "objects", "inner", "unread"):
+            getattr(found, name).update(getattr(tree, name))
     # Shards are filled by size, and a tensor that is larger than one comes first.
     return found.leaves(is_ordered=len(trees) == 1)
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     if is_model_only(manifest):
-        return _model_layout(manifest, options)
+        weights = {key.fqn: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
+        parts = shards(weights, options, "pytorch_model.bin")
+        files = [_file_layout(name, part, manifest.aliases) for name, part in parts.items()]
+        index = [index_layout(INDEX_NAME, parts, manifest.aliases)] if len(parts) > 1 else []
+        return Layout((*files, *index))
     if options.max_shard_bytes is not None:
         raise UnsupportedError(
             f"a whole state is one file; remove {option('max_shard_size')}, or use {option('state', 'model')}"
         )
     entries = entries_read_back(manifest, StateTree(("model",), ("optim",)))
     return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
-
-
-def _model_layout(manifest: Manifest, options: WriteOptions) -> Layout:
-    weights = {key.fqn: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
-    parts = shards(weights, options, "pytorch_model.bin")
-    files = [_file_layout(name, part, manifest.aliases) for name, part in parts.items()]
-    index = [index_layout(INDEX_NAME, parts, manifest.aliases)] if len(parts) > 1 else []
-    return Layout((*files, *index))
 
 
 def _file_layout(path: str, part: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> FileLayout:

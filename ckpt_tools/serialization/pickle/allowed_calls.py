@@ -1,6 +1,6 @@
-"""The allow-list: what a pickle may call, as values.
+"""The allow-list: calls that a pickle may make, as functions that build values.
 
-Everything else that it calls is recorded. Nothing here calls an argument, or copies without accounting for it.
+Every other call is recorded. No function here calls an argument, or copies data without accounting for it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ckpt_tools.core.values import (
     Value,
 )
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.serialization.pickle.key_limits import checked_keys, insert
-from ckpt_tools.serialization.pickle.machine import Machine, SetState
+from ckpt_tools.serialization.pickle.limits import checked_keys, insert
+from ckpt_tools.serialization.pickle.machine import Call, Machine, SetState
 from ckpt_tools.serialization.pickle.opcodes import made, recorded
 
 # What torch's own functions build, as values. Positional arguments as torch passes them.
@@ -45,8 +45,9 @@ def _tensor(
         raise MalformedError("a tensor is a view of something that is not a storage")
     _check_hooks(backward_hooks)
     if metadata:
+        flags = ", ".join(sorted(map(str, metadata))) if isinstance(metadata, dict) else type(metadata).__name__
         raise UnsupportedError(
-            f"it is stored with the flags {_flags(metadata)}, which change its values; save it with resolve_conj() and "
+            f"it is stored with the flags {flags}, which change its values; save it with resolve_conj() and "
             "resolve_neg()"
         )
     if type(requires_grad) is not bool:
@@ -61,10 +62,6 @@ def _check_hooks(hooks: Value) -> None:
     """torch saves an empty OrderedDict; anything else would be called in the next backward pass."""
     if hooks is not None and (type(hooks) is not OrderedDict or hooks or hooks.attributes):
         raise MalformedError("a tensor is stored with hooks, which torch never saves")
-
-
-def _flags(metadata: Value) -> str:
-    return ", ".join(sorted(map(str, metadata))) if isinstance(metadata, dict) else type(metadata).__name__
 
 
 def _ints(values: Value) -> tuple[int, ...]:
@@ -187,21 +184,16 @@ def _bytearray(machine: Machine, args: tuple[Value, ...]) -> Value:
     return recorded(machine, Opaque(GlobalRef("builtins", "bytearray"), args))
 
 
-def _set(machine: Machine, args: tuple[Value, ...]) -> Value:
-    return set(_elements(machine, args))
+def _set_of(kind: type[set[Value]] | type[frozenset[Value]]) -> Call:
+    def call(machine: Machine, args: tuple[Value, ...]) -> Value:
+        (items,) = args or ([],)
+        if type(items) not in (list, tuple):
+            machine.fail("a set of something that is not a list")
+        machine.copied(args)
+        machine.spend(4)
+        return kind(checked_keys(machine, None, list(items)))
 
-
-def _frozen(machine: Machine, args: tuple[Value, ...]) -> Value:
-    return frozenset(_elements(machine, args))
-
-
-def _elements(machine: Machine, args: tuple[Value, ...]) -> list[Value]:
-    (items,) = args or ([],)
-    if type(items) not in (list, tuple):
-        machine.fail("a set of something that is not a list")
-    machine.copied(args)
-    machine.spend(4)
-    return checked_keys(machine, None, list(items))
+    return call
 
 
 def _ordered_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
@@ -241,7 +233,7 @@ def _reconstructor(machine: Machine, args: tuple[Value, ...]) -> Value:
     return recorded(machine, Opaque(GlobalRef("copyreg", "_reconstructor"), args))
 
 
-def _plainly(ref: GlobalRef) -> Callable[[Machine, tuple[Value, ...]], Value]:
+def _plainly(ref: GlobalRef) -> Call:
     """A plain tensor; the record of the call where it is of a kind that is not supported, so that it can be named."""
 
     def call(machine: Machine, args: tuple[Value, ...]) -> Value:
@@ -265,17 +257,15 @@ def why_unsupported(value: Opaque) -> str | None:
     return None
 
 
-CALLS: dict[tuple[str, str], Callable[[Machine, tuple[Value, ...]], Value]] = {
-    (ref.module, ref.name): _plainly(ref) for ref in _TENSORS
-} | {
+CALLS: dict[tuple[str, str], Call] = {(ref.module, ref.name): _plainly(ref) for ref in _TENSORS} | {
     **{(ref.module, ref.name): _parameter for ref in _PARAMETERS},
     (_FROM_TYPE.module, _FROM_TYPE.name): _from_type,
     ("torch", "Size"): _size,
     ("_codecs", "encode"): _encode,
     ("builtins", "bytes"): _bytes,
     ("builtins", "bytearray"): _bytearray,
-    ("builtins", "set"): _set,
-    ("builtins", "frozenset"): _frozen,
+    ("builtins", "set"): _set_of(set),
+    ("builtins", "frozenset"): _set_of(frozenset),
     ("builtins", "complex"): _complex,
     ("collections", "OrderedDict"): _ordered_dict,
     ("collections", "defaultdict"): _default_dict,
@@ -316,4 +306,4 @@ ARGUMENTS: dict[tuple[str, str], tuple[str, str]] = {
     ("collections", "defaultdict"): ("the name of a builtin container or number type", "a dict"),
     ("copyreg", "_reconstructor"): ("a class of this list, object, None", "how protocols 0 and 1 make an object"),
 }
-"""Arguments of each function, and why it is harmless, in words."""
+"""Arguments of each function, and why it is harmless, for the documentation."""

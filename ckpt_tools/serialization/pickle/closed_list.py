@@ -12,7 +12,8 @@ for it. Names of ``allowed_calls`` and ``dcp_metadata`` are interpreted: their f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -20,27 +21,24 @@ from ckpt_tools.core.values import Opaque, OrderedDict, Value
 from ckpt_tools.serialization.pickle.allowed_calls import ARGUMENTS, CALLS
 from ckpt_tools.serialization.pickle.dcp_metadata import CLASSES
 from ckpt_tools.serialization.pickle.machine import SetState
-from ckpt_tools.serialization.pickle.rule import (
+from ckpt_tools.serialization.pickle.shapes import (
     A_NAME,
     AN_ENUM,
-    ENUM,
-    ITS_ATTRIBUTES,
-    NO_ARGUMENTS,
-    Rule,
-    plain,
-)
-from ckpt_tools.serialization.pickle.shapes import (
     ANY,
     ATTRIBUTES,
     BOOL,
     BYTES,
+    ENUM,
     FLOAT,
     INT,
+    ITS_ATTRIBUTES,
     NATURALS,
+    NO_ARGUMENTS,
     NOTHING,
     PLAIN_ATTRIBUTES,
     STR,
     TENSOR,
+    Rule,
     Shape,
     constant,
     fields,
@@ -49,6 +47,7 @@ from ckpt_tools.serialization.pickle.shapes import (
     matching,
     name,
     named,
+    plain,
     row,
     several,
     with_slots,
@@ -71,15 +70,10 @@ def _item_bytes(dtype: Value) -> int | None:
     return None if code[0] == "O" else int(code[1:]) * (4 if code[0] == "U" else 1)
 
 
-def _is_objects(dtype: Value) -> bool:
-    return type(dtype) is Opaque and refusal(dtype) is None and dtype.args[0][:1] == "O"
-
-
 def _is_dtype_state(state: Value) -> bool:
     """Sizes of strings, and the flags of objects, follow from the code; nothing else may state them."""
-    usual = row(INT, _ORDER, NOTHING, NOTHING, NOTHING, INT, INT, INT)
-    timed = row(INT, _ORDER, NOTHING, NOTHING, NOTHING, INT, INT, INT, _UNIT)
-    return (usual.accepts(state) and state[0] == 3) or (timed.accepts(state) and state[0] == 4)
+    usual = (INT, _ORDER, NOTHING, NOTHING, NOTHING, INT, INT, INT)
+    return (row(*usual).accepts(state) and state[0] == 3) or (row(*usual, _UNIT).accepts(state) and state[0] == 4)
 
 
 def _fits_dtype(dtype: Opaque) -> bool:
@@ -100,7 +94,7 @@ def _is_array_state(state: Value) -> bool:
     _, shape, dtype, fortran, data = state
     if type(fortran) is not bool and type(fortran) is not int:
         return False
-    if _is_objects(dtype):
+    if type(dtype) is Opaque and refusal(dtype) is None and dtype.args[0][:1] == "O":
         return type(data) is list and len(data) == prod(shape)
     item_bytes = _item_bytes(dtype)
     return item_bytes is not None and type(data) is bytes and len(data) == prod(shape) * item_bytes
@@ -239,11 +233,7 @@ RULES: tuple[Rule, ...] = (
          call=(Shape("(dtype, bytes)", _is_scalar_call),)),
     Rule("numpy.core.numeric numpy._core.numeric", "_frombuffer", "an array over bytes of the pickle, exactly as many",
          call=(Shape("(bytes, dtype, shape, 'C' or 'F')", _is_buffer_call),)),
-    Rule("numpy.random._pickle", "__randomstate_ctor", "a random generator",
-         call=(row(_BIT_GENERATOR), row(_BIT_GENERATOR_NAMES),
-               row(_BIT_GENERATOR_NAMES, name("numpy.random._pickle.__bit_generator_ctor"))),
-         state=_GENERATOR_STATE),
-    Rule("numpy.random._pickle", "__generator_ctor", "a random generator",
+    Rule("numpy.random._pickle", "__randomstate_ctor __generator_ctor", "a random generator",
          call=(row(_BIT_GENERATOR), row(_BIT_GENERATOR_NAMES),
                row(_BIT_GENERATOR_NAMES, name("numpy.random._pickle.__bit_generator_ctor"))),
          state=_GENERATOR_STATE),
@@ -289,15 +279,10 @@ RULES: tuple[Rule, ...] = (
 """The list. ``docs/scanning.md`` shows it, and a test compares the two."""
 
 
-def _indexed(rules: tuple[Rule, ...]) -> Mapping[tuple[str, str], tuple[Rule, ...]]:
-    found: dict[tuple[str, str], tuple[Rule, ...]] = {}
-    for rule in rules:
-        for key in rule.keys:
-            found[key] = (*found.get(key, ()), rule)
-    return found
-
-
-_BY_NAME = _indexed(RULES)
+_BY_NAME: defaultdict[tuple[str, str], list[Rule]] = defaultdict(list)
+for _rule in RULES:
+    for _key in _rule.keys:
+        _BY_NAME[_key].append(_rule)
 
 FACTORIES = frozenset(
     {("builtins", each) for each in ["bool", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"]}
@@ -318,7 +303,12 @@ def is_listed(module: str, attribute: str) -> bool:
 def refusal(made: Opaque | SetState) -> str | None:
     """Why an object is not one that the list knows; None if it is."""
     if isinstance(made, SetState):
-        return _state_refusal(made)
+        # torch sets the attributes of a tensor by ``setattr``: numbers and strings there call nothing.
+        if str(made.ref) not in _WRAPPERS:
+            return f"it makes a tensor a {made.ref}"
+        is_empty = made.state is None or (type(made.state) in (dict, OrderedDict) and not made.state)
+        is_plain = is_empty or _TENSOR_STATE.accepts(made.state)
+        return None if is_plain else "it gives a tensor attributes that are objects"
     ref = named(made.ref)
     if ref is None:
         return "it calls what another call gave"
@@ -339,15 +329,6 @@ def _fits(rule: Rule, made: Opaque) -> bool:
         and (rule.has_items or not made.items)
         and (rule.has_pairs or not made.pairs)
     )
-
-
-def _state_refusal(given: SetState) -> str | None:
-    """torch sets the attributes of a tensor by ``setattr``: numbers and strings there call nothing."""
-    if str(given.ref) not in _WRAPPERS:
-        return f"it makes a tensor a {given.ref}"
-    state = given.state
-    is_empty = state is None or (type(state) in (dict, OrderedDict) and not state)
-    return None if is_empty or _TENSOR_STATE.accepts(state) else "it gives a tensor attributes that are objects"
 
 
 @dataclass(frozen=True, slots=True)

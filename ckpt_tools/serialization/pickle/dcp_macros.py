@@ -15,7 +15,7 @@ from ckpt_tools.serialization.pickle.dcp_metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from ckpt_tools.serialization.pickle.machine import UNSET, Machine, Unset
+from ckpt_tools.serialization.pickle.machine import UNSET, Machine
 from ckpt_tools.serialization.pickle.opcodes import U32
 
 _INTEGER = rb"K.|M..|J....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7}|\x8a\x08.{8}"
@@ -67,9 +67,15 @@ class RecordMacro(ABC):
             return self.run(at)
         return 0
 
-    @abstractmethod
     def read(self, at: int) -> int:
-        """Read what follows ``start``."""
+        """Read what follows ``start``; the position after it, or 0."""
+        assert self.tail is not None
+        found = self.tail.match(self.machine.data, at)
+        return found.end() if found is not None and self.made(found) else 0
+
+    def made(self, found: re.Match[bytes]) -> bool:
+        """Push the record whose opcodes ``tail`` matched; False where they do not make one."""
+        raise NotImplementedError
 
     @abstractmethod
     def patterns(self, size: bytes, fetches: list[bytes]) -> tuple[bytes, bytes] | None:
@@ -123,12 +129,10 @@ class RecordMacro(ABC):
         """The ``Size`` of a tuple by its opcodes; None where these make no tuple."""
         kept = self.machine.sizes
         found = kept.get(written)
-        if found is None:
-            found = _decoded_size(written)
-            if found is not None:
-                if len(kept) >= MAX_KEPT_SIZES:
-                    kept.clear()
-                kept[written] = found
+        if found is None and (dims := _decoded_tuple(written)) is not None:
+            if len(kept) >= MAX_KEPT_SIZES:
+                kept.clear()
+            found = kept[written] = Size(dims)
         return found
 
     def length(self, written: bytes) -> int:
@@ -141,9 +145,6 @@ class RecordMacro(ABC):
         """Put ``values``, of which only names and sizes take room."""
         memo = self.machine.memo
         if not self.put:
-            return
-        if not self.machine.language.leaves_out:
-            memo.extend(values)
             return
         left_out = 0
         for value in values:
@@ -185,24 +186,15 @@ class _ChunkMacro(RecordMacro):
         made = self.extents() + self.call()
         return size, made + re.escape(fetches[1] + size) + made
 
-    def read(self, at: int) -> int:
-        assert self.tail is not None
-        found = self.tail.match(self.machine.data, at)
-        if found is None:
-            return 0
+    def made(self, found: re.Match[bytes]) -> bool:
         offsets, sizes = self.size(found[1]), self.size(found[2])
         if offsets is None or sizes is None:
-            return 0
+            return False
         chunk = object.__new__(ChunkStorageMetadata)
         chunk.set(offsets, sizes)
         self.machine.stack.append(chunk)
         self.remember(chunk, UNSET, *_places_of_size(offsets), *_places_of_size(sizes))
-        return found.end()
-
-
-def _places(size: Size) -> tuple[Unset, ...]:
-    """The memo entries of the tuple behind a size: an empty tuple has none."""
-    return (UNSET,) if size else ()
+        return True
 
 
 class _IndexMacro(RecordMacro):
@@ -228,7 +220,7 @@ class _IndexMacro(RecordMacro):
         index = object.__new__(MetadataIndex)
         index.set(fqn, offset, None if hint == b"N" else _decoded(hint))
         self.machine.stack.append(index)
-        made = () if extents is None or offset is None else (*_places(offset), UNSET, offset)
+        made = () if extents is None or offset is None else _places_of_size(offset)
         self.remember(index, UNSET, *((fqn,) if is_new else ()), *made)
         return found.end()
 
@@ -295,18 +287,14 @@ class _TensorMacro(RecordMacro):
         """The name by which the pickle knows a class."""
         return next((ref for name, ref in self.machine.names.items() if CLASSES.get(name) is kind), None)
 
-    def read(self, at: int) -> int:
-        assert self.tail is not None
-        found = self.tail.match(self.machine.data, at)
-        if found is None:
-            return 0
+    def made(self, found: re.Match[bytes]) -> bool:
         kept = self.spelled.get(found[0]) or self._made(found)
         if kept is None:
-            return 0
+            return False
         entry, values = kept
         self.machine.stack.append(entry)
         self.remember(*values)
-        return found.end()
+        return True
 
     def _made(self, found: re.Match[bytes]) -> tuple[TensorStorageMetadata, tuple[Value, ...]] | None:
         """The entry, and what takes a place in the memo with it; None where it is not made as it should be."""
@@ -369,19 +357,14 @@ def _keep(kept: dict[Value, Value], key: Value, value: Value) -> None:
 
 
 def _places_of_size(size: Size) -> tuple[Value, ...]:
-    """The memo entries of a size: the tuple behind it, the arguments, and itself."""
-    return (*_places(size), UNSET, size)
+    """The memo entries of a size: the tuple behind it unless that is empty, the arguments, and itself."""
+    return (UNSET, UNSET, size) if size else (UNSET, size)
 
 
 def _decoded(written: bytes) -> int:
     """The integer that one opcode pushes."""
     start = 2 if written[0] == 0x8A else 1
     return int.from_bytes(written[start:], "little", signed=written[0] not in b"KM")
-
-
-def _decoded_size(written: bytes) -> Size | None:
-    dims = _decoded_tuple(written)
-    return None if dims is None else Size(dims)
 
 
 def _decoded_tuple(written: bytes) -> tuple[int, ...] | None:
@@ -400,14 +383,10 @@ _KINDS: dict[type[Record], type[RecordMacro]] = {
     ChunkStorageMetadata: _ChunkMacro,
     MetadataIndex: _IndexMacro,
     StorageInfo: _InfoMacro,
+    TensorStorageMetadata: _TensorMacro,
 }
 
-RECORD_MACROS: dict[tuple[str, str], type[RecordMacro]] = {
+MACROS: dict[tuple[str, str], type[RecordMacro]] = {
     name: _KINDS[kind] for name, kind in CLASSES.items() if kind in _KINDS
-}
-"""The macros that give each object what its own opcodes say, by the classes that call for them."""
-
-MACROS: dict[tuple[str, str], type[RecordMacro]] = RECORD_MACROS | {
-    name: _TensorMacro for name, kind in CLASSES.items() if kind is TensorStorageMetadata
 }
 """Macros by class; records of tensors that are equal are shared."""

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import INT64_MAX, GlobalRef, Opaque, Size, Value
 from ckpt_tools.errors import MalformedError, UnsupportedError
 
@@ -21,40 +20,46 @@ MAX_FQN_CHARS = 1 << 16
 """Length of a name: as a key, equal ones are compared again and again."""
 
 MAX_TRANSFORMS = 16
-"""Transforms of one item; torch has one, compression."""
 
 
 class Record:
-    """A slotted object; its fields are the slots of its class."""
+    """A slotted object; ``FIELDS`` are its slots, in the order of its constructor."""
 
     __slots__ = ()
+    FIELDS: ClassVar[tuple[str, ...]] = ()
 
     def __getattr__(self, name: str) -> NoReturn:
         # Only reached where a slot was never filled.
-        if name in type(self).__slots__:
+        if name in self.FIELDS:
             raise MalformedError(f"a {type(self).__name__} of the pickle has no {name!r}")
         raise AttributeError(name)
 
     @property
     def fields(self) -> dict[str, Value]:
-        names: tuple[str, ...] = type(self).__slots__
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self.FIELDS}
 
     @property
     def is_filled(self) -> bool:
         """True once the fields are set; macros share such records, so they must not change any more."""
-        first: tuple[str, ...] = type(self).__slots__[:1]
         try:
-            return bool([getattr(self, name) for name in first])
+            return bool([getattr(self, name) for name in self.FIELDS[:1]])
         except MalformedError:
             return False
 
-    def check(self) -> tuple[Value, ...]:
-        """The values inside it that could be anything, once the fields that could not are found in order.
+    @property
+    def state(self) -> Value:
+        """The attributes as a pickle holds them."""
+        return self.fields
 
-        Run when the whole pickle was read, since a list may be changed after it became a field.
+    def check(self) -> tuple[Value, ...]:
+        """The values in it of any type, after a check of the fields that have one.
+
+        Called when the whole pickle was read, since a list may be changed after it became a field.
         """
         return ()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), tuple(self.fields.values())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Record) and type(other) is type(self) and self.fields == other.fields
@@ -66,7 +71,7 @@ class Record:
 
 
 def _refuse_rest(kind: str, state: dict[str, Value], *known: str) -> None:
-    """Raises UnsupportedError where the state holds more: a field we do not know may change what the others mean."""
+    """Raises UnsupportedError where the state has more fields, which could change what the others mean."""
     unknown = [name for name in state if name not in known]
     if unknown:
         raise UnsupportedError(f"a {kind} has a field {unknown[0]!r:.80}, which this version does not know")
@@ -79,7 +84,8 @@ def _wrong(kind: str) -> MalformedError:
 class ChunkStorageMetadata(Record):
     """A stored region of a tensor: ``offsets`` and ``sizes``, in elements."""
 
-    __slots__ = ("offsets", "sizes")
+    FIELDS = ("offsets", "sizes")
+    __slots__ = FIELDS
     offsets: Size
     sizes: Size
 
@@ -94,17 +100,15 @@ class ChunkStorageMetadata(Record):
         self.sizes = sizes
 
     def build(self, state: dict[str, Value]) -> None:
-        _refuse_rest("ChunkStorageMetadata", state, "offsets", "sizes")
+        _refuse_rest("ChunkStorageMetadata", state, *self.FIELDS)
         self.set(state["offsets"], state["sizes"])
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return ChunkStorageMetadata, (self.offsets, self.sizes)
 
 
 class MetadataIndex(Record):
     """The key of an item: the name, and for a chunk its offset. ``index`` is a hint that takes no part in equality."""
 
-    __slots__ = ("fqn", "index", "offset")
+    FIELDS = ("fqn", "offset", "index")
+    __slots__ = FIELDS
     fqn: str
     offset: Size | None
     index: int | None
@@ -123,12 +127,9 @@ class MetadataIndex(Record):
         self.index = index
 
     def build(self, state: dict[str, Value]) -> None:
-        _refuse_rest("MetadataIndex", state, "fqn", "offset", "index")
+        _refuse_rest("MetadataIndex", state, *self.FIELDS)
         # torch leaves the offset out of the pickle where it is None.
         self.set(state["fqn"], state.get("offset"), state.get("index"))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return MetadataIndex, (self.fqn, self.offset, self.index)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is MetadataIndex and self.fqn == other.fqn and self.offset == other.offset
@@ -140,7 +141,8 @@ class MetadataIndex(Record):
 class StorageInfo(Record):
     """Position of an item: ``_StorageInfo`` of the file system storage; lengths in bytes."""
 
-    __slots__ = ("length", "offset", "relative_path", "transform_descriptors")
+    FIELDS = ("relative_path", "offset", "length", "transform_descriptors")
+    __slots__ = FIELDS
     relative_path: str
     offset: int
     length: int
@@ -163,12 +165,8 @@ class StorageInfo(Record):
         self.transform_descriptors = None if transforms is None else _names(transforms)
 
     def build(self, state: dict[str, Value]) -> None:
-        _refuse_rest("_StorageInfo", state, "relative_path", "offset", "length", "transform_descriptors")
-        transforms = state.get("transform_descriptors")
-        self.set(state["relative_path"], state["offset"], state["length"], transforms)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return StorageInfo, (self.relative_path, self.offset, self.length, self.transform_descriptors)
+        _refuse_rest("_StorageInfo", state, *self.FIELDS)
+        self.set(state["relative_path"], state["offset"], state["length"], state.get("transform_descriptors"))
 
 
 def _names(values: Value) -> tuple[str, ...]:
@@ -183,8 +181,8 @@ class TensorProperties(Record):
     ``dtype`` is a ``GlobalRef``; ``layout`` and ``memory_format`` are ``Opaque`` calls and mean nothing here.
     """
 
-    __slots__ = ("dtype", "layout", "memory_format", "pin_memory", "requires_grad", "strides")
-    STATE = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides")
+    FIELDS = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides")
+    __slots__ = FIELDS
     dtype: GlobalRef
     layout: Value
     requires_grad: bool
@@ -216,27 +214,18 @@ class TensorProperties(Record):
     def check(self) -> tuple[Value, ...]:
         return self.state
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return TensorProperties, self.state
-
     @property
     def state(self) -> tuple[Value, ...]:
         """The fields in the order in which torch pickles them; torch before 2.8 reads them only without strides."""
-        names = self.STATE if self.strides is not None else self.STATE[:-1]
-        return tuple(getattr(self, name) for name in names)
-
-    @property
-    def element_type(self) -> DType:
-        """The dtype. Raises MalformedError where it is none of torch's that we know."""
-        if self.dtype.dtype is None:
-            raise MalformedError(f"{self.dtype} is not a supported dtype")
-        return self.dtype.dtype
+        found = tuple(self.fields.values())
+        return found if self.strides is not None else found[:-1]
 
 
 class TensorStorageMetadata(Record):
     """A tensor of a DCP: what it is, its whole size and its chunks."""
 
-    __slots__ = ("chunks", "properties", "size")
+    FIELDS = ("properties", "size", "chunks")
+    __slots__ = FIELDS
     properties: TensorProperties
     size: Size
     chunks: list[ChunkStorageMetadata]
@@ -245,25 +234,15 @@ class TensorStorageMetadata(Record):
         self.build({"properties": properties, "size": size, "chunks": chunks})
 
     def build(self, state: dict[str, Value]) -> None:
-        state = dict(state)
-        self.properties = state.pop("properties")
-        self.size = state.pop("size")
-        self.chunks = state.pop("chunks")
-        _refuse_rest("TensorStorageMetadata", state)
+        self.properties, self.size, self.chunks = state["properties"], state["size"], state["chunks"]
+        _refuse_rest("TensorStorageMetadata", state, *self.FIELDS)
 
     def check(self) -> tuple[Value, ...]:
-        if (
-            type(self.properties) is not TensorProperties
-            or type(self.size) is not Size
-            or type(self.chunks) is not list
-        ):
+        if (type(self.properties), type(self.size), type(self.chunks)) != (TensorProperties, Size, list):
             raise _wrong("TensorStorageMetadata")
         _check_types("TensorStorageMetadata", self.chunks, ChunkStorageMetadata)
         _check_filled(self.chunks, "sizes")
         return (self.properties,)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return TensorStorageMetadata, (self.properties, self.size, self.chunks)
 
 
 class BytesStorageMetadata(Record):
@@ -278,7 +257,8 @@ class BytesStorageMetadata(Record):
 class StorageMeta(Record):
     """Identifiers a storage gives itself."""
 
-    __slots__ = ("checkpoint_id", "load_id", "modules", "save_id")
+    FIELDS = ("checkpoint_id", "save_id", "load_id", "modules")
+    __slots__ = FIELDS
     checkpoint_id: Value
     save_id: Value
     load_id: Value
@@ -290,24 +270,19 @@ class StorageMeta(Record):
         self.build({"checkpoint_id": checkpoint_id, "save_id": save_id, "load_id": load_id, "modules": modules})
 
     def build(self, state: dict[str, Value]) -> None:
-        state = dict(state)
-        self.checkpoint_id = state.pop("checkpoint_id", None)
-        self.save_id = state.pop("save_id", None)
-        self.load_id = state.pop("load_id", None)
-        self.modules = state.pop("modules", None) or []
-        _refuse_rest("StorageMeta", state)
+        _refuse_rest("StorageMeta", state, *self.FIELDS)
+        self.checkpoint_id, self.save_id, self.load_id = map(state.get, self.FIELDS[:3])
+        self.modules = state.get("modules") or []
 
     def check(self) -> tuple[Value, ...]:
-        return (self.checkpoint_id, self.save_id, self.load_id, self.modules)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return StorageMeta, (self.checkpoint_id, self.save_id, self.load_id, self.modules)
+        return tuple(self.fields.values())
 
 
 class Metadata(Record):
     """A whole ``.metadata``. ``extra`` holds attributes that others set on it, such as Megatron's ``mcore_data``."""
 
-    __slots__ = ("extra", "planner_data", "state_dict_metadata", "storage_data", "storage_meta", "version")
+    FIELDS = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "extra")
+    __slots__ = FIELDS
     state_dict_metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata]
     planner_data: Value
     storage_data: dict[MetadataIndex, StorageInfo]
@@ -342,29 +317,22 @@ class Metadata(Record):
         self.version = state.pop("version", None)
         self.extra = dict(state)
 
+    @property
+    def state(self) -> Value:
+        found = self.fields
+        return found | found.pop("extra")
+
     def check(self) -> tuple[Value, ...]:
-        if not isinstance(self.state_dict_metadata, dict):
+        if not isinstance(self.state_dict_metadata, dict) or not isinstance(self.storage_data, dict):
             raise _wrong("Metadata")
         _check_types("Metadata", self.state_dict_metadata, str)
         _check_types("Metadata", self.state_dict_metadata.values(), TensorStorageMetadata, BytesStorageMetadata)
-        if not isinstance(self.storage_data, dict):
-            raise _wrong("Metadata")
         _check_types("Metadata", self.storage_data, MetadataIndex)
         _check_types("Metadata", self.storage_data.values(), StorageInfo)
         _check_filled(self.storage_data.values(), "length")
         _check_types("Metadata", (self.storage_meta,), StorageMeta, type(None))
         _check_types("Metadata", (self.version,), str, type(None))
         return (*self.state_dict_metadata.values(), self.planner_data, self.storage_meta, self.extra)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Metadata, (
-            self.state_dict_metadata,
-            self.planner_data,
-            self.storage_data,
-            self.storage_meta,
-            self.version,
-            self.extra,
-        )
 
 
 def _check_types(kind: str, values: Iterable[Value], *allowed: type) -> None:
@@ -405,13 +373,7 @@ CLASSES: dict[tuple[str, str], type[Record]] = {
 }
 """Class that each global becomes."""
 
-GLOBALS: dict[type, GlobalRef] = (
-    {kind: GlobalRef(module, name) for (module, name), kind in CLASSES.items()}
-    | {
-        kind: GlobalRef("torch.distributed.checkpoint.metadata", kind.__name__)
-        for kind in CLASSES.values()
-        if kind is not StorageInfo
-    }
-    | {StorageInfo: GlobalRef("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
-)
+GLOBALS: dict[type, GlobalRef] = {
+    kind: GlobalRef("torch.distributed.checkpoint.metadata", kind.__name__) for kind in CLASSES.values()
+} | {StorageInfo: GlobalRef("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
 """The global that is written for each."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from ckpt_tools.core.values import (
@@ -130,7 +130,7 @@ class _Writer:
 
     # Scalars
 
-    def constant(self, value: Value) -> None:
+    def constant(self, value: bool | None) -> None:
         self.out += b"N" if value is None else b"\x88" if value else b"\x89"
 
     def integer(self, value: int) -> None:
@@ -144,10 +144,7 @@ class _Writer:
         if known is not None:
             self.out += known
             return
-        data = value.encode("utf-8", "surrogatepass")
-        wide = len(data) >= 1 << 32
-        self.out += b"\x8d" + struct.pack("<Q", len(data)) if wide else b"X" + struct.pack("<I", len(data))
-        self.out += data
+        self._long_text(value)
         self._names[value] = self._put()
 
     def raw(self, value: bytes) -> None:
@@ -167,8 +164,8 @@ class _Writer:
             self._remember(value)
 
     def _long_text(self, value: str) -> None:
-        """A text that is not looked up, since it is not met again."""
-        data = value.encode()
+        """A text that is not remembered."""
+        data = value.encode("utf-8", "surrogatepass")
         wide = len(data) >= 1 << 32
         self.out += b"\x8d" + struct.pack("<Q", len(data)) if wide else b"X" + struct.pack("<I", len(data))
         self.out += data
@@ -217,14 +214,15 @@ class _Writer:
             self._remember(value)
             self._items(value)
 
-    def _items(self, values: Iterable[Value]) -> None:
+    def _items(self, values: Iterable[Value], opcodes: tuple[bytes, bytes] = (b"a", b"e"), width: int = 1) -> None:
+        """Values in batches, each of ``width`` a step; ``opcodes`` set one step and a batch of several."""
         rest = iter(values)
-        while batch := list(islice(rest, BATCH)):
-            single = len(batch) == 1
+        while batch := list(islice(rest, BATCH * width)):
+            single = len(batch) == width
             self.out += b"" if single else b"("
             for item in batch:
                 self.write(item)
-            self.out += b"a" if single else b"e"
+            self.out += opcodes[not single]
 
     def dict_(self, value: dict[Value, Value]) -> None:
         if not self._recalled(value):
@@ -233,29 +231,16 @@ class _Writer:
             self._pairs(value.items())
 
     def _pairs(self, pairs: Iterable[tuple[Value, Value]]) -> None:
-        rest = iter(pairs)
-        while batch := list(islice(rest, BATCH)):
-            single = len(batch) == 1
-            self.out += b"" if single else b"("
-            for key, item in batch:
-                self.write(key)
-                self.write(item)
-            self.out += b"s" if single else b"u"
+        self._items(chain.from_iterable(pairs), (b"s", b"u"), 2)
 
     def pairs(self, value: Pairs) -> None:
         self.out += b"}"
         self._pairs(value.items)
 
-    def set_(self, value: set[Value]) -> None:
-        self._set(_SET, value)
-
-    def frozenset_(self, value: frozenset[Value]) -> None:
-        self._set(_FROZENSET, value)
-
-    def _set(self, ref: GlobalRef, value: Any) -> None:
-        """In an order that does not change from run to run, as the hashes of strings do."""
+    def set_(self, value: set[Value] | frozenset[Value]) -> None:
+        """In an order that is the same in every run, unlike that of the hashes of strings."""
         if not self._recalled(value):
-            self.name(ref)
+            self.name(_SET if isinstance(value, set) else _FROZENSET)
             self.out += b"]"
             self._items(sorted(value, key=lambda item: (type(item).__name__, repr(item))))
             self.out += b"\x85R"
@@ -318,7 +303,11 @@ class _Writer:
         assert known == value, f"storage {value.key} is two different ones"
         self.out += b"("
         self.text("storage")
-        self.name(_storage_class(value))
+        if value.dtype is None:
+            self.name(_UNTYPED)
+        else:
+            assert value.dtype.torch_storage is not None, "StorageRef.holding makes storages of newer types untyped"
+            self.name(GlobalRef("torch", value.dtype.torch_storage))
         self.text(value.key)
         self.text(value.location)
         self.integer(value.numel)
@@ -327,17 +316,14 @@ class _Writer:
     def tensor(self, value: StoredTensor) -> None:
         if not self._recalled(value):
             if value.wrapper is None:
-                self._bare_tensor(value)
+                self.name(_function(value))
+                self._tensor_arguments(value, value.requires_grad)
+                self.out += b"R"
             elif value.wrapper == PARAMETER:
                 self._parameter(value)
             else:
                 self._wrapped_tensor(value)
             self._remember(value)
-
-    def _bare_tensor(self, value: StoredTensor) -> None:
-        self.name(_function(value))
-        self._tensor_arguments(value, value.requires_grad)
-        self.out += b"R"
 
     def _tensor_arguments(self, value: StoredTensor, requires_grad: bool) -> None:
         dtype = GlobalRef("torch", value.dtype.value)
@@ -406,17 +392,12 @@ class _Writer:
             found = self._templates[kind] = (self._spelled(GLOBALS[kind]) + b")\x81}(" + first, *others)
         return found
 
-    def _string(self, value: str) -> bytes:
-        return self._names.get(value) or self._spelled(value)
-
-    def _new(self, value: Record) -> None:
+    def record(self, value: Record) -> None:
+        """An object of a dataclass, which nothing refers to again, and its attributes."""
         self.name(GLOBALS[type(value)])
         self.out += b")\x81"
-
-    def record(self, value: Record, state: Value) -> None:
-        """An object of a dataclass, which nothing refers to again, and its attributes."""
-        self._new(value)
-        self._state(state)
+        if not isinstance(value, BytesStorageMetadata):
+            self._state(value.state)
 
     def chunk(self, value: ChunkStorageMetadata) -> None:
         new, sizes = self._template(ChunkStorageMetadata, "offsets", "sizes")
@@ -426,33 +407,16 @@ class _Writer:
         new, index, offset = self._template(MetadataIndex, "fqn", "index", "offset")
         at = b"N" if value.offset is None else self._size(value.offset)
         hint = b"N" if value.index is None else _integer(value.index)
-        self.out += b"%b%b%b%b%b%bub" % (new, self._string(value.fqn), index, hint, offset, at)
+        self.out += b"%b%b%b%b%b%bub" % (new, self._spelled(value.fqn), index, hint, offset, at)
 
     def info(self, value: StorageInfo) -> None:
         new, offset, length = self._template(StorageInfo, "relative_path", "offset", "length")
-        path, start, size = self._string(value.relative_path), _integer(value.offset), _integer(value.length)
+        path, start, size = self._spelled(value.relative_path), _integer(value.offset), _integer(value.length)
         self.out += b"%b%b%b%b%b%b" % (new, path, offset, start, length, size)
         if value.transform_descriptors is not None:
             self.text("transform_descriptors")
             self.write(value.transform_descriptors)
         self.out += b"ub"
-
-    def properties(self, value: TensorProperties) -> None:
-        self.record(value, value.state)
-
-    def tensor_metadata(self, value: TensorStorageMetadata) -> None:
-        self.record(value, {"properties": value.properties, "size": value.size, "chunks": value.chunks})
-
-    def bytes_metadata(self, value: BytesStorageMetadata) -> None:
-        self._new(value)
-
-    def storage_meta(self, value: StorageMeta) -> None:
-        names = ("checkpoint_id", "save_id", "load_id", "modules")
-        self.record(value, {name: getattr(value, name) for name in names})
-
-    def metadata(self, value: Metadata) -> None:
-        names = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
-        self.record(value, {name: getattr(value, name) for name in names} | value.extra)
 
 
 def _integer(value: int) -> bytes:
@@ -470,13 +434,6 @@ def _integer(value: int) -> bytes:
 def _size_arguments(value: Size) -> bytes:
     dims = b"".join(map(_integer, value))
     return (dims if 0 < len(value) < 4 else b"(" + dims) + _TUPLE_OPCODES.get(len(value), b"t") + b"\x85R"
-
-
-def _storage_class(value: StorageRef) -> GlobalRef:
-    if value.dtype is None:
-        return _UNTYPED
-    assert value.dtype.torch_storage is not None, "StorageRef.holding makes storages of newer types untyped"
-    return GlobalRef("torch", value.dtype.torch_storage)
 
 
 def _function(value: StoredTensor) -> GlobalRef:
@@ -500,7 +457,7 @@ _ENCODERS: dict[type, Callable[[_Writer, Any], None]] = {
     dict: _Writer.dict_,
     Pairs: _Writer.pairs,
     set: _Writer.set_,
-    frozenset: _Writer.frozenset_,
+    frozenset: _Writer.set_,
     OrderedDict: _Writer.ordered_dict,
     DefaultDict: _Writer.default_dict,
     Size: _Writer.size,
@@ -511,9 +468,9 @@ _ENCODERS: dict[type, Callable[[_Writer, Any], None]] = {
     ChunkStorageMetadata: _Writer.chunk,
     MetadataIndex: _Writer.index,
     StorageInfo: _Writer.info,
-    TensorProperties: _Writer.properties,
-    TensorStorageMetadata: _Writer.tensor_metadata,
-    BytesStorageMetadata: _Writer.bytes_metadata,
-    StorageMeta: _Writer.storage_meta,
-    Metadata: _Writer.metadata,
+    TensorProperties: _Writer.record,
+    TensorStorageMetadata: _Writer.record,
+    BytesStorageMetadata: _Writer.record,
+    StorageMeta: _Writer.record,
+    Metadata: _Writer.record,
 }

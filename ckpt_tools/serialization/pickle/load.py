@@ -31,13 +31,12 @@ from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError, Unsa
 from ckpt_tools.serialization.pickle.allowed_calls import CALLS
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.dump import dumps
+from ckpt_tools.serialization.pickle.limits import Checker
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError, Language, Machine, PersistentLoad
 from ckpt_tools.serialization.pickle.opcodes import STEPS
-from ckpt_tools.serialization.pickle.value_limits import Checker
 
 __all__ = ["PersistentLoad", "dumps", "loads", "refuse_call"]
 
-_LANGUAGE = Language(STEPS, CALLS, MACROS)
 
 GC_PAUSE_BYTES = 1 << 20
 """Size from which the cyclic garbage collector pauses: it would scan millions of live objects again and again."""
@@ -97,7 +96,7 @@ def check_start(
 
 
 def _first(data: bytes, path: str, persistent_load: PersistentLoad | None, *, is_prefix: bool) -> FirstPickle:
-    machine = Machine(data, _LANGUAGE, persistent_load)
+    machine = Machine(data, Language(STEPS, CALLS, MACROS), persistent_load)
     with interpreting(machine, path):
         stop = run_checked(machine, is_prefix=is_prefix)
         return FirstPickle(machine.stack[-1], stop)
@@ -126,7 +125,8 @@ def interpreting(machine: Machine, path: str) -> Iterator[None]:
         raise MemoryBudgetError("there is not enough memory to read this pickle", path=path) from error
     except Exception as error:
         # An opcode without its operands meets an empty stack, a short slice or a wrong type: the pickle is malformed.
-        reason = _reason(error)
+        known = next((words for kind, words in _REASONS if isinstance(error, kind)), None)
+        reason = known or (str(error).splitlines() or [""])[0][:200] or type(error).__name__
         may_be_cut = len(machine.data) - machine.position < SHORT_OPERAND_BYTES
         kind = EndsEarlyError if may_be_cut else MalformedError
         raise kind(f"the pickle is malformed at byte {machine.position:,}: {reason}", path=path) from error
@@ -140,13 +140,6 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (UnicodeError, "text that is not valid"),
 )
 """Messages that replace those of Python's own exceptions."""
-
-
-def _reason(error: Exception) -> str:
-    for kind, words in _REASONS:
-        if isinstance(error, kind):
-            return words
-    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
 
 
 def refuse_call(value: Value, path: str) -> None:

@@ -1,15 +1,17 @@
-"""The state of the pickle machine, and what every opcode may use of it."""
+"""The state of the pickle machine: its stack, its memo and its budgets."""
 
 from __future__ import annotations
 
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from sys import maxsize
 from typing import NoReturn, Protocol
 
 from ckpt_tools.core.values import GlobalRef, Opaque, Size, Value
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.serialization.pickle.memo import LeftOutError, Memo
 
 PersistentLoad = Callable[[Value], Value]
 """Maps a persistent id to its value."""
@@ -60,14 +62,66 @@ class Language:
     """Language of a machine: a step for each opcode, the functions that a pickle may call, and macros for classes whose
     objects are read at once.
 
-    With ``leaves_out`` macros give no place in the memo to what no pickler refers to again; ``run_first`` starts again
-    without them where one does.
+    Macros give no place in the memo to what no pickler refers to again; ``run_first`` starts again without them where
+    one does.
     """
 
     steps: Sequence[Step]
     calls: Mapping[tuple[str, str], Call]
     macros: Mapping[tuple[str, str], Callable[[Machine], Macro]]
-    leaves_out: bool = True
+
+
+class LeftOutError(Exception):
+    """A place was asked for whose value a macro left out."""
+
+
+_NUMBERS = array("Q")
+"""Copied: making one anew is an audit event, of which reading a pickle has none."""
+
+
+class Memo(list[Value]):
+    """The values that were put, in order. Places that were left out take no room: ten million of them are 80 MB.
+
+    The first ``dense`` places are those of the list; behind them ``fetch`` knows where a value is.
+    """
+
+    __slots__ = ("_firsts", "_num_left_out", "_resumes", "dense")
+
+    def __init__(self) -> None:
+        self.dense = maxsize
+        self._num_left_out = 0
+        # After each gap: the first place that has a value again, and the position of that value in the list.
+        self._resumes = _NUMBERS[:]
+        self._firsts = _NUMBERS[:]
+
+    @property
+    def next_place(self) -> int:
+        return len(self) + self._num_left_out
+
+    def leave_out(self, num_places: int) -> None:
+        """Skip the next ``num_places``, which are never fetched."""
+        if not num_places:
+            return
+        self._num_left_out += num_places
+        if self._firsts and self._firsts[-1] == len(self):
+            self._resumes[-1] += num_places
+            return
+        self.dense = min(self.dense, len(self))
+        self._firsts.append(len(self))
+        self._resumes.append(self.next_place)
+
+    def fetch(self, place: int) -> Value:
+        """The value at ``place``. Raises LeftOutError, and IndexError where nothing was put."""
+        gap = bisect_right(self._resumes, place)
+        position = place if gap == 0 else self._firsts[gap - 1] + place - self._resumes[gap - 1]
+        if gap < len(self._firsts) and position >= self._firsts[gap]:
+            raise LeftOutError
+        return self[position]
+
+    def place_of(self, position: int) -> int:
+        """The place of the value at ``position`` of the list."""
+        gap = bisect_right(self._firsts, position)
+        return position if gap == 0 else self._resumes[gap - 1] + position - self._firsts[gap - 1]
 
 
 class Machine:
@@ -123,7 +177,7 @@ class Machine:
         """Interpret up to the first STOP, and leave the value on the stack; the position after it.
 
         A frame ends where an opcode does, and no frame starts within another: CPython's C unpickler takes frames for
-        nothing but hints, and the Python one reads other bytes where a frame cuts an opcode.
+        hints only, and the Python one reads other bytes where a frame cuts an opcode.
         """
         try:
             return self._run_first()
@@ -157,14 +211,11 @@ class Machine:
             if position != limit:
                 self.fail("a frame ends within an opcode")
             limit, self.is_framed = len(data), False
-        self._check_end(limit)
-        return self.position + 1
-
-    def _check_end(self, limit: int) -> None:
         if self.is_framed and limit != self.position + 1:
             self.fail("it stops before its frame ends")
         if len(self.stack) != 1 or self.marks:
             self.fail("it leaves more behind than a value")
+        return self.position + 1
 
     def fail(self, reason: str) -> NoReturn:
         raise MalformedError(f"the pickle is malformed at byte {self.position:,}: {reason}")
@@ -189,13 +240,11 @@ class Machine:
 
         The budget is four times the data, where each byte of a string and each item of a list took one at least.
         """
-        self.bytes_to_copy -= len(values)
-        if self.bytes_to_copy < 0:
-            self.fail("the same data is copied too many times over")
-        for value in values:
-            if isinstance(value, str | bytes | list | tuple):
-                self.bytes_to_copy -= len(value) * (1 if isinstance(value, str | bytes) else 4)
-        if self.bytes_to_copy < 0:
+        if len(values) <= self.bytes_to_copy:
+            self.bytes_to_copy -= len(values)
+            texts = sum(len(value) for value in values if isinstance(value, str | bytes))
+            self.bytes_to_copy -= texts + 4 * sum(len(value) for value in values if isinstance(value, list | tuple))
+        if len(values) > self.bytes_to_copy or self.bytes_to_copy < 0:
             self.fail("the same data is copied too many times over")
 
     def name(self, module: str, name: str) -> GlobalRef:

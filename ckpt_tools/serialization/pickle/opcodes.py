@@ -1,9 +1,9 @@
-"""Every opcode as a function of the machine and the position after it, which gives that of the next.
+"""Opcodes as functions of the machine and the position after the opcode, which return the position of the next.
 
-What each does is documented in CPython's Lib/pickletools.py. Only what picklers write is read: those of CPython, in C
-and in Python, in protocols 0 to 5, Python 2's, and torch's. CPython's two unpicklers read more, and not always alike:
-numbers in octal, with signs and with underscores, frames that cut an opcode, places of the memo out of order. What two
-unpicklers could read in two ways is refused.
+CPython's Lib/pickletools.py documents each. Only what picklers write is read: those of CPython, in C and in Python, in
+protocols 0 to 5, Python 2's, and torch's. CPython's two unpicklers read more, and not always alike: numbers in octal,
+with signs and with underscores, frames that cut an opcode, places of the memo out of order. What two unpicklers could
+read in two ways is refused.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import NoReturn
 
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value, kind_of
 from ckpt_tools.serialization.pickle.dcp_metadata import CLASSES, Record
-from ckpt_tools.serialization.pickle.key_limits import checked_keys, insert
+from ckpt_tools.serialization.pickle.limits import checked_keys, insert
 from ckpt_tools.serialization.pickle.machine import UNSET, FrameStarts, Machine, Step, Stop, TooLongError
+from ckpt_tools.serialization.pickle.shapes import named
 
 MAX_VALUE_BYTES = 1 << 28
 """Bytes of one string: an array that numpy pickles is one. Longer ones would be held in memory several times over."""
@@ -89,14 +90,12 @@ def _byte(machine: Machine, at: int) -> int:
     return at + 1
 
 
-def _int32(machine: Machine, at: int) -> int:
-    machine.stack.append(_I32.unpack_from(machine.data, at)[0])
-    return at + 4
+def _number(form: struct.Struct) -> Step:
+    def step(machine: Machine, at: int) -> int:
+        machine.stack.append(form.unpack_from(machine.data, at)[0])
+        return at + form.size
 
-
-def _float(machine: Machine, at: int) -> int:
-    machine.stack.append(_F64.unpack_from(machine.data, at)[0])
-    return at + 8
+    return step
 
 
 def read_span(machine: Machine, at: int, width: int) -> tuple[int, int]:
@@ -109,45 +108,30 @@ def read_span(machine: Machine, at: int, width: int) -> tuple[int, int]:
     return start, stop
 
 
-def _text(width: int) -> Step:
+def _sized(width: int, made: Callable[[bytes], Value]) -> Step:
+    """A value that ``made`` makes of the bytes after a length of ``width`` bytes."""
+
     def step(machine: Machine, at: int) -> int:
         start, stop = read_span(machine, at, width)
-        machine.stack.append(str(machine.data[start:stop], "utf-8", "surrogatepass"))
+        machine.stack.append(made(machine.data[start:stop]))
         return stop
 
     return step
+
+
+def _text(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
+
+
+def _py2_text(data: bytes) -> str:
+    """A byte string of Python 2: only of ASCII, which all loaders read alike. Others depend on the loader."""
+    return str(data, "ascii")
 
 
 def _short_text(machine: Machine, at: int) -> int:
     start = at + 1
     stop = start + machine.data[at]
     machine.stack.append(str(machine.data[start:stop], "utf-8", "surrogatepass"))
-    return stop
-
-
-def _bytes(width: int) -> Step:
-    def step(machine: Machine, at: int) -> int:
-        start, stop = read_span(machine, at, width)
-        machine.stack.append(machine.data[start:stop])
-        return stop
-
-    return step
-
-
-def _py2_text(width: int) -> Step:
-    """A byte string of Python 2: only of ASCII, which all loaders read alike. Others depend on the loader."""
-
-    def step(machine: Machine, at: int) -> int:
-        start, stop = read_span(machine, at, width)
-        machine.stack.append(str(machine.data[start:stop], "ascii"))
-        return stop
-
-    return step
-
-
-def _bytearray8(machine: Machine, at: int) -> int:
-    start, stop = read_span(machine, at, 8)
-    machine.stack.append(bytearray(machine.data[start:stop]))
     return stop
 
 
@@ -189,24 +173,24 @@ def _number_line(machine: Machine, at: int) -> tuple[bytes, int]:
 _PLAIN = re.compile(rb"0|-?[1-9][0-9]*")
 """A whole number as picklers write it: no sign but a minus, no zeros in front, no underscores."""
 
+_UNUSUAL = "a number is written as no pickler writes it"
+
 
 def _whole(machine: Machine, line: bytes) -> int:
     if not _PLAIN.fullmatch(line):
-        machine.fail("a number is written as no pickler writes it")
+        machine.fail(_UNUSUAL)
     return int(line)
 
 
 def _int_line(machine: Machine, at: int) -> int:
     line, after = _number_line(machine, at)
-    machine.stack.append({b"00": False, b"01": True}[line] if line in (b"00", b"01") else _whole(machine, line))
+    machine.stack.append(line == b"01" if line in (b"00", b"01") else _whole(machine, line))
     return after
 
 
 def _long_line(machine: Machine, at: int) -> int:
     line, after = _number_line(machine, at)
-    if not line.endswith(b"L"):
-        machine.fail("a number is written as no pickler writes it")
-    machine.stack.append(_whole(machine, line[:-1]))
+    machine.stack.append(_whole(machine, line[:-1] if line.endswith(b"L") else b""))
     return after
 
 
@@ -214,7 +198,7 @@ def _float_line(machine: Machine, at: int) -> int:
     line, after = _number_line(machine, at)
     value = float(line)
     if repr(value).encode() != line:
-        machine.fail("a number is written as no pickler writes it")
+        machine.fail(_UNUSUAL)
     machine.stack.append(value)
     return after
 
@@ -295,7 +279,9 @@ def _newobj_ex(machine: Machine, at: int) -> int:
 
 
 def made(machine: Machine, kind: Value, args: Value, kwargs: dict[str, Value] | None) -> Value:
-    if not _is_class(kind) or type(args) is not tuple:
+    # A class inside another is ``getattr(Outer, "Inner")`` in protocol 2, which is not run.
+    is_class = named(kind) is not None and (type(kind) is not Opaque or kind.state is None)
+    if not is_class or type(args) is not tuple:
         machine.fail(f"an object of a {kind_of(kind)}, which is not a class")
     machine.spend(4)
     record = CLASSES.get((kind.module, kind.name)) if type(kind) is GlobalRef else None
@@ -305,24 +291,9 @@ def made(machine: Machine, kind: Value, args: Value, kwargs: dict[str, Value] | 
 
 
 def recorded(machine: Machine, made: Opaque) -> Opaque:
-    """Kept with its position, whatever becomes of it: ``closed_list`` judges every one of them."""
+    """Record an object with its position; ``closed_list`` judges every recorded one."""
     machine.objects.append((machine.position, made))
     return made
-
-
-_GETATTR = GlobalRef("builtins", "getattr")
-
-
-def _is_class(kind: Value) -> bool:
-    """A name, or what protocol 2 makes of a class inside another: ``getattr(Outer, "Inner")``, which is not run."""
-    if type(kind) is not Opaque:
-        return type(kind) is GlobalRef
-    is_inner = kind.ref == _GETATTR and kind.form == "call" and tuple(map(type, kind.args)) == (GlobalRef, str)
-    return is_inner and kind.state is None
-
-
-def _old_style(machine: Machine, at: int) -> NoReturn:
-    machine.fail("it makes an object of an old-style class of Python 2")
 
 
 def _build(machine: Machine, at: int) -> int:
@@ -370,9 +341,8 @@ def _mark(machine: Machine, at: int) -> int:
 def _pop(machine: Machine, at: int) -> int:
     if machine.stack:
         machine.stack.pop()
-    else:
-        machine.pop_mark()
-    return at
+        return at
+    return _pop_mark(machine, at)
 
 
 def _pop_mark(machine: Machine, at: int) -> int:
@@ -380,8 +350,11 @@ def _pop_mark(machine: Machine, at: int) -> int:
     return at
 
 
-def _dup(machine: Machine, at: int) -> NoReturn:
-    machine.fail("it copies the top of the stack, which no pickler does")
+def _refused(reason: str) -> Step:
+    def step(machine: Machine, at: int) -> NoReturn:
+        machine.fail(reason)
+
+    return step
 
 
 def _memoize(machine: Machine, at: int) -> int:
@@ -458,10 +431,15 @@ def _empty(kind: Callable[[], Value], cost: int) -> Step:
     return step
 
 
-def _tuple(machine: Machine, at: int) -> int:
-    items = tuple(machine.pop_mark())
-    machine.stack.append(items)
-    return at
+def _of_mark(made: Callable[[Machine, list[Value]], Value]) -> Step:
+    """The value that ``made`` makes of the items since the last mark."""
+
+    def step(machine: Machine, at: int) -> int:
+        items = machine.pop_mark()
+        machine.stack.append(made(machine, items))
+        return at
+
+    return step
 
 
 def _tuple_of(num: int) -> Step:
@@ -478,25 +456,15 @@ def _tuple_of(num: int) -> Step:
     return step
 
 
-def _list(machine: Machine, at: int) -> int:
-    items = machine.pop_mark()
-    machine.stack.append(items)
-    return at
-
-
-def _dict(machine: Machine, at: int) -> int:
-    items = machine.pop_mark()
+def _dict(machine: Machine, items: list[Value]) -> dict[Value, Value]:
     made: dict[Value, Value] = {}
     insert(machine, made, items)
-    machine.stack.append(made)
-    return at
+    return made
 
 
-def _frozenset(machine: Machine, at: int) -> int:
-    items = machine.pop_mark()
+def _frozenset(machine: Machine, items: list[Value]) -> frozenset[Value]:
     machine.spend(3)
-    machine.stack.append(frozenset(checked_keys(machine, None, items)))
-    return at
+    return frozenset(checked_keys(machine, None, items))
 
 
 def _append(machine: Machine, at: int) -> int:
@@ -553,38 +521,38 @@ for _opcode, _step in {
     b")": _constant(()),
     b"K": _byte,
     b"M": _unsigned(2),
-    b"J": _int32,
+    b"J": _number(_I32),
     b"\x8a": _long(1),
     b"\x8b": _long(4),
     b"I": _int_line,
     b"L": _long_line,
     b"F": _float_line,
-    b"G": _float,
-    b"X": _text(4),
+    b"G": _number(_F64),
+    b"X": _sized(4, _text),
     b"\x8c": _short_text,
-    b"\x8d": _text(8),
+    b"\x8d": _sized(8, _text),
     b"V": _unicode_line,
     b"S": _quoted_line,
-    b"T": _py2_text(4),
-    b"U": _py2_text(1),
-    b"B": _bytes(4),
-    b"C": _bytes(1),
-    b"\x8e": _bytes(8),
-    b"\x96": _bytearray8,
+    b"T": _sized(4, _py2_text),
+    b"U": _sized(1, _py2_text),
+    b"B": _sized(4, bytes),
+    b"C": _sized(1, bytes),
+    b"\x8e": _sized(8, bytes),
+    b"\x96": _sized(8, bytearray),
     b"c": _global,
     b"\x93": _stack_global,
     b"R": _reduce,
     b"\x81": _newobj,
     b"\x92": _newobj_ex,
-    b"i": _old_style,
-    b"o": _old_style,
+    b"i": _refused("it makes an object of an old-style class of Python 2"),
+    b"o": _refused("it makes an object of an old-style class of Python 2"),
     b"b": _build,
     b"P": _persistent_line,
     b"Q": _persistent,
     b"(": _mark,
     b"0": _pop,
     b"1": _pop_mark,
-    b"2": _dup,
+    b"2": _refused("it copies the top of the stack, which no pickler does"),
     b"\x94": _memoize,
     b"q": _binput,
     b"r": _long_binput,
@@ -595,13 +563,13 @@ for _opcode, _step in {
     b"]": _empty(list, 1),
     b"}": _empty(dict, 1),
     b"\x8f": _empty(set, 4),
-    b"t": _tuple,
+    b"t": _of_mark(lambda machine, items: tuple(items)),
     b"\x85": _tuple_of(1),
     b"\x86": _tuple_of(2),
     b"\x87": _tuple_of(3),
-    b"l": _list,
-    b"d": _dict,
-    b"\x91": _frozenset,
+    b"l": _of_mark(lambda machine, items: items),
+    b"d": _of_mark(_dict),
+    b"\x91": _of_mark(_frozenset),
     b"a": _append,
     b"e": _appends,
     b"\x90": _additems,

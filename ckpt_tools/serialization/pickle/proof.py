@@ -23,7 +23,7 @@ from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, BOOL, fields
 MAX_REFUSALS = 100
 """Refusals of one pickle that are kept; more are counted."""
 
-_FROM_BYTES = GlobalRef("torch.storage", "_load_from_bytes")
+_FROM_BYTES = ("torch.storage", "_load_from_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,17 @@ def prove(
         FormatError: no pickler wrote it, or it breaks a bound. UnlistedNameError: so, and it names code before that.
         MemoryBudgetError: there is not enough memory for it.
     """
-    machine = Machine(data, _language(inner), persistent_load)
+    calls = _CALLS
+    if inner is not None:
+        calls = {**calls, _FROM_BYTES: lambda machine, args: _stored(machine, args, inner)}
+    machine = Machine(data, Language(STEPS, calls, MACROS), persistent_load)
     try:
         with interpreting(machine, path):
             stop = run_checked(machine, is_prefix=is_prefix)
-            return _judged(machine, stop, frozenset(allowed))
+            judge = _Judge(machine, frozenset(allowed))
+            judge.judge()
+            found, used = tuple(judge.refusals), frozenset(judge.uses_allowed)
+            return Proof(machine.stack[-1], stop, found, judge.num_refusals, used)
     except FormatError as error:
         names = [str(ref) for key, ref in machine.names.items() if not is_listed(*key) and str(ref) not in allowed]
         if not names or (is_prefix and isinstance(error, EndsEarlyError)):
@@ -80,13 +86,6 @@ def prove(
 
 class UnlistedNameError(MalformedError):
     """A pickle that no pickler wrote, and that names code before the place where reading it fails."""
-
-
-def _language(inner: Callable[[bytes], StorageRef] | None) -> Language:
-    if inner is None:
-        return _LANGUAGE
-    key = (_FROM_BYTES.module, _FROM_BYTES.name)
-    return Language(STEPS, {**_CALLS, key: lambda machine, args: _stored(machine, args, inner)}, MACROS)
 
 
 def _flagged(key: tuple[str, str], num_args: int) -> Call:
@@ -103,7 +102,6 @@ def _flagged(key: tuple[str, str], num_args: int) -> Call:
 _FLAGS = fields(conj=BOOL, neg=BOOL)
 _TENSOR_V2, _TENSOR_V3 = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")
 _CALLS = {**CALLS, _TENSOR_V2: _flagged(_TENSOR_V2, 7), _TENSOR_V3: _flagged(_TENSOR_V3, 8)}
-_LANGUAGE = Language(STEPS, _CALLS, MACROS)
 
 
 def _stored(machine: Machine, args: tuple[Value, ...], inner: Callable[[bytes], StorageRef]) -> StorageRef:
@@ -112,12 +110,6 @@ def _stored(machine: Machine, args: tuple[Value, ...], inner: Callable[[bytes], 
         machine.fail("a storage that is not made of bytes")
     machine.copied(args)
     return inner(args[0])
-
-
-def _judged(machine: Machine, stop: int, allowed: frozenset[str]) -> Proof:
-    judge = _Judge(machine, allowed)
-    judge.judge()
-    return Proof(machine.stack[-1], stop, tuple(judge.refusals), judge.num_refusals, frozenset(judge.uses_allowed))
 
 
 class _Judge:
@@ -131,7 +123,7 @@ class _Judge:
     def judge(self) -> None:
         called = self._objects()
         for key, ref in self.machine.names.items():
-            if key == (_FROM_BYTES.module, _FROM_BYTES.name) and key in self.machine.language.calls:
+            if key == _FROM_BYTES and key in self.machine.language.calls:
                 continue
             if not is_listed(*key) and not self._is_allowed(str(ref)) and str(ref) not in called:
                 self._refuse(0, f"it names {ref}", str(ref))

@@ -1,13 +1,13 @@
-"""Shapes that values of a pickle have: predicates with the words that describe them.
+"""Shapes that values of a pickle have, and rules of the closed list: predicates with their descriptions.
 
 A shape looks only at what cannot change any more (scalars, tuples, names), or asks what stays true when a list or dict
-grows: a pickle may fill a list after it handed it to a call.
+grows: a pickle may fill a list after a call took it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ckpt_tools.core.values import GlobalRef, Opaque, Size, StoredTensor, Value, are_naturals
@@ -61,12 +61,11 @@ def named(ref: Value) -> GlobalRef | None:
     """The name that ``ref`` is, or that ``getattr`` looks up in a class, as protocols below 4 name an inner class."""
     if type(ref) is not Opaque:
         return ref if type(ref) is GlobalRef else None
-    is_inner = ref.ref == _GETATTR and len(ref.args) == 2 and type(ref.args[0]) is GlobalRef
-    is_plain = type(ref.args[1]) is str and ref.form == "call" if is_inner else False
-    return GlobalRef(ref.args[0].module, f"{ref.args[0].name}.{ref.args[1]}") if is_plain else None
+    is_inner = ref.ref == GETATTR and ref.form == "call" and tuple(map(type, ref.args)) == (GlobalRef, str)
+    return GlobalRef(ref.args[0].module, f"{ref.args[0].name}.{ref.args[1]}") if is_inner else None
 
 
-_GETATTR = GlobalRef("builtins", "getattr")
+GETATTR = GlobalRef("builtins", "getattr")
 
 
 def made_of(*texts: str) -> Shape:
@@ -75,18 +74,21 @@ def made_of(*texts: str) -> Shape:
     return Shape(f"object of {text}", lambda value: type(value) is Opaque and str(named(value.ref)) in texts)
 
 
+def _each(kind: type[tuple[Value, ...]] | type[list[Value]], shape: Shape) -> Shape:
+    def accepts(value: Value) -> bool:
+        return type(value) is kind and all(shape.accepts(each) for each in value)
+
+    return Shape(f"{kind.__name__} of {shape.text}", accepts)
+
+
 def several(shape: Shape) -> Shape:
     """A tuple of any length."""
-    return Shape(
-        f"tuple of {shape.text}", lambda value: type(value) is tuple and all(shape.accepts(each) for each in value)
-    )
+    return _each(tuple, shape)
 
 
 def list_of(shape: Shape) -> Shape:
-    """A list, whatever its length: what is appended later is looked at too, as a proof looks at the end."""
-    return Shape(
-        f"list of {shape.text}", lambda value: type(value) is list and all(shape.accepts(each) for each in value)
-    )
+    """A list of any length; later items are checked too, because a proof runs at the end."""
+    return _each(list, shape)
 
 
 def row(*shapes: Shape) -> Shape:
@@ -132,4 +134,31 @@ def with_slots(shape: Shape) -> Shape:
     return shape | row(shape | NOTHING, shape | NOTHING)
 
 
-Table = Mapping[tuple[str, str], "Value"]
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Allowed uses of each of ``names`` of each of ``modules``, and why they run no code of the pickle."""
+
+    modules: str
+    names: str
+    reason: str
+    call: tuple[Shape, ...] = ()
+    new: tuple[Shape, ...] = ()
+    state: Shape | None = None
+    has_items: bool = False
+    has_pairs: bool = False
+
+    @property
+    def keys(self) -> Iterator[tuple[str, str]]:
+        return ((module, each) for module in self.modules.split() for each in self.names.split())
+
+
+NO_ARGUMENTS = row()
+ENUM = row(INT | STR)
+AN_ENUM = "an enum looks its member up"
+ITS_ATTRIBUTES = "its attributes are set one by one; they cannot be hooks"
+A_NAME = "a name by itself: importing torch runs nothing of the pickle's"
+
+
+def plain(modules: str, names: str) -> Rule:
+    """A class whose objects are made without arguments and given attributes."""
+    return Rule(modules, names, ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=with_slots(ATTRIBUTES))

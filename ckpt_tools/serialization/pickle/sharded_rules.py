@@ -10,21 +10,19 @@ from __future__ import annotations
 
 from ckpt_tools.core.values import GlobalRef, Size, Value, are_naturals
 from ckpt_tools.serialization.pickle.dcp_metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from ckpt_tools.serialization.pickle.rule import (
+from ckpt_tools.serialization.pickle.shapes import (
     A_NAME,
     AN_ENUM,
-    ENUM,
-    ITS_ATTRIBUTES,
-    NO_ARGUMENTS,
-    Rule,
-)
-from ckpt_tools.serialization.pickle.shapes import (
     BOOL,
+    ENUM,
     INT,
+    ITS_ATTRIBUTES,
     NATURALS,
+    NO_ARGUMENTS,
     NOTHING,
     STR,
     TENSOR,
+    Rule,
     Shape,
     constant,
     exactly,

@@ -1,9 +1,9 @@
-"""One rank's part of a tensor, as torch pickles it: ``DTensor`` and FSDP1's ``ShardedTensor``. The list is closed.
+"""Parts of a tensor that one rank pickled: ``DTensor`` and FSDP1's ``ShardedTensor``. The list is closed.
 
-``torch.save`` of a state that is sharded calls ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, ...)`` on
-every rank. The state is the local tensor, and a ``DTensorSpec``: a device mesh, a placement for each dim of the mesh,
-and the shape of the whole tensor. The pickle machine records all of these as ``Opaque``; here their records become
-values, each field checked. A class, a field or an argument that is not listed is refused.
+``torch.save`` of a sharded state calls ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor, ...)`` on every
+rank. The state is the local tensor, and a ``DTensorSpec``: a device mesh, a placement for each dim of the mesh, and the
+shape of the whole tensor. The pickle machine records all of these as ``Opaque``; this module makes values of the
+records and checks each field. A class, field or argument that is not listed is refused.
 
 Forms that were checked, by files that torch 2.15.0 wrote, and by the sources of the older releases:
 
@@ -36,6 +36,7 @@ from ckpt_tools.core.values import (
     kind_of,
 )
 from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.serialization.pickle.shapes import GETATTR
 
 _FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER_SUBCLASS = GlobalRef("torch._utils", "_rebuild_wrapper_subclass")
@@ -45,17 +46,13 @@ _OLD_DTENSOR = "torch.distributed._tensor"
 _SHARDED = "torch.distributed._shard"
 
 DTENSORS = frozenset(
-    {GlobalRef(_DTENSOR, "DTensor"), GlobalRef(f"{_DTENSOR}._api", "DTensor"),
-     GlobalRef(_OLD_DTENSOR, "DTensor"), GlobalRef(f"{_OLD_DTENSOR}.api", "DTensor")}
-)  # fmt: skip
+    GlobalRef(module, "DTensor") for module in (_DTENSOR, f"{_DTENSOR}._api", _OLD_DTENSOR, f"{_OLD_DTENSOR}.api")
+)
 SHARDED_TENSORS = frozenset({GlobalRef(f"{_SHARDED}.sharded_tensor.api", "ShardedTensor")})
 
-_SPECS = frozenset(
-    {GlobalRef(f"{_DTENSOR}._dtensor_spec", "DTensorSpec"), GlobalRef(f"{_OLD_DTENSOR}.placement_types", "DTensorSpec")}
-)
-_METAS = frozenset(
-    {GlobalRef(f"{_DTENSOR}._dtensor_spec", "TensorMeta"), GlobalRef(f"{_OLD_DTENSOR}.placement_types", "TensorMeta")}
-)
+_SPEC_MODULES = (f"{_DTENSOR}._dtensor_spec", f"{_OLD_DTENSOR}.placement_types")
+_SPECS = frozenset(GlobalRef(module, "DTensorSpec") for module in _SPEC_MODULES)
+_METAS = frozenset(GlobalRef(module, "TensorMeta") for module in _SPEC_MODULES)
 _PLACEMENTS = frozenset({f"{_DTENSOR}.placement_types", f"{_OLD_DTENSOR}.placement_types"})
 _ORDER_ENTRY = GlobalRef(f"{_DTENSOR}._dtensor_spec", "ShardOrderEntry")
 _MESH = GlobalRef("torch.distributed.device_mesh", "DeviceMesh")
@@ -187,9 +184,14 @@ class PartReader:
             raise UnsupportedError(f"a DTensor has the slots {brief(list(slots))}, which are not supported")
         local = _plain(slots["_local_tensor"], dtype, "DTensor")
         spec = _object(slots["_spec"], _SPECS, _SPEC_FIELDS)
-        mesh = self._mesh(spec.get("mesh"))
-        placements = _placements(spec.get("placements"), len(mesh.shape), len(shape))
-        _check_meta(spec.get("tensor_meta"), shape)
+        mesh, found = self._mesh(spec.get("mesh")), spec.get("placements")
+        meta: Value = spec.get("tensor_meta")
+        if not isinstance(found, tuple | list) or len(found) != len(mesh.shape):
+            _wrong("DTensorSpec")
+        placements = tuple(_placement(each, len(shape)) for each in found)
+        is_meta = isinstance(meta, Opaque) and meta.ref in _METAS and len(meta.args) == 3
+        if not is_meta or not are_naturals(meta.args[0]) or tuple(meta.args[0]) != shape:
+            raise MalformedError(f"the spec of a DTensor of shape {list(shape)} is of another tensor")
         _check_order(spec.get("shard_order"), placements)
         if slots["_spec"].ref.module.startswith(_OLD_DTENSOR):
             _refuse_two_cuts(placements)
@@ -246,12 +248,6 @@ def _object(value: Value, refs: frozenset[GlobalRef], fields: tuple[str, ...]) -
     return found
 
 
-def _check_meta(meta: Value, shape: Shape) -> None:
-    is_meta = isinstance(meta, Opaque) and meta.ref in _METAS and len(meta.args) == 3
-    if not is_meta or not are_naturals(meta.args[0]) or tuple(meta.args[0]) != shape:
-        raise MalformedError(f"the spec of a DTensor of shape {list(shape)} is of another tensor")
-
-
 def _check_order(order: Value, placements: tuple[Placement, ...]) -> None:
     """Only the default: from the first dim of the mesh to the last."""
     for entry in order if isinstance(order, tuple) else ():
@@ -270,12 +266,6 @@ def _refuse_two_cuts(placements: tuple[Placement, ...]) -> None:
         raise UnsupportedError(
             "a DTensor of torch before 2.5 is cut along one dim by two dims of its mesh; it does not say in which order"
         )
-
-
-def _placements(value: Value, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
-    if not isinstance(value, tuple | list) or len(value) != mesh_ndim:
-        _wrong("DTensorSpec")
-    return tuple(_placement(each, ndim) for each in value)
 
 
 def _placement(value: Value, ndim: int) -> Placement:
@@ -317,14 +307,10 @@ def _mesh(value: Value) -> Mesh:
         _wrong("DeviceMesh")
     if len(coordinate) != len(shape) or any(a >= n for a, n in zip(coordinate, shape, strict=True)):
         raise MalformedError(f"a DeviceMesh of shape {list(shape)} has the coordinate {list(coordinate)}")
-    rank = _rank(_given_rank(found), ranks, shape, strides, coordinate)
+    # torch 2.10 and 2.11 say the rank by the coordinate in the mesh that this one was cut from.
+    root = found.get("_root_mesh") if "_rank" not in found else None
+    rank = _rank(found.get("_rank") if root is None else _mesh(root).rank, ranks, shape, strides, coordinate)
     return Mesh(shape, ranks, rank, coordinate, device, _names(names, len(shape)))
-
-
-def _given_rank(mesh: Mapping[str, Value]) -> Value:
-    """The rank that a mesh says; torch 2.10 and 2.11 say it by the coordinate in the mesh that it was cut from."""
-    root = mesh.get("_root_mesh")
-    return _mesh(root).rank if "_rank" not in mesh and root is not None else mesh.get("_rank")
 
 
 def _rank(given: Value, ranks: tuple[int, ...], shape: Shape, strides: Any, coordinate: Shape) -> int:
@@ -406,24 +392,20 @@ def _sharded_tensor(shape: Shape, dtype: DType, state: Value) -> ShardedTensorPa
     if not isinstance(size, Size) or tuple(size) != shape:
         raise MalformedError(f"the metadata of a ShardedTensor of shape {list(shape)} is of another tensor")
     rank, world = _process_group(group)
-    return ShardedTensorPart(
-        shape, dtype, rank, tuple(range(world)), tuple(_shard(each, shape, dtype) for each in shards)
-    )
+    pieces = tuple(_shard(each, shape, dtype) for each in shards)
+    return ShardedTensorPart(shape, dtype, rank, tuple(range(world)), pieces)
 
 
 def _process_group(value: Value) -> tuple[int, int]:
     """``ProcessGroupState``, an inner class of ShardedTensor."""
-    is_state = isinstance(value, Opaque) and _is_inner(value.ref, "ProcessGroupState")
+    ref: Value = value.ref if isinstance(value, Opaque) else None
+    is_call = isinstance(ref, Opaque) and ref.ref == GETATTR and len(ref.args) == 2
+    is_state = is_call and ref.args[0] in SHARDED_TENSORS and ref.args[1] == "ProcessGroupState"
     found = value.attributes if is_state else {}
     rank, world = found.get("global_rank"), found.get("global_world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= MAX_RANKS:
         _wrong("ShardedTensor")
     return rank, world
-
-
-def _is_inner(ref: Value, name: str) -> bool:
-    is_call = isinstance(ref, Opaque) and ref.ref == GlobalRef("builtins", "getattr") and len(ref.args) == 2
-    return is_call and ref.args[0] in SHARDED_TENSORS and ref.args[1] == name
 
 
 def _shard(value: Value, shape: Shape, dtype: DType) -> tuple[Shape, StoredTensor]:

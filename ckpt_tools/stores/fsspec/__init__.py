@@ -1,1 +1,1 @@
-"""Anything that fsspec opens: the store, its errors and its lock."""
+"""File systems of fsspec: the store, the place and the lock."""

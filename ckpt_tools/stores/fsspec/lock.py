@@ -52,11 +52,8 @@ class FsspecObjects:
         return found is not None and found.etag == etag and self._put(key, data)
 
     def _put(self, key: str, data: bytes) -> bool:
-        def write() -> None:
-            self.fs.makedirs(self.fs._parent(key), exist_ok=True)
-            self.fs.pipe_file(key, data)
-
-        asked(key, write)
+        asked(key, lambda: self.fs.makedirs(self.fs._parent(key), exist_ok=True))
+        asked(key, lambda: self.fs.pipe_file(key, data))
         return True
 
     def delete(self, keys: list[str]) -> None:

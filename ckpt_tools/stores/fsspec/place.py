@@ -1,5 +1,8 @@
 """A path of a file system of fsspec, as the place of an output.
 
+fsspec has no common way to send a file in parts from several processes. A file is therefore one stream, into which
+parts are written in order; a part that is early waits in its buffer for those before it.
+
 Files are written below ``.ckpt-tools-partial/<16 hex digits>/`` and moved when all are complete, the marker file last.
 If the service cannot rename, a move is a copy; if moving is interrupted, files are missing at the destination, and none
 is half written.
@@ -12,7 +15,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial as partial_call
@@ -22,12 +26,12 @@ from typing import Any
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.signals import held_back, let_through
-from ckpt_tools.stores.destination import Claim, Leftover, Place
-from ckpt_tools.stores.fsspec.destination import FsspecDestination, FsspecLog
+from ckpt_tools.stores.destination import Claim, Destination, Leftover, Place
 from ckpt_tools.stores.fsspec.store import FsspecStore, asked, file_system, kind_at, size_of
 from ckpt_tools.stores.marker_files import PARTIAL, is_marker
 from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present, Standing, check_free, check_only, folders_of
+from ckpt_tools.stores.source import Buffer, checked_name
 
 _TOKEN_BYTES = 8
 _TOKEN = re.compile(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
@@ -38,8 +42,85 @@ def _is_link(info: Mapping[str, Any]) -> bool:
     return bool(info.get("islink")) or info.get("type") not in ("file", "directory")
 
 
-def _is_plain(info: Mapping[str, Any]) -> bool:
-    return info.get("type") == "file" and not _is_link(info)
+@dataclass(slots=True)
+class _Stream:
+    """A file being written from front to back."""
+
+    file: Any
+    next: int = 0
+    turn: threading.Condition = field(default_factory=threading.Condition)
+
+
+@dataclass(slots=True)
+class FsspecDestination(Destination):
+    """Files below ``root``, each one stream. It cannot be sent to another process."""
+
+    fs: Any
+    root: str
+    _streams: dict[str, _Stream] = field(default_factory=dict, repr=False)
+    _errors: list[BaseException] = field(default_factory=list, repr=False)
+
+    def begin(self, path: str, size_bytes: int) -> str:
+        full = f"{self.root}/{checked_name(path)}"
+
+        asked(full, lambda: self.fs.makedirs(full.rpartition("/")[0], exist_ok=True))
+        self._streams[path] = _Stream(asked(full, lambda: self.fs.open(full, "wb")))
+        return ""
+
+    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+        stream = self._streams[path]
+        with stream.turn:
+            stream.turn.wait_for(lambda: stream.next == number or self._errors)
+            if self._errors:
+                raise self._errors[0]
+            # Not tried again: a stream does not say how much of a failed write it took.
+            _failing(path, lambda: stream.file.write(data))
+            stream.next += 1
+            stream.turn.notify_all()
+        return ""
+
+    def fail(self, error: BaseException) -> None:
+        self._errors.append(error)
+        for stream in list(self._streams.values()):
+            with stream.turn:
+                stream.turn.notify_all()
+
+    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
+        """Never: a stream ends with the process that wrote it."""
+        return False
+
+    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+        _failing(path, self._streams.pop(path).file.close)
+
+    def abandon(self) -> None:
+        for stream in self._streams.values():
+            with suppress(Exception):
+                stream.file.discard() if hasattr(stream.file, "discard") else stream.file.close()
+        self._streams.clear()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise UsageError("only one process can write to this destination; name a path or an s3:// URL")
+
+
+def _failing(path: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception as error:
+        raise StoreError(f"writing failed: {error or type(error).__name__}", path=path) from error
+
+
+@dataclass(slots=True)
+class FsspecLog:
+    """An empty log: unfinished streams cannot be continued by a later run."""
+
+    def read(self) -> bytes:
+        return b""
+
+    def append(self, data: bytes) -> None:
+        """Does nothing: the log is never read."""
+
+    def clear(self) -> None:
+        """Does nothing: the log is empty."""
 
 
 @dataclass(slots=True)
@@ -117,7 +198,8 @@ class FsspecPlace(Place):
         found = self.fs.find(self.path, withdirs=True, detail=True)
         inside = {str(path).removeprefix(self.path).strip("/"): info for path, info in found.items()}
         inside = {path: info for path, info in inside.items() if path and path.partition("/")[0] != PARTIAL}
-        files = {path: size_of(info, self.url) for path, info in inside.items() if _is_plain(info)}
+        plain = [path for path, info in inside.items() if info.get("type") == "file" and not _is_link(info)]
+        files = {path: size_of(inside[path], self.url) for path in plain}
         full = set(folders_of(inside))
         others = [path for path, info in inside.items() if path not in files and (path not in full or _is_link(info))]
         return Present(FsspecStore(self.fs, self.path), files, others) if files or others else None
@@ -182,9 +264,10 @@ class FsspecPlace(Place):
 
     def leftovers(self) -> Sequence[Leftover]:
         def find() -> list[Leftover]:
-            self.fs.invalidate_cache()
-            ours = [folder for partial in self._partials() for folder in self._staged(partial)]
-            found = {path: info for folder in ours for path, info in self._find(folder).items()}
+            found: dict[str, Any] = {}
+            for folder in (each for partial in self._partials() for each in self._staged(partial)):
+                with suppress(FileNotFoundError):
+                    found |= self.fs.find(folder, detail=True)
             return [
                 Leftover("unfinished output", str(self.fs.unstrip_protocol(path)), int(info.get("size") or 0))
                 for path, info in found.items()
@@ -193,25 +276,22 @@ class FsspecPlace(Place):
         return asked(self.url, find)
 
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
-        asked(self.url, lambda: self._remove([name for batch in batches for name in batch]))
+        names = [name for batch in batches for name in batch]
 
-    def _remove(self, names: Sequence[str]) -> None:
-        self.fs.invalidate_cache()
-        for name in names:
-            with suppress(FileNotFoundError):
-                self.fs.rm_file(f"{self.path}/{name}")
-        for folder in folders_of(names):
-            self._remove_folder(f"{self.path}/{folder}")
+        def remove() -> None:
+            self.fs.invalidate_cache()
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self.fs.rm_file(f"{self.path}/{name}")
+            for folder in folders_of(names):
+                self._remove_folder(f"{self.path}/{folder}")
+
+        asked(self.url, remove)
 
     def _remove_folder(self, path: str) -> None:
         """Remove a folder if it is empty. Services without folders, and full folders, raise errors of many kinds."""
         with suppress(Exception):
             self.fs.rmdir(path)
-
-    def _find(self, partial: str) -> dict[str, Any]:
-        with suppress(FileNotFoundError):
-            return dict(self.fs.find(partial, detail=True))
-        return {}
 
     def remove_leftovers(self) -> Sequence[Leftover]:
         found = self.leftovers()

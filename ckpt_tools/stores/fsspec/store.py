@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
@@ -17,9 +19,8 @@ from ckpt_tools.errors import (
     UsageError,
     without_secrets,
 )
-from ckpt_tools.stores.fsspec import errors as fsspec_errors
 from ckpt_tools.stores.marker_files import is_shown
-from ckpt_tools.stores.retry import RetryPolicy, retried
+from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retried
 from ckpt_tools.stores.source import Store, checked_name
 
 Result = TypeVar("Result")
@@ -54,19 +55,19 @@ def asked(url: str, call: Callable[[], Result]) -> Result:
     Raises:
         StoreError: it failed. FileNotFoundError is the caller's.
     """
-    return retried(lambda: _asked_once(url, call), _POLICY)
 
-
-def _asked_once(url: str, call: Callable[[], Result]) -> Result:
-    try:
-        return call()
-    except CkptError:
-        raise
-    except Exception as error:
-        judged = fsspec_errors.judged(error, url)
-        if judged is error:
+    def ask() -> Result:
+        try:
+            return call()
+        except CkptError:
             raise
-        raise judged from error
+        except Exception as error:
+            judged = _judged(error, url)
+            if judged is error:
+                raise
+            raise judged from error
+
+    return retried(ask, _POLICY)
 
 
 @dataclass(slots=True)
@@ -151,10 +152,8 @@ def _time_of(info: Mapping[str, Any]) -> float | None:
     """In seconds since 1970."""
     found = next((info[name] for name in _TIMES if info.get(name)), None)
     if isinstance(found, str):
-        try:
+        with suppress(ValueError):
             found = datetime.fromisoformat(found)
-        except ValueError:
-            return None
     if isinstance(found, datetime):
         return found.timestamp()
     return float(found) if isinstance(found, int | float) else None
@@ -188,3 +187,67 @@ def kind_at(fs: Any, path: str, url: str) -> str | None:
         return str(asked(url, lambda: fs.info(path))["type"])
     except FileNotFoundError:
         return "directory" if asked(url, lambda: fs.exists(path)) else None
+
+
+_GONE = (404, 410)
+_REFUSED = (401, 403, 407)
+
+
+def _judged(error: Exception, url: str) -> Exception:
+    """Exception to raise: ``error`` itself if it is a FileNotFoundError for a missing file; else a StoreError, or a
+    TransientError with one.
+
+    fsspec's HTTP file system turns everything that ``info`` meets, a refused connection too, into FileNotFoundError,
+    and keeps what happened as its cause (fsspec 2026.9.0, implementations/http.py ``_info``).
+    """
+    path = without_secrets(url)
+    cause = _cause(error)
+    if isinstance(cause, CkptError):
+        return cause
+    if status := _status(cause):
+        return _answered(status, cause, error, url)
+    if isinstance(cause, FileNotFoundError | IsADirectoryError):
+        return error
+    if isinstance(cause, PermissionError | NotImplementedError):
+        return StoreError(f"it was refused: {cause or type(cause).__name__}", path=path)
+    if not _is_of_network(cause):
+        # Each service's library has exceptions of its own, whose meaning is not known here.
+        return StoreError(f"it failed: {type(cause).__name__}: {cause}", path=path)
+    host, found = host_of(url), getattr(cause, "os_error", cause)
+    if isinstance(found, socket.gaierror) and found.errno in _UNKNOWN_HOST:
+        return StoreError(f"there is no host {host}: its name cannot be resolved", path=path)
+    failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=path)
+    return TransientError(failed, f"no answer from {host} yet")
+
+
+def _cause(error: Exception) -> BaseException:
+    """The first cause of a FileNotFoundError that fsspec made of a failed request; other errors are their own cause."""
+    cause = error.__cause__
+    if cause is None or not isinstance(error, FileNotFoundError):
+        return error
+    return cause if _status(cause) or _is_of_network(cause) else error
+
+
+def _status(error: BaseException) -> int:
+    """The status of an HTTP answer; 0 where it is not one."""
+    status = getattr(error, "status", None)
+    return status if isinstance(status, int) else 0
+
+
+def _answered(status: int, cause: BaseException, error: Exception, url: str) -> Exception:
+    host, path = host_of(url), without_secrets(url)
+    if status in _GONE:
+        return error if isinstance(error, FileNotFoundError) else FileNotFoundError(path)
+    reason = f"{host} answers {status} {getattr(cause, 'message', '')}".rstrip()
+    if is_transient(status, ""):
+        return TransientError(StoreError(reason, path=path), f"{host} answers {status}")
+    return StoreError(f"access was refused: {reason}" if status in _REFUSED else reason, path=path)
+
+
+def _is_of_network(cause: BaseException) -> bool:
+    """aiohttp's errors are not all of OSError: a server that hangs up is not."""
+    return isinstance(cause, OSError | EOFError) or type(cause).__module__.startswith("aiohttp")
+
+
+_UNKNOWN_HOST = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+"""The name service's answer that there is no such name; if it gave no answer, it may do so later."""

@@ -7,6 +7,7 @@ file whose name is not written down stays.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local.present import folder_at, is_folder, is_regular, reporting
+from ckpt_tools.stores.local.present import folder_at, is_folder, is_regular, open_folder
+from ckpt_tools.stores.local.store import reporting
 from ckpt_tools.stores.marker_files import TOKEN_NAME
 from ckpt_tools.stores.present import folders_of, listed
 
@@ -41,12 +43,10 @@ class WrittenNames:
     def add(self, names: Iterable[str]) -> None:
         with reporting("writing failed", self.path):
             number = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-            try:
+            with open(number, "ab", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
                 data = "".join(f"{json.dumps(name)}\n" for name in names).encode()
                 while data:
-                    data = data[os.write(number, data) :]
-            finally:
-                os.close(number)
+                    data = data[file.write(data) :]
 
     def read(self) -> frozenset[str]:
         """An end that was cut off names nothing: no file was made after it."""
@@ -86,9 +86,7 @@ def prepare(folder: Path, *, resume: bool) -> None:
         DestinationExistsError: there are files that no run wrote.
     """
     output = folder / OUTPUT_NAME
-    strangers = sorted(path.name for path in folder.iterdir() if not is_ours(path))
-    if strangers:
-        raise _strangers(folder, strangers)
+    _refuse_strangers(folder, sorted(path.name for path in folder.iterdir() if not is_ours(path)))
     if is_folder(output):
         check_ours(output, names_in(folder).read())
     if not (resume and is_folder(output) and log_path(folder).is_file()):
@@ -106,16 +104,15 @@ def is_ours(path: Path) -> bool:
 
 def check_ours(folder: Path, ours: Collection[str]) -> None:
     """Raises DestinationExistsError if the folder contains other files than these."""
-    unknown = unknown_in(folder, ours)
-    if unknown:
-        raise _strangers(folder, unknown)
+    _refuse_strangers(folder, unknown_in(folder, ours))
 
 
-def _strangers(folder: Path, names: list[str]) -> DestinationExistsError:
-    return DestinationExistsError(
-        f"{folder} is the staging folder, but it contains files that ckpt-tools did not write: {listed(names)}; "
-        "move them away"
-    )
+def _refuse_strangers(folder: Path, names: list[str]) -> None:
+    if names:
+        raise DestinationExistsError(
+            f"{folder} is the staging folder, but it contains files that ckpt-tools did not write: {listed(names)}; "
+            "move them away"
+        )
 
 
 def unknown_in(folder: Path, known: Collection[str]) -> list[str]:
@@ -147,26 +144,22 @@ def _empty(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name not in (OUTPUT_NAME, NAMES_NAME) and is_ours(path):
             path.unlink()
-    aside = folder.with_name(folder.name.removesuffix(STAGING_SUFFIX) + REPLACED_SUFFIX)
-    if not output.exists() and not is_folder(aside):
+    target = folder.with_name(folder.name.removeprefix(".").removesuffix(STAGING_SUFFIX))
+    if not output.exists() and not is_folder(aside_of(target)):
         names_in(folder).path.unlink(missing_ok=True)
 
 
 def remove_ours(folder: Path) -> None:
-    """Remove a staging folder; it stays if it contains other files, or if the list of names is still needed.
-
-    Raises OSError.
-    """
+    """Remove a staging folder; it stays if it contains other files, or if the list of names is still needed. Raises
+    OSError."""
     _empty(folder)
     with suppress(OSError):
         folder.rmdir()
 
 
 def remove_named(folder: Path, names: Collection[str]) -> None:
-    """Remove files by name, then the folders that became empty. A folder or a link of such a name stays.
-
-    Raises OSError.
-    """
+    """Remove files by name, then the folders that became empty. A folder or a link of such a name stays. Raises
+    OSError."""
     for name in names:
         path = folder / name
         if is_regular(path):
@@ -178,3 +171,23 @@ def remove_named(folder: Path, names: Collection[str]) -> None:
 
 def aside_of(target: Path) -> Path:
     return target.with_name(f".{target.name}{REPLACED_SUFFIX}")
+
+
+def claim_folder(folder: Path) -> int:
+    """Make ``folder`` and lock it. The returned descriptor holds the lock, until it is closed or the process ends."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        # Until the lock is taken, its holder may publish or remove the folder at any time; then this starts again.
+        with suppress(FileExistsError):
+            folder.mkdir()
+        with suppress(FileNotFoundError), open_folder(folder, os.O_NOFOLLOW) as number:
+            lock_folder(number, folder)
+            if os.path.samestat(os.fstat(number), folder.stat()):
+                return os.dup(number)
+
+
+def lock_folder(number: int, folder: Path) -> None:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DestinationExistsError(f"another process is writing into {folder}; wait for it to end") from error

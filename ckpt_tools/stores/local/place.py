@@ -18,39 +18,43 @@ from pathlib import Path
 from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.destination import Claim, Leftover, Place
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local.leftovers import find_leftovers, remove_leftovers
-from ckpt_tools.stores.local.lock import claim_folder
 from ckpt_tools.stores.local.owned import (
+    NAMES_NAME,
     OUTPUT_NAME,
     aside_of,
+    claim_folder,
+    is_ours,
     keep_only,
+    lock_folder,
     log_path,
     names_in,
     prepare,
     remove_named,
     remove_ours,
     staging_folder,
+    unknown_in,
 )
 from ckpt_tools.stores.local.present import (
     check_path_free,
+    contents_of,
     file_at,
     folder_at,
     is_folder,
     is_full_folder,
     is_there,
+    open_folder,
     present_at,
-    reporting,
     resolved,
+    size_of,
 )
 from ckpt_tools.stores.local.publish import (
     recover,
     remove_replaced,
     rename_new,
     replace_folder,
-    sync_folder,
-    sync_folders,
+    sync,
 )
-from ckpt_tools.stores.local.store import LocalStore, LocalWriter
+from ckpt_tools.stores.local.store import LocalStore, LocalWriter, reporting
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present, already_exists, check_only
 
@@ -93,9 +97,14 @@ class LocalPlace(Place):
     def remove_leftovers(self) -> Sequence[Leftover]:
         found = self.leftovers()
         with reporting("removing failed", self.path):
-            for place in self._places():
-                if find_leftovers(place):
-                    remove_leftovers(place)
+            for place in filter(find_leftovers, self._places()):
+                folder = staging_folder(place)
+                lock = claim_folder(folder)
+                try:
+                    recover(place)
+                    remove_ours(folder)
+                finally:
+                    os.close(lock)
         return found
 
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
@@ -187,7 +196,7 @@ class Staging(Claim):
             if paths:
                 keep_only(self.folder, paths)
             if self.fsync:
-                sync_folders(output)
+                sync(*(folder for folder, _, _ in os.walk(output)))
             check_path_free(self.target, self.form, overwrite=self.overwrite)
             if isinstance(self.form, SingleFile):
                 self._publish_files(paths or [self.form.name], replaced)
@@ -201,7 +210,7 @@ class Staging(Claim):
                 output.rename(self.target)
             self.published = True
             if self.fsync:
-                sync_folder(self.target.parent)
+                sync(self.target.parent)
 
     def _publish_files(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:
         """Rename all files into one folder, the requested one last."""
@@ -219,17 +228,14 @@ class Staging(Claim):
 def staged(
     target: Path, form: OutputForm, *, overwrite: bool, resume: bool = False, fsync: bool = False
 ) -> Iterator[Staging]:
-    """A staging folder for ``target``; on leaving, it is gone with what was not published.
+    """A staging folder for ``target``; on leaving, it is removed with everything that was not published.
 
     With ``resume`` it holds what a killed run left there, and stays for the next one where this one fails. With
     ``fsync`` what is published outlives a power failure.
 
-    A target that is a link to a folder stands for that folder; one that is a link to a file is replaced itself.
-
     Raises:
-        DestinationExistsError: the target exists and ``overwrite`` is False, or another process is writing it, or
-        other files are in the staging folder. UsageError: the target is a mount point.
-        StoreError: the folder cannot be made.
+        DestinationExistsError: the target exists and ``overwrite`` is False, another process is writing it, or other
+        files are in the staging folder. UsageError: the target is a mount point. StoreError: the folder cannot be made.
     """
     # A signal ends what is done with the folder, and neither its making nor its removal.
     with held_back():
@@ -251,11 +257,43 @@ def staged(
         finally:
             if staging is not None:
                 staging.log.close()
-            if staging is None:
-                with suppress(OSError):
+            with suppress(OSError):
+                if staging is None:
                     folder.rmdir()  # where it was new, nothing was begun in it
-            elif not kept or staging.published:
-                with suppress(OSError):
+                elif not kept or staging.published:
                     remove_ours(folder)
             with suppress(OSError):
                 os.close(lock)
+
+
+def find_leftovers(place: Path) -> list[Leftover]:
+    """Leftovers beside ``place`` that are known to be from a run."""
+    found, folder, aside = [], staging_folder(place), aside_of(place)
+    if _is_idle(folder) and (size := _unfinished_bytes(folder)) is not None:
+        found.append(Leftover("unfinished output", str(folder), size))
+    if is_folder(aside) and not is_there(place):
+        found.append(Leftover("output moved aside, to be put back", str(aside), size_of(aside)))
+    elif is_folder(aside) and not unknown_in(aside, names_in(folder).read()):
+        found.append(Leftover("replaced output", str(aside), size_of(aside)))
+    return found
+
+
+def _is_idle(folder: Path) -> bool:
+    """True if the folder exists and no process writes into it. Raises DestinationExistsError if one does."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    with suppress(FileNotFoundError), open_folder(folder, os.O_NOFOLLOW) as number:
+        lock_folder(number, folder)
+        return True
+    return False
+
+
+def _unfinished_bytes(folder: Path) -> int | None:
+    """Size of the run's files in a staging folder; None if it contains only other files."""
+    ours = [path for path in folder.iterdir() if is_ours(path)]
+    if not ours and any(folder.iterdir()):
+        return None
+    files = [path.lstat().st_size for path in ours if path.name not in (OUTPUT_NAME, NAMES_NAME)]
+    output, known = folder / OUTPUT_NAME, names_in(folder).read()
+    inside = contents_of(output)[0] if output in ours else {}
+    return sum(files) + sum(size for name, size in inside.items() if name in known)

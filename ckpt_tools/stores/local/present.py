@@ -8,28 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt_tools.errors import StoreError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.output_form import Folder, Kind, OutputForm, SingleFile
+from ckpt_tools.stores.output_form import Kind, OutputForm, SingleFile
 from ckpt_tools.stores.present import Present, Standing, check_free
 
 
 def resolved(target: Path, form: OutputForm) -> Path:
-    """The path itself, links followed; a file that is a link is itself replaced, and a folder that is one is not."""
-    match form:
-        case SingleFile():
-            return Path(os.path.realpath(target.parent), target.name)
-        case Folder():
-            return Path(os.path.realpath(target))
+    """The path without links. The last part of a file's path is kept: a link to a file is itself replaced."""
+    is_file = isinstance(form, SingleFile)
+    return Path(os.path.realpath(target.parent), target.name) if is_file else Path(os.path.realpath(target))
 
 
 def present_at(path: Path, form: OutputForm) -> Present | None:
     """What exists at a path. Links are not followed, but a link to a file counts as the file. Raises OSError."""
-    match form:
-        case SingleFile():
-            return file_at(path)
-        case Folder():
-            return folder_at(path)
+    return file_at(path) if isinstance(form, SingleFile) else folder_at(path)
 
 
 def file_at(path: Path) -> Present | None:
@@ -47,7 +40,7 @@ def folder_at(path: Path) -> Present | None:
 
 
 def contents_of(root: Path) -> tuple[dict[str, int], list[str]]:
-    """Files by relative name, and the names of all that is neither a file nor a folder with something in it."""
+    """Files by relative name with their sizes, and the names of links, empty folders and special files."""
     files: dict[str, int] = {}
     others: list[str] = []
     left = [""]
@@ -72,27 +65,14 @@ def size_of(folder: Path) -> int:
     return sum(contents_of(folder)[0].values())
 
 
-@contextmanager
-def reporting(what: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"{what}: {error.strerror}", path=str(path)) from error
-
-
 def check_path_free(place: Path, form: OutputForm, *, overwrite: bool) -> None:
     """Raises DestinationExistsError or UsageError where ``place`` may not, or cannot, be taken."""
     if os.path.ismount(place):
         raise UsageError(f"{place} is a mount point and cannot be replaced as a whole; name a folder inside it")
     # A folder that may not be listed is looked into only if that decides.
     is_taken = not overwrite and is_there(place) and (place.is_file() or is_full_folder(place))
-    check_free(str(place), Standing(is_taken, _kinds_at(place)), form.kind, overwrite=overwrite)
-
-
-def _kinds_at(place: Path) -> list[Kind]:
-    if not place.exists():
-        return []
-    return ["folder" if place.is_dir() else "file"]
+    kinds: list[Kind] = ["folder" if place.is_dir() else "file"] if place.exists() else []
+    check_free(str(place), Standing(is_taken, kinds), form.kind, overwrite=overwrite)
 
 
 def is_folder(path: Path) -> bool:
@@ -100,8 +80,7 @@ def is_folder(path: Path) -> bool:
 
 
 def is_there(place: Path) -> bool:
-    """True if the path is a file, a folder or a link. Raises OSError if that cannot be known; ``os.path`` would say
-    False."""
+    """True if the path is a file, a folder or a link. Raises OSError where ``os.path`` would say False."""
     return place.is_symlink() or place.exists()
 
 

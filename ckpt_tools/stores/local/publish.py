@@ -18,10 +18,10 @@ _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 
 
 def recover(place: Path) -> None:
-    """Put back, or remove, what ``_replace_in_two_steps`` moved aside before its process was killed.
+    """Put back, or remove, the folder that ``_replace_in_two_steps`` moved aside before its process was killed.
 
     Raises:
-        DestinationExistsError: it cannot be told to be ours, so that it has to be looked at.
+        DestinationExistsError: it contains unknown files.
     """
     aside = aside_of(place)
     if not is_folder(aside):
@@ -40,16 +40,18 @@ def recover(place: Path) -> None:
 
 
 def replace_folder(finished: Path, target: Path, replaced: Mapping[str, int]) -> Path:
-    """Put a folder in the place of a full one, which holds ``replaced`` and nothing else; where that one is then.
+    """Put a folder in the place of a full one, which holds ``replaced`` and nothing else; the old one's new path.
 
     Raises:
-        DestinationExistsError: something else came into it meanwhile; all is as it was.
+        DestinationExistsError: files were added to it meanwhile; everything is as it was.
     """
     if not _exchange(finished, target):
         return _replace_in_two_steps(finished, target, replaced)
-    if unknown := _beyond(finished, replaced):
+    try:
+        _refuse_added(finished, target, replaced)
+    except DestinationExistsError:
         _exchange(finished, target)
-        raise _came_meanwhile(target, unknown)
+        raise
     return finished
 
 
@@ -70,13 +72,12 @@ def remove_replaced(old: Path, folder: Path, target: Path, replaced: Mapping[str
             ) from error
 
 
-def _beyond(folder: Path, known: Mapping[str, int]) -> list[str]:
-    found = folder_at(folder)
-    return [] if found is None else found.beyond(known)
-
-
-def _came_meanwhile(target: Path, unknown: list[str]) -> DestinationExistsError:
-    return DestinationExistsError(f"{target} is unchanged, because files were added to it meanwhile: {listed(unknown)}")
+def _refuse_added(old: Path, target: Path, known: Mapping[str, int]) -> None:
+    found = folder_at(old)
+    if found is not None and (unknown := found.beyond(known)):
+        raise DestinationExistsError(
+            f"{target} is unchanged, because files were added to it meanwhile: {listed(unknown)}"
+        )
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -85,7 +86,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def rename_new(old: Path, new: Path) -> bool:
-    """Give a file a name that nothing has, or False where the system cannot be sure of that.
+    """Give a file a name that nothing has. False where the system cannot make sure of that.
 
     Raises:
         DestinationExistsError: something has the name.
@@ -114,8 +115,7 @@ def _replace_in_two_steps(finished: Path, target: Path, replaced: Mapping[str, i
     aside = aside_of(target)
     target.rename(aside)
     try:
-        if unknown := _beyond(aside, replaced):
-            raise _came_meanwhile(target, unknown)
+        _refuse_added(aside, target, replaced)
         finished.rename(target)
     except (OSError, DestinationExistsError):
         aside.rename(target)
@@ -123,11 +123,7 @@ def _replace_in_two_steps(finished: Path, target: Path, replaced: Mapping[str, i
     return aside
 
 
-def sync_folders(root: Path) -> None:
-    for folder, _, _ in os.walk(root):
-        sync_folder(Path(folder))
-
-
-def sync_folder(folder: Path) -> None:
-    with open_folder(folder) as number:
-        os.fsync(number)
+def sync(*folders: str | Path) -> None:
+    for folder in folders:
+        with open_folder(Path(folder)) as number:
+            os.fsync(number)

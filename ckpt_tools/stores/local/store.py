@@ -37,6 +37,15 @@ _STRADDLE_BYTES = 4 << 10
 """Offset of the end of each call from a multiple of ``WRITE_BYTES``: one page."""
 
 
+@contextmanager
+def reporting(what: str, path: str | Path | None) -> Iterator[None]:
+    """Raises StoreError for an OSError within; without a ``path``, of the file that the error names."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{what}: {error.strerror}", path=str(path or error.filename)) from error
+
+
 class _Descriptor:
     """An open file, closed when the last thread lets go of it."""
 
@@ -75,7 +84,7 @@ class LocalStore(FillableStore):
         return str(self.root / self.only if self.only else self.root)
 
     def list(self) -> Mapping[str, int]:
-        with _listing():
+        with reporting("listing failed", None):
             return dict(self._walk() if self.only is None else self._single(self.only))
 
     def _single(self, name: str) -> Iterator[tuple[str, int]]:
@@ -87,7 +96,7 @@ class LocalStore(FillableStore):
     def hidden(self) -> Mapping[str, int]:
         if self.only is not None:
             return {}
-        with _listing():
+        with reporting("listing failed", None):
             return {path: size for path, size in self._walk(with_hidden=True) if not is_shown(path)}
 
     def _walk(self, *, with_hidden: bool = False) -> Iterator[tuple[str, int]]:
@@ -103,14 +112,12 @@ class LocalStore(FillableStore):
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         descriptor = self._descriptor(path)
         done = 0
-        while done < len(buffer):
-            try:
+        with reporting("reading failed", self.root / path):
+            while done < len(buffer):
                 count = os.preadv(descriptor.number, [buffer[done:]], start + done)
-            except OSError as error:
-                raise StoreError(f"reading failed: {error.strerror}", path=str(self.root / path)) from error
-            if count == 0:
-                raise IncompleteError(f"the file ends at byte {start + done:,}", path=str(self.root / path))
-            done += count
+                if count == 0:
+                    raise IncompleteError(f"the file ends at byte {start + done:,}", path=str(self.root / path))
+                done += count
 
     def _descriptor(self, path: str) -> _Descriptor:
         with self._lock:
@@ -127,12 +134,8 @@ class LocalStore(FillableStore):
         inside = self.root / checked_name(path)
         if not _resolved(inside).is_relative_to(self._confines(path)):
             raise UnsafeError(f"{inside} is a link to a file outside of the checkpoint; it was not opened")
-        try:
+        with _needing(inside, "opening failed"):
             return _Descriptor(inside)
-        except FileNotFoundError as error:
-            raise IncompleteError("this file of the checkpoint is missing", path=str(inside)) from error
-        except OSError as error:
-            raise StoreError(f"opening failed: {error.strerror}", path=str(inside)) from error
 
     def _confines(self, path: str) -> Path:
         """The folder that links may lead into: the store, or the blobs of the hub cache that it is a snapshot of.
@@ -146,44 +149,34 @@ class LocalStore(FillableStore):
 
     def version(self, path: str) -> str:
         """When the file was last written, and its size."""
-        try:
-            found = (self.root / checked_name(path)).stat()
-        except FileNotFoundError as error:
-            raise IncompleteError("this file of the checkpoint is missing", path=str(self.root / path)) from error
-        except OSError as error:
-            raise StoreError(f"reading the file's size failed: {error.strerror}", path=str(self.root / path)) from error
-        return f"{found.st_mtime_ns} {found.st_size}"
+        file = self.root / checked_name(path)
+        with _needing(file, "reading the file's size failed"):
+            found = file.stat()
+            return f"{found.st_mtime_ns} {found.st_size}"
 
     def modified(self, path: str) -> float | None:
-        try:
-            return (self.root / checked_name(path)).stat().st_mtime
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise StoreError(f"reading the file's time failed: {error.strerror}", path=str(self.root / path)) from error
+        file = self.root / checked_name(path)
+        with reporting("reading the file's time failed", file), suppress(FileNotFoundError):
+            return file.stat().st_mtime
+        return None
 
     def create(self, path: str, size_bytes: int) -> LocalWriter:
         target = self.root / checked_name(path)
-        try:
+        with reporting("creating failed", target):
             target.parent.mkdir(parents=True, exist_ok=True)
             if self.replaces:
                 target.unlink(missing_ok=True)
                 with self._lock:
                     self._open.pop(path, None)  # or it would keep the removed file's room
             number = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise StoreError(f"creating failed: {error.strerror}", path=str(target)) from error
         writer = LocalWriter(target, number, self.fsync)
         writer.allocate(size_bytes)
         return writer
 
     def reopen(self, path: str) -> LocalWriter:
         target = self.root / checked_name(path)
-        try:
-            number = os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise StoreError(f"opening failed: {error.strerror}", path=str(target)) from error
-        return LocalWriter(target, number, self.fsync)
+        with reporting("opening failed", target):
+            return LocalWriter(target, os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), self.fsync)
 
     def __reduce__(self) -> tuple[object, ...]:
         """In another process: the same folder, no file open."""
@@ -191,11 +184,15 @@ class LocalStore(FillableStore):
 
 
 @contextmanager
-def _listing() -> Iterator[None]:
+def _needing(file: Path, what: str) -> Iterator[None]:
+    """As ``reporting``, with IncompleteError where there is no such file."""
     try:
-        yield
-    except OSError as error:
-        raise StoreError(f"listing failed: {error.strerror}", path=error.filename) from error
+        with reporting(what, file):
+            yield
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise IncompleteError("this file of the checkpoint is missing", path=str(file)) from error.__cause__
+        raise
 
 
 def _raise(error: OSError) -> None:
@@ -238,35 +235,27 @@ class LocalWriter:
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of ``data``; with ``fsync`` the disk begins with it at once. Raises StoreError."""
         view, position = memoryview(data), offset
-        try:
+        with reporting("writing failed", self.path):
             while len(view):
-                count = os.pwrite(self.number, view[: _until_next_call(position)], position)
+                num_bytes = WRITE_BYTES - (position - _STRADDLE_BYTES) % WRITE_BYTES
+                count = os.pwrite(self.number, view[:num_bytes], position)
                 view, position = view[count:], position + count
             if self.fsync:
                 _send_to_disk(self.number, offset, len(data))
-        except OSError as error:
-            raise StoreError(f"writing failed: {error.strerror}", path=str(self.path)) from error
 
     def close(self) -> None:
         """Raises StoreError: what was written did not reach the disk, which network file systems say only here."""
-        try:
-            if self.fsync:
-                os.fsync(self.number)
-        except OSError as error:
-            os.close(self.number)
-            raise StoreError(f"writing failed: {error.strerror}", path=str(self.path)) from error
-        self.abandon()
+        with reporting("writing failed", self.path):
+            try:
+                if self.fsync:
+                    os.fsync(self.number)
+            finally:
+                os.close(self.number)
 
     def abandon(self) -> None:
         """Like ``close``, without waiting for the disk."""
-        try:
+        with reporting("writing failed", self.path):
             os.close(self.number)
-        except OSError as error:
-            raise StoreError(f"writing failed: {error.strerror}", path=str(self.path)) from error
-
-
-def _until_next_call(offset: int) -> int:
-    return WRITE_BYTES - (offset - _STRADDLE_BYTES) % WRITE_BYTES
 
 
 def _send_to_disk(number: int, start: int, num_bytes: int) -> None:

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field, fields
 from email.utils import parsedate_to_datetime
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from isal import isal_zlib
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retried, without_credentials
-from ckpt_tools.stores.source import Buffer
+from ckpt_tools.stores.source import Buffer, ServiceFile
 
 Result = TypeVar("Result")
 
@@ -45,6 +45,8 @@ MAX_DELETED = 1000
 
 INSTALL = "pip install 'ckpt-tools[s3]'"
 
+_SERVICE = "the S3 service"
+
 _REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403"}
 
 
@@ -54,7 +56,7 @@ def _credentials() -> str:
 
 
 class RefusedError(StoreError):
-    """The service answered, and its answer is no."""
+    """The service refused the request."""
 
     def __init__(self, message: str, *, path: str | None = None, key: str | None = None, status: int = 0) -> None:
         super().__init__(message, path=path, key=key)
@@ -79,7 +81,7 @@ class S3Options:
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> S3Options:
-        """Parse storage options as a user gives them. Raises UsageError for unknown ones."""
+        """Storage options of a user, checked. Raises UsageError."""
         names = [each.name for each in fields(cls) if each.name != "retry"]
         unknown = sorted(set(options) - {*names, "retries"})
         if unknown:
@@ -237,22 +239,19 @@ class Bucket:
             # As a range, so that the answer says how large the object is: a body alone may be cut short unnoticed.
             answer = self._once("get_object", key, Key=key, Range="bytes=0-")
         except RefusedError as error:
-            if error.status == 416:
-                return self._get_empty(key)
             if error.status == 404:
                 return None
-            raise
+            if error.status != 416:
+                raise
+            # An empty object has no range: SeaweedFS makes one of a request whose sender was killed.
+            found = self._found("head_object", key, Key=key)
+            if found is not None and int(found["ContentLength"]):
+                raise TransientError(StoreError("another process wrote it meanwhile", path=self.url(key))) from error
+            return None if found is None else Small(b"", found["ETag"], _age(found))
         data = self._guarded("get_object", key, answer["Body"].read)
         if answer.get("ContentRange") != f"bytes 0-{len(data) - 1}/{len(data)}":
             raise TransientError(StoreError("the service sent a part of it", path=self.url(key)))
         return Small(data, answer["ETag"], _age(answer))
-
-    def _get_empty(self, key: str) -> Small | None:
-        """An object that has no range, being empty: SeaweedFS makes one of a request whose sender was killed."""
-        found = self._found("head_object", key, Key=key)
-        if found is not None and int(found["ContentLength"]):
-            raise TransientError(StoreError("another process wrote it meanwhile", path=self.url(key)))
-        return None if found is None else Small(b"", found["ETag"], _age(found))
 
     # Writing small objects
 
@@ -284,7 +283,7 @@ class Bucket:
         return True
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects, in that order by thousands; those that are gone already are no error. Raises StoreError."""
+        """Remove objects, in that order by thousands; those that do not exist are skipped. Raises StoreError."""
         for first in range(0, len(keys), MAX_DELETED):
             batch = [{"Key": key} for key in keys[first : first + MAX_DELETED]]
             retried(lambda batch=batch: self._delete_once(batch), self.options.retry)  # type: ignore[misc]
@@ -308,25 +307,26 @@ class Bucket:
         """The ETag of part ``number``, from 1; sent again, it replaces itself. Raises StoreError."""
         crc = base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()
         given = {"Key": key, "UploadId": upload, "PartNumber": number, "ChecksumCRC32": crc}
+        given["ContentLength"] = memoryview(data).nbytes
 
         def send() -> Mapping[str, Any]:
             # A body for each attempt: a broken one has been read in part.
-            body = _Body(memoryview(data))
-            return self._once("upload_part", key, **given, Body=body, ContentLength=len(body))
+            return self._once("upload_part", key, **given, Body=_Body(memoryview(data)))
 
         return _bare(retried(send, self.options.retry)["ETag"])
 
-    def copy_part(self, key: str, upload: str, number: int, source: Copied) -> str:
-        """The ETag of part ``number``, which the service itself copies. Raises StoreError."""
-        given = {"Key": key, "UploadId": upload, "PartNumber": number}
-        answer = self._call(
-            "upload_part_copy",
-            key,
-            **given,
-            CopySource={"Bucket": source.bucket, "Key": source.key},
-            CopySourceRange=f"bytes={source.start}-{source.stop - 1}",
-            CopySourceIfMatch=source.etag,
-        )
+    def copy_part(self, key: str, upload: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
+        """The ETag of part ``number``, bytes ``[start, stop)`` of ``source``, which the service itself copies.
+
+        Raises StoreError.
+        """
+        bucket, _, source_key = source.name.partition("/")
+        copied = {
+            "CopySource": {"Bucket": bucket, "Key": source_key},
+            "CopySourceRange": f"bytes={start}-{stop - 1}",
+            "CopySourceIfMatch": source.version,
+        }
+        answer = self._call("upload_part_copy", key, Key=key, UploadId=upload, PartNumber=number, **copied)
         return _bare(answer["CopyPartResult"]["ETag"])
 
     def parts(self, key: str, upload: str) -> dict[int, Part]:
@@ -364,7 +364,7 @@ class Bucket:
                 raise
 
     def abort(self, key: str, upload: str) -> None:
-        """Forget an upload; one that is gone is no error. Raises StoreError."""
+        """Remove an upload; one that does not exist is skipped. Raises StoreError."""
         self._found("abort_multipart_upload", key, Key=key, UploadId=upload)
 
     # One request
@@ -375,13 +375,10 @@ class Bucket:
     def _once(self, operation: str, key: str, **given: Any) -> Mapping[str, Any]:
         """Raises RefusedError, TransientError, CkptError."""
 
-        def send() -> Mapping[str, Any]:
-            answer: Mapping[str, Any] = getattr(_client(self.options, os.getpid()), operation)(
-                Bucket=self.name, **given
-            )
-            return answer
+        def send() -> Any:
+            return getattr(_client(self.options, os.getpid()), operation)(Bucket=self.name, **given)
 
-        return self._guarded(operation, key, send)
+        return cast(Mapping[str, Any], self._guarded(operation, key, send))
 
     def _guarded(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
         exceptions, urllib3 = _required()
@@ -393,24 +390,24 @@ class Bucket:
             raise StoreError(f"no credentials for S3 were found; {_credentials()}", path=self.url(key)) from error
         except (exceptions.CredentialRetrievalError, exceptions.TokenRetrievalError) as error:
             raise StoreError(f"credentials for S3 cannot be loaded: {error}", path=self.url(key)) from error
-        except (exceptions.HTTPClientError, exceptions.ConnectionError) as error:
-            raise self._silence(key, error) from error
-        except (exceptions.IncompleteReadError, exceptions.ResponseParserError) as error:
-            raise self._silence(key, error) from error
-        except (OSError, http.client.HTTPException, urllib3.HTTPError, EOFError) as error:
-            raise self._silence(key, error) from error
+        except (
+            *(exceptions.HTTPClientError, exceptions.ConnectionError),
+            *(exceptions.IncompleteReadError, exceptions.ResponseParserError),
+            *(OSError, http.client.HTTPException, urllib3.HTTPError, EOFError),
+        ) as error:
+            reason = f"no answer from {self._endpoint or _SERVICE}: {error or type(error).__name__}"
+            failed = StoreError(without_credentials(reason), path=self.url(key))
+            raise TransientError(failed, f"no answer from {self._host} yet") from error
         except exceptions.BotoCoreError as error:
             raise StoreError(f"S3 cannot be reached: {error}", path=self.url(key)) from error
 
     @property
-    def _host(self) -> str:
-        endpoint = self.options.endpoint_url or os.environ.get("AWS_ENDPOINT_URL")
-        return host_of(endpoint) if endpoint else "the S3 service"
+    def _endpoint(self) -> str | None:
+        return self.options.endpoint_url or os.environ.get("AWS_ENDPOINT_URL")
 
-    def _silence(self, key: str, error: Exception) -> TransientError:
-        endpoint = self.options.endpoint_url or os.environ.get("AWS_ENDPOINT_URL") or "the S3 service"
-        reason = without_credentials(f"no answer from {endpoint}: {error or type(error).__name__}")
-        return TransientError(StoreError(reason, path=self.url(key)), f"no answer from {self._host} yet")
+    @property
+    def _host(self) -> str:
+        return host_of(self._endpoint) if self._endpoint else _SERVICE
 
     def _answered(self, operation: str, key: str, answer: Mapping[str, Any]) -> Exception:
         status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -422,19 +419,8 @@ class Bucket:
             return SourceNotFoundError(f"there is no bucket {self.name}")
         if code in _REFUSED:
             return RefusedError(f"access was refused ({code}); {_credentials()}", path=self.url(key), status=status)
-        text = f"the S3 service refused {operation}: {code} {message}"
-        return RefusedError(text.rstrip(), path=self.url(key), status=status)
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """A range of an object, in that version of it."""
-
-    bucket: str
-    key: str
-    start: int
-    stop: int
-    etag: str
+        text = f"the S3 service refused {operation}: {code} {message}".rstrip()
+        return RefusedError(text, path=self.url(key), status=status)
 
 
 def _age(answer: Mapping[str, Any]) -> float:
@@ -444,7 +430,7 @@ def _age(answer: Mapping[str, Any]) -> float:
 
 
 def _bare(etag: str) -> str:
-    """Without the quotes that some answers have around it, and some of some services have not."""
+    """The ETag without quotes, which only some answers have."""
     return etag.strip('"')
 
 
@@ -459,9 +445,9 @@ def _fill(buffer: memoryview, body: Any) -> None:
 
 
 class _Body:
-    """A buffer as the file that botocore sends a body from, without a copy of all of it.
+    """A buffer as a file, from which botocore sends a body without a copy.
 
-    Read in blocks: http.client asks for 8 KiB at a time of what is no plain bytes, a system call each.
+    Read in blocks, because http.client asks for 8 KiB at a time, a system call each.
     """
 
     def __init__(self, data: memoryview) -> None:

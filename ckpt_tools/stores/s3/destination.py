@@ -13,7 +13,7 @@ from itertools import count
 
 from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.destination import CopyingRules, Destination
-from ckpt_tools.stores.s3.client import Bucket, Copied, Part, RefusedError
+from ckpt_tools.stores.s3.client import Bucket, Part, RefusedError
 from ckpt_tools.stores.s3.upload_notes import TOKEN, UploadNotes, in_parallel
 from ckpt_tools.stores.source import Buffer, ServiceFile, checked_name
 
@@ -41,7 +41,7 @@ class S3Destination(Destination):
     prefix: str
     notes: UploadNotes
     finished: dict[str, tuple[str, str]] = field(default_factory=dict, repr=False)
-    """By path: the handle and the parts' ETags, joined, as a large output has millions of them."""
+    """By path: the handle, and the ETags of the parts, joined because a large output has millions."""
     _held: dict[tuple[str, str], Mapping[int, Part] | None] = field(default_factory=dict, repr=False)
 
     def begin(self, path: str, size_bytes: int) -> str:
@@ -57,9 +57,7 @@ class S3Destination(Destination):
         return copying_rules(self.bucket)
 
     def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
-        bucket, _, key = source.name.partition("/")
-        copied = Copied(bucket, key, start, stop, source.version)
-        etag = self.bucket.copy_part(self.prefix + path, _upload(handle), number + 1, copied)
+        etag = self.bucket.copy_part(self.prefix + path, _upload(handle), number + 1, source, start, stop)
         return f"{stop - start}+{etag}"
 
     def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
@@ -86,8 +84,7 @@ class S3Destination(Destination):
     def _check_copied(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
         """Raises StoreError where a copied part has another size than it should."""
         found = self.bucket.parts(self.prefix + path, _upload(handle))
-        for number, part_tag in enumerate(part_tags, 1):
-            size, mark, etag = part_tag.rpartition("+")
+        for number, (size, mark, etag) in enumerate((each.rpartition("+") for each in part_tags), 1):
             if mark and found.get(number) != Part(etag, int(size)):
                 raise StoreError(
                     f"the service copied part {number} wrongly: {found.get(number)} instead of {size} bytes",

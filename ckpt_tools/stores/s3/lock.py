@@ -26,8 +26,7 @@ BEAT_SECONDS = 15.0
 """Interval of a holder's heartbeats: four requests a minute."""
 
 STALE_SECONDS = 60.0
-"""Silence after which a holder is taken for dead: four times the above, as a request may be tried again for half a
-minute."""
+"""Silence after which a holder is taken for dead: four beats, as a request may be tried again for half a minute."""
 
 ATTEMPTS = 3
 """Attempts to take a lock: its object may vanish between listing and reading when a holder ends."""
@@ -108,7 +107,7 @@ class ObjectLock:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """While this runs, a thread shows that we live. A beat that fails is made up for by the next."""
+        """Write heartbeats in a thread while this runs. The next beat makes up for one that fails."""
         ended = threading.Event()
 
         def beat() -> None:
@@ -150,19 +149,20 @@ def _is_stale(found: Small) -> bool:
     content = _content(found)
     if not content:
         return True
-    here = _process()
-    ended = content.get("machine") == here["machine"] and not _is_running(content.get("pid"), content.get("started"))
-    return ended or found.age_seconds > STALE_SECONDS
+    if content.get("machine") == _machine():
+        try:
+            pid = content.get("pid")
+            has_ended = not isinstance(pid, int) or _started(pid) != content.get("started")
+        except OSError:
+            has_ended = True
+        if has_ended:
+            return True
+    return found.age_seconds > STALE_SECONDS
 
 
 def _process() -> dict[str, object]:
     """This process, as others on this machine can find it."""
-    return {
-        "machine": _machine(),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": _started(os.getpid()),
-    }
+    return {"machine": _machine(), "host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def _machine() -> str:
@@ -178,10 +178,3 @@ def _started(pid: int) -> str:
     """When a process was started, in ticks of the kernel; numbers are given out again."""
     stat = Path(f"/proc/{pid}/stat").read_text()
     return stat.rpartition(")")[2].split()[19]
-
-
-def _is_running(pid: object, started: object) -> bool:
-    try:
-        return isinstance(pid, int) and _started(pid) == started
-    except OSError:
-        return False

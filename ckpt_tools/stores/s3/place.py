@@ -54,11 +54,14 @@ class S3Claim(Claim):
         self._remove_debris(paths)
         old = self._old([self.destination.prefix + path for path in paths], replaced)
         self.destination.notes.publish(*self.destination.mark(last), old)
-        self._remove(old)
+        # In two requests: the folder is no checkpoint once its markers are removed.
+        for are_markers in (True, False):
+            self.place.bucket.delete([each.key for each in old if is_marker(each.key) is are_markers])
         in_parallel(self.destination.complete, data)
         self.destination.complete(last)
         self.published = True
-        _quietly(self._tidy)
+        # Notes, and uploads that were begun twice because an answer was lost.
+        _quietly(lambda: _remove_earlier(self))
 
     def _remove_debris(self, paths: Sequence[str]) -> None:
         """Remove incomplete objects of a killed run, except those that it completed for this one."""
@@ -74,17 +77,6 @@ class S3Claim(Claim):
         is_file = isinstance(self.place.form, SingleFile)
         old = [] if is_file else [each for each in self.place.objects() if each.key in names]
         return [] if len(new) == 1 and {each.key for each in old} <= set(new) else old
-
-    def _remove(self, old: Sequence[Found]) -> None:
-        """Remove markers first, so that the folder is no checkpoint from then on."""
-        keys = [each.key for each in old]
-        self.place.bucket.delete([key for key in keys if is_marker(key)])
-        self.place.bucket.delete([key for key in keys if not is_marker(key)])
-
-    def _tidy(self) -> None:
-        """Uploads that were begun twice, as an answer was lost, and the notes."""
-        self.log.clear()
-        self.destination.notes.remove()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +111,7 @@ class S3Place(Place):
     @property
     def _root(self) -> str:
         """The prefix of the names that an output's files have in its layout."""
-        match self.form:
-            case SingleFile():
-                return self.beside
-            case Folder():
-                return self.inside
+        return self.beside if isinstance(self.form, SingleFile) else self.inside
 
     @property
     def _partial(self) -> str:
@@ -144,18 +132,9 @@ class S3Place(Place):
     def lock(self) -> ObjectLock:
         return ObjectLock(self.bucket, f"{self._partial}lock", self.url)
 
-    @property
-    def _log(self) -> S3Log:
-        return S3Log(self.bucket, f"{self._partial}log/")
-
     def present(self) -> Present | None:
-        match self.form:
-            case SingleFile():
-                return self._file()
-            case Folder():
-                return self._folder()
-
-    def _file(self) -> Present | None:
+        if isinstance(self.form, Folder):
+            return self._folder()
         found = self.bucket.head(self.key) if self.key else None
         return None if found is None else Present(S3Store(self.bucket, self.beside, self.name), {self.name: found.size})
 
@@ -179,9 +158,8 @@ class S3Place(Place):
         return claimed(self, overwrite=overwrite, resume=resume)
 
     def new_claim(self, *, overwrite: bool) -> S3Claim:
-        return S3Claim(
-            self, S3Destination(self.bucket, self._root, self._notes), self._log, self.lock, overwrite=overwrite
-        )
+        destination = S3Destination(self.bucket, self._root, self._notes)
+        return S3Claim(self, destination, S3Log(self.bucket, f"{self._partial}log/"), self.lock, overwrite=overwrite)
 
     def _ways(self) -> list[S3Place]:
         """The place as a folder and as a file, because the form of an earlier output is unknown. A bucket is a
@@ -202,10 +180,8 @@ class S3Place(Place):
             num_bytes = sum(part.size for part in self.bucket.parts(key, upload).values())
             yield Leftover("open upload", self.bucket.url(key), num_bytes)
         for key in notes.partial_objects():
-            partial_objects = self.bucket.head(key)
-            yield Leftover(
-                "half an output", self.bucket.url(key), 0 if partial_objects is None else partial_objects.size
-            )
+            found = self.bucket.head(key)
+            yield Leftover("half an output", self.bucket.url(key), 0 if found is None else found.size)
         for each in self.bucket.objects(partial):
             kind = next((kind for kind, form in _KINDS.items() if form.fullmatch(each.key.removeprefix(partial))), None)
             if kind is not None:
@@ -215,21 +191,17 @@ class S3Place(Place):
         found = self.leftovers()
         for way in self._ways():
             if self.bucket.holds_any(way._partial):
-                way._remove_left()
+                claim = way.new_claim(overwrite=False)
+                claim.lock.take()
+                try:
+                    _remove_earlier(claim)
+                finally:
+                    claim.lock.release()
         return found
 
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
         for batch in batches:
             self.bucket.delete([self.inside + name for name in batch])
-
-    def _remove_left(self) -> None:
-        lock = self.lock
-        lock.take()
-        try:
-            self._notes.remove()
-            self._log.clear()
-        finally:
-            lock.release()
 
 
 _KINDS = {
@@ -264,8 +236,9 @@ def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Clai
 
 
 def _remove_earlier(claim: S3Claim) -> None:
-    claim.destination.notes.remove()
+    """What a killed run made and noted: uploads, log and notes."""
     claim.log.clear()
+    claim.destination.notes.remove()
 
 
 def _forget(claim: S3Claim) -> None:

@@ -1,8 +1,8 @@
-"""Notes of a run in a bucket, which tell the next run after a kill which objects are the run's and what is done.
+"""Notes of a run in a bucket, by which the run after a kill finds the objects of that run and its progress.
 
 Before an upload is begun, its key and a token are noted; the finished object carries the token. Before anything is made
-visible, it is noted which file comes last, and what was there. From these follows, after a kill at any moment, which
-open uploads are ours, whether the output was published, and which objects are half of one.
+visible, the file that comes last is noted, with the objects that were there. So after a kill at any moment the notes
+tell which open uploads are ours, whether the output was published, and which objects belong to half of one.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> list[R
 
 @dataclass(frozen=True, slots=True)
 class UploadNotes:
-    """The notes below ``prefix``, of what is made below ``root``; both end with a slash, unless the root is the bucket
-    itself. Every method raises StoreError.
+    """Notes below ``prefix`` on objects below ``root``; both end with a slash, unless the root is the bucket itself.
 
-    A note of an upload is empty and says what it says by its name, so that a listing reads a thousand of them.
+    Every method raises StoreError. The note of an upload is an empty object whose name has all facts, so that one
+    listing reads a thousand of them.
     """
 
     bucket: Bucket
@@ -58,13 +58,13 @@ class UploadNotes:
     root: str
 
     def begin(self, key: str) -> str:
-        """Note that an upload of ``key`` is about to be begun; the token of it."""
+        """Note that an upload of ``key`` begins; its token."""
         token = secrets.token_hex(8)
         self.bucket.put(f"{self.prefix}begun/{token}/{key.removeprefix(self.root)}", b"")
         return token
 
     def publish(self, last: str, token: str, old: Sequence[Found]) -> None:
-        """Note that the output is about to be made visible, ``last`` with its token last, in the place of ``old``."""
+        """Note that the output is about to be published in the place of ``old``: ``last`` and its token come last."""
         note = {"last": last, "token": token, "old": {found.key: found.etag for found in old}}
         self.bucket.put(f"{self.prefix}publishing", json.dumps(note).encode())
 
@@ -85,8 +85,7 @@ class UploadNotes:
         return [(key, upload) for key, upload in self.bucket.uploads(self.root) if key in keys] if keys else []
 
     def partial_objects(self) -> list[str]:
-        """Keys of objects that are visible and of no use: of an output that was not published in full, or of the one
-        that had begun to make room for it."""
+        """Keys of visible objects that belong to an incomplete output, or to the replaced one."""
         content = self.bucket.get(f"{self.prefix}publishing")
         if content is None:
             return []
@@ -113,12 +112,8 @@ class UploadNotes:
         return left if len(left) < len(old) else []
 
     def remove(self) -> None:
-        """Remove all that they lead to, and the notes themselves."""
+        """Remove all objects and uploads of the notes, and the notes."""
         in_parallel(lambda upload: self.bucket.abort(*upload), self.open_uploads())
         self.bucket.delete(self.partial_objects())
-        self.forget()
-
-    def forget(self) -> None:
-        """Remove the notes; the one that says what is partial_objects last."""
         self.bucket.delete(self._notes())
-        self.bucket.delete([f"{self.prefix}publishing"])
+        self.bucket.delete([f"{self.prefix}publishing"])  # last, as ``partial_objects`` reads it

@@ -8,7 +8,8 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.formats.state_dict.parse import Leaves, TensorLeaf, manifest_of
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.parse import Leaves, manifest_of
 
 
 def leaf(file: str = "a.bin") -> TensorLeaf:

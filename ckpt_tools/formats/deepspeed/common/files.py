@@ -19,7 +19,7 @@ from ckpt_tools.core.manifest import MASTER, WEIGHT
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.values import INT64_MAX, Opaque, StoredTensor, Value, are_naturals, brief, kind_of
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.formats.state_dict.parse import TensorLeaf
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.stores.source import Source

@@ -29,7 +29,7 @@ from ckpt_tools.formats.deepspeed.names import (
     slot_file,
     split_expert,
 )
-from ckpt_tools.formats.state_dict.parse import TensorLeaf
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import ANY_ROOT, open_archive, root_of
 from ckpt_tools.stores.source import Source

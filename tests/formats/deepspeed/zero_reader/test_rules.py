@@ -30,8 +30,8 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.deepspeed.common.partition import original_order
 from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from tests.formats.deepspeed.zero_files import (
     MODEL,

@@ -31,8 +31,8 @@ from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, ZeroFormat
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.overlay import Overlay
 from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.transfer.execute import execute
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from tests.support.manifests import read_bytes
