@@ -13,8 +13,7 @@ from ckpt_tools.core.wording import count, listed, printable, size
 from ckpt_tools.errors import DifferenceError
 
 if TYPE_CHECKING:
-    from ckpt_tools.verification.difference import Difference
-    from ckpt_tools.verification.report import VerifyReport
+    from ckpt_tools.verification.report import Difference, VerifyReport
 
 MAX_MODULES = 8
 """A model's blocks, its head and its embeddings. More make the summary longer than a glance."""

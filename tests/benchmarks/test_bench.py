@@ -14,9 +14,8 @@ import pytest
 from benchmarks import caching, report
 from benchmarks.__main__ import main
 from benchmarks.figures import results
-from benchmarks.inputs import Cache, FolderError, claim
+from benchmarks.inputs import Cache, FolderError, Llama, claim
 from benchmarks.journal import Journal
-from benchmarks.inputs import Llama
 from benchmarks.measure import Usage, measured
 from benchmarks.suite import OutOfTimeError, Runner, Settings, slots
 from benchmarks.works import COPY, OURS, WORKS, Work

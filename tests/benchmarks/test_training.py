@@ -29,4 +29,7 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
 
 
 def test_a_work_whose_processor_time_is_not_measured_has_no_such_ratio() -> None:
-    assert rows({"resume": {THEIRS: [Taken(2)], OURS: [Taken(1)]}})[-1] == "| resume | 1.0000 s | 2.0000 s | 0.50 | at most 1.2 |  |"
+    assert (
+        rows({"resume": {THEIRS: [Taken(2)], OURS: [Taken(1)]}})[-1]
+        == "| resume | 1.0000 s | 2.0000 s | 0.50 | at most 1.2 |  |"
+    )
