@@ -1,7 +1,7 @@
 """`python -m benchmarks`: run the works and report.
 
-A run that is in the journal is not run again, so the same command goes on where it was stopped. Of the chosen works,
-figures of other code of ours or of another size are dropped first: they cannot stand beside new ones.
+Runs that are in the journal are not repeated: the same command resumes a suite that was stopped. Figures of the chosen
+works with another size or other code of ckpt-tools are dropped first.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ckpt_tools.signals import exit_code_of, stopping_on_signals
 HERE = Path(__file__).parent
 RESULTS, DATA = HERE / "results", machine.ROOT / ".cache" / "benchmarks"
 MEMORY, START_UP, INFERENCE = "memory", startup.KIND, inference.KIND
+STOPPED = "Stopped; the same command resumes."
 NAMES = (*(work.name for work in WORKS), MEMORY, START_UP, INFERENCE)
 
 
@@ -30,17 +31,19 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--works", type=_some_of(NAMES), default=NAMES, help=f"of {', '.join(NAMES)}; default: all")
-    made.add_argument("--size", type=float, default=4.5, metavar="GB", help="of every input")
-    made.add_argument("--runs", type=int, default=5, help="of each contestant in each way")
-    made.add_argument("--ways", type=_some_of(WAYS), default=WAYS, help=f"of {', '.join(WAYS)}; default: all")
-    made.add_argument("--time-limit", type=float, default=600, metavar="SECONDS", help="of one run")
+    made.add_argument("--works", type=_some_of(NAMES), default=NAMES, help=f"works: {', '.join(NAMES)}; default: all")
+    made.add_argument("--size", type=float, default=4.5, metavar="GB", help="size of every input")
+    made.add_argument("--runs", type=int, default=5, help="runs of each contestant in each way")
+    made.add_argument("--ways", type=_some_of(WAYS), default=WAYS, help=f"ways: {', '.join(WAYS)}; default: all")
+    made.add_argument("--time-limit", type=float, default=600, metavar="SECONDS", help="time limit of one run")
     made.add_argument("--budget-minutes", type=float, default=float("inf"), help="start no run after so long")
-    made.add_argument("--memory-sizes", type=_numbers, default=(1.0, 4.0, 16.0), metavar="GB,GB", help="for memory")
+    made.add_argument(
+        "--memory-sizes", type=_numbers, default=(1.0, 4.0, 16.0), metavar="GB,GB", help="sizes for memory"
+    )
     made.add_argument("--results", type=Path, default=RESULTS, help="folder of the journal, the table and the picture")
     made.add_argument("--data", type=Path, default=DATA, help="folder of inputs and outputs")
-    made.add_argument("--fresh", action="store_true", help="forget what was measured of these works")
-    made.add_argument("--report", action="store_true", help="measure nothing, only report")
+    made.add_argument("--fresh", action="store_true", help="drop the figures of these works first")
+    made.add_argument("--report", action="store_true", help="write the report without measuring")
     return made
 
 
@@ -99,16 +102,13 @@ def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) ->
         if INFERENCE in asked.works:
             inference.measure(settings, journal)
     except OutOfTimeError:
-        say("Stopped; the same command goes on from here.")
+        say(STOPPED)
 
 
 def _forget(names: Sequence[str], journal: Journal) -> None:
-    nothing = {"kind": None}
     for name in names:
-        if name in (MEMORY, START_UP, INFERENCE):
-            journal.forget(keep=nothing, kind=name)
-        else:
-            journal.forget(keep=nothing, work=name)
+        field = "kind" if name in (MEMORY, START_UP, INFERENCE) else "work"
+        journal.forget(keep={"kind": None}, **{field: name})
 
 
 if __name__ == "__main__":
@@ -116,5 +116,5 @@ if __name__ == "__main__":
         with stopping_on_signals(), guarded() as marking, marking():
             main()
     except KeyboardInterrupt as error:
-        say("Stopped; the same command goes on from here.")
+        say(STOPPED)
         sys.exit(exit_code_of(error))

@@ -1,4 +1,4 @@
-"""The model of `make demo` as a service of BentoML, which reads this module by its name."""
+"""The model of `make demo` as a service of BentoML, whose command imports this module."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import bentoml
 
-from benchmarks.demo_model import BATCH, predicting
+from benchmarks.servers import BATCH, predicting
 
 MAX_LATENCY_MS = 10_000
-"""Of a whole request: BentoML answers 503 to those that it expects to take longer."""
+"""Limit of a whole request: BentoML answers 503 to those that it expects to take longer."""
 
 
 @bentoml.service(workers=1, traffic={"timeout": 60, "max_concurrency": 1000})

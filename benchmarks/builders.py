@@ -1,7 +1,7 @@
-"""Makes inputs with the frameworks themselves: `python -m benchmarks.builders KIND FOLDER HIDDEN LAYERS`.
+"""Makes inputs with the frameworks themselves: `python -m benchmarks.builders KIND FOLDER HIDDEN LAYERS RANKS`.
 
-Training a step of a 4.5 GB state would take gradients, activations and minutes. So the states are filled with random
-numbers where the frameworks keep them, and saved by the frameworks' own functions: files and bytes are those of a run.
+Training a step of a 4.5 GB state would take minutes. So the states are filled with random numbers where the frameworks
+keep them, and saved by the frameworks' own functions: files and bytes are those of a run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from benchmarks.inputs import KINDS
-from benchmarks.llama import NUM_HEADS, Llama
+from benchmarks.inputs import NUM_HEADS, Llama
 from fixtures.launch import Pool
 
 BUILD_SECONDS = 1500
@@ -34,7 +33,7 @@ STEP = 7.0
 
 
 def empty_model(llama: Llama) -> nn.Module:
-    """transformers' own Llama, of shapes without numbers."""
+    """A Llama of transformers on the meta device."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -52,14 +51,13 @@ def empty_model(llama: Llama) -> nn.Module:
 
 
 def fill(tensor: Tensor) -> Tensor:
-    """Random numbers in place, of this rank's own: no page is like another."""
+    """Fill this rank's part with random numbers: no page is like another."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     local.normal_(std=0.02)
     return tensor
 
 
 def sharded_model(llama: Llama) -> nn.Module:
-    """By FSDP2, layer by layer and then the rest."""
     model = empty_model(llama)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.get_submodule("model.layers").children():
@@ -77,7 +75,6 @@ def _filled(model: nn.Module) -> nn.Module:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """An AdamW that has the state of some steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for parameter in model.parameters():
         optimizer.state[parameter] = moments(parameter)
@@ -85,7 +82,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def moments(parameter: Tensor) -> dict[str, Tensor]:
-    """As AdamW makes them, with numbers."""
+    """AdamW's state of a parameter, with random numbers."""
     with torch.no_grad():
         first, second = fill(torch.empty_like(parameter)), fill(torch.empty_like(parameter)).abs_()
     return {"step": torch.tensor(STEP), "exp_avg": first, "exp_avg_sq": second}
@@ -108,7 +105,7 @@ def build_hf_weights(out: str, llama: Llama) -> None:
 
 
 def build_tp_weights(out: str, llama: Llama) -> None:
-    """Every matrix cut along its last axis, as a row-parallel linear layer is; vectors are whole on every rank."""
+    """Weights cut along their last axis, as of row-parallel linear layers; vectors are whole on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = {name: _inner_shard(parameter, mesh) for name, parameter in empty_model(llama).named_parameters()}
     save({"model": weights}, checkpoint_id=out)
@@ -174,18 +171,17 @@ BUILDERS: dict[str, Callable[[str, Llama], None]] = {
 
 
 def rank_main(kind: str, out: str, llama: Llama) -> None:
-    """One rank of a build; each has numbers of its own."""
     torch.manual_seed(dist.get_rank())
     BUILDERS[kind](out, llama)
     dist.barrier()
 
 
-def main(kind: str, out: str, hidden: str, layers: str) -> None:
-    llama, world_size = Llama(int(hidden), int(layers)), KINDS[kind].world_size
-    if world_size == 1:
+def main(kind: str, out: str, hidden: str, layers: str, ranks: str) -> None:
+    llama = Llama(int(hidden), int(layers))
+    if kind in ("safetensors", "torch"):
         BUILDERS[kind](out, llama)
         return
-    with tempfile.TemporaryDirectory() as logs, Pool(world_size, log_dir=Path(logs)) as pool:
+    with tempfile.TemporaryDirectory() as logs, Pool(int(ranks), log_dir=Path(logs)) as pool:
         pool.run(rank_main, kind, out, llama, seconds=BUILD_SECONDS)
 
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from benchmarks import machine
 from benchmarks.inputs import Cache
 from benchmarks.journal import Journal, Record
-from benchmarks.suite import OutOfTimeError, Settings, call, out_of_time, say
+from benchmarks.suite import Settings, call, check_time, say
 
 GIGABYTE = 10**9
 
 SYNTHETIC = """
 import sys
 from pathlib import Path
-from benchmarks.llama import Llama
+from benchmarks.inputs import Llama
 from fixtures import synthetic
 size, folder = int(sys.argv[1]), Path(sys.argv[2])
 llama = Llama.of(size // 4)
@@ -28,18 +28,17 @@ model = synthetic.Model(layers=llama.layers, hidden=llama.hidden, ffn=llama.ffn,
 synthetic.dcp(model.shapes(), 4, folder, synthetic.DTYPES["fp32"])
 """
 """A DCP of 4 ranks in sparse files: its 16 GB take no disk. Its elements are zeros, which are copied like any
-others. Its tensors grow and stay as many, as those of models do: of their index, memory grows by 6 kB a tensor."""
+others. A larger one has larger tensors, and as many: their index takes 6 kB a tensor."""
 
 
 def measure_memory(sizes_gb: Sequence[float], settings: Settings, journal: Journal) -> None:
-    """Peak memory of DCP to safetensors at each size, and what `plan` said before."""
+    """Note the peak memory of DCP to safetensors at each size, and what `plan` estimates."""
     for size_gb in sizes_gb:
         key: Record = {"size_bytes": int(size_gb * GIGABYTE), "code": machine.code()}
         journal.forget(keep=key, kind="memory", size_bytes=key["size_bytes"])
         if journal.find(kind="memory", status="done", **key):
             continue
-        if out_of_time(settings):
-            raise OutOfTimeError
+        check_time(settings)
         say(f"memory at {size_gb:g} GB")
         journal.add({"kind": "memory", **key, **_memory(key["size_bytes"], settings)})
 

@@ -1,4 +1,4 @@
-"""What the journal says of a work: medians, ratios, and whether what was promised was kept."""
+"""Medians, ratios and kept promises of a work, from the journal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from statistics import median
 
 from benchmarks import peers
 from benchmarks.journal import Journal, Record
-from benchmarks.works import COPY, LARGE_BYTES, OURS, UNCAST, WORKS, Target, Work
+from benchmarks.works import COPY, LARGE_BYTES, OURS, UNCAST, WORKS, Work
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All runs of one contestant in one way; `reason` says why it failed, if it did."""
+    """All runs of one contestant in one way, and the reason of its failure, if it failed."""
 
     contestant: str
     cache: str
@@ -29,25 +29,8 @@ class Row:
         return self.median("seconds")
 
     @property
-    def fastest(self) -> float:
-        return float(min(run["seconds"] for run in self.runs))
-
-    @property
     def peak_bytes(self) -> int:
         return int(max(run["peak_bytes"] for run in self.runs))
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """A target, what was measured, and whether it is about a checkpoint of this size."""
-
-    text: str
-    kept: bool
-    applies: bool
-
-    def __str__(self) -> str:
-        said = "kept" if self.kept else "**missed**"
-        return f"{said}: {self.text}" if self.applies else f"{self.text} (promised for 4 GB)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +49,29 @@ class Result:
                 return row
         return None
 
-    def ratio(
-        self, one: str, other: str, cache: str = "warm", *, synced: bool = False, other_synced: bool | None = None
-    ) -> float | None:
+    def ratio(self, one: str, other: str, cache: str = "warm", *, synced: bool = False) -> float | None:
         """Median seconds of one over those of the other."""
-        first = self.row(one, cache, synced=synced)
-        second = self.row(other, cache, synced=synced if other_synced is None else other_synced)
+        first, second = (self.row(each, cache, synced=synced) for each in (one, other))
         return first.seconds / second.seconds if first and second else None
 
-    def times_faster(self, peer: str, cache: str = "warm") -> float | None:
+    @property
+    def times_faster(self) -> float | None:
         """The peer's time over ours; over ours with fsync where the peer syncs too."""
-        return self.ratio(peer, OURS, cache, other_synced=peer in peers.SYNCING and cache == "warm")
+        theirs, ours = self.peer, self.row(OURS, synced=self.work.peer in peers.SYNCING)
+        return theirs.seconds / ours.seconds if theirs and ours else None
 
     @property
-    def best_peer(self) -> str | None:
-        """The fastest that completes."""
-        done = [row for peer in self.work.rivals if (row := self.row(peer))]
-        return min(done, key=lambda row: row.seconds).contestant if done else None
+    def peer(self) -> Row | None:
+        """The runs of the peer, if it completes."""
+        return self.row(self.work.peer)
 
     @property
     def failures(self) -> dict[str, str]:
-        """Why, by contestant."""
+        """Reasons by contestant."""
         return {row.contestant: row.reason for row in self.rows if row.reason}
 
-    def promises(self) -> Iterator[Promise]:
-        """Those of the work's target that can be judged, in the order of its fields."""
+    def promises(self) -> Iterator[str]:
+        """The promises of the work's target that were measured, in the order of its fields."""
         target = self.work.target
         copies = self.about["copied_bytes"] >= LARGE_BYTES
         large = self.about["source_bytes"] >= LARGE_BYTES
@@ -98,23 +79,26 @@ class Result:
         yield from _at_most(self.ratio(OURS, COPY, "cold"), target.copy, "x cp -r, from the disk", copies)
         yield from _at_most(self.ratio(OURS, COPY, synced=True), target.copy_synced, "x cp -r, both with fsync", copies)
         yield from _at_most(self.ratio(OURS, UNCAST), target.uncast, "x without the cast", large)
-        yield from self._peer_promise(target, large)
-
-    def _peer_promise(self, target: Target, large: bool) -> Iterator[Promise]:
-        if target.peer is None or self.best_peer is None:
-            return
-        if times := self.times_faster(self.best_peer):
-            text = f"{times:.1f} times as fast as {self.best_peer} (at least {target.peer:g})"
-            yield Promise(text, times >= target.peer, large)
+        if target.peer is not None and (times := self.times_faster):
+            text = f"{times:.1f} times as fast as {self.work.peer} (at least {target.peer:g})"
+            yield _judged(text, times >= target.peer, large)
 
 
-def _at_most(ratio: float | None, limit: float | None, unit: str, applies: bool) -> Iterator[Promise]:
+def _at_most(ratio: float | None, limit: float | None, unit: str, applies: bool) -> Iterator[str]:
     if ratio is not None and limit is not None:
-        yield Promise(f"{ratio:.2f}{unit} (at most {limit:g})", ratio <= limit, applies)
+        yield _judged(f"{ratio:.2f}{unit} (at most {limit:g})", ratio <= limit, applies)
+
+
+def _judged(text: str, kept: bool, applies: bool) -> str:
+    return f"{verdict(kept)}: {text}" if applies else f"{text} (promised for 4 GB)"
+
+
+def verdict(kept: bool) -> str:
+    return "kept" if kept else "**missed**"
 
 
 def results(journal: Journal, works: Sequence[Work] = WORKS) -> Iterator[Result]:
-    """Of every work that was measured, in the order of the list of works."""
+    """The results of every work that was measured, in the order of ``works``."""
     for work in works:
         abouts = journal.find(kind="work", work=work.name, status="done")
         if abouts:
@@ -133,7 +117,7 @@ def _rows(work: Work, journal: Journal) -> Iterator[Row]:
 
 
 def undone(journal: Journal) -> Iterator[tuple[Work, str]]:
-    """Works that could not be run at all, and why."""
+    """Works that could not be run, with the reasons."""
     for work in WORKS:
         found = journal.find(kind="work", work=work.name)
         if found and found[-1]["status"] != "done":

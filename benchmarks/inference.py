@@ -1,5 +1,4 @@
-"""What the batch command, the service and `load_model` cost beside what they are made of: `python -m
-benchmarks.inference`, and in `make bench`.
+"""Costs of the batch command, the service and `load_model`: `python -m benchmarks.inference`, and in `make bench`.
 
 - `batch`: images of a dataset, against a loop that calls the model on batches which are ready
 - `files`: images on the disk, against torch's DataLoader with two workers that open them with Pillow
@@ -28,25 +27,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import turns
 from benchmarks.caching import cool, warm
-from benchmarks.inputs import WEIGHT_BYTES, Cache
+from benchmarks.inputs import WEIGHT_BYTES, Cache, Llama
 from benchmarks.journal import Journal, Record
-from benchmarks.llama import Llama
 from benchmarks.machine import ROOT, code
 from benchmarks.measure import measured
 from benchmarks.serving import BINARY, JSON, LOOP, NUM_CLIENTS, Turn, missing, take_turns_serving
-from benchmarks.suite import OutOfTimeError, Settings, out_of_time, say
+from benchmarks.suite import Settings, check_time, say
+from benchmarks.turns import Taken, markdown, ratio, take_turns
 
 NUM_IMAGES, NUM_WORKERS, SIDE = 10_000, 2, 28
 BATCH, FILES, LOAD, SERVE = "batch", "files", "load", "serve"
 INTO_LOAD, COLD_LOAD = f"{LOAD}, the model is there", f"{LOAD}, from the disk"
 WORKS = (BATCH, FILES, LOAD, SERVE)
 PROMISED = {BATCH: 0.95, FILES: 0.9, LOAD: 1 / 1.2, INTO_LOAD: 1 / 1.2, COLD_LOAD: 1 / 1.2}
-"""The rival's time over ours, at least."""
+"""Least ratios of the rival's time to ours."""
 
 SERVE_TO_LOOP, SERVE_TO_PEER = 0.85, 1.5
-"""The service's answers a second over those of the loop, and over those of each peer, at least."""
+"""Least ratios of the service's answers a second to those of the loop, and to those of each peer."""
 
 TURN_SECONDS = 8.0
 
@@ -57,15 +55,6 @@ LOAD_BYTES = 1_000_000_000
 TIME_LIMIT = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Seconds of one turn; ``extra_bytes`` is memory above that of the libraries, if it is measured."""
-
-    wall: float
-    cpu: float
-    extra_bytes: int = 0
-
-
 def timed(function: Callable[[], object]) -> Taken:
     wall, cpu = time.perf_counter(), _cpu_seconds()
     function()
@@ -73,12 +62,8 @@ def timed(function: Callable[[], object]) -> Taken:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of the workers that it has waited for."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
-
-
-# --- batch and files
+    """Processor time of this process and of the workers that it has waited for."""
+    return sum(os.times()[:4])
 
 
 def make_images(folder: Path) -> None:
@@ -96,9 +81,8 @@ def make_images(folder: Path) -> None:
     raw = folder / "data" / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     for part in ("train", "t10k"):
-        (raw / f"{part}-images-idx3-ubyte").write_bytes(
-            struct.pack(">4i", 0x803, NUM_IMAGES, SIDE, SIDE) + pixels.tobytes()
-        )
+        header = struct.pack(">4i", 0x803, NUM_IMAGES, SIDE, SIDE)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
         (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 0x801, NUM_IMAGES) + bytes(NUM_IMAGES))
     (folder / "images").mkdir()
     for number, each in enumerate(pixels):
@@ -106,16 +90,18 @@ def make_images(folder: Path) -> None:
 
 
 def contestants(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
-    """By name; of each pair the rival comes second."""
+    """Functions by name: each work, and its rival."""
     import torch
 
     from inference.batch.inputs import Wanted
+    from inference.batch.job import Job, columns_of
     from training.data import datasets as data
     from training.loop import evaluation
 
     torch.set_num_threads(threads)
-    predict = _predicting(folder / "model.safetensors", threads)
-    forward = evaluation.plain_logits(predict.predictor.task.model)
+    predictor: Any = Job(str(folder / "model.safetensors"), threads=threads).load()
+    predict = partial(_predict, predictor, columns_of(predictor, 5), out=folder / "out.jsonl")
+    forward = evaluation.plain_logits(predictor.task.model)
     pixels = data.load_dataset("fashion-mnist", "held-out", folder / "data").pixels
     ready = [data.to_input(chunk) for chunk in torch.split(pixels, evaluation.CHUNK)]
     names = sorted(map(str, (folder / "images").iterdir()))
@@ -126,16 +112,16 @@ def contestants(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
             forward(data.to_input(batch))
 
     return {
-        BATCH: lambda: predict(Wanted("fashion-mnist", data_root=folder / "data"), folder / "out.jsonl"),
+        BATCH: lambda: predict(Wanted("fashion-mnist", data_root=folder / "data")),
         f"{BATCH} rival": lambda: [forward(batch) for batch in ready],
-        FILES: lambda: predict(Wanted(str(folder / "images")), folder / "out.jsonl"),
+        FILES: lambda: predict(Wanted(str(folder / "images"))),
         f"{FILES} rival": loader,
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """A dataset as torch's DataLoader takes it."""
+    """A dataset for torch's DataLoader."""
 
     names: list[str]
 
@@ -151,47 +137,36 @@ class _Files:
             return torch.from_numpy(np.array(image.convert("L")))
 
 
-class _predicting:  # noqa: N801  # called as a function
-    """What the command does once the model is loaded, from finding the input to showing the output."""
+def _predict(predictor: Any, columns: Any, wanted: Any, out: Path) -> None:
+    """The command's work once the model is loaded, from finding the input to showing the output."""
+    from inference.batch.inputs import find_inputs
+    from inference.batch.output import Output, Run, open_output
+    from inference.batch.pipeline import predicted
+    from inference.batch.report import Tally
 
-    def __init__(self, model: Path, threads: int) -> None:
-        from inference.batch.job import Job, columns_of
-
-        self.predictor: Any = Job(str(model), threads=threads).load()
-        self.columns = columns_of(self.predictor, 5)
-
-    def __call__(self, wanted: Any, out: Path) -> None:
-        from inference.batch.inputs import find_inputs
-        from inference.batch.output import Output, Run, open_output
-        from inference.batch.pipeline import predicted
-        from inference.batch.report import Tally
-
-        tally = Tally()
-        with open_output(Output(out, overwrite=True)) as writer:
-            inputs = find_inputs(wanted)
-            writer.begin(Run("model", inputs.digest, ""), self.columns, tally.add_written)
-            for rows in predicted(inputs.items(), self.predictor):
-                writer.write(rows)
-                for row in rows:
-                    tally.add(row)
-        assert (tally.num_rows, tally.num_bad) == (NUM_IMAGES, 0)
+    tally = Tally()
+    with open_output(Output(out, overwrite=True)) as writer:
+        inputs = find_inputs(wanted)
+        writer.begin(Run("model", inputs.digest, ""), columns, tally.add_written)
+        for rows in predicted(inputs.items(), predictor):
+            writer.write(rows)
+            for row in rows:
+                tally.add(row)
+    assert (tally.num_rows, tally.num_bad) == (NUM_IMAGES, 0)
 
 
-def take_turns(rounds: int, threads: int) -> dict[str, list[Taken]]:
-    """A pair after the other: what follows a DataLoader finds its memory shared with processes that have ended, which
-    costs a fault a page. The two of a pair swap their places in each round; the first fills caches, and does not
-    count."""
+def take_turns_predicting(rounds: int, threads: int) -> dict[str, list[Taken]]:
+    """Pair by pair: what follows a DataLoader finds its memory shared with processes that have ended, which costs a
+    fault a page."""
     with tempfile.TemporaryDirectory() as name:
         make_images(Path(name))
         running = contestants(Path(name), threads)
         found: dict[str, list[Taken]] = {}
         for work in (BATCH, FILES):
             pair = (work, f"{work} rival")
-            found |= turns.take_turns({who: partial(timed, running[who]) for who in pair}, rounds)
+            found |= take_turns({who: partial(timed, running[who]) for who in pair}, rounds)
         return found
 
-
-# --- load
 
 LOADING = """
 import json, sys
@@ -217,7 +192,7 @@ print(json.dumps([taken.wall, taken.cpu, resident_bytes("VmHWM") - before - size
 """
 
 LOADERS = ((LOAD, "load_model", warm), (INTO_LOAD, "load_into", warm), (COLD_LOAD, "load_model", cool))
-"""What is measured, how ours does it, and what is done with the files before."""
+"""Works, our way of loading, and the preparation of the files."""
 
 
 def resident_bytes(field: str) -> int:
@@ -257,15 +232,12 @@ def make_checkpoints(folder: Path, cache: Path, size: int) -> None:
 
 
 def _said(command: list[str], log: Path) -> str:
-    """The last line of what it printed."""
+    """The last line that the command printed."""
     usage = measured(command, log, time_limit=TIME_LIMIT, cwd=ROOT)
     lines = log.read_text().strip().splitlines() or [""]
     if usage.exit_code or usage.timed_out:
         raise SystemExit(f"{command[:3]} failed: {lines[-1]}")
     return lines[-1]
-
-
-# --- serve
 
 
 def take_turns_under_load(rounds: int, threads: int) -> dict[str, list[Turn]]:
@@ -284,30 +256,27 @@ def take_turns_under_load(rounds: int, threads: int) -> dict[str, list[Turn]]:
 
 
 def serving_threads(threads: int) -> int:
-    """Of a forward pass of the service, and of all others beside it: what it takes if it is not told otherwise."""
+    """Threads of a forward pass of the service by default, and of all others beside it."""
     return max(1, threads - 1)
 
-
-# --- in the suite
 
 KIND = "inference"
 
 
 def measure(settings: Settings, journal: Journal) -> None:
-    """What of it is not in the journal. A part that was stopped begins again."""
+    """Measure the parts that are not in the journal. A part that was stopped begins again."""
     key: Record = {"code": code()}
     journal.forget(keep=key, kind=KIND)
     threads = os.cpu_count() or 1
     parts: dict[tuple[str, ...], Callable[[], Mapping[str, Sequence[Taken | Turn]]]] = {
-        (BATCH, FILES): lambda: take_turns(settings.runs, threads),
+        (BATCH, FILES): lambda: take_turns_predicting(settings.runs, threads),
         (SERVE,): lambda: take_turns_under_load(settings.runs, serving_threads(threads)),
         (LOAD,): lambda: take_turns_loading(settings.data / "inputs", LOAD_BYTES, settings.runs),
     }
     for works, run in parts.items():
         if journal.find(kind=KIND, works=list(works)):
             continue
-        if out_of_time(settings):
-            raise OutOfTimeError
+        check_time(settings)
         say(f"inference: {', '.join(works)}")
         found = {who: [asdict(each) for each in taken] for who, taken in run().items()}
         journal.add({"kind": KIND, **key, "works": list(works), "found": found, "missing": missing()})
@@ -320,49 +289,43 @@ def reported(journal: Journal) -> list[str]:
     absent: list[str] = []
     for record in journal.find(kind=KIND):
         absent = record["missing"]
-        for who, found in record["found"].items():
-            if record["works"] == [SERVE]:
-                served[who] = [Turn(**each) for each in found]
-            else:
-                taken[who] = [Taken(**each) for each in found]
+        if record["works"] == [SERVE]:
+            served = {who: [Turn(**each) for each in found] for who, found in record["found"].items()}
+        else:
+            taken |= {who: [Taken(**each) for each in found] for who, found in record["found"].items()}
     return [*(rows(taken) if taken else []), *(["", *serving_rows(served, absent)] if served else [])]
-
-
-# --- report
 
 
 def rows(found: Mapping[str, list[Taken]]) -> list[str]:
     header = "work | wall, ours | rival | rival / ours | processor | promised | above the model"
     given = (_row(work, found[work], found[f"{work} rival"]) for work in PROMISED if work in found)
-    return turns.markdown(header, given)
+    return markdown(header, given)
 
 
 def _row(work: str, ours: list[Taken], rival: list[Taken]) -> list[str]:
-    """Ratios are medians of those of each round, whose turns follow one another."""
-    wall = median(theirs.wall / mine.wall for mine, theirs in zip(ours, rival, strict=True))
-    cpu = median(theirs.cpu / mine.cpu for mine, theirs in zip(ours, rival, strict=True))
+    ratios = [f"{ratio(field, rival, ours):.2f}" for field in ("wall", "cpu")]
     seconds = [f"{median(each.wall for each in taken):.2f} s" for taken in (ours, rival)]
     extra = max(each.extra_bytes for each in ours)
     memory = f"{extra / 1e6:.0f} MB (at most {MAX_EXTRA_BYTES / 1e6:.0f})" if extra else ""
-    return [work, *seconds, f"{wall:.2f}", f"{cpu:.2f}", f"{PROMISED[work]:.2f}", memory]
+    return [work, *seconds, *ratios, f"{PROMISED[work]:.2f}", memory]
 
 
 def serving_rows(found: Mapping[str, Sequence[Turn]], absent: Sequence[str]) -> list[str]:
-    """Each beside the service as JSON asks it: ratios are medians of those of each round."""
+    """Each server beside the service asked by JSON."""
     header = f"{NUM_CLIENTS} clients | answers a second | ours / theirs | promised | p50 | p99 | processor | memory"
-    lines = turns.markdown(header, (_serving_row(who, taken, found[JSON]) for who, taken in found.items()))
+    lines = markdown(header, (_serving_row(who, taken, found[JSON]) for who, taken in found.items()))
     return lines + [f"| {who}: not installed | | | | | | | |" for who in absent]
 
 
 def _serving_row(who: str, taken: Sequence[Turn], ours: Sequence[Turn]) -> list[str]:
     promised = {JSON: "", BINARY: "", LOOP: f"{SERVE_TO_LOOP}"}.get(who, f"{SERVE_TO_PEER}")
-    ratio = median(mine.rate / theirs.rate for mine, theirs in zip(ours, taken, strict=True))
     p50, p99 = (f"{1000 * median(getattr(each, name) for each in taken):.0f} ms" for name in ("p50", "p99"))
     cpu = f"{1000 * median(each.cpu_per_answer for each in taken):.2f} ms"
     memory = max(each.resident_bytes for each in taken)
     shown = f"{memory / 1e6:.0f} MB" if memory else ""
     rate = f"{median(each.rate for each in taken):.0f}"
-    return [who, rate, "" if who == JSON else f"{ratio:.2f}", promised, p50, p99, cpu, shown]
+    faster = "" if who == JSON else f"{ratio('rate', ours, taken):.2f}"
+    return [who, rate, faster, promised, p50, p99, cpu, shown]
 
 
 def main() -> None:
@@ -370,13 +333,15 @@ def main() -> None:
         prog="python -m benchmarks.inference", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of a forward pass")
-    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="of the checkpoint")
-    parser.add_argument("--works", default=",".join(WORKS), help=f"of {', '.join(WORKS)}")
-    parser.add_argument("--data", type=Path, default=ROOT / ".cache" / "benchmarks" / "inputs", help="of checkpoints")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of a forward pass")
+    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="size of the checkpoint")
+    parser.add_argument("--works", default=",".join(WORKS), help=f"works to measure; default: {','.join(WORKS)}")
+    parser.add_argument(
+        "--data", type=Path, default=ROOT / ".cache" / "benchmarks" / "inputs", help="cache of checkpoints"
+    )
     given = parser.parse_args()
     works = set(given.works.split(","))
-    found = take_turns(given.rounds, given.threads) if works & {BATCH, FILES} else {}
+    found = take_turns_predicting(given.rounds, given.threads) if works & {BATCH, FILES} else {}
     if LOAD in works:
         found |= take_turns_loading(given.data, int(given.size * 1e9), given.rounds)
     if found:

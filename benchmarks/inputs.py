@@ -1,7 +1,7 @@
-"""The checkpoints that works start from: which there are, and their cache.
+"""Inputs of works and their cache.
 
-Each is made by its framework's own save from states of random numbers (`builders`), in processes of its own that end
-when it is made: the suite itself imports no framework. An input of another size or of other builders is another folder.
+Each is saved by its framework from states of random numbers (`builders`), in processes of its own: the suite itself
+imports no framework. An input of another size or of other builders is another folder.
 """
 
 from __future__ import annotations
@@ -14,17 +14,53 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.llama import Llama
 from benchmarks.measure import measured
 
 HERE = Path(__file__).parent
 WEIGHT_BYTES, STATE_BYTES = 4, 12
-"""Of a parameter: fp32 alone, and with AdamW's two moments."""
+"""Bytes of a parameter: fp32 alone, and with AdamW's two moments."""
 
 BUILD_SECONDS = 1800
+
+
+NUM_HEADS = 4
+ELEMENTS_PER_SQUARE = 350
+"""Parameters over the square of the hidden size: 374 M at 1,024, in 24 layers, as published models of that size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Llama:
+    """The sizes that decide the shapes; all are multiples of 16, so that 4 or 8 ranks may cut any dim evenly."""
+
+    hidden: int
+    layers: int
+
+    @classmethod
+    def of(cls, num_elements: int) -> Llama:
+        """Of about so many parameters."""
+        hidden = max(64, 64 * round(sqrt(num_elements / ELEMENTS_PER_SQUARE) / 64))
+        empty = cls(hidden, 0)
+        return cls(hidden, max(1, round((num_elements - empty.num_elements) / empty.elements_per_layer)))
+
+    @property
+    def ffn(self) -> int:
+        return 11 * self.hidden // 4
+
+    @property
+    def vocab(self) -> int:
+        return 31 * self.hidden
+
+    @property
+    def elements_per_layer(self) -> int:
+        return 4 * self.hidden**2 + 3 * self.hidden * self.ffn + 2 * self.hidden
+
+    @property
+    def num_elements(self) -> int:
+        return 2 * self.vocab * self.hidden + self.hidden + self.layers * self.elements_per_layer
 
 
 class Kind(NamedTuple):
@@ -48,15 +84,15 @@ KINDS = {
 
 
 MARK = ".ckpt-tools-benchmarks"
-"""A file in a folder of ours: what has the names of ours in it may be removed, and is in no other."""
+"""A file in folders of benchmarks. Only in such a folder are files removed."""
 
 
 class FolderError(Exception):
-    """A folder holds somebody's files, and would lose some."""
+    """A folder holds files of the user."""
 
 
 def claim(folder: Path) -> None:
-    """Make the folder of inputs and outputs, or take one that a run made before; the one in the checkout is ours.
+    """Make the folder of inputs and outputs, or take one of an earlier run, or that in the checkout.
 
     Raises:
         FolderError: there are files that no benchmark wrote.
@@ -69,7 +105,7 @@ def claim(folder: Path) -> None:
 
 
 class BuildError(Exception):
-    """An input could not be made; the message is the last line of what its builder said."""
+    """An input could not be made; the message is the last line that its builder printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +115,30 @@ class Cache:
     root: Path
 
     def path(self, kind: str, size_bytes: int) -> Path:
-        """Where the input lies once it is made."""
         return self.root / f"{kind}-{size_bytes}-{_digest()}"
 
     def get(self, kind: str, size_bytes: int) -> Path:
-        """The input, made if need be. Raises `BuildError`."""
-        path = self.path(kind, size_bytes)
-        if not path.exists():
-            self._build(kind, size_bytes, path)
-        return path
+        """The input, made if needed. Raises `BuildError`."""
+        model = Llama.of(size_bytes // KINDS[kind].bytes_per_element)
+        return self.made(self.path(kind, size_bytes), kind, model, KINDS[kind].world_size)
 
-    def _build(self, kind: str, size_bytes: int, path: Path) -> None:
+    def made(self, path: Path, kind: str, model: Llama, ranks: int) -> Path:
+        """`path`, with an input of that model by so many ranks, made if needed. Raises `BuildError`."""
+        if path.exists():
+            return path
         self.root.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        model = Llama.of(size_bytes // KINDS[kind].bytes_per_element)
-        words = ["-m", "benchmarks.builders", kind, str(partial), str(model.hidden), str(model.layers)]
+        words = ["-m", "benchmarks.builders", kind, str(partial), *map(str, (model.hidden, model.layers, ranks))]
         try:
             with tempfile.TemporaryDirectory() as folder:
                 _make([sys.executable, *words], Path(folder, "log"))
-            partial.rename(path)
+            return partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
     def make_room(self, num_bytes: int, keep: Path | None = None) -> bool:
-        """Delete inputs, the least recently made first and not `keep`, until so much is free; whether it is."""
+        """Delete inputs except `keep`, the oldest first, until so much is free. False if it is not."""
         self.root.mkdir(parents=True, exist_ok=True)
         inputs = [path for path in self.root.iterdir() if _is_input(path) and path != keep]
         for folder in sorted(inputs, key=lambda folder: folder.stat().st_mtime):
@@ -121,7 +156,7 @@ def _make(command: Sequence[str], log: Path) -> None:
     if usage.timed_out:
         raise BuildError(f"not made in {BUILD_SECONDS} s")
     if usage.exit_code:
-        raise BuildError((log.read_text(errors="replace").strip().splitlines() or ["no word of why"])[-1])
+        raise BuildError((log.read_text(errors="replace").strip().splitlines() or ["without a message"])[-1])
 
 
 def _is_input(path: Path) -> bool:
@@ -131,9 +166,9 @@ def _is_input(path: Path) -> bool:
 
 
 def _digest() -> str:
-    """Of what decides an input's bytes: the builders, and the frameworks that save."""
+    """Digest of the builders and of the frameworks' versions, which decide an input's bytes."""
     digest = hashlib.sha256()
-    for name in ("builders.py", "llama.py"):
+    for name in ("builders.py", "inputs.py"):
         digest.update((HERE / name).read_bytes())
     for framework in ("torch", "deepspeed", "safetensors", "transformers"):
         digest.update(version(framework).encode())

@@ -1,6 +1,6 @@
-"""The model of `make demo` as LitServe serves it. Its workers are told this module's name, and read it again.
+"""The model of `make demo` as LitServe serves it. Its workers import this module.
 
-Without annotations from the future: LitServe reads that of a request.
+Without ``from __future__ import annotations``, because LitServe reads the annotation of a request.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import litserve
 from fastapi import Request
 
-from benchmarks.demo_model import BATCH, WAIT_SECONDS, Answer, predicting
+from benchmarks.servers import BATCH, WAIT_SECONDS, Answer, predicting
 
 
 class Api(litserve.LitAPI):  # type: ignore[misc]
@@ -34,8 +34,3 @@ class Api(litserve.LitAPI):  # type: ignore[misc]
 
     def encode_response(self, output: Answer) -> Answer:
         return output
-
-
-def serve(model: str, port: int, threads: int) -> None:
-    server = litserve.LitServer(Api(model, threads), accelerator="cpu")
-    server.run(host="127.0.0.1", port=port, log_level="warning", generate_client_file=False)

@@ -1,4 +1,4 @@
-"""Clients of a service, as few cycles as they can cost: `python -m benchmarks.load PORT REQUESTS CLIENTS SECONDS`.
+"""Clients of a service that cost few processor cycles: `python -m benchmarks.load PORT REQUESTS CLIENTS SECONDS`.
 
 Each client sends a whole request over its own connection, waits for the answer, and sends the next one. REQUESTS is a
 file with the requests that they take in turn, as :func:`written` writes it. All run in one thread on raw sockets: on a
@@ -13,11 +13,11 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 WARM_UP_SECONDS = 1.0
-"""Of a turn, at its start: it does not count."""
+"""Start of a turn, which does not count."""
 
 RECEIVED = 2**16
 
@@ -36,7 +36,7 @@ def written(requests: Sequence[bytes], path: Path) -> Path:
 
 @dataclass(slots=True)
 class Client:
-    """A connection. ``answer`` is what has come of the answer to the request that was sent at ``since``."""
+    """A connection. ``answer`` is the received part of the answer to the request that was sent at ``since``."""
 
     connection: socket.socket
     turn: int
@@ -50,7 +50,7 @@ class Client:
         self.connection.sendall(requests[self.turn % len(requests)])
 
     def take(self) -> bool:
-        """What has come; whether the answer is whole."""
+        """Receive a part of the answer; true if that was the last."""
         received = self.connection.recv(RECEIVED)
         if not received:
             raise SystemExit(f"the service closed a connection after {self.answer[:200]!r}")
@@ -58,10 +58,6 @@ class Client:
         if not self.ends and (head := self.answer.find(b"\r\n\r\n")) >= 0:
             self.ends = head + 4 + _length(self.answer[:head])
         return bool(self.ends) and len(self.answer) >= self.ends
-
-    @property
-    def body(self) -> bytes:
-        return self.answer.partition(b"\r\n\r\n")[2]
 
 
 def _length(head: bytes) -> int:
@@ -73,8 +69,7 @@ def _length(head: bytes) -> int:
 
 @dataclass(slots=True)
 class Load:
-    """What came of it: the seconds that each answer took, and the last answer to each request. ``asked`` counts the
-    answers of the warm-up too."""
+    """Seconds of each answer, and the last answer to each request. ``asked`` counts the answers of the warm-up too."""
 
     seconds: list[float] = field(default_factory=list)
     answers: dict[int, str] = field(default_factory=dict)
@@ -90,8 +85,7 @@ def put_on(port: int, requests: Sequence[bytes], num_clients: int, seconds: floa
         client.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         events.register(client.connection, select.EPOLLIN)
         client.ask(requests)
-    now = time.perf_counter()
-    found = Load(began=now + WARM_UP_SECONDS)
+    found = Load(began=time.perf_counter() + WARM_UP_SECONDS)
     while (now := time.perf_counter()) < found.began + seconds:
         for number, _ in events.poll(1):
             client = by_number[number]
@@ -100,9 +94,7 @@ def put_on(port: int, requests: Sequence[bytes], num_clients: int, seconds: floa
                 found.asked += 1
                 if at >= found.began:
                     found.seconds.append(at - client.since)
-                    found.answers[client.turn % len(requests)] = client.answer[
-                        client.answer.find(b"\r\n\r\n") + 4 :
-                    ].hex()
+                    found.answers[client.turn % len(requests)] = client.answer.partition(b"\r\n\r\n")[2].hex()
                 client.ask(requests)
     found.ended = now
     for client in clients:
@@ -114,8 +106,7 @@ def main(words: Sequence[str]) -> None:
     port, path, num_clients, seconds = words
     requests = [bytes.fromhex(line) for line in Path(path).read_text().splitlines()]
     found = put_on(int(port), requests, int(num_clients), float(seconds))
-    said = {"wall": found.ended - found.began, "seconds": sorted(found.seconds), "asked": found.asked}
-    print(json.dumps({**said, "answers": found.answers}))
+    print(json.dumps(asdict(found)))
 
 
 if __name__ == "__main__":

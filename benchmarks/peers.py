@@ -1,9 +1,7 @@
-"""How each peer is asked for the same work: `COMMANDS[name](source, out)` is a command line that writes into folder
-`out`.
+"""Peers: `COMMANDS[name](source, out)` is the command line of one, which writes into folder `out`.
 
-Peers with a command line are called by it. The others are functions, and `python -m benchmarks.peers NAME SRC DST` is
-the few lines that a user would write around them. Each is given what it does best with: DeepSpeed its default workers,
-the consolidation of Hugging Face shards a thread a processor.
+Peers without a command line are functions, which `python -m benchmarks.peers NAME SRC DST` calls. Each has its best
+settings: DeepSpeed its default workers, the consolidation of Hugging Face shards a thread for each processor.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from pathlib import Path
 Command = Callable[[Path, Path], list[str]]
 
 WEIGHTS = "model.safetensors"
-"""The name under which peers write one file of weights, and under which we do for the comparison."""
+"""File of weights that peers and we write."""
 
 
 def _python(*words: str | Path) -> list[str]:
@@ -28,18 +26,18 @@ def _format_utils(mode: str, source: Path, target: Path) -> list[str]:
 
 
 def only_file(folder: Path) -> Path:
-    """The file of an input that is one."""
+    """The file of an input of one file."""
     (file,) = folder.iterdir()
     return file
 
 
 def tag_folder(folder: Path) -> Path:
-    """Where a DeepSpeed checkpoint's files are."""
+    """The folder with the files of a DeepSpeed checkpoint."""
     return folder / (folder / "latest").read_text().strip()
 
 
 def _zero_to_fp32(source: Path, out: Path) -> list[str]:
-    """The copy of the script that DeepSpeed lays in every checkpoint, as its documentation says to call it."""
+    """The script that DeepSpeed copies into every checkpoint, called as its documentation says."""
     return _python(source / "zero_to_fp32.py", source, out, "--safe_serialization", "--max_shard_size", "100GB")
 
 
@@ -68,10 +66,10 @@ COMMANDS: dict[str, Command] = {
     "load_file, dcp.save": _function("safetensors_to_dcp"),
     "dcp.load, dcp.save by 3 ranks": _function("dcp_by_3_ranks"),
 }
-"""By the name that tables give them."""
+"""Peers by their names in tables."""
 
 SYNCING = {"torch_to_dcp", "load_file, dcp.save", "dcp.load, dcp.save by 3 ranks"}
-"""Those that sync what they write unasked, as DCP's writer does: they are held against us with `--fsync`."""
+"""Peers that always sync, as DCP's writer does. They are compared with ours with `--fsync`."""
 
 
 def merge_fsdp_weights(source: str, out: str) -> None:
@@ -99,7 +97,7 @@ def safetensors_to_dcp(source: str, out: str) -> None:
 
 
 def dcp_by_3_ranks(source: str, out: str) -> None:
-    """What a job on 3 ranks does that loads a checkpoint of 8 and saves its own: no tool of torch reshards files."""
+    """A job on 3 ranks that loads a checkpoint of 8 and saves its own: torch has no tool that reshards files."""
     import tempfile
 
     from fixtures.launch import Pool
@@ -109,7 +107,7 @@ def dcp_by_3_ranks(source: str, out: str) -> None:
 
 
 def load_and_save(source: str, out: str) -> None:
-    """One rank: every tensor of the checkpoint, cut along dim 0 over the ranks, saved as the tree that it was."""
+    """Load every tensor, cut along dim 0 over the ranks, and save the same tree."""
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint._nested_dict import unflatten_state_dict

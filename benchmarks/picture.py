@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -18,11 +19,12 @@ OURS_COLOUR, SYNCED_COLOUR, PEER_COLOUR, COPY_COLOUR = "#0b6e4f", "#7fb69f", "#b
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A ratio to `cp -r`; None where the contestant failed, and the label says why."""
+    """The ratio of a contestant to `cp -r`; None if it failed."""
 
     label: str
     ratio: float | None
     colour: str
+    is_failing: bool = False
 
 
 def bars_of(result: Result) -> list[Bar]:
@@ -31,20 +33,15 @@ def bars_of(result: Result) -> list[Bar]:
         Bar("ckpt-tools", result.ratio(OURS, COPY), OURS_COLOUR),
         Bar("ckpt-tools, both with fsync", result.ratio(OURS, COPY, synced=True), SYNCED_COLOUR),
     ]
-    for rival in result.work.contestants:
-        if rival not in (OURS, COPY):
-            colour = SYNCED_COLOUR if rival.startswith(OURS) else PEER_COLOUR
-            bars.append(Bar(rival, result.ratio(rival, COPY), colour))
-    failed = result.failures
-    return [
-        Bar(f"{bar.label}: fails", None, bar.colour) if bar.label in failed else bar
-        for bar in bars
-        if bar.ratio or bar.label in failed
-    ]
+    for rival in result.work.contestants[2:]:
+        colour = SYNCED_COLOUR if rival.startswith(OURS) else PEER_COLOUR
+        is_failing = rival in result.failures
+        bars.append(Bar(f"{rival}: fails" if is_failing else rival, result.ratio(rival, COPY), colour, is_failing))
+    return [bar for bar in bars if bar.ratio or bar.is_failing]
 
 
 def draw(found: Sequence[Result], path: Path) -> None:
-    """Horizontal bars in a group a work."""
+    """Horizontal bars, in a group for each work."""
     groups = [bars_of(result) for result in found]
     num_lines = sum(len(bars) + 1 for bars in groups) + 1
     with mpl.rc_context({"font.size": 9, "svg.fonttype": "none"}):
@@ -58,13 +55,15 @@ def draw(found: Sequence[Result], path: Path) -> None:
             _draw_group(axes, result, bars, y)
             y += len(bars) + 1
         axes.axvline(1, color=COPY_COLOUR, linewidth=1.2, zorder=3)
-        axes.annotate("cp -r of the result", (1, -0.9), color=COPY_COLOUR, ha="left", xytext=(3, 0), textcoords=_POINTS)
+        axes.annotate(
+            "cp -r of the result", (1, -0.9), color=COPY_COLOUR, ha="left", xytext=(3, 0), textcoords="offset points"
+        )
         axes.set_ylim(y - 0.3, -1.6)
         _label(axes)
         figure.savefig(path, dpi=130)
 
 
-_POINTS = "offset points"
+_LABEL: Any = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
 _OVER_THE_LINE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 
 
@@ -74,23 +73,19 @@ def _draw_group(axes: Axes, result: Result, bars: Sequence[Bar], y: int) -> None
         f"{result.work.about} ({size:.2g} GB)",
         (0, y),
         xycoords=("axes fraction", "data"),
-        xytext=(4, 0),
-        textcoords=_POINTS,
-        va="center",
+        **_LABEL,
         fontweight="bold",
         zorder=4,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        bbox=_OVER_THE_LINE,
     )
     left = axes.get_xlim()[0]
     for line, bar in enumerate(bars, y + 1):
         if bar.ratio is None:
-            axes.annotate(bar.label, (left, line), xytext=(4, 0), textcoords=_POINTS, va="center", color="#a00000")
+            axes.annotate(bar.label, (left, line), **_LABEL, color="#a00000")
             continue
         axes.barh(line, bar.ratio - left, left=left, height=0.78, color=bar.colour)
-        text = f"{bar.ratio:.2f}×  {bar.label}" if bar.ratio < 10 else f"{bar.ratio:.0f}×  {bar.label}"
-        axes.annotate(
-            text, (bar.ratio, line), xytext=(4, 0), textcoords=_POINTS, va="center", bbox=_OVER_THE_LINE, zorder=4
-        )
+        text = f"{bar.ratio:.{0 if bar.ratio >= 10 else 2}f}×  {bar.label}"
+        axes.annotate(text, (bar.ratio, line), **_LABEL, bbox=_OVER_THE_LINE, zorder=4)
 
 
 def _label(axes: Axes) -> None:

@@ -7,14 +7,13 @@ server of its own, and has each of these make an object of the same tensors, in 
 - fsspec: torch's FsspecReader loads it, safetensors saves it to a local file, s3fs uploads that
 - plain: ranges of 8 MiB of the input are downloaded and uploaded as parts, by as many threads, through the same client
 
-What a service can copy depends on how large shards are, as a part has at least 5 MiB. `--size` alone is the suite's own
-Llama, as deep as published models of its size are, of 4 ranks: 2 GB of it are shards of 1.4, 3.9 and 44 MiB. `--hidden`
-and `--ranks` make another, as wide as that and as deep as the size allows. Of 2,048 on 2 ranks those of the layers have
-8 and 22 MiB, as those of Llama 2 7B on 8 ranks do.
+A part has at least 5 MiB, so the size of shards decides what a service can copy. `--size` alone is the suite's own
+Llama by 4 ranks: 2 GB of it are shards of 1.4, 3.9 and 44 MiB. `--hidden` and `--ranks` make another of that width, as
+deep as the size allows. Shards of 2,048 on 2 ranks have 8 and 22 MiB, as those of Llama 2 7B on 8 ranks do.
 
-`python -m benchmarks.s3 shares` counts what of models could be copied, by the planner alone and without a server.
+`python -m benchmarks.s3 shares` computes the shares that could be copied, by the planner alone and without a server.
 
-Server and client share the machine: the rates are of both together, and only their ratios mean something.
+Server and client share the machine, so that only ratios of rates mean something.
 """
 
 from __future__ import annotations
@@ -22,73 +21,43 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.inputs import BUILD_SECONDS, WEIGHT_BYTES, Cache
-from benchmarks.llama import Llama
+from benchmarks.inputs import WEIGHT_BYTES, Cache, Llama
+from benchmarks.machine import ROOT
 from benchmarks.measure import Usage, measured
 from tests.support.s3_server import BUCKET, S3Server, running_s3_server
 
-ROOT = Path(__file__).parent.parent
 PART_BYTES, NUM_THREADS = 8 << 20, 8
 TIME_LIMIT = 900.0
 SIZE = 2_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A way to make the output, as a command of the input's and the output's URL."""
-
-    name: str
-    words: tuple[str, ...]
-    after: tuple[str, ...] = ()
-
-    def command(self, source: str, out: str) -> list[str]:
-        return [sys.executable, "-m", *self.words, source, out, *self.after]
-
-
-WORKS = (
-    Work("ours", ("ckpt_tools", "convert"), ("--to", "safetensors", "--quiet", "--json")),
-    Work("fsspec", ("benchmarks.s3", "fsspec")),
-    Work("plain", ("benchmarks.s3", "plain")),
-)
+WORKS = {
+    "ours": ("ckpt_tools", "convert", "--to", "safetensors", "--quiet", "--json"),
+    "fsspec": ("benchmarks.s3", "fsspec"),
+    "plain": ("benchmarks.s3", "plain"),
+}
+"""Ways to make the output: modules with arguments, before the URLs of input and output."""
 
 
 def wide(cache: Path, size: int, hidden: int, ranks: int) -> Path:
-    """A DCP of about so many bytes and so wide, made if need be."""
+    """A DCP of about that size and width, made if needed."""
     empty = Llama(hidden, 0)
     layers = max(1, round((size / WEIGHT_BYTES - empty.num_elements) / empty.elements_per_layer))
     path = cache / f"dcp-weights-{hidden}x{layers}-{ranks}-ranks"
-    if not path.exists():
-        partial_path = path.with_name(f"{path.name}.partial")
-        shutil.rmtree(partial_path, ignore_errors=True)
-        words = ["-m", "benchmarks.s3", "build", str(partial_path), "--hidden", str(hidden), "--layers", str(layers)]
-        subprocess.run([sys.executable, *words, "--ranks", str(ranks)], cwd=ROOT, check=True, timeout=BUILD_SECONDS)
-        partial_path.rename(path)
-    return path
-
-
-def build(out: str, llama: Llama, ranks: int) -> None:
-    """The suite's own way to make weights, by another number of ranks."""
-    from benchmarks.builders import rank_main
-    from fixtures.launch import Pool
-
-    with tempfile.TemporaryDirectory() as logs, Pool(ranks, log_dir=Path(logs)) as pool:
-        pool.run(rank_main, "dcp-weights", out, llama, seconds=BUILD_SECONDS)
+    return Cache(cache).made(path, "dcp-weights", Llama(hidden, layers), ranks)
 
 
 def convert(made: Path, rounds: int, names: list[str]) -> None:
-    """Every work in turns, on a server that lives as long."""
+    """Measure every work in turns, on a server of its own."""
     size = sum(path.stat().st_size for path in made.iterdir())
     with running_s3_server() as server, tempfile.TemporaryDirectory() as folder:
         source = f"s3://{BUCKET}/in"
@@ -96,17 +65,16 @@ def convert(made: Path, rounds: int, names: list[str]) -> None:
         env = {**os.environ, **server.environment, "TMPDIR": folder}
         found: dict[str, list[Usage]] = {}
         for number in range(rounds):
-            for work in (work for work in WORKS if work.name in names):
-                out = f"s3://{BUCKET}/out-{work.name}-{number}"
-                usage = measured(
-                    work.command(source, out), Path(folder, "log"), time_limit=TIME_LIMIT, cwd=ROOT, env=env
-                )
+            for name in (name for name in WORKS if name in names):
+                out, log = f"out-{name}-{number}", Path(folder, "log")
+                command = [sys.executable, "-m", *WORKS[name], source, f"s3://{BUCKET}/{out}"]
+                usage = measured(command, log, time_limit=TIME_LIMIT, cwd=ROOT, env=env)
                 if usage.exit_code:
-                    raise SystemExit(f"{work.name} failed:\n{Path(folder, 'log').read_text()[-2000:]}")
-                found.setdefault(work.name, []).append(usage)
-                said = said_of_copies(Path(folder, "log").read_text()) if work.name == "ours" else ""
-                print(described(work.name, usage, size) + said, flush=True)
-                remove(server, f"out-{work.name}-{number}")
+                    raise SystemExit(f"{name} failed:\n{log.read_text()[-2000:]}")
+                found.setdefault(name, []).append(usage)
+                copies = shown_copies(log.read_text()) if name == "ours" else ""
+                print(described(name, usage, size) + copies, flush=True)
+                remove(server, out)
     summarize(found)
 
 
@@ -118,8 +86,8 @@ def described(name: str, usage: Usage, size: int) -> str:
     )
 
 
-def said_of_copies(report: str) -> str:
-    """What of the output the service copied, and what came here of the input, as ours says with --json."""
+def shown_copies(report: str) -> str:
+    """Shares of the output that the service copied, and of the input that was read, from the report of --json."""
     done = json.loads(report)
     copied, read = (done[name] / done["bytes_written"] for name in ("bytes_copied", "bytes_read"))
     return f", copied {copied:.1%}, read {read:.1%}"
@@ -132,7 +100,7 @@ def summarize(found: Mapping[str, list[Usage]]) -> None:
 
 
 def upload(server: S3Server, prefix: str, folder: Path) -> None:
-    """As `S3Server.upload`, in constant memory."""
+    """Upload a folder in constant memory."""
     client = server.client()
     for path in (path for path in folder.rglob("*") if path.is_file()):
         key = f"{prefix}{path.relative_to(folder).as_posix()}"
@@ -179,7 +147,7 @@ def plain(source: str, out: str) -> None:
 
 
 def fast_client() -> Any:
-    """botocore's, as fast as it gets."""
+    """botocore's client without checksums and signatures of bodies."""
     import botocore.session
     from botocore.config import Config
 
@@ -193,7 +161,7 @@ def fast_client() -> Any:
 
 
 def by_fsspec(source: str, out: str) -> None:
-    """What a user of torch does: load all of it, save it, upload it."""
+    """The usual way in torch: load all of it, save it, upload it."""
     import fsspec
     from safetensors.torch import save_file
     from torch.distributed.checkpoint import fsspec_filesystem
@@ -219,14 +187,13 @@ def tensors_of(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def shares() -> None:
-    """What of one safetensors file a service copies, and would copy if files were cut every 8 MiB."""
+    """Print the shares of safetensors files that a service copies, and would copy if files were cut every 8 MiB."""
     from fixtures.synthetic import DTYPES, Model
 
     suite, wide = Llama.of(SIZE // WEIGHT_BYTES), Llama(2048, 5)
     models = {"Llama 2 7B": Model(32, 4096, 11008, 32000)}
-    models |= {
-        f"Llama of {each.hidden}": Model(each.layers, each.hidden, each.ffn, each.vocab) for each in (suite, wide)
-    }
+    for each in (suite, wide):
+        models[f"Llama of {each.hidden}"] = Model(each.layers, each.hidden, each.ffn, each.vocab)
     for name, model in models.items():
         for kind, dtype in DTYPES.items():
             for ranks in (1, 2, 4, 8, 16, 64):
@@ -235,7 +202,6 @@ def shares() -> None:
 
 
 def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
-    """As it is planned, and if files were cut every 8 MiB."""
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.formats.index import written_format
     from ckpt_tools.planning.plan import CopyRules, Plan
@@ -245,20 +211,15 @@ def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         source, manifest = read_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
-        layout, rules = (
-            written_format("safetensors").layout(manifest, WriteOptions()),
-            CopyRules(MIN_COPY_BYTES, MAX_PARTS),
-        )
-        plans = (
-            Plan(manifest, layout, rules.task_bytes, 1, copies=rules),
-            Plan(manifest, layout, PART_BYTES, 1),
-        )
+        layout = written_format("safetensors").layout(manifest, WriteOptions())
+        rules = CopyRules(MIN_COPY_BYTES, MAX_PARTS)
+        plans = (Plan(manifest, layout, rules.task_bytes, 1, copies=rules), Plan(manifest, layout, PART_BYTES, 1))
         now, every_8 = (_bytes_copied(plan, source.store) / layout.size_bytes for plan in plans)
     return now, every_8
 
 
 def _bytes_copied(plan: Any, store: Any) -> int:
-    """Of the tasks that a worker would have copied."""
+    """Bytes of the tasks that a worker would have copied."""
     from ckpt_tools.planning.tasks import steps
     from ckpt_tools.stores.file_destination import StoreDestination
     from ckpt_tools.stores.memory import MemoryStore
@@ -275,15 +236,14 @@ def _bytes_copied(plan: Any, store: Any) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.s3", description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["convert", "shares", "plain", "fsspec", "build"])
+    parser.add_argument("what", choices=["convert", "shares", "plain", "fsspec"])
     parser.add_argument("urls", nargs="*")
-    parser.add_argument("--size", type=int, default=SIZE, help="bytes of the checkpoint")
-    parser.add_argument("--hidden", type=int, help="the model's width")
-    parser.add_argument("--ranks", type=int, default=2, help="with --hidden: how many save it")
-    parser.add_argument("--layers", type=int, default=1, help="for build alone")
+    parser.add_argument("--size", type=int, default=SIZE, help="size of the checkpoint in bytes")
+    parser.add_argument("--hidden", type=int, help="width of the model")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks that save it, with --hidden")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "benchmarks")
-    parser.add_argument("--works", nargs="+", default=[work.name for work in WORKS])
+    parser.add_argument("--works", nargs="+", default=list(WORKS))
     given = parser.parse_args()
     match given.what:
         case "convert":
@@ -296,8 +256,6 @@ def main() -> None:
             plain(*given.urls)
         case "fsspec":
             by_fsspec(*given.urls)
-        case "build":
-            build(given.urls[0], Llama(given.hidden, given.layers), given.ranks)
 
 
 if __name__ == "__main__":

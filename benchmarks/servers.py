@@ -2,18 +2,44 @@
 PORT THREADS`.
 
 All take `{"image": [784 numbers]}` (BentoML a list of such) and answer `{"label": ..., "probabilities": [...]}`.
-LitServe and BentoML make batches of up to as many images as our service does. The FastAPI endpoint is the one that
-most people write: it predicts each image alone.
+LitServe and BentoML make batches of up to as many images as our service does. The FastAPI endpoint is the usual one: it
+predicts each image alone.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo_model import Answer, predicting
+BATCH, WAIT_SECONDS, SIDE = 30, 0.01, 28
+
+Answer = dict[str, Any]
+
+
+def predicting(model: str, threads: int) -> Callable[[Sequence[Any]], list[Answer]]:
+    """Function that predicts images, each of 784 numbers, in one forward pass."""
+    import torch
+    from safetensors.torch import load_file
+
+    from training.data.datasets import to_input
+    from training.models.vision_transformer import build_model
+
+    torch.set_num_threads(threads)
+    module = build_model()
+    module.load_state_dict(load_file(model))
+    module.eval()
+
+    @torch.inference_mode()
+    def predict(images: Sequence[Any]) -> list[Answer]:
+        pixels = torch.tensor(images, dtype=torch.uint8).view(-1, SIDE, SIDE)
+        rows = torch.softmax(module(to_input(pixels)), 1)
+        found = zip(rows.argmax(1).tolist(), rows.tolist(), strict=True)
+        return [{"label": label, "probabilities": row} for label, row in found]
+
+    return predict
 
 
 def fastapi(model: str, port: int, threads: int) -> None:
@@ -33,13 +59,16 @@ def fastapi(model: str, port: int, threads: int) -> None:
 
 
 def litserve(model: str, port: int, threads: int) -> None:
-    from benchmarks.lit import serve
+    from litserve import LitServer
 
-    serve(model, port, threads)
+    from benchmarks.lit import Api
+
+    server = LitServer(Api(model, threads), accelerator="cpu")
+    server.run(host="127.0.0.1", port=port, log_level="warning", generate_client_file=False)
 
 
 def bentoml(model: str, port: int, threads: int) -> None:
-    """Its command reads this module again, in processes of its own."""
+    """Its command imports `benchmarks.bento` in processes of its own."""
     os.environ |= {"BENCHMARK_MODEL": model, "BENCHMARK_THREADS": str(threads), "BENTOML_DO_NOT_TRACK": "1"}
     from bentoml import server as _  # noqa: F401
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,17 +21,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo_model import BATCH, SIDE
 from benchmarks.load import request, written
 from benchmarks.machine import ROOT
-from benchmarks.servers import SERVERS
+from benchmarks.servers import BATCH, SERVERS, SIDE
 from benchmarks.turns import take_turns
 
 JSON, BINARY, LOOP = "ours, JSON", "ours, binary", "bare loop"
-PACKAGES = {"FastAPI": "fastapi", "LitServe": "litserve", "BentoML": "bentoml"}
 NUM_CLIENTS, NUM_IMAGES = 64, 64
 START_SECONDS = 300.0
-
 INFER = "/v2/models/model/infer"
 
 
@@ -48,7 +45,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running one, and the file of the requests that it is asked."""
+    """A running server, and the file of its requests."""
 
     port: int
     process: subprocess.Popen[bytes]
@@ -62,11 +59,16 @@ class Server:
         if done.returncode:
             raise SystemExit(f"{self.requests.name}: {done.stderr.strip().splitlines()[-1]}")
         used, found = _cpu_seconds(self.process.pid) - before, json.loads(done.stdout)
-        _check(found["answers"])
-        taken, asked = found["seconds"], found["asked"]
+        if len(set(found["answers"].values())) < 2:
+            raise SystemExit("a server gives the same answer to every image")
         resident = sum(each.memory_full_info().pss for each in _tree(self.process.pid))
-        p50, p99 = (taken[int(part * len(taken))] for part in (0.5, 0.99))
-        return Turn(len(taken) / found["wall"], p50, p99, used / asked, resident)
+        rate = len(found["seconds"]) / (found["ended"] - found["began"])
+        return Turn(rate, *_percentiles(found["seconds"]), used / found["asked"], resident)
+
+
+def _percentiles(seconds: Sequence[float]) -> list[float]:
+    """The 50th and the 99th."""
+    return [sorted(seconds)[int(part * len(seconds))] for part in (0.5, 0.99)]
 
 
 def _tree(pid: int) -> list[Any]:
@@ -80,47 +82,42 @@ def _cpu_seconds(pid: int) -> float:
     return sum(sum(each.cpu_times()[:2]) for each in _tree(pid))
 
 
-def _check(answers: Mapping[str, str]) -> None:
-    """Every server has to give an answer to every image, and these are not all the same."""
-    if len(set(answers.values())) < 2:
-        raise SystemExit("a server gives the same answer to every image")
-
-
 def images() -> Any:
     import numpy as np
 
     return np.random.default_rng(0).integers(0, 256, (NUM_IMAGES, SIDE * SIDE), np.uint8)
 
 
+IMAGE = {"name": "image", "shape": [1, SIDE, SIDE], "datatype": "UINT8"}
+
+
 def as_json(image: Any) -> bytes:
-    given = {"name": "image", "shape": [1, SIDE, SIDE], "datatype": "UINT8", "data": image.tolist()}
-    return request(INFER, json.dumps({"inputs": [given]}).encode(), "application/json")
+    return _json_request(INFER, {"inputs": [IMAGE | {"data": image.tolist()}]})
 
 
 def as_binary(image: Any) -> bytes:
-    given = {
-        "name": "image",
-        "shape": [1, SIDE, SIDE],
-        "datatype": "UINT8",
-        "parameters": {"binary_data_size": SIDE**2},
-    }
+    given = IMAGE | {"parameters": {"binary_data_size": SIDE**2}}
     head = json.dumps({"inputs": [given], "parameters": {"binary_data_output": True}}).encode()
     length = {"Inference-Header-Content-Length": str(len(head))}
     return request(INFER, head + image.tobytes(), "application/octet-stream", **length)
 
 
 def for_peers(image: Any) -> bytes:
-    return request("/predict", json.dumps({"image": image.tolist()}).encode(), "application/json")
+    return _json_request("/predict", {"image": image.tolist()})
 
 
 def for_bentoml(image: Any) -> bytes:
     """Its clients send batches, even if they are of one image."""
-    return request("/predict", json.dumps({"image": [image.tolist()]}).encode(), "application/json")
+    return _json_request("/predict", {"image": [image.tolist()]})
+
+
+def _json_request(path: str, content: object) -> bytes:
+    return request(path, json.dumps(content).encode(), "application/json")
 
 
 def missing() -> list[str]:
     """Peers that are not installed."""
-    return [who for who, package in PACKAGES.items() if find_spec(package) is None]
+    return [who for who in SERVERS if find_spec(who.lower()) is None]
 
 
 @contextmanager
@@ -174,13 +171,12 @@ def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) 
             port = _free_port()
             process = start(who, ["benchmarks.servers", who, model, str(port), str(threads)], port)
             running[who] = Server(port, process, files[who])
-        loop = Loop(model, threads)
-        asked: dict[str, Loop | Server] = {LOOP: loop, **running}
+        asked: dict[str, Loop | Server] = {LOOP: Loop(model, threads), **running}
         return take_turns({who: partial(each.turn, seconds) for who, each in asked.items()}, rounds)
 
 
 class Loop:
-    """Calls the model on a batch that is ready, again and again."""
+    """Calls the model on one batch, repeatedly."""
 
     def __init__(self, model: str, threads: int) -> None:
         import torch
@@ -201,6 +197,4 @@ class Loop:
             self.forward(self.batch)
             taken.append(time.perf_counter() - now)
         wall, used, many = time.perf_counter() - began, time.process_time() - used, BATCH * len(taken)
-        taken.sort()
-        p50, p99 = (taken[int(part * len(taken))] for part in (0.5, 0.99))
-        return Turn(many / wall, p50, p99, used / many)
+        return Turn(many / wall, *_percentiles(taken), used / many)

@@ -16,30 +16,31 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import ballast, caching, machine
+from benchmarks import caching, machine
 from benchmarks.inputs import BuildError, Cache
 from benchmarks.journal import Journal, Record
 from benchmarks.measure import Usage, measured
-from benchmarks.works import COPY, OURS, Work, can_sync
+from benchmarks.peers import COMMANDS
+from benchmarks.works import COPY, OURS, Work
 
 ROOT = machine.ROOT
 
 INPUT_ROOM, WORK_ROOM = 1.3, 3.6
-"""Disk in sizes of the state: an input, and what lies beside it while a work is run: what `cp -r` copies, and an
-output, which of `ds_to_universal` with its temporary files is 2.4 times its input."""
+"""Disk space in sizes of the state: for an input, and for a work: the copied output and the new one, which of
+`ds_to_universal` with its temporary files is 2.4 times its input."""
 
 MAX_REASON = 200
 
 WAYS = ("warm", "cold", "fsync")
-"""With what is read in memory, with it on the disk, and warm with fsync."""
+"""With the input in memory, with it on the disk, and warm with fsync."""
 
 BALLAST = 2
-"""Memory kept from the host, in sizes of the state: an output, and what its writers need."""
+"""Memory kept from the host, in sizes of the state: an output, and its writers' memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run, and where. `deadline` is a time of `time.monotonic`, after which no run is started."""
+    """Settings of a suite. No run is started after `deadline`, a time of `time.monotonic`."""
 
     size_bytes: int
     runs: int
@@ -67,11 +68,11 @@ class OutOfTimeError(Exception):
 
 
 def slots(work: Work) -> Iterator[Slot]:
-    """Everyone with a warm and a cold cache; with fsync, warm, whoever can be asked for it."""
+    """Each contestant with a warm and a cold cache; with fsync, warm, all but peers, which have no such option."""
     for contestant in work.contestants:
         yield Slot(contestant, "warm", synced=False)
         yield Slot(contestant, "cold", synced=False)
-        if can_sync(contestant):
+        if contestant not in COMMANDS:
             yield Slot(contestant, "warm", synced=True)
 
 
@@ -94,7 +95,7 @@ class Runner:
             return
         try:
             self._prepare()
-            with ballast.held(BALLAST * self.size_bytes):
+            with caching.ballast(BALLAST * self.size_bytes):
                 for number, slot in list(self._missing()):
                     if slot.contestant not in self._failed():
                         self._run(number, slot)
@@ -105,7 +106,7 @@ class Runner:
             _delete(self.out)
 
     def _missing(self) -> Iterator[tuple[int, Slot]]:
-        """Runs to do, round by round, in the order that is drawn for each."""
+        """Runs to do, round by round, in a random order for each round."""
         done = {(r["round"], r["contestant"], r["cache"], r["synced"]) for r in self._found("run")}
         failed = self._failed()
         for number in range(self.settings.runs):
@@ -127,7 +128,7 @@ class Runner:
 
     def _prepare(self) -> None:
         """The input, and what `cp -r` copies: an output of ours, which is first compared with the input."""
-        self._check_time()
+        check_time(self.settings)
         room = WORK_ROOM + INPUT_ROOM * (not self.source.exists())
         if not self.inputs.make_room(int(room * self.size_bytes), keep=self.source):
             raise OSError(f"the disk has no {room * self.size_bytes / 1e9:.1f} GB free")
@@ -140,26 +141,20 @@ class Runner:
             raise OSError(reason)
         self._check(OURS)
         self.out.rename(self.copied)
-        self._note(
-            "work",
-            status="done",
-            source_bytes=caching.size_of(self.source),
-            copied_bytes=caching.size_of(self.copied),
-            copied_files=len(list(caching.files_of(self.copied))),
-        )
+        copied = {
+            "copied_bytes": caching.size_of(self.copied),
+            "copied_files": len(list(caching.files_of(self.copied))),
+        }
+        self._note("work", status="done", source_bytes=caching.size_of(self.source), **copied)
 
     def _cool_others(self) -> None:
-        """Memory full of other inputs would have to be taken from them again while something is measured."""
+        """Drop other inputs from memory, so that the kernel does not reclaim it while something is measured."""
         for path in self.inputs.root.iterdir():
             if path != self.source:
                 caching.cool(path)
 
-    def _check_time(self) -> None:
-        if out_of_time(self.settings):
-            raise OutOfTimeError
-
     def _run(self, number: int, slot: Slot) -> None:
-        self._check_time()
+        check_time(self.settings)
         usage, reason, share = self._measure(slot)
         status = "timed out" if usage.timed_out else "failed" if reason else "done"
         place = {"round": number, **asdict(slot), "cached_share": round(share, 4)}
@@ -170,7 +165,7 @@ class Runner:
         _delete(self.out)
 
     def _set_cache(self, slot: Slot) -> float:
-        """The share of what is about to be read that is in memory."""
+        """The share of the contestant's input that is in memory then."""
         read = self.copied if slot.contestant == COPY else self.source
         os.sync()
         self._cool_others()
@@ -180,7 +175,7 @@ class Runner:
         return caching.cached_share(read)
 
     def _measure(self, slot: Slot) -> tuple[Usage, str, float]:
-        """What it used, why it failed if it did, and the share of what it reads that was in memory before."""
+        """Usage, reason of a failure, and the share of its input that was in memory before."""
         _delete(self.out)
         if slot.contestant != COPY:
             self.out.mkdir(parents=True)
@@ -189,17 +184,18 @@ class Runner:
         return *call(command, self.settings), share
 
     def _check(self, contestant: str) -> None:
-        """Does what lies in `out` hold the input's tensors, bit for bit?"""
+        """Note whether the output holds the input's tensors bit for bit."""
         _, reason = call(self.work.verification(contestant, self.source, self.out), self.settings)
         self._note("check", contestant=contestant, status="failed" if reason else "equal", reason=reason)
 
 
-def out_of_time(settings: Settings) -> bool:
-    return time.monotonic() > settings.deadline
+def check_time(settings: Settings) -> None:
+    if time.monotonic() > settings.deadline:
+        raise OutOfTimeError
 
 
 def call(command: list[str], settings: Settings) -> tuple[Usage, str]:
-    """What a command used, and why it failed, if it did."""
+    """The command's usage, and the reason of its failure, empty if it succeeded."""
     settings.data.mkdir(parents=True, exist_ok=True)
     log = settings.data / "log"
     usage = measured(command, log, time_limit=settings.time_limit, cwd=ROOT, env=environment())
@@ -211,7 +207,7 @@ def call(command: list[str], settings: Settings) -> tuple[Usage, str]:
 
 
 def environment() -> dict[str, str]:
-    """No accelerator, no network, and Python's compiled modules kept, as they are where programs are installed."""
+    """Without accelerator and network, and with Python's compiled modules kept, as where programs are installed."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 
@@ -230,5 +226,4 @@ def _last_line(log: Path) -> str:
 
 
 def _short(text: str) -> str:
-    """Without this machine's folders."""
     return text.replace(f"{ROOT}/", "")[:MAX_REASON]

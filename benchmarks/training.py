@@ -2,10 +2,9 @@
 
 - `fsdp2-step`, `zero2-step`: a step of a run, against a bare loop over the same samples with the same framework
 - `resume`: a state of FSDP2 through `load_into`, against `dcp.load`
-- `stall`: how long `--async-save` keeps the training, against a save that it waits for
+- `stall`: how long `--async-save` stops the training, against a save in the foreground
 
-The contestants take turns in the same processes, and swap their places in each round. A ratio is the median of those of
-the rounds, so a machine that is slow for a while is slow for both. The first round fills caches and does not count.
+The contestants take turns in the same processes, in alternating order. A ratio is the median of those of the rounds.
 Of a step, the processor time of a rank is measured too: other programs on the machine hardly change it.
 """
 
@@ -17,29 +16,32 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.llama import Llama
+from benchmarks.inputs import Llama
 from benchmarks.machine import ROOT, load
-from benchmarks.turns import markdown
+from benchmarks.turns import Taken, markdown, ratio, take_turns
 
 FSDP2_STEP, ZERO2_STEP, RESUME, STALL = "fsdp2-step", "zero2-step", "resume", "stall"
 PROMISED = {FSDP2_STEP: 1.05, ZERO2_STEP: 1.05, RESUME: 1.2, STALL: 0.2}
-"""Our time over the other's, at most."""
+"""Largest ratios of our time to the other's."""
 
+OURS, THEIRS = "ours", "theirs"
 STRATEGIES = {FSDP2_STEP: "full_shard", ZERO2_STEP: "zero2"}
 
 STATE_BYTES = 12
 """A parameter in fp32 with Adam's two moments."""
 
 BATCH, LOG_EVERY = 64, 10
-"""As a run has them if nobody says otherwise."""
+"""Defaults of a run."""
 
 EPOCH = 22
-"""The most steps of an epoch: `digits` have samples for so many."""
+"""The most steps of an epoch of `digits`."""
 
 SECONDS = 3600.0
 DATA = ROOT / ".cache" / "benchmarks" / "training"
@@ -47,7 +49,7 @@ DATA = ROOT / ".cache" / "benchmarks" / "training"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`size_bytes` is that of the state that is resumed and saved; `steps` are those of a turn, with `model`."""
+    """`size_bytes` is the size of the state that is resumed and saved; a turn has so many `steps` of `model`."""
 
     ranks: int
     rounds: int
@@ -56,84 +58,41 @@ class Asked:
     model: str = "vit"
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Seconds by the clock, and of processors where they are measured."""
-
-    seconds: float
-    processor: float | None = None
+Turns = dict[str, list[Taken]]
+"""The turns of ``OURS`` and ``THEIRS``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What both took in one round."""
-
-    ours: Spent
-    theirs: Spent
-
-
-def measured(work: str, asked: Asked, data: Path) -> list[Turn]:
-    """The turns of all rounds that count."""
+def measured(work: str, asked: Asked, data: Path) -> Turns:
+    """The turns of rank 0."""
     from fixtures.launch import pool
 
     data.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=data) as folder:
-        job: Callable[..., list[Turn]] = {RESUME: resume_turns, STALL: stall_turns}.get(work, step_turns)
+        job: Callable[..., Turns] = {RESUME: resume_turns, STALL: stall_turns}.get(work, step_turns)
         first, *_ = pool(asked.ranks).run(job, work, asked, Path(folder), seconds=SECONDS)
-    return list(first[1:])
+    return dict(first)
 
 
-def rows(found: Mapping[str, list[Turn]]) -> list[str]:
-    """Markdown."""
+def rows(found: Mapping[str, Turns]) -> list[str]:
     header = "work | ours | the other | ours / the other | promised | processor time, ours / the other"
-    return markdown(header, (_row(work, turns) for work, turns in found.items()))
+    return markdown(header, (_row(work, *turns.values()) for work, turns in found.items()))
 
 
-def _row(work: str, turns: list[Turn]) -> list[str]:
-    ours, theirs = (median(one.seconds for one in each) for each in zip(*map(_both, turns), strict=True))
-    processor = processor_ratio(turns)
-    shown = "" if processor is None else f"{processor:.2f}"
-    return [work, f"{ours:.4f} s", f"{theirs:.4f} s", f"{ratio(turns):.2f}", f"at most {PROMISED[work]}", shown]
+def _row(work: str, theirs: list[Taken], ours: list[Taken]) -> list[str]:
+    seconds = [f"{median(one.wall for one in each):.4f} s" for each in (ours, theirs)]
+    processor = f"{ratio('cpu', ours, theirs):.2f}" if ours[0].cpu else ""
+    return [work, *seconds, f"{ratio('wall', ours, theirs):.2f}", f"at most {PROMISED[work]}", processor]
 
 
-def _both(turn: Turn) -> tuple[Spent, Spent]:
-    return turn.ours, turn.theirs
-
-
-def ratio(turns: list[Turn]) -> float:
-    """The median of the rounds'."""
-    return median(turn.ours.seconds / turn.theirs.seconds for turn in turns)
-
-
-def processor_ratio(turns: list[Turn]) -> float | None:
-    """The same of processor time, or None if it is not measured."""
-    times = [(turn.ours.processor, turn.theirs.processor) for turn in turns]
-    found = [ours / theirs for ours, theirs in times if ours is not None and theirs is not None]
-    return median(found) if found else None
-
-
-# --- on each rank
-
-
-def _in_turn(rounds: int, ours: Callable[[int], Spent], theirs: Callable[[int], Spent]) -> list[Turn]:
-    """One round more, which does not count."""
-    found = []
-    for number in range(rounds + 1):
-        first, second = (ours, theirs) if number % 2 else (theirs, ours)
-        one, other = first(number), second(number)
-        found.append(Turn(one, other) if number % 2 else Turn(other, one))
-    return found
-
-
-def _timed(function: Callable[[], object]) -> Spent:
-    """From when the first rank begins to when the last one has ended."""
+def _timed(function: Callable[[], object]) -> Taken:
+    """Time from the start of the first rank to the end of the last."""
     import torch.distributed as dist
 
     dist.barrier()
     started = time.perf_counter()
     function()
     dist.barrier()
-    return Spent(time.perf_counter() - started)
+    return Taken(time.perf_counter() - started)
 
 
 def _config(out: Path, **values: Any) -> Any:
@@ -147,18 +106,21 @@ def _config(out: Path, **values: Any) -> Any:
     return TrainConfig(out=out, launcher="torchrun", num_workers=dist.get_world_size(), **values)
 
 
-def step_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
+def step_turns(work: str, asked: Asked, folder: Path) -> Turns:
     """A run, and a loop of as many steps in as many epochs. The first LOG_EVERY steps warm both up."""
     epochs = ceil(asked.steps / EPOCH)
     size = {"num_samples": BATCH * (asked.steps // epochs), "epochs": epochs, "save_every": epochs}
     size |= {"batch_size": BATCH, "log_every": LOG_EVERY}
     config = _config(folder / "run", strategy=STRATEGIES[work], model=asked.model, **size)
-    return _in_turn(asked.rounds, lambda number: _our_step(config, number), lambda number: _bare_step(config))
+    numbers = count()
+    return take_turns(
+        {THEIRS: lambda: _bare_step(config), OURS: lambda: _our_step(config, next(numbers))}, asked.rounds
+    )
 
 
 class _Clock:
-    """When each step of a loop ended on this rank, and each epoch began. A run asks at these moments whether it is to
-    stop; what it does between epochs is no step."""
+    """Times at which steps end and epochs begin on this rank. A run calls it as its check whether to stop; the time
+    between epochs does not count."""
 
     def __init__(self, config: Any) -> None:
         self._steps, self._epochs = config.num_samples // BATCH, config.epochs
@@ -168,8 +130,8 @@ class _Clock:
         self._marks.append((time.perf_counter(), time.process_time()))
         return False
 
-    def a_step(self) -> Spent:
-        """Of the steps after the first LOG_EVERY. Processor time is the mean of the ranks; collective."""
+    def a_step(self) -> Taken:
+        """Mean of the steps after the first LOG_EVERY. Processor time is the mean of the ranks; collective."""
         import torch
 
         begins = range(0, self._epochs * (self._steps + 1), self._steps + 1)
@@ -179,10 +141,10 @@ class _Clock:
             last - first for first, last in pairs
         )
         torch.distributed.all_reduce(processor)
-        return Spent(float(seconds), float(processor) / torch.distributed.get_world_size())
+        return Taken(float(seconds), float(processor) / torch.distributed.get_world_size())
 
 
-def _our_step(config: Any, number: int) -> Spent:
+def _our_step(config: Any, number: int) -> Taken:
     import torch
 
     from training.launchers.torchrun import run_rank
@@ -198,17 +160,16 @@ def _our_step(config: Any, number: int) -> Spent:
     return clock.a_step()
 
 
-def _bare_step(config: Any) -> Spent:
-    """What the framework's own guide shows: forward, loss, backward, step."""
+def _bare_step(config: Any) -> Taken:
+    """The loop of the framework's own guide: forward, loss, backward, step."""
     model, step = _bare_fsdp2(config) if config.sharding.framework == "fsdp2" else _bare_deepspeed(config)
     model.train()
-    clock, count = _Clock(config), 0
+    clock, numbers = _Clock(config), count(1)
     for epoch in range(config.epochs):
         clock()
         for inputs, labels in _batches(config, epoch):
             loss = step(inputs, labels)
-            count += 1
-            if count % LOG_EVERY == 0:
+            if next(numbers) % LOG_EVERY == 0:
                 loss.item()
             clock()
     if hasattr(model, "destroy"):
@@ -217,7 +178,7 @@ def _bare_step(config: Any) -> Spent:
 
 
 def _batches(config: Any, epoch: int) -> Iterator[tuple[Any, Any]]:
-    """This rank's samples in a random order, as every loop has them that trains."""
+    """This rank's batches of an epoch, in a random order."""
     import torch
 
     from training.data.datasets import load_dataset, to_input
@@ -283,8 +244,8 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     return engine, step
 
 
-def resume_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
-    """Into the same model, with an optimizer that has no state yet, as a run has it when it resumes."""
+def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
+    """Loading into the same model, with an optimizer without state, as in a run that resumes."""
     from torch.distributed.checkpoint import state_dict_loader
 
     from ckpt_tools import load_into
@@ -295,44 +256,42 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
     engine.save(saved, Progress(1, 1))
     app = engine._app
 
-    def ours(number: int) -> Spent:
+    def loaded(load: Callable[[], object]) -> Taken:
         app.optimizer.state.clear()
-        return _timed(lambda: load_into(app.model, app.optimizer, saved))
+        return _timed(load)
 
-    def theirs(number: int) -> Spent:
-        app.optimizer.state.clear()
-        return _timed(lambda: state_dict_loader.load({"app": app}, checkpoint_id=saved))
-
-    return _in_turn(asked.rounds, ours, theirs)
+    ours = partial(loaded, lambda: load_into(app.model, app.optimizer, saved))
+    theirs = partial(loaded, lambda: state_dict_loader.load({"app": app}, checkpoint_id=saved))
+    return take_turns({THEIRS: theirs, OURS: ours}, asked.rounds)
 
 
-def stall_turns(work: str, asked: Asked, folder: Path) -> list[Turn]:
-    """As a run saves, each save complete before the next begins."""
+def stall_turns(work: str, asked: Asked, folder: Path) -> Turns:
+    """Saves of a run, each complete before the next begins."""
     from training.checkpoints.progress import Progress
     from training.loop.outlets import FolderOutlet
     from training.loop.saving import Saver
 
     engine = _engine(asked, folder)
-    config, outlet = engine._config, FolderOutlet(folder)
+    config, outlet, numbers = engine._config, FolderOutlet(folder), count(1)
     background, waiting = (
         Saver(replace(config, async_save=is_async), engine, outlet, lambda: None) for is_async in (True, False)
     )
 
-    def stalled(saver: Saver, number: int) -> Spent:
+    def stalled(saver: Saver) -> Taken:
         def save() -> None:
+            number = next(numbers)
             saver.save(Progress(number, number), {})
             saver.collect()
 
         _timed(save)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        return Spent(saver.records[-1].stall_seconds)
+        return Taken(saver.records[-1].stall_seconds)
 
-    rounds = asked.rounds
-    return _in_turn(rounds, lambda at: stalled(background, 2 * at + 1), lambda at: stalled(waiting, 2 * at + 2))
+    return take_turns({THEIRS: partial(stalled, waiting), OURS: partial(stalled, background)}, asked.rounds)
 
 
 def _engine(asked: Asked, folder: Path) -> Any:
-    """FSDP2's, of a Llama whose state has that size, after one step."""
+    """The FSDP2 engine of a Llama with a state of that size, after one step."""
     import torch
 
     from benchmarks.builders import empty_model
@@ -355,13 +314,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--works", default=",".join(PROMISED), help=f"of {', '.join(PROMISED)}; all if left out")
+    parser.add_argument("--works", default=",".join(PROMISED), help=f"works: {', '.join(PROMISED)}; default: all")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="that count; one more fills caches")
-    parser.add_argument("--steps", type=int, default=22, help=f"of a turn, above {2 * LOG_EVERY - 1}")
-    parser.add_argument("--model", default="vit", help="of the steps, one that learns from images")
-    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="of the state that is resumed and saved")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of checkpoints, which are removed")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count; one more fills caches")
+    parser.add_argument("--steps", type=int, default=22, help=f"steps of a turn, at least {2 * LOG_EVERY}")
+    parser.add_argument("--model", default="vit", help="model of the steps, one that learns from images")
+    parser.add_argument(
+        "--size", type=float, default=1.0, metavar="GB", help="size of the state that is resumed and saved"
+    )
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of temporary checkpoints")
     given = parser.parse_args()
     asked = Asked(given.ranks, given.rounds, given.steps, int(given.size * 1e9), given.model)
     works = given.works.split(",")

@@ -1,26 +1,25 @@
-"""The works: what is converted into what, by whom, and what was promised."""
+"""The works: conversions, their contestants and targets."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import peers
-from benchmarks.inputs import KINDS
+from benchmarks.peers import WEIGHTS
 
 OURS, COPY, UNCAST = "ckpt-tools", "cp -r", "ckpt-tools without the cast"
 
 LARGE_BYTES = 4_000_000_000
-"""Promises are about checkpoints of at least this size; of smaller ones start-up is a good part."""
+"""Promises are about checkpoints of at least this size; start-up dominates smaller ones."""
 
 TO_COPY, TO_COPY_SYNCED, TO_PEER = 0.9, 1.05, 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What was promised, as ratios of medians; None where nothing was.
+    """Promised ratios of medians; None: nothing was promised.
 
     `copy`: our time over that of `cp -r`, `copy_synced` with fsync of both; `peer`: the best peer's time over ours;
     `uncast`: our time over that of the same work without its cast.
@@ -34,59 +33,44 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A conversion of an input of kind `source` to `output` (`.` for a folder) with `options`, and who else can do
-    it."""
+    """A conversion of an input of kind `source` to `output` (`.` for a folder), and the peer that can do it too."""
 
     name: str
     about: str
     source: str
     output: str
-    options: tuple[str, ...] = ()
-    rivals: tuple[str, ...] = ()
     target: Target = Target()
+    peer: str = ""
+    options: str = ""
     scale: int = 1
-    """How many times the size that is asked for its input has."""
-
-    def __post_init__(self) -> None:
-        assert self.source in KINDS
-        assert set(self.rivals) <= set(peers.COMMANDS)
+    """Size of its input, in units of ``--size``."""
 
     @property
     def contestants(self) -> tuple[str, ...]:
-        uncast = (UNCAST,) if "--dtype" in self.options else ()
-        return (OURS, COPY, *uncast, *self.rivals)
+        uncast = UNCAST if "--dtype" in self.options else ""
+        return tuple(filter(None, (OURS, COPY, uncast, self.peer)))
 
     def command(self, contestant: str, source: Path, copied: Path, out: Path, *, synced: bool) -> list[str]:
-        """The command line with which a contestant does the work; `copied` is what `cp -r` copies. `out` exists only
-        for contestants that write files into it."""
+        """The contestant's command line; `cp -r` copies `copied`, and the others write files into the folder `out`."""
         if contestant == COPY:
             return _copy(copied, out, synced=synced)
         if contestant in peers.COMMANDS:
             return peers.COMMANDS[contestant](source, out)
-        options = self._uncast_options() if contestant == UNCAST else self.options
+        options = self._options(contestant, ("--to", "--state", "--world-size", "--dtype"))
         return [*_ckpt_tools("convert", self._input(source), out / self.output), *options, *["--fsync"] * synced]
 
     def verification(self, contestant: str, source: Path, out: Path) -> list[str]:
-        """The command line that says whether what was written holds the source's tensors bit for bit."""
-        options = self._uncast_options() if contestant == UNCAST else self.options
-        shared = [word for pair in _pairs(options) if pair[0] in ("--dtype", "--state") for word in pair]
-        written = out / self.output
-        return [*_ckpt_tools("verify", self._input(source), written if written.exists() else out), *shared]
+        """The command line that compares the output with the source's tensors bit for bit."""
+        options, written = self._options(contestant, ("--dtype", "--state")), out / self.output
+        return [*_ckpt_tools("verify", self._input(source), written if written.exists() else out), *options]
 
-    def _uncast_options(self) -> tuple[str, ...]:
-        return tuple(word for pair in _pairs(self.options) if pair[0] != "--dtype" for word in pair)
+    def _options(self, contestant: str, names: tuple[str, ...]) -> list[str]:
+        words = self.options.split()
+        pairs = (pair for pair in zip(words[::2], words[1::2], strict=True) if pair[0] in names)
+        return [word for pair in pairs if (contestant, pair[0]) != (UNCAST, "--dtype") for word in pair]
 
     def _input(self, source: Path) -> Path:
         return peers.only_file(source) if self.source in ("safetensors", "torch") else source
-
-
-def can_sync(contestant: str) -> bool:
-    """Whether the contestant is measured with fsync too. Peers have no such option (DCP's writer always syncs)."""
-    return contestant not in peers.COMMANDS
-
-
-def _pairs(options: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    return zip(options[::2], options[1::2], strict=True)
 
 
 def _ckpt_tools(command: str, source: Path, target: Path) -> list[str]:
@@ -94,126 +78,98 @@ def _ckpt_tools(command: str, source: Path, target: Path) -> list[str]:
 
 
 def _copy(copied: Path, out: Path, *, synced: bool) -> list[str]:
-    """`sync` with names is fsync of each of them, folders too."""
+    """With `synced`, fsync of every file and folder of the copy."""
     if not synced:
         return ["cp", "-r", str(copied), str(out)]
     return ["sh", "-c", 'cp -r "$1" "$2" && find "$2" -exec sync {} +', "copy", str(copied), str(out)]
 
 
 _EXPORT = Target(copy=TO_COPY, copy_synced=TO_COPY_SYNCED, peer=TO_PEER)
+_AS_FILE = replace(_EXPORT, peer=None)
+_OF_PEER = Target(peer=TO_PEER)
+_CAST = Target(peer=TO_PEER, uncast=1.2)
 
 _OF_ONE_SIZE = (
     Work(
-        "dcp-safetensors",
-        "DCP, 4 ranks, weights → safetensors",
-        "dcp-weights",
-        peers.WEIGHTS,
-        rivals=("merge_fsdp_weights",),
-        target=_EXPORT,
+        "dcp-safetensors", "DCP, 4 ranks, weights → safetensors", "dcp-weights", WEIGHTS, _EXPORT, "merge_fsdp_weights"
     ),
     Work(
         "hf-safetensors",
         "DCP in Hugging Face shards, 4 ranks → safetensors",
         "hf-weights",
-        peers.WEIGHTS,
-        rivals=("consolidate_safetensors_files",),
-        target=_EXPORT,
+        WEIGHTS,
+        _EXPORT,
+        "consolidate_safetensors_files",
     ),
-    Work(
-        "dcp-torch",
-        "DCP, 4 ranks, with AdamW → .pt",
-        "dcp",
-        "training.pt",
-        ("--state", "all"),
-        rivals=("dcp_to_torch",),
-        target=_EXPORT,
-    ),
-    Work("dcp-zero3", "DCP, 4 ranks, with AdamW → ZeRO-3, 4 ranks", "dcp", ".", ("--to", "zero3", "--world-size", "4")),
-    Work(
-        "zero3-safetensors",
-        "ZeRO-3, weights → safetensors, fp32",
-        "zero3",
-        peers.WEIGHTS,
-        rivals=("zero_to_fp32",),
-        target=_EXPORT,
-    ),
+    Work("dcp-torch", "DCP, 4 ranks, with AdamW → .pt", "dcp", "training.pt", _EXPORT, "dcp_to_torch", "--state all"),
+    Work("dcp-zero3", "DCP, 4 ranks, with AdamW → ZeRO-3, 4 ranks", "dcp", ".", options="--to zero3 --world-size 4"),
+    Work("zero3-safetensors", "ZeRO-3, weights → safetensors, fp32", "zero3", WEIGHTS, _EXPORT, "zero_to_fp32"),
     Work(
         "zero3-safetensors-all",
         "ZeRO-3, with AdamW → safetensors",
         "zero3",
         "training.safetensors",
-        ("--state", "all"),
-        target=Target(copy=TO_COPY, copy_synced=TO_COPY_SYNCED),
+        _AS_FILE,
+        options="--state all",
     ),
     Work(
         "zero3-bf16",
         "ZeRO-3, weights → safetensors, bf16",
         "zero3",
-        peers.WEIGHTS,
-        ("--dtype", "bfloat16"),
-        rivals=("zero_to_torch bf16",),
-        target=Target(peer=TO_PEER, uncast=1.2),
+        WEIGHTS,
+        _CAST,
+        "zero_to_torch bf16",
+        "--dtype bfloat16",
     ),
-    Work(
-        "zero2-safetensors",
-        "ZeRO-2, weights → safetensors, fp32",
-        "zero2",
-        peers.WEIGHTS,
-        rivals=("zero_to_fp32",),
-        target=_EXPORT,
-    ),
+    Work("zero2-safetensors", "ZeRO-2, weights → safetensors, fp32", "zero2", WEIGHTS, _EXPORT, "zero_to_fp32"),
     Work(
         "zero3-universal",
         "ZeRO-3, with AdamW → universal",
         "zero3",
         ".",
-        ("--to", "universal"),
-        rivals=("ds_to_universal",),
-        target=Target(peer=10.0),
+        Target(peer=10.0),
+        "ds_to_universal",
+        "--to universal",
     ),
     Work(
         "safetensors-dcp",
         "safetensors → DCP, 4 ranks",
         "safetensors",
         ".",
-        ("--to", "dcp", "--world-size", "4"),
-        rivals=("load_file, dcp.save",),
-        target=Target(peer=TO_PEER),
+        _OF_PEER,
+        "load_file, dcp.save",
+        "--to dcp --world-size 4",
     ),
     Work(
-        "torch-dcp",
-        ".pt with AdamW → DCP, 4 ranks",
-        "torch",
-        ".",
-        ("--to", "dcp", "--world-size", "4"),
-        rivals=("torch_to_dcp",),
-        target=Target(peer=TO_PEER),
+        "torch-dcp", ".pt with AdamW → DCP, 4 ranks", "torch", ".", _OF_PEER, "torch_to_dcp", "--to dcp --world-size 4"
     ),
     Work(
         "dcp8-dcp3",
         "DCP, 8 ranks, with AdamW → DCP, 3 ranks",
         "dcp8",
         ".",
-        ("--to", "dcp", "--world-size", "3"),
-        rivals=("dcp.load, dcp.save by 3 ranks",),
+        peer="dcp.load, dcp.save by 3 ranks",
+        options="--to dcp --world-size 3",
     ),
     Work(
         "tp-safetensors",
         "DCP, 4 ranks, cut along the inner axis → safetensors",
         "tp-weights",
-        peers.WEIGHTS,
-        rivals=("merge_fsdp_weights",),
-        target=Target(copy=1.5),
+        WEIGHTS,
+        Target(copy=1.5),
+        "merge_fsdp_weights",
     ),
 )
-"""In the order in which they are done: those of one input together, since inputs are deleted where the disk is full."""
+"""In the order of measurement: works of one input together, since inputs are deleted where the disk is full."""
 
 _OF_TWO_SIZES = ("dcp-safetensors", "dcp-torch", "zero3-safetensors-all")
-"""Start-up, and the memory that the system lets nobody fill before it is written out, make size matter."""
+"""Start-up and the kernel's limit of dirty pages make size matter."""
 
-
-def _twice(work: Work) -> Work:
-    return replace(work, name=f"{work.name}-x2", about=f"{work.about}, twice the size", scale=2)
-
-
-WORKS = (*_OF_ONE_SIZE, *(_twice(work) for work in _OF_ONE_SIZE if work.name in _OF_TWO_SIZES))
+WORKS = (
+    *_OF_ONE_SIZE,
+    *(
+        replace(work, name=f"{work.name}-x2", about=f"{work.about}, twice the size", scale=2)
+        for work in _OF_ONE_SIZE
+        if work.name in _OF_TWO_SIZES
+    ),
+)

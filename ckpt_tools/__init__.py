@@ -60,10 +60,8 @@ if TYPE_CHECKING:
     from ckpt_tools.torch.load_into import load_into as load_into
     from ckpt_tools.torch.storage_reader import storage_reader as storage_reader
     from ckpt_tools.verification.deviation import Deviation as Deviation
-    from ckpt_tools.verification.difference import Aspect as Aspect, Difference as Difference
-    from ckpt_tools.verification.report import VerifyReport as VerifyReport
-    from ckpt_tools.verification.scan.findings import Danger as Danger, Finding as Finding
-    from ckpt_tools.verification.scan.report import ScanReport as ScanReport
+    from ckpt_tools.verification.report import Aspect as Aspect, Difference as Difference, VerifyReport as VerifyReport
+    from ckpt_tools.verification.scan.findings import Danger as Danger, Finding as Finding, ScanReport as ScanReport
     from ckpt_tools.verification.signing import SignReport as SignReport
     from ckpt_tools.verification.verify import ChecksumReport as ChecksumReport
 
@@ -118,11 +116,9 @@ _HOMES = {
     "torch.load_into": ("load_into",),
     "torch.storage_reader": ("storage_reader",),
     "verification.deviation": ("Deviation",),
-    "verification.difference": ("Aspect", "Difference"),
+    "verification.report": ("Aspect", "Difference", "VerifyReport"),
     "runs.pruning": ("PruneReport", "Pruned"),
-    "verification.report": ("VerifyReport",),
-    "verification.scan.findings": ("Danger", "Finding"),
-    "verification.scan.report": ("ScanReport",),
+    "verification.scan.findings": ("Danger", "Finding", "ScanReport"),
     "verification.signing": ("SignReport",),
     "verification.verify": ("ChecksumReport",),
 }

@@ -53,7 +53,7 @@ class LazyTensor:
     @property
     def dtype_name(self) -> str:
         """The dtype as torch calls it, without ``torch.``: ``bfloat16``. Every tensor has one."""
-        return self.entry.dtype.value
+        return str(self.entry.dtype.value)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -107,7 +107,7 @@ class LazyTensor:
         Raises:
             UnsupportedError: the installed torch does not have this dtype. IndexError.
         """
-        from ckpt_tools.torch.arrays import tensor_of
+        from ckpt_tools.torch.fill import tensor_of
 
         return tensor_of(self._part(index), self.entry.dtype)
 

@@ -29,7 +29,7 @@ from ckpt_tools.core.showing import Count, Shown
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.index import built_in
 from ckpt_tools.stores.destination import CleanReport
-from ckpt_tools.verification.difference import Aspect
+from ckpt_tools.verification.report import Aspect
 from ckpt_tools.verification.signing import SignReport
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()

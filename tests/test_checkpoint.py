@@ -251,7 +251,7 @@ def test_what_numpy_does_not_have_is_refused_with_the_way_to_read_it(tmp_path: P
 
 
 def test_a_tensor_shares_the_memory_that_was_read() -> None:
-    from ckpt_tools.torch.arrays import tensor_of
+    from ckpt_tools.torch.fill import tensor_of
 
     elements = np.arange(6, dtype=np.uint16)
     tensor_of(elements, DType.BFLOAT16).zero_()

@@ -1,4 +1,4 @@
-"""``ckpt-tools convert``, ``reshard``, ``plan`` and ``consolidate``."""
+"""``ckpt-tools convert``, ``reshard``, ``plan``, ``consolidate`` and ``make-loadable``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json, progress, show_notes
-from ckpt_tools.cli.wrapping import say, say_columns
+from ckpt_tools.cli.wrapping import say, say_columns, say_item
 from ckpt_tools.core.format_names import SINGLE_FILES
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.core.wording import MAX_NAMES, count, printable, size
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport
+    from ckpt_tools.loadable import LoadableReport
+
 
 _destination = click.argument("dst", metavar="DST")
 _to = click.option(
@@ -192,3 +194,36 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
         say(f"digests in {report.digests}")
     _show_renamed(report.plan)
     show_notes(report.plan.notes)
+
+
+@click.command("make-loadable")
+@options.source
+@_destination
+@click.option("--strict", is_flag=True, help="Fail if something would be left out.")
+@click.option("--overwrite", is_flag=True, help="Replace the file at DST, and nothing else.")
+@_fsync
+@options.as_json
+@options.talking
+def make_loadable_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Write a file of torch.save again, so that torch.load(weights_only=True) takes it.
+
+    Objects of classes that it does not allow are left out or become plain values, and are
+    listed. Tensors stay bit for bit as they are. Nothing is executed.
+    """
+    from ckpt_tools import make_loadable
+
+    with progress("writing", quiet=quiet) as on_progress:
+        report = make_loadable(src, dst, on_progress=on_progress, **chosen)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _show_loadable(report)
+
+
+def _show_loadable(report: LoadableReport) -> None:
+    say(f"{report.destination}: {count(report.num_storages, 'storage')}, {size(report.bytes_written)}")
+    for gone in report.left_out:
+        tensors = f" with {count(gone.num_tensors, 'tensor')}" if gone.num_tensors else ""
+        say_item("left out", printable(f"{gone.place}: {gone.kind}{tensors}"))
+    for changed in report.replaced:
+        say_item("replaced", printable(f"{changed.place}: {changed.kind} by {changed.by}"))

@@ -1,4 +1,4 @@
-"""``ckpt-tools inspect``."""
+"""``ckpt-tools inspect`` and ``formats``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes
-from ckpt_tools.cli.wrapping import columns, echo, say, say_pairs
+from ckpt_tools.cli.wrapping import columns, echo, say, say_columns, say_pairs
 from ckpt_tools.core.wording import count, listed, one_line, printable, size
 
 if TYPE_CHECKING:
     from ckpt_tools.core.summary import Summary, TensorSummary
+
 
 MAX_VALUE_CHARS = 400
 """Most characters of one hyperparameter group or entry; ``--json`` has more."""
@@ -139,3 +140,17 @@ def folded(name: str, width: int) -> list[str]:
             lines.append("")
         lines[-1] += part
     return lines
+
+
+@click.command("formats")
+@options.as_json
+def formats_command(as_json: bool) -> None:
+    """List the formats that can be read and written."""
+    from ckpt_tools import list_formats
+
+    found = list_formats()
+    if as_json:
+        print_json([row.to_json() for row in found])
+        return
+    rows = [(row.name, "yes" if row.reads else "", "yes" if row.writes else "", row.holds, row.about) for row in found]
+    say_columns(("format", "read", "write", "holds", "description"), rows)

@@ -20,7 +20,7 @@ from ckpt_tools.errors import CkptError, StoreError, without_secrets
 
 COMMANDS = {
     "inspect": Home("inspect", "Show what a checkpoint holds, from its headers alone."),
-    "ls": Home("ls", "List the checkpoints of a run, the newest first, and whether each is complete."),
+    "ls": Home("runs", "List the checkpoints of a run, the newest first, and whether each is complete."),
     "plan": Home("convert", "Show what convert would read, write, cast, drop and remove."),
     "convert": Home("convert", "Write a checkpoint in another format."),
     "reshard": Home("convert", "Write the same checkpoint in the same format for another number of ranks."),
@@ -28,19 +28,19 @@ COMMANDS = {
         "convert", "Write the model's weights alone, as safetensors or in the format that DST's ending implies."
     ),
     "make-loadable": Home(
-        "make_loadable", "Write a file of torch.save again, so that torch.load(weights_only=True) takes it."
+        "convert", "Write a file of torch.save again, so that torch.load(weights_only=True) takes it."
     ),
     "verify": Home(
         "verify",
         "Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.",
     ),
-    "diff": Home("diff", "Show which tensors of A and B differ, and by how much, in any two formats."),
+    "diff": Home("verify", "Show which tensors of A and B differ, and by how much, in any two formats."),
     "scan": Home("scan", "Prove that loading any file of SRC runs no code, or list what is not proved."),
-    "checksum": Home("checksum", "Write the digests of a checkpoint's tensors, for verify to check."),
-    "sign": Home("sign", "Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing."),
-    "clean": Home("clean", "Remove the leftovers of killed or failed runs at DST or beside it, and nothing else."),
-    "prune": Home("prune", "Remove old checkpoints of a run; without --yes, list what would be removed."),
-    "formats": Home("formats", "List the formats that can be read and written."),
+    "checksum": Home("verify", "Write the digests of a checkpoint's tensors, for verify to check."),
+    "sign": Home("verify", "Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing."),
+    "clean": Home("runs", "Remove the leftovers of killed or failed runs at DST or beside it, and nothing else."),
+    "prune": Home("runs", "Remove old checkpoints of a run; without --yes, list what would be removed."),
+    "formats": Home("inspect", "List the formats that can be read and written."),
     "train": Home("beside", "Train a small model whose checkpoints the other commands open."),
     "predict": Home("beside", "Predict images, texts or tables with a checkpoint."),
     "serve": Home("beside", "Serve a model file over HTTP."),

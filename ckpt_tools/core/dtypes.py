@@ -15,117 +15,52 @@ if TYPE_CHECKING:
 
 
 class DType(Enum):
-    """An element type; the value is its torch name without the ``torch.`` prefix."""
+    """An element type: its torch name without the ``torch.`` prefix, which is the value; the bytes of an element; its
+    name in a safetensors header (0.8.0, tensor.rs, enum Dtype), if that format has it; and the class that torch pickles
+    for its storage (storage.py, ``_dtype_to_storage_type_map``), without which it saves an ``UntypedStorage``.
+    """
 
-    FLOAT64 = "float64"
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT8_E4M3FN = "float8_e4m3fn"
-    FLOAT8_E5M2 = "float8_e5m2"
-    FLOAT8_E4M3FNUZ = "float8_e4m3fnuz"
-    FLOAT8_E5M2FNUZ = "float8_e5m2fnuz"
-    FLOAT8_E8M0FNU = "float8_e8m0fnu"
-    INT64 = "int64"
-    INT32 = "int32"
-    INT16 = "int16"
-    INT8 = "int8"
-    UINT64 = "uint64"
-    UINT32 = "uint32"
-    UINT16 = "uint16"
-    UINT8 = "uint8"
-    BOOL = "bool"
-    COMPLEX64 = "complex64"
-    COMPLEX128 = "complex128"
-    COMPLEX32 = "complex32"
+    FLOAT64 = "float64", 8, "F64", "DoubleStorage"
+    FLOAT32 = "float32", 4, "F32", "FloatStorage"
+    FLOAT16 = "float16", 2, "F16", "HalfStorage"
+    BFLOAT16 = "bfloat16", 2, "BF16", "BFloat16Storage"
+    FLOAT8_E4M3FN = "float8_e4m3fn", 1, "F8_E4M3"
+    FLOAT8_E5M2 = "float8_e5m2", 1, "F8_E5M2"
+    FLOAT8_E4M3FNUZ = "float8_e4m3fnuz", 1, "F8_E4M3FNUZ"
+    FLOAT8_E5M2FNUZ = "float8_e5m2fnuz", 1, "F8_E5M2FNUZ"
+    FLOAT8_E8M0FNU = "float8_e8m0fnu", 1, "F8_E8M0"
+    INT64 = "int64", 8, "I64", "LongStorage"
+    INT32 = "int32", 4, "I32", "IntStorage"
+    INT16 = "int16", 2, "I16", "ShortStorage"
+    INT8 = "int8", 1, "I8", "CharStorage"
+    UINT64 = "uint64", 8, "U64"
+    UINT32 = "uint32", 4, "U32"
+    UINT16 = "uint16", 2, "U16"
+    UINT8 = "uint8", 1, "U8", "ByteStorage"
+    BOOL = "bool", 1, "BOOL", "BoolStorage"
+    COMPLEX64 = "complex64", 8, "C64", "ComplexFloatStorage"
+    COMPLEX128 = "complex128", 16, None, "ComplexDoubleStorage"
+    COMPLEX32 = "complex32", 4, None
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return _ITEM_BYTES[self]
+    _value_: str
+    item_bytes: int
+    safetensors_name: str | None
+    torch_storage: str | None
+
+    def __new__(cls, name: str, item_bytes: int = 0, header: str | None = None, storage: str | None = None) -> DType:
+        made = object.__new__(cls)
+        made._value_, made.item_bytes, made.safetensors_name, made.torch_storage = name, item_bytes, header, storage
+        return made
 
     @property
     def is_floating(self) -> bool:
-        """True for real floating-point types, the only ones a cast applies to."""
-        return self.value.startswith(("float", "bfloat"))
-
-    @property
-    def safetensors_name(self) -> str | None:
-        """The name in a safetensors header, or None where that format has no such type."""
-        return _SAFETENSORS.get(self)
-
-    @property
-    def torch_storage(self) -> str | None:
-        """The ``torch.*Storage`` class that torch pickles for it; None: an untyped storage with a dtype beside it."""
-        return _TORCH_STORAGE.get(self)
+        """True for real floating-point types, the only ones that are cast."""
+        return str(self.value).startswith(("float", "bfloat"))
 
 
-_ITEM_BYTES = {
-    DType.FLOAT64: 8,
-    DType.FLOAT32: 4,
-    DType.FLOAT16: 2,
-    DType.BFLOAT16: 2,
-    DType.FLOAT8_E4M3FN: 1,
-    DType.FLOAT8_E5M2: 1,
-    DType.FLOAT8_E4M3FNUZ: 1,
-    DType.FLOAT8_E5M2FNUZ: 1,
-    DType.FLOAT8_E8M0FNU: 1,
-    DType.INT64: 8,
-    DType.INT32: 4,
-    DType.INT16: 2,
-    DType.INT8: 1,
-    DType.UINT64: 8,
-    DType.UINT32: 4,
-    DType.UINT16: 2,
-    DType.UINT8: 1,
-    DType.BOOL: 1,
-    DType.COMPLEX64: 8,
-    DType.COMPLEX128: 16,
-    DType.COMPLEX32: 4,
-}
+_BY_SAFETENSORS = {dtype.safetensors_name: dtype for dtype in DType if dtype.safetensors_name}
 
-# safetensors 0.8.0, safetensors/src/tensor.rs, enum Dtype. complex128 and complex32 have no name there.
-_SAFETENSORS = {
-    DType.FLOAT64: "F64",
-    DType.FLOAT32: "F32",
-    DType.FLOAT16: "F16",
-    DType.BFLOAT16: "BF16",
-    DType.FLOAT8_E4M3FN: "F8_E4M3",
-    DType.FLOAT8_E5M2: "F8_E5M2",
-    DType.FLOAT8_E4M3FNUZ: "F8_E4M3FNUZ",
-    DType.FLOAT8_E5M2FNUZ: "F8_E5M2FNUZ",
-    DType.FLOAT8_E8M0FNU: "F8_E8M0",
-    DType.INT64: "I64",
-    DType.INT32: "I32",
-    DType.INT16: "I16",
-    DType.INT8: "I8",
-    DType.UINT64: "U64",
-    DType.UINT32: "U32",
-    DType.UINT16: "U16",
-    DType.UINT8: "U8",
-    DType.BOOL: "BOOL",
-    DType.COMPLEX64: "C64",
-}
-
-# torch/storage.py, _dtype_to_storage_type_map(): newer types have no class and are saved through UntypedStorage.
-_TORCH_STORAGE = {
-    DType.FLOAT64: "DoubleStorage",
-    DType.FLOAT32: "FloatStorage",
-    DType.FLOAT16: "HalfStorage",
-    DType.BFLOAT16: "BFloat16Storage",
-    DType.INT64: "LongStorage",
-    DType.INT32: "IntStorage",
-    DType.INT16: "ShortStorage",
-    DType.INT8: "CharStorage",
-    DType.UINT8: "ByteStorage",
-    DType.BOOL: "BoolStorage",
-    DType.COMPLEX64: "ComplexFloatStorage",
-    DType.COMPLEX128: "ComplexDoubleStorage",
-}
-
-_BY_SAFETENSORS = {name: dtype for dtype, name in _SAFETENSORS.items()}
-
-_BY_STORAGE = {name: dtype for dtype, name in _TORCH_STORAGE.items()}
+_BY_STORAGE = {dtype.torch_storage: dtype for dtype in DType if dtype.torch_storage}
 
 _BY_NAME = {dtype.value: dtype for dtype in DType}
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.casts import CASTABLE
@@ -42,6 +43,23 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise UnsupportedError(f"torch {torch.__version__} does not support {dtype.value}")
     return found
+
+
+def tensor_of(elements: NDArray[Any], dtype: DType) -> torch.Tensor:
+    """``elements``, whose bytes are of ``dtype`` whatever numpy calls them, as a tensor.
+
+    The memory is shared. It is copied only if the elements do not lie in row-major order, as after a step.
+
+    Raises:
+        UnsupportedError: the installed torch does not have ``dtype``.
+    """
+    import torch
+
+    wanted = torch_dtype(dtype)
+    if not elements.size:
+        return torch.empty(elements.shape, dtype=wanted)
+    raw = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
+    return torch.from_numpy(raw).view(wanted).reshape(elements.shape)
 
 
 @dataclass(frozen=True, slots=True)

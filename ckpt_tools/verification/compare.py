@@ -17,8 +17,7 @@ from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from ckpt_tools.verification.deviation import Deviation, measure
-from ckpt_tools.verification.difference import Aspect, Difference
-from ckpt_tools.verification.report import VerifyReport
+from ckpt_tools.verification.report import Aspect, Difference, VerifyReport
 
 BLOCK_BYTES = 4 << 20
 """The size of a block: so many bytes of each side are in memory at a time, for each worker."""

@@ -32,7 +32,7 @@ from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from ckpt_tools.verification.compare import named_tensors
-from ckpt_tools.verification.difference import Aspect, Difference
+from ckpt_tools.verification.report import Aspect, Difference
 
 FORMAT = "ckpt-tools digests"
 VERSION = 1

@@ -13,8 +13,7 @@ from ckpt_tools.core.manifest import Manifest, StateKey, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
-from ckpt_tools.verification.difference import Aspect, Difference
-from ckpt_tools.verification.report_summary import ENTRY
+from ckpt_tools.verification.report import ENTRY, Aspect, Difference
 
 _OF_FORMATS = frozenset(("megatron", "deepspeed"))
 """Entries that say how a format laid the checkpoint out."""

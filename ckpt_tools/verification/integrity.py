@@ -21,8 +21,7 @@ from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, Inflating, inflated_name
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.verification.compare import BLOCK_BYTES
-from ckpt_tools.verification.difference import Aspect, Difference
-from ckpt_tools.verification.report import VerifyReport
+from ckpt_tools.verification.report import Aspect, Difference, VerifyReport
 
 DIRECTORY_TAIL_BYTES = 1 << 16
 """One read from the end of a file that usually holds the whole zip directory."""

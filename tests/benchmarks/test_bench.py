@@ -14,9 +14,8 @@ import pytest
 from benchmarks import caching, report
 from benchmarks.__main__ import main
 from benchmarks.figures import results
-from benchmarks.inputs import Cache, FolderError, claim
+from benchmarks.inputs import Cache, FolderError, Llama, claim
 from benchmarks.journal import Journal
-from benchmarks.llama import Llama
 from benchmarks.measure import Usage, measured
 from benchmarks.suite import OutOfTimeError, Runner, Settings, slots
 from benchmarks.works import COPY, OURS, WORKS, Work
@@ -27,7 +26,7 @@ BY_NAME = {work.name: work for work in WORKS}
 # One input for both, and one peer that works: starting torch is most of the time. The other peer fails at once, since
 # the input is no DeepSpeed checkpoint with the script in it.
 FAILING = "zero_to_fp32"
-SMALL_WORKS = (BY_NAME["torch-dcp"], replace(BY_NAME["safetensors-dcp"], source="torch", rivals=(FAILING,)))
+SMALL_WORKS = (BY_NAME["torch-dcp"], replace(BY_NAME["safetensors-dcp"], source="torch", peer=FAILING))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def test_a_failure_is_written_down_once_and_stops_nothing(journal: Journal) -> N
     (failed,) = journal.find(kind="run", contestant=FAILING)
     assert failed["status"] == "failed" and "No such file" in failed["reason"]
     result = list(results(journal, SMALL_WORKS))[1]
-    assert result.best_peer is None
+    assert result.peer is None
     assert result.failures == {FAILING: failed["reason"]}
 
 
@@ -286,7 +285,7 @@ def test_a_model_has_about_the_size_that_was_asked_for(num_elements: int) -> Non
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
 def test_every_work_says_who_is_better_at_what(work: Work) -> None:
     assert work.contestants[:2] == (OURS, COPY)
-    assert not work.target.peer or work.rivals
+    assert not work.target.peer or work.peer
 
 
 def test_a_folder_of_somebody_is_not_taken_for_data(tmp_path: Path) -> None:

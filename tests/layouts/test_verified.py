@@ -18,7 +18,7 @@ from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.index import written_format
-from ckpt_tools.verification.difference import Aspect
+from ckpt_tools.verification.report import Aspect
 from fixtures.corpus import layouts, make
 
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.cli import retries
+from ckpt_tools.cli import group
 from ckpt_tools.cli.main import main
 from ckpt_tools.core import progress as notices
 from ckpt_tools.errors import StoreError
@@ -242,11 +242,11 @@ def test_retries_are_told_to_whoever_listens_in_any_thread(server: Server, tmp_p
 
 
 def test_lines_about_retries_are_few(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with retries.telling_of_retries(quiet=False):
+    with group.telling_of_retries(quiet=False):
         for _ in range(100):
             notices.tell("again")
         assert capsys.readouterr().err == "again\n"
-        monkeypatch.setattr(retries, "LINE_SECONDS", 0)
+        monkeypatch.setattr(group, "LINE_SECONDS", 0)
         notices.tell("again")
         assert capsys.readouterr().err == "again\n"
 

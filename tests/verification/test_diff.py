@@ -22,8 +22,7 @@ from ckpt_tools.cli.main import main
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import UsageError
 from ckpt_tools.verification.deviation import Deviation, measure
-from ckpt_tools.verification.difference import Aspect
-from ckpt_tools.verification.report import VerifyReport
+from ckpt_tools.verification.report import Aspect, VerifyReport
 from tests.support.ranks import for_ranks
 
 Tensors = Mapping[str, torch.Tensor]

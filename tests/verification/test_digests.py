@@ -42,8 +42,8 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.verification import digests
-from ckpt_tools.verification.difference import Aspect
 from ckpt_tools.verification.digests import Digest, Digests
+from ckpt_tools.verification.report import Aspect
 from tests.support.ranks import for_ranks
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.truth import Truth, assert_same_bits

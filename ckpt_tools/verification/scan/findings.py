@@ -1,10 +1,11 @@
-"""Findings of a scan, and their collector."""
+"""Findings of a scan, their collector, and the report: as text, JSON or SARIF."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, ClassVar
 
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import printable
@@ -83,3 +84,81 @@ class FindingCollector:
         """Count a file of which every byte was accounted for."""
         self.num_files += 1
         self.num_bytes += num_bytes
+
+    def report(self, source: str) -> ScanReport:
+        """The report on what was found in ``source``."""
+        counts = (self.num_files, self.num_bytes, self.num_pickles, self.num_findings)
+        return ScanReport(source, *counts, tuple(self.findings), tuple(sorted(self.met)), tuple(self.names))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ScanReport(Shown):
+    """Counts of what was proved, and the findings.
+
+    ``num_files`` files of ``num_bytes`` bytes and ``num_pickles`` pickles were proved; ``allowed`` are the names that
+    the user vouched for and that were met. ``names`` are those that could be vouched for: what is left is a finding.
+    """
+
+    SHOWN: ClassVar[tuple[str, ...]] = ("source", "clean", "num_findings", "num_pickles", "num_files", "num_bytes")
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("clean",)
+
+    source: str
+    num_files: int
+    num_bytes: int
+    num_pickles: int
+    num_findings: int
+    findings: tuple[Finding, ...] = field(repr=False)
+    allowed: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        return not self.num_findings
+
+    def to_sarif(self) -> dict[str, Any]:
+        """The findings in the form in which code hosts take results of scanners."""
+        properties = {**self.shown(), "allowed": list(self.allowed), "names": list(self.names)}
+        return sarif_of(self.findings, properties)
+
+
+_SARIF = {
+    Danger.RUNS: ("error", "Code that a loader would run or import."),
+    Danger.COULD_RUN: ("error", "A program, or a name that is used as no genuine checkpoint uses it."),
+    Danger.OUTSIDE: ("error", "A name of a file that leads out of the checkpoint."),
+    Danger.NOT_UNDERSTOOD: ("warning", "Data that is not as its format says, or as no writer writes it."),
+    Danger.NOT_LOOKED_INTO: ("warning", "Data of a kind that is not read."),
+}
+"""Levels and descriptions of SARIF's rules."""
+
+
+def sarif_of(findings: Iterable[Finding], properties: Mapping[str, Any]) -> dict[str, Any]:
+    """The findings as SARIF 2.1.0, with further ``properties`` of the scan."""
+    rules = [{"id": _rule(danger), "shortDescription": {"text": about}} for danger, (_, about) in _SARIF.items()]
+    driver = {"name": "ckpt-tools scan", "rules": rules}
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {"driver": driver},
+                "results": [_result(finding) for finding in findings],
+                "properties": dict(properties),
+            }
+        ],
+    }
+
+
+def _rule(danger: Danger) -> str:
+    return danger.value.replace(" ", "-")
+
+
+def _result(finding: Finding) -> dict[str, Any]:
+    from urllib.parse import quote
+
+    place = f" ({finding.place})" if finding.place else ""
+    return {
+        "ruleId": _rule(finding.danger),
+        "level": _SARIF[finding.danger][0],
+        "message": {"text": f"{finding.what}{place}"},
+        "locations": [{"physicalLocation": {"artifactLocation": {"uri": quote(finding.file)}}}],
+    }

@@ -16,10 +16,9 @@ from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.budget import InflationBudget
 from ckpt_tools.verification.scan.disguise import RUNS_AS_A_PICKLE, check_one_meaning, runs_as_a_pickle
-from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError
+from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, ScanReport
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.prove import REASONS, Prover, danger_of, reason_of
-from ckpt_tools.verification.scan.report import ScanReport
 
 _ZSTD = "stream.zstd/1"
 
@@ -60,7 +59,7 @@ class _Scan:
         ranges = self._items()
         for path in items:
             self._guarded(path, ranges.get(path, {}))
-        return ScanReport.of(url, self._notebook)
+        return self._notebook.report(url)
 
     def _guarded(self, path: str, items: Items | None = None) -> None:
         """A file that cannot be proved is a finding, and keeps none from being read."""
