@@ -19,10 +19,16 @@ TABLES: dict[str, dict[str, set[str]]] = {
         "launchers": {"config", "models", "data", "checkpoints", "engines", "loop"},
         "studies": {"config", "models", "data", "checkpoints", "engines", "loop", "launchers"},
     },
+    "inference": {
+        "common": set(),
+        "models": {"common"},
+        "batch": {"common", "models"},
+        "serving": {"common", "models"},
+    },
 }
 """For each tree its rooms, and for each room the others that it may import."""
 
-ROOTS: dict[str, set[str]] = {"training": {"__main__"}}
+ROOTS: dict[str, set[str]] = {"training": {"__main__"}, "inference": {"demo"}}
 """Modules beside the rooms. They may import all rooms, and no room imports them."""
 
 

@@ -25,7 +25,7 @@ PART_ROWS = 30
 
 KILLED = """
 import os, signal, sys
-from inference import pipeline, remote_output
+from inference.batch import pipeline, remote_output
 from inference.batch.__main__ import main
 
 pipeline.PASSES = 1
