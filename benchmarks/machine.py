@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
 import platform
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+
+from fixtures.cache import code_of
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = ("torch", "deepspeed", "safetensors", "accelerate")
@@ -51,13 +52,5 @@ def code() -> str:
     by side."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "ckpt_tools").rglob("*.py")):
-        tree = ast.parse(path.read_bytes())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                node.body = [part for part in node.body if not _is_text(part)]
-        digest.update(ast.dump(tree).encode())
+        digest.update(code_of(path))
     return digest.hexdigest()[:12]
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
