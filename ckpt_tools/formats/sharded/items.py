@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,7 +125,11 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
     here = [path for path in source.files if parent_of(path) == folder]
     world = check_index(source, folder, here)
     files = [path for path in here if is_candidate(path)]
-    _refuse_mixed(files)
+    if len(sizes := sorted(worlds(files))) > 1:  # verl's, of a run that was started again with other ranks
+        raise MalformedError(
+            f"there are files of several world sizes here ({listed(list(map(str, sizes)))}); "
+            "move those of one into a folder of their own"
+        )
     read = {path: read_rank_file(source, path) for path in files if rank_file(path) or holds_parts(source, path)}
     parts = {path: file for path, file in read.items() if file.kind is not None}
     if not parts:
@@ -163,16 +167,6 @@ def _folder(source: Source) -> str:
         message = f"there are several checkpoints here ({listed(below)}); name the folder of one"
         raise SeveralCheckpointsError(message)
     return below[0]
-
-
-def _refuse_mixed(files: Iterable[str]) -> None:
-    """Raises MalformedError where verl's names are of several world sizes: a run that was started anew with others."""
-    found = sorted(worlds(files))
-    if len(found) > 1:
-        raise MalformedError(
-            f"there are files of several world sizes here ({listed([str(n) for n in found])}); "
-            "move those of one into a folder of their own"
-        )
 
 
 def _ranks(parts: Mapping[str, RankFile]) -> tuple[int, ...]:
