@@ -1,4 +1,4 @@
-"""The common state, which is the same on every rank.
+"""The common state, which is the same on every rank, and the groups of the optimizer in it.
 
 It has ``iteration``, ``args`` (an ``argparse.Namespace``), ``content_metadata`` and ``optimizer``. The optimizer is a
 tree of one of three forms, or a dict or list of such trees by number, where several are chained:
@@ -7,11 +7,16 @@ tree of one of three forms, or a dict or list of such trees by number, where sev
 - ``{"optimizer": {"param_groups", "state": {"common_step"}}, "fp32_from_fp16_params"}``: 16-bit parameters;
 - ``{"optimizer": {"param_groups"}, "param_state_sharding_type"}``: the distributed optimizer, whose groups have
   ``step``.
+
+Groups are stored without their members. Megatron makes them by a rule: no weight decay for biases and for parameters of
+one dim, and experts apart (megatron-core 0.16.1, optimizer/__init__.py, ``get_standard_config_overrides``,
+``_get_param_groups``). A group states what it is: ``wd_mult``, ``is_expert_parallel``. NeMo has put ``pre_`` in front
+of such names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +24,71 @@ from ckpt_tools.core.manifest import TensorRef
 from ckpt_tools.core.values import GlobalRef, Opaque, Value, brief
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.foreign import classes_in
-from ckpt_tools.formats.megatron.groups import Group
+from ckpt_tools.formats.megatron.names import is_expert, num_dims
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trained parameter: its name, how many dims it is stored in, and its optimizer's number, where that is known."""
+
+    name: str
+    stored_dims: int
+    chain: int | None
+
+    def decays(self, *, also_norms: bool) -> bool:
+        is_norm = also_norms and any(part in self.name for part in ("q_layernorm.", "k_layernorm."))
+        return is_norm or (num_dims(self.name, self.stored_dims) != 1 and not self.name.endswith(".bias"))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group as it is stored, of the optimizer number ``chain``."""
+
+    chain: int
+    options: Options
+
+    @property
+    def decays(self) -> bool:
+        return bool(self._said("wd_mult", 1.0) != 0)
+
+    @property
+    def is_expert(self) -> bool:
+        return self._said("is_expert_parallel", False) is True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no learning rate of its own: there is no rule for the parameters of such groups."""
+        return self._said("lr_mult", 1.0) == 1 and self._said("is_decoupled_lr", False) is False
+
+    def _said(self, name: str, default: Any) -> Any:
+        return self.options.get(name, self.options.get(f"pre_{name}", default))
+
+
+def by_rule(
+    groups: Sequence[Group], parameters: Sequence[Parameter], *, decays_norms: bool = False
+) -> list[list[str]] | None:
+    """The members of each group by Megatron's rule; None where the groups are not those that the rule makes."""
+    if len(groups) == 1:
+        return [[each.name for each in parameters]]
+    if not all(group.is_plain for group in groups):
+        return None
+    by_decay, by_expert = len({group.decays for group in groups}) > 1, len({group.is_expert for group in groups}) > 1
+    members: list[list[str]] = [[] for _ in groups]
+    for each in parameters:
+        fitting = [
+            number
+            for number, group in enumerate(groups)
+            if each.chain in (None, group.chain)
+            and (not by_decay or group.decays == each.decays(also_norms=decays_norms))
+            and (not by_expert or group.is_expert == is_expert(each.name))
+        ]
+        if len(fitting) != 1:
+            return None
+        members[fitting[0]].append(each.name)
+    return members
+
 
 NAMESPACE = GlobalRef("argparse", "Namespace")
 

@@ -82,7 +82,7 @@ class Folder:
             raise IncompleteError(f"{message}; take an earlier one", path=path)
         backend = backend_of(self.source, path)
         if backend is None:
-            raise MalformedError("it does not say in which form the tensors are stored (sharded_backend)", path=path)
+            raise MalformedError("it does not state how the tensors are stored (sharded_backend)", path=path)
         if backend != BACKEND:
             message = f"its tensors are stored as {backend!r:.80}, which is not supported"
             raise UnsupportedError(f"{message}; load it with Megatron and {_CONVERT}", path=path)

@@ -27,9 +27,8 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, Unsupp
 from ckpt_tools.formats.dcp.index import Index, read_index
 from ckpt_tools.formats.dcp.reader import read_object, ties_among
 from ckpt_tools.formats.foreign import refuse_weights
-from ckpt_tools.formats.megatron.common_state import CommonState
+from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
 from ckpt_tools.formats.megatron.folders import Folder, find_folder
-from ckpt_tools.formats.megatron.groups import Group, Parameter, by_rule
 from ckpt_tools.formats.megatron.names import COMMON_ITEM, OWN_ITEM, State, is_of_buckets, state_of
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import Leaves
@@ -143,7 +142,7 @@ class _Contents:
         for key, state in self._states.items():
             at = StateKey(state.name, state.slot)
             if state.slot == MASTER and (self._ties.get(key) == state.name or state.name in widened):
-                continue  # The weight stands for it, as ckpt-tools writes parameters that are fp32 themselves.
+                continue  # The weight is its master too, as ckpt-tools writes parameters that are fp32 themselves.
             if state.slot == WEIGHT or at in found:
                 raise MalformedError("another entry holds the same state of this parameter", key=key)
             found[at] = self._made(key, Kind.STATE)
@@ -264,8 +263,8 @@ class _Contents:
             is_object = any(".param_state/" in key for key in lost)
             sharding = self.common.sharding or ("dp_zero_gather_scatter" if is_object else "dp_reshardable")
             why = (
-                f"it lies in buffers of the distributed optimizer ({sharding}), and which parameters are where in them "
-                "is not stored; save it with --dist-ckpt-optim-fully-reshardable"
+                f"it is in buffers of the distributed optimizer ({sharding}), and the places of the parameters in them "
+                "are not stored; save it with --dist-ckpt-optim-fully-reshardable"
             )
             self.notes.append(Note(Outcome.DROPPED, "optimizer state", why, len(lost), num_bytes))
 
@@ -348,7 +347,7 @@ def _elements(source: Source, leaf: TensorLeaf, row: int) -> int:
 
 
 # Up to megatron-core 0.14 optimizer state was stored flattened and cut by data-parallel ranks. A tensor of shape [X, Y]
-# in pieces of [x, y] was stored as one of [X / x, Y / y, x * y]: the first axes say which piece, the last one runs
+# in pieces of [x, y] was stored as one of [X / x, Y / y, x * y]: the first axes number the piece, the last one runs
 # through its elements, and each rank wrote an interval of it (megatron-core 0.12, strategies/torch.py,
 # sharded_tensor_to_torch_sharded_tensor). mcore_data in the index has the shape [X, Y].
 

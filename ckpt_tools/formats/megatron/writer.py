@@ -250,7 +250,7 @@ class _State:
         missing = _missing(group)
         if missing:
             what = f"{', '.join(missing)} of parameter group {number}"
-            why = "Megatron asks its groups for them, and the source has none"
+            why = "Megatron needs them in its groups, and the source has none"
             self.notes.append(Note(Outcome.DEFAULTED, what, why, len(missing)))
         return {**group.options, **missing, "step": self._step(group.params or self.trained)}
 
@@ -261,7 +261,7 @@ class _State:
         known = next(iter(found)) if len(found) == 1 else None
         if known is not None and known == int(known):
             return int(known)
-        why = "the groups of Megatron have one, and those of the parameters lie in tensors: it is the iteration"
+        why = "Megatron's groups have one each, and the parameters' are in tensors: the iteration is used"
         note = Note(Outcome.DEFAULTED, "step of the optimizer", why)
         if note not in self.notes:
             self.notes.append(note)
@@ -277,5 +277,5 @@ def _missing(group: ParamGroup) -> dict[str, Any]:
     if "is_expert_parallel" in found:
         found["is_expert_parallel"] = bool(group.params) and all(map(is_expert, group.params))
     if {"betas", "eps"} <= options.keys() and "bias_correction" not in options:
-        found["bias_correction"] = True  # FusedAdam of Transformer Engine and Apex asks for it; torch's always does it.
+        found["bias_correction"] = True  # FusedAdam of Transformer Engine and Apex needs it; torch's always corrects.
     return found

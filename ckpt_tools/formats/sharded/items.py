@@ -1,11 +1,18 @@
-"""The items of one checkpoint, each with a file of every rank; they are told apart by the names of the files."""
+"""The items of one checkpoint, each with a file of every rank; they are told apart by the names of the files.
+
+The index of torch_checkpointing, ``metadata.pkl`` (torch_checkpointing 0.1.1, metadata_manager.py), is a pickle of
+plain dicts. It names the files of the items that can be resharded, if any, and describes their tensors. With torch's
+own serialization the files have the same descriptions, which are used; safetensors hold local shapes alone, and are
+refused.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import (
@@ -15,12 +22,12 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.sharded.detection import folders_of_ranks, holds_parts, samples
-from ckpt_tools.formats.sharded.manager import check_index
 from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
-from ckpt_tools.stores.source import Source
+from ckpt_tools.serialization.pickle.load import loads
+from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.trainers.names import is_candidate, rank_file, worlds
 from ckpt_tools.trainers.run_folders import parent_of
-from ckpt_tools.trainers.torch_checkpointing import INDEX
+from ckpt_tools.trainers.torch_checkpointing import INDEX, is_managed
 
 RANK, WORLD = "{rank}", "{world}"
 
@@ -118,14 +125,18 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
     here = [path for path in source.files if parent_of(path) == folder]
     world = check_index(source, folder, here)
     files = [path for path in here if is_candidate(path)]
-    _refuse_mixed(files)
+    if len(sizes := sorted(worlds(files))) > 1:  # verl's, of a run that was started again with other ranks
+        raise MalformedError(
+            f"there are files of several world sizes here ({listed(list(map(str, sizes)))}); "
+            "move those of one into a folder of their own"
+        )
     read = {path: read_rank_file(source, path) for path in files if rank_file(path) or holds_parts(source, path)}
     parts = {path: file for path, file in read.items() if file.kind is not None}
     if not parts:
         return _plain(folder, read)
     ranks = _ranks(parts)
     if world not in (None, len(ranks)):
-        raise MalformedError(f"the index says {world} ranks, but the files are of {len(ranks)}", path=INDEX)
+        raise MalformedError(f"the index states {world} ranks, but the files are of {len(ranks)}", path=INDEX)
     if len(files) == 1 and len(ranks) > 1:
         (only,) = parts.values()
         raise UnsupportedError(
@@ -136,7 +147,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
     templates = by_template({path: file.rank for path, file in parts.items() if file.rank is not None})
     if "" in templates and len(templates) > 1:
         path = templates[""][0]
-        raise MalformedError(f"it is of rank {parts[path].rank} by its content, but its name says another", path=path)
+        raise MalformedError(f"it is of rank {parts[path].rank} by its content, but its name has another", path=path)
     items = [_item(template, [parts[path] for path in paths], ranks) for template, paths in templates.items()]
     plain = numbered([path for path in files if path not in parts], ranks)
     beside = (_plain_item(source, template, by_rank, ranks, read) for template, by_rank in plain.items())
@@ -156,16 +167,6 @@ def _folder(source: Source) -> str:
         message = f"there are several checkpoints here ({listed(below)}); name the folder of one"
         raise SeveralCheckpointsError(message)
     return below[0]
-
-
-def _refuse_mixed(files: Iterable[str]) -> None:
-    """Raises MalformedError where verl's names are of several world sizes: a run that was started anew with others."""
-    found = sorted(worlds(files))
-    if len(found) > 1:
-        raise MalformedError(
-            f"there are files of several world sizes here ({listed([str(n) for n in found])}); "
-            "move those of one into a folder of their own"
-        )
 
 
 def _ranks(parts: Mapping[str, RankFile]) -> tuple[int, ...]:
@@ -236,3 +237,49 @@ def _checkpoint(folder: str, items: list[Item], ranks: tuple[int, ...]) -> Check
         raise IncompleteError("this is an optimizer's state, and the files of its model are missing", path=alone[0])
     unique = (replace(item, label=item.label if labels.count(item.label) == 1 else item.template) for item in items)
     return Checkpoint(folder, tuple(unique), ranks)
+
+
+MAX_BYTES = 1 << 30
+MAX_RANKS = 1 << 20
+
+_TORCH = "TorchSerialization"
+
+
+def check_index(source: Source, folder: str, here: Collection[str]) -> int | None:
+    """The number of ranks in the index of a folder; None where it has no index. Raises FormatError if the index breaks
+    a rule, or a file is stored in another way than by ``torch.save``, or is missing."""
+    path = f"{folder}/{INDEX}" if folder else INDEX
+    if not is_managed(source, folder):
+        return None
+    found = loads(source.read_all(path, limit_bytes=MAX_BYTES), path=path)
+    world, items = (found.get(name) if isinstance(found, dict) else None for name in ("world_size", "metadata"))
+    if type(world) is not int or not 0 < world <= MAX_RANKS or not isinstance(items, dict):
+        raise MalformedError("it does not contain the metadata of torch_checkpointing", path=path)
+    for name, item in items.items():
+        for file, kind in _files(str(name), item, path):
+            _check(source, f"{folder}/{file}" if folder else file, str(name), kind)
+    for file in here:
+        if file.endswith(".safetensors"):
+            _check(source, file, file.rpartition("/")[2].rpartition("_")[0], "SafetensorsSerialization")
+    return world
+
+
+def _check(source: Source, file: str, item: str, kind: str) -> None:
+    if kind != _TORCH:
+        raise UnsupportedError(f"item {item!r} is stored by {kind}, which is not supported; use {_TORCH}", path=file)
+    if file not in source.files:
+        raise IncompleteError(f"the file of item {item!r} is missing", path=file)
+
+
+def _files(name: str, item: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The file of each rank and how it is stored."""
+    ranks = item.get("rank_to_layout_info") if isinstance(item, dict) else None
+    for where in ranks.values() if isinstance(ranks, dict) else [ranks]:
+        file = where.get("file_path") if isinstance(where, Mapping) else None
+        kind = where.get("serialization_format") if isinstance(where, Mapping) else None
+        kind = kind.get("type") if isinstance(kind, Mapping) else kind
+        if where is None and isinstance(ranks, dict):
+            continue
+        if type(file) is not str or type(kind) is not str:
+            raise MalformedError(f"item {name!r} does not state where its files are, or how they are stored", path=path)
+        yield checked_name(file), kind

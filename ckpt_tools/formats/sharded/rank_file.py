@@ -161,9 +161,7 @@ def _pieces(part: Part) -> Iterator[_Piece]:
         return
     region = region_of(part.shape, part.mesh.shape, part.mesh.coordinate, part.placements)
     if part.local.shape != region.shape:
-        raise MalformedError(
-            f"rank {part.rank} holds a part of shape {list(part.local.shape)}, but its placement on the mesh gives "
-            f"{list(region.shape)}"
-        )
+        held = f"rank {part.rank} holds a part of shape {list(part.local.shape)}"
+        raise MalformedError(f"{held}, but by its placement on the mesh it should be {list(region.shape)}")
     for box, at in region.boxes:
         yield box, at, part.local

@@ -79,14 +79,10 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
         return frozenset()
     files = manifest.files & source.files.keys()
     folder = parent_of(min(files, default=""))
-    named = [
-        path for path in source.files if parent_of(path) == folder and _is_named(path.rpartition("/")[2], origin.names)
-    ]
+    names = "|".join(re.escape(each).replace(re.escape(RANK), r"\d+") for each in origin.names)
+    here = (path for path in source.files if parent_of(path) == folder)
+    named = [path for path in here if re.fullmatch(names, path.rpartition("/")[2])]
     return files | {*named} | _small_files(source, folder).keys()
-
-
-def _is_named(name: str, templates: Iterable[str]) -> bool:
-    return any(re.fullmatch(re.escape(each).replace(re.escape(RANK), r"\d+"), name) for each in templates)
 
 
 def _check_config(source: Source, found: Checkpoint) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,7 @@ def _whole(manifest: Manifest, origin: Origin, world_size: int) -> tuple[frozens
     trained = {name for group in manifest.groups for name in group.params}
     found = {key.fqn for key, entry in manifest.tensors.items() if key.slot == WEIGHT and not _can_be_cut(entry.shape)}
     found |= {key.fqn for key in manifest.of_kind(Kind.BUFFER)}
-    if origin is not VERL and (manifest.world_size != 1 or world_size == 1):  # one rank's plain tensors say nothing
+    if origin is not VERL and (manifest.world_size != 1 or world_size == 1):  # plain tensors of one rank do not show it
         return frozenset(found | set(origin.whole)), []
     if not trained:
         return frozenset(found | {name for name, _ in manifest.tensors if name.rpartition(".")[2] in BUFFER_NAMES}), []
@@ -242,18 +243,18 @@ def _numbered(manifest: Manifest, entries: Entries, tree: StateTree) -> Mapping[
     return {name: numbered.get(name, path) for name, path in entries.paths.items() if name not in unknown}
 
 
+@dataclass(slots=True)
 class _RankTensors:
     """The tensors of one file, and the bytes of their storages, which are numbered in order of use."""
 
-    def __init__(self, manifest: Manifest, whole: frozenset[str], origin: Origin, rank: int, world: int) -> None:
-        self._manifest = manifest
-        self._whole = whole
-        self._rank = rank
-        self._world = world
-        self._made: dict[StateKey, Any] = {}
-        self._names = (DEVICE, FSDP) if origin.device_type is None else (origin.device_type, origin.dim_name)
-        self._mesh: MeshRecord | None = None
-        self.segments: dict[str, list[Segment]] = {}
+    _manifest: Manifest
+    _whole: frozenset[str]
+    _origin: Origin
+    _rank: int
+    _world: int
+    _made: dict[StateKey, Any] = field(default_factory=dict)
+    _mesh: MeshRecord | None = None
+    segments: dict[str, list[Segment]] = field(default_factory=dict)
 
     def part(self, key: StateKey) -> Any:
         """This rank's part of a tensor; the same object for the same key, so that ties share it."""
@@ -279,7 +280,9 @@ class _RankTensors:
         if self._mesh is None:
             data = np.arange(self._world, dtype="<i4").tobytes()
             ranks = self._stored((self._world,), DType.INT32, [Literal(data)])
-            self._mesh = MeshRecord.of(self._rank, self._world, *self._names, ranks)
+            device, dim = self._origin.device_type, self._origin.dim_name
+            names = (DEVICE, FSDP) if device is None else (device, dim)
+            self._mesh = MeshRecord.of(self._rank, self._world, *names, ranks)
         return self._mesh
 
     def _stored(self, shape: Shape, dtype: DType, segments: list[Segment]) -> StoredTensor:

@@ -20,8 +20,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
-from ckpt_tools.formats.megatron.common_state import CommonState
-from ckpt_tools.formats.megatron.groups import Group, Parameter, by_rule
+from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
 from ckpt_tools.formats.megatron.names import is_expert, num_dims, state_of
 from ckpt_tools.formats.megatron.reader import boxes, piece_shape
 from ckpt_tools.runs.opening import read_checkpoint

@@ -155,7 +155,7 @@ def refused(path: Path, kind: type[CkptError] = CkptError) -> str:
 class TestFolders:
     def test_a_rank_that_is_there_twice(self, verl: Path) -> None:
         shutil.copy(verl / "model_world_size_2_rank_1.pt", verl / "model_world_size_2_rank_0.pt")
-        assert "it is of rank 1 by its content, but its name says another" in refused(verl)
+        assert "it is of rank 1 by its content, but its name has another" in refused(verl)
 
     def test_a_rank_that_is_there_twice_under_any_names(self, tmp_path: Path) -> None:
         for name in ("first.pt", "second.pt"):
@@ -235,7 +235,9 @@ class TestContents:
         state = torch.load(path, weights_only=False)
         state["one.weight"]._local_tensor = torch.zeros(1, 6)
         torch.save(state, path)
-        assert "rank 1 holds a part of shape [1, 6], but its placement on the mesh gives [0, 6]" in refused(verl)
+        assert "rank 1 holds a part of shape [1, 6], but by its placement on the mesh it should be [0, 6]" in refused(
+            verl
+        )
 
     def test_sums_that_are_not_added_up(self, verl: Path) -> None:
         from torch.distributed.tensor import Partial

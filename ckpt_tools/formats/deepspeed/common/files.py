@@ -116,7 +116,7 @@ class ModelStates:
             )
         if file.content["param_shapes"] is None:
             raise UnsupportedError(
-                "it was saved without ZeRO (stage 0), but a file of ZeRO's optimizer lies beside it", path=file.path
+                "it was saved without ZeRO (stage 0), but there is a file of ZeRO's optimizer beside it", path=file.path
             )
         return cls._of(file, _module(file), _param_shapes(file))
 

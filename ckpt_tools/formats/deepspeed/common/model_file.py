@@ -35,7 +35,7 @@ def check_experts(model: ModelStates) -> None:
     found = {parts[:2] for name in model.module if (parts := split_expert(name))}
     if len(found) < sum(numbers):
         raise IncompleteError(
-            f"it is of a run with {sum(numbers)} experts, of which it has {len(found)}, and there are no files of "
+            f"it is of a run with {sum(numbers)} experts and has {len(found)} of them, and there are no files of "
             "experts (layer_0_expert_0_mp_rank_00_model_states.pt) beside it",
             path=model.file.path,
         )

@@ -120,7 +120,7 @@ class Rules:
         """Whether a pattern or a name of the rules has ``text``."""
         return text in repr(self.info)
 
-    # What the file says
+    # The content of the file
 
     def _mapping(self, key: str) -> Mapping[Value, Value]:
         found = self.info.get(key)
@@ -165,7 +165,7 @@ class Rules:
 
     def _by_category(self, name: str, shapes: Sequence[Shape]) -> Join:
         if self._matches(UNSUPPORTED, name):
-            raise self._unsupported(name, "the run says that its parts cannot be joined")
+            raise self._unsupported(name, "the run states that its parts cannot be joined")
         if self._matches(REPLICATED, name):
             return self.replicated(name, shapes)
         if self._matches(AVERAGED, name):
@@ -251,7 +251,7 @@ class Rules:
             raise self._bad("affine_map")
         if self._naturals(entry.get("shard_shape")) != part:
             stated = brief(entry["shard_shape"])
-            raise self._malformed(name, f"its part on rank {rank} is {list(part)}, but affine_map says {stated}")
+            raise self._malformed(name, f"its part on rank {rank} is {list(part)}, but {stated} in affine_map")
         for piece in entry["pieces"]:
             if not isinstance(piece, dict) or not are_naturals(piece.get("locations"), None):
                 raise self._bad("affine_map")

@@ -88,7 +88,7 @@ class Contents:
         if self.optim.stage > 1:
             yield Note(Outcome.MISSING, what, "the checkpoint was saved with exclude_frozen_parameters")
         elif not self._has_frozen():
-            why = "there are none, and stage 1 does not say whether exclude_frozen_parameters left them out"
+            why = "there are none, and stage 1 does not record whether exclude_frozen_parameters left them out"
             yield Note(Outcome.MISSING, what, why)
 
     def _has_frozen(self) -> bool:

@@ -113,7 +113,7 @@ class Experts:
         ranks = {1 if prefix is None else self.num_ranks(prefix) for prefix in prefixes}
         if prefixes[0] is None and max(ranks) > 1:
             raise UnsupportedError(
-                "it is tied to a tensor of an expert, of which each rank has another", path=path, key=tie[0]
+                "it is tied to a tensor of an expert, which differs from rank to rank", path=path, key=tie[0]
             )
         for rank in range(max(ranks)):
             yield self.whole_name(tie[0], rank), self.whole_name(tie[1], rank)

@@ -28,7 +28,15 @@ class Joining:
     def manifest(self) -> Manifest:
         """Raises FormatError where the parts do not fit each other or the rules."""
         first = self.parts[0]
-        self._check_alike()
+        check_alike(
+            ("tensors", [_names(part) for part in self.parts]),
+            ("ties", [dict(part.aliases) for part in self.parts]),
+            ("parameter groups", [[group.params for group in part.groups] for part in self.parts]),
+            ("step", [part.step for part in self.parts]),
+            ("data-parallel world size", [part.world_size for part in self.parts]),
+            of="tensor-parallel rank",
+            path=self.rules.path,
+        )
         tensors = {key: self._joined(key, entry) for key, entry in first.tensors.items()}
         notes = differing([part.extra for part in self.parts], "the tensor-parallel ranks", "ranks")
         return replace(
@@ -38,21 +46,6 @@ class Joining:
             world_size=None if first.world_size is None else first.world_size * len(self.parts),
             notes=(*first.notes, *self.notes, *notes),
         )
-
-    def _check_alike(self) -> None:
-        first = self.parts[0]
-        for rank, part in enumerate(self.parts[1:], 1):
-            for what, mine, other in (
-                ("tensors", _names(part), _names(first)),
-                ("ties", dict(part.aliases), dict(first.aliases)),
-                ("parameter groups", [g.params for g in part.groups], [g.params for g in first.groups]),
-                ("step", part.step, first.step),
-                ("data-parallel world size", part.world_size, first.world_size),
-            ):
-                if mine != other:
-                    raise MalformedError(
-                        f"the {what} of tensor-parallel rank {rank} are not those of rank 0", path=self.rules.path
-                    )
 
     def _joined(self, key: StateKey, first: TensorEntry) -> TensorEntry:
         if first.kind is Kind.EXTRA or not first.shape:
@@ -71,7 +64,7 @@ class Joining:
         name, path = key.fqn, self.rules.path
         if first.kind is Kind.BUFFER:
             if len(set(shapes)) > 1:
-                message = "it is a buffer that the tensor-parallel ranks cut, and no rule says how"
+                message = "it is a buffer that the tensor-parallel ranks cut, and there is no rule for that"
                 raise UnsupportedError(message, path=path, key=name)
             return self.rules.replicated(name, shapes)
         if shapes != [part.tensors[StateKey(name)].shape for part in self.parts]:
@@ -88,6 +81,14 @@ class Joining:
 
 def _names(part: Manifest) -> set[StateKey]:
     return {key for key, entry in part.tensors.items() if entry.kind is not Kind.EXTRA}
+
+
+def check_alike(*values: tuple[str, Sequence[object]], of: str, path: str) -> None:
+    """Raises MalformedError where ``values``, each a name and one value a part, differ between parts."""
+    for what, (first, *others) in values:
+        for number, other in enumerate(others, 1):
+            if other != first:
+                raise MalformedError(f"the {what} of {of} {number} and of {of} 0 differ", path=path)
 
 
 def differing(extras: Sequence[Mapping[str, Any]], parts: str, whose: str) -> list[Note]:

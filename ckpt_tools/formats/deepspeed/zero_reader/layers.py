@@ -130,8 +130,9 @@ class Layers:
         missing = known.names - module.keys()
         if missing:
             raise IncompleteError("no file of a layer contains it", path=known.model.file.path, key=min(missing))
+        stored = {name: tuple(value.shape) for name, value in module.items() if isinstance(value, StoredTensor)}
         shapes = tuple(
-            {name: _shape_in(module[name]) if known.shapes[name] is None else shape for name, shape in group.items()}
+            {name: stored.get(name, ()) if known.shapes[name] is None else shape for name, shape in group.items()}
             for group in known.model.param_shapes
         )
         return replace(known.model, module=module, homes=homes, param_shapes=shapes)
@@ -164,7 +165,3 @@ def _number(name: str) -> int | None:
     """The layer of a parameter."""
     first = name.partition(".")[0]
     return int(first) if first.isascii() and first.isdigit() and len(first) < 10 else None
-
-
-def _shape_in(value: Value) -> Shape:
-    return tuple(value.shape) if isinstance(value, StoredTensor) else ()

@@ -83,7 +83,7 @@ def _contents(
     def visit(states: OptimStates) -> None:
         if MAPPINGS not in states.own:
             raise UnsupportedError(
-                f"it has no {MAPPINGS}, which say which experts a rank has; load the run in DeepSpeed 0.8 or later "
+                f"it has no {MAPPINGS} with the experts of each rank; load the run in DeepSpeed 0.8 or later "
                 "and save it",
                 path=states.file.path,
             )

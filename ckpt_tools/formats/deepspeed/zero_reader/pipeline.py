@@ -25,7 +25,7 @@ from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_ext
 from ckpt_tools.formats.deepspeed.zero_reader import missing_layers, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
-from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, comparable, differing
+from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, check_alike, comparable, differing
 from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED, Known, Layers
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import UNTOLD
@@ -52,7 +52,7 @@ class Stage:
         model = ModelStates.of_stage(File.open(source, path))
         check_experts(model)
         if model.file.content.get("module") is not None:
-            raise MalformedError("it holds a model, but files of a pipeline's layers lie beside it", path=path)
+            raise MalformedError("it holds a model, but there are files of a pipeline's layers beside it", path=path)
         if not files.optim:
             return cls(part, path, model)
         optim = OptimStates.of(File.open(source, files.optim[0]))
@@ -132,7 +132,7 @@ def read(
     rules = Rules.of(first.file.content.get("universal_checkpoint_info"), stages[0].path)
     if stages[0].zero is None:
         raise UnsupportedError(
-            "it is of a pipeline without ZeRO that tensor parallelism cuts too, and no file says which of its layers "
+            "it is of a pipeline without ZeRO that tensor parallelism cuts too, and no file states which of its layers "
             "are tied, by whose names the parts are joined; resume the run and save it with ZeRO stage 1",
             path=stages[0].path,
         )
@@ -157,7 +157,7 @@ def _read_rank(
     if rules is not None and rules.mention(TIED.rstrip(".")):
         for file in found.unnamed():
             raise UnsupportedError(
-                "it has only frozen parameters, so that no file says whether it is a tied layer, by whose name "
+                "it has only frozen parameters, so that no file states whether it is a tied layer, by whose name "
                 "its tensor-parallel parts would be joined",
                 path=file.path,
             )
@@ -211,18 +211,24 @@ class Stages:
     def whole(self) -> Manifest:
         """Raises MalformedError where the stages do not fit each other."""
         first = self.parts[0]
-        self._check_alike()
+        check_alike(
+            ("ZeRO stage", [part.format for part in self.parts]),
+            ("step", [part.step for part in self.parts]),
+            ("data-parallel world size", [part.world_size for part in self.parts]),
+            of="stage",
+            path=self.path,
+        )
         tensors = self._tensors()
         groups = tuple(self._groups())
         self.notes += differing(list(map(_rest, self.parts)), "the stages of the pipeline", "stages")
         is_numbered = first.format == "zero0" and not first.groups
         if is_numbered:
             why = (
-                "a pipeline without ZeRO numbers the parameters of each stage, and no file says which they are; "
+                "a pipeline without ZeRO numbers the parameters of each stage, and no file has their names; "
                 "save with ZeRO stage 1, or with an optimizer that was made from model.named_parameters()"
             )
             self.notes.append(Note(Outcome.DROPPED, "optimizer state", why))
-            why = "without ZeRO no file says which layers are tied (tied_modules)"
+            why = "without ZeRO no file states which layers are tied (tied_modules)"
             self.notes.append(Note(Outcome.DEFAULTED, "names of tied layers are the numbers of the layers", why))
         self.notes.append(missing_layers.untold(self.layers, is_numbered=is_numbered))
         return Manifest(
@@ -236,17 +242,6 @@ class Stages:
             world_size=None if first.world_size is None else first.world_size * len(self.parts),
             notes=(*dict.fromkeys(note for part in self.parts for note in part.notes), *self.notes),
         )
-
-    def _check_alike(self) -> None:
-        first = self.parts[0]
-        for stage, part in enumerate(self.parts[1:], 1):
-            for what, mine, other in (
-                ("ZeRO stage", part.format, first.format),
-                ("step", part.step, first.step),
-                ("data-parallel world size", part.world_size, first.world_size),
-            ):
-                if mine != other:
-                    raise MalformedError(f"the {what} of stage {stage} is not that of stage 0", path=self.path)
 
     def _tensors(self) -> dict[StateKey, TensorEntry]:
         """Tied modules first; what the user keeps is the first stage's, but for what layers keep."""

@@ -45,20 +45,16 @@ class RankState:
         rest: dict[int, dict[str, Value]] = {}
         muon = {flat for group in states.groups if is_muon(group.options) for flat in group.flats}
         for flat, state in enumerate(states.states):
+            numel = states.masters[flat].numel  # A slot may have the padding that the masters lack.
             for slot, value in state.items():
                 if slot == MOMENTUM and flat in muon and states.stage < 3 and _is_vector(value):
                     momentum[flat] = vector(states.file, value)
-                elif _is_flat(value, states.masters[flat].numel, states.paddings[flat]):
+                elif _is_vector(value) and value.shape[0] - numel in (0, states.paddings[flat]):
                     slots.setdefault(slot, {})[flat] = vector(states.file, value)
                 elif value is not None and not is_scalar(value):
                     rest.setdefault(flat, {})[slot] = value
         masters = {flat: vector(states.file, master) for flat, master in enumerate(states.masters)}
         return cls(masters, slots, momentum, states.paddings, rest, states.file if rest else None)
-
-
-def _is_flat(value: Value, numel: int, padding: int) -> bool:
-    """Whether a slot is cut as the masters are; it may have the padding that they lack."""
-    return _is_vector(value) and value.shape[0] in (numel, numel + padding)
 
 
 def _is_vector(value: Value) -> bool:
@@ -148,28 +144,20 @@ Mapped = Mapping[str, tuple[int, int]]
 
 
 def slice_mappings(file: File) -> list[Mapped]:
+    """``param_slice_mappings``: the elements of each parameter on the rank, as its file states them."""
     own = checked(file.content, "optimizer_state_dict", dict, file.path)
-    return [
-        {_name(name, file): _address(found, file) for name, found in _group(group, file).items()}
-        for group in checked(own, "param_slice_mappings", list, file.path)
-    ]
-
-
-def _group(found: Any, file: File) -> Mapping[Any, Any]:
-    if not isinstance(found, dict):
-        raise MalformedError("its param_slice_mappings are not dictionaries", path=file.path)
+    found: list[Mapped] = []
+    for group in checked(own, "param_slice_mappings", list, file.path):
+        if not isinstance(group, dict):
+            raise MalformedError("its param_slice_mappings are not dictionaries", path=file.path)
+        addresses: dict[str, tuple[int, int]] = {}
+        for name, address in group.items():
+            if not isinstance(name, str):
+                raise MalformedError(f"its param_slice_mappings have the key {brief(name)}", path=file.path)
+            attributes: Any = plain(address) if isinstance(address, Opaque) else None
+            numbers: Any = isinstance(attributes, dict) and [attributes.get(key) for key in ("numel", "start")]
+            if not are_naturals(numbers) or max(numbers) > MAX_PADDING:
+                raise MalformedError("its param_slice_mappings have no addresses", path=file.path)
+            addresses[name] = numbers[0], numbers[1]
+        found.append(addresses)
     return found
-
-
-def _name(found: Any, file: File) -> str:
-    if not isinstance(found, str):
-        raise MalformedError(f"its param_slice_mappings have the key {brief(found)}", path=file.path)
-    return found
-
-
-def _address(found: Any, file: File) -> tuple[int, int]:
-    attributes: Any = plain(found) if isinstance(found, Opaque) else None
-    numbers: list[Any] = [attributes.get(key) if isinstance(attributes, dict) else None for key in ("numel", "start")]
-    if not are_naturals(numbers) or max(numbers) > MAX_PADDING:
-        raise MalformedError("its param_slice_mappings have no addresses", path=file.path)
-    return numbers[0], numbers[1]

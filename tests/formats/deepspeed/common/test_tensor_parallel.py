@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Any, list[Shape], type[FormatError], str]] = {
         blocks(([3], []), ([2], []), shape=[4]),
         [(2,), (2,)],
         MalformedError,
-        "affine_map says",
+        "in affine_map",
     ),
 }
 

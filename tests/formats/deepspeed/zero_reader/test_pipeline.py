@@ -97,7 +97,7 @@ def test_stages_of_two_steps_are_refused(native: Path) -> None:
 
 def test_a_stage_that_holds_a_model_is_refused(native: Path) -> None:
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(module={}))
-    with pytest.raises(MalformedError, match="files of a pipeline's layers lie beside it"):
+    with pytest.raises(MalformedError, match="there are files of a pipeline's layers beside it"):
         ckpt_tools.inspect(native)
 
 
