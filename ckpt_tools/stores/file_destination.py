@@ -68,5 +68,4 @@ class StoreDestination(Destination):
             self._writers.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """In another process: the same files, none open."""
         return StoreDestination, (self.store,)

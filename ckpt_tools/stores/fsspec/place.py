@@ -44,8 +44,6 @@ def _is_link(info: Mapping[str, Any]) -> bool:
 
 @dataclass(slots=True)
 class _Stream:
-    """A file being written from front to back."""
-
     file: Any
     next: int = 0
     turn: threading.Condition = field(default_factory=threading.Condition)
@@ -191,7 +189,6 @@ class FsspecPlace(Place):
         return Present(store, {self.name: size_of(self.fs.info(self.path), self.url)})
 
     def _folder(self) -> Present | None:
-        """Contents of the folder without unfinished output."""
         self.fs.invalidate_cache()
         if kind_at(self.fs, self.path, self.url) != "directory":
             return None
@@ -254,7 +251,6 @@ class FsspecPlace(Place):
         self._remove_folder(partial)
 
     def _staged(self, partial: str) -> list[str]:
-        """The folders in ``partial`` that runs made."""
         self.fs.invalidate_cache()
         try:
             found = [str(path).rstrip("/") for path in self.fs.ls(partial, detail=False)]

@@ -41,7 +41,7 @@ class S3Claim(Claim):
     published: bool = False
 
     def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
-        """Make the finished files visible, the last of ``paths`` last, and ``replaced`` go.
+        """Make the finished files visible, the last of ``paths`` last, and remove ``replaced``.
 
         Raises:
             DestinationExistsError: another process wrote there meanwhile. StoreError: the service failed, or
@@ -100,12 +100,12 @@ class S3Place(Place):
 
     @property
     def inside(self) -> str:
-        """The prefix of what is in it as a folder."""
+        """Prefix of the files in it as a folder."""
         return f"{self.key}/" if self.key else ""
 
     @property
     def beside(self) -> str:
-        """The prefix of what lies where it lies itself."""
+        """Prefix of the keys beside it."""
         return self.key.removesuffix(self.name)
 
     @property
@@ -214,7 +214,7 @@ _KINDS = {
 
 @contextmanager
 def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Claim]:
-    """The place, taken; on leaving, what was not published is gone. With ``resume`` it is kept.
+    """The place, taken; on leaving, everything that was not published is removed. With ``resume`` it is kept.
 
     Raises:
         DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing.
@@ -222,7 +222,7 @@ def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Clai
     """
     place.check_free(overwrite=overwrite)
     claim = place.new_claim(overwrite=overwrite)
-    # A signal ends what is done at the place, and neither taking it nor leaving it.
+    # A signal interrupts the block, but not taking and leaving the place.
     with held_back(), ExitStack() as leaving:
         claim.lock.take()
         leaving.callback(_quietly, claim.lock.release)
