@@ -160,8 +160,17 @@ def _model_prefix(
     hits = {prefix: sum(paths[name][-1] in known for name in inside) for prefix, inside in found.items()}
     best = max(hits.values(), default=0)
     rivals = [prefix for prefix in found if best and hits[prefix] == best]
+    if len(rivals) == 1:
+        return rivals[0]
     if rivals:
-        return rivals[0] if len(rivals) == 1 else _chosen(_fitting(rivals, paths, numels, optim))
+        fitting = _fitting(rivals, paths, numels, optim)
+        chosen = (len(fitting) > 1 and list(filter(_is_model_name, fitting))) or fitting
+        if len(chosen) > 1:
+            raise UnsupportedError(
+                "there are several models whose tensors have the names and shapes that the optimizer knows "
+                f"{choices('model_key', chosen)}"
+            )
+        return chosen[0]
     sizes = {prefix: sum(inside.values()) for prefix, inside in found.items()}
     models = _possible_models(paths, found, integers)
     return _by_names(models) or max(sizes, key=lambda prefix: (_is_model_name(prefix), sizes[prefix]), default=())
@@ -226,17 +235,6 @@ def _fitting(
                 wrong[rival] += by_path.get((*rival, place.fqn)) != numel
     least = min(wrong[rival] for rival in rivals)
     return [rival for rival in rivals if wrong[rival] == least]
-
-
-def _chosen(rivals: list[TreePath]) -> TreePath:
-    """The one of several models that all fit the optimizer. Raises UnsupportedError where no name says which."""
-    found = (len(rivals) > 1 and list(filter(_is_model_name, rivals))) or rivals
-    if len(found) > 1:
-        raise UnsupportedError(
-            "there are several models whose tensors have the names and shapes that the optimizer knows "
-            f"{choices('model_key', found)}"
-        )
-    return found[0]
 
 
 def role_of(path: TreePath, tree: Tree, *, is_tensor: bool) -> LeafRole:

@@ -21,7 +21,7 @@ from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.destination import Claim, Leftover, PartRules, Place
 from ckpt_tools.stores.marker_files import is_marker
 from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
-from ckpt_tools.stores.present import NOTHING, Present, Standing, check_free, check_only, folders_of
+from ckpt_tools.stores.present import NOTHING, Present, check_free, check_only, folders_of
 from ckpt_tools.stores.s3.client import Bucket, Found
 from ckpt_tools.stores.s3.destination import LOG_NUMBER, MAX_PARTS, PART_BYTES, S3Destination, S3Log, copying_rules
 from ckpt_tools.stores.s3.lock import ObjectLock, is_held
@@ -151,7 +151,7 @@ class S3Place(Place):
         single = self.bucket.head(self.key) if self.key else None
         is_there: dict[Kind, bool] = {"file": single is not None, "folder": self._folder() is not None}
         kinds = [kind for kind, found in is_there.items() if found]
-        check_free(self.url, Standing(bool(kinds), kinds), self.form.kind, overwrite=overwrite)
+        check_free(self.url, self.form.kind, is_taken=bool(kinds), kinds=kinds, overwrite=overwrite)
 
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[S3Claim]:
         """Like ``Place.claim``. S3 answers when bytes are safe, so ``fsync`` changes nothing."""
