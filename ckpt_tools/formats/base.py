@@ -35,7 +35,7 @@ class Format:
     holds_masters: bool = False
     """Whether fp32 masters are kept beside the model's own weights; otherwise each weight is written once."""
     is_weights_alone: bool = False
-    """Whether nothing but a model's weights can be written, so that ``state="all"`` is refused."""
+    """Whether only a model's weights can be written, so that ``state="all"`` is refused."""
     reading_options: tuple[str, ...] = ()
     """Those of ``READING_OPTIONS`` that mean something here; any other is an error."""
     writing_options: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Format:
 
     @property
     def holds(self) -> str:
-        """What it holds, for the table of formats."""
+        """Content for the table of formats."""
         if self.is_weights_alone:
             return "weights"
         return "whole state" if self.holds_optimizer else "weights; whole state on request"

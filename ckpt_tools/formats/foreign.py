@@ -32,7 +32,7 @@ _PIECES = ("DTensor", "ShardedTensor", "LocalShardsWrapper")
 
 
 def is_optimizer_name(name: str) -> bool:
-    """Whether a tensor of this name is optimizer state, as far as names tell."""
+    """Whether names tell that a tensor of this name is optimizer state."""
     return not _SLOTS.isdisjoint(name.split(".")) or _OPTIMIZER.search(name) is not None
 
 

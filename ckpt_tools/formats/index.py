@@ -204,7 +204,7 @@ _FOREIGN = {
         "a program of torch.export, which is not supported; save torch.export.load(FILE).state_dict with torch.save"
     ),
 }
-"""Formats that are known and not read, by the names of their files, and what a user can do."""
+"""Known formats that are not read, by the names of their files, with advice for the user."""
 
 
 def _refuse_run(source: Source) -> None:

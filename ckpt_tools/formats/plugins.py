@@ -152,7 +152,7 @@ def plugin(entry: EntryPoint) -> Format:
 
 
 def _problem(found: object, name: str) -> str | None:
-    """What is wrong with an object that an entry point of that name gave."""
+    """Problem of an object that an entry point of that name gave; None if it is a format."""
     if not isinstance(found, Format):
         return "is not a Format of ckpt_tools.formats.base"
     if not (found.reads or found.writes):

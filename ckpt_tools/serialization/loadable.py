@@ -1,8 +1,8 @@
 """The value of a file of ``torch.save`` as ``torch.load(weights_only=True)`` takes it. Pure.
 
-That loader allows a closed list of names (torch/_weights_only_unpickler.py, ``_get_allowed_globals``). What is plain
-data or a tensor stays. A few objects that hold plain data become it; every other object is left out. Where a dict had
-it, its key is gone; where a list or a tuple had it, None is in its place, so that the others keep their positions.
+That loader allows a closed list of names (torch/_weights_only_unpickler.py, ``_get_allowed_globals``). Plain data and
+tensors stay. A few objects that hold plain data become it; every other object is left out. A dict loses the key of such
+an object; in a list or a tuple None takes its place, so that the others keep their positions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, Size, St
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """An object that is not in the output: where it was, its class, and how many tensors went with it."""
+    """An object that is not in the output: its place, its class, and the number of tensors in it."""
 
     place: str
     kind: str
@@ -62,7 +62,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """An object that became a plain value: where it is, its class, and what it is now."""
+    """An object that became a plain value: its place, its class, and the kind of value."""
 
     place: str
     kind: str
@@ -78,7 +78,7 @@ _GONE: Final = _Gone()
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
-    """A value that the loader takes, and what is another in it than in the value that it was made of."""
+    """A value that the loader takes, and its differences from the original."""
 
     value: Value
     left_out: tuple[LeftOut, ...]
@@ -94,7 +94,7 @@ def loadable(value: Value, path: str) -> Loadable:
     visitor = _Visitor(path)
     found = visitor.visit(value, ())
     if found is _GONE:
-        raise UnsupportedError(f"it is a {_kind(value)}, of which nothing can be told", path=path)
+        raise UnsupportedError(f"it is a {_kind(value)}, which torch.load(weights_only=True) refuses", path=path)
     return Loadable(found, tuple(visitor.left_out), tuple(visitor.replaced))
 
 
@@ -110,13 +110,13 @@ class _Visitor:
         self._alive: list[Value] = []
 
     def visit(self, value: Value, place: _Place) -> Value:
-        """``value`` without what is not allowed; what was shared or inside itself stays so."""
+        """``value`` without objects that are not allowed; shared values, and those inside themselves, stay so."""
         if type(value) in _PLAIN:
             return value
         known = self._made.get(id(value))
         if known is not None:
             if known is _GONE:
-                self._leave(value, place)
+                self._left(value, place)
             return known
         self._alive.append(value)
         visit = _VISITS.get(type(value))
@@ -132,7 +132,7 @@ class _Visitor:
         for key, item in value.items():
             inside = (*place, key if type(key) in (str, int) else repr(key)[:60])
             if not _is_plain_key(key):
-                self._leave(key, inside)
+                self._left(key, inside)
                 continue
             found = self.visit(item, inside)
             if found is not _GONE:
@@ -147,9 +147,6 @@ class _Visitor:
         made.extend(self._items(value, place))
         return made
 
-    def _tuple(self, value: tuple[Value, ...], place: _Place) -> Value:
-        return tuple(self._items(value, place))
-
     def _items(self, value: Any, place: _Place) -> Iterator[Value]:
         for position, item in enumerate(value):
             found = self.visit(item, (*place, position))
@@ -160,7 +157,7 @@ class _Visitor:
             self.replaced.append(Replaced(_shown(place), "builtins.frozenset", "a set"))
         for item in value:
             if not _is_plain_key(item):
-                self._leave(item, (*place, repr(item)[:60]))
+                self._left(item, (*place, repr(item)[:60]))
         return {item for item in value if _is_plain_key(item)}
 
     def _tensor(self, value: StoredTensor, place: _Place) -> Value:
@@ -171,11 +168,8 @@ class _Visitor:
         state = self.visit(value.state, (*place, "__dict__"))
         return replace(value, state=None if state is _GONE else state)
 
-    def _name(self, value: GlobalRef, place: _Place) -> Value:
-        return value if value.dtype is not None else self._left(value, place)
-
     def _object(self, value: Opaque, place: _Place) -> Value:
-        if _is_module(value):
+        if {"_parameters", "_buffers", "_modules"} <= value.attributes.keys():  # a torch.nn.Module of any class
             raise UnsupportedError(
                 f"{_shown(place)} is a model ({_kind(value)}) that was pickled whole, and its code alone tells which "
                 "tensors it has; where you have and trust that code, save torch.load(FILE, weights_only=False) again "
@@ -202,11 +196,8 @@ class _Visitor:
         return _GONE
 
     def _left(self, value: Value, place: _Place) -> Value:
-        self._leave(value, place)
-        return _GONE
-
-    def _leave(self, value: Value, place: _Place) -> None:
         self.left_out.append(LeftOut(_shown(place), _kind(value), _num_tensors(value)))
+        return _GONE
 
 
 _VISITS: Mapping[type, Callable[[_Visitor, Any, _Place], Value]] = {
@@ -214,11 +205,11 @@ _VISITS: Mapping[type, Callable[[_Visitor, Any, _Place], Value]] = {
     OrderedDict: _Visitor._dict,
     DefaultDict: _Visitor._dict,
     list: _Visitor._list,
-    tuple: _Visitor._tuple,
+    tuple: lambda visitor, value, place: tuple(visitor._items(value, place)),
     set: _Visitor._set,
     frozenset: _Visitor._set,
     StoredTensor: _Visitor._tensor,
-    GlobalRef: _Visitor._name,
+    GlobalRef: lambda visitor, value, place: value if value.dtype is not None else visitor._left(value, place),
     Opaque: _Visitor._object,
 }
 
@@ -246,24 +237,13 @@ def _is_plain_key(value: Value) -> bool:
 
 
 def _num_tensors(value: Value) -> int:
-    """The tensors inside ``value``, those that are there twice counted once."""
+    """Number of different tensors inside ``value``."""
     found: set[int] = set()
-
-    def count(tensor: StoredTensor) -> Value:
-        found.add(id(tensor))
-        return None
-
-    extracted(value, count)
+    extracted(value, lambda tensor: found.add(id(tensor)))
     return len(found)
 
 
-def _is_module(value: Opaque) -> bool:
-    """True for a ``torch.nn.Module`` of any class: it keeps its parameters under these names."""
-    return {"_parameters", "_buffers", "_modules"} <= value.attributes.keys()
-
-
 def _namespace(value: Opaque) -> Value:
-    """The attributes of a namespace."""
     plain = value.ref in _NAMESPACES and not value.args and not value.items and not value.pairs
     return dict(value.attributes) if plain else _GONE
 

@@ -14,12 +14,15 @@ from ckpt_tools.errors import MalformedError
 def parse_json(data: bytes, path: str, *, value_of: Callable[[dict[str, Any]], Any] | None = None) -> Any:
     """``data`` as UTF-8 JSON of whole characters, without a duplicate key. Raises MalformedError.
 
-    ``value_of`` gives the value of each object, innermost first: what stands for a million small objects need not be a
-    million dicts.
+    ``value_of`` gives the value of each object, innermost first, so that a million small objects need not be a million
+    dicts.
     """
 
     def hook(pairs: list[tuple[str, Any]]) -> Any:
-        found = _unique(pairs, path)
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise MalformedError(f"the name {twice[:200]!r} appears twice", path=path)
         return found if value_of is None else value_of(found)
 
     try:
@@ -34,14 +37,6 @@ def parse_json(data: bytes, path: str, *, value_of: Callable[[dict[str, Any]], A
 
 # As an escape; JSON can hold half of a surrogate pair, and no file, no terminal and no other library takes it.
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-def _unique(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise MalformedError(f"the name {twice[:200]!r} appears twice", path=path)
-    return found
 
 
 def _refuse_constant(name: str) -> None:

@@ -1,4 +1,4 @@
-"""An opened torch file, a zip or of before torch 1.6, and what a pickle says of its storages."""
+"""An opened torch file, a zip or from before torch 1.6, and the storages that its pickle describes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MAX_PICKLE_BYTES: Final = 1 << 32
 class TorchArchive:
     """An opened torch file.
 
-    ``value`` is what was saved, ``records`` are the zip's records by their name below the root folder, ``storages``
-    what the pickle says of each storage that it uses. ``saved_as`` is the name of the zip's folder: torch takes that of
-    the file that it writes, or ``archive``. A file before torch 1.6 is no zip, and has neither records nor that name.
+    ``value`` is the saved value, ``records`` are the zip's records by their name below the root folder, ``storages``
+    the pickle's description of each storage. ``saved_as`` is the name of the zip's folder: torch takes that of the file
+    that it writes, or ``archive``. A file before torch 1.6 is not a zip, and has neither records nor that name.
     """
 
     path: str
@@ -37,7 +37,7 @@ class TorchArchive:
     def storage_range(self, key: str) -> tuple[int, int]:
         """The bytes ``[start, stop)`` of the file that hold storage ``key``.
 
-        The first call reads what stands before each storage. Raises MalformedError.
+        The first call reads the headers of the storages. Raises MalformedError.
         """
         if not self._ranges:
             self._ranges.update(self._locate())
@@ -54,11 +54,11 @@ _QUANTIZED: Final = {
     GlobalRef("torch", f"{name}Storage"): size
     for name, size in (("QInt8", 1), ("QUInt8", 1), ("QInt32", 4), ("QUInt4x2", 1), ("QUInt2x4", 1))
 }
-"""Storages of quantized tensors, by the bytes of an element: opened, so that the tensor can be named."""
+"""Storages of quantized tensors, with the bytes of an element: opened, so that messages can name the tensor."""
 
 
 def noted(known: dict[str, StorageRef], storage: StorageRef) -> StorageRef:
-    """The one of its key. Raises MalformedError where another description is known."""
+    """The storage of this key. Raises MalformedError if it was described in another way before."""
     if known.setdefault(storage.key, storage) != storage:
         raise MalformedError(f"storage {storage.key!r} is described in two ways")
     return known[storage.key]

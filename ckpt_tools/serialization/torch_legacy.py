@@ -1,8 +1,8 @@
 """Format of ``torch.save`` before torch 1.6, still written with ``_use_new_zipfile_serialization=False``.
 
-Five pickles follow each other: a magic number, a version, facts of the machine, what was saved, and the keys of the
-storages in the order in which they lie behind the pickles. A storage is its number of elements in eight bytes, and the
-elements (torch 2.15.0, torch/serialization.py ``_legacy_save`` and ``_legacy_load``). Where a storage begins follows
+Five pickles follow each other: a magic number, a version, facts of the machine, the saved value, and the keys of the
+storages in the order in which these follow the pickles. A storage is its number of elements in eight bytes, and the
+elements (torch 2.15.0, torch/serialization.py ``_legacy_save`` and ``_legacy_load``). The start of a storage follows
 from the sizes of those before it, so opening reads the pickles alone; no tensor byte is touched.
 """
 
@@ -60,7 +60,7 @@ ReadFirst = Callable[[bytes, PersistentLoad | None], Read]
 
 @dataclass(frozen=True, slots=True)
 class LegacyFile(Generic[Read]):
-    """The five pickles, and the storages of which the fourth describes the tensors."""
+    """The five pickles, and the storages of the tensors in the fourth."""
 
     pickles: tuple[Read, ...]
     storages: Storages
@@ -195,7 +195,7 @@ class Storages:
         return noted(self.all, found)
 
     def place(self, keys: Value, at: int, size: int, path: str) -> None:
-        """Note where the elements of each storage begin: they lie in the order of ``keys`` from byte ``at`` to
+        """Note where the elements of each storage begin: they follow in the order of ``keys`` from byte ``at`` to
         ``size``."""
         starts = self._starts
         for key in keys if isinstance(keys, list) else ():
@@ -212,7 +212,7 @@ class Storages:
             raise MalformedError(f"it has {count(size - at, 'byte')} after the last storage", path=path)
 
     def ranges(self, read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
-        """The bytes of each storage, after a look at the count before them."""
+        """The bytes of each storage, after a check of the count before them."""
         found = {}
         for key, start in self._starts.items():
             ref = self._roots[key]

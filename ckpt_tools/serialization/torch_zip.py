@@ -39,13 +39,14 @@ TAIL_BYTES: Final = 1 << 16
 """One read from the end that holds the directory of an archive of up to about 900 storages."""
 
 ITEM_HEAD_BYTES: Final = 4096
-"""One read from the start of a DCP item that reaches beyond all its headers: about 1,000 bytes, before the elements."""
+"""One read from the start of a DCP item that covers all its headers, which are about 1,000 bytes before the
+elements."""
 
 ITEM_TAIL_BYTES: Final = 2048
 """One read from the end of a DCP item that holds its directory: about 800 bytes."""
 
 ANY_ROOT: Final = "archive"
-"""The folder in a zip that torch writes to a stream, whose name it does not know."""
+"""The folder in a zip that torch writes to a stream without a name."""
 
 
 _ASK_TORCH = "open it with torch.load and save it again with torch.save"
@@ -55,7 +56,7 @@ def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
     """Open the torch file of ``size`` bytes that ``read(start, stop)`` reads, of any torch from 0.1.10 on.
 
     Raises:
-        MalformedError: it is no torch file, or damaged. IncompleteError: a storage is absent.
+        MalformedError: it is not a torch file, or is damaged. IncompleteError: a storage is absent.
         UnsupportedError: TorchScript, the tar of torch before 0.1.10, big-endian, compressed or encrypted.
     """
     from ckpt_tools.serialization.torch_legacy import HEAD_BYTES, is_legacy, open_legacy
@@ -195,11 +196,11 @@ class ItemLocation:
 def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocation:
     """Byte range of the elements of the DCP item at ``[start, stop)`` of a file.
 
-    Items of one size whose bytes before the elements are equal have their elements at one place, so that all but the
-    first of them cost one read of 4 KiB and a comparison.
+    Items of one size whose bytes before the elements are equal have their elements at the same offset, so that all but
+    the first of them cost one read of 4 KiB and a comparison.
 
     Raises:
-        FormatError: it is no torch archive of one tensor.
+        FormatError: it is not a torch archive of one tensor.
     """
     head = read(start, min(start + ITEM_HEAD_BYTES, stop))
     prefix, location = _known_items.get(stop - start, (None, None))
@@ -213,7 +214,7 @@ def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocati
 
 
 PICKLE_BYTES: Final = 16 << 10
-"""One read from the start of a DCP item that holds the pickle of its tensor, of whatever class."""
+"""One read from the start of a DCP item that covers the pickle of its tensor, of any class."""
 
 
 def value_at_start(head: bytes, path: str) -> Value:

@@ -1,4 +1,4 @@
-"""Tensors that are not plain: why the elements of each cannot be read, in words that name its class.
+"""Tensors that are not plain: reasons why their elements cannot be read, which name the class.
 
 A plain tensor is a strided view of a storage. Subclasses (DTensor, quantized tensors of torchao, jagged nested tensors)
 mean more than the elements that they hold; sparse, quantized and flagged tensors mean something else.
@@ -51,8 +51,8 @@ def _why_stored(tensor: StoredTensor) -> str | None:
 
 
 def _unknown(state: Value, wrapper: GlobalRef | None) -> list[str]:
-    """The attributes that could change what the elements mean; all others are left behind. Of a parameter, whose
-    attributes are those of the framework that trains it, only tensors could."""
+    """Attributes that could change the meaning of the elements; all others are dropped. The attributes of a parameter
+    belong to the framework that trains it, and only tensors among them could."""
     if not isinstance(state, Mapping):
         return ["its state"]
     if wrapper == PARAMETER:

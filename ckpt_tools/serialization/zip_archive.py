@@ -1,8 +1,9 @@
 """Zip archives whose records are stored, not deflated, so that a record is a byte range of the file.
 
-Format facts are from PKWARE's APPNOTE 6.3.10. Only what makes ranges certain is accepted: one disk, a directory that
-ends where the end record starts, records that lie apart, no compression, no encryption, no name twice. The directory at
-the end says what there is; where a record's bytes start only its local header knows, by an extra field of its own.
+Format facts are from PKWARE's APPNOTE 6.3.10. Only archives with certain ranges are accepted: one disk, a directory
+that ends where the end record starts, records that do not overlap, no compression, no encryption, no name twice. The
+directory at the end lists the records; only the local header of a record says where its bytes start, by an extra field
+of its own.
 """
 
 from __future__ import annotations
@@ -159,10 +160,10 @@ COMPRESSED = "torch.save never does this; pack it again without compression (zip
 def read_directory(
     read: ReadRange, size: int, path: str, *, tail_bytes: int, compressed: str = COMPRESSED
 ) -> Directory | None:
-    """The directory of the archive of ``size`` bytes; None where it has no end record, so that it is no zip at all.
+    """The directory of the archive of ``size`` bytes; None where it has no end record, so that it is not a zip.
 
-    One read of ``tail_bytes`` serves archives of a few hundred records; larger ones take another. ``compressed`` is
-    what to say of a compressed record.
+    One read of ``tail_bytes`` serves archives of a few hundred records; larger ones take another. ``compressed`` is the
+    advice for a compressed record.
 
     Raises:
         MalformedError: a rule of the format is broken. UnsupportedError: compressed, encrypted, or on several disks.
@@ -295,7 +296,7 @@ class _DirectoryReader:
         return name
 
     def _wide(self, extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
-        """The three numbers; those that are all ones come from the zip64 extra field, in order (APPNOTE 4.5.3)."""
+        """The three numbers; the zip64 extra field has those that are all ones, in order (APPNOTE 4.5.3)."""
         values = (size, packed, offset)
         if MAX32 not in values:
             return values
@@ -323,8 +324,8 @@ class ArchiveWriter:
     """Segments of a stored zip as torch's writer (miniz) writes it; ``base`` is its start in the file.
 
     Payloads start at multiples of 64 bytes from the start of the archive, through an ``FB`` field of padding in the
-    local header. Sizes and checksums follow a record in a descriptor, so that nothing has to be known before the bytes
-    are; the checksum of what is no literal is a ``Crc32`` there and in the directory.
+    local header. Sizes and checksums follow a record in a descriptor, so that the header can be written before the
+    bytes; the checksum of a payload is a ``Crc32`` there and in the directory.
     """
 
     def __init__(self, root: str, *, base: int) -> None:

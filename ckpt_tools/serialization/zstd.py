@@ -66,7 +66,7 @@ def inflated_frame(read: ReadRange, size: int, path: str, *, limit_bytes: int) -
 
 
 def _decompressor(path: str) -> tuple[Any, type[Exception]]:
-    """One, and what it raises. Raises ZstandardMissingError."""
+    """A decompressor and the class of its errors. Raises ZstandardMissingError."""
     try:
         import zstandard
     except ImportError as error:

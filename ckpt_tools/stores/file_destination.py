@@ -19,7 +19,7 @@ CHECK_BYTES = 1 << 20
 class StoreDestination(Destination):
     """Files of ``store``, each open from its first part until it is finished.
 
-    Another process opens a file when it writes to it, and keeps it open.
+    Another process opens a file when it first writes to it. Pickled, it has the same files, and none open.
     """
 
     store: FillableStore
@@ -68,5 +68,4 @@ class StoreDestination(Destination):
             self._writers.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """In another process: the same files, none open."""
         return StoreDestination, (self.store,)

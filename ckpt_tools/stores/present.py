@@ -37,21 +37,14 @@ class Present:
         return sorted([*self.others, *(path for path, size in self.files.items() if known.get(path) != size)])
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Facts about a place that decide whether an output may replace its contents."""
+def check_free(url: str, kind: Kind, *, is_taken: bool, kinds: Collection[Kind], overwrite: bool) -> None:
+    """Raises DestinationExistsError if an output of that ``kind`` may not, or cannot, take the place.
 
-    is_taken: bool
-    """A file is there, or a folder with something in it."""
-    kinds: Collection[Kind]
-    """Kinds that exist there, and that an output of another kind cannot replace."""
-
-
-def check_free(url: str, standing: Standing, kind: Kind, *, overwrite: bool) -> None:
-    """Raises DestinationExistsError if an output of that kind may not, or cannot, take the place."""
-    if standing.is_taken and not overwrite:
+    ``is_taken`` says that a file is there, or a folder with contents; ``kinds`` are the kinds of what exists there.
+    """
+    if is_taken and not overwrite:
         raise already_exists(url)
-    if others := [other for other in standing.kinds if other != kind]:
+    if others := [other for other in kinds if other != kind]:
         raise DestinationExistsError(f"{url} is a {others[0]}, which this output cannot replace; remove it first")
 
 

@@ -23,8 +23,8 @@ BLOCK_BYTES = 64 << 10
 """Between two headers that are far from each other, little else is read."""
 
 AHEAD_BYTES = 256 << 10
-"""Read at once where small reads follow one another: what a connection delivers in the time its first byte takes. More
-is thrown away before it is used where 8 threads read 4 files each."""
+"""Read at once where small reads follow one another: as much as a connection delivers in the time of its first byte.
+More is thrown away before it is used where 8 threads read 4 files each."""
 
 MAX_BLOCKS = 256
 """16 MiB in all."""
@@ -124,19 +124,14 @@ class BlockCache(StoreWrapper):
             try:
                 self.store.read_into(path, start, buffer)
             except BaseException as error:
-                self._fail(path, run, error)
+                with self._lock:
+                    for number in [number for number, block in run.items() if not block.done()]:
+                        self._blocks.pop((path, number), None)
+                        run[number].set_exception(error)
                 return
             for number in stretch:
                 at = number * BLOCK_BYTES - start
                 run[number].set_result(bytes(buffer[at : at + BLOCK_BYTES]))
 
-    def _fail(self, path: str, run: dict[int, _Block], error: BaseException) -> None:
-        with self._lock:
-            for number, block in run.items():
-                if not block.done():
-                    self._blocks.pop((path, number), None)
-                    block.set_exception(error)
-
     def __reduce__(self) -> tuple[object, ...]:
-        """In another process: the same store, nothing read yet."""
         return BlockCache, (self.store, self.sizes)

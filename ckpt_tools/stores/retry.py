@@ -35,8 +35,8 @@ TRANSIENT_CODES = frozenset(
 
 
 class TransientError(Exception):
-    """Another attempt may succeed; ``error`` is what to say where none did, ``trouble`` what is wrong until then, in
-    words that hold no credentials."""
+    """Another attempt may succeed; ``error`` is raised if none does, ``trouble`` describes the failure until then
+    without credentials."""
 
     def __init__(self, error: CkptError, trouble: str = "no answer from the store yet") -> None:
         super().__init__(str(error))

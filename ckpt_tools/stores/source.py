@@ -24,10 +24,9 @@ _LARGE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ServiceFile:
-    """A file in terms of the service that keeps it, which can itself copy between files of its own.
+    """A file as its service knows it, which can copy between its own files.
 
-    ``service`` says which one, and is equal for two files of one service; ``version`` tells the file from one written
-    later.
+    ``service`` is equal for two files of one service; ``version`` tells the file from one written later.
     """
 
     service: Hashable
@@ -36,7 +35,7 @@ class ServiceFile:
 
 
 class Store(ABC):
-    """A folder of files, local or remote. A store inherits it, and overrides what it can do beyond listing and reading.
+    """A folder of files, local or remote. A store inherits it, and overrides its abilities beyond listing and reading.
 
     Callers use any of its methods without asking which kind it is.
     """
@@ -94,8 +93,8 @@ class Store(ABC):
 
 
 class StoreWrapper(Store):
-    """A store in front of ``store``, to which it forwards everything. A wrapper overrides what it changes: a method, or
-    ``_behind`` where files have other names or stores."""
+    """A store in front of ``store``, to which it forwards everything. A wrapper overrides methods, or ``_behind`` where
+    files have other names or stores."""
 
     __slots__ = ()
     store: Store
@@ -159,7 +158,7 @@ class FillableStore(Store):
 
     @abstractmethod
     def reopen(self, path: str) -> FileWriter:
-        """A file that was created before, for writing on. Raises StoreError."""
+        """A file that was created before, to continue writing. Raises StoreError."""
 
 
 def checked_name(path: str) -> str:
@@ -195,7 +194,7 @@ def _is_encodable(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A store and what it held when it was opened."""
+    """A store and its listing when it was opened."""
 
     store: Store
     files: Mapping[str, int] = field(repr=False)

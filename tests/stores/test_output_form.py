@@ -10,7 +10,7 @@ import pytest
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.stores.fsspec.place import FsspecPlace
 from ckpt_tools.stores.output_form import Folder, Kind, OutputForm, SingleFile
-from ckpt_tools.stores.present import Standing, check_free
+from ckpt_tools.stores.present import check_free
 from ckpt_tools.stores.s3.client import Bucket, S3Options
 from ckpt_tools.stores.s3.place import S3Place
 from ckpt_tools.stores.urls import open_place
@@ -59,4 +59,4 @@ def test_the_rule_of_what_may_take_a_place(kinds: list[Kind], kind: Kind, is_tak
     refusal = "exists" if is_taken and not overwrite else f"is a {min(others)}" if others else None
     refused = nullcontext() if refusal is None else pytest.raises(DestinationExistsError, match=refusal)
     with refused:
-        check_free("url", Standing(is_taken, kinds), kind, overwrite=overwrite)
+        check_free("url", kind, is_taken=is_taken, kinds=kinds, overwrite=overwrite)

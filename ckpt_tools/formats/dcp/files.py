@@ -1,13 +1,12 @@
 """A manifest as a DCP of N ranks, which ``torch.distributed.checkpoint.load`` resumes at any number of them.
 
-Parameters and their state are cut by rows as FSDP2 cuts them, chunk r into the file of rank r. What is not cut
-(buffers, 0-d tensors, the user's own) is written once, in the file that has least; objects are items too. A tied name
-has an entry of its own which points at the items of its owner: its bytes are written once. ``.metadata`` is the last
-file.
+Parameters and their state are cut by rows as FSDP2 cuts them, chunk r into the file of rank r. Whole tensors (buffers,
+0-d tensors, the user's own) are written once, in the smallest file; objects are items too. A tied name has an entry of
+its own which points at the items of its owner: its bytes are written once. ``.metadata`` is the last file.
 
-A checkpoint of a thousand ranks has millions of items. Tensors of one shape share their chunks, and where each item
-lies follows from the lengths of a few templates; so a file's segments are made when they are asked for, and only those
-of the files being written are kept.
+A checkpoint of a thousand ranks has millions of items. Tensors of one shape share their chunks, and the position of
+each item follows from the lengths of a few templates; so a file's segments are made when they are needed, and only
+those of the files being written are kept.
 """
 
 from __future__ import annotations
@@ -247,7 +246,7 @@ class RankFiles:
 
 
 def metadata_of(entries: Entries, placed: Placed) -> Metadata:
-    """The index of the checkpoint, as torch would pickle it; what it says of each item is made while it is written."""
+    """The index of the checkpoint, as torch would pickle it; descriptions of items are made while they are written."""
     index = _Index(placed)
     owners = {name: entries.aliases.get(name, name) for name in entries.paths}
     described = {name: index.described(owner) for name, owner in owners.items()}

@@ -1,7 +1,7 @@
-"""Which folders make up one DCP. Pure.
+"""Finds the folders of one DCP. Pure.
 
-``.metadata`` describes the folder it lies in. accelerate keeps two of them side by side, ``pytorch_model_fsdp_0`` and
-``optimizer_0`` (accelerate 1.x, utils/fsdp_utils.py ``save_fsdp_model``, ``save_fsdp_optimizer``), and so does
+``.metadata`` describes the folder that holds it. accelerate keeps two of them side by side, ``pytorch_model_fsdp_0``
+and ``optimizer_0`` (accelerate 1.x, utils/fsdp_utils.py ``save_fsdp_model``, ``save_fsdp_optimizer``), and so does
 transformers' Trainer, which saves through it: their trees, ``{"model": ...}`` and ``{"optimizer": ...}``, are one.
 """
 
@@ -37,7 +37,7 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
         _refuse_both(alone, "")
         return [METADATA]
     if not found and not alone:
-        raise IncompleteError(f"{METADATA} is missing, without which nothing says what the other files hold")
+        raise IncompleteError(f"{METADATA} is missing, which describes the other files")
     if not found:
         return _of_all_ranks(alone)
     folders = [path.rpartition("/")[0] for path in found]
@@ -60,14 +60,14 @@ def _refuse_both(alone: list[str], folder: str) -> None:
 
 
 def _refuse_undescribed(paths: Iterable[str], described: Container[str]) -> None:
-    """Raises IncompleteError for the data of a DCP in a folder without ``.metadata``: a half of what was saved, or
-    another checkpoint whose save did not finish."""
+    """Raises IncompleteError for data of a DCP in a folder without ``.metadata``: a half of the checkpoint, or another
+    one whose save did not finish."""
     names = (path.rpartition("/") for path in paths)
     found = next((folder for folder, _, name in names if DATA.fullmatch(name) and folder not in described), None)
     if found is not None:
         raise IncompleteError(
-            f"{METADATA} of this folder is missing, without which nothing says what its other files hold; if it is "
-            "another checkpoint, name the folder of the one that you mean",
+            f"{METADATA} of this folder is missing, which describes its other files; if it is another checkpoint, name "
+            "the folder of the one that you mean",
             path=found or ".",
         )
 

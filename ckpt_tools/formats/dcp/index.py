@@ -258,7 +258,6 @@ def _extents(sizes: Iterable[Size], num_rows: int, ndim: int) -> Ints:
 
 
 def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files, looks: _Looks) -> TensorLeaf | str:
-    """The tensor, or why it cannot be read."""
     dtype = entry.properties.dtype.dtype
     if dtype is None:
         return f"it has the dtype {entry.properties.dtype}, which is not supported"
@@ -270,8 +269,8 @@ def _stored(fqn: str, entry: TensorStorageMetadata, items: Items, files: _Files,
 def _stored_whole(
     fqn: str, entry: TensorStorageMetadata, dtype: DType, items: Items, files: _Files, looks: _Looks
 ) -> TensorLeaf | str:
-    """One piece, as most are where a rank keeps whole tensors: 200,000 take a tenth of the time, and half the memory
-    because what is said of a piece goes when the piece is known."""
+    """A tensor in one piece, as most are where a rank keeps whole tensors: 200,000 take a tenth of the time, and half
+    the memory because the description of a piece is dropped when it was used."""
     offsets = entry.chunks[0].offsets
     if 0 in entry.size:
         return _stored_in_pieces(fqn, entry, dtype, items, files, looks)

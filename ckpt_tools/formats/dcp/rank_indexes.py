@@ -1,8 +1,8 @@
-"""The indexes of ranks that saved by themselves, ``dcp.save(use_collectives=False)``, as one.
+"""Merges the indexes of ranks that saved by themselves, ``dcp.save(use_collectives=False)``.
 
-Each ``__<rank>.metadata`` describes what its rank wrote: its own chunks of what is cut, and a copy of everything else.
-torch gives each rank its own copy back. A checkpoint for other ranks has one of them, that of the lowest rank, which is
-the one that torch keeps when it saves with collectives. Objects that differ are noted.
+Each ``__<rank>.metadata`` describes the files of its rank: its own chunks of cut tensors, and a copy of everything
+else. torch gives each rank its own copy back. A checkpoint for other ranks has one of them, that of the lowest rank,
+which is the one that torch keeps when it saves with collectives. Objects that differ are noted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt_tools.stores.source import Source
 
 
 def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[Note, ...]]:
-    """One index of all ranks, given from rank 0 on by the files that they are in, and notes on what was left.
+    """One index of all ranks, given from rank 0 on by their files, and notes on copies that were dropped.
 
     Raises:
         MalformedError: two ranks say different things of an entry. StoreError: an object cannot be read.

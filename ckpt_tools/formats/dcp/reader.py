@@ -1,7 +1,7 @@
-"""DCP to a manifest.
+"""Reads a DCP into a manifest.
 
-Tensors come from the index alone. Objects (``lr``, ``betas``, an epoch, a scheduler) are items of their own, a
-kilobyte each, and are read and interpreted here, since they are the checkpoint's small print and not its bulk.
+Tensors are known from the index alone. Objects (``lr``, ``betas``, an epoch, a scheduler) are items of their own, a
+kilobyte each, and are read and interpreted here.
 """
 
 from __future__ import annotations

@@ -80,7 +80,6 @@ def files_of(source: Source) -> list[str]:
 
 
 def _in_order(headers: Mapping[str, Header]) -> list[Header]:
-    """The parts of one model in order. Raises IncompleteError, SeveralCheckpointsError."""
     parts = {path: header.number(_PARTS) or 1 for path, header in headers.items()}
     if len(headers) > 1 and set(parts.values()) != {len(headers)}:
         if 1 not in parts.values() and len(set(parts.values())) == 1:

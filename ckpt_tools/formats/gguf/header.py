@@ -30,7 +30,7 @@ ALIGNMENT_KEY = "general.alignment"
 MAX_DIMS = 4
 """ggml.h GGML_MAX_DIMS."""
 MAX_NAME_BYTES = 63
-"""ggml.h GGML_MAX_NAME is 64, of which the last is a zero byte."""
+"""ggml.h GGML_MAX_NAME is 64 with the zero byte at the end."""
 
 MAX_HEADER_BYTES = 256 << 20
 """A vocabulary of 256,000 tokens with merges takes 12 MB."""
@@ -146,8 +146,6 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
 
 
 class _Cursor:
-    """Reads a file from its start, a window at a time."""
-
     def __init__(self, source: Readable, path: str) -> None:
         self.path = path
         self.position = 0

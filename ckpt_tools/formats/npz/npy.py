@@ -81,10 +81,10 @@ def header_length(prefix: bytes, path: str, key: str) -> int:
 
 
 def parse_header(data: bytes, path: str, key: str) -> NpyHeader | None:
-    """The header ``data``, as long as ``header_length`` says; None for an array of text, which is no tensor.
+    """The header ``data``, as long as ``header_length`` says; None for an array of text.
 
     Raises:
-        MalformedError: it does not describe an array. UnsupportedError: of a kind that is no tensor.
+        MalformedError: it does not describe an array. UnsupportedError: its elements are not those of a tensor.
         UnsafeError: it holds objects, which a loader would unpickle.
     """
     start = 10 if data[6] == 1 else 12
@@ -103,7 +103,6 @@ def parse_header(data: bytes, path: str, key: str) -> NpyHeader | None:
 
 
 def _items(text: str, path: str, key: str) -> dict[str, str]:
-    """The three entries as text."""
     found: dict[str, str] = {}
     at, stop = 1, len(text) - 1
     if not (text.startswith("{") and text.endswith("}")):

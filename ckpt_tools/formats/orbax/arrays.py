@@ -40,7 +40,7 @@ LIBRARY_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One array: how tensorstore opens it, and what it is. ``chunk_bytes`` is what the largest chunk takes decoded."""
+    """One array with its specification for tensorstore. ``chunk_bytes`` is the size of the largest decoded chunk."""
 
     spec: Mapping[str, Any] = field(repr=False)
     shape: Shape
@@ -61,7 +61,7 @@ class Drivers:
     context: Any = field(default_factory=lambda: tensorstore().Context(), repr=False)
 
     def spec(self, name: str) -> dict[str, Any]:
-        """How tensorstore opens the array ``name``. Nothing in it comes from the checkpoint but names."""
+        """The specification of the array ``name`` for tensorstore. Only names in it are from the checkpoint."""
         folder, path = f"{self.root}/{self.tree.prefix}", f"{name}/"
         inside: dict[str, Any] = {"driver": "file", "path": folder + path}
         if self.tree.uses_ocdbt:
@@ -172,7 +172,6 @@ class ArrayStore(StoreWrapper):
             buffer[:] = memoryview(whole)[start - first * item :][: len(buffer)]
 
     def _read(self, path: str, array: Array, first: int, last: int, buffer: memoryview) -> None:
-        """Elements ``first`` to ``last`` of the row-major order."""
         done = 0
         with _refusing(path, path.removeprefix(FILE_PREFIX)):
             opened = self._open(path, array)
@@ -209,5 +208,4 @@ class ArrayStore(StoreWrapper):
         return MemoryStore() if path in self.arrays else self.store, path
 
     def __reduce__(self) -> tuple[object, ...]:
-        """In another process: the same arrays, none of them open yet."""
         return ArrayStore, (self.store, self.arrays, self.version_file)

@@ -1,10 +1,9 @@
-"""The JSON files of an Orbax checkpoint: which arrays there are, under which names, and whether it is finished.
+"""JSON files of an Orbax checkpoint: its arrays with their names, and whether it is finished.
 
-``_METADATA`` lies beside the arrays of one item and lists every
-leaf of the tree with its path and the kind of value; ``_CHECKPOINT_METADATA`` lies at the top and gets its
-``commit_timestamp_nsecs`` last. A folder under construction is named ``NAME.orbax-checkpoint-tmp...``. On object
-stores, and in newer versions everywhere, ``commit_success.txt`` is written last into the checkpoint, and by most
-versions into each item.
+``_METADATA`` is beside the arrays of one item and lists every leaf of the tree with its path and the kind of value;
+``_CHECKPOINT_METADATA`` is at the top and gets its ``commit_timestamp_nsecs`` last. A folder under construction is
+named ``NAME.orbax-checkpoint-tmp...``. On object stores, and in newer versions everywhere, ``commit_success.txt`` is
+written last into the checkpoint, and by most versions into each item.
 """
 
 from __future__ import annotations

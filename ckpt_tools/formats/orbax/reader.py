@@ -1,4 +1,4 @@
-"""Reads Orbax checkpoints: one tree, or a folder of items of which some are trees."""
+"""Reads Orbax checkpoints: one tree, or a folder of items, some of which are trees."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class _Reading:
         return [path for path, leaf in found if leaf.is_scalar and self.arrays[path].num_bytes <= MAX_SCALAR_BYTES]
 
     def _numbers(self, roles: Roles) -> dict[TreePath, bool | int | float]:
-        """The numbers that are no weights, read now: they are values, and not tensors."""
+        """The numbers that are not weights, which are read now as values."""
         store = ArrayStore(self.source.store, self.files, TREE)
         found: dict[TreePath, bool | int | float] = {}
         for path in self._scalars:
@@ -193,7 +193,7 @@ def _put(extra: dict[str, Any], path: TreePath, value: Any) -> None:
 
 
 def _beside(source: Source, folders: list[str]) -> tuple[dict[str, Any], tuple[Note, ...]]:
-    """The JSON items, and a note for each file that is no part of what is read."""
+    """The JSON items, and a note for each file that is not read."""
     found: dict[str, Any] = {}
     notes: list[Note] = []
     elsewhere = files_of_others(source.files, [f"{folder}/{TREE}" if folder else TREE for folder in folders])

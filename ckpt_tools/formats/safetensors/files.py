@@ -62,8 +62,6 @@ STATE_KEY = "ckpt_tools.state"
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """One file's tensors by name, and its metadata."""
-
     tensors: Mapping[str, tuple[DType, tuple[int, ...], ByteRange]]
     metadata: Mapping[str, str]
 
@@ -99,7 +97,6 @@ def is_own(path: str) -> bool:
 
 
 def _files(source: Source) -> list[str]:
-    """The files that make up the model, in order."""
     index = index_of(source.files, INDEX_NAME)
     if index is not None:
         weight_map = read_weight_map(source, index)

@@ -1,4 +1,4 @@
-"""The JSON of a safetensors header, of which a large model has hundreds of thousands of entries."""
+"""JSON of a safetensors header, which has hundreds of thousands of entries for a large model."""
 
 from __future__ import annotations
 

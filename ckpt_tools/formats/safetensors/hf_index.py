@@ -51,7 +51,7 @@ def read_weight_map(source: Source, index: str) -> Mapping[str, str]:
     """Names to files, all of them in ``source``.
 
     Raises:
-        MalformedError: it is no such index. IncompleteError: a file is missing. UnsafeError: it names one outside.
+        MalformedError: it is not such an index. IncompleteError: a file is missing. UnsafeError: it names one outside.
     """
     found = parse_json(source.read_all(index, limit_bytes=MAX_INDEX_BYTES), index)
     weight_map = found.get("weight_map") if isinstance(found, dict) else None

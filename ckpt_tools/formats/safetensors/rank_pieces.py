@@ -1,9 +1,9 @@
-"""safetensors that torch's DCP wrote, each rank a file of its own pieces.
+"""safetensors of torch's DCP, in which each rank wrote a file of its own pieces.
 
 ``HuggingFaceStorageWriter(save_distributed=True)`` (torch 2.15.0, distributed/checkpoint/hf_storage.py) names files
-``shard-<rank + 1>-model-<i>-of-<n>.safetensors`` and says in each header's metadata where its pieces begin:
-``DCP_SHARDING_INFO`` is JSON, ``{name: {"saved_offsets": [...]}}``. There is no index, and the whole shape of a tensor
-is nowhere: it reaches as far as its last piece, as torch's own reader takes it. A lost last file can therefore not be
+``shard-<rank + 1>-model-<i>-of-<n>.safetensors`` and states in each header's metadata where its pieces begin:
+``DCP_SHARDING_INFO`` is JSON, ``{name: {"saved_offsets": [...]}}``. There is no index, and no file has the whole shape
+of a tensor: it reaches as far as its last piece, as torch's own reader takes it. A lost last file can therefore not be
 told from a smaller model; a lost one before it is a gap.
 """
 

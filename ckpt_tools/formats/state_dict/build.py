@@ -49,7 +49,7 @@ def is_model_only(manifest: Manifest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Every name of a DCP with its path in the tree, and what it is.
+    """Every name of a DCP with its path in the tree, and its tensor or object.
 
     ``tensors`` names tensors of the manifest, ``aliases`` maps the names of ties to the names that own the bytes.
     """
@@ -111,10 +111,10 @@ class _Found:
         return (*self.tree.optim, "state", key.fqn, key.slot)
 
     def _add_empty_state(self) -> None:
-        """State for parameters without elements, which DeepSpeed does not optimize: ``dcp.load`` asks for it.
+        """State for parameters without elements, which DeepSpeed does not optimize, and which ``dcp.load`` expects.
 
-        It has no elements either, so that the parameter stands for each slot of its shape; what is 0-d is that of
-        another parameter. No group takes them in, as torch matches groups by their members.
+        It has no elements either: the parameter itself serves for each slot of its shape, and a 0-d slot is that of
+        another parameter. No group has these parameters, as torch matches groups by their members.
         """
         if self.manifest.tree is not None:
             return

@@ -39,7 +39,7 @@ def is_deepspeed(manifest: Manifest) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Untrained:
-    """What no optimizer knows, in the model's order. ``guessed`` are the names of which only rules 4 and 5 decided."""
+    """Tensors that no optimizer knows, in the model's order. Only rules 4 and 5 decided on the names in ``guessed``."""
 
     frozen: Mapping[str, TensorEntry]
     buffers: Mapping[str, TensorEntry]
@@ -49,7 +49,7 @@ class Untrained:
 def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
     """The weights and buffers of ``manifest`` that are not among ``trained``.
 
-    Without an optimizer nothing is frozen: what is not trained is stored whole, as buffers are, since such a checkpoint
+    Without an optimizer nothing is frozen: untrained tensors are stored whole, as buffers are, since such a checkpoint
     is loaded as weights alone, and then DeepSpeed asks for no fragments.
     """
     model = {key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
@@ -69,7 +69,7 @@ def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
 
 
 def guess_notes(guessed: Collection[str], frozen: Collection[str], buffers: Collection[str]) -> list[Note]:
-    """What to say of names of which nothing but rules 4 and 5 decided."""
+    """Notes on names that only rules 4 and 5 decided."""
     why = "the source does not distinguish frozen parameters, tied names and buffers; they were guessed, and "
     why += f"{option('buffers')} says which are buffers"
     notes = []

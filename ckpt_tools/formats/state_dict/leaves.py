@@ -50,16 +50,6 @@ def with_references(value: Any, place: Place, name: str, inner: dict[StateKey, T
     """
     if type(value) in _PLAIN:
         return value
-    try:
-        return _with_references(value, place, name, inner)
-    except UnsupportedError as error:
-        raise UnsupportedError(why_unread(value) or f"it holds {error.message.removeprefix('it is ')}") from error
-
-
-def _with_references(value: Any, place: Place, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
-    if holds_storage(value):
-        reasons = (why_unread(each) for each in objects_in(value) if holds_storage(each.args))
-        raise UnsupportedError(next(filter(None, reasons), "it is a storage without a tensor, which cannot be read"))
     found: dict[StateKey, TensorLeaf] = {}
 
     def refer(tensor: StoredTensor) -> Any:
@@ -69,9 +59,16 @@ def _with_references(value: Any, place: Place, name: str, inner: dict[StateKey, 
         found[key] = place.leaf(tensor)
         return TensorRef(key)
 
-    value = extracted(value, refer)
+    try:
+        if holds_storage(value):
+            reasons = (why_unread(each) for each in objects_in(value) if holds_storage(each.args))
+            alone = "it is a storage without a tensor, which cannot be read"
+            raise UnsupportedError(next(filter(None, reasons), alone))
+        referring = extracted(value, refer)
+    except UnsupportedError as error:
+        raise UnsupportedError(why_unread(value) or f"it holds {error.message.removeprefix('it is ')}") from error
     inner |= found
-    return value
+    return referring
 
 
 def tree_leaves(value: Any, path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:

@@ -45,7 +45,9 @@ def packed(manifest: Manifest, entries: Entries) -> Packed:
 
     def stored(ref: TensorRef) -> StoredTensor:
         if ref.key not in names:
-            names[ref.key] = _unused(str(ref.key), {*entries.paths, *names.values()})
+            base, taken = str(ref.key), {*entries.paths, *names.values()}
+            choices = chain([base], (f"{base}'{n}" for n in count(1)))
+            names[ref.key] = next(each for each in choices if each not in taken)
         entry = manifest.tensors[ref.key]
         storage = StorageRef.holding(names[ref.key], entry.dtype, entry.numel)
         return StoredTensor(storage, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
@@ -54,10 +56,6 @@ def packed(manifest: Manifest, entries: Entries) -> Packed:
     own = [name for name, key in entries.tensors.items() if manifest.tensors[key].kind is Kind.EXTRA]
     data, _ = dumps_with_storages({"paths": dict(entries.paths), "objects": objects, "own": own})
     return Packed(base64.b64encode(data).decode(), {name: key for key, name in names.items()})
-
-
-def _unused(name: str, taken: Collection[str]) -> str:
-    return next(each for each in chain([name], (f"{name}'{n}" for n in count(1))) if each not in taken)
 
 
 def unpacked(
@@ -125,14 +123,11 @@ def _parts(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any], list[
     paths, objects = [found.get(part) if isinstance(found, dict) else None for part in ("paths", "objects")]
     if not isinstance(paths, dict) or not isinstance(objects, dict) or not objects.keys() <= paths.keys():
         raise MalformedError(f"its {where} does not contain a state tree")
-    if not all(type(name) is str for name in paths) or not all(map(_is_path, paths.values())):
+    are_tuples = all(isinstance(path, tuple) and 0 < len(path) <= MAX_PATH_PARTS for path in paths.values())
+    are_paths = are_tuples and all(type(part) in (str, int) for path in paths.values() for part in path)
+    if not all(type(name) is str for name in paths) or not are_paths:
         raise MalformedError(f"its {where} contains names or paths of the wrong type")
     own = found.get("own", [])
     if not isinstance(own, list) or not all(type(name) is str for name in own):
         raise MalformedError(f"its {where} does not list the names of the user's own tensors")
     return paths, objects, own
-
-
-def _is_path(path: Any) -> bool:
-    is_tuple = isinstance(path, tuple) and 0 < len(path) <= MAX_PATH_PARTS
-    return is_tuple and all(type(part) in (str, int) for part in path)

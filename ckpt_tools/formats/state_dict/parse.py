@@ -1,10 +1,10 @@
-"""Where model and optimizer live in a tree of state that somebody saved. Pure: paths in, a manifest out.
+"""Finds model and optimizer in a tree of state. Pure: paths in, a manifest out.
 
 A DCP and a file of torch.save are trees of the user's own making; each leaf is a tensor or an object.
-``get_state_dict`` puts optimizer state at ``(..., "state", fqn, slot)`` and options at ``(..., "param_groups",
-number, option)``; torchtitan flattens both into one string, ``state.<fqn>.<slot>``. The model is the mapping whose
-names the optimizer knows; without such names, the one that is called a model; else the only one that could be one.
-Several that could be are refused. What is in neither model nor optimizer is the user's own.
+``get_state_dict`` puts optimizer state at ``(..., "state", fqn, slot)`` and options at ``(..., "param_groups", number,
+option)``; torchtitan flattens both into one string, ``state.<fqn>.<slot>``. The model is the mapping whose names the
+optimizer knows; without such names, the one that is called a model; else the only possible one. Several possible ones
+are refused. Everything outside of model and optimizer is the user's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, follow_or
 from ckpt_tools.serialization.unread_tensors import why_unread
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
-"""What the field calls a model's entry: decides between mappings of which none is known to an optimizer."""
+"""Usual names of a model's entry, which decide between mappings that no optimizer knows."""
 
 _AVERAGED = re.compile(r"(?i)(?:^|[^a-z])(?:ema|swa|shadow|averaged?|avg)(?:[^a-z]|$)")
 """Names that trainers give to a moving average of a model: ``model_ema``, ``params_ema``, ``shadow_params``."""
@@ -160,8 +160,17 @@ def _model_prefix(
     hits = {prefix: sum(paths[name][-1] in known for name in inside) for prefix, inside in found.items()}
     best = max(hits.values(), default=0)
     rivals = [prefix for prefix in found if best and hits[prefix] == best]
+    if len(rivals) == 1:
+        return rivals[0]
     if rivals:
-        return rivals[0] if len(rivals) == 1 else _chosen(_fitting(rivals, paths, numels, optim))
+        fitting = _fitting(rivals, paths, numels, optim)
+        chosen = (len(fitting) > 1 and list(filter(_is_model_name, fitting))) or fitting
+        if len(chosen) > 1:
+            raise UnsupportedError(
+                "there are several models whose tensors have the names and shapes that the optimizer knows "
+                f"{choices('model_key', chosen)}"
+            )
+        return chosen[0]
     sizes = {prefix: sum(inside.values()) for prefix, inside in found.items()}
     models = _possible_models(paths, found, integers)
     return _by_names(models) or max(sizes, key=lambda prefix: (_is_model_name(prefix), sizes[prefix]), default=())
@@ -226,17 +235,6 @@ def _fitting(
                 wrong[rival] += by_path.get((*rival, place.fqn)) != numel
     least = min(wrong[rival] for rival in rivals)
     return [rival for rival in rivals if wrong[rival] == least]
-
-
-def _chosen(rivals: list[TreePath]) -> TreePath:
-    """The one of several models that all fit the optimizer. Raises UnsupportedError where no name says which."""
-    found = (len(rivals) > 1 and list(filter(_is_model_name, rivals))) or rivals
-    if len(found) > 1:
-        raise UnsupportedError(
-            "there are several models whose tensors have the names and shapes that the optimizer knows "
-            f"{choices('model_key', found)}"
-        )
-    return found[0]
 
 
 def role_of(path: TreePath, tree: Tree, *, is_tensor: bool) -> LeafRole:
@@ -458,7 +456,6 @@ def _names_of_numbers(
 
 
 def _numbered_groups(leaves: Leaves, optim: TreePath) -> dict[str, NumberedGroup]:
-    """Groups of numbers, by the names of the leaves that list these."""
     found: dict[int, tuple[str, NumberedGroup]] = {}
     objects = {leaves.paths[name]: (name, value) for name, value in leaves.objects.items()}
     for path, (name, value) in objects.items():
@@ -499,7 +496,6 @@ def _state_shapes(leaves: Leaves, optim: TreePath) -> dict[int, Shape]:
 
 
 def _parameter_shapes(leaves: Leaves, tree: Tree, buffers: Collection[str]) -> dict[str, Shape]:
-    """The model's tensors that could be parameters, in order."""
     found = {}
     for name, tensor in leaves.tensors.items():
         where = role_of(leaves.paths[name], tree, is_tensor=True)
@@ -569,7 +565,7 @@ def _key(where: LeafRole, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
 
 
 def _aliases(ties: Mapping[str, str], roles: Mapping[str, LeafRole]) -> tuple[dict[str, str], dict[str, str]]:
-    """Ties between weights, by fqn, and the others, by leaf: what is no weight has no aliases and stands for itself."""
+    """Ties between weights, by fqn, and others, by leaf, which become tensors of their own."""
     aliases, twins = {}, {}
     for alias, owner in ties.items():
         ends = roles[alias], roles[owner]

@@ -220,9 +220,8 @@ def _default_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
 
 
 def _complex(machine: Machine, args: tuple[Value, ...]) -> Value:
-    if all(type(arg) in (int, float) for arg in args):
-        return complex(*args)
-    return recorded(machine, Opaque(GlobalRef("builtins", "complex"), args))
+    is_plain = all(type(arg) in (int, float) for arg in args)
+    return complex(*args) if is_plain else recorded(machine, Opaque(GlobalRef("builtins", "complex"), args))
 
 
 def _reconstructor(machine: Machine, args: tuple[Value, ...]) -> Value:

@@ -63,7 +63,7 @@ _UNIT = row(fields(), row(BYTES, INT, INT, INT))
 
 
 def _item_bytes(dtype: Value) -> int | None:
-    """Bytes of an element; None for objects, and for what is no dtype of this list."""
+    """Bytes of an element; None for objects, and for a value that is not a dtype of this list."""
     if type(dtype) is not Opaque or str(dtype.ref) != "numpy.dtype" or refusal(dtype) is not None:
         return None
     code = dtype.args[0]

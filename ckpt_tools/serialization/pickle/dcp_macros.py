@@ -37,13 +37,13 @@ MAX_KEPT_ENTRIES, MAX_KEPT_ENTRY_BYTES, MAX_KEPT_ENTRY_SIZES = 1 << 12, 1 << 12,
 
 
 class RecordMacro(ABC):
-    """Reads whole records of one class where they are written as torch and ``dumps`` write them.
+    """Reads whole records of one class in the form in which torch and ``dumps`` write them.
 
     After the class was fetched from the memo that is a new object without arguments, a dict of its fields, BUILD. Field
     names and ``torch.Size`` are fetched from the memo too, so the pattern is made once the first record was read opcode
-    by opcode. Either every value is memoised in order (MEMOIZE, protocol 4) or none is (``dumps``). Of what has a place
-    in the memo only names and sizes are kept there: a pickle that fetches a record, or the tuples and dicts of which it
-    was built, is read again without macros.
+    by opcode. Either every value is memoised in order (MEMOIZE, protocol 4) or none is (``dumps``). Of the memoised
+    values only names and sizes are kept: a pickle that fetches a record, or the tuples and dicts in it, is read again
+    without macros.
     """
 
     __slots__ = ("attempts", "lengths", "machine", "put", "start", "tail")
@@ -118,7 +118,7 @@ class RecordMacro(ABC):
         return rb"(" + self.integers() + rb")"
 
     def integers(self) -> bytes:
-        """The same without the group."""
+        """``extents`` without the group."""
         return rb"(?:\)|\(?(?:" + _INTEGER + rb")*+[\x85-\x87t]" + re.escape(self.put) + rb")"
 
     def call(self) -> bytes:
@@ -142,7 +142,7 @@ class RecordMacro(ABC):
         return self.lengths.setdefault(written, _decoded(written))
 
     def remember(self, *values: Value) -> None:
-        """Put ``values``, of which only names and sizes take room."""
+        """Memoise ``values``, of which only names and sizes are kept."""
         memo = self.machine.memo
         if not self.put:
             return
@@ -248,8 +248,8 @@ class _InfoMacro(RecordMacro):
 
 
 class _TensorMacro(RecordMacro):
-    """Reads a tensor with its properties and chunks. Those with the same opcodes share one record, whose parts nothing
-    in the pickle can reach: nothing can change them."""
+    """Reads a tensor with its properties and chunks. Those with the same opcodes share one record: nothing in the
+    pickle refers to its parts, so nothing can change them."""
 
     __slots__ = ("chunk", "kept", "spelled")
 
@@ -297,7 +297,7 @@ class _TensorMacro(RecordMacro):
         return True
 
     def _made(self, found: re.Match[bytes]) -> tuple[TensorStorageMetadata, tuple[Value, ...]] | None:
-        """The entry, and what takes a place in the memo with it; None where it is not made as it should be."""
+        """The entry, and its values for the memo; None where the opcodes do not make one."""
         facts, strides, made, known, chunks = found.groups()
         # The record and its state, the properties, their strides if they have an item, and the state of these.
         places: list[Value] = [UNSET] * (4 if strides in (None, b"N", b")") else 5)

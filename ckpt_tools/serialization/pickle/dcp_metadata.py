@@ -1,9 +1,9 @@
-"""The dataclasses of a DCP ``.metadata`` pickle, inert.
+"""Inert dataclasses of a DCP ``.metadata`` pickle.
 
 Field for field those of ``torch.distributed.checkpoint.metadata`` and ``.filesystem`` (torch 2.15.0), slotted because a
-checkpoint of a million chunks holds three million. Fields are checked when they are set; what could be changed after,
-the content of lists and dicts, by ``check`` once all was read. One that a pickle makes and never fills raises
-MalformedError where it is used.
+checkpoint of a million chunks holds three million. Fields are checked when they are set; the content of lists and
+dicts, which can change later, is checked by ``check`` after reading. A record that a pickle makes and never fills
+raises MalformedError where it is used.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class TensorProperties(Record):
 
 
 class TensorStorageMetadata(Record):
-    """A tensor of a DCP: what it is, its whole size and its chunks."""
+    """A tensor of a DCP: properties, whole size and chunks."""
 
     FIELDS = ("properties", "size", "chunks")
     __slots__ = FIELDS
@@ -246,7 +246,7 @@ class TensorStorageMetadata(Record):
 
 
 class BytesStorageMetadata(Record):
-    """An item of a DCP that is no tensor: a torch.save stream of any object."""
+    """An object of a DCP, stored as a stream of torch.save."""
 
     __slots__ = ()
 

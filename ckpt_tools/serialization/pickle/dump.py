@@ -1,9 +1,9 @@
-"""Values back into a pickle, in protocol 2 as ``torch.save`` writes it, without importing what they name.
+"""Pickles values in protocol 2 as ``torch.save`` does, without importing the classes that they name.
 
 The result loads with ``pickle``, with ``torch.load(weights_only=True)`` where torch allows its globals, and with
-``pickles.loads``. Memory entries (PUT) are made only for what is referred to again: names and strings by value, mutable
-objects and tensors by identity. The records of a DCP have spelled-out encoders, since a million chunks are three
-million of them (measured on the 2-core reference machine: 3.4 s, 119 MB).
+``load.loads``. Memory entries (PUT) are made only for values that may be referred to again: names and strings by value,
+mutable objects and tensors by identity. The records of a DCP have spelled-out encoders, since a million chunks are
+three million of them (measured on the 2-core reference machine: 3.4 s, 119 MB).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _TUPLE_OPCODES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
 class Pairs:
-    """A dict whose items are made while they are written, and not kept: those of a million chunks take 400 MB."""
+    """A dict whose items are made while they are written, and not kept: the items of a million chunks take 400 MB."""
 
     __slots__ = ("items",)
 
@@ -70,11 +70,7 @@ class Pairs:
 
 
 def dumps(value: Value) -> bytes:
-    """``value`` as a pickle of protocol 2.
-
-    Raises:
-        TypeError: something in it is no value of ``values``.
-    """
+    """``value`` as a pickle of protocol 2. Raises TypeError for a type that is not of ``values``."""
     return dumps_with_storages(value)[0]
 
 
@@ -107,7 +103,7 @@ class _Writer:
     # Memory
 
     def _put(self) -> bytes:
-        """Memoise the top of the stack; what refers to it from now on."""
+        """Memoise the top of the stack; the opcode that refers to it."""
         index = self._num_memo
         self._num_memo += 1
         if index < 256:

@@ -91,7 +91,7 @@ def _check_compound_keys(machine: Machine, target: Value, keys: list[Value]) -> 
 
 
 def _num_parts(machine: Machine, key: Value, parts: int) -> int:
-    """``parts`` and the number of hashes that hashing ``key`` takes; stops soon after the bound."""
+    """``parts`` plus the number of hashes that hashing ``key`` takes; counting stops soon after the bound."""
     parts += 1
     if type(key) is int and key.bit_length() > MAX_KEY_BITS:
         machine.fail("a huge integer as a key")
@@ -123,9 +123,9 @@ _SMALL = 8
 class Checker:
     """Walks a loaded value once: bounds nesting and sharing, refuses containers inside themselves, checks records.
 
-    An ``Opaque`` may contain itself, as objects do. What holds only scalars is not looked at one by one. Lists that
-    share their items double with every level, and whoever compares, prints or writes them walks them all: unfolded, a
-    value may have ``SPARE_NODES`` parts and two a byte of the pickle, where each takes a byte at least.
+    An ``Opaque`` may contain itself, as objects do. Containers of scalars alone are not walked. Lists that share their
+    items double with every level, and every comparison, print or write walks them all: unfolded, a value may have
+    ``SPARE_NODES`` parts and two a byte of the pickle, where each takes a byte at least.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -1,21 +1,20 @@
 """Pickles as data: an interpreter of their opcodes that makes values and can do nothing else.
 
-Every opcode is a small function on the machine's own stack (``opcodes``). A name becomes a ``GlobalRef``; calling
-one builds a value if the name is on the allow-list (``allowed_calls``), and records the call as a ``values.Opaque``
-if it is not. Nothing is imported, nothing foreign is called, no attribute is set. Every cost is bounded where it
+Every opcode is a small function on the machine's own stack (``opcodes``). A name becomes a ``GlobalRef``; calling one
+builds a value if the name is on the allow-list (``allowed_calls``), and otherwise records the call as a
+``values.Opaque``. Nothing is imported, nothing foreign is called, no attribute is set. Every cost is bounded where it
 arises: lengths by the data, integers, nesting and the hashing of keys by constants, copies, containers and memo indices
 by the size of the data.
 
-Why not the C unpickler with a ``find_class`` of our own: it hashes, out of reach, tuples that it made itself. Forty
-nested tuples ``(x, x)`` as a key take 2 ** 40 steps, and a deep one overflows the C stack; both fit in 100 bytes. It
-also resolves the extension registry past ``find_class``, allocates whatever memo index it meets, and sets attributes on
-whatever it finds.
+The C unpickler with a ``find_class`` of our own is no alternative: it hashes, out of reach, tuples that it made itself.
+Forty nested tuples ``(x, x)`` as a key take 2 ** 40 steps, and a deep one overflows the C stack; both fit in 100 bytes.
+It also resolves the extension registry past ``find_class``, allocates any memo index that it meets, and sets attributes
+on any object.
 
 A Python loop over 60 million opcodes takes a minute, so the records that a DCP repeats a million times are read by
-macros (``dcp_macros``): where one of its four hot classes starts, one regular expression takes the whole record and
-leaves the stack as its opcodes would. Tensors of the same properties, size and chunks share one record, and the memo
-keeps no more than names and sizes of them. A pickle that refers to anything else of a record is read again without
-macros.
+macros (``dcp_macros``): where one of its four frequent classes starts, one regular expression takes the whole record
+and leaves the stack as its opcodes would. Tensors of the same properties, size and chunks share one record, and the
+memo keeps only names and sizes of them. A pickle that refers to anything else of a record is read again without macros.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ GC_PAUSE_BYTES = 1 << 20
 """Size from which the cyclic garbage collector pauses: it would scan millions of live objects again and again."""
 
 SHORT_OPERAND_BYTES = 300
-"""More than an opcode takes whose length is not checked before it is read: one byte of length, and what it counts."""
+"""Upper limit for an opcode whose length is not checked before it is read: one byte of length, and as many bytes."""
 
 
 def loads(data: bytes, *, path: str, persistent_load: PersistentLoad | None = None) -> Value:

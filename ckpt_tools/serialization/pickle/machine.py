@@ -44,7 +44,7 @@ class TooLongError(UnsupportedError):
 
 
 class Unset:
-    """Value at a memo index that was never put, or that a macro skipped: part of a record."""
+    """Value at a memo index that was never put, or that a macro skipped because it is part of a record."""
 
 
 UNSET = Unset()
@@ -76,7 +76,7 @@ class LeftOutError(Exception):
 
 
 _NUMBERS = array("Q")
-"""Copied: making one anew is an audit event, of which reading a pickle has none."""
+"""Copied, because making an array is an audit event, and reading a pickle must raise none."""
 
 
 class Memo(list[Value]):
@@ -224,7 +224,7 @@ class Machine:
         raise EndsEarlyError(f"the pickle is malformed at byte {self.position:,}: {reason}")
 
     def pop_mark(self) -> list[Value]:
-        """The values since the last mark, whose place is given up."""
+        """The values since the last mark, which is removed."""
         items = self.stack
         self.stack = self.marks.pop()
         return items
@@ -274,7 +274,7 @@ Call = Callable[[Machine, tuple[Value, ...]], Value]
 
 @dataclass(frozen=True, slots=True)
 class SetState:
-    """A tensor that was given attributes: its class, and what it was given."""
+    """Attributes given to a tensor: its class, and their values."""
 
     ref: Value
     state: Value

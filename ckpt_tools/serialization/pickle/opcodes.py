@@ -147,7 +147,7 @@ def _long(width: int) -> Step:
 
 
 def _check_length(machine: Machine, num_bytes: int) -> None:
-    """Before it is known whether all of it is there: what is too long is not read any further."""
+    """Refuses a long value before the rest of it is read."""
     if num_bytes > MAX_VALUE_BYTES:
         raise TooLongError(
             f"the pickle holds a string of {num_bytes:,} bytes at byte {machine.position:,}, and at most "

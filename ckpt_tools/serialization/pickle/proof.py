@@ -163,7 +163,8 @@ class _Judge:
 
 
 def _remembered(made: Opaque | SetState, known: dict[tuple[Value, ...], str | None]) -> str | None:
-    """The judgement of an object; those of a few scalars without a state are judged once. A DCP has millions."""
+    """The judgement of an object; objects of a few scalars without a state, of which a DCP has millions, are judged
+    once."""
     if type(made) is not Opaque or made.state is not None or made.items or made.pairs or made.kwargs:
         return refusal(made)
     if type(made.ref) is not GlobalRef or not _SCALARS.issuperset(map(type, made.args)):

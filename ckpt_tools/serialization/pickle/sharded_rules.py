@@ -1,7 +1,7 @@
-"""The lines of the closed list for one rank's part of a tensor, and for the plans that Megatron lays into a DCP.
+"""Rules of the closed list for one rank's part of a tensor, and for the plans that Megatron writes into a DCP.
 
 The names and fields are those of files that torch 2.15 and megatron-core 0.16 wrote, and of the sources of torch 2.4 to
-2.9 (see ``sharded_tensors``). What a DTensor is made of is looked at by its class, so that no attribute can be a hook:
+2.9 (see ``sharded_tensors``). The parts of a DTensor are checked by their classes, so that no attribute can be a hook:
 ``torch._tensor._set_obj_state`` sets the slots of a DTensor, ``DeviceMesh.__setstate__`` looks up the names of process
 groups, and ``ShardedTensor.__setstate__`` compares four numbers and would register itself for RPC only if told to.
 """

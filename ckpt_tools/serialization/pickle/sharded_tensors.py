@@ -193,8 +193,13 @@ class PartReader:
         if not is_meta or not are_naturals(meta.args[0]) or tuple(meta.args[0]) != shape:
             raise MalformedError(f"the spec of a DTensor of shape {list(shape)} is of another tensor")
         _check_order(spec.get("shard_order"), placements)
-        if slots["_spec"].ref.module.startswith(_OLD_DTENSOR):
-            _refuse_two_cuts(placements)
+        cuts = [each.dim for each in placements if isinstance(each, Shard)]
+        if slots["_spec"].ref.module.startswith(_OLD_DTENSOR) and len(cuts) != len(set(cuts)):
+            # torch 2.4 wrote Shard(0), Shard(0) for FSDP2 with tensor parallelism too, which cuts the other way round.
+            raise UnsupportedError(
+                "a DTensor of torch before 2.5 is cut along one dim by two dims of its mesh; it does not say in which "
+                "order"
+            )
         return DTensorPart(shape, dtype, mesh, placements, local)
 
     def _mesh(self, value: Value) -> Mesh:
@@ -259,15 +264,6 @@ def _check_order(order: Value, placements: tuple[Placement, ...]) -> None:
             raise UnsupportedError(f"a DTensor is cut along the dims {list(dims)} of its mesh, in this order")
 
 
-def _refuse_two_cuts(placements: tuple[Placement, ...]) -> None:
-    """torch 2.4 wrote ``Shard(0), Shard(0)`` for FSDP2 with tensor parallelism too, which cuts the other way round."""
-    dims = [each.dim for each in placements if isinstance(each, Shard)]
-    if len(dims) != len(set(dims)):
-        raise UnsupportedError(
-            "a DTensor of torch before 2.5 is cut along one dim by two dims of its mesh; it does not say in which order"
-        )
-
-
 def _placement(value: Value, ndim: int) -> Placement:
     if not isinstance(value, Opaque) or not isinstance(value.ref, GlobalRef) or value.ref.module not in _PLACEMENTS:
         raise UnsupportedError(f"a {kind_of(value)} stands where a placement is expected")
@@ -310,7 +306,11 @@ def _mesh(value: Value) -> Mesh:
     # torch 2.10 and 2.11 say the rank by the coordinate in the mesh that this one was cut from.
     root = found.get("_root_mesh") if "_rank" not in found else None
     rank = _rank(found.get("_rank") if root is None else _mesh(root).rank, ranks, shape, strides, coordinate)
-    return Mesh(shape, ranks, rank, coordinate, device, _names(names, len(shape)))
+    if names is not None:
+        are_names = isinstance(names, tuple | list) and all(type(name) is str for name in names)
+        if not are_names or len(names) != len(shape):
+            _wrong("DeviceMesh")
+    return Mesh(shape, ranks, rank, coordinate, device, None if names is None else tuple(names))
 
 
 def _rank(given: Value, ranks: tuple[int, ...], shape: Shape, strides: Any, coordinate: Shape) -> int:
@@ -372,14 +372,6 @@ def _items(value: Value) -> tuple[Value, ...]:
     if not isinstance(value, tuple) or not 0 < len(value) <= MAX_DIMS:
         _wrong("_MeshLayout")
     return value
-
-
-def _names(value: Value, ndim: int) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, tuple | list) or len(value) != ndim or not all(type(name) is str for name in value):
-        _wrong("DeviceMesh")
-    return tuple(value)
 
 
 def _sharded_tensor(shape: Shape, dtype: DType, state: Value) -> ShardedTensorPart:

@@ -1,4 +1,4 @@
-"""The small objects of a lock in a store of fsspec, which knows no conditions: what was written is read back."""
+"""Small objects of a lock in a store of fsspec, which has no conditional writes: every write is read back."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class FsspecObjects:
         return None
 
     def _age_seconds(self, key: str) -> float:
-        """A file system that keeps no times never gives a lock up: its holder has to, or a person."""
+        """Age by the store's time. A lock on a file system without times never becomes stale: only its holder or a
+        person removes it."""
         try:
             modified: datetime = self.fs.modified(key)
         except NotImplementedError:

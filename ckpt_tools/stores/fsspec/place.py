@@ -30,7 +30,7 @@ from ckpt_tools.stores.destination import Claim, Destination, Leftover, Place
 from ckpt_tools.stores.fsspec.store import FsspecStore, asked, file_system, kind_at, size_of
 from ckpt_tools.stores.marker_files import PARTIAL, is_marker
 from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
-from ckpt_tools.stores.present import NOTHING, Present, Standing, check_free, check_only, folders_of
+from ckpt_tools.stores.present import NOTHING, Present, check_free, check_only, folders_of
 from ckpt_tools.stores.source import Buffer, checked_name
 
 _TOKEN_BYTES = 8
@@ -44,8 +44,6 @@ def _is_link(info: Mapping[str, Any]) -> bool:
 
 @dataclass(slots=True)
 class _Stream:
-    """A file being written from front to back."""
-
     file: Any
     next: int = 0
     turn: threading.Condition = field(default_factory=threading.Condition)
@@ -191,7 +189,6 @@ class FsspecPlace(Place):
         return Present(store, {self.name: size_of(self.fs.info(self.path), self.url)})
 
     def _folder(self) -> Present | None:
-        """Contents of the folder without unfinished output."""
         self.fs.invalidate_cache()
         if kind_at(self.fs, self.path, self.url) != "directory":
             return None
@@ -218,7 +215,7 @@ class FsspecPlace(Place):
         is_file = kind_at(self.fs, self.path, self.url) == "file"
         is_there: dict[Kind, bool] = {"file": is_file, "folder": asked(self.url, self._folder) is not None}
         kinds = [kind for kind, found in is_there.items() if found]
-        check_free(self.url, Standing(bool(kinds), kinds), self.form.kind, overwrite=overwrite)
+        check_free(self.url, self.form.kind, is_taken=bool(kinds), kinds=kinds, overwrite=overwrite)
 
     @contextmanager
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[FsspecClaim]:
@@ -254,7 +251,6 @@ class FsspecPlace(Place):
         self._remove_folder(partial)
 
     def _staged(self, partial: str) -> list[str]:
-        """The folders in ``partial`` that runs made."""
         self.fs.invalidate_cache()
         try:
             found = [str(path).rstrip("/") for path in self.fs.ls(partial, detail=False)]

@@ -72,8 +72,8 @@ def asked(url: str, call: Callable[[], Result]) -> Result:
 
 @dataclass(slots=True)
 class FsspecStore(Store):
-    """The files below ``root`` of a file system; with ``only``, a single one of them. ``query`` is what follows the
-    name of a file in a web address: a signature or a token, which is no part of the name."""
+    """The files below ``root`` of a file system; with ``only``, a single one of them. ``query`` follows the name of a
+    file in a web address: a signature or a token."""
 
     fs: Any
     root: str

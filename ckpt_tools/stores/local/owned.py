@@ -50,17 +50,12 @@ class WrittenNames:
 
     def read(self) -> frozenset[str]:
         """An end that was cut off names nothing: no file was made after it."""
-        try:
-            lines = self.path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return frozenset()
-        return frozenset(name for line in lines if isinstance(name := _parsed(line), str))
-
-
-def _parsed(line: bytes) -> object:
-    with suppress(ValueError):
-        return json.loads(line)
-    return None
+        found: list[object] = []
+        with suppress(FileNotFoundError):
+            for line in self.path.read_bytes().splitlines():
+                with suppress(ValueError):
+                    found.append(json.loads(line))
+        return frozenset(name for name in found if isinstance(name, str))
 
 
 def names_in(folder: Path) -> WrittenNames:

@@ -1,10 +1,9 @@
 """A local destination that is absent, old, or complete, never half written.
 
-A conversion writes into a hidden folder beside its destination, which holds the output and a log of what was written of
-it. Publishing renames the output, or the one file in it, into place in one step (``publish``); any failure
-removes the folder, unless it is to be resumed. The folder is locked while a process writes (``lock``), so that a
-second writer gets an error, and leftovers of a killed one can be told apart. Files are removed by name only
-(``owned``).
+A conversion writes into a hidden folder beside its destination, which holds the output and a log of its progress.
+Publishing renames the output, or the one file in it, into place in one step (``publish``); any failure removes the
+folder, unless it is to be resumed. The folder is locked while a process writes, so that a second writer gets an error,
+and leftovers of a killed one can be told apart. Files are removed by name only (``owned``).
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ class LocalLog:
 
 @dataclass(slots=True)
 class _OutputStore(LocalStore):
-    """An output, whose files are made after their names were written down beside it."""
+    """An output; the name of each file is written down beside it before the file is made."""
 
     def create(self, path: str, size_bytes: int) -> LocalWriter:
         names_in(self.root.parent).add([path])
@@ -182,13 +181,13 @@ class Staging(Claim):
         return self.store
 
     def publish(self, paths: Sequence[str] = (), replaced: Mapping[str, int] = NOTHING) -> None:
-        """Put the finished output in its place, in one step; what else of ``paths`` a file has beside it, just before.
+        """Put the finished output in its place, in one step; other files of ``paths`` beside a file just before.
 
-        A killed run may have left more than ``paths`` where they are given, such as digests that are not asked for
-        now; nothing else is published. Of what is there, ``replaced`` goes.
+        A killed run may have left more than ``paths``, such as digests that are not wanted now; if they are given,
+        nothing else is published. ``replaced`` are the existing files that may be removed.
 
         Raises:
-            DestinationExistsError: there is something else, which is kept, or came while the output took its place.
+            DestinationExistsError: there is something else, which is kept, or was added during publishing.
             StoreError: renaming failed.
         """
         output = self.store.root
@@ -228,16 +227,16 @@ class Staging(Claim):
 def staged(
     target: Path, form: OutputForm, *, overwrite: bool, resume: bool = False, fsync: bool = False
 ) -> Iterator[Staging]:
-    """A staging folder for ``target``; on leaving, it is removed with everything that was not published.
+    """A staging folder for ``target``; on leaving, it is removed with all output that was not published.
 
-    With ``resume`` it holds what a killed run left there, and stays for the next one where this one fails. With
-    ``fsync`` what is published outlives a power failure.
+    With ``resume`` it holds the output of a killed run, and stays for the next one if this one fails. With ``fsync``
+    the published output outlives a power failure.
 
     Raises:
         DestinationExistsError: the target exists and ``overwrite`` is False, another process is writing it, or other
         files are in the staging folder. UsageError: the target is a mount point. StoreError: the folder cannot be made.
     """
-    # A signal ends what is done with the folder, and neither its making nor its removal.
+    # A signal interrupts the block, but not the making and the removal of the folder.
     with held_back():
         with reporting("cannot write there", target.parent):
             place = resolved(target, form)

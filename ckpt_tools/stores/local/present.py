@@ -11,7 +11,7 @@ from pathlib import Path
 from ckpt_tools.errors import UsageError
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.output_form import Kind, OutputForm, SingleFile
-from ckpt_tools.stores.present import Present, Standing, check_free
+from ckpt_tools.stores.present import Present, check_free
 
 
 def resolved(target: Path, form: OutputForm) -> Path:
@@ -72,7 +72,7 @@ def check_path_free(place: Path, form: OutputForm, *, overwrite: bool) -> None:
     # A folder that may not be listed is looked into only if that decides.
     is_taken = not overwrite and is_there(place) and (place.is_file() or is_full_folder(place))
     kinds: list[Kind] = ["folder" if place.is_dir() else "file"] if place.exists() else []
-    check_free(str(place), Standing(is_taken, kinds), form.kind, overwrite=overwrite)
+    check_free(str(place), form.kind, is_taken=is_taken, kinds=kinds, overwrite=overwrite)
 
 
 def is_folder(path: Path) -> bool:

@@ -1,8 +1,8 @@
 """A folder of the local file system.
 
-Reads and writes are positional (``preadv``, ``pwrite``) on descriptors shared by all threads, straight into and out
-of the caller's buffers. A new file is allocated in full before the first byte, so that a full disk is known at once
-and the file system lays it out in one piece.
+Reads and writes are positional (``preadv``, ``pwrite``) on descriptors shared by all threads, straight into and out of
+the caller's buffers. A new file is allocated in full before the first byte, so that a full disk is known at once and
+the file system can keep it contiguous.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class _Descriptor:
 class LocalStore(FillableStore):
     """The files below ``root``; with ``only``, a single one of them.
 
-    With ``replaces``, a file of the name of a new one goes: a killed run left it. With ``fsync``, what is written is on
-    the disk once its file is closed.
+    With ``replaces``, a new file replaces an old one of its name, which a killed run left. With ``fsync``, a file is on
+    the disk once it is closed.
     """
 
     root: Path
@@ -179,7 +179,6 @@ class LocalStore(FillableStore):
             return LocalWriter(target, os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), self.fsync)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """In another process: the same folder, no file open."""
         return LocalStore, (self.root, self.only, self.replaces, self.fsync)
 
 
@@ -244,7 +243,7 @@ class LocalWriter:
                 _send_to_disk(self.number, offset, len(data))
 
     def close(self) -> None:
-        """Raises StoreError: what was written did not reach the disk, which network file systems say only here."""
+        """Raises StoreError if the bytes did not reach the disk, which network file systems report only here."""
         with reporting("writing failed", self.path):
             try:
                 if self.fsync:

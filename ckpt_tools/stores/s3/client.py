@@ -207,15 +207,10 @@ class Bucket:
             raise
 
     def _unreadable(self, error: RefusedError, key: str, stop: int) -> CkptError:
-        match error.status:
-            case 404:
-                return IncompleteError("this file of the checkpoint is missing", path=self.url(key))
-            case 412:
-                return StoreError("it was changed while it was being read; run again", path=self.url(key))
-            case 416:
-                return IncompleteError(f"the file ends before byte {stop:,}", path=self.url(key))
-            case _:
-                return error
+        if error.status == 412:
+            return StoreError("it was changed while it was being read; run again", path=self.url(key))
+        reasons = {404: "this file of the checkpoint is missing", 416: f"the file ends before byte {stop:,}"}
+        return IncompleteError(reasons[error.status], path=self.url(key)) if error.status in reasons else error
 
     def _check_range(self, answer: Mapping[str, Any], key: str, start: int, num_bytes: int) -> None:
         """Raises IncompleteError where the object ends early, TransientError for any other range than the asked."""

@@ -1,4 +1,4 @@
-"""Files of an output as multipart uploads to S3, and the log of what was written.
+"""Files of an output as multipart uploads to S3, and the log of the parts.
 
 Every output file is a multipart upload, which is invisible until it is completed; a task is one part of it.
 """

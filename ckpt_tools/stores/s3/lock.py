@@ -1,9 +1,9 @@
 """Lock on a place of an object store: an object that its holder writes again every few seconds.
 
-The object is made with a condition ("if there is none"), so that of two processes one fails. A lock whose
-holder has been silent for long, by the service's own clock, or was a process of this machine that has ended, is taken
-over, again with a condition ("if it is still this one"). On services without conditions the object is read back; two
-processes that start within that moment may both get the lock.
+The object is made with a condition ("if there is none"), so that of two processes one fails. A lock whose holder has
+been silent for long, by the service's own clock, or was a process of this machine that has ended, is taken over, again
+with a condition ("if it is still this one"). On services without conditions the object is read back; two processes that
+start within that moment may both get the lock.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ObjectLock:
         return json.dumps({"token": self._token, "beat": self._num_beats, **_process()}).encode()
 
     def _is_mine(self) -> bool:
-        """Read back: a condition may have been ignored, or met by an attempt whose answer was lost."""
+        """Read the lock back: a condition may have been ignored, or met by an attempt whose answer was lost."""
         found = self.objects.get(self.key)
         if found is None or _content(found).get("token") != self._token:
             return False
@@ -166,7 +166,7 @@ def _process() -> dict[str, object]:
 
 
 def _machine() -> str:
-    """The running system, and the numbering of processes that we are in: containers have their own."""
+    """The running system and the namespace of process numbers, which each container has for itself."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -175,6 +175,6 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in ticks of the kernel; numbers are given out again."""
+    """Start of a process in ticks of the kernel, which tells it from a later process of the same number."""
     stat = Path(f"/proc/{pid}/stat").read_text()
     return stat.rpartition(")")[2].split()[19]

@@ -21,7 +21,7 @@ from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.destination import Claim, Leftover, PartRules, Place
 from ckpt_tools.stores.marker_files import is_marker
 from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
-from ckpt_tools.stores.present import NOTHING, Present, Standing, check_free, check_only, folders_of
+from ckpt_tools.stores.present import NOTHING, Present, check_free, check_only, folders_of
 from ckpt_tools.stores.s3.client import Bucket, Found
 from ckpt_tools.stores.s3.destination import LOG_NUMBER, MAX_PARTS, PART_BYTES, S3Destination, S3Log, copying_rules
 from ckpt_tools.stores.s3.lock import ObjectLock, is_held
@@ -41,7 +41,7 @@ class S3Claim(Claim):
     published: bool = False
 
     def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
-        """Make the finished files visible, the last of ``paths`` last, and ``replaced`` go.
+        """Make the finished files visible, the last of ``paths`` last, and remove ``replaced``.
 
         Raises:
             DestinationExistsError: another process wrote there meanwhile. StoreError: the service failed, or
@@ -100,12 +100,12 @@ class S3Place(Place):
 
     @property
     def inside(self) -> str:
-        """The prefix of what is in it as a folder."""
+        """Prefix of the files in it as a folder."""
         return f"{self.key}/" if self.key else ""
 
     @property
     def beside(self) -> str:
-        """The prefix of what lies where it lies itself."""
+        """Prefix of the keys beside it."""
         return self.key.removesuffix(self.name)
 
     @property
@@ -151,7 +151,7 @@ class S3Place(Place):
         single = self.bucket.head(self.key) if self.key else None
         is_there: dict[Kind, bool] = {"file": single is not None, "folder": self._folder() is not None}
         kinds = [kind for kind, found in is_there.items() if found]
-        check_free(self.url, Standing(bool(kinds), kinds), self.form.kind, overwrite=overwrite)
+        check_free(self.url, self.form.kind, is_taken=bool(kinds), kinds=kinds, overwrite=overwrite)
 
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[S3Claim]:
         """Like ``Place.claim``. S3 answers when bytes are safe, so ``fsync`` changes nothing."""
@@ -214,7 +214,7 @@ _KINDS = {
 
 @contextmanager
 def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Claim]:
-    """The place, taken; on leaving, what was not published is gone. With ``resume`` it is kept.
+    """The place, taken; on leaving, everything that was not published is removed. With ``resume`` it is kept.
 
     Raises:
         DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing.
@@ -222,7 +222,7 @@ def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Clai
     """
     place.check_free(overwrite=overwrite)
     claim = place.new_claim(overwrite=overwrite)
-    # A signal ends what is done at the place, and neither taking it nor leaving it.
+    # A signal interrupts the block, but not taking and leaving the place.
     with held_back(), ExitStack() as leaving:
         claim.lock.take()
         leaving.callback(_quietly, claim.lock.release)
