@@ -419,12 +419,12 @@ def run(
     """
     # A plan alone moves nothing, and needs none of these.
     from ckpt_tools.transfer.execute import execute
-    from ckpt_tools.transfer.journal import AfterQuietStart, FromFirstByte
+    from ckpt_tools.transfer.journal import JournalPolicy
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
     started = time.perf_counter()
     plan, report, checksum = prepared.plan, plan_report(prepared), prepared.checksum
-    journaling = FromFirstByte() if resume else AfterQuietStart()
+    journaling = JournalPolicy(keeps_output=resume)
     taking = prepared.place.claim(overwrite=prepared.overwrite, resume=journaling.keeps_output, fsync=fsync)
     with (
         pool.connected(),
