@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import costs, inference, machine, report, startup
+from benchmarks import inference, machine, report, startup
 from benchmarks.inputs import FolderError, claim
 from benchmarks.journal import Journal
-from benchmarks.suite import WAYS, OutOfTimeError, Runner, Settings, say
+from benchmarks.suite import WAYS, OutOfTimeError, Runner, Settings, measure_memory, say
 from benchmarks.works import WORKS
 from ckpt_tools.guard import guarded
 from ckpt_tools.signals import exit_code_of, stopping_on_signals
@@ -37,9 +37,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ways", type=_some_of(WAYS), default=WAYS, help=f"ways: {', '.join(WAYS)}; default: all")
     made.add_argument("--time-limit", type=float, default=600, metavar="SECONDS", help="time limit of one run")
     made.add_argument("--budget-minutes", type=float, default=float("inf"), help="start no run after so long")
-    made.add_argument(
-        "--memory-sizes", type=_numbers, default=(1.0, 4.0, 16.0), metavar="GB,GB", help="sizes for memory"
-    )
+    made.add_argument("--memory-sizes", type=_numbers, default=(1.0, 4.0, 16.0), metavar="GB,GB", help="for memory")
     made.add_argument("--results", type=Path, default=RESULTS, help="folder of the journal, the table and the picture")
     made.add_argument("--data", type=Path, default=DATA, help="folder of inputs and outputs")
     made.add_argument("--fresh", action="store_true", help="drop the figures of these works first")
@@ -58,7 +56,7 @@ def _some_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(word) for word in text.split(","))
+    return tuple(map(float, text.split(",")))
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -86,8 +84,9 @@ def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) ->
         claim(settings.data)
     except FolderError as error:
         raise SystemExit(f"error: {error}") from None
-    if asked.fresh:
-        _forget(asked.works, journal)
+    for name in asked.works if asked.fresh else ():
+        field = "kind" if name in (MEMORY, START_UP, INFERENCE) else "work"
+        journal.forget(keep={"kind": None}, **{field: name})
     facts = {"kind": "machine", **machine.described(settings.data)}
     if not journal.find(**facts):
         journal.add(facts)
@@ -96,19 +95,13 @@ def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) ->
             if work.name in asked.works:
                 Runner(work, settings, journal).run()
         if MEMORY in asked.works:
-            costs.measure_memory(asked.memory_sizes, settings, journal)
+            measure_memory(asked.memory_sizes, settings, journal)
         if START_UP in asked.works:
             startup.measure_into(journal, settings.runs)
         if INFERENCE in asked.works:
             inference.measure(settings, journal)
     except OutOfTimeError:
         say(STOPPED)
-
-
-def _forget(names: Sequence[str], journal: Journal) -> None:
-    for name in names:
-        field = "kind" if name in (MEMORY, START_UP, INFERENCE) else "work"
-        journal.forget(keep={"kind": None}, **{field: name})
 
 
 if __name__ == "__main__":

@@ -48,21 +48,14 @@ def cool(path: Path) -> float:
     is dropped, if that is permitted.
     """
     for file in files_of(path):
-        _evict(file)
+        with file.open("rb") as stream:
+            os.fsync(stream)  # a page that is not yet on the disk cannot be dropped
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if (share := cached_share(path)) > MAX_COLD_SHARE:
         with contextlib.suppress(OSError):
             Path("/proc/sys/vm/drop_caches").write_text("1")
         share = cached_share(path)
     return share
-
-
-def _evict(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # a page that is not yet on the disk cannot be dropped
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
 
 
 def cached_share(path: Path) -> float:

@@ -114,11 +114,3 @@ def _rows(work: Work, journal: Journal) -> Iterator[Row]:
             reasons = [run["reason"] for run in runs if run["status"] != "done"]
             if runs:
                 yield Row(contestant, cache, synced, done, reasons[0] if reasons else "")
-
-
-def undone(journal: Journal) -> Iterator[tuple[Work, str]]:
-    """Works that could not be run, with the reasons."""
-    for work in WORKS:
-        found = journal.find(kind="work", work=work.name)
-        if found and found[-1]["status"] != "done":
-            yield work, found[-1]["reason"]

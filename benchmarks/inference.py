@@ -241,6 +241,7 @@ def _said(command: list[str], log: Path) -> str:
 
 
 def take_turns_under_load(rounds: int, threads: int) -> dict[str, list[Turn]]:
+    """All use one thread fewer, the service's default."""
     import torch
     from safetensors.torch import save_file
 
@@ -252,12 +253,7 @@ def take_turns_under_load(rounds: int, threads: int) -> dict[str, list[Turn]]:
         # torchvision begins with a head of zeros, which tells no image from another.
         torch.nn.init.normal_(model.heads[0].weight)
         save_file(model.state_dict(), Path(name) / "model.safetensors")
-        return take_turns_serving(Path(name), rounds, TURN_SECONDS, threads)
-
-
-def serving_threads(threads: int) -> int:
-    """Threads of a forward pass of the service by default, and of all others beside it."""
-    return max(1, threads - 1)
+        return take_turns_serving(Path(name), rounds, TURN_SECONDS, max(1, threads - 1))
 
 
 KIND = "inference"
@@ -270,7 +266,7 @@ def measure(settings: Settings, journal: Journal) -> None:
     threads = os.cpu_count() or 1
     parts: dict[tuple[str, ...], Callable[[], Mapping[str, Sequence[Taken | Turn]]]] = {
         (BATCH, FILES): lambda: take_turns_predicting(settings.runs, threads),
-        (SERVE,): lambda: take_turns_under_load(settings.runs, serving_threads(threads)),
+        (SERVE,): lambda: take_turns_under_load(settings.runs, threads),
         (LOAD,): lambda: take_turns_loading(settings.data / "inputs", LOAD_BYTES, settings.runs),
     }
     for works, run in parts.items():
@@ -347,8 +343,7 @@ def main() -> None:
     if found:
         print("\n".join(rows(found)))
     if SERVE in works:
-        served = take_turns_under_load(given.rounds, serving_threads(given.threads))
-        print("\n".join(serving_rows(served, missing())))
+        print("\n".join(serving_rows(take_turns_under_load(given.rounds, given.threads), missing())))
 
 
 if __name__ == "__main__":

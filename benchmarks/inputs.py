@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import sqrt
@@ -132,7 +131,12 @@ class Cache:
         words = ["-m", "benchmarks.builders", kind, str(partial), *map(str, (model.hidden, model.layers, ranks))]
         try:
             with tempfile.TemporaryDirectory() as folder:
-                _make([sys.executable, *words], Path(folder, "log"))
+                log = Path(folder, "log")
+                usage = measured([sys.executable, *words], log, time_limit=BUILD_SECONDS, cwd=HERE.parent)
+                if usage.timed_out:
+                    raise BuildError(f"not made in {BUILD_SECONDS} s")
+                if usage.exit_code:
+                    raise BuildError((log.read_text(errors="replace").strip() or "without a message").splitlines()[-1])
             return partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -142,21 +146,9 @@ class Cache:
         self.root.mkdir(parents=True, exist_ok=True)
         inputs = [path for path in self.root.iterdir() if _is_input(path) and path != keep]
         for folder in sorted(inputs, key=lambda folder: folder.stat().st_mtime):
-            if self.free_bytes() < num_bytes:
+            if shutil.disk_usage(self.root).free < num_bytes:
                 shutil.rmtree(folder)
-        return self.free_bytes() >= num_bytes
-
-    def free_bytes(self) -> int:
-        return shutil.disk_usage(self.root).free
-
-
-def _make(command: Sequence[str], log: Path) -> None:
-    """Raises `BuildError`."""
-    usage = measured(command, log, time_limit=BUILD_SECONDS, cwd=HERE.parent)
-    if usage.timed_out:
-        raise BuildError(f"not made in {BUILD_SECONDS} s")
-    if usage.exit_code:
-        raise BuildError((log.read_text(errors="replace").strip().splitlines() or ["without a message"])[-1])
+        return shutil.disk_usage(self.root).free >= num_bytes
 
 
 def _is_input(path: Path) -> bool:

@@ -1,10 +1,9 @@
-"""What was measured, one JSON object a line, written at once: a suite that was stopped goes on where it was."""
+"""Journal of measurements, one JSON object a line, written at once, so that a stopped suite can be resumed."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,18 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """The records of a file, and of one code and size at a time what is already done."""
+    """The records of a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.records: list[Record] = list(_read(path)) if path.exists() else []
-        if path.exists() and not path.read_bytes().endswith(b"\n"):
-            self._rewrite()
+        text = path.read_text() if path.exists() else ""
+        self.records: list[Record] = [
+            json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")
+        ]
+        if text and not text.endswith("\n"):
+            self._rewrite()  # without the last line, which a kill cut short
 
     def add(self, record: Record) -> Record:
-        """Write it down before anything else happens."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -31,11 +32,11 @@ class Journal:
         return record
 
     def find(self, **fields: object) -> list[Record]:
-        """Those that have these fields, in the order in which they were added."""
+        """Records with these fields, in their order."""
         return [record for record in self.records if fields.items() <= record.items()]
 
     def forget(self, *, keep: Record, **fields: object) -> None:
-        """Drop those that have `fields` but not all of `keep`: they were measured on other code or another size."""
+        """Drop records that have `fields` but not all of `keep`: those of other code or of another size."""
         stale = [record for record in self.find(**fields) if not keep.items() <= record.items()]
         if stale:
             self.records = [record for record in self.records if record not in stale]
@@ -45,12 +46,3 @@ class Journal:
         partial = self.path.with_name(f"{self.path.name}.partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
         partial.replace(self.path)
-
-
-def _read(path: Path) -> Iterator[Record]:
-    """A last line that a kill cut short is left out."""
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            return

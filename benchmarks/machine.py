@@ -1,4 +1,4 @@
-"""Where figures come from: the machine in words, and which code of ours was measured."""
+"""The machine, and the code of ckpt-tools that is measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def described(folder: Path) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Its model; where a virtual machine hides that, family and model number say which generation it is."""
+    """Model, family and model number: a virtual machine may hide the first."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     numbers = f"family {fields.get('cpu family', '?')}, model {fields.get('model', '?')}"
@@ -42,7 +42,7 @@ def _file_system(folder: Path) -> str:
 
 
 def load() -> str:
-    """Processes that wanted a processor, on average over the last minute, beside the number of processors."""
+    """Load average of the last minute, and the number of processors."""
     return f"{os.getloadavg()[0]:.1f} of {os.cpu_count()}"
 
 

@@ -1,4 +1,4 @@
-"""What a command uses, together with all processes it starts.
+"""Usage of a command and all processes it starts.
 
 This file is itself the program that starts the command (`python -S measure.py LIMIT LOG COMMAND...`) and imports the
 standard library alone: Linux counts a parent's memory as its child's until the child is another program, so a parent
@@ -21,23 +21,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 TICK_SECONDS = 0.05
-"""How often the processes of a tree are looked at; a lone process's peak the kernel keeps itself."""
+"""Interval of the memory samples of a tree of processes. The kernel keeps the peak of a lone process."""
 
 PR_SET_PDEATHSIG = 1
 """linux/prctl.h."""
 
 SAMPLING_SHARE = 10
-"""A look at a tree of several GB takes milliseconds of page table walks: it may cost at most a tenth of the time."""
+"""A sample of a tree of several GB takes milliseconds of page table walks: at most a tenth of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a command used until it ended or ran out of time.
+    """Usage of a command until it ended or ran out of time.
 
-    `peak_bytes` is resident memory: of one process what the kernel kept, of several the highest sum seen of their
-    proportional shares (pages that forked processes share count once). `called_*_bytes` passed through read and write
-    calls, whether or not a disk was involved, and do not count mapped files; `disk_*_bytes` went to the disk or came
-    from it, and a page that is written stays in memory until the kernel finds time for it.
+    `peak_bytes` is resident memory: the kernel's figure for one process, the highest sampled sum of proportional shares
+    for several. `called_*_bytes` passed through read and write calls, without mapped files; `disk_*_bytes` were read
+    from or written to the disk.
     """
 
     exit_code: int
@@ -99,13 +98,13 @@ def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
 
 
 def _own_io() -> dict[str, int]:
-    """Of this process and of every child it has waited for, with theirs."""
+    """Bytes of this process and of every child it has waited for."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
 def _watch(pid: int, deadline: float) -> tuple[int, bool]:
-    """Wait until the process ends: the highest memory seen of it with its children, and whether it had to be killed."""
+    """Wait until the process ends: the peak memory of it with its children, and whether it was killed."""
     ended = os.pidfd_open(pid)
     peak, pause = 0, TICK_SECONDS
     try:
@@ -151,13 +150,13 @@ def _kill_tree(pid: int) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """What the command left behind in its session; itself it has ended."""
+    """Kill the processes that the command left in its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:
-    """Have the kernel send SIGTERM when the process that asked for the figures is gone, and end the tree then too."""
+    """Have the kernel send SIGTERM when the parent is gone, and end the tree then."""
     parent = os.getppid()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -55,9 +55,7 @@ def draw(found: Sequence[Result], path: Path) -> None:
             _draw_group(axes, result, bars, y)
             y += len(bars) + 1
         axes.axvline(1, color=COPY_COLOUR, linewidth=1.2, zorder=3)
-        axes.annotate(
-            "cp -r of the result", (1, -0.9), color=COPY_COLOUR, ha="left", xytext=(3, 0), textcoords="offset points"
-        )
+        axes.annotate("cp -r of the result", (1, -0.9), color=COPY_COLOUR, **_LABEL)
         axes.set_ylim(y - 0.3, -1.6)
         _label(axes)
         figure.savefig(path, dpi=130)

@@ -1,9 +1,9 @@
-"""What one driver of `--runner ray` costs a task, and a board of checksums a question.
+"""Costs of the driver of `--runner ray` for a task, and of a board of checksums for a question.
 
     python -m benchmarks.ray_driver [WORKERS]
 
-Tasks are empty, with jobs and receipts of the usual size, so that the driver is all that is measured. Its processor
-time is what bounds a large cluster, where workers are never what it waits for; the wall time here includes theirs.
+Tasks are empty, with jobs and receipts of the usual size, so that only the driver is measured. Its processor time
+bounds a large cluster; the wall time here includes that of the workers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ NUM_QUESTIONS = 500
 
 
 def work(job: PlacedTask) -> Receipt:
-    """Nothing, and a receipt of it."""
     parts = (PartCrc((0, 1 << 30), job.task.start, job.task.stop, 1),)
     return Receipt(job.task, 1, parts, "0" * 34, bytes_read=job.task.num_bytes)
 
 
 def nothing() -> None:
-    """No check."""
+    """Check of a worker."""
 
 
 def tasks(num_workers: int) -> None:

@@ -74,8 +74,11 @@ def convert(made: Path, rounds: int, names: list[str]) -> None:
                 found.setdefault(name, []).append(usage)
                 copies = shown_copies(log.read_text()) if name == "ours" else ""
                 print(described(name, usage, size) + copies, flush=True)
-                remove(server, out)
-    summarize(found)
+                for key in server.keys(out):
+                    server.client().delete_object(Bucket=BUCKET, Key=out + key)
+    medians = {name: statistics.median(usage.seconds for usage in usages) for name, usages in found.items()}
+    for name, seconds in medians.items():
+        print(f"median {name:8} {seconds:7.2f} s, ours is {seconds / medians['ours']:.2f} times as fast")
 
 
 def described(name: str, usage: Usage, size: int) -> str:
@@ -91,12 +94,6 @@ def shown_copies(report: str) -> str:
     done = json.loads(report)
     copied, read = (done[name] / done["bytes_written"] for name in ("bytes_copied", "bytes_read"))
     return f", copied {copied:.1%}, read {read:.1%}"
-
-
-def summarize(found: Mapping[str, list[Usage]]) -> None:
-    medians = {name: statistics.median(usage.seconds for usage in usages) for name, usages in found.items()}
-    for name, seconds in medians.items():
-        print(f"median {name:8} {seconds:7.2f} s, ours is {seconds / medians['ours']:.2f} times as fast")
 
 
 def upload(server: S3Server, prefix: str, folder: Path) -> None:
@@ -125,11 +122,6 @@ def send(client: Any, key: str, read: Callable[[int], bytes], size: int, *, num_
     with ThreadPoolExecutor(num_threads) as pool:
         parts = list(pool.map(part, range(0, size, PART_BYTES) or (0,)))
     client.complete_multipart_upload(**to, MultipartUpload={"Parts": parts})
-
-
-def remove(server: S3Server, prefix: str) -> None:
-    for key in server.keys(prefix):
-        server.client().delete_object(Bucket=BUCKET, Key=prefix + key)
 
 
 def plain(source: str, out: str) -> None:

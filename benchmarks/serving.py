@@ -66,9 +66,10 @@ class Server:
         return Turn(rate, *_percentiles(found["seconds"]), used / found["asked"], resident)
 
 
-def _percentiles(seconds: Sequence[float]) -> list[float]:
+def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
     """The 50th and the 99th."""
-    return [sorted(seconds)[int(part * len(seconds))] for part in (0.5, 0.99)]
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))]
 
 
 def _tree(pid: int) -> list[Any]:
@@ -140,11 +141,8 @@ def _running(command: Sequence[str], port: int, log: Path) -> Iterator[subproces
 
 
 def _is_open(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _free_port() -> int:

@@ -32,7 +32,7 @@ CKPT_TOOLS = [sys.executable, "-m", "ckpt_tools"]
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
-    """Commands on a checkpoint of 4 MB and 100 tensors, by what the table calls them."""
+    """Commands on a checkpoint of 4 MB and 100 tensors, by their names in the table."""
     source, dcp = str(folder / "model.safetensors"), str(folder / "dcp")
     return {
         BARE: [sys.executable, "-c", "import numpy"],
@@ -45,11 +45,8 @@ def commands(folder: Path) -> dict[str, list[str]]:
 
 
 def run(command: Sequence[str], folder: Path, tree: Path) -> Usage:
-    """As a user runs it, with compiled modules kept: a shell that forbids them makes every start a compilation.
-
-    All get the one thread of linear algebra that our own command asks for: bare numpy's others wait busily, and would
-    make its processor time longer than its wall time.
-    """
+    """Usage of a command with compiled modules kept, as for users, and one thread of linear algebra, as our own
+    command has it: the others of bare numpy wait busily."""
     users = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment = {**users, "OPENBLAS_NUM_THREADS": "1"}
     log = folder / "log"
@@ -61,17 +58,15 @@ def run(command: Sequence[str], folder: Path, tree: Path) -> Usage:
     return usage
 
 
-def make_sources(folder: Path, tree: Path) -> None:
-    tensors = {f"layers.{n}.weight": np.full(NUM_ELEMENTS, n, np.float32) for n in range(NUM_TENSORS)}
-    save_file(tensors, folder / "model.safetensors")
-    run([*CKPT_TOOLS, "convert", str(folder / "model.safetensors"), str(folder / "dcp"), "--to", "dcp"], folder, tree)
-
-
-def measure(folder: Path, tree: Path, rounds: int) -> dict[str, list[Usage]]:
-    """Usages by command. The round that does not count compiles modules, too."""
-    make_sources(folder, tree)
-    given = {what: partial(run, command, folder, tree) for what, command in commands(folder).items()}
-    return take_turns(given, rounds)
+def measure(tree: Path, rounds: int) -> list[str]:
+    """The table. The round that does not count compiles modules, too."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tensors = {f"layers.{n}.weight": np.full(NUM_ELEMENTS, n, np.float32) for n in range(NUM_TENSORS)}
+        save_file(tensors, folder / "model.safetensors")
+        given = {what: partial(run, command, folder, tree) for what, command in commands(folder).items()}
+        run([*CKPT_TOOLS, "convert", f"{folder}/model.safetensors", f"{folder}/dcp", "--to", "dcp"], folder, tree)
+        return rows(take_turns(given, rounds))
 
 
 def rows(found: dict[str, list[Usage]]) -> list[str]:
@@ -89,12 +84,11 @@ def _cells(found: dict[str, list[Usage]], what: str) -> Iterator[str]:
 
 
 def measure_into(journal: Journal, rounds: int) -> None:
-    """The table, as a record of the suite's journal."""
+    """Note the table in the suite's journal."""
     key: Record = {"code": code()}
     journal.forget(keep=key, kind=KIND)
     if not journal.find(kind=KIND, **key):
-        with tempfile.TemporaryDirectory() as folder:
-            journal.add({"kind": KIND, **key, "lines": rows(measure(Path(folder), ROOT, rounds))})
+        journal.add({"kind": KIND, **key, "lines": measure(ROOT, rounds)})
 
 
 def main() -> None:
@@ -102,8 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tree", type=Path, default=ROOT, help="the source tree to measure (default: this one)")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        print("\n".join(rows(measure(Path(folder), given.tree.resolve(), given.rounds))))
+    print("\n".join(measure(given.tree.resolve(), given.rounds)))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""Runs works: each contestant in turn, in an order drawn anew for each round, and every run written down at once.
+"""Runs works: each contestant in turn, in a random order for each round, and notes every run at once.
 
 Ratios are of medians within one work, whose runs alternate within minutes: a machine that is slow for a while is slow
-for all. A contestant that fails or takes too long is written down with the reason and not asked again; nothing stops
-the rest.
+for all. A contestant that fails or takes too long is noted with the reason and not run again.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,6 +37,22 @@ WAYS = ("warm", "cold", "fsync")
 
 BALLAST = 2
 """Memory kept from the host, in sizes of the state: an output, and its writers' memory."""
+
+
+GIGABYTE = 10**9
+
+SYNTHETIC = """
+import sys
+from pathlib import Path
+from benchmarks.inputs import Llama
+from fixtures import synthetic
+size, folder = int(sys.argv[1]), Path(sys.argv[2])
+llama = Llama.of(size // 4)
+model = synthetic.Model(layers=llama.layers, hidden=llama.hidden, ffn=llama.ffn, vocab=llama.vocab)
+synthetic.dcp(model.shapes(), 4, folder, synthetic.DTYPES["fp32"])
+"""
+"""A DCP of 4 ranks in sparse files: its 16 GB take no disk. Its elements are zeros, which are copied like any
+others. A larger one has larger tensors, and as many: their index takes 6 kB a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +94,7 @@ def slots(work: Work) -> Iterator[Slot]:
 
 
 class Runner:
-    """One work of one size."""
+    """Measures what the journal lacks of one work of one size."""
 
     def __init__(self, work: Work, settings: Settings, journal: Journal) -> None:
         self.work, self.settings, self.journal = work, settings, journal
@@ -90,7 +107,6 @@ class Runner:
         journal.forget(keep=self.key, work=work.name)
 
     def run(self) -> None:
-        """Measure what is not measured yet."""
         if not list(self._missing()):
             return
         try:
@@ -141,11 +157,8 @@ class Runner:
             raise OSError(reason)
         self._check(OURS)
         self.out.rename(self.copied)
-        copied = {
-            "copied_bytes": caching.size_of(self.copied),
-            "copied_files": len(list(caching.files_of(self.copied))),
-        }
-        self._note("work", status="done", source_bytes=caching.size_of(self.source), **copied)
+        sizes = {"source_bytes": caching.size_of(self.source), "copied_bytes": caching.size_of(self.copied)}
+        self._note("work", status="done", **sizes, copied_files=len(list(caching.files_of(self.copied))))
 
     def _cool_others(self) -> None:
         """Drop other inputs from memory, so that the kernel does not reclaim it while something is measured."""
@@ -164,29 +177,60 @@ class Runner:
         self._note("run", status=status, reason=reason, **place, **asdict(usage))
         _delete(self.out)
 
-    def _set_cache(self, slot: Slot) -> float:
-        """The share of the contestant's input that is in memory then."""
-        read = self.copied if slot.contestant == COPY else self.source
-        os.sync()
-        self._cool_others()
-        if slot.cache == "cold":
-            return caching.cool(read)
-        caching.warm(read)
-        return caching.cached_share(read)
-
     def _measure(self, slot: Slot) -> tuple[Usage, str, float]:
         """Usage, reason of a failure, and the share of its input that was in memory before."""
         _delete(self.out)
         if slot.contestant != COPY:
             self.out.mkdir(parents=True)
         command = self.work.command(slot.contestant, self.source, self.copied, self.out, synced=slot.synced)
-        share = self._set_cache(slot)
+        read = self.copied if slot.contestant == COPY else self.source
+        os.sync()
+        self._cool_others()
+        (caching.cool if slot.cache == "cold" else caching.warm)(read)
+        share = caching.cached_share(read)
         return *call(command, self.settings), share
 
     def _check(self, contestant: str) -> None:
         """Note whether the output holds the input's tensors bit for bit."""
         _, reason = call(self.work.verification(contestant, self.source, self.out), self.settings)
         self._note("check", contestant=contestant, status="failed" if reason else "equal", reason=reason)
+
+
+def measure_memory(sizes_gb: Sequence[float], settings: Settings, journal: Journal) -> None:
+    """Note the peak memory of DCP to safetensors at each size, and what `plan` estimates."""
+    for size_gb in sizes_gb:
+        key: Record = {"size_bytes": int(size_gb * GIGABYTE), "code": machine.code()}
+        journal.forget(keep=key, kind="memory", size_bytes=key["size_bytes"])
+        if journal.find(kind="memory", status="done", **key):
+            continue
+        check_time(settings)
+        say(f"memory at {size_gb:g} GB")
+        journal.add({"kind": "memory", **key, **_memory(key["size_bytes"], settings)})
+
+
+def _memory(size_bytes: int, settings: Settings) -> Record:
+    folder = settings.data / "memory"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        if not Cache(settings.data / "inputs").make_room(int(1.1 * size_bytes)):
+            return {"status": "no room", "reason": f"the disk has no {1.1 * size_bytes / GIGABYTE:.0f} GB free"}
+        return _converted(size_bytes, folder, settings)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return {"status": "failed", "reason": str(error)}
+    finally:
+        shutil.rmtree(folder)
+
+
+def _converted(size_bytes: int, folder: Path, settings: Settings) -> Record:
+    words = [sys.executable, "-c", SYNTHETIC, str(size_bytes), str(folder / "source")]
+    subprocess.run(words, check=True, cwd=ROOT, capture_output=True)
+    conversion = [str(folder / "source"), str(folder / "model.safetensors")]
+    program = [sys.executable, "-m", "ckpt_tools"]
+    plan = subprocess.run([*program, "plan", *conversion, "--json"], cwd=ROOT, capture_output=True, check=True)
+    usage, reason = call([*program, "convert", *conversion, "--quiet"], settings)
+    planned = json.loads(plan.stdout)["peak_memory_bytes"]
+    return {"status": "failed" if reason else "done", "reason": reason, "planned_bytes": planned, **asdict(usage)}
 
 
 def check_time(settings: Settings) -> None:
@@ -198,18 +242,16 @@ def call(command: list[str], settings: Settings) -> tuple[Usage, str]:
     """The command's usage, and the reason of its failure, empty if it succeeded."""
     settings.data.mkdir(parents=True, exist_ok=True)
     log = settings.data / "log"
-    usage = measured(command, log, time_limit=settings.time_limit, cwd=ROOT, env=environment())
+    # Without accelerator and network, and with Python's compiled modules kept, as where programs are installed.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    usage = measured(command, log, time_limit=settings.time_limit, cwd=ROOT, env=env)
     if usage.timed_out:
         return usage, f"not done in {settings.time_limit:g} s"
     if usage.exit_code < 0:
         return usage, f"killed by signal {-usage.exit_code}"
-    return usage, "" if usage.exit_code == 0 else _last_line(log) or f"exit code {usage.exit_code}"
-
-
-def environment() -> dict[str, str]:
-    """Without accelerator and network, and with Python's compiled modules kept, as where programs are installed."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return kept | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    *_, last = log.read_text(errors="replace").strip().splitlines() or [""]
+    return usage, (_short(last) or f"exit code {usage.exit_code}") if usage.exit_code else ""
 
 
 def say(line: str) -> None:
@@ -218,11 +260,6 @@ def say(line: str) -> None:
 
 def _delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return _short(lines[-1]) if lines else ""
 
 
 def _short(text: str) -> str:

@@ -113,9 +113,8 @@ def step_turns(work: str, asked: Asked, folder: Path) -> Turns:
     size |= {"batch_size": BATCH, "log_every": LOG_EVERY}
     config = _config(folder / "run", strategy=STRATEGIES[work], model=asked.model, **size)
     numbers = count()
-    return take_turns(
-        {THEIRS: lambda: _bare_step(config), OURS: lambda: _our_step(config, next(numbers))}, asked.rounds
-    )
+    ours, theirs = (lambda: _our_step(config, next(numbers))), partial(_bare_step, config)
+    return take_turns({THEIRS: theirs, OURS: ours}, asked.rounds)
 
 
 class _Clock:
@@ -319,9 +318,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count; one more fills caches")
     parser.add_argument("--steps", type=int, default=22, help=f"steps of a turn, at least {2 * LOG_EVERY}")
     parser.add_argument("--model", default="vit", help="model of the steps, one that learns from images")
-    parser.add_argument(
-        "--size", type=float, default=1.0, metavar="GB", help="size of the state that is resumed and saved"
-    )
+    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="size of the resumed and saved state")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of temporary checkpoints")
     given = parser.parse_args()
     asked = Asked(given.ranks, given.rounds, given.steps, int(given.size * 1e9), given.model)

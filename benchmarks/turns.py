@@ -32,7 +32,7 @@ def take_turns(contestants: Mapping[str, Callable[[], Result]], rounds: int) -> 
 
 def ratio(field: str, above: Sequence[object], below: Sequence[object]) -> float:
     """Median over the rounds, whose turns follow one another."""
-    return median(getattr(a, field) / getattr(b, field) for a, b in zip(above, below, strict=True))
+    return float(median(getattr(a, field) / getattr(b, field) for a, b in zip(above, below, strict=True)))
 
 
 def markdown(header: str, rows: Iterable[Iterable[str]], *, texts: Collection[int] = (0,)) -> list[str]:

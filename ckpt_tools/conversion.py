@@ -400,13 +400,13 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
     """
     # A plan alone moves nothing, and needs none of these.
     from ckpt_tools.transfer.execute import execute
-    from ckpt_tools.transfer.journal import AfterQuietStart, FromFirstByte
+    from ckpt_tools.transfer.journal import JournalPolicy
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
     started = time.perf_counter()
     plan, report, request = prepared.plan, plan_report(prepared), prepared.request
     on_progress = request.on_progress or silent
-    journaling = FromFirstByte() if request.resume else AfterQuietStart()
+    journaling = JournalPolicy(keeps_output=request.resume)
     taking = prepared.place.claim(overwrite=request.overwrite, resume=journaling.keeps_output, fsync=request.fsync)
     with (
         pool.connected(),

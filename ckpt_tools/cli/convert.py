@@ -154,7 +154,8 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
     _show_files(report.files)
     _show_renamed(report)
     if report.removed_files:
-        _show_removed(report)
+        say(f"removes {count(len(report.removed_files), 'file')} of DST, {size(report.removed_bytes)}")
+        _show_files(report.removed_files)
     show_notes(report.notes)
 
 
@@ -169,12 +170,6 @@ def _show_renamed(report: PlanReport) -> None:
         more = len(report.renamed) - len(pairs)
         text = ", ".join(pairs) + (f" and {more:,} more" if more else "")
         say(printable(f"renamed: {count(len(report.renamed), 'name')} ({text})"))
-
-
-def _show_removed(report: PlanReport) -> None:
-    files = count(len(report.removed_files), "file")
-    say(f"removes {files} of DST, {size(report.removed_bytes)}")
-    _show_files(report.removed_files)
 
 
 def _show_files(sizes: Mapping[str, int]) -> None:

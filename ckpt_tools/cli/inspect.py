@@ -45,14 +45,10 @@ def inspect_command(src: str, tensors: bool, as_json: bool, quiet: bool, **readi
     if as_json:
         print_json(summary.to_json(tensors=tensors))
         return
-    _show_summary(summary)
-    if tensors:
-        _show_tensors(summary)
-
-
-def _show_summary(summary: Summary) -> None:
     say_pairs((printable(name), printable(value)) for name, value in _rows(summary))
     show_notes(summary.notes, MAX_NOTES)
+    if tensors:
+        _show_tensors(summary)
 
 
 def _rows(summary: Summary) -> Iterator[tuple[str, str]]:

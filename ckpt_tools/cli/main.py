@@ -89,7 +89,9 @@ def _run(arguments: Sequence[str] | None) -> None:
     except CkptError as error:
         _explain(f"Error: {error}", error.exit_code, verbose)
     except click.ClickException as error:
-        _show(error)
+        shown = io.StringIO()
+        error.show(file=shown)
+        say(shown.getvalue().rstrip("\n"), err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt) as error:
         end(error, words, lambda sentence: _say(sentence, verbose), is_process=arguments is None)
@@ -107,7 +109,6 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 
 def _explain(sentence: str, code: int, verbose: bool) -> None:
-    """Print the sentence on stderr and exit."""
     _say(sentence, verbose)
     sys.exit(code)
 
@@ -119,10 +120,3 @@ def _say(sentence: str, verbose: bool) -> None:
 
         echo(without_secrets(traceback.format_exc()), err=True)
     say(printable(sentence), err=True)
-
-
-def _show(error: click.ClickException) -> None:
-    """Print the usage, and what is wrong with the arguments."""
-    shown = io.StringIO()
-    error.show(file=shown)
-    say(shown.getvalue().rstrip("\n"), err=True)

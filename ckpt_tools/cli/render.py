@@ -31,14 +31,11 @@ def print_json(found: dict[str, Any] | list[dict[str, Any]]) -> None:
     """Letters of every language as they are; what a terminal would obey, and what cannot be encoded, as escapes."""
     import json
 
-    text = json.dumps(_without_secrets(found), indent=2, ensure_ascii=not _takes_all_letters())
+    takes_all = (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf16", "utf32")
+    text = json.dumps(_without_secrets(found), indent=2, ensure_ascii=not takes_all)
     if not text.replace("\n", "").isprintable():
         text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
     echo(text)
-
-
-def _takes_all_letters() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf16", "utf32")
 
 
 def _without_secrets(value: Any) -> Any:

@@ -75,8 +75,5 @@ def not_part(path: str, count: int = 1) -> Note:
 def without_gone(notes: Iterable[Note], before: Collection[str], after: Collection[str]) -> tuple[Note, ...]:
     """``notes`` without those that say that an item of ``before`` was kept, where it is not among ``after``: the step
     that left it out says so."""
-    return tuple(note for note in notes if note.outcome is not Outcome.KEPT or not _is_gone(note.what, before, after))
-
-
-def _is_gone(what: str, before: Collection[str], after: Collection[str]) -> bool:
-    return what in before and what not in after
+    gone = frozenset(before) - frozenset(after)
+    return tuple(note for note in notes if note.outcome is not Outcome.KEPT or note.what not in gone)

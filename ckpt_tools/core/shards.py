@@ -164,9 +164,9 @@ class ShardTable(ABC):
 
     def stride(self, row: int) -> Shape:
         """Strides of a shard in elements."""
-        return (
-            tuple(self.strides[row].tolist()) if self.strides is not None else contiguous_strides(self.box(row).shape)
-        )
+        if self.strides is None:
+            return contiguous_strides(self.box(row).shape)
+        return tuple(self.strides[row].tolist())
 
     def __iter__(self) -> Iterator[Shard]:
         for row in range(len(self)):
@@ -298,7 +298,6 @@ class _WholeColumns(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _whole_columns(shape: Shape, dtype: DType) -> _WholeColumns:
-    """Raises MalformedError."""
     _check_addressable(shape, dtype)
     numel, ndim = prod(shape), len(shape)
     zero, end = _shared([0]), _shared([numel])
@@ -406,18 +405,17 @@ def check_cover(table: ShardTable) -> None:
     if table._covers:
         return
     flat = table.flat
-    apart = (flat.starts[1:] >= flat.stops[:-1]).all() if flat is not None else _boxes_apart(table)
-    if not apart:
+    if flat is not None:
+        is_apart = bool((flat.starts[1:] >= flat.stops[:-1]).all())
+    else:
+        full = table.numels > 0
+        is_apart = _disjoint(table.starts[full], table.stops[full])
+    if not is_apart:
         raise MalformedError(f"shards of a tensor of shape {list(table.shape)} overlap")
     missing = prod(table.shape) - int(table.numels.sum())
     if missing:
         raise IncompleteError(f"{missing:,} of {prod(table.shape):,} elements are in no shard")
     object.__setattr__(table, "_covers", True)
-
-
-def _boxes_apart(table: ShardTable) -> bool:
-    full = table.numels > 0
-    return _disjoint(table.starts[full], table.stops[full])
 
 
 def _disjoint(starts: Ints, stops: Ints) -> bool:

@@ -193,20 +193,12 @@ def _text(value: str) -> str:
     return value if len(value) <= MAX_TEXT_CHARS else f"{value[:MAX_TEXT_CHARS]}..."
 
 
-def _int(value: int) -> Any:
-    return int(value) if value.bit_length() <= MAX_INT_BITS else {"$int": value.bit_length()}
-
-
-def _tensor(value: StoredTensor) -> Any:
-    return {"$tensor": f"{value.dtype.value} {list(value.shape)}"}
-
-
 _SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
-    (int, _int),
+    (int, lambda value: int(value) if value.bit_length() <= MAX_INT_BITS else {"$int": value.bit_length()}),
     (float, lambda value: float(value) if isfinite(value) else {"$float": repr(float(value))}),
     (str, _text),
     (bytes | bytearray, lambda value: {"$bytes": len(value)}),
-    (StoredTensor, _tensor),
+    (StoredTensor, lambda value: {"$tensor": f"{value.dtype.value} {list(value.shape)}"}),
     (GlobalRef, lambda value: {"$object": _text(str(value))}),
     (Opaque, lambda value: {"$object": _text(str(value.ref))}),
 )

@@ -63,19 +63,11 @@ def one_copy(manifest: Manifest, *, weights: str) -> Transformed:
     kept = {key: entry for key, entry in manifest.tensors.items() if key.slot != MASTER}
     if weights == "model":
         masters = [entry for key, entry in manifest.tensors.items() if key.slot == MASTER]
-        notes = (
-            replace(
-                _dropped(f"{MASTER} of {count(len(masters), 'tensor')}", masters),
-                why=option("weights", "model"),
-                asked=True,
-            ),
-        )
-        return replace(manifest, tensors=kept), notes if masters else ()
-    return replace(manifest, tensors={key: _chosen_copy(manifest, key, entry) for key, entry in kept.items()}), ()
-
-
-def _chosen_copy(manifest: Manifest, key: StateKey, entry: TensorEntry) -> TensorEntry:
-    return _master(manifest, key, entry) if key.slot == WEIGHT else entry
+        note = _dropped(f"{MASTER} of {count(len(masters), 'tensor')}", masters)
+        notes = (replace(note, why=option("weights", "model"), asked=True),) if masters else ()
+        return replace(manifest, tensors=kept), notes
+    kept |= {key: _master(manifest, key, entry) for key, entry in kept.items() if key.slot == WEIGHT}
+    return replace(manifest, tensors=kept), ()
 
 
 def _master(manifest: Manifest, key: StateKey, entry: TensorEntry) -> TensorEntry:
@@ -92,17 +84,17 @@ def _dropped_state(
         if slot != MASTER:
             notes.append(_dropped(f"{slot} of {count(len(entries), 'tensor')}", entries))
     if manifest.groups:
-        notes.append(
-            Note(Outcome.DROPPED, "parameter groups", "only the model's weights are written", len(manifest.groups))
-        )
-    lost = [name for name in manifest.extra if name not in kept_entries]
-    notes += [Note(Outcome.DROPPED, name, "only the model's weights are written") for name in lost]
+        notes.append(Note(Outcome.DROPPED, "parameter groups", _ONLY_WEIGHTS, len(manifest.groups)))
+    notes += [Note(Outcome.DROPPED, name, _ONLY_WEIGHTS) for name in manifest.extra if name not in kept_entries]
     return tuple(notes)
+
+
+_ONLY_WEIGHTS = "only the model's weights are written"
 
 
 def _dropped(what: str, entries: list[TensorEntry]) -> Note:
     size = sum(entry.shards.num_bytes for entry in entries)
-    return Note(Outcome.DROPPED, what, "only the model's weights are written", len(entries), size)
+    return Note(Outcome.DROPPED, what, _ONLY_WEIGHTS, len(entries), size)
 
 
 def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, ...]) -> Transformed:
@@ -116,24 +108,17 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     if not include and not exclude:
         return manifest, ()
     matching.check_globs(sorted(model_names(manifest) | manifest.left_out), include=include, exclude=exclude)
-    manifest = _reowned(manifest, lambda fqn: matching.is_chosen(fqn, include, exclude))
-    kept = {
-        key: entry
-        for key, entry in manifest.tensors.items()
-        if entry.kind is Kind.EXTRA or matching.is_chosen(key.fqn, include, exclude)
-    }
+
+    def is_chosen(fqn: str) -> bool:
+        return matching.is_chosen(fqn, include, exclude)
+
+    manifest = _reowned(manifest, is_chosen)
+    kept = {key: entry for key, entry in manifest.tensors.items() if entry.kind is Kind.EXTRA or is_chosen(key.fqn)}
     if all(entry.kind is Kind.EXTRA for entry in kept.values()):
         raise UsageError(f"{option('include')} and {option('exclude')} select no tensor")
     left = len(manifest.tensors) - len(kept)
-    aliases = {
-        alias: owner
-        for alias, owner in manifest.aliases.items()
-        if matching.is_chosen(alias, include, exclude) and matching.is_chosen(owner, include, exclude)
-    }
-    groups = tuple(
-        replace(group, params=tuple(name for name in group.params if matching.is_chosen(name, include, exclude)))
-        for group in manifest.groups
-    )
+    aliases = {alias: owner for alias, owner in manifest.aliases.items() if is_chosen(alias) and is_chosen(owner)}
+    groups = tuple(replace(group, params=tuple(filter(is_chosen, group.params))) for group in manifest.groups)
     notes = (Note(Outcome.DROPPED, count(left, "tensor"), "not selected", left, asked=True),) if left else ()
     return replace(manifest, tensors=kept, aliases=aliases, groups=groups), notes
 
@@ -190,7 +175,10 @@ def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
         taken[new] = old
     renamed = replace(
         manifest,
-        tensors={_renamed(key, entry, names): entry for key, entry in manifest.tensors.items()},
+        tensors={
+            key if entry.kind is Kind.EXTRA else StateKey(names[key.fqn], key.slot): entry
+            for key, entry in manifest.tensors.items()
+        },
         aliases={names[alias]: names[owner] for alias, owner in manifest.aliases.items()},
         groups=tuple(replace(g, params=tuple(names.get(n, n) for n in g.params)) for g in manifest.groups),
     )
@@ -206,10 +194,6 @@ def check_renaming(manifest: Manifest, rules: Iterable[str], key_map: Mapping[st
     """The manifest as it is. Raises UsageError for a rule or a key of the map that is of none of its names."""
     matching.check_renaming(sorted(model_names(manifest)), rules=parsed_rules(rules), key_map=key_map)
     return manifest, ()
-
-
-def _renamed(key: StateKey, entry: TensorEntry, names: Mapping[str, str]) -> StateKey:
-    return key if entry.kind is Kind.EXTRA else StateKey(names[key.fqn], key.slot)
 
 
 def substitutions(rules: Iterable[str], key_map: Mapping[str, str]) -> Callable[[str], str]:
@@ -270,7 +254,8 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
     """
     if dtype is None:
         return manifest, ()
-    scales = {key for key, entry in manifest.tensors.items() if _would_change(entry, dtype)} & _scales(manifest)
+    changed = {key for key, entry in manifest.tensors.items() if _is_cast(entry) and entry.dtype is not dtype}
+    scales = changed & _scales(manifest)
     tensors = {
         key: _cast(entry, dtype) if key.slot == WEIGHT and key not in scales else entry
         for key, entry in manifest.tensors.items()
@@ -340,13 +325,12 @@ def _is_quantized(fqn: str, dtype: DType) -> bool:
     return is_small_float or is_packed or dtype in _QUANTIZED
 
 
-def _would_change(entry: TensorEntry, dtype: DType) -> bool:
-    is_cast = entry.kind is Kind.PARAMETER and entry.dtype.is_floating and entry.dtype.item_bytes > 1
-    return is_cast and entry.dtype is not dtype
+def _is_cast(entry: TensorEntry) -> bool:
+    return entry.kind is Kind.PARAMETER and entry.dtype.is_floating and entry.dtype.item_bytes > 1
 
 
 def _cast(entry: TensorEntry, dtype: DType) -> TensorEntry:
-    if entry.kind is not Kind.PARAMETER or not entry.dtype.is_floating or entry.dtype.item_bytes == 1:
+    if not _is_cast(entry):
         return entry
     check_cast(entry.shards.dtype, dtype)
     return entry.cast(dtype)

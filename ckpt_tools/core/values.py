@@ -101,7 +101,9 @@ def brief(value: Value) -> str:
     if isinstance(value, str | bytes) and len(value) > 60:
         return repr(value[:60]) + "..."
     if isinstance(value, list | tuple | dict | set | frozenset):
-        return f"{type(value).__name__} of {len(value)}" if len(value) > 4 else _short_list(value)
+        if len(value) > 4:
+            return f"{type(value).__name__} of {len(value)}"
+        return f"[{', '.join(kind_of(item) if _is_compound(item) else brief(item) for item in value)}]"
     return str(value) if isinstance(value, GlobalRef) else kind_of(value) if _is_compound(value) else repr(value)
 
 
@@ -113,10 +115,6 @@ def kind_of(value: Value) -> str:
 
 
 _KINDS = {"StoredTensor": "tensor", "StorageRef": "storage", "GlobalRef": "name of a class or function"}
-
-
-def _short_list(value: Iterable[Value]) -> str:
-    return f"[{', '.join(kind_of(item) if _is_compound(item) else brief(item) for item in value)}]"
 
 
 def _is_compound(value: Value) -> bool:
@@ -326,16 +324,9 @@ class _Jsonable:
         return {"$dict": [[self.convert(key), self.convert(item)] for key, item in value.items()]}
 
     def _opaque(self, value: Opaque) -> Any:
-        content = {
-            "args": value.args,
-            "kwargs": value.kwargs,
-            "state": value.state,
-            "items": value.items,
-            "pairs": value.pairs,
-        }
-        return {f"${value.form}": str(value.ref)} | {
-            name: self.convert(part) for name, part in content.items() if part not in (None, (), [], {})
-        }
+        parts = {name: getattr(value, name) for name in ("args", "kwargs", "state", "items", "pairs")}
+        given = {name: self.convert(part) for name, part in parts.items() if part not in (None, (), [], {})}
+        return {f"${value.form}": str(value.ref)} | given
 
 
 class Distinct:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
 
@@ -71,13 +72,11 @@ class _RunSelection:
         given = min(lacking, _room(self.last, least))
         if lacking - given > _room(run, least):
             return None
-        shortened = self._ending_at(whole(stop - given)) if given else self
+        end_here = whole(stop - given) if given else stop
+        shortened = _RunSelection(self.copied - (stop - end_here), (self.last[0], end_here), self.before)
         if lacking > given:
             first = whole(first + lacking - given + SPARE_BYTES)
         return _RunSelection(shortened.copied + end - first, (first, end), shortened)
-
-    def _ending_at(self, stop: int) -> _RunSelection:
-        return _RunSelection(self.copied - (self.last[1] - stop), (self.last[0], stop), self.before)
 
 
 def _room(run: Run, least: int) -> int:
@@ -92,10 +91,6 @@ def _kept(runs: Iterable[Run], least: int, whole: Whole) -> list[Run]:
     taken: _RunSelection | None = None
     for run in runs:
         ways = (chain.joined(run, least, whole) for chain in (without, taken) if chain is not None)
-        without, taken = best, max(filter(None, ways), key=_copied, default=None)
-        best = max(filter(None, (without, taken)), key=_copied)
+        without, taken = best, max(filter(None, ways), key=attrgetter("copied"), default=None)
+        best = max(filter(None, (without, taken)), key=attrgetter("copied"))
     return list(best.runs())
-
-
-def _copied(chain: _RunSelection) -> int:
-    return chain.copied

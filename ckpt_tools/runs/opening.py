@@ -41,7 +41,7 @@ def read_checkpoint(
         except (SourceNotFoundError, StoreError):
             return False
 
-    source, place = look(url), _absolute(url)
+    source, place = look(url), str(url) if is_remote(url) else str(local_path(url).absolute())
     notes = _notes_on_one_file(place, source, exists, format_name) if len(source.files) == 1 else None
     if notes is None:
         source, notes = with_optimizer(place, source, look)
@@ -72,7 +72,3 @@ def _notes_on_one_file(
 
     folder = folder_of_one_file(place, source, exists)
     return None if folder is None else refuse_one_file(folder, source, format_name)
-
-
-def _absolute(url: str | Path) -> str:
-    return str(url) if is_remote(url) else str(local_path(url).absolute())

@@ -143,7 +143,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _halves(box: Box) -> tuple[Box, Box]:
-    """The two halves across the largest dim."""
     dim = box.shape.index(max(box.shape))
     middle = (box.start[dim] + box.stop[dim]) // 2
     return (

@@ -108,15 +108,12 @@ def load_into(
 
 @dataclass(frozen=True, slots=True)
 class _Problems:
-    """Names that do not fit, by kind of problem."""
-
     found: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, kind: str, names: Iterable[str]) -> None:
         self.found.setdefault(kind, []).extend(names)
 
     def check(self) -> None:
-        """Raises UsageError where there is any."""
         parts = [f"{kind}: {listed(names, MAX_NAMED)}" for kind, names in self.found.items() if names]
         if parts:
             raise UsageError(f"the checkpoint does not fit the model: {'; '.join(parts)}")
@@ -153,12 +150,10 @@ class _Loader:
         self.problems.add("not in the model", [key.fqn for key in stored if key.fqn not in known])
 
     def key(self, names: Iterable[str], slot: str) -> StateKey | None:
-        """The tensor that has any of these names."""
         found = (StateKey(self.manifest.aliases.get(name, name), slot) for name in names)
         return next((key for key in found if key in self.manifest.tensors), None)
 
     def target(self, tensor: torch.Tensor, key: StateKey, name: str) -> Iterator[_Target]:
-        """The target, if it is one that can be filled."""
         shape = self.manifest.tensors[key].shape
         if tuple(tensor.shape) != shape:
             self.problems.add("shape mismatch", [f"{name} (checkpoint {list(shape)}, model {list(tensor.shape)})"])
@@ -176,7 +171,6 @@ class _Loader:
         fill_all(fillings, self.tensor_reader)
 
     def whole(self, ref: TensorRef) -> torch.Tensor:
-        """A tensor of the checkpoint in the host's memory."""
         return read_whole(self.manifest.tensors[ref.key], self.tensor_reader, name=str(ref.key))
 
 
@@ -193,7 +187,6 @@ def _saved_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[str]
 
 
 def _parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter by its id."""
     named = dict(model.named_parameters(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     for name, parameter in zip(_bare(named), named.values(), strict=True):
@@ -227,13 +220,14 @@ class _OptimizerLoader:
     names: Mapping[int, list[str]]
 
     def load(self, model: torch.nn.Module) -> None:
-        """State and hyperparameters of every group. Raises UsageError."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         options = [self._options(number, group) for number, group in enumerate(groups)]
         self.loader.problems.check()
         self._initialize(model)
         slots = list(self._slots())
-        targets = [target for slot in slots for target in self._targets(slot)]
+        values = [(slot.holder[slot.key], slot.stored) for slot in slots]
+        tensors = [(value, stored) for value, stored in values if not isinstance(value, int | float)]
+        targets = [target for each in tensors for target in self.loader.target(*each, str(each[1]))]
         self._check_left(slots)
         self.loader.problems.check()
         self.loader.fill(targets)
@@ -255,7 +249,6 @@ class _OptimizerLoader:
             yield from group["params"]
 
     def _slots(self) -> Iterator[_Slot]:
-        """The values that the optimizer holds, with their tensors of the checkpoint."""
         for parameter in self._parameters():
             names = self.names[id(parameter)]
             for holder, key, slot in _leaves(self.optimizer.state.get(parameter, {}), ""):
@@ -265,13 +258,6 @@ class _OptimizerLoader:
                 elif parameter.numel():
                     self.loader.problems.add("optimizer state not in the checkpoint", [f"{names[0]} ({slot})"])
 
-    def _targets(self, slot: _Slot) -> Iterator[_Target]:
-        import torch
-
-        value = slot.holder[slot.key]
-        if isinstance(value, torch.Tensor):
-            yield from self.loader.target(value, slot.stored, str(slot.stored))
-
     def _check_left(self, slots: list[_Slot]) -> None:
         """State that the optimizer does not take is the state of another one."""
         taken = {slot.stored for slot in slots}
@@ -280,7 +266,6 @@ class _OptimizerLoader:
         self.loader.problems.add("not in the optimizer", left)
 
     def _set_number(self, slot: _Slot) -> None:
-        """Counts that the optimizer keeps as plain numbers."""
         value = slot.holder[slot.key]
         if isinstance(value, int | float):
             slot.holder[slot.key] = type(value)(self.loader.whole(TensorRef(slot.stored)).item())
@@ -299,7 +284,6 @@ class _OptimizerLoader:
         return found[0] if found else {}
 
     def _members(self, group: ParamGroup) -> set[str]:
-        """The parameters of a group by all their names."""
         aliases = self.loader.manifest.aliases
         owners = {aliases.get(name, name) for name in group.params}
         return owners | {alias for alias, owner in aliases.items() if owner in owners}

@@ -29,10 +29,10 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobNames:
-    """Finds entries by a job's names. A key that is given is the only prefix of its part."""
+    """Finds entries by a job's names. A prefix that is not None is the only one of its part."""
 
     entries: Mapping[str, Mapping[str, str]]
-    keys: Mapping[str, str | None]
+    prefixes: Mapping[str, str | None]
 
     @classmethod
     def of(
@@ -43,20 +43,17 @@ class JobNames:
             part, own = _own_name(path, tree)
             known[part][own] = name
         known[OPTIM].update(_options_by_parameter(manifest, known[OPTIM]))
-        return cls(known, {MODEL: model_key, OPTIM: optim_key})
+        keys = {MODEL: model_key, OPTIM: optim_key}
+        return cls(known, {part: key and f"{key}." for part, key in keys.items()})
 
     def find(self, name: str) -> Match | None:
         """The entry that a job means by ``name``, in which wrappers of the model may have left their marks."""
         for prefix, own in _splits(".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)):
             for part in (OPTIM, MODEL, EXTRA):
                 entry = self.entries[part].get(own)
-                if entry is not None and self._may_stand(prefix, part):
+                if entry is not None and self.prefixes.get(part) in (None, prefix):
                     return Match(entry, part, prefix)
         return None
-
-    def _may_stand(self, prefix: str, part: str) -> bool:
-        key = self.keys.get(part)
-        return key is None or prefix == _as_prefix(key)
 
     def check(self, names: Iterable[str]) -> None:
         """Raises UsageError where ``names`` do not agree on where model and optimizer are."""
@@ -116,10 +113,6 @@ def _splits(name: str) -> Iterator[tuple[str, str]]:
     while at >= 0:
         yield name[: at + 1], name[at + 1 :]
         at = name.find(".", at + 1)
-
-
-def _as_prefix(key: str) -> str:
-    return f"{key}." if key else ""
 
 
 def _parent(prefix: str) -> str:

@@ -20,6 +20,7 @@ from ckpt_tools.core.values import DefaultDict, GlobalRef, Opaque, OrderedDict, 
 _FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
 """What a ``defaultdict`` may call."""
 
+_DTYPE = GlobalRef("numpy", "dtype")
 _ARRAY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
@@ -67,7 +68,9 @@ class _Reviver:
                 ordered.__dict__.update(self.visit(value.attributes))
             return ordered
         if isinstance(value, DefaultDict):
-            factory = _factory(value.factory)
+            ref = value.factory
+            is_builtin = isinstance(ref, GlobalRef) and ref.module == "builtins"
+            factory = _FACTORIES.get(ref.name) if is_builtin else None
             return self._unknown(value) if factory is None else collections.defaultdict(factory, items)
         return items
 
@@ -87,10 +90,6 @@ def _torch() -> Any:
     return torch
 
 
-def _factory(ref: Value) -> type | None:
-    return _FACTORIES.get(ref.name) if isinstance(ref, GlobalRef) and ref.module == "builtins" else None
-
-
 def _array(kind: Value, shape: Value, code: Value, *, state: Value) -> Any:
     """``numpy._reconstruct`` and the state of an array: version, shape, dtype, whether columns go first, bytes."""
     _, shape, dtype, is_fortran, data = state
@@ -108,17 +107,13 @@ def _scalar(dtype: Value, data: Value) -> Any:
 
 def _dtype(value: Value) -> Any:
     """A pickled numpy dtype of plain elements: ``dtype(code, False, True)`` with its byte order in the state."""
-    if not isinstance(value, Opaque) or value.ref != GlobalRef("numpy", "dtype") or not isinstance(value.args[0], str):
+    if not isinstance(value, Opaque) or value.ref != _DTYPE or not isinstance(value.args[0], str):
         raise TypeError
     order: Any = value.state[1] if value.state else "="
     dtype = np.dtype(value.args[0]).newbyteorder(order)
     if dtype.hasobject or dtype.names:
         raise TypeError
     return dtype
-
-
-def _numpy_dtype(*args: Value, state: Value = None) -> Any:
-    return _dtype(Opaque(GlobalRef("numpy", "dtype"), args, state=state))
 
 
 def _counter(counts: Value) -> Any:
@@ -137,7 +132,7 @@ def _device(*args: Value) -> Any:
 _MAKERS: dict[GlobalRef, Callable[..., Any]] = {
     **{GlobalRef(module, "_reconstruct"): _array for module in _ARRAY_MODULES},
     **{GlobalRef(module, "scalar"): _scalar for module in _ARRAY_MODULES},
-    GlobalRef("numpy", "dtype"): _numpy_dtype,
+    _DTYPE: lambda *args, state=None: _dtype(Opaque(_DTYPE, args, state=state)),
     GlobalRef("collections", "Counter"): _counter,
     GlobalRef("pathlib", "PosixPath"): pathlib.Path,
     GlobalRef("torch", "device"): _device,

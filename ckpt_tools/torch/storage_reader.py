@@ -92,8 +92,6 @@ def storage_reader(
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """An opened checkpoint, as entries that are read on request."""
-
     manifest: Manifest
     entries: Entries
     names: JobNames
@@ -118,7 +116,6 @@ class _Served:
         return metadata.TensorStorageMetadata(properties, torch.Size(entry.shape), [whole])
 
     def serve(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Give ``planner`` everything that it asked for."""
         from torch.distributed.checkpoint.planner import LoadItemType
 
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
@@ -187,13 +184,10 @@ class _Described(dict[str, Any]):
 
 @cache
 def _reader_class() -> Any:
-    """The reader as a class of torch's, made when torch is there."""
     from torch.distributed.checkpoint.storage import StorageReader
     from torch.futures import Future
 
     class CheckpointReader(StorageReader):
-        """Reads what an opened checkpoint serves."""
-
         def __init__(self, served: _Served) -> None:
             self._served = served
 

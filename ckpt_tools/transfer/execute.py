@@ -12,13 +12,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from ckpt_tools.core.layout import Crc32, FileLayout, Layout
+from ckpt_tools.core.layout import Crc32, FileLayout
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import Fill, Gather, Step, Task, Zeros, steps
@@ -63,42 +62,30 @@ class TransferResult:
     """Part of ``bytes_written`` that the destination copied itself."""
 
 
-class History(Protocol):
-    """History of an earlier run of the same plan, and notes of this one for a later run."""
+class History:
+    """What an earlier run of the same plan has done, and notes of this run for a later one. Here: nothing."""
+
+    __slots__ = ()
 
     @property
     def handles(self) -> Mapping[int, str]:
         """Files begun, by number."""
-
-    def receipts(self) -> Iterable[Receipt]:
-        """Tasks that are done, each checked before it is given."""
+        return {}
 
     @property
     def is_journaling(self) -> bool:
         """True if tasks that are started now will be noted."""
+        return False
 
-    def begun(self, file: int, handle: str) -> None:
-        """A file was begun."""
-
-    def done(self, receipt: Receipt) -> None:
-        """A task was done."""
-
-
-@dataclass(frozen=True, slots=True)
-class NoHistory:
-    """Every run is the first."""
-
-    handles: Mapping[int, str] = field(default_factory=dict)
-    is_journaling: bool = False
-
-    def receipts(self) -> tuple[Receipt, ...]:
+    def receipts(self) -> Iterable[Receipt]:
+        """Tasks that are done, each checked before it is given."""
         return ()
 
     def begun(self, file: int, handle: str) -> None:
-        """Does nothing."""
+        """Note that a file was begun."""
 
     def done(self, receipt: Receipt) -> None:
-        """Does nothing."""
+        """Note that a task is done."""
 
 
 def execute(
@@ -119,7 +106,7 @@ def execute(
     Raises:
         CkptError: reading or writing failed; the target then holds unfinished files.
     """
-    board, history = board or LocalBoard(), history or NoHistory()
+    board, history = board or LocalBoard(), history or History()
     files = _Files(plan, target, board, history)
     work = Worker(plan, TensorReader(source, plan.scratch_bytes), target, board)
     bytes_read = bytes_written = bytes_copied = 0
@@ -158,14 +145,11 @@ class Worker:
 
     def __call__(self, job: PlacedTask) -> Receipt:
         try:
-            return self._done(job)
+            return self._copied(job) or self._assembled(job)
         except BaseException as error:
             self.board.fail(error)
             self.target.fail(error)
             raise
-
-    def _done(self, job: PlacedTask) -> Receipt:
-        return self._copied(job) or self._assembled(job)
 
     def _copied(self, job: PlacedTask) -> Receipt | None:
         """The task, done by the destination where it is one range of bytes of a file of its own service, and nothing
@@ -198,7 +182,10 @@ class Worker:
         buffer = self._buffer()[: task.num_bytes]
         for step in steps(file, task):
             self._fill(step, buffer)
-        parts = tuple(_part_crcs(self._ranges(task.file, file), task, buffer))
+        parts = tuple(
+            PartCrc(covers, start, stop, isal_zlib.crc32(buffer[start - task.start : stop - task.start].data))
+            for covers, start, stop in _overlaps(self._ranges(task.file, file), task)
+        )
         self._seal(file, task, parts, buffer)
         part_tag = self.target.write(file.path, job.handle, task.number, task.start, buffer.data)
         crc = _crc(parts, task, buffer) if job.is_noted else None
@@ -229,7 +216,8 @@ class Worker:
         if found is None:
             if len(self._covered) > 64:
                 self._covered.clear()
-            found = self._covered[number] = _covered_ranges(file)
+            ranges = {(each.start, each.stop) for each in file.segments if isinstance(each, Crc32)}
+            found = self._covered[number] = sorted(pair for pair in ranges if pair[0] < pair[1])
         return found
 
     def _buffer(self) -> NDArray[np.uint8]:
@@ -256,10 +244,6 @@ class _Files:
     _part_tags: dict[int, dict[int, str]] = field(default_factory=dict)
     _recovered: set[tuple[int, int]] = field(default_factory=set)
 
-    @property
-    def _layout(self) -> Layout:
-        return self.plan.layout
-
     def jobs(self) -> Iterator[PlacedTask]:
         """Tasks that are not done, in order; runners take one at a time."""
         for task in self.plan.tasks():
@@ -268,33 +252,28 @@ class _Files:
 
     def _handle(self, number: int) -> str:
         if number not in self._handles:
-            known = self.history.handles.get(number)
-            self._handles[number] = self._begin(number) if known is None else known
+            handle = self.history.handles.get(number)
+            if handle is None:
+                file = self.plan.layout.files[number]
+                handle = self.target.begin(file.path, file.size_bytes)
+                self.history.begun(number, handle)
+            self._handles[number] = handle
         return self._handles[number]
 
-    def _begin(self, number: int) -> str:
-        file = self._layout.files[number]
-        handle = self.target.begin(file.path, file.size_bytes)
-        self.history.begun(number, handle)
-        return handle
-
     def recover(self, receipt: Receipt) -> None:
-        """A task that an earlier run has done."""
         self._recovered.add((receipt.task.file, receipt.task.number))
         self.board.post(receipt.task.file, receipt.parts)
         self._count(receipt)
 
     def settle(self, receipt: Receipt) -> None:
-        """A task that this run has done."""
         self.history.done(receipt)
         self._count(receipt)
 
     def _count(self, receipt: Receipt) -> None:
-        """The last task of a file finishes it."""
         number = receipt.task.file
         part_tags = self._part_tags.setdefault(number, {})
         part_tags[receipt.task.number] = receipt.part_tag
-        missing = self._missing.get(number, self._layout.files[number].size_bytes) - receipt.task.num_bytes
+        missing = self._missing.get(number, self.plan.layout.files[number].size_bytes) - receipt.task.num_bytes
         self._missing[number] = missing
         if missing == 0:
             self._finish(number)
@@ -302,7 +281,7 @@ class _Files:
     def _finish(self, number: int) -> None:
         part_tags = self._part_tags.pop(number)
         in_order = [part_tags[part] for part in sorted(part_tags)]
-        self.target.finish(self._layout.files[number].path, self._handle(number), in_order)
+        self.target.finish(self.plan.layout.files[number].path, self._handle(number), in_order)
         self.board.forget(number)
         del self._missing[number]
         self.num_finished += 1
@@ -316,17 +295,6 @@ def _checksums(file: FileLayout, task: Task) -> Iterator[tuple[int, Crc32]]:
         if isinstance(segment, Crc32):
             yield file.offsets[index], segment
         index += 1
-
-
-def _covered_ranges(file: FileLayout) -> list[tuple[int, int]]:
-    ranges = {(segment.start, segment.stop) for segment in file.segments if isinstance(segment, Crc32)}
-    return sorted(pair for pair in ranges if pair[0] < pair[1])
-
-
-def _part_crcs(covered: list[tuple[int, int]], task: Task, buffer: NDArray[np.uint8]) -> Iterator[PartCrc]:
-    """Checksums of what ``buffer`` holds of each covered range."""
-    for covers, start, stop in _overlaps(covered, task):
-        yield PartCrc(covers, start, stop, isal_zlib.crc32(buffer[start - task.start : stop - task.start].data))
 
 
 def _crc(parts: tuple[PartCrc, ...], task: Task, buffer: NDArray[np.uint8]) -> int:

@@ -44,11 +44,6 @@ def is_inflated(file: str) -> bool:
     return file.startswith(_MARK)
 
 
-def _range_of(name: str) -> ByteRange:
-    start, stop, file = name.removeprefix(_MARK).split(":", 2)
-    return ByteRange(file, int(start), int(stop))
-
-
 @dataclass(slots=True)
 class _Stream:
     """One item; what came out last is in ``window``, and ends at ``position``.
@@ -80,26 +75,20 @@ class _Stream:
             self.kept -= len(self.window.popleft())
         return len(data)
 
-    def rewind(self) -> None:
-        self.source = self.open()
-        self.window.clear()
-        self.kept = self.position = 0
-
     def read_into(self, start: int, buffer: memoryview) -> None:
-        done = self._copied_from_head(start, buffer)
+        head = self.head[start : start + len(buffer)]
+        done = len(head)
+        buffer[:done] = head
         if done < len(buffer) and start + done < self.position - self.kept:
-            self.rewind()
+            self.source = self.open()
+            self.window.clear()
+            self.kept = self.position = 0
         while done < len(buffer):
             if start + done >= self.position:
                 if not self.advance():
                     raise IncompleteError(f"a compressed item ends at byte {self.position:,}")
                 continue
             done += self._copied(start + done, buffer[done:])
-
-    def _copied_from_head(self, start: int, buffer: memoryview) -> int:
-        found = self.head[start : start + len(buffer)]
-        buffer[: len(found)] = found
-        return len(found)
 
     def _copied(self, start: int, buffer: memoryview) -> int:
         """Bytes of one part of the window from ``start`` on."""
@@ -147,18 +136,19 @@ class Inflating:
 
     def _stream(self, name: str) -> _Stream:
         with self._lock:
-            found = self._streams.pop(name, None) or self._opened(_range_of(name))
+            found = self._streams.pop(name, None) or self._opened(name)
             self._streams[name] = found
             while len(self._streams) > MAX_STREAMS:
                 self._streams.popitem(last=False)
             return found
 
-    def _opened(self, at: ByteRange) -> _Stream:
+    def _opened(self, name: str) -> _Stream:
         from ckpt_tools.serialization.zstd import inflating
 
-        own = weakref.ref(
-            self
-        )  # zstandard's streams are invisible to the garbage collector: a cycle would stay forever
+        first, last, file = name.removeprefix(_MARK).split(":", 2)
+        at = ByteRange(file, int(first), int(last))
+        # zstandard's streams are invisible to the garbage collector: a cycle would stay forever.
+        own = weakref.ref(self)
 
         def read(start: int, stop: int) -> bytes:
             alive = own()

@@ -12,11 +12,10 @@ import io
 import json
 import time
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from ckpt_tools.core.layout import Crc32, FileSpec, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import Manifest
@@ -28,7 +27,7 @@ from ckpt_tools.planning.tasks import Task
 from ckpt_tools.stores.destination import Destination, Log
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.crc_board import PartCrc
-from ckpt_tools.transfer.execute import Receipt
+from ckpt_tools.transfer.execute import History, Receipt
 from ckpt_tools.transfer.runners.base import Runner
 
 FORMAT = 1
@@ -51,8 +50,8 @@ conversion that takes 1.2 s."""
 
 
 @dataclass(slots=True)
-class Journal:
-    """The history of a run, as ``execute`` wants it, kept in ``log``."""
+class Journal(History):
+    """The history of a run, kept in ``log``."""
 
     log: Log
     plan: Plan
@@ -142,10 +141,8 @@ class Journal:
         assert receipt.crc is not None, "no task without a checksum is noted"
         task = receipt.task
         path, handle = self.plan.layout.files[task.file].path, self._handles[task.file]
-        held = self.destination.holds(
-            path, handle, task.number, task.start, task.num_bytes, receipt.crc, receipt.part_tag
-        )
-        return receipt, held
+        part = (task.number, task.start, task.num_bytes)
+        return receipt, self.destination.holds(path, handle, *part, receipt.crc, receipt.part_tag)
 
     def begun(self, file: int, handle: str) -> None:
         self._handles[file] = handle
@@ -180,64 +177,37 @@ class Journal:
         self._due = ended + (ended - started) / MAX_SHARE
 
 
-class JournalPolicy(ABC):
-    """When a run notes what it does, and what it leaves if it fails."""
+@dataclass(frozen=True, slots=True)
+class JournalPolicy:
+    """When a run notes what it does, and what it leaves if it fails.
 
-    __slots__ = ()
-    keeps_output: ClassVar[bool]
-    """True if unfinished output of an earlier run, and of this one if it fails, is kept."""
+    With ``keeps_output`` it resumes what an earlier run left, notes everything, and keeps what was written if it fails.
+    Else it begins anew and notes nothing in the first seconds: a killed run can be resumed, a failed one leaves none.
+    """
 
-    @abstractmethod
+    keeps_output: bool
+
     def open(self, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
         """The journal of a run. Raises UsageError, StoreError."""
-
-    @abstractmethod
-    def all_written(self, journal: Journal) -> None:
-        """Called when all output is written, just before it is published."""
-
-    @abstractmethod
-    def noting(self, journal: Journal) -> AbstractContextManager[None]:
-        """The work of a run, at whose failure the journal is left as it should be."""
-
-
-@dataclass(frozen=True, slots=True)
-class FromFirstByte(JournalPolicy):
-    """Continues what an earlier run left, notes everything, and keeps what was written if the run fails."""
-
-    keeps_output = True
-
-    def open(self, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
-        return Journal.resume(log, plan, source, destination, runner)
-
-    def all_written(self, journal: Journal) -> None:
-        journal.flush()
-
-    @contextmanager
-    def noting(self, journal: Journal) -> Iterator[None]:
-        """Write the journal however the work ends; an error message says so."""
-        try:
-            yield
-        except BaseException as error:
-            journal.flush()
-            if isinstance(error, CkptError):
-                error.message += "; what was written so far is kept, and the same command continues it"
-            raise
-
-
-@dataclass(frozen=True, slots=True)
-class AfterQuietStart(JournalPolicy):
-    """Begins anew, and notes nothing in the first seconds; a kill can be resumed from, a failure leaves nothing."""
-
-    keeps_output = False
-
-    def open(self, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
+        if self.keeps_output:
+            return Journal.resume(log, plan, source, destination, runner)
         return Journal.begin(log, plan, source, destination, runner, quiet_seconds=QUIET_SECONDS)
 
     def all_written(self, journal: Journal) -> None:
-        journal.flush_if_due()
+        """Called when all output is written, just before it is published."""
+        journal.flush() if self.keeps_output else journal.flush_if_due()
 
-    def noting(self, journal: Journal) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def noting(self, journal: Journal) -> Iterator[None]:
+        """The work of a run; where its output is kept, the journal is written however it ends, and an error says so."""
+        try:
+            yield
+        except BaseException as error:
+            if self.keeps_output:
+                journal.flush()
+                if isinstance(error, CkptError):
+                    error.message += "; what was written so far is kept, and the same command continues it"
+            raise
 
 
 def _encoded(what: list[Any] | Receipt) -> bytes:

@@ -114,7 +114,8 @@ def compare(ours: Side, theirs: Side, *, num_workers: int, on_progress: Progress
         CkptError: a side cannot be read.
     """
     compared = _each_once(ours, theirs)
-    shared = [key for key, entry in compared.items() if _shape_of(theirs, key) == entry.shape]
+    both = {key: theirs.tensors[key].shape for key in compared if key in theirs.tensors}
+    shared = [key for key, shape in both.items() if shape == compared[key].shape]
     total, done = sum(ours.tensors[key].num_bytes for key in shared), 0
     apart: dict[StateKey, Deviation] = {}
     for block, deviation in ThreadRunner(num_workers).run(_compare_on(ours, theirs), _blocks(ours, theirs, shared)):
@@ -136,11 +137,6 @@ def _each_once(ours: Side, theirs: Side) -> dict[StateKey, TensorEntry]:
         other = theirs.owners.get(key.fqn, key.fqn) if key in theirs.tensors else None
         found.setdefault((key.slot, ours.owners.get(key.fqn, key.fqn), other), key)
     return {key: ours.tensors[key] for key in found.values()}
-
-
-def _shape_of(side: Side, key: StateKey) -> tuple[int, ...] | None:
-    entry = side.tensors.get(key)
-    return None if entry is None else entry.shape
 
 
 def _differences(
@@ -169,9 +165,8 @@ def _pair_difference(
     key: StateKey, ours: TensorEntry, theirs: TensorEntry, deviation: Deviation | None, names: tuple[str, str]
 ) -> Difference | None:
     if ours.shape != theirs.shape:
-        return Difference(
-            key, Aspect.SHAPE, f"shape {list(ours.shape)} in {names[0]}, {list(theirs.shape)} in {names[1]}"
-        )
+        shapes = f"shape {list(ours.shape)} in {names[0]}, {list(theirs.shape)} in {names[1]}"
+        return Difference(key, Aspect.SHAPE, shapes)
     if ours.dtype is not theirs.dtype:
         found = deviation or Deviation()
         types = f"{ours.dtype.value} in {names[0]}, {theirs.dtype.value} in {names[1]}"
@@ -190,7 +185,6 @@ def _blocks(ours: Side, theirs: Side, keys: list[StateKey]) -> Iterator[_Block]:
 
 
 def _compare_on(ours: Side, theirs: Side) -> Callable[[_Block], tuple[_Block, Deviation]]:
-    """The function that compares one block, for the workers."""
     readers = [(side, TensorReader(side.store, BLOCK_BYTES)) for side in (ours, theirs)]
 
     def deviation(block: _Block) -> tuple[_Block, Deviation]:

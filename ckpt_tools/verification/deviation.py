@@ -74,20 +74,13 @@ def measure(ours: Bytes, theirs: Bytes, our_dtype: DType, their_dtype: DType) ->
     for first in range(0, len(ours), MEASURED_ELEMENTS):
         part = slice(first, first + MEASURED_ELEMENTS)
         if is_same_dtype:
-            total += _of_bits(ours[part], theirs[part], our_dtype)
+            differ = (ours[part] != theirs[part]).any(axis=1)
+            total += _deviation(*(numbers(each[part][differ], our_dtype) for each in (ours, theirs)))
         else:
-            total += _of_numbers(numbers(ours[part], our_dtype), numbers(theirs[part], their_dtype))
+            a, b = numbers(ours[part], our_dtype), numbers(theirs[part], their_dtype)
+            differ = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+            total += _deviation(a[differ], b[differ])
     return total
-
-
-def _of_bits(ours: Bytes, theirs: Bytes, dtype: DType) -> Deviation:
-    differ = (ours != theirs).any(axis=1)
-    return _deviation(numbers(ours[differ], dtype), numbers(theirs[differ], dtype))
-
-
-def _of_numbers(ours: NDArray[Any], theirs: NDArray[Any]) -> Deviation:
-    differ = ~((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)))
-    return _deviation(ours[differ], theirs[differ])
 
 
 def _same_bytes(ours: Bytes, theirs: Bytes) -> bool:
@@ -107,14 +100,9 @@ def numbers(elements: Bytes, dtype: DType) -> NDArray[Any]:
     if dtype is DType.BOOL:
         return raw.astype(np.int64)
     stored = raw.view(to_numpy(dtype))
+    is_complex = dtype.value.startswith("complex")
     with np.errstate(invalid="ignore"):
-        return stored.astype(_widest(dtype))
-
-
-def _widest(dtype: DType) -> type[np.generic]:
-    if dtype.is_floating:
-        return np.float64
-    return np.complex128 if dtype.value.startswith("complex") else np.int64
+        return stored.astype(np.float64 if dtype.is_floating else np.complex128 if is_complex else np.int64)
 
 
 def _deviation(ours: NDArray[Any], theirs: NDArray[Any]) -> Deviation:

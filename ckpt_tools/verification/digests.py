@@ -79,7 +79,12 @@ def digests_of(store: Store, manifest: Manifest, *, num_workers: int, on_bytes: 
         CkptError: a tensor cannot be read.
     """
     by_key: dict[StateKey, Digest] = {}
-    for key, digest in ThreadRunner(num_workers).run(_digest_in(store, manifest), list(manifest.tensors)):
+    reader = TensorReader(store, BLOCK_BYTES)
+
+    def hashed(key: StateKey) -> tuple[StateKey, Digest]:
+        return key, _digest(reader, manifest.tensors[key])
+
+    for key, digest in ThreadRunner(num_workers).run(hashed, list(manifest.tensors)):
         by_key[key] = digest
         on_bytes(manifest.tensors[key].num_bytes)
     by_entry = {id(entry): by_key[key] for key, entry in manifest.tensors.items()}
@@ -91,11 +96,6 @@ def digests_of(store: Store, manifest: Manifest, *, num_workers: int, on_bytes: 
 def num_bytes(manifest: Manifest) -> int:
     """Number of bytes to hash."""
     return sum(entry.num_bytes for entry in manifest.tensors.values())
-
-
-def _digest_in(store: Store, manifest: Manifest) -> Callable[[StateKey], tuple[StateKey, Digest]]:
-    tensor_reader = TensorReader(store, BLOCK_BYTES)
-    return lambda key: (key, _digest(tensor_reader, manifest.tensors[key]))
 
 
 def _digest(tensor_reader: TensorReader, entry: TensorEntry) -> Digest:
@@ -163,18 +163,11 @@ def dumps(digests: Digests) -> bytes:
 
 def rows(digests: Digests) -> list[dict[str, Any]]:
     """The entries of the list, in its order."""
-    return [_row(key, digests[key]) for key in sorted(digests)]
-
-
-def _row(key: StateKey, digest: Digest) -> dict[str, Any]:
-    hashes = {name: getattr(digest, name) for name in _HEX}
-    return {
-        "name": key.fqn,
-        "slot": key.slot,
-        "dtype": digest.dtype.value,
-        "shape": list(digest.shape),
-        **hashes,
-    }
+    return [
+        {"name": key.fqn, "slot": key.slot, "dtype": digest.dtype.value, "shape": list(digest.shape)}
+        | {name: getattr(digest, name) for name in _HEX}
+        for key, digest in sorted(digests.items())
+    ]
 
 
 def loads(data: bytes, path: str) -> dict[StateKey, Digest]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from isal import isal_zlib
 
@@ -104,42 +105,34 @@ class _Check:
     source: Source | _Inflated
 
     def __call__(self, archive: Archive) -> Checked:
-        at = archive.at
+        at, broken = archive.at, list[str]()
         if archive.limit_bytes is not None:
             broken = self._broken_inside(at, archive.limit_bytes)
-            return Checked(at.stop - at.start, tuple(Difference(archive.key, Aspect.CHECKSUM, what) for what in broken))
-        is_zip = at.stop - at.start >= 4 and self._read(at, 0, 4) == ZIP_MAGIC
-        broken = self._broken_records(at) if is_zip else self._read_through(at)
+        elif at.stop - at.start >= 4 and self._read(at, 0, 4) == ZIP_MAGIC:
+            broken = self._broken_records(at)
+        else:
+            self._crc32(at, 0, at.stop - at.start)  # reads every byte
         return Checked(at.stop - at.start, tuple(Difference(archive.key, Aspect.CHECKSUM, what) for what in broken))
 
     def _read(self, at: ByteRange, start: int, stop: int) -> bytes:
         return self.source.read(at.file, at.start + start, at.start + stop)
 
     def _broken_inside(self, at: ByteRange, limit_bytes: int) -> list[str]:
-        """The same of what a compressed range holds, which has to be a zip."""
+        """Broken records in a compressed range, which has to be a zip."""
         inflating, name = Inflating(self.source.read), inflated_name(at)
-        inside = _Check(_Inflated(inflating))
         try:
             whole = ByteRange(name, 0, inflating.size(at, limit_bytes=limit_bytes))
-            broken = inside._broken_records(whole)
+            broken = _Check(_Inflated(inflating))._broken_records(whole)
         except (FormatError, UnsafeError) as error:
             broken = [str(error)]
         return [what.replace(name, at.file) for what in broken]
 
-    def _read_through(self, at: ByteRange) -> list[str]:
-        self._crc32(at, 0, at.stop - at.start)
-        return []
-
     def _broken_records(self, at: ByteRange) -> list[str]:
-        directory = read_directory(
-            lambda start, stop: self._read(at, start, stop),
-            at.stop - at.start,
-            at.file,
-            tail_bytes=DIRECTORY_TAIL_BYTES,
-        )
+        read = partial(self._read, at)
+        directory = read_directory(read, at.stop - at.start, at.file, tail_bytes=DIRECTORY_TAIL_BYTES)
         if directory is None:
             return [f"{at.file}: the zip archive at byte {at.start:,} has no end"]
-        ranges = directory.payload_ranges(lambda start, stop: self._read(at, start, stop), directory.records)
+        ranges = directory.payload_ranges(read, directory.records)
         return [
             f"{at.file}: the record {name} at byte {at.start + start:,} does not have its stored CRC-32"
             for name, (start, stop) in ranges.items()

@@ -47,15 +47,18 @@ def sign_with_key(
         UsageError: model-signing is not installed, or the key is not valid. DestinationExistsError: it is signed.
         SourceNotFoundError: there is nothing to sign.
     """
-    from_model_signing = _model_signing()
+    signing, _, hashing = _model_signing()
     path, target = _existing(src), _signature_path(src, signature)
     if path.is_dir() and not any(path.iterdir()):
         raise SourceNotFoundError(f"{path} is an empty folder")
     if os.path.lexists(target):
         _check_replaceable(target, overwrite=overwrite)
     key = _existing(private_key)
-    signer = _calling("the private key cannot be used", UsageError, lambda: from_model_signing.signer(key))
-    signer.set_hashing_config(from_model_signing.hashing(path, target))
+    use_key = signing.Config().use_elliptic_key_signer
+    signer = _calling("the private key cannot be used", UsageError, lambda: use_key(private_key=key))
+    folder, file = path.resolve(), target.resolve()
+    ignored = [file.relative_to(folder)] if file.is_relative_to(folder) else []
+    signer.set_hashing_config(hashing.Config().set_ignored_paths(paths=ignored))
     _calling("signing failed", StoreError, lambda: signer.sign(path, target))
     return SignReport(str(target))
 
@@ -96,39 +99,20 @@ def check_signature(src: str | Path, *, public_key: str | Path, signature: str |
     Raises:
         DifferenceError: the check fails. SourceNotFoundError: no signature. UsageError: as for ``sign_with_key``.
     """
-    from_model_signing = _model_signing()
+    _, verifying, _ = _model_signing()
     path, found, key = _existing(src), _existing(_signature_path(src, signature)), _existing(public_key)
-    verifier = _calling("the public key cannot be used", UsageError, lambda: from_model_signing.verifier(key))
+    use_key = verifying.Config().use_elliptic_key_verifier
+    verifier = _calling("the public key cannot be used", UsageError, lambda: use_key(public_key=key))
     _calling(f"{found} is not the signature of {path}", DifferenceError, lambda: verifier.verify(path, found))
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelSigning:
-    """The parts of model-signing that are used."""
-
-    signing: Any
-    verifying: Any
-    hashing_module: Any
-
-    def signer(self, private_key: Path) -> Any:
-        return self.signing.Config().use_elliptic_key_signer(private_key=private_key)
-
-    def verifier(self, public_key: Path) -> Any:
-        return self.verifying.Config().use_elliptic_key_verifier(public_key=public_key)
-
-    def hashing(self, path: Path, signature: Path) -> Any:
-        """All files except the signature."""
-        folder, file = path.resolve(), signature.resolve()
-        ignored = [file.relative_to(folder)] if file.is_relative_to(folder) else []
-        return self.hashing_module.Config().set_ignored_paths(paths=ignored)
-
-
-def _model_signing() -> _ModelSigning:
+def _model_signing() -> tuple[Any, Any, Any]:
+    """The modules of model-signing for signing, verifying and hashing. Raises UsageError."""
     try:
         from model_signing import hashing, signing, verifying
     except ImportError as error:
         raise UsageError(f"signatures need model-signing: pip install 'ckpt-tools[sign]' ({error})") from error
-    return _ModelSigning(signing, verifying, hashing)
+    return signing, verifying, hashing
 
 
 def _existing(url: str | Path) -> Path:

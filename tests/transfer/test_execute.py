@@ -35,7 +35,7 @@ from ckpt_tools.stores.output_form import Folder
 from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore, Store
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
-from ckpt_tools.transfer.execute import NoHistory, Receipt, TransferResult, execute
+from ckpt_tools.transfer.execute import History, Receipt, TransferResult, execute
 from ckpt_tools.transfer.runners.base import Item, Result
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
@@ -43,7 +43,7 @@ KIB = 1 << 10
 
 
 @dataclass(frozen=True)
-class Noted(NoHistory):
+class Noted(History):
     """Keeps what was done."""
 
     is_journaling: bool = True
@@ -59,7 +59,7 @@ def run(
     target: Store,
     *,
     on_bytes: Callable[[int], None] = lambda _: None,
-    history: NoHistory | None = None,
+    history: History | None = None,
 ) -> TransferResult:
     runner = ThreadRunner(plan.num_workers)
     return execute(plan, source, StoreDestination(target), runner=runner, on_bytes=on_bytes, history=history)

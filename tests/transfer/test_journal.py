@@ -31,7 +31,7 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Buffer
 from ckpt_tools.transfer import journal as journal_module
 from ckpt_tools.transfer.execute import Receipt, TransferResult, execute
-from ckpt_tools.transfer.journal import AfterQuietStart, FromFirstByte, Journal, fingerprint
+from ckpt_tools.transfer.journal import Journal, JournalPolicy, fingerprint
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 W = StateKey("w")
@@ -108,7 +108,7 @@ def run(
     log: MemoryLog, target: MemoryStore, plan: Plan = PLAN, *, resume: bool = True, room: float = math.inf
 ) -> tuple[TransferResult, Journal]:
     destination, runner = Breaking(target, room=room), ThreadRunner(1)
-    policy = FromFirstByte() if resume else AfterQuietStart()
+    policy = JournalPolicy(keeps_output=resume)
     journal = policy.open(log, plan, SOURCE, destination, runner)
     done = execute(plan, SOURCE, destination, runner=runner, on_bytes=lambda number: None, history=journal)
     return done, journal

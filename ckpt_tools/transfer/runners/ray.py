@@ -78,7 +78,7 @@ class RayRunner:
             run.kill()
             raise
         finally:
-            self._kept = run.processes()
+            self._kept = [worker.process for worker in run.workers]
         if run.error is not None:
             raise run.error
 
@@ -214,10 +214,6 @@ class _Run(Generic[Item, Result]):
                 self.num_out -= self.news.get(timeout=ENDING_SECONDS).item is not None
         self.workers.clear()
 
-    def processes(self) -> list[Any]:
-        """Processes that can be used again, or are still starting."""
-        return [worker.process for worker in self.workers]
-
     def start(self, process: Any, num_losses: int = 0) -> None:
         worker = _Worker(process, num_losses)
         self.workers.append(worker)
@@ -242,7 +238,9 @@ class _Run(Generic[Item, Result]):
     def _hand_out(self) -> None:
         while self.error is None and not self.is_draining and self._has_place():
             item = self._peek()
-            if item is None or not self._has_room(self.runner.cost(item.item)):
+            if item is None:
+                return
+            if self.num_out and self.bytes_out + self.runner.cost(item.item) > self.runner.bytes_in_flight:
                 return
             heapq.heappop(self.waiting)
             self._give(heapq.heappop(self.places)[2], item)
@@ -251,9 +249,6 @@ class _Run(Generic[Item, Result]):
         while self.places and self.places[0][2].is_lost:
             heapq.heappop(self.places)
         return bool(self.places)
-
-    def _has_room(self, num_bytes: int) -> bool:
-        return self.num_out == 0 or self.bytes_out + num_bytes <= self.runner.bytes_in_flight
 
     def _give(self, worker: _Worker, item: _Numbered[Item]) -> None:
         worker.num_items += 1
@@ -278,7 +273,10 @@ class _Run(Generic[Item, Result]):
         self._returned(news.worker, news.item)
         result = self._result(news.worker, news.item, news.ended)
         if self.is_draining and self.num_out == 0:
-            self._hand_out_again()
+            # Resume in order: no task is under way, so none waits.
+            if self.runner.board is not None:
+                self.runner.board.resume()
+            self.is_draining = False
         return result
 
     def _returned(self, worker: _Worker, item: _Numbered[Item]) -> None:
@@ -336,12 +334,6 @@ class _Run(Generic[Item, Result]):
             self.is_draining = True
             if self.runner.board is not None:
                 self.runner.board.postpone()
-
-    def _hand_out_again(self) -> None:
-        """Resume in order: no task is under way, so none waits."""
-        if self.runner.board is not None:
-            self.runner.board.resume()
-        self.is_draining = False
 
 
 def _too_many(what: str, loss: BaseException) -> StoreError:

@@ -73,12 +73,9 @@ class FindingCollector:
         """Count a pickle that was read, proven or not; its refusals are findings of their own."""
         self.num_pickles += not proof.refusals
         self.met.update(proof.uses_allowed)
-        self.suggest(refusal.name for refusal in proof.refusals)
-
-    def suggest(self, names: Iterable[str | None]) -> None:
-        for name in names:
-            if name and len(self.names) < MAX_FINDINGS:
-                self.names[printable(name)] = None
+        for refusal in proof.refusals:
+            if refusal.name and len(self.names) < MAX_FINDINGS:
+                self.names[printable(refusal.name)] = None
 
     def proved(self, num_bytes: int) -> None:
         """Count a file of which every byte was accounted for."""

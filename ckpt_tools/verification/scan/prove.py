@@ -85,13 +85,10 @@ class Prover:
             raise MalformedError("an item that is not a file of torch.save")
         directory, ranges = covered_zip(piece.read, piece.size, piece.file)
         if packed_bytes is not None:
-            self._check_pickle_bytes(ranges, packed_bytes)
+            num_bytes = sum(stop - start for name, (start, stop) in ranges.items() if name.endswith("/data.pkl"))
+            if not self._pickle_budget.spend(num_bytes, packed_bytes):
+                raise NotLookedIntoError("its pickles are compressed, and much larger than the file that holds them")
         self._torch(piece, directory, ranges)
-
-    def _check_pickle_bytes(self, ranges: Mapping[str, tuple[int, int]], packed_bytes: int) -> None:
-        num_bytes = sum(stop - start for name, (start, stop) in ranges.items() if name.endswith("/data.pkl"))
-        if not self._pickle_budget.spend(num_bytes, packed_bytes):
-            raise NotLookedIntoError("its pickles are compressed, and much larger than the file that holds them")
 
     # Pickles
 
@@ -103,12 +100,9 @@ class Prover:
         check_start(piece.read, piece.size, path=piece.file)
         proof = self._pickle(piece, piece.whole(), "")
         if piece.file.endswith(".metadata"):
-            self._note_metadata(piece, proof)
-
-    def _note_metadata(self, piece: Piece, proof: Proof) -> None:
-        if not isinstance(proof.value, Metadata):
-            raise MalformedError("it is not the metadata of a DCP")
-        self.metadata[piece.file] = proof.value
+            if not isinstance(proof.value, Metadata):
+                raise MalformedError("it is not the metadata of a DCP")
+            self.metadata[piece.file] = proof.value
 
     def _pickle(self, piece: Piece, data: bytes, place: str, resolve: PersistentLoad | None = None) -> Proof:
         proof = prove(
