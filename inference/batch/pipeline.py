@@ -19,8 +19,7 @@ from ckpt_tools.errors import FormatError
 
 from ..common.garbage import libraries_left_alone
 from ..models.predictor import Predictor
-from ..models.results import Prediction
-from ..models.tensor_specs import TensorSpec
+from ..models.results import Prediction, TensorSpec
 from .items import Item, Pixels, content_of
 from .rows import Row, is_finite
 

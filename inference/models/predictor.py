@@ -21,8 +21,8 @@ from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
 from .config_folder import CONFIG, config_folder, read_config
 from .loading import filled
 from .results import Prediction as Prediction
+from .results import TensorSpec as TensorSpec
 from .task import Task as Task
-from .tensor_specs import TensorSpec as TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -192,11 +192,11 @@ def _task_of_training(model: nn.Module, options: TaskOptions) -> Task:
 
     facts = model_names.MODELS[options.architecture.our_name]
     if facts.task == "text":
-        from .our_texts import OurTexts
+        from .ours import OurTexts
         from .texts import NEW_TOKENS
 
         return OurTexts(model, facts.experts > 0, options.max_new_tokens or NEW_TOKENS, options.is_exact)
-    from .our_images import OurImages
+    from .ours import OurImages
 
     _check_our_preparation(options.folder)
     return OurImages(model, options.labels or _our_labels(options.folder), options.is_exact)
@@ -248,7 +248,7 @@ def as_embeddings(task: Task) -> Task:
         UsageError: the model has no linear layer that gives its classes.
     """
     from .image_labels import ImageLabels
-    from .our_images import OurImages
+    from .ours import OurImages
     from .texts import TextLabels
 
     if not isinstance(task, ImageLabels | OurImages | TextLabels):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from .results import Prediction
-from .tensor_specs import BATCH, TensorSpec
+from .results import BATCH, Prediction, TensorSpec
 
 MAX_BATCH = 8
 """Inputs per forward pass of library models."""

@@ -19,9 +19,8 @@ from ckpt_tools.errors import FormatError
 
 from ..common.errors import one_line
 from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
-from .results import Prediction
+from .results import BATCH, Prediction, TensorSpec
 from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, device_of, in_passes, text_of
-from .tensor_specs import BATCH, TensorSpec
 
 BUCKET = 16
 """Classified texts are padded to a multiple of it by their own length alone, so that other texts in the batch change

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.errors import UsageError
 
-from ..config.config_files import shipped_text
+from ..config.command_line import shipped_text
 from ..config.train_config import TrainConfig
 
 AUTO = "auto"

@@ -16,8 +16,7 @@ from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from ..models.language_model import WIDTH
 from .base import DTYPES, mean_loss
-from .fsdp2 import Fsdp2Engine
-from .gradients import total_norm
+from .fsdp2 import Fsdp2Engine, total_norm
 from .pipeline import Line, Stage
 
 

@@ -36,15 +36,13 @@ from ..checkpoints.storage import drop_missing, file_system
 from ..config.options import RESUME_AUTO
 from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, Trained, train
-from ..loop.metrics import Journal
-from ..loop.outlets import FolderOutlet, Outlet, Values
+from ..loop.outlets import FolderOutlet, Journal, Outlet, Values
 from ..loop.result import RunResult
 from ..loop.saving import in_background
 from ..loop.screen import Screen, Status, command_screen
 from ..loop.stopping import RunStoppedError, passing_on
 from .failures import Failure
-from .ray_control import Control, is_asked, new_control
-from .ray_restarts import AttemptFailedError, on_this_node, with_restarts
+from .ray_restarts import AttemptFailedError, Control, is_asked, new_control, on_this_node, with_restarts
 
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray's default is 30 % of the memory; here the object store holds only lines of progress."""

@@ -29,11 +29,9 @@ from ..config.train_config import TrainConfig
 from ..data.datasets import Samples, epoch_order, load_dataset, rank_batches, to_input
 from ..engines import Engine, Progress, create_engine
 from .evaluation import Evaluation, evaluate
-from .measuring import StepLog
+from .measuring import StepLog, profiled
 from .outlets import Outlet
-from .profiling import profiled
-from .retention import remove_old
-from .saving import Agreement, Saver, SaveRecord
+from .saving import Agreement, Saver, SaveRecord, remove_old
 
 
 @dataclass(frozen=True, slots=True)

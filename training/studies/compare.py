@@ -24,8 +24,7 @@ with killed_by_interrupts():
     from ckpt_tools.guard import guarded
 
     from ..config import PACKAGE
-    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command
-    from ..config.installed import check_modules
+    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, check_modules
     from ..config.train_config import TrainConfig
     from ..loop.stopping import interruptible
     from .comparison import DEFAULT_CASES, DEFAULTS, RESUMED, RUN, Case, Figures, Row, cases_of

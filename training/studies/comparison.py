@@ -16,7 +16,7 @@ from ckpt_tools.errors import CkptError, FormatError, UsageError
 from ..config.command_line import config_of, parsed
 from ..config.options import SETTINGS, spelt
 from ..config.train_config import TrainConfig
-from ..loop.metrics import recorded
+from ..loop.outlets import recorded
 from ..loop.result import RESULT_NAME, RunResult
 
 DEFAULTS = ("--launcher=torchrun", "--epochs=2", "--log-every=1")

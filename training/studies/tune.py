@@ -16,8 +16,7 @@ with killed_by_interrupts():
 
     from ckpt_tools.errors import UsageError
 
-    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, config_of, parsed
-    from ..config.installed import check_installed
+    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, check_installed, config_of, parsed
     from ..config.train_config import TrainConfig
     from ..loop.stopping import interruptible
 

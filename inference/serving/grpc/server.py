@@ -22,14 +22,12 @@ import grpc
 from google.protobuf.json_format import ParseDict
 
 from ..http.middleware import OPEN_PATHS, access_line, is_permitted, request_id_of
-from ..listening import Listening
 from ..protocol import BadRequestError, InferRequest
 from ..refusals import Refused
 from ..repository import Version
 from ..service import Service
-from ..settings import HEAD_SECONDS, MAX_BODY_BYTES
-from .messages import METHODS, SERVICE, Method
-from .requests import infer_request, infer_response, parsed
+from ..settings import HEAD_SECONDS, MAX_BODY_BYTES, Listening
+from .requests import METHODS, SERVICE, Method, infer_request, infer_response, parsed
 
 LOG = logging.getLogger(__name__)
 

@@ -27,12 +27,11 @@ from torch import Tensor
 from ckpt_tools.errors import FormatError
 
 from ...models.predictor import Prediction, Predictor
-from ..listening import Listening
 from ..metrics import CONTENT_TYPE, exposition
 from ..refusals import Refused, answer
 from ..repository import Repository
 from ..service import Service, Snapshots, holding, predictions
-from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
+from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Listening, Settings
 from .endpoints import Endpoints, FastPath
 from .middleware import TOO_LARGE, Middleware, Traffic
 from .openapi import describe

@@ -24,13 +24,12 @@ from torch import Tensor
 from inference.models.predictor import load_predictor
 from inference.serving.grpc import requests as grpc_requests
 from inference.serving.grpc import server as grpc_server
-from inference.serving.grpc.messages import MESSAGES, METHODS, SERVICE
+from inference.serving.grpc.requests import MESSAGES, METHODS, SERVICE
 from inference.serving.grpc.server import client_of, serving
 from inference.serving.http.middleware import Traffic
-from inference.serving.listening import Listening, address_of, reserve
 from inference.serving.repository import Repository, Source
 from inference.serving.service import Service as Answers
-from inference.serving.settings import MAX_BODY_BYTES, Settings
+from inference.serving.settings import MAX_BODY_BYTES, Listening, Settings, address_of, reserve
 from tests.inference.conftest import Service, running_service
 from tests.inference.serving.test_operations import certificate as certificate
 from tests.inference.serving.test_repository import Loader
@@ -260,7 +259,7 @@ class Floating:
     """A predictor whose input is two floats."""
 
     def __init__(self, predictor: Any) -> None:
-        from inference.models.tensor_specs import TensorSpec
+        from inference.models.results import TensorSpec
 
         self.name, self.inputs, self.outputs = "m", (TensorSpec("x", "FP32", (-1, 2)),), predictor.outputs
 
