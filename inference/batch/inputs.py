@@ -38,8 +38,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All parts in order. ``digest`` identifies names, sizes and times of the files. ``kind`` is "image" if all are
-    images."""
+    """All parts in order. ``digest`` is of the files' names, sizes and times; ``kind`` is "image" if all are images."""
 
     parts: Sequence[Part]
     digest: str

@@ -81,7 +81,6 @@ def content_of(item: Item, *, takes_texts: bool) -> tuple[bytes, str]:
 
 
 def _png(pixels: np.ndarray) -> bytes:
-    """PNG of these pixels, for models that prepare images themselves."""
     from PIL import Image
 
     file = BytesIO()

@@ -27,8 +27,7 @@ AHEAD = 3
 """Windows decoded ahead of the one being predicted."""
 
 PASSES = 16
-"""Forward passes per window: enough that per-window costs are small, and that several texts have the same length and
-share a pass."""
+"""Forward passes per window: enough for small costs per window, and for several texts of one length."""
 
 WINDOW_BYTES = 4 << 20
 """Limit of a window of large inputs, which then has fewer passes."""

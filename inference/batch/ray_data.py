@@ -44,7 +44,6 @@ class Worker:
 
 
 def items_of(row: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
-    """Items of a part."""
     part: Part = pickle.loads(row["part"])  # noqa: S301  # our own
     for item in part.items():
         yield {"item": pickle.dumps(item)}

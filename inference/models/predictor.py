@@ -46,8 +46,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """A loaded model and the name it is served under. One in another process (``is_elsewhere``) takes inputs while it
-    works on others."""
+    """A loaded model and its name. One in another process (``is_elsewhere``) takes inputs while it is busy."""
 
     name: str
     identity: Identity
@@ -64,12 +63,10 @@ class Predictor:
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """Class names in order, if known."""
         return self.task.labels
 
     @property
     def max_batch(self) -> int:
-        """Inputs per forward pass; fewer are padded, more are split."""
         return self.task.max_batch
 
     @property

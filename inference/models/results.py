@@ -9,8 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The prediction for one input: class ``label`` and the probability of each class, or a generated ``text``, or an
-    ``embedding``."""
+    """One prediction: class ``label`` and the probability of each class, or a ``text``, or an ``embedding``."""
 
     label: int | None = None
     probabilities: tuple[float, ...] | None = None

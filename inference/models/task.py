@@ -43,11 +43,9 @@ class Task(Protocol):
 
     def decode(self, data: bytes, name: str) -> Tensor:
         """Decode one input, without the batch dimension. Raises FormatError, with ``name`` in it."""
-        ...
 
     def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
         """Predict each input, in order. Raises FormatError for another shape or dtype."""
-        ...
 
 
 def in_passes(rows: Tensor, forward: Callable[[Tensor], Tensor], *, max_batch: int, is_exact: bool) -> Tensor:

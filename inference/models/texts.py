@@ -23,8 +23,7 @@ from .results import BATCH, Prediction, TensorSpec
 from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, device_of, in_passes, text_of
 
 BUCKET = 16
-"""Classified texts are padded to a multiple of it by their own length alone, so that other texts in the batch change
-nothing."""
+"""Classified texts are padded to a multiple of it, by their own length, not by others in the batch."""
 
 NEW_TOKENS = 64
 """Default of new tokens without ``max_new_tokens`` in generation_config.json."""
@@ -83,7 +82,6 @@ class Tokens:
 
 
 def _limit(config: Any, tokenizer: Any) -> int | None:
-    """The smaller limit of the model and its tokenizer."""
     stated = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
     # A tokenizer that states no length has 10**30 there.
     return min((int(each) for each in stated if isinstance(each, int) and 0 < each < 10**9), default=None)
@@ -127,7 +125,6 @@ class TextLabels:
         return grouped(inputs, self._length, self._predict_group)
 
     def _length(self, rows: Tensor) -> int:
-        """Length that an input is padded to."""
         length = rows.shape[1]
         if self.max_batch == 1:
             return length

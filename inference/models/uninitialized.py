@@ -38,7 +38,6 @@ class Unfilled(TorchFunctionMode):
 
 
 def _fills(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` initialises: a function of ``torch.nn.init``, or a filling method."""
     return getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in FILLING
 
 

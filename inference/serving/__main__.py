@@ -67,8 +67,7 @@ INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All options of the command line. ``models`` are ``URL`` or ``NAME=URL``. Without a ``grpc_port`` there is no
-    gRPC. Raises ``UsageError`` for options that do not fit together."""
+    """All options of the command line. Raises ``UsageError`` for options that do not fit together."""
 
     models: Sequence[str]
     settings: Settings

@@ -27,8 +27,7 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """One call of ``work``: number of items, their total time in the queue, and its duration. A batch that was handed
-    over early counts as queued until the previous one was done."""
+    """One call of ``work``. A batch handed over early counts as queued until the previous one was done."""
 
     num_items: int
     queue_seconds: float

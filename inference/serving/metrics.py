@@ -111,7 +111,6 @@ def resident_bytes(process: str) -> int:
 
 
 def exposition(snapshots: Sequence[Snapshot]) -> str:
-    """The metrics of all replicas."""
     return "".join(_lines(snapshots))
 
 

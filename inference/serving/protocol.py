@@ -96,8 +96,7 @@ def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_r
 
 
 def fitting_request(request: Json, binary: bytes, predictor: Predictor, max_rows: int) -> InferRequest:
-    """Check a request in the protocol's JSON, received over HTTP or gRPC. ``binary`` is the concatenated data of inputs
-    with ``binary_data_size``. Raises as :func:`parse_infer`."""
+    """Check a request in JSON of either protocol; ``binary`` is the data of its inputs. As :func:`parse_infer`."""
     _known(request, REQUEST_FIELDS, "the request")
     _check_name(request, predictor)
     parameters = _parameters(request, "the request")

@@ -112,8 +112,7 @@ class Repository:
             self.renew(slot)
 
     def load(self, name: str) -> None:
-        """Load or reload every version of a model. Raises ``UnknownModelError`` or ``CkptError``; the old versions keep
-        answering."""
+        """(Re)load all versions of a model. ``UnknownModelError`` or ``CkptError``; old versions keep answering."""
         for slot in self._slots_of(name):
             self.renew(slot)
 

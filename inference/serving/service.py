@@ -177,8 +177,7 @@ class Service:
 def holding(
     repository: Repository, log_fields: MutableMapping[str, str], name: str, number: str | None
 ) -> Iterator[Version]:
-    """The version that answers a request, kept loaded, with the request counted. Adds its name to ``log_fields``, for
-    the access log. Raises ``Refused`` 404 if there is none."""
+    """The version of a request, kept loaded and counted; its name goes to the access log. ``Refused`` 404."""
     try:
         with repository.hold(name, number) as version:
             log_fields.update(model=name, version=str(version.number))

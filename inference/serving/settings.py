@@ -96,8 +96,7 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Address of gRPC with its port, kept by :func:`reserve`, and the TLS files. ``certificate`` may contain the
-    key."""
+    """Address of gRPC, whose port :func:`reserve` keeps, and the TLS files. ``certificate`` may have the key."""
 
     address: str
     certificate: Path | None = None

@@ -56,7 +56,6 @@ class Statistics(Counts):
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def now(self) -> Counts:
-        """A snapshot."""
         with self._lock:
             return Counts(**{each.name: copy(getattr(self, each.name)) for each in fields(Counts)})
 

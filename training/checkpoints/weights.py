@@ -37,7 +37,6 @@ def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collect
 
 
 def _renamed(config: TrainConfig) -> AbstractContextManager[Path | str]:
-    """The weights, with ``--rename`` a converted copy."""
     assert config.init_from is not None
     if not config.rename:
         return nullcontext(config.init_from)

@@ -32,7 +32,6 @@ def shipped(suffix: str) -> list[str]:
 
 
 def shipped_text(name: str) -> str:
-    """Content of a bundled file."""
     return files(PACKAGE).joinpath(CONFIGS, name).read_text()
 
 
@@ -90,7 +89,6 @@ class Command(click.Command):
             sys.exit(error.exit_code)
 
     def _parameters(self) -> Iterator[tuple[str, str, bool]]:
-        """Spelling and name of each parameter, and whether it is an argument."""
         for each in self.params:
             is_argument = isinstance(each, click.Argument)
             label = str(each.name).upper() if is_argument else max(each.opts, key=len)

@@ -81,7 +81,6 @@ def _object(value: Any, config: TrainConfig) -> dict[str, Any]:
 
 
 def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """The run's options under DeepSpeed's keys."""
     zero: dict[str, Any] = {"stage": config.sharding.stage}
     if config.shard_size is not None:
         zero["zero_hpz_partition_size"] = config.shard_size
@@ -112,7 +111,6 @@ def _over(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any
 
 
 def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
-    """Raises ``UsageError`` for an unknown key, and for a value that contradicts the run's options."""
     file = f"--deepspeed-config {config.deepspeed_config}"
     if unknown := sorted(set(given) - KNOWN):
         raise UsageError(f"{file}: {unknown[0]} is not a key that a run takes; it takes {', '.join(sorted(KNOWN))}")
@@ -146,7 +144,6 @@ def _differing(given: Mapping[str, Any], decided: Mapping[str, Any], above: str 
 
 
 def _check_sections(file: str, given: Mapping[str, Any]) -> None:
-    """Check ``zero_optimization`` with DeepSpeed's own model."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 

@@ -45,8 +45,7 @@ from .resuming import apply_settings, progress_of, scheduler_of
 
 @torch.no_grad()
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """2-norm over all ranks, 0-d. With tensor parallelism, parameters are on several meshes, so norms are stacked for
-    each mesh."""
+    """2-norm over all ranks, 0-d. Norms are stacked by mesh, as tensor parallelism has several."""
     by_mesh: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
         by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
@@ -60,7 +59,6 @@ def _whole(norm: Tensor) -> Tensor:
 
 @torch.no_grad()
 def multiply(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
-    """Multiply every gradient in place."""
     for gradient in gradients:
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
 
@@ -202,7 +200,6 @@ class Fsdp2Engine:
         yield
 
     def _update(self) -> None:
-        """Make the optimizer's step, unless gradients have overflowed in fp16."""
         if self._prepare_gradients():
             self._app.optimizer.step()
             self._app.scheduler.step()
@@ -223,7 +220,6 @@ class Fsdp2Engine:
         return scaler is None or math.isfinite(norm)
 
     def _norm(self, parameters: Iterable[nn.Parameter]) -> float:
-        """Norm of all gradients on all ranks."""
         return float(total_norm(found.grad for found in parameters if found.grad is not None))
 
     @torch.no_grad()

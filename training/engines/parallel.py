@@ -64,8 +64,7 @@ class Meshes:
 
 
 def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
-    """Stages are outermost, then replicas; tensor and expert parallelism are innermost, so that their many messages
-    stay on one machine."""
+    """Stages are outermost; tensor and expert parallelism innermost, to keep messages on one machine."""
     workers = torch.distributed.get_world_size() // config.pp
     data, tensor, pipeline = _mesh(config, device, _shard_size(config, workers // config.tp), {TENSOR: config.tp})
     if config.ep == 1:
@@ -78,7 +77,6 @@ def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
 def _mesh(
     config: TrainConfig, device: torch.device, shard_size: int, inner: dict[str, int]
 ) -> tuple[DeviceMesh, DeviceMesh | None, DeviceMesh | None]:
-    """Mesh for FSDP2, mesh of the inner dimension and mesh of stages, if there are any."""
     [(name, size)] = inner.items()
     workers = torch.distributed.get_world_size() // (size * config.pp)
     replicated = config.sharding.in_groups or config.sharding.stage == 0
@@ -121,8 +119,7 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
 
 
 def _shard_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> None:
-    """Split the experts over workers, and shard them over workers with the same ones: by rows if these divide evenly,
-    because experts are few."""
+    """Split the experts over workers, and shard them over those with the same ones; by rows if these divide."""
     experts, same = experts_of(block), meshes.same_experts
     if experts is None:
         return

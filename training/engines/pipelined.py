@@ -66,8 +66,7 @@ class PipelineEngine(Fsdp2Engine):
         return self._line.from_last(loss)
 
     def _add_tied_gradients(self) -> None:
-        """Add the other stage's gradient of the tied matrix on first and last stage. A sum of two has the same bits in
-        either order."""
+        """Add the tied matrix's gradient of the other end; a sum of two has the same bits in either order."""
         if not (self._stage.is_first or self._stage.is_last):
             return
         gradient = self._stage.embed.weight.grad

@@ -63,8 +63,7 @@ def cluster(num_workers: int) -> AbstractContextManager[None]:
 
 
 def check_before_start(config: TrainConfig) -> None:
-    """Check in one process what would otherwise fail on every worker. Writes nothing; prints messages about the
-    checkpoint to resume."""
+    """Check in one process what would fail on every worker; prints messages about the checkpoint to resume."""
     check_no_other_run(config.out)
     checkpoint = resume_folder(config)
     check_result_file(config.out)

@@ -44,8 +44,7 @@ class AttemptFailedError(Exception):
 def with_restarts(
     config: TrainConfig, attempt: Callable[[TrainConfig], Outcome], say: Say
 ) -> tuple[TrainConfig, Outcome]:
-    """Result of ``attempt``, which raises AttemptFailedError, and the configuration with which it succeeded. Raises
-    CkptError after the last attempt."""
+    """Result of ``attempt`` and the configuration that succeeded. Raises CkptError after the last attempt."""
     current = config
     for number in count(1):
         try:
@@ -73,8 +72,7 @@ def _for_the_next(config: TrainConfig, say: Say) -> TrainConfig:
 
 
 def on_what_is_left(config: TrainConfig, room: int) -> TrainConfig | None:
-    """The run with the most workers, at most ``room``, that divide the batch and fill groups; None if that is below
-    ``min_workers``."""
+    """The run with the most workers that ``room`` has and the batch allows; None below ``min_workers``."""
     assert config.min_workers is not None
     for workers in range(min(room, config.num_workers), config.min_workers - 1, -1):
         with suppress(UsageError):

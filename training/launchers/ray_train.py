@@ -133,7 +133,6 @@ def _end_lines(lines: Queue, printer: threading.Thread) -> None:
 
 
 def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
-    """Show each line and status, and record each dict of metrics."""
     with suppress(ray.exceptions.RayError):
         while (line := lines.get()) is not None:
             if isinstance(line, Status):
@@ -212,7 +211,6 @@ def _first_failure(error: ray.train.WorkerGroupError) -> Failure:
 
 
 def _work(loop_config: dict[str, Any]) -> Outcome:
-    """Run one rank."""
     config: TrainConfig = loop_config["config"]
     outlet = _outlet(config, loop_config["lines"])
     control: Control = loop_config["control"]
@@ -224,7 +222,6 @@ def _work(loop_config: dict[str, Any]) -> Outcome:
 
 
 def _is_restart(control: Control) -> bool:
-    """Whether Ray has restarted the workers."""
     leads = ray.train.get_context().get_world_rank() == 0
     found = [leads and ray.get(control.begin.remote()) > 1]
     torch.distributed.broadcast_object_list(found)

@@ -56,7 +56,6 @@ class Journal:
 
 
 def recorded(out: Path) -> Iterator[dict[str, Any]]:
-    """Complete lines of ``metrics.jsonl``."""
     for line in (out / METRICS_NAME).read_text().splitlines():
         with suppress(ValueError):
             yield json.loads(line)
@@ -84,35 +83,27 @@ class Outlet(Protocol):
     @property
     def uploads(self) -> bool:
         """Whether ``finish`` uploads files, which happens while training continues."""
-        ...
 
     def begin(self, name: str) -> Path:
         """An empty folder for this rank's shards of a checkpoint, under a name that marks it as unfinished."""
-        ...
 
     def finish(self, name: str) -> None:
         """Called when this rank has written, on the first rank when all have; possibly in another thread."""
-        ...
 
     def announce(self, name: str, values: Values) -> None:
         """Called with the latest values when the checkpoint is complete."""
-        ...
 
     def report(self, values: Values) -> None:
         """Called after an epoch without a checkpoint."""
-        ...
 
     def record(self, figures: Mapping[str, Any]) -> None:
         """Append a line to ``metrics.jsonl``."""
-        ...
 
     def say(self, line: str) -> None:
         """Print a line for the user."""
-        ...
 
     def show(self, status: Status) -> None:
         """Show a status, which replaces the one before."""
-        ...
 
 
 class FolderOutlet:

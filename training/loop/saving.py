@@ -127,7 +127,6 @@ class Saver:
         return self._finish(name)
 
     def _describe(self, folder: Path) -> None:
-        """Write ``config.json`` on the first rank."""
         if _leads():
             write_model_config(folder, self._config)
 
@@ -229,7 +228,6 @@ def remove_old(config: TrainConfig) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a folder of this run that holds only files of a checkpoint."""
     is_own = checkpoint.parent.name == CHECKPOINTS and is_checkpoint_name(checkpoint.name)
     if is_own and not checkpoint.is_symlink() and not strangers_in(checkpoint):
         hidden = partial_folder(checkpoint.parent, checkpoint.name)

@@ -44,8 +44,7 @@ class RunStoppedError(CkptError):
 
 
 class Request:
-    """Request to save and stop: a signal to this rank, or the file ``path`` of its launcher. A call tells whether there
-    is one."""
+    """Request to save and stop: a signal to this rank, or the file ``path`` of its launcher."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -76,7 +76,6 @@ def compare(out: Path, texts: Sequence[str], options: Sequence[str]) -> list[Row
 
 
 def _check_folder(case: Case) -> None:
-    """Raises ``DestinationExistsError`` if it holds other files, or the same case with other options."""
     if not case.folder.exists() or not any(case.folder.iterdir()):
         return
     found = _noted(case)

@@ -25,7 +25,6 @@ class Column:
     text: Callable[[float], str]
 
     def is_drawn(self, rows: Sequence[Row]) -> bool:
-        """Whether any case has a value."""
         return any(row.figures is not None and self.value(row.figures) for row in rows)
 
 
@@ -58,7 +57,6 @@ def title_of(cases: Sequence[Case]) -> str:
 
 
 def markdown(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Heading, table and remarks."""
     titles = ["case", *(column.title for column in columns), LOSS]
     lines = [f"# {title}", "", _line(titles), "|---" + "|--:" * (len(titles) - 1) + "|"]
     return "\n".join([*lines, *(_line(cells) for cells in _cells(rows, columns)), "", *remarks(rows), ""])
@@ -90,7 +88,6 @@ def as_json(cases: Sequence[Case], rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def shown(title: str, rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """Table for a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -80,7 +80,6 @@ def tuned(config: TrainConfig, rates: tuple[float, ...], at_once: int) -> list[T
 
 
 def _trial(chosen: dict[str, float], runs: dict[float, TrainConfig]) -> None:
-    """Runs in a process of Tune."""
     from ray import tune
 
     from ..launchers import launch

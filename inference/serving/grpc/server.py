@@ -280,7 +280,6 @@ def _asked_of(request: Any) -> tuple[str, str | None]:
 
 
 def _name_of(request: Any) -> str:
-    """Name of the model in a repository request: ``model_name`` from Triton's clients, ``repository_name`` from
-    KServe's."""
+    """Model of a repository request: ``model_name`` of Triton's clients, ``repository_name`` of KServe's."""
     name: str = request.model_name or request.repository_name
     return name

@@ -208,7 +208,6 @@ def the_field(form: FormData, name: str, kind: type[Result], how: str) -> Result
 
 
 async def decoded(predictor: Predictor, data: bytes, name: str) -> Tensor:
-    """One input of the model. Raises ``Refused`` 400 if the bytes cannot be decoded."""
     try:
         return await asyncio.to_thread(predictor.decode, data, name)
     except FormatError as error:

@@ -141,7 +141,6 @@ class FastPath:
 
 
 def _asked_of(request: Request) -> tuple[str, str | None]:
-    """Model and version from the path."""
     return request.path_params["name"], request.path_params.get("version")
 
 
@@ -185,7 +184,6 @@ def _inflated(body: bytes, path: str) -> bytes:
 
 
 async def _json_object(request: Request) -> Json:
-    """The body as a JSON object; empty without a body."""
     body = await read_body(request)
     try:
         found = json.loads(body or b"{}")

@@ -46,8 +46,7 @@ class Traffic:
 
 
 class Middleware:
-    """ASGI middleware. It also cancels the work for a client that disconnects, and answers 503 to requests cancelled by
-    a shutdown."""
+    """ASGI middleware. It cancels the work for a disconnected client; requests cancelled by a shutdown get 503."""
 
     def __init__(self, app: ASGIApp, settings: Settings, traffic: Traffic) -> None:
         self.app, self.settings, self.traffic = app, settings, traffic

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model and its thread, which predicts all batches because its memory is warm. The next batch may be submitted
-    while it is busy."""
+    """A model and its thread: its memory is warm, and the next batch may be submitted while it is busy."""
 
     predictor: Predictor
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "model"))
