@@ -139,14 +139,14 @@ class Output:
 
 def _check_ours(path: Path, magic: bytes) -> None:
     """Raise if ``path`` exists and was not written by this command."""
-    if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or not _begins(path, magic)):
+    if not os.path.lexists(path):
+        return
+    is_ours = path.is_file() and not path.is_symlink()
+    if is_ours:
+        with path.open("rb") as file:  # it may be cut short within the magic
+            is_ours = magic.startswith(file.read(len(magic)))
+    if not is_ours:
         raise DestinationExistsError(f"{path} is in the way and is not of this command; move it away")
-
-
-def _begins(path: Path, magic: bytes) -> bool:
-    """Whether the file begins with ``magic`` or, cut short, with a part of it."""
-    with path.open("rb") as file:
-        return magic.startswith(file.read(len(magic)))
 
 
 @dataclass(slots=True)

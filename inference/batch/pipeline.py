@@ -93,9 +93,9 @@ def predicted(
 def _ahead(
     pool: ThreadPoolExecutor, items: Iterable[Item], predictor: Predictor, readers: int
 ) -> Iterator[list[Decoded]]:
-    windows = _windows(iter(items), window_of(predictor))
+    given, size = iter(items), window_of(predictor)
     started: deque[list[Future[list[Decoded]]]] = deque()
-    for window in windows:
+    while window := list(islice(given, size)):
         are_ready = all(isinstance(item.content, Pixels) for item in window)
         if not are_ready:
             started.append(_start(pool, window, predictor, readers))
@@ -106,11 +106,6 @@ def _ahead(
             yield decode_all(window, predictor)
     while started:
         yield _finish(started.popleft())
-
-
-def _windows(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
-    while window := list(islice(items, size)):
-        yield window
 
 
 def _start(

@@ -196,7 +196,9 @@ def _task_of_training(model: nn.Module, options: TaskOptions) -> Task:
     from .ours import OurImages
 
     _check_our_preparation(options.folder)
-    return OurImages(model, options.labels or _our_labels(options.folder), options.is_exact)
+    stated = read_config(options.folder).get("labels")
+    labels = options.labels or (tuple(map(str, stated)) if isinstance(stated, list) else None)
+    return OurImages(model, labels, options.is_exact)
 
 
 def _task_of_transformers(model: nn.Module, options: TaskOptions) -> Task:
@@ -219,11 +221,6 @@ def _task_of_transformers(model: nn.Module, options: TaskOptions) -> Task:
     if not options.embeddings:
         raise UsageError(f"a {kind} has no head, so it gives embeddings alone: ckpt-tools predict --embeddings")
     return encoders.encoder_of(model, folder, is_exact=options.is_exact)
-
-
-def _our_labels(folder: Path | None) -> tuple[str, ...] | None:
-    found = read_config(folder).get("labels")
-    return tuple(map(str, found)) if isinstance(found, list) else None
 
 
 def _check_our_preparation(folder: Path | None) -> None:

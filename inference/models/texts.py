@@ -191,14 +191,14 @@ class TextWriter:
 
     def _text(self, row: Tensor) -> str:
         """The text up to the end token; what follows pads it to the longest text of the batch."""
-        ends = torch.isin(row, torch.tensor(self._ends)).nonzero()
+        ends = torch.isin(row, torch.tensor(_ends_of(self.settings))).nonzero()
         kept = row[: int(ends[0])] if len(ends) else row
         return self.tokens.tokenizer.decode(kept, skip_special_tokens=True)
 
-    @property
-    def _ends(self) -> list[int]:
-        end = self.settings.eos_token_id
-        return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+def _ends_of(settings: Any) -> list[int]:
+    end = settings.eos_token_id
+    return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
 def _settings(model: Any, folder: Path, tokenizer: Any, max_new_tokens: int | None) -> Any:
@@ -213,13 +213,9 @@ def _settings(model: Any, folder: Path, tokenizer: Any, max_new_tokens: int | No
     found.update(do_sample=False, num_beams=1, num_return_sequences=1, max_length=None, min_length=None)
     found.update(temperature=None, top_p=None, top_k=None)
     if found.pad_token_id is None:
-        ends = found.eos_token_id
-        found.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else _first(ends)
+        first = next(iter(_ends_of(found)), None)
+        found.pad_token_id = first if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return found
-
-
-def _first(ends: int | Sequence[int] | None) -> int | None:
-    return ends if ends is None or isinstance(ends, int) else ends[0]
 
 
 def grouped(

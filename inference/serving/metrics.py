@@ -10,7 +10,7 @@ import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +90,14 @@ def usage() -> tuple[float, int]:
     """CPU seconds and resident bytes of this process and its children."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     cpu, memory = own.ru_utime + own.ru_stime, resident_bytes("self")
-    for number in _children():
+    children = (each.read_text().split() for each in Path("/proc/self/task").glob("*/children"))
+    for number in chain.from_iterable(children):
         with suppress(OSError):
             # proc(5): utime and stime are the fields 14 and 15, behind a name in parentheses that may hold anything.
             numbers = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
             cpu += sum(map(int, numbers[11:13])) / os.sysconf("SC_CLK_TCK")
             memory += resident_bytes(number)
     return cpu, memory
-
-
-def _children() -> list[str]:
-    return [number for each in Path("/proc/self/task").glob("*/children") for number in each.read_text().split()]
 
 
 def resident_bytes(process: str) -> int:
@@ -130,18 +127,14 @@ def _lines(snapshots: Sequence[Snapshot]) -> Iterator[str]:
     yield from _family("nv_inference_request_failure", "counter", "Failed requests, by reason", failures)
     pending = [(labels, each.num_waiting) for labels, each in labelled]
     yield from _family("nv_inference_pending_request_count", "gauge", "Rows that wait for the model", pending)
-    yield from _identities(labelled)
+    weights = [({**labels, "digest": each.digest, "step": str(each.step)}, 1.0) for labels, each in labelled]
+    yield from _family("ckpt_tools_model_info", "gauge", "Which weights answer", weights)
     yield from _histogram(labelled)
     yield from _of_processes(snapshots)
 
 
 def _of_worker(snapshot: Snapshot) -> dict[str, str]:
     return {} if snapshot.worker is None else {"worker": str(snapshot.worker)}
-
-
-def _identities(labelled: list[tuple[dict[str, str], VersionSnapshot]]) -> Iterator[str]:
-    samples = [({**labels, "digest": each.digest, "step": str(each.step)}, 1.0) for labels, each in labelled]
-    yield from _family("ckpt_tools_model_info", "gauge", "Which weights answer", samples)
 
 
 def _histogram(labelled: list[tuple[dict[str, str], VersionSnapshot]]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError
 
-from ..models.predictor import Prediction, Predictor, TensorSpec
+from ..models.predictor import Prediction, TensorSpec
 from .batching import QueueFullError
 from .http.middleware import Traffic
 from .metrics import Snapshot
@@ -229,7 +229,7 @@ async def predictions(version: Version, items: Sequence[Tensor], seconds: float)
 
 async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferRequest:
     try:
-        if num_bytes > LARGE_REQUEST or _decodes(version.predictor):
+        if num_bytes > LARGE_REQUEST or any(spec.datatype == "BYTES" for spec in version.predictor.inputs):
             return await asyncio.to_thread(parse, version)
         return parse(version)
     except BadRequestError as error:
@@ -246,10 +246,6 @@ def identity(version: Version) -> Json:
         "step": known.step,
         "world_size": known.world_size,
     }
-
-
-def _decodes(predictor: Predictor) -> bool:
-    return any(spec.datatype == "BYTES" for spec in predictor.inputs)
 
 
 def _configured(spec: TensorSpec) -> Json:

@@ -147,19 +147,14 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn"}
 """Names to install, where they differ from the module."""
 
 
-def needed_modules(config: TrainConfig) -> list[str]:
-    """Libraries that any process of this run imports."""
+def check_installed(config: TrainConfig) -> None:
+    """Raises ``UsageError`` with the command that installs what is missing."""
     by_launcher = ["ray", "pyarrow"] if config.launcher == "ray" else []
     by_engine = ["deepspeed"] if config.sharding.framework == "deepspeed" else []
     by_dataset = ["sklearn"] if config.dataset == "digits" else []
     by_model = ["transformers"] if config.model.startswith(HUGGING_FACE) else []
     by_record = ["tensorboardX"] if config.tensorboard else []
-    return ["torch", "torchvision", *by_launcher, *by_engine, *by_dataset, *by_model, *by_record]
-
-
-def check_installed(config: TrainConfig) -> None:
-    """Raises ``UsageError`` with the command that installs what is missing."""
-    check_modules(needed_modules(config))
+    check_modules(["torch", "torchvision", *by_launcher, *by_engine, *by_dataset, *by_model, *by_record])
 
 
 def check_modules(names: Iterable[str]) -> None:

@@ -62,7 +62,7 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     decided = _decided(config, world_size)
     if config.deepspeed_config is not None:
         _check(config, given, decided)
-    return _merged(given, decided)
+    return {"steps_per_print": _NEVER} | _over(given, decided)
 
 
 def _given(config: TrainConfig) -> dict[str, Any]:
@@ -94,10 +94,6 @@ def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
         "bf16": {"enabled": config.precision == "bf16"},
         "fp16": {"enabled": config.precision == "fp16"},
     }
-
-
-def _merged(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
-    return {"steps_per_print": _NEVER} | _over(given, decided)
 
 
 def _over(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:

@@ -235,7 +235,7 @@ class Fsdp2Engine:
     def staged(self, progress: Progress, group: ProcessGroup) -> Save:
         self._app.progress = progress
         state = self._stager.stage({"app": self._app.state_dict()})
-        return partial(_write_staged, state, group)
+        return lambda folder: state_dict_saver.save(state, checkpoint_id=folder, process_group=group)
 
     def resume(self, checkpoint: Path | str) -> Progress:
         with reading(checkpoint):
@@ -248,7 +248,3 @@ class Fsdp2Engine:
 
     def close(self) -> None:
         self._stager.close()
-
-
-def _write_staged(state: Any, group: ProcessGroup, folder: Path) -> None:
-    state_dict_saver.save(state, checkpoint_id=folder, process_group=group)

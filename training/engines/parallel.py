@@ -120,9 +120,9 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
 
 def _shard_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> None:
     """Split the experts over workers, and shard them over those with the same ones; by rows if these divide."""
-    experts, same = experts_of(block), meshes.same_experts
-    if experts is None:
+    if not isinstance(block, MixtureBlock):
         return
+    experts, same = block.feed_forward.experts, meshes.same_experts
     assert same is not None and meshes.all_experts is not None
     split_experts(experts, meshes.all_experts)
     rows = Shard(1) if all(one.shape[1] % same.size(-1) == 0 for one in experts.parameters()) else None
@@ -202,11 +202,6 @@ def _gathered() -> PrepareModuleInput:
 
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-
-
-def experts_of(block: nn.Module) -> Experts | None:
-    """Experts of a layer, if it has any."""
-    return block.feed_forward.experts if isinstance(block, MixtureBlock) else None
 
 
 def split_experts(experts: Experts, mesh: DeviceMesh) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError, UsageError
 
-from ..checkpoints.locking import RunLock, check_no_other_run, only_run
+from ..checkpoints.locking import check_no_other_run, only_run
 from ..checkpoints.run_folder import resume_folder, resume_hint
 from ..checkpoints.settings import lines_before_start
 from ..checkpoints.weights import check_export, export
@@ -34,7 +34,11 @@ def launch(config: TrainConfig) -> RunResult:
     check_before_start(config)
     with only_run(config) as lock:
         try:
-            result = _launch(config, lock)
+            if config.launcher == "ray":  # imported only for its own runs
+                from .ray_train import launch as launch_workers
+            else:
+                from .torchrun import launch as launch_workers
+            result = launch_workers(config, lock)
             export(config, result.checkpoint)
             return result
         except (RunFailedError, StoreError) as error:
@@ -42,17 +46,6 @@ def launch(config: TrainConfig) -> RunResult:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             raise _with_hint(StoreError(f"{where}{error.strerror or error}"), config) from error
-
-
-def _launch(config: TrainConfig, lock: RunLock) -> RunResult:
-    """Run with the chosen launcher; Ray is imported only for its own."""
-    if config.launcher == "ray":
-        from . import ray_train
-
-        return ray_train.launch(config, lock)
-    from . import torchrun
-
-    return torchrun.launch(config, lock)
 
 
 def cluster(num_workers: int) -> AbstractContextManager[None]:

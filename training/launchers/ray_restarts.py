@@ -141,10 +141,6 @@ class RunControl:
         await self._asked.wait()
 
 
-def new_control() -> Control:
-    return ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(RunControl).remote()
-
-
 def is_asked(control: Control) -> Callable[[], bool]:
     """A function that tells whether there is a request to stop, without a remote call."""
     asked = threading.Event()

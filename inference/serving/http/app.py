@@ -93,8 +93,13 @@ def create_app(
 
     @asynccontextmanager
     async def run(_: FastAPI) -> AsyncIterator[None]:
+        calls: AbstractAsyncContextManager[None] = nullcontext()
+        if grpc is not None:  # imported on use, which keeps start-up fast
+            from ..grpc.server import serving
+
+            calls = serving(service, grpc)
         with background or nullcontext():
-            async with nullcontext() if grpc is None else serving_grpc(service, grpc):
+            async with calls:
                 yield
         repository.close()
 
@@ -131,13 +136,6 @@ def create_app(
         return Response(exposition(await service.snapshots()), media_type=CONTENT_TYPE)
 
     return app
-
-
-def serving_grpc(service: Service, listening: Listening) -> AbstractAsyncContextManager[None]:
-    """Imported on use, which keeps start-up fast."""
-    from ..grpc.server import serving
-
-    return serving(service, listening)
 
 
 @cache
