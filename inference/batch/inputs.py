@@ -88,9 +88,6 @@ def find_inputs(wanted: Wanted) -> Inputs:
     return _images(found, wanted) if found.kind == "image" else _tables(found, wanted)
 
 
-# --- images
-
-
 @dataclass(frozen=True, slots=True)
 class ImagePart:
     """Images ``first`` to ``first + len(names)`` of ``total`` below ``base``."""
@@ -140,9 +137,6 @@ def _images(found: Listing, wanted: Wanted) -> Inputs:
     return Inputs(parts, found.digest, "image", wanted.truth is not None)
 
 
-# --- tables
-
-
 def _tables(found: Listing, wanted: Wanted) -> Inputs:
     several, share = len(found.names) > 1, 1 / len(found.names)
     parts: list[Part] = []
@@ -151,9 +145,6 @@ def _tables(found: Listing, wanted: Wanted) -> Inputs:
         table = Table(found.url(name), found.kind, prefix, (number * share, (number + 1) * share))
         parts += parts_of(table, wanted.column, wanted.truth)
     return Inputs(parts, found.digest, "table", wanted.truth is not None)
-
-
-# --- datasets
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +173,6 @@ def _held_out(dataset: data.DatasetName, root: Path | None) -> data.Samples:
     from ..common.training_package import data
 
     return data.load_dataset(dataset, "held-out", root)
-
-
-# --- going on
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,6 @@ def _of_one_kind(url: str, entries: Iterable[Entry]) -> tuple[list[Entry], str]:
     return found, kind
 
 
-# --- local
-
-
 def _local(url: str) -> tuple[str, Iterator[Entry]]:
     if os.path.isdir(url):
         return url.rstrip("/") or "/", _entries(url.rstrip("/") or "/", _files_below(url, ()))
@@ -122,9 +119,6 @@ def _entries(base: str, paths: Iterable[str]) -> Iterator[Entry]:
             # A link to nowhere: it becomes a row with its error.
             stamp = "none"
         yield os.path.relpath(path, base) if not path.startswith(f"{base}/") else path[len(base) + 1 :], stamp
-
-
-# --- in a store
 
 
 def _remote(url: str) -> tuple[str, Iterator[Entry]]:

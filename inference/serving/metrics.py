@@ -14,9 +14,9 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
+from .batching import BOUNDS, Counts
 from .http.middleware import Traffic
 from .repository import Repository, Version
-from .statistics import BOUNDS, Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,9 +39,6 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
         lambda counts: counts.compute_ns // 1000,
     ),
 }
-
-
-# --- counts of a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +99,6 @@ def usage() -> tuple[float, int]:
 
 def resident_bytes(process: str) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-# --- text format
 
 
 def exposition(snapshots: Sequence[Snapshot]) -> str:

@@ -82,9 +82,6 @@ class Body:
     json_bytes: int | None = None
 
 
-# --- requests
-
-
 def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_rows: int) -> InferRequest:
     """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``.
 
@@ -332,9 +329,6 @@ def _names(specs: Any) -> str:
 
 def _shown(value: object) -> str:
     return repr(value)[:60]
-
-
-# --- answers
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,13 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError
 
 from ..models.predictor import Prediction, TensorSpec
-from .batching import QueueFullError
+from .batching import Counts, QueueFullError
 from .http.middleware import Traffic
 from .metrics import Snapshot
 from .protocol import BadRequestError, InferRequest, tensor_metadata
 from .refusals import RETRY_AFTER, Refused
 from .repository import NotReadyError, Repository, UnknownModelError, Version
 from .settings import Settings
-from .statistics import Counts
 
 LOG = logging.getLogger(__name__)
 
@@ -66,8 +65,6 @@ class Service:
             raise Refused(503, "the service is stopping")
         if not self.repository.is_ready:
             raise Refused(503, "a model is not loaded")
-
-    # --- a model
 
     def version(self, name: str, number: str | None) -> Version:
         try:
@@ -142,8 +139,6 @@ class Service:
             limits = (self.settings.timeout, asked.timeout, seconds)
             answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
             return render(asked, answers, version)
-
-    # --- the repository
 
     def index(self, *, only_ready: bool) -> list[Json]:
         return [

@@ -219,17 +219,14 @@ def _holds_checkpoints(config: TrainConfig) -> bool:
 
 
 def _existing(checkpoint: Path) -> Path:
-    if not _is_there(checkpoint):
+    try:
+        is_there = checkpoint.exists()
+    except OSError as error:
+        raise StoreError(f"--resume {checkpoint} cannot be looked up: {error.strerror}") from error
+    if not is_there:
         raise SourceNotFoundError(f"there is no checkpoint {checkpoint} to resume from")
     _check_single(checkpoint)
     return checkpoint.absolute()
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError as error:
-        raise StoreError(f"--resume {path} cannot be looked up: {error.strerror}") from error
 
 
 def _check_single(folder: Path) -> None:

@@ -123,17 +123,12 @@ def _wait_for(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
     finally:
         if process.poll() is None:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT, because torchrun's agent ignores SIGTERM."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(POLITE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            process.send_signal(signal.SIGINT)  # torchrun's agent ignores SIGTERM
+            try:
+                process.wait(POLITE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:

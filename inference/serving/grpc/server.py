@@ -145,8 +145,6 @@ class Calls:
             for name, handler in named.items()
         }
 
-    # --- every call
-
     async def answer(self, name: str, method: Method, handler: Handler, _: object, context: Any) -> bytes:
         call = Call.of(name, context)
         self.traffic.in_flight += 1
@@ -204,8 +202,6 @@ class Calls:
         if seconds := refused.headers.get("Retry-After"):
             trailing.append(("grpc-retry-pushback-ms", str(int(seconds) * 1000)))
         await call.context.abort(call.code, refused.sentence, tuple(trailing))
-
-    # --- the methods
 
     async def live(self, _: Any, call: Call) -> Any:
         return _response(call, {"live": True})

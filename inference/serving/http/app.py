@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -112,7 +111,7 @@ def create_app(
         headers = {"X-Model-Name": version.name, "X-Model-Version": str(version.number)}
         return JSONResponse(shown(prediction, version.predictor), headers=headers)
 
-    endpoints = Endpoints(service)
+    endpoints, text = Endpoints(service), PAGE.read_text(encoding="utf-8")
     app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
     app.state.traffic = traffic
     app.answer = Middleware(FastPath(app.through_fastapi, endpoints, refuse), chosen, traffic)
@@ -125,7 +124,7 @@ def create_app(
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
-        return HTMLResponse(page_text(), headers=PAGE_HEADERS)
+        return HTMLResponse(text, headers=PAGE_HEADERS)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -136,11 +135,6 @@ def create_app(
         return Response(exposition(await service.snapshots()), media_type=CONTENT_TYPE)
 
     return app
-
-
-@cache
-def page_text() -> str:
-    return PAGE.read_text(encoding="utf-8")
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:

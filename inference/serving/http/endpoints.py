@@ -94,8 +94,6 @@ class Endpoints:
         state = request.scope["state"]
         return await self.service.infer(name, number, parse, _inferred, num_bytes=len(body), log_fields=state)
 
-    # --- the repository
-
     async def index(self, request: Request) -> Response:
         only_ready = (await _json_object(request)).get("ready", False)
         if not isinstance(only_ready, bool):
@@ -150,9 +148,6 @@ def _inferred(asked: InferRequest, answers: Sequence[Prediction], version: Versi
         return Response(answer.content, media_type="application/json")
     length = {JSON_LENGTH: str(answer.json_bytes)}
     return Response(answer.content, media_type="application/octet-stream", headers=length)
-
-
-# --- bodies
 
 
 async def read_body(request: Request) -> bytes:
