@@ -197,7 +197,6 @@ def convert_and_check(run: result.RunResult, format_name: ckpt_tools.WrittenForm
 
 
 def table_of(rows: list[Row]) -> Table:
-    """The rows as a table for the terminal."""
     table = Table(title="from sharded checkpoint to one file")
     for heading in ("checkpoint", "format"):
         table.add_column(heading)

@@ -11,8 +11,7 @@ with killed_by_interrupts():
 
     import click
 
-    from .config.command_line import CONTEXT, Command, config_of, run_options
-    from .config.installed import check_installed
+    from .config.command_line import CONTEXT, Command, check_installed, config_of, run_options
     from .loop.stopping import advice_after_stop, interruptible
 
 

@@ -11,7 +11,7 @@ from ckpt_tools.signals import killed_by_interrupts
 with killed_by_interrupts():
     import json
     from collections.abc import Generator
-    from contextlib import AbstractContextManager, closing
+    from contextlib import closing
     from dataclasses import dataclass
     from pathlib import Path
     from typing import TYPE_CHECKING, Any, Literal
@@ -140,16 +140,13 @@ def run(options: Options) -> None:
     ckpt_tools.inspect(options.job.model)
     if options.report is not None:
         options.report.check()
-    with _opened(options.output) as writer:
+    output = options.output
+    with open_remote(output) if isinstance(output, RemoteOutput) else open_output(output) as writer:
         inputs = find_inputs(options.wanted)
         if options.report is not None and not inputs.has_truth:
             raise UsageError("--report compares with true labels; say by --truth where they are")
         tally, columns = predict_into(writer, inputs, options)
     _conclude(options, tally, columns)
-
-
-def _opened(output: Output | RemoteOutput) -> AbstractContextManager[Writer]:
-    return open_remote(output) if isinstance(output, RemoteOutput) else open_output(output)
 
 
 def _conclude(options: Options, tally: Tally, columns: Columns) -> None:
@@ -171,7 +168,9 @@ def predict_into(writer: Writer, inputs: Inputs, options: Options) -> tuple[Tall
     predictor = job.load()
     columns = columns_of(predictor, options.top)
     _check_fits(predictor, inputs, columns)
-    this_run = Run(predictor.identity.digest, inputs.digest, _options(options, job))
+    wanted, suffix = options.wanted, str(options.output.path).rpartition(".")[2]
+    settings = json.dumps([job.digest(), options.top, wanted.column, wanted.truth, suffix])
+    this_run = Run(predictor.identity.digest, inputs.digest, settings)
     num_done = writer.begin(this_run, columns, tally.add_written)
     predicted = _predicted(options, inputs, num_done, job, predictor)
     with closing(predicted), show_progress(num_done, quiet=options.quiet) as update:
@@ -191,13 +190,6 @@ def _check_fits(predictor: Predictor, inputs: Inputs, columns: Columns) -> None:
         raise UsageError("the model takes texts, and the input is images")
     if inputs.has_truth and columns.kind != "label":
         raise UsageError("true labels are for a model that tells classes apart; leave out --truth and --report")
-
-
-def _options(options: Options, job: Job) -> str:
-    wanted = options.wanted
-    return json.dumps(
-        [job.digest(), options.top, wanted.column, wanted.truth, str(options.output.path).rpartition(".")[2]]
-    )
 
 
 def _predicted(

@@ -38,8 +38,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All parts in order. ``digest`` identifies names, sizes and times of the files. ``kind`` is "image" if all are
-    images."""
+    """All parts in order. ``digest`` is of the files' names, sizes and times; ``kind`` is "image" if all are images."""
 
     parts: Sequence[Part]
     digest: str
@@ -87,9 +86,6 @@ def find_inputs(wanted: Wanted) -> Inputs:
         return held_out_inputs(next(name for name in DATASETS if name == wanted.url), wanted.data_root)
     found = listing_of(wanted.url)
     return _images(found, wanted) if found.kind == "image" else _tables(found, wanted)
-
-
-# --- images
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +137,6 @@ def _images(found: Listing, wanted: Wanted) -> Inputs:
     return Inputs(parts, found.digest, "image", wanted.truth is not None)
 
 
-# --- tables
-
-
 def _tables(found: Listing, wanted: Wanted) -> Inputs:
     several, share = len(found.names) > 1, 1 / len(found.names)
     parts: list[Part] = []
@@ -152,9 +145,6 @@ def _tables(found: Listing, wanted: Wanted) -> Inputs:
         table = Table(found.url(name), found.kind, prefix, (number * share, (number + 1) * share))
         parts += parts_of(table, wanted.column, wanted.truth)
     return Inputs(parts, found.digest, "table", wanted.truth is not None)
-
-
-# --- datasets
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +173,6 @@ def _held_out(dataset: data.DatasetName, root: Path | None) -> data.Samples:
     from ..common.training_package import data
 
     return data.load_dataset(dataset, "held-out", root)
-
-
-# --- going on
 
 
 @dataclass(frozen=True, slots=True)

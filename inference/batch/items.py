@@ -74,26 +74,21 @@ def content_of(item: Item, *, takes_texts: bool) -> tuple[bytes, str]:
         case File(url):
             return read_file(url), url
         case Text(text):
-            return _encoded(text), item.name
+            try:
+                return text.encode("utf-8", "surrogateescape"), item.name
+            except UnicodeEncodeError as error:
+                raise FormatError(f"it holds half of a surrogate pair (character {error.start})") from error
         case Pixels(values):
             return _png(values), item.name
     return content, item.name
 
 
 def _png(pixels: np.ndarray) -> bytes:
-    """PNG of these pixels, for models that prepare images themselves."""
     from PIL import Image
 
     file = BytesIO()
     Image.fromarray(pixels).save(file, "png", compress_level=0)
     return file.getvalue()
-
-
-def _encoded(text: str) -> bytes:
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError as error:
-        raise FormatError(f"it holds half of a surrogate pair (character {error.start})") from error
 
 
 def named_file(cell: Text) -> File:

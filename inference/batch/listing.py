@@ -77,9 +77,6 @@ def _of_one_kind(url: str, entries: Iterable[Entry]) -> tuple[list[Entry], str]:
     return found, kind
 
 
-# --- local
-
-
 def _local(url: str) -> tuple[str, Iterator[Entry]]:
     if os.path.isdir(url):
         return url.rstrip("/") or "/", _entries(url.rstrip("/") or "/", _files_below(url, ()))
@@ -124,9 +121,6 @@ def _entries(base: str, paths: Iterable[str]) -> Iterator[Entry]:
         yield os.path.relpath(path, base) if not path.startswith(f"{base}/") else path[len(base) + 1 :], stamp
 
 
-# --- in a store
-
-
 def _remote(url: str) -> tuple[str, Iterator[Entry]]:
     fs, path = file_system(url)
     scheme = url.partition("://")[0]
@@ -137,7 +131,12 @@ def _remote(url: str) -> tuple[str, Iterator[Entry]]:
         raise StoreError(f"{url} cannot be listed ({error})") from error
     if not found:
         raise SourceNotFoundError(f"there is nothing at {url}")
-    return f"{scheme}://{base}", ((name.removeprefix(f"{base}/"), _stamp(info)) for name, info in found.items())
+    changes = ("ETag", "etag", "mtime", "LastModified", "created")
+    stamps = {
+        name.removeprefix(f"{base}/"): f"{info.get('size')} {next((info[key] for key in changes if key in info), '')}"
+        for name, info in found.items()
+    }
+    return f"{scheme}://{base}", iter(stamps.items())
 
 
 def _find(fs: Any, path: str) -> tuple[str, dict[str, Any]]:
@@ -147,8 +146,3 @@ def _find(fs: Any, path: str) -> tuple[str, dict[str, Any]]:
     if fs.isfile(path):
         return path.rpartition("/")[0], {path: fs.info(path)}
     return path, fs.find(path, detail=True)
-
-
-def _stamp(info: dict[str, Any]) -> str:
-    changed = next((info[key] for key in ("ETag", "etag", "mtime", "LastModified", "created") if key in info), "")
-    return f"{info.get('size')} {changed}"

@@ -78,11 +78,9 @@ class Writer(Protocol):
     def begin(self, run: Run, columns: Columns, seen: Callable[[dict[str, Any]], None]) -> int:
         """Begin, once, before the first row. Calls ``seen`` with each row of an earlier run and returns their number.
         Raises DestinationExistsError if they are not of ``run``."""
-        ...
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write rows. They survive a killed process once this returns; in a store, once a part is full."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +139,14 @@ class Output:
 
 def _check_ours(path: Path, magic: bytes) -> None:
     """Raise if ``path`` exists and was not written by this command."""
-    if os.path.lexists(path) and (path.is_symlink() or not path.is_file() or not _begins(path, magic)):
+    if not os.path.lexists(path):
+        return
+    is_ours = path.is_file() and not path.is_symlink()
+    if is_ours:
+        with path.open("rb") as file:  # it may be cut short within the magic
+            is_ours = magic.startswith(file.read(len(magic)))
+    if not is_ours:
         raise DestinationExistsError(f"{path} is in the way and is not of this command; move it away")
-
-
-def _begins(path: Path, magic: bytes) -> bool:
-    """Whether the file begins with ``magic`` or, cut short, with a part of it."""
-    with path.open("rb") as file:
-        return magic.startswith(file.read(len(magic)))
 
 
 @dataclass(slots=True)
@@ -207,9 +205,6 @@ def open_output(output: Output) -> Iterator[LocalWriter]:
 
     Otherwise ``OUT.unfinished`` stays, and a note on the error says so. Raises ``DestinationExistsError`` if existing
     files may not be replaced, or another run writes to the same file.
-
-    If it does not, ``OUT.unfinished`` stays, and a note on the error says so. Raises ``DestinationExistsError`` if
-    there is something that may not be replaced, or another run writes to the same file.
     """
     output.check()
     if output.is_parquet:
@@ -259,7 +254,6 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _publish(output: Output, columns: Columns) -> None:
-    """Publish the complete file under its name."""
     if not output.is_parquet:
         output.check_absent()
         output.unfinished.replace(output.path)
@@ -302,8 +296,7 @@ def _keep(output: Output, error: BaseException) -> None:
 
 
 def _num_lines(path: Path) -> int:
-    """Number of complete lines, 0 if there is no file. Counted in the file, because a signal may come between writing
-    and counting."""
+    """Complete lines; 0 without a file. Counted there, because a signal may come between writing and counting."""
     if not path.exists():
         return 0
     with path.open("rb") as file:

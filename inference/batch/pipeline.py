@@ -19,8 +19,7 @@ from ckpt_tools.errors import FormatError
 
 from ..common.garbage import libraries_left_alone
 from ..models.predictor import Predictor
-from ..models.results import Prediction
-from ..models.tensor_specs import TensorSpec
+from ..models.results import Prediction, TensorSpec
 from .items import Item, Pixels, content_of
 from .rows import Row, is_finite
 
@@ -28,8 +27,7 @@ AHEAD = 3
 """Windows decoded ahead of the one being predicted."""
 
 PASSES = 16
-"""Forward passes per window: enough that per-window costs are small, and that several texts have the same length and
-share a pass."""
+"""Forward passes per window: enough for small costs per window, and for several texts of one length."""
 
 WINDOW_BYTES = 4 << 20
 """Limit of a window of large inputs, which then has fewer passes."""
@@ -95,9 +93,9 @@ def predicted(
 def _ahead(
     pool: ThreadPoolExecutor, items: Iterable[Item], predictor: Predictor, readers: int
 ) -> Iterator[list[Decoded]]:
-    windows = _windows(iter(items), window_of(predictor))
+    given, size = iter(items), window_of(predictor)
     started: deque[list[Future[list[Decoded]]]] = deque()
-    for window in windows:
+    while window := list(islice(given, size)):
         are_ready = all(isinstance(item.content, Pixels) for item in window)
         if not are_ready:
             started.append(_start(pool, window, predictor, readers))
@@ -108,11 +106,6 @@ def _ahead(
             yield decode_all(window, predictor)
     while started:
         yield _finish(started.popleft())
-
-
-def _windows(items: Iterator[Item], size: int) -> Iterator[list[Item]]:
-    while window := list(islice(items, size)):
-        yield window
 
 
 def _start(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Generator, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CkptError, FormatError
@@ -44,7 +45,6 @@ class Worker:
 
 
 def items_of(row: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
-    """Items of a part."""
     part: Part = pickle.loads(row["part"])  # noqa: S301  # our own
     for item in part.items():
         yield {"item": pickle.dumps(item)}
@@ -61,9 +61,10 @@ def predicted_on_ray(
     if not parts:
         return
     with launchers.cluster((workers or 1) * (job.threads or 1) + 1):
-        rows = _rows(parts, job, predictor, workers)
+        rows, size = _rows(parts, job, predictor, workers), window_of(predictor)
         try:
-            yield from _in_windows(rows, window_of(predictor))
+            while window := list(islice(rows, size)):
+                yield window
         except CkptError:
             raise
         except Exception as error:
@@ -97,17 +98,6 @@ def _rows(parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | 
     )
     for each in found.iter_rows():
         yield pickle.loads(each["row"])  # noqa: S301  # our own
-
-
-def _in_windows(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
-    window: list[Row] = []
-    for row in rows:
-        window.append(row)
-        if len(window) == size:
-            yield window
-            window = []
-    if window:
-        yield window
 
 
 def _ours(error: Exception) -> Exception:

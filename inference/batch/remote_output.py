@@ -37,7 +37,6 @@ class RemoteOutput:
 
     @property
     def path(self) -> str:
-        """The URL, for messages."""
         return self.url
 
     @property
@@ -47,8 +46,7 @@ class RemoteOutput:
 
 @dataclass(slots=True)
 class RemoteWriter:
-    """Writer to ``path`` of the fsspec file system ``fs``. ``token`` detects another run that writes to the same
-    file."""
+    """Writer to ``path`` of the fsspec file system ``fs``. ``token`` detects another run that writes there."""
 
     output: RemoteOutput
     fs: Any
@@ -149,7 +147,6 @@ class RemoteWriter:
             file.writelines(lines)
 
     def _remove(self) -> None:
-        """Remove the files of an earlier run, by their names."""
         for path in [*self.parts(), f"{self.folder}/run.json", f"{self.folder}/writer"]:
             if self.fs.exists(path):
                 self.fs.rm_file(path)
@@ -176,7 +173,6 @@ def open_remote(output: RemoteOutput) -> Iterator[RemoteWriter]:
 
 
 def _keep(writer: RemoteWriter, error: BaseException) -> None:
-    """Upload the rows done; the error says where they are."""
     try:
         writer.store()
     except Exception as failed:

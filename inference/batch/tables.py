@@ -184,9 +184,6 @@ def _decoded_lines(file: BinaryIO) -> Iterator[str]:
         first = False
 
 
-# --- what columns there are
-
-
 @dataclass(frozen=True, slots=True)
 class Table:
     """One file, and its share (``span``) of the whole input."""

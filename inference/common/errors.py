@@ -26,9 +26,11 @@ def report_errors() -> Iterator[None]:
     except CkptError as error:
         _exit(f"error: {error}", error, error.exit_code)
     except ModuleNotFoundError as error:
-        if _package(error) in OUR_PACKAGES:
+        package = (error.name or "").partition(".")[0]
+        if package in OUR_PACKAGES:
             raise
-        _exit(f"error: {_missing(_package(error))}", error, UsageError.exit_code)
+        how = f"this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'"
+        _exit(f"error: {how}", error, UsageError.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _exit(f"error: {where}{error.strerror or error}", error, StoreError.exit_code)
@@ -45,14 +47,6 @@ def printable(text: str) -> str:
 def one_line(error: BaseException) -> str:
     """The text of a library's error as one line, or its type."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _package(error: ModuleNotFoundError) -> str:
-    return (error.name or "").partition(".")[0]
-
-
-def _missing(package: str) -> str:
-    return f"this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'"
 
 
 def _exit(sentence: str, error: BaseException, code: int) -> None:

@@ -31,8 +31,7 @@ def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any
 
 @contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Within the block, errors of a store's client become StoreError, except missing and unreadable files. Clients
-    raise errors of many libraries."""
+    """Errors of a store's client in the block, of many classes, become StoreError; missing files stay."""
     try:
         yield
     except (CkptError, FileNotFoundError, IsADirectoryError, PermissionError, FileExistsError):

@@ -141,8 +141,7 @@ def architecture_of(text: str | None, folder: Path | None) -> Architecture:
 
 
 def _named_in(config: Mapping[str, Any], path: str) -> Architecture:
-    """The architecture in a ``config.json`` of the training package. A function of a module is refused: a file beside
-    weights does not choose code."""
+    """Architecture of training's ``config.json``. A function is refused: a file beside weights chooses no code."""
     text = config["architecture"]
     try:
         found = Architecture.parse(str(text))
@@ -198,8 +197,7 @@ def _unfilled() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Parameters made in the block have ``dtype``. Casting the model afterwards would also cast tables that
-    transformers keeps in float32."""
+    """dtype of parameters made in the block. A later cast would change tables that transformers keeps in fp32."""
     import torch
 
     before = torch.get_default_dtype()

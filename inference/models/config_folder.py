@@ -50,7 +50,6 @@ def _local(path: Path) -> Path | None:
 
 
 def _copy(url: str, options: Mapping[str, Any], into: Path) -> bool:
-    """Copy the files beside remote weights; returns whether there is a ``config.json``."""
     fs, path = file_system(url, options)
     try:
         for folder in _remote_folders(fs, path):

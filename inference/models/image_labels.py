@@ -16,9 +16,8 @@ from ckpt_tools.errors import FormatError, UsageError
 
 from ..common.errors import one_line
 from .prediction import Activation, activation_of, answers, decoded, embeddings_of, labels_of_config
-from .results import Prediction
+from .results import BATCH, Prediction, TensorSpec
 from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, in_passes
-from .tensor_specs import BATCH, TensorSpec
 
 Prepare = Callable[[Image.Image], Tensor]
 """From an opened image to float32 [channels, height, width]."""

@@ -81,23 +81,14 @@ def load_model(
             )
         return load_program(model, url, device, storage_options)
     check_asked(url)
-    built = _built(url, model, dtype, device, storage_options)
-    return filled(built, url, storage_options, reading)
-
-
-def _built(
-    url: str | Path,
-    model: str | nn.Module | None,
-    dtype: torch.dtype | None,
-    device: str | torch.device,
-    storage_options: Mapping[str, Any] | None,
-) -> nn.Module:
     if model is None or isinstance(model, str):
         with config_folder(url, storage_options) as folder:
-            return architecture_of(model, folder).build(folder, dtype).to(device=device)
-    from .uninitialized import made_real
+            built = architecture_of(model, folder).build(folder, dtype).to(device=device)
+    else:
+        from .uninitialized import made_real
 
-    return made_real(model, device).to(device=device, dtype=dtype)
+        built = made_real(model, device).to(device=device, dtype=dtype)
+    return filled(built, url, storage_options, reading)
 
 
 def filled(

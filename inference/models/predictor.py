@@ -21,8 +21,8 @@ from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
 from .config_folder import CONFIG, config_folder, read_config
 from .loading import filled
 from .results import Prediction as Prediction
+from .results import TensorSpec as TensorSpec
 from .task import Task as Task
-from .tensor_specs import TensorSpec as TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """A loaded model and the name it is served under. One in another process (``is_elsewhere``) takes inputs while it
-    works on others."""
+    """A loaded model and its name. One in another process (``is_elsewhere``) takes inputs while it is busy."""
 
     name: str
     identity: Identity
@@ -64,12 +63,10 @@ class Predictor:
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """Class names in order, if known."""
         return self.task.labels
 
     @property
     def max_batch(self) -> int:
-        """Inputs per forward pass; fewer are padded, more are split."""
         return self.task.max_batch
 
     @property
@@ -192,14 +189,16 @@ def _task_of_training(model: nn.Module, options: TaskOptions) -> Task:
 
     facts = model_names.MODELS[options.architecture.our_name]
     if facts.task == "text":
-        from .our_texts import OurTexts
+        from .ours import OurTexts
         from .texts import NEW_TOKENS
 
         return OurTexts(model, facts.experts > 0, options.max_new_tokens or NEW_TOKENS, options.is_exact)
-    from .our_images import OurImages
+    from .ours import OurImages
 
     _check_our_preparation(options.folder)
-    return OurImages(model, options.labels or _our_labels(options.folder), options.is_exact)
+    stated = read_config(options.folder).get("labels")
+    labels = options.labels or (tuple(map(str, stated)) if isinstance(stated, list) else None)
+    return OurImages(model, labels, options.is_exact)
 
 
 def _task_of_transformers(model: nn.Module, options: TaskOptions) -> Task:
@@ -224,11 +223,6 @@ def _task_of_transformers(model: nn.Module, options: TaskOptions) -> Task:
     return encoders.encoder_of(model, folder, is_exact=options.is_exact)
 
 
-def _our_labels(folder: Path | None) -> tuple[str, ...] | None:
-    found = read_config(folder).get("labels")
-    return tuple(map(str, found)) if isinstance(found, list) else None
-
-
 def _check_our_preparation(folder: Path | None) -> None:
     """Raises FormatError if ``config.json`` records another image preprocessing than this version's."""
     from ..common.training_package import model_config
@@ -248,7 +242,7 @@ def as_embeddings(task: Task) -> Task:
         UsageError: the model has no linear layer that gives its classes.
     """
     from .image_labels import ImageLabels
-    from .our_images import OurImages
+    from .ours import OurImages
     from .texts import TextLabels
 
     if not isinstance(task, ImageLabels | OurImages | TextLabels):

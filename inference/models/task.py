@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from .results import Prediction
-from .tensor_specs import BATCH, TensorSpec
+from .results import BATCH, Prediction, TensorSpec
 
 MAX_BATCH = 8
 """Inputs per forward pass of library models."""
@@ -44,11 +43,9 @@ class Task(Protocol):
 
     def decode(self, data: bytes, name: str) -> Tensor:
         """Decode one input, without the batch dimension. Raises FormatError, with ``name`` in it."""
-        ...
 
     def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
         """Predict each input, in order. Raises FormatError for another shape or dtype."""
-        ...
 
 
 def in_passes(rows: Tensor, forward: Callable[[Tensor], Tensor], *, max_batch: int, is_exact: bool) -> Tensor:

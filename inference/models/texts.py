@@ -19,13 +19,11 @@ from ckpt_tools.errors import FormatError
 
 from ..common.errors import one_line
 from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
-from .results import Prediction
+from .results import BATCH, Prediction, TensorSpec
 from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, device_of, in_passes, text_of
-from .tensor_specs import BATCH, TensorSpec
 
 BUCKET = 16
-"""Classified texts are padded to a multiple of it by their own length alone, so that other texts in the batch change
-nothing."""
+"""Classified texts are padded to a multiple of it, by their own length, not by others in the batch."""
 
 NEW_TOKENS = 64
 """Default of new tokens without ``max_new_tokens`` in generation_config.json."""
@@ -84,7 +82,6 @@ class Tokens:
 
 
 def _limit(config: Any, tokenizer: Any) -> int | None:
-    """The smaller limit of the model and its tokenizer."""
     stated = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
     # A tokenizer that states no length has 10**30 there.
     return min((int(each) for each in stated if isinstance(each, int) and 0 < each < 10**9), default=None)
@@ -128,7 +125,6 @@ class TextLabels:
         return grouped(inputs, self._length, self._predict_group)
 
     def _length(self, rows: Tensor) -> int:
-        """Length that an input is padded to."""
         length = rows.shape[1]
         if self.max_batch == 1:
             return length
@@ -195,14 +191,14 @@ class TextWriter:
 
     def _text(self, row: Tensor) -> str:
         """The text up to the end token; what follows pads it to the longest text of the batch."""
-        ends = torch.isin(row, torch.tensor(self._ends)).nonzero()
+        ends = torch.isin(row, torch.tensor(_ends_of(self.settings))).nonzero()
         kept = row[: int(ends[0])] if len(ends) else row
         return self.tokens.tokenizer.decode(kept, skip_special_tokens=True)
 
-    @property
-    def _ends(self) -> list[int]:
-        end = self.settings.eos_token_id
-        return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+def _ends_of(settings: Any) -> list[int]:
+    end = settings.eos_token_id
+    return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
 def _settings(model: Any, folder: Path, tokenizer: Any, max_new_tokens: int | None) -> Any:
@@ -217,13 +213,9 @@ def _settings(model: Any, folder: Path, tokenizer: Any, max_new_tokens: int | No
     found.update(do_sample=False, num_beams=1, num_return_sequences=1, max_length=None, min_length=None)
     found.update(temperature=None, top_p=None, top_k=None)
     if found.pad_token_id is None:
-        ends = found.eos_token_id
-        found.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else _first(ends)
+        first = next(iter(_ends_of(found)), None)
+        found.pad_token_id = first if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return found
-
-
-def _first(ends: int | Sequence[int] | None) -> int | None:
-    return ends if ends is None or isinstance(ends, int) else ends[0]
 
 
 def grouped(

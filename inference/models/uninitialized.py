@@ -32,14 +32,10 @@ class Unfilled(TorchFunctionMode):
     ) -> Any:
         named = kwargs or {}
         target = args[0] if args else named.get("tensor")
-        if isinstance(target, nn.Parameter) and _fills(func):
+        fills = getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in FILLING
+        if isinstance(target, nn.Parameter) and fills:
             return target
         return func(*args, **named)
-
-
-def _fills(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` initialises: a function of ``torch.nn.init``, or a filling method."""
-    return getattr(func, "__module__", None) == "torch.nn.init" or getattr(func, "__name__", "") in FILLING
 
 
 def made_real(model: nn.Module, device: str | torch.device) -> nn.Module:
@@ -54,16 +50,12 @@ def made_real(model: nn.Module, device: str | torch.device) -> nn.Module:
         for holder in (module._parameters, module._buffers):
             for name, tensor in holder.items():
                 if tensor is not None and tensor.is_meta:
-                    _check_saved(f"{prefix}.{name}".lstrip("."), id(tensor) in saved)
+                    if id(tensor) not in saved:
+                        table = f"{prefix}.{name}".lstrip(".")
+                        where = "is on the meta device, and no checkpoint has it; build the model elsewhere"
+                        raise UsageError(f"the model's table {table} {where}")
                     _, holder[name] = made.setdefault(id(tensor), (tensor, _empty(tensor, device)))
     return model
-
-
-def _check_saved(name: str, is_saved: bool) -> None:
-    if not is_saved:
-        raise UsageError(
-            f"the model's table {name} is on the meta device, and no checkpoint has it; build the model elsewhere"
-        )
 
 
 def _empty(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:

@@ -29,8 +29,19 @@ with killed_by_interrupts():
     from ..common.errors import printable, report_errors
     from ..common.name_options import AS_IT_IS, Reading, reading_options
     from ..common.training_package import commands
-    from .listening import GRPC_PORT, Listening, address_of, bind, check_port, is_loopback, listen, reserve, url_of
-    from .settings import Settings, read_token
+    from .settings import (
+        GRPC_PORT,
+        Listening,
+        Settings,
+        address_of,
+        bind,
+        check_port,
+        is_loopback,
+        listen,
+        read_token,
+        reserve,
+        url_of,
+    )
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +67,7 @@ INSTEAD = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All options of the command line. ``models`` are ``URL`` or ``NAME=URL``. Without a ``grpc_port`` there is no
-    gRPC. Raises ``UsageError`` for options that do not fit together."""
+    """All options of the command line. Raises ``UsageError`` for options that do not fit together."""
 
     models: Sequence[str]
     settings: Settings

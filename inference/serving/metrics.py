@@ -10,13 +10,13 @@ import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
+from .batching import BOUNDS, Counts
 from .http.middleware import Traffic
 from .repository import Repository, Version
-from .statistics import BOUNDS, Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -39,9 +39,6 @@ COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
         lambda counts: counts.compute_ns // 1000,
     ),
 }
-
-
-# --- counts of a process
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,8 @@ def usage() -> tuple[float, int]:
     """CPU seconds and resident bytes of this process and its children."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     cpu, memory = own.ru_utime + own.ru_stime, resident_bytes("self")
-    for number in _children():
+    children = (each.read_text().split() for each in Path("/proc/self/task").glob("*/children"))
+    for number in chain.from_iterable(children):
         with suppress(OSError):
             # proc(5): utime and stime are the fields 14 and 15, behind a name in parentheses that may hold anything.
             numbers = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
@@ -99,19 +97,11 @@ def usage() -> tuple[float, int]:
     return cpu, memory
 
 
-def _children() -> list[str]:
-    return [number for each in Path("/proc/self/task").glob("*/children") for number in each.read_text().split()]
-
-
 def resident_bytes(process: str) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-# --- text format
-
-
 def exposition(snapshots: Sequence[Snapshot]) -> str:
-    """The metrics of all replicas."""
     return "".join(_lines(snapshots))
 
 
@@ -131,18 +121,14 @@ def _lines(snapshots: Sequence[Snapshot]) -> Iterator[str]:
     yield from _family("nv_inference_request_failure", "counter", "Failed requests, by reason", failures)
     pending = [(labels, each.num_waiting) for labels, each in labelled]
     yield from _family("nv_inference_pending_request_count", "gauge", "Rows that wait for the model", pending)
-    yield from _identities(labelled)
+    weights = [({**labels, "digest": each.digest, "step": str(each.step)}, 1.0) for labels, each in labelled]
+    yield from _family("ckpt_tools_model_info", "gauge", "Which weights answer", weights)
     yield from _histogram(labelled)
     yield from _of_processes(snapshots)
 
 
 def _of_worker(snapshot: Snapshot) -> dict[str, str]:
     return {} if snapshot.worker is None else {"worker": str(snapshot.worker)}
-
-
-def _identities(labelled: list[tuple[dict[str, str], VersionSnapshot]]) -> Iterator[str]:
-    samples = [({**labels, "digest": each.digest, "step": str(each.step)}, 1.0) for labels, each in labelled]
-    yield from _family("ckpt_tools_model_info", "gauge", "Which weights answer", samples)
 
 
 def _histogram(labelled: list[tuple[dict[str, str], VersionSnapshot]]) -> Iterator[str]:

@@ -82,9 +82,6 @@ class Body:
     json_bytes: int | None = None
 
 
-# --- requests
-
-
 def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_rows: int) -> InferRequest:
     """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``.
 
@@ -92,18 +89,25 @@ def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_r
         BadRequestError: it is not a request, or does not fit the model.
     """
     text, binary = _split(body, json_bytes)
-    return fitting_request(_object(_loads(text), "the request"), binary, predictor, max_rows)
+    try:
+        request = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise BadRequestError(f"the request is not JSON: {str(error)[:200]}") from error
+    return fitting_request(_object(request, "the request"), binary, predictor, max_rows)
 
 
 def fitting_request(request: Json, binary: bytes, predictor: Predictor, max_rows: int) -> InferRequest:
-    """Check a request in the protocol's JSON, received over HTTP or gRPC. ``binary`` is the concatenated data of inputs
-    with ``binary_data_size``. Raises as :func:`parse_infer`."""
+    """Check a request in JSON of either protocol; ``binary`` is the data of its inputs. As :func:`parse_infer`."""
     _known(request, REQUEST_FIELDS, "the request")
-    _check_name(request, predictor)
+    name = request.get("model_name", predictor.name)
+    if name != predictor.name:
+        raise BadRequestError(f"the request is to the model {predictor.name}, and its model_name is {_shown(name)}")
     parameters = _parameters(request, "the request")
     items = _items(_list(request, "inputs"), memoryview(binary), predictor, max_rows)
     outputs = _outputs(request, parameters.get("binary_data_output") is True, predictor)
-    return InferRequest(_id(request), items, outputs, _timeout(parameters))
+    if not isinstance(request.get("id", ""), str):
+        raise BadRequestError("the id of the request has to be a text")
+    return InferRequest(request.get("id"), items, outputs, _timeout(parameters))
 
 
 def _split(body: bytes, json_bytes: str | None) -> tuple[bytes, bytes]:
@@ -115,13 +119,6 @@ def _split(body: bytes, json_bytes: str | None) -> tuple[bytes, bytes]:
             f"body, {len(body)}"
         )
     return body[: int(json_bytes)], body[int(json_bytes) :]
-
-
-def _loads(text: bytes) -> object:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise BadRequestError(f"the request is not JSON: {str(error)[:200]}") from error
 
 
 def _items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, max_rows: int) -> tuple[Tensor, ...]:
@@ -170,7 +167,8 @@ def _rows(
         except FormatError as error:
             raise BadRequestError(str(error)) from error
     rows = _array_of_json(given, shape, spec) if binary is None else _array_of_binary(binary, shape, spec)
-    _check_finite(rows, spec)
+    if rows.dtype.kind not in "biu" and not np.isfinite(rows.astype(np.float64)).all():
+        raise BadRequestError(f"the input {spec.name} has elements that are NaN or infinite in {spec.datatype}")
     return tuple(_tensor(rows).unbind())
 
 
@@ -230,18 +228,15 @@ def _flat(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
         raise BadRequestError(f"the data of the input {spec.name} has to be a list")
     if values and isinstance(values[0], list):
         for depth, size in enumerate(shape[1:]):
-            _check_nested(values, prod(shape[: depth + 1]), size, spec)
+            many = prod(shape[: depth + 1])
+            if len(values) != many or not all(isinstance(value, list) and len(value) == size for value in values):
+                raise BadRequestError(f"the data of the input {spec.name} is not nested as its shape is")
             values = [each for value in values for each in value]
     if len(values) != prod(shape):
         raise BadRequestError(
             f"the data of the input {spec.name} has {len(values)} elements; its shape {list(shape)} has {prod(shape)}"
         )
     return values
-
-
-def _check_nested(values: Sequence[object], many: int, size: int, spec: TensorSpec) -> None:
-    if len(values) != many or not all(isinstance(value, list) and len(value) == size for value in values):
-        raise BadRequestError(f"the data of the input {spec.name} is not nested as its shape is")
 
 
 def _texts_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
@@ -266,11 +261,6 @@ def _texts_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> lis
     if not all(isinstance(value, str) for value in values):
         raise BadRequestError(f"the data of the input {spec.name} has elements that are not texts")
     return [value.encode("utf-8", "surrogatepass") for value in values]
-
-
-def _check_finite(rows: np.ndarray[Any, Any], spec: TensorSpec) -> None:
-    if rows.dtype.kind not in "biu" and not np.isfinite(rows.astype(np.float64)).all():
-        raise BadRequestError(f"the input {spec.name} has elements that are NaN or infinite in {spec.datatype}")
 
 
 def _tensor(rows: np.ndarray[Any, Any]) -> Tensor:
@@ -301,18 +291,6 @@ def _output(given: Json, is_binary: bool, predictor: Predictor) -> WantedOutput:
     raise BadRequestError(
         f"there is no output {_shown(given.get('name'))}; the model gives {_names(predictor.outputs)}"
     )
-
-
-def _check_name(request: Json, predictor: Predictor) -> None:
-    name = request.get("model_name", predictor.name)
-    if name != predictor.name:
-        raise BadRequestError(f"the request is to the model {predictor.name}, and its model_name is {_shown(name)}")
-
-
-def _id(request: Json) -> str | None:
-    if not isinstance(request.get("id", ""), str):
-        raise BadRequestError("the id of the request has to be a text")
-    return request.get("id")
 
 
 def _timeout(parameters: Json) -> float | None:
@@ -351,9 +329,6 @@ def _names(specs: Any) -> str:
 
 def _shown(value: object) -> str:
     return repr(value)[:60]
-
-
-# --- answers
 
 
 @dataclass(frozen=True, slots=True)

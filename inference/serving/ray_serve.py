@@ -84,8 +84,7 @@ class Served:
         return load_predictor(url, name=name, architecture=self.architecture, device=self.device, **names)
 
     def known(self) -> Served:
-        """With the digests of the weights that are there now. Loads the models once, so that one that cannot be served
-        fails here."""
+        """With the digests of the weights. Loads the models, so that one that cannot be served fails here."""
         found = tuple(self.load(each.url, each.name).identity.digest for each in self.sources)
         return replace(self, digests=found)
 

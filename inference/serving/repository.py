@@ -17,8 +17,7 @@ from torch import Tensor
 from ckpt_tools.errors import CkptError, UsageError
 
 from ..models.predictor import Prediction, Predictor
-from .batching import Batcher
-from .statistics import Statistics
+from .batching import Batcher, Statistics
 
 MAX_WAITING = 256
 """Rows that may wait for one model, about nine forward passes. With a full queue, clients get 503 at once."""
@@ -112,8 +111,7 @@ class Repository:
             self.renew(slot)
 
     def load(self, name: str) -> None:
-        """Load or reload every version of a model. Raises ``UnknownModelError`` or ``CkptError``; the old versions keep
-        answering."""
+        """(Re)load all versions of a model. ``UnknownModelError`` or ``CkptError``; old versions keep answering."""
         for slot in self._slots_of(name):
             self.renew(slot)
 
@@ -134,7 +132,10 @@ class Repository:
 
     def put(self, slot: Slot, predictor: Predictor) -> None:
         """Serve ``predictor`` as the next version of the model."""
-        self._put(slot, Version.of(slot.source.name, self._next_number(slot), predictor, self._max_waiting))
+        name = slot.source.name
+        with self._lock:
+            number = self._numbers[name] = self._numbers.get(name, 0) + 1
+        self._put(slot, Version.of(name, number, predictor, self._max_waiting))
 
     def unload(self, name: str) -> None:
         """Stop serving a model; requests that have begun are answered. Raises ``UnknownModelError``."""
@@ -208,12 +209,6 @@ class Repository:
                 return version
         numbers = ", ".join(str(version.number) for version in loaded)
         raise UnknownModelError(f"the model {name} has no version {number[:100]!r}; it has {numbers}")
-
-    def _next_number(self, slot: Slot) -> int:
-        with self._lock:
-            number = self._numbers.get(slot.source.name, 0) + 1
-            self._numbers[slot.source.name] = number
-            return number
 
     def _put(self, slot: Slot, version: Version | None) -> None:
         with self._lock:

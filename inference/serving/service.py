@@ -15,15 +15,14 @@ from torch import Tensor
 import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError
 
-from ..models.predictor import Prediction, Predictor, TensorSpec
-from .batching import QueueFullError
+from ..models.predictor import Prediction, TensorSpec
+from .batching import Counts, QueueFullError
 from .http.middleware import Traffic
 from .metrics import Snapshot
 from .protocol import BadRequestError, InferRequest, tensor_metadata
 from .refusals import RETRY_AFTER, Refused
 from .repository import NotReadyError, Repository, UnknownModelError, Version
 from .settings import Settings
-from .statistics import Counts
 
 LOG = logging.getLogger(__name__)
 
@@ -66,8 +65,6 @@ class Service:
             raise Refused(503, "the service is stopping")
         if not self.repository.is_ready:
             raise Refused(503, "a model is not loaded")
-
-    # --- a model
 
     def version(self, name: str, number: str | None) -> Version:
         try:
@@ -143,8 +140,6 @@ class Service:
             answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
             return render(asked, answers, version)
 
-    # --- the repository
-
     def index(self, *, only_ready: bool) -> list[Json]:
         return [
             {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
@@ -177,8 +172,7 @@ class Service:
 def holding(
     repository: Repository, log_fields: MutableMapping[str, str], name: str, number: str | None
 ) -> Iterator[Version]:
-    """The version that answers a request, kept loaded, with the request counted. Adds its name to ``log_fields``, for
-    the access log. Raises ``Refused`` 404 if there is none."""
+    """The version of a request, kept loaded and counted; its name goes to the access log. ``Refused`` 404."""
     try:
         with repository.hold(name, number) as version:
             log_fields.update(model=name, version=str(version.number))
@@ -230,7 +224,7 @@ async def predictions(version: Version, items: Sequence[Tensor], seconds: float)
 
 async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferRequest:
     try:
-        if num_bytes > LARGE_REQUEST or _decodes(version.predictor):
+        if num_bytes > LARGE_REQUEST or any(spec.datatype == "BYTES" for spec in version.predictor.inputs):
             return await asyncio.to_thread(parse, version)
         return parse(version)
     except BadRequestError as error:
@@ -247,10 +241,6 @@ def identity(version: Version) -> Json:
         "step": known.step,
         "world_size": known.world_size,
     }
-
-
-def _decodes(predictor: Predictor) -> bool:
-    return any(spec.datatype == "BYTES" for spec in predictor.inputs)
 
 
 def _configured(spec: TensorSpec) -> Json:

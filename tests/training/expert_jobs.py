@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests.training.strategy_jobs import tiny_config
 from training.config.schedule import schedule_for
 from training.engines import create_engine
-from training.engines.expert_parallel import split_experts
+from training.engines.parallel import split_experts
 from training.models.experts import EXPERTS, Experts
 from training.models.language_model import CONTEXT, WIDTH
 

@@ -12,10 +12,9 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import ckpt_tools
@@ -38,10 +37,18 @@ class LostStorageError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class RunLock:
-    """Locks that a run holds; ``check`` raises LostStorageError if another process has taken over its storage."""
+    """Locks that a run holds: on its folder, which cannot be taken over, and on its storage."""
 
     descriptor: int
-    check: Callable[[], None]
+    claim: ckpt_tools.UrlClaim | None
+
+    def check(self) -> None:
+        """Raises LostStorageError if another process has taken over the storage."""
+        try:
+            if self.claim is not None:
+                self.claim.check()
+        except StoreError as error:
+            raise LostStorageError(error.message) from error
 
 
 @contextmanager
@@ -53,14 +60,12 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
     """
     with ExitStack() as held:
         descriptor = held.enter_context(locked(config.out))
-        check = _nothing
-        if config.storage is not None:
-            check = partial(_check, held.enter_context(ckpt_tools.claim(config.storage)))
+        claim = None if config.storage is None else held.enter_context(ckpt_tools.claim(config.storage))
         _remove_unfinished(config.out / CHECKPOINTS)
         if config.resume == RESUME_AUTO and config.storage is None:
             for line in set_aside_incomplete(config):
                 print(line, flush=True)
-        yield RunLock(descriptor, check)
+        yield RunLock(descriptor, claim)
 
 
 def check_no_other_run(out: Path) -> None:
@@ -72,17 +77,6 @@ def check_no_other_run(out: Path) -> None:
     if is_there:
         with locked(out):
             pass
-
-
-def _check(claim: ckpt_tools.UrlClaim) -> None:
-    try:
-        claim.check()
-    except StoreError as error:
-        raise LostStorageError(error.message) from error
-
-
-def _nothing() -> None:
-    """The lock of a folder cannot be taken over."""
 
 
 @contextmanager

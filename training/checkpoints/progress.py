@@ -42,8 +42,7 @@ class Progress:
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> Progress | None:
-        """Progress among the entries of a checkpoint; None without epoch and step. Without ``batch``, as other software
-        saves it, the position is the end of an epoch."""
+        """Progress in a checkpoint's entries; None without epoch and step. Without ``batch``: the end of an epoch."""
         epoch, step = entries.get("epoch"), entries.get("step", entries.get("global_step"))
         if type(epoch) is not int or type(step) is not int:
             return None

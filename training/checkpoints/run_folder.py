@@ -69,8 +69,7 @@ def empty_partial(partial: Path) -> None:
 
 
 def remove_shards(config: TrainConfig, name: str) -> None:
-    """Remove what a killed run has uploaded of this checkpoint: with fewer ranks, the new files would not replace all
-    of them. Raises StoreError."""
+    """Remove a killed run's uploads of this checkpoint: fewer ranks would not replace all. StoreError."""
     fs, folder = file_system(str(checkpoint_of(config, name)))
     for path in asked(config.storage or "", lambda: fs.find(folder)):
         if _SHARD.fullmatch(path.removeprefix(f"{folder}/")):
@@ -220,21 +219,17 @@ def _holds_checkpoints(config: TrainConfig) -> bool:
 
 
 def _existing(checkpoint: Path) -> Path:
-    if not _is_there(checkpoint):
+    try:
+        is_there = checkpoint.exists()
+    except OSError as error:
+        raise StoreError(f"--resume {checkpoint} cannot be looked up: {error.strerror}") from error
+    if not is_there:
         raise SourceNotFoundError(f"there is no checkpoint {checkpoint} to resume from")
     _check_single(checkpoint)
     return checkpoint.absolute()
 
 
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError as error:
-        raise StoreError(f"--resume {path} cannot be looked up: {error.strerror}") from error
-
-
 def _check_single(folder: Path) -> None:
-    """Raises ``UsageError`` for the folder of a run or of its checkpoints."""
     if epochs := saved_checkpoints(folder) or _epochs_in(folder):
         names = listed([path.name for path in reversed(epochs)])
         raise UsageError(f"--resume {folder} is a run, not a checkpoint; resume one in {epochs[-1].parent}: {names}")

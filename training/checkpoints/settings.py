@@ -55,7 +55,6 @@ def recorded_settings(checkpoint: Path | str) -> Settings:
 
 
 def _extra(checkpoint: Path | str) -> Mapping[Any, Any]:
-    """Entries beside model, optimizer and scheduler."""
     with reading(checkpoint):
         return ckpt_tools.open(checkpoint).manifest.extra
 
@@ -66,7 +65,6 @@ def _recorded(extra: Mapping[Any, Any]) -> Settings:
 
 
 def _entry(entries: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
-    """The dict of that name; empty if there is none."""
     value = entries.get(name)
     return value if isinstance(value, Mapping) else {}
 

@@ -73,8 +73,7 @@ def recorded_latest(url: str) -> str | None:
 
 
 def drop_missing(folder: Path) -> None:
-    """Remove missing checkpoints from Ray's record in ``folder``, because Ray refuses a record that names them. An
-    unreadable record is left for Ray to refuse."""
+    """Remove missing checkpoints from Ray's record in ``folder``: Ray refuses it otherwise, or if unreadable."""
     path = folder / RECORD_NAME
     try:
         record = json.loads(path.read_text())

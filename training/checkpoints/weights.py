@@ -1,12 +1,17 @@
-"""Initial weights (``--init-from``) and final export (``--export``); neither gathers the model on a rank."""
+"""Initial weights (``--init-from``), final export (``--export``), and converted copies for the ranks of a machine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+import shutil
+import tempfile
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import nn
 
 import ckpt_tools
@@ -15,7 +20,6 @@ from ckpt_tools.errors import DestinationExistsError
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
 from .errors import reading
-from .temporary import converted
 
 
 def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collection[str] = ()) -> None:
@@ -33,7 +37,6 @@ def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collect
 
 
 def _renamed(config: TrainConfig) -> AbstractContextManager[Path | str]:
-    """The weights, with ``--rename`` a converted copy."""
     assert config.init_from is not None
     if not config.rename:
         return nullcontext(config.init_from)
@@ -50,3 +53,23 @@ def export(config: TrainConfig, checkpoint: str) -> None:
     """Write the weights of ``checkpoint`` to the path of ``--export``. Raises CkptError; the checkpoint stays."""
     if config.export is not None:
         ckpt_tools.consolidate(checkpoint, config.export)
+
+
+@contextmanager
+def converted(checkpoint: Path | str, **options: Any) -> Iterator[Path]:
+    """A copy of ``checkpoint`` for the block, converted by the first rank of each machine; collective.
+
+    The folder has the same name on every rank. ``options`` are those of :func:`ckpt_tools.convert`. Raises CkptError.
+    """
+    name = [f"training-{uuid.uuid4().hex}"]
+    torch.distributed.broadcast_object_list(name)
+    folder, leads = Path(tempfile.gettempdir(), name[0]), int(os.environ["LOCAL_RANK"]) == 0
+    try:
+        if leads:
+            ckpt_tools.convert(checkpoint, folder, **options)
+        torch.distributed.barrier()
+        yield folder
+        torch.distributed.barrier()
+    finally:
+        if leads:
+            shutil.rmtree(folder, ignore_errors=True)

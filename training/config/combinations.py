@@ -7,7 +7,6 @@ from itertools import chain
 
 from .model_names import MODELS, ModelFacts, facts_of
 from .options import Options, spelt
-from .strategies import is_over
 
 FSDP_OPTIONS = ("cpu_offload", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
 
@@ -43,7 +42,7 @@ def _is_fully_sharded(run: Options) -> bool:
 def _strategy(run: Options) -> Rules:
     if run.strategy is None and run.engine is None:
         yield "neither", "give --strategy, or --engine to shard fully with that engine"
-    if not is_over(run.sharding, run.engine):
+    if run.engine not in (None, run.sharding.framework, run.sharding.name):
         twin = run.sharding.twin if run.engine == "fsdp2" else None
         other = f"; --strategy {twin} is the same of {run.engine}" if twin else ""
         yield "engine", f"--strategy {run.sharding.name} is one of DeepSpeed's, and --engine is {run.engine}{other}"

@@ -1,10 +1,13 @@
-"""Command line of a run: its options, parsed from words and from a ``--config`` file."""
+"""Command line of a run: options from words and a ``--config`` file, and a check of the installed libraries."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,9 +16,46 @@ import click
 from ckpt_tools.arguments import check_not_empty
 from ckpt_tools.errors import CkptError, UsageError
 
-from .config_files import read_defaults
+from . import PACKAGE
+from .model_names import HUGGING_FACE
 from .options import described, spelt
 from .train_config import TrainConfig
+
+CONFIGS = "configs"
+SUFFIX = ".toml"
+
+
+def shipped(suffix: str) -> list[str]:
+    """Names of the bundled files with that ending."""
+    found = files(PACKAGE).joinpath(CONFIGS).iterdir()
+    return sorted(entry.name.removesuffix(suffix) for entry in found if entry.name.endswith(suffix))
+
+
+def shipped_text(name: str) -> str:
+    return files(PACKAGE).joinpath(CONFIGS, name).read_text()
+
+
+def read_defaults(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """Make the file's options the defaults of the command line. Raises ``click.BadParameter``."""
+    if not value:
+        return  # the command refuses an empty name
+    given = _parsed(value)
+    known = {option.name: option for option in context.command.params if option is not parameter}
+    for key in given:
+        if key.replace("-", "_") not in known or "_" in key:
+            raise click.BadParameter(f"{value}: {key} is not an option of a run")
+    context.default_map = {key.replace("-", "_"): entry for key, entry in given.items()}
+
+
+def _parsed(value: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(shipped_text(value + SUFFIX) if value in shipped(SUFFIX) else Path(value).read_text())
+    except OSError as error:
+        names = ", ".join(shipped(SUFFIX))
+        raise click.BadParameter(f"{value} is not a file that can be read, nor one of {names}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{value} is not TOML: {error}") from error
+
 
 CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
 CONTEXT_BEFORE_OPTIONS = CONTEXT | {"ignore_unknown_options": True}
@@ -49,7 +89,6 @@ class Command(click.Command):
             sys.exit(error.exit_code)
 
     def _parameters(self) -> Iterator[tuple[str, str, bool]]:
-        """Spelling and name of each parameter, and whether it is an argument."""
         for each in self.params:
             is_argument = isinstance(each, click.Argument)
             label = str(each.name).upper() if is_argument else max(each.opts, key=len)
@@ -101,3 +140,32 @@ def config_of(options: dict[str, Any]) -> TrainConfig:
 def parsed(words: Sequence[str]) -> dict[str, Any]:
     """Values of the options of a run. Raises ``click.ClickException``."""
     return Command("training", params=run_options()).make_context("training", list(words)).params
+
+
+INSTALL = "pip install 'ckpt-tools[train]'"
+DISTRIBUTIONS = {"sklearn": "scikit-learn"}
+"""Names to install, where they differ from the module."""
+
+
+def check_installed(config: TrainConfig) -> None:
+    """Raises ``UsageError`` with the command that installs what is missing."""
+    by_launcher = ["ray", "pyarrow"] if config.launcher == "ray" else []
+    by_engine = ["deepspeed"] if config.sharding.framework == "deepspeed" else []
+    by_dataset = ["sklearn"] if config.dataset == "digits" else []
+    by_model = ["transformers"] if config.model.startswith(HUGGING_FACE) else []
+    by_record = ["tensorboardX"] if config.tensorboard else []
+    check_modules(["torch", "torchvision", *by_launcher, *by_engine, *by_dataset, *by_model, *by_record])
+
+
+def check_modules(names: Iterable[str]) -> None:
+    """Raises ``UsageError`` as :func:`check_installed`."""
+    missing = [DISTRIBUTIONS.get(name, name) for name in names if not _is_installed(name)]
+    if missing:
+        raise UsageError(f"this run needs {', '.join(missing)}, not installed here; install with: {INSTALL}")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ImportError:
+        return False

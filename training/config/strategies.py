@@ -65,13 +65,8 @@ BY_NAME: Mapping[StrategyName, Strategy] = {
 
 def chosen_strategy(strategy: StrategyName | None, engine: EngineName | None) -> Strategy:
     """The strategy that ``--strategy`` and ``--engine`` select together. An engine alone shards fully; ``deepspeed``
-    with a strategy of PyTorch's selects its twin. :func:`is_over` tells whether the two contradict each other."""
+    with a strategy of PyTorch's selects its twin. :mod:`.combinations` refuses contradictions."""
     if strategy is None:
         strategy = engine if engine in SHORT_FORMS else "full_shard"  # type: ignore[assignment]
     found = BY_NAME[strategy or "full_shard"]
     return BY_NAME[found.twin] if engine == "deepspeed" and found.framework == "fsdp2" and found.twin else found
-
-
-def is_over(strategy: Strategy, engine: EngineName | None) -> bool:
-    """Whether the engine, if given, runs the strategy."""
-    return engine in (None, strategy.framework, strategy.name)

@@ -138,8 +138,7 @@ def _load_fashion_mnist(part: Part, root: Path) -> LabelledImages:
 
 
 def _load_image_folder(part: Part, root: Path) -> LabelledImages:
-    """Images in ``root/train/CLASS`` or ``root/held-out/CLASS``, grey and 28x28. The folders in ``train`` number the
-    classes of both parts."""
+    """Images in ``root/PART/CLASS``, grey and 28x28. The folders in ``train`` number the classes of both."""
     from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
     classes, found = _classes(root, "train"), _classes(root, part)

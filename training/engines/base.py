@@ -27,7 +27,6 @@ class Engine(Protocol):
     @property
     def data_rank(self) -> int:
         """Number of this rank's share of the samples; ranks of a tensor or pipeline group have the same."""
-        ...
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """One optimizer step on this rank's samples, in ``gradient_accumulation`` micro-batches; the mean loss, 0-d,
@@ -36,24 +35,19 @@ class Engine(Protocol):
         ``inputs`` float32 [n, 1, 28, 28] and ``labels`` int64 [n], or both int64 [n, t] for text; on the engine's
         device, with the same n on every rank.
         """
-        ...
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Logits in evaluation mode, float32 [n, classes] or [n, t, bytes]; collective, with one n for all ranks."""
-        ...
 
     def save(self, folder: Path, progress: Progress) -> None:
         """Write this rank's shards into ``folder``, which exists and may differ between ranks."""
-        ...
 
     def resume(self, checkpoint: Path | str) -> Progress:
         """Restore model, optimizer and scheduler from a checkpoint of any format and world size, which every rank can
         read. Learning rate, schedule and weight decay stay those of the run. Raises ``CkptError``."""
-        ...
 
     def close(self) -> None:
         """Release the framework's resources."""
-        ...
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -77,6 +71,4 @@ class StagingEngine(Protocol):
     """An engine that can save in the background."""
 
     def staged(self, progress: Progress, group: ProcessGroup) -> Save:
-        """Copy the state to CPU memory. The returned function writes the copy in any thread, with collectives of
-        ``group``, and must return before the next call."""
-        ...
+        """Copy the state to CPU memory; the result writes it in any thread, before the next call."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.errors import UsageError
 
-from ..config.config_files import shipped_text
+from ..config.command_line import shipped_text
 from ..config.train_config import TrainConfig
 
 AUTO = "auto"
@@ -62,7 +62,7 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     decided = _decided(config, world_size)
     if config.deepspeed_config is not None:
         _check(config, given, decided)
-    return _merged(given, decided)
+    return {"steps_per_print": _NEVER} | _over(given, decided)
 
 
 def _given(config: TrainConfig) -> dict[str, Any]:
@@ -81,7 +81,6 @@ def _object(value: Any, config: TrainConfig) -> dict[str, Any]:
 
 
 def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """The run's options under DeepSpeed's keys."""
     zero: dict[str, Any] = {"stage": config.sharding.stage}
     if config.shard_size is not None:
         zero["zero_hpz_partition_size"] = config.shard_size
@@ -97,10 +96,6 @@ def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
     }
 
 
-def _merged(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
-    return {"steps_per_print": _NEVER} | _over(given, decided)
-
-
 def _over(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
     """``given``, with values of ``decided`` in nested objects."""
     nested = {
@@ -112,7 +107,6 @@ def _over(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any
 
 
 def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
-    """Raises ``UsageError`` for an unknown key, and for a value that contradicts the run's options."""
     file = f"--deepspeed-config {config.deepspeed_config}"
     if unknown := sorted(set(given) - KNOWN):
         raise UsageError(f"{file}: {unknown[0]} is not a key that a run takes; it takes {', '.join(sorted(KNOWN))}")
@@ -146,7 +140,6 @@ def _differing(given: Mapping[str, Any], decided: Mapping[str, Any], above: str 
 
 
 def _check_sections(file: str, given: Mapping[str, Any]) -> None:
-    """Check ``zero_optimization`` with DeepSpeed's own model."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 

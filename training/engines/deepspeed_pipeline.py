@@ -97,7 +97,6 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return progress_of(entries, checkpoint)
 
     def _load_from_whole(self, checkpoint: Path | str) -> dict[str, Any]:
-        """Load a checkpoint of other stages or workers."""
         if self._config.sharding.stage:
             entries = self._load_into_partitions(checkpoint)
         else:
@@ -123,7 +122,6 @@ def _seeded_stage(config: TrainConfig, on_block: OnBlock) -> Stage:
 
 @torch.no_grad()
 def _copy_into_partitions(stage: Stage, optimizer: AdamW, ours: Stage, zero: Any) -> None:
-    """Copy weights, fp32 masters, moments and step of a stage into those that ZeRO-1 partitions."""
     [group], [flat], [members] = optimizer.param_groups, zero.single_partition_of_fp32_groups, zero.bit16_groups
     step = optimizer.state[group["params"][0]]["step"].clone()
     zero.optimizer.state[flat] = {"step": step, **{moment: torch.zeros_like(flat) for moment in MOMENTS}}

@@ -7,7 +7,8 @@ The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch",
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -36,10 +38,55 @@ from ..config.train_config import Settings, TrainConfig
 from ..models.zoo import logits_of, spec_of
 from .base import Progress, Save, loss_of, mean_of
 from .blocks import RunningAverages, set_training
-from .gradients import LossScaler, multiply, total_norm
 from .parallel import meshes_of, parallel_model
 from .pipeline import StageNames, names_of_stages
 from .resuming import apply_settings, progress_of, scheduler_of
+
+
+@torch.no_grad()
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """2-norm over all ranks, 0-d. Norms are stacked by mesh, as tensor parallelism has several."""
+    by_mesh: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
+    norms = [torch.stack([_whole(torch.linalg.vector_norm(one.float())) for one in same]) for same in by_mesh.values()]
+    return torch.linalg.vector_norm(torch.cat(norms))
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@torch.no_grad()
+def multiply(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
+    for gradient in gradients:
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """Dynamic loss scale, because fp16 has no gradients under 6e-8. It is halved when a gradient overflows (that step
+    is skipped), and doubled after GROWTH_STEPS good steps. All ranks use the same norm."""
+
+    scale: float = 2.0**16
+    good_steps: int = 0
+
+    GROWTH_STEPS = 2000
+
+    def update(self, is_finite: bool) -> None:
+        """Called after each step; ``is_finite``: whether its gradients were."""
+        self.good_steps = self.good_steps + 1 if is_finite else 0
+        if not is_finite:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps % self.GROWTH_STEPS == 0:
+            self.scale *= 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
 
 SCALER_ENTRY = "loss_scaler"
 CLIP_EPSILON = 1e-6
@@ -153,7 +200,6 @@ class Fsdp2Engine:
         yield
 
     def _update(self) -> None:
-        """Make the optimizer's step, unless gradients have overflowed in fp16."""
         if self._prepare_gradients():
             self._app.optimizer.step()
             self._app.scheduler.step()
@@ -174,7 +220,6 @@ class Fsdp2Engine:
         return scaler is None or math.isfinite(norm)
 
     def _norm(self, parameters: Iterable[nn.Parameter]) -> float:
-        """Norm of all gradients on all ranks."""
         return float(total_norm(found.grad for found in parameters if found.grad is not None))
 
     @torch.no_grad()
@@ -190,7 +235,7 @@ class Fsdp2Engine:
     def staged(self, progress: Progress, group: ProcessGroup) -> Save:
         self._app.progress = progress
         state = self._stager.stage({"app": self._app.state_dict()})
-        return partial(_write_staged, state, group)
+        return lambda folder: state_dict_saver.save(state, checkpoint_id=folder, process_group=group)
 
     def resume(self, checkpoint: Path | str) -> Progress:
         with reading(checkpoint):
@@ -203,7 +248,3 @@ class Fsdp2Engine:
 
     def close(self) -> None:
         self._stager.close()
-
-
-def _write_staged(state: Any, group: ProcessGroup, folder: Path) -> None:
-    state_dict_saver.save(state, checkpoint_id=folder, process_group=group)

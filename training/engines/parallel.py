@@ -1,25 +1,43 @@
-"""Device meshes of a run, and sharding of a model over them."""
+"""Device meshes of a run, and sharding of a model over them: FSDP2, DDP, tensor and expert parallelism.
+
+Tensor parallelism of the language model splits heads and hidden units, and norms are sequence-parallel: between layers
+each worker holds a slice of the sequence (``Shard(1)``). A layer gathers it, multiplies by the worker's columns and
+then by its rows, and scatters the sums into slices. Expert parallelism splits the experts over workers, and sends
+tokens to the workers of their experts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.options import Precision
 from ..config.train_config import TrainConfig
+from ..models.experts import Experts, MixtureBlock
+from ..models.language_model import LanguageModel
 from ..models.zoo import ModelSpec
 from .base import DTYPES
 from .blocks import build, prepare
-from .expert_parallel import experts_of, split_experts
 from .pipeline import build_stage
-from .tensor_parallel import shard_block, shard_root
 
 SHARD = "shard"
 REPLICATE = "replicate"
@@ -46,8 +64,7 @@ class Meshes:
 
 
 def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
-    """Stages are outermost, then replicas; tensor and expert parallelism are innermost, so that their many messages
-    stay on one machine."""
+    """Stages are outermost; tensor and expert parallelism innermost, to keep messages on one machine."""
     workers = torch.distributed.get_world_size() // config.pp
     data, tensor, pipeline = _mesh(config, device, _shard_size(config, workers // config.tp), {TENSOR: config.tp})
     if config.ep == 1:
@@ -60,7 +77,6 @@ def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
 def _mesh(
     config: TrainConfig, device: torch.device, shard_size: int, inner: dict[str, int]
 ) -> tuple[DeviceMesh, DeviceMesh | None, DeviceMesh | None]:
-    """Mesh for FSDP2, mesh of the inner dimension and mesh of stages, if there are any."""
     [(name, size)] = inner.items()
     workers = torch.distributed.get_world_size() // (size * config.pp)
     replicated = config.sharding.in_groups or config.sharding.stage == 0
@@ -103,11 +119,10 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
 
 
 def _shard_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> None:
-    """Split the experts over workers, and shard them over workers with the same ones: by rows if these divide evenly,
-    because experts are few."""
-    experts, same = experts_of(block), meshes.same_experts
-    if experts is None:
+    """Split the experts over workers, and shard them over those with the same ones; by rows if these divide."""
+    if not isinstance(block, MixtureBlock):
         return
+    experts, same = block.feed_forward.experts, meshes.same_experts
     assert same is not None and meshes.all_experts is not None
     split_experts(experts, meshes.all_experts)
     rows = Shard(1) if all(one.shape[1] % same.size(-1) == 0 for one in experts.parameters()) else None
@@ -153,3 +168,71 @@ def _prefetch(config: TrainConfig, blocks: list[nn.Module]) -> None:
             block.set_modules_to_forward_prefetch(sharded[at + 1 : at + 1 + config.forward_prefetch])
         if config.backward_prefetch:
             block.set_modules_to_backward_prefetch(sharded[max(0, at - config.backward_prefetch) : at][::-1])
+
+
+def shard_block(block: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a layer over the workers of ``mesh``."""
+    plan: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": _gathered(),
+        **{f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")},
+        "attention.o": RowwiseParallel(output_layouts=Shard(1)),
+        "feed_forward_norm": SequenceParallel(),
+        "feed_forward": _gathered(),
+        **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
+        "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(block, mesh, plan)
+
+
+def shard_root(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Split embedding and head by vocabulary. They are one matrix; each worker has the same part in both."""
+    assert isinstance(model, LanguageModel)
+    plan: dict[str, ParallelStyle] = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+    model.head.weight = model.embed.weight
+
+
+def _gathered() -> PrepareModuleInput:
+    return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+def split_experts(experts: Experts, mesh: DeviceMesh) -> None:
+    """Keep this worker's part of the experts, whose initial weights are the same on all workers of ``mesh``."""
+    for name, weight in list(experts.named_parameters()):
+        kept = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+        setattr(experts, name, nn.Parameter(kept))
+    experts.weights = partial(_here, experts.weights, mesh.size())  # type: ignore[method-assign]
+    # A wrapper of the module would change the names of parameters.
+    experts.forward = partial(_exchanged, experts.forward, mesh.get_group())  # type: ignore[method-assign]
+
+
+def _here(weights: Callable[[], Sequence[Tensor]], workers: int) -> list[Tensor]:
+    """This worker's experts. Their gradients, from the tokens of all workers of the mesh, become means over them, as
+    FSDP2's over its workers. FSDP2's own divisor cannot be used: on a mesh of one worker it divides twice."""
+    return [_with_mean_gradient(weight, workers) for weight in weights()]
+
+
+def _with_mean_gradient(weight: Tensor, workers: int) -> Tensor:
+    assert isinstance(weight, DTensor)
+    local = weight.to_local()
+    if local.requires_grad:
+        local.register_hook(lambda gradient: gradient / workers)
+    return local
+
+
+def _exchanged(compute: Compute, group: ProcessGroup, tokens: Tensor, counts: Tensor) -> Tensor:
+    """Send tokens to the workers of their experts, compute, and send the results back."""
+    leaving = counts.reshape(group.size(), -1)
+    arriving = torch.empty_like(leaving)
+    torch.distributed.all_to_all_single(arriving, leaving, group=group)
+    sent, received = (each.sum(1).tolist() for each in (leaving, arriving))
+    answers = compute(all_to_all_single_autograd(tokens, received, sent, group), arriving)
+    return all_to_all_single_autograd(answers, sent, received, group)

@@ -48,8 +48,7 @@ def layers_of(number: int, stages: int, layers: int) -> range:
 
 
 def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnBlock) -> Stage:
-    """The stage with the weights of the run's seed. ``on_block`` is called with its blocks; the weights of other blocks
-    are dropped once drawn."""
+    """The stage with the seed's weights; ``on_block`` gets its blocks, weights of others are dropped once drawn."""
     mine = layers_of(number, config.pp, LAYERS)
     position = count()
 

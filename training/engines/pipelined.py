@@ -16,8 +16,7 @@ from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from ..models.language_model import WIDTH
 from .base import DTYPES, mean_loss
-from .fsdp2 import Fsdp2Engine
-from .gradients import total_norm
+from .fsdp2 import Fsdp2Engine, total_norm
 from .pipeline import Line, Stage
 
 
@@ -67,8 +66,7 @@ class PipelineEngine(Fsdp2Engine):
         return self._line.from_last(loss)
 
     def _add_tied_gradients(self) -> None:
-        """Add the other stage's gradient of the tied matrix on first and last stage. A sum of two has the same bits in
-        either order."""
+        """Add the tied matrix's gradient of the other end; a sum of two has the same bits in either order."""
         if not (self._stage.is_first or self._stage.is_last):
             return
         gradient = self._stage.embed.weight.grad

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import ckpt_tools
 from ckpt_tools.errors import FormatError
 
-from ..checkpoints.temporary import converted
+from ..checkpoints.weights import converted
 from ..config.train_config import TrainConfig
 from .base import Progress
 

@@ -1,19 +1,26 @@
-"""Launchers: start the ranks of a run with torchrun or Ray Train."""
+"""Launchers: check a run, and start its ranks with torchrun or Ray Train."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
+import sysconfig
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
 
 from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError, UsageError
 
-from ..checkpoints.locking import RunLock, check_no_other_run, only_run
+from ..checkpoints.locking import check_no_other_run, only_run
 from ..checkpoints.run_folder import resume_folder, resume_hint
 from ..checkpoints.settings import lines_before_start
 from ..checkpoints.weights import check_export, export
+from ..config.model_names import HUGGING_FACE
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS, load_dataset
-from ..engines.frameworks import check_frameworks
 from ..loop.result import RunResult, check_result_file
 from .failures import RunFailedError
 
@@ -27,7 +34,11 @@ def launch(config: TrainConfig) -> RunResult:
     check_before_start(config)
     with only_run(config) as lock:
         try:
-            result = _launch(config, lock)
+            if config.launcher == "ray":  # imported only for its own runs
+                from .ray_train import launch as launch_workers
+            else:
+                from .torchrun import launch as launch_workers
+            result = launch_workers(config, lock)
             export(config, result.checkpoint)
             return result
         except (RunFailedError, StoreError) as error:
@@ -35,17 +46,6 @@ def launch(config: TrainConfig) -> RunResult:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             raise _with_hint(StoreError(f"{where}{error.strerror or error}"), config) from error
-
-
-def _launch(config: TrainConfig, lock: RunLock) -> RunResult:
-    """Run with the chosen launcher; Ray is imported only for its own."""
-    if config.launcher == "ray":
-        from . import ray_train
-
-        return ray_train.launch(config, lock)
-    from . import torchrun
-
-    return torchrun.launch(config, lock)
 
 
 def cluster(num_workers: int) -> AbstractContextManager[None]:
@@ -56,8 +56,7 @@ def cluster(num_workers: int) -> AbstractContextManager[None]:
 
 
 def check_before_start(config: TrainConfig) -> None:
-    """Check in one process what would otherwise fail on every worker. Writes nothing; prints messages about the
-    checkpoint to resume."""
+    """Check in one process what would fail on every worker; prints messages about the checkpoint to resume."""
     check_no_other_run(config.out)
     checkpoint = resume_folder(config)
     check_result_file(config.out)
@@ -80,3 +79,45 @@ def _with_hint(error: CkptError, config: TrainConfig) -> CkptError:
     ending = resume_hint(config)
     message = error.message[: MAX_MESSAGE_CHARS - len(ending)] + ending
     return type(error)(message, path=error.path, key=error.key)
+
+
+def check_frameworks(config: TrainConfig) -> None:
+    """Raises ``UsageError`` or ``FormatError`` for a run that its frameworks would refuse on every worker."""
+    if config.model.startswith(HUGGING_FACE):
+        from ..models.zoo import spec_of
+
+        spec_of(config.model)
+    if config.compile:
+        _check_compiler()
+    if config.sharding.framework == "deepspeed":
+        _check_deepspeed(config)
+
+
+def _check_compiler() -> None:
+    """torch.compile needs a C++ compiler for CPUs and Triton for CUDA, but only from the first step."""
+    if torch.cuda.is_available():
+        if find_spec("triton") is None:
+            raise UsageError("--compile needs triton on a GPU, which is not installed here; leave --compile out")
+        return
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise UsageError(f"--compile needs a C++ compiler, and {compiler} is not here; install it, or name one in CXX")
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if not headers.is_file():
+        raise UsageError(f"--compile needs Python's headers, and {headers} is not here; install them (python3-dev)")
+
+
+def _check_deepspeed(config: TrainConfig) -> None:
+    """Check fp16 and ``--deepspeed-config``; DeepSpeed is imported only for them."""
+    if config.deepspeed_config is None and config.precision != "fp16":
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    from deepspeed.accelerator import get_accelerator
+
+    from ..engines.deepspeed_config import deepspeed_config
+
+    if config.precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise UsageError(
+            "--precision fp16: DeepSpeed does not compute in fp16 on this processor; choose bf16, or a GPU with CUDA"
+        )
+    deepspeed_config(config, config.data_workers)

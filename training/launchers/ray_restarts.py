@@ -6,6 +6,8 @@ groups of workers. So each attempt is a separate ``TorchTrainer``.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,8 +44,7 @@ class AttemptFailedError(Exception):
 def with_restarts(
     config: TrainConfig, attempt: Callable[[TrainConfig], Outcome], say: Say
 ) -> tuple[TrainConfig, Outcome]:
-    """Result of ``attempt``, which raises AttemptFailedError, and the configuration with which it succeeded. Raises
-    CkptError after the last attempt."""
+    """Result of ``attempt`` and the configuration that succeeded. Raises CkptError after the last attempt."""
     current = config
     for number in count(1):
         try:
@@ -71,8 +72,7 @@ def _for_the_next(config: TrainConfig, say: Say) -> TrainConfig:
 
 
 def on_what_is_left(config: TrainConfig, room: int) -> TrainConfig | None:
-    """The run with the most workers, at most ``room``, that divide the batch and fill groups; None if that is below
-    ``min_workers``."""
+    """The run with the most workers that ``room`` has and the batch allows; None below ``min_workers``."""
     assert config.min_workers is not None
     for workers in range(min(room, config.num_workers), config.min_workers - 1, -1):
         with suppress(UsageError):
@@ -117,3 +117,38 @@ def _succeeded(task: Any) -> bool:
     except ray.exceptions.RayError:
         return False
     return True
+
+
+Control = Any
+"""Handle of a :class:`RunControl`; Ray's handles are untyped."""
+
+
+class RunControl:
+    """Actor with the request to save and stop, and the number of starts of the workers."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._starts = 0
+
+    async def begin(self) -> int:
+        self._starts += 1
+        return self._starts
+
+    async def ask(self) -> None:
+        self._asked.set()
+
+    async def until_asked(self) -> None:
+        await self._asked.wait()
+
+
+def is_asked(control: Control) -> Callable[[], bool]:
+    """A function that tells whether there is a request to stop, without a remote call."""
+    asked = threading.Event()
+    threading.Thread(target=_wait, args=(control, asked), daemon=True).start()
+    return asked.is_set
+
+
+def _wait(control: Control, asked: threading.Event) -> None:
+    with suppress(ray.exceptions.RayError):
+        ray.get(control.until_asked.remote())
+        asked.set()

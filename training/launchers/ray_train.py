@@ -17,6 +17,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,15 +37,13 @@ from ..checkpoints.storage import drop_missing, file_system
 from ..config.options import RESUME_AUTO
 from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, Trained, train
-from ..loop.metrics import Journal
-from ..loop.outlets import FolderOutlet, Outlet, Values
+from ..loop.outlets import FolderOutlet, Journal, Values
 from ..loop.result import RunResult
 from ..loop.saving import in_background
 from ..loop.screen import Screen, Status, command_screen
 from ..loop.stopping import RunStoppedError, passing_on
 from .failures import Failure
-from .ray_control import Control, is_asked, new_control
-from .ray_restarts import AttemptFailedError, on_this_node, with_restarts
+from .ray_restarts import AttemptFailedError, Control, RunControl, is_asked, on_this_node, with_restarts
 
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray's default is 30 % of the memory; here the object store holds only lines of progress."""
@@ -63,7 +62,8 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     started = time.perf_counter()
     resume_from = resume_folder(config)
     with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as lines:
-        control, asked = new_control(), threading.Event()
+        control: Control = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(RunControl).remote()
+        asked = threading.Event()
         fit = partial(_fit, resume_from=resume_from, lines=lines, control=control)
         with passing_on(asked.set):
             last, trained = _in_thread(
@@ -135,7 +135,6 @@ def _end_lines(lines: Queue, printer: threading.Thread) -> None:
 
 
 def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
-    """Show each line and status, and record each dict of metrics."""
     with suppress(ray.exceptions.RayError):
         while (line := lines.get()) is not None:
             if isinstance(line, Status):
@@ -174,7 +173,10 @@ def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, cont
             name=CHECKPOINTS,
             **_ray_storage(config),
             worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
-            failure_config=_failure_config(config),
+            # Ray waits for machines only if the number of workers is fixed; restarts are those of :mod:`.ray_restarts`.
+            failure_config=ray.train.FailureConfig(
+                max_failures=0, controller_failure_limit=-1 if config.min_workers is None else 0
+            ),
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
     )
@@ -182,17 +184,12 @@ def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, cont
         outcome: Outcome = trainer.fit().return_value
         return outcome
     except ray.train.WorkerGroupError as error:
-        raise AttemptFailedError(_first_failure(error)) from error
+        # The lowest rank: Ray does not tell which failure of a poll was first.
+        raise AttemptFailedError(Failure.of(*min(error.worker_failures.items(), key=itemgetter(0)))) from error
     except ray.train.ControllerError as error:
         raise AttemptFailedError(Failure.of(0, error.controller_failure)) from error
     except ray.train.TrainingFailedError as error:
         raise AttemptFailedError(Failure.of(0, error)) from error
-
-
-def _failure_config(config: TrainConfig) -> ray.train.FailureConfig:
-    """No restarts by Ray (see :mod:`.ray_restarts`). With a fixed number of workers, Ray waits for machines."""
-    waits = config.min_workers is None
-    return ray.train.FailureConfig(max_failures=0, controller_failure_limit=-1 if waits else 0)
 
 
 def _ray_storage(config: TrainConfig) -> dict[str, Any]:
@@ -207,16 +204,9 @@ def _ray_storage(config: TrainConfig) -> dict[str, Any]:
     return {"storage_path": path, "storage_filesystem": PyFileSystem(FSSpecHandler(fs))}
 
 
-def _first_failure(error: ray.train.WorkerGroupError) -> Failure:
-    """Failure of the lowest rank: Ray does not tell which failure of a poll came first."""
-    rank, cause = min(error.worker_failures.items(), key=lambda item: item[0])
-    return Failure.of(rank, cause)
-
-
 def _work(loop_config: dict[str, Any]) -> Outcome:
-    """Run one rank."""
     config: TrainConfig = loop_config["config"]
-    outlet = _outlet(config, loop_config["lines"])
+    outlet = (RayFolderOutlet if config.storage is None else RayStorageOutlet)(config, loop_config["lines"])
     control: Control = loop_config["control"]
     resume_from = loop_config["resume_from"]
     if _is_restart(control):
@@ -226,7 +216,6 @@ def _work(loop_config: dict[str, Any]) -> Outcome:
 
 
 def _is_restart(control: Control) -> bool:
-    """Whether Ray has restarted the workers."""
     leads = ray.train.get_context().get_world_rank() == 0
     found = [leads and ray.get(control.begin.remote()) > 1]
     torch.distributed.broadcast_object_list(found)
@@ -237,10 +226,6 @@ def _found_by_first_rank(config: TrainConfig) -> Path | str | None:
     found = [resume_folder(config) if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(found)
     return found[0]
-
-
-def _outlet(config: TrainConfig, lines: Queue) -> Outlet:
-    return RayFolderOutlet(config, lines) if config.storage is None else RayStorageOutlet(config, lines)
 
 
 class _RayOutlet:

@@ -55,8 +55,7 @@ _RANK_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 
 
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
-    """Run all workers on this machine. Raises the error of the first failing rank. Their standard error, with the
-    frameworks' logs, goes to ``OUT/torchrun.log``."""
+    """Run all workers here; their logs go to ``OUT/torchrun.log``. Raises the error of the first failing rank."""
     log = config.out / LOG_NAME
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr:
         files = _Files.inside(Path(folder))
@@ -124,17 +123,12 @@ def _wait_for(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
     finally:
         if process.poll() is None:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT, because torchrun's agent ignores SIGTERM."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(POLITE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            process.send_signal(signal.SIGINT)  # torchrun's agent ignores SIGTERM
+            try:
+                process.wait(POLITE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:
@@ -146,8 +140,7 @@ def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Files between launcher and ranks: the first error, a mark that ranks have begun, the request to stop, and the
-    checkpoint at which they stopped."""
+    """Files between launcher and ranks: first error, mark of a begun rank, request to stop, last checkpoint."""
 
     error: Path
     begun: Path
@@ -203,7 +196,6 @@ def _die_with_parent() -> None:
 
 
 def _restarts() -> int:
-    """Number of restarts by the agent."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -266,7 +258,6 @@ def _work(config: TrainConfig, request: Request, files: _Files | None) -> int:
 
 
 def _check_settings(config: TrainConfig) -> None:
-    """The launcher's checks, for a torchrun that the user has started."""
     checkpoint = resume_folder(config)
     check_export(config)
     lines = lines_before_start(config, checkpoint)
@@ -298,8 +289,7 @@ def join_process_group() -> torch.device:
 
 
 def _rendezvous() -> dict[str, Any]:
-    """Rendezvous arguments for ``init_process_group``. A new store for each restart, because the agent's store keeps
-    addresses of dead ranks."""
+    """Arguments of ``init_process_group``: a new store per restart, as the agent's has addresses of dead ranks."""
     store, rank, world_size = next(rendezvous("env://"))
     return {"store": PrefixStore(f"start_{_restarts()}", store), "rank": rank, "world_size": world_size}
 

@@ -29,11 +29,9 @@ from ..config.train_config import TrainConfig
 from ..data.datasets import Samples, epoch_order, load_dataset, rank_batches, to_input
 from ..engines import Engine, Progress, create_engine
 from .evaluation import Evaluation, evaluate
-from .measuring import StepLog
+from .measuring import StepLog, profiled
 from .outlets import Outlet
-from .profiling import profiled
-from .retention import remove_old
-from .saving import Agreement, Saver, SaveRecord
+from .saving import Agreement, Saver, SaveRecord, remove_old
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +57,12 @@ class EpochMetrics:
         return added(self.earlier_loss, self.losses) / (self.earlier_steps + len(self.losses))
 
     def line(self, last_epoch: int) -> str:
-        """Line for the user."""
         return (
             f"epoch {self.epoch:2d}/{last_epoch}  loss {self.mean_loss:.4f}  "
             f"held-out {self.correct}/{self.total}  {self.seconds:.1f} s"
         )
 
     def values(self) -> dict[str, float]:
-        """Values for ``metrics.jsonl``."""
         return {"epoch": self.epoch, "loss": self.mean_loss, "accuracy": self.correct / self.total}
 
 
@@ -82,8 +78,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A run that stopped on request. ``checkpoint`` is the name of the one at that position, None before the first
-    step."""
+    """A run that stopped on request, and the name of its checkpoint; None before the first step."""
 
     checkpoint: str | None
 
@@ -159,8 +154,6 @@ class _StopAskedError(Exception):
 
 @dataclass
 class _Run:
-    """A run on this rank, from one position to its end."""
-
     config: TrainConfig
     engine: Engine
     device: torch.device

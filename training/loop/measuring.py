@@ -1,10 +1,10 @@
-"""Metrics of training steps: loss, speed and memory, every ``--log-every`` steps."""
+"""Metrics of training steps: loss, speed and memory, every ``--log-every`` steps, and the trace of ``--profile``."""
 
 from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from ..checkpoints.progress import Progress
 from ..config.schedule import Schedule
@@ -142,3 +143,45 @@ def peak_rss() -> int:
 def cuda_peak() -> int:
     """Peak bytes of tensors on this rank's GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+PROFILE_NAME = "profile"
+SKIPPED, WARMUP, PROFILED = 1, 1, 5
+"""Numbers of steps. The first one allocates, and the profiler is slow in its first."""
+
+ROWS = 30
+MAX_ALLOCATIONS = 100_000
+
+
+@contextmanager
+def profiled(config: TrainConfig) -> Iterator[Callable[[], None]]:
+    """A function to call after each step; it does nothing without ``--profile``."""
+    if not config.profile:
+        yield lambda: None
+        return
+    folder = config.out / PROFILE_NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    with_cuda = torch.cuda.is_available()
+    if with_cuda:
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if with_cuda else [])]
+    with profile(
+        activities=activities,
+        schedule=schedule(wait=SKIPPED, warmup=WARMUP, active=PROFILED, repeat=1),
+        on_trace_ready=lambda found: _write(found, folder),
+        profile_memory=True,
+        with_flops=True,
+    ) as profiler:
+        yield profiler.step
+
+
+def _write(profiler: profile, folder: Path) -> None:
+    name = f"rank_{torch.distributed.get_rank()}"
+    profiler.export_chrome_trace(str(folder / f"{name}.json"))
+    averages = profiler.key_averages()
+    flops = sum(event.flops for event in averages)
+    table = averages.table(sort_by="self_cpu_time_total", row_limit=ROWS)
+    (folder / f"{name}.txt").write_text(f"{flops:,} FLOPs of matrix products in {PROFILED} steps\n{table}\n")
+    if torch.cuda.is_available():
+        torch.cuda.memory._dump_snapshot(str(folder / f"memory_{name}.pickle"))
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -18,9 +18,11 @@ from typing import TypeVar
 import torch
 from torch.distributed import ProcessGroup
 
-from ckpt_tools.errors import StoreError
+import ckpt_tools
+from ckpt_tools.errors import SourceNotFoundError, StoreError, UsageError
 
 from ..checkpoints.progress import Progress
+from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, partial_folder, strangers_in
 from ..config.train_config import TrainConfig
 from ..engines.base import Engine, Save, StagingEngine
 from ..models.config_json import write_model_config
@@ -125,7 +127,6 @@ class Saver:
         return self._finish(name)
 
     def _describe(self, folder: Path) -> None:
-        """Write ``config.json`` on the first rank."""
         if _leads():
             write_model_config(folder, self._config)
 
@@ -211,3 +212,25 @@ class Agreement:
         found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather(found, mine, group=self._group)
         return [each.tolist() for each in found]
+
+
+def remove_old(config: TrainConfig) -> None:
+    """Remove the checkpoints in ``config.out`` that are neither among the newest nor the best."""
+    if config.keep_last is None:
+        return
+    try:
+        report = ckpt_tools.prune(config.out, keep_last=config.keep_last, keep_best=config.keep_best)
+    except (UsageError, SourceNotFoundError):
+        return  # none is measured or complete yet
+    for each in reversed(report.checkpoints):
+        if not each.stays:
+            _remove(config.out / each.name)
+
+
+def _remove(checkpoint: Path) -> None:
+    is_own = checkpoint.parent.name == CHECKPOINTS and is_checkpoint_name(checkpoint.name)
+    if is_own and not checkpoint.is_symlink() and not strangers_in(checkpoint):
+        hidden = partial_folder(checkpoint.parent, checkpoint.name)
+        checkpoint.rename(hidden)
+        empty_partial(hidden)
+        hidden.rmdir()

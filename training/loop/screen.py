@@ -163,8 +163,7 @@ def command_screen() -> Iterator[Screen]:
 
 @contextmanager
 def drawn() -> Iterator[tuple[int | None, dict[str, str]]]:
-    """Standard output and environment variables for processes whose lines are drawn on this terminal. Without a
-    terminal they print themselves."""
+    """Standard output and environment for processes whose lines are drawn on this terminal, if it is one."""
     if not is_on_terminal():
         yield None, {}
         return
@@ -186,7 +185,6 @@ def _show_lines(descriptor: int, screen: Screen) -> None:
 
 
 def _show_each(lines: Iterable[str], screen: Screen) -> None:
-    """Show what the ranks send."""
     for line in lines:
         if line.startswith(RECORD):
             screen.show(Status.of_line(line))

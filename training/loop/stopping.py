@@ -44,8 +44,7 @@ class RunStoppedError(CkptError):
 
 
 class Request:
-    """Request to save and stop: a signal to this rank, or the file ``path`` of its launcher. A call tells whether there
-    is one."""
+    """Request to save and stop: a signal to this rank, or the file ``path`` of its launcher."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -80,7 +79,9 @@ def passing_on(ask: Callable[[], None]) -> Iterator[None]:
     def pass_on(number: int, frame: FrameType | None) -> None:
         if not asked:
             ask()
-            _say(f"{signal.Signals(number).name}: saving at the next step; a second SIGTERM ends the run at once\n")
+            line = f"{signal.Signals(number).name}: saving at the next step; a second SIGTERM ends the run at once\n"
+            with suppress(OSError):  # not by ``sys.stdout``, whose buffer the interrupted code may be using
+                os.write(1, line.encode())
         elif number == signal.SIGTERM:
             before[number](number, frame)
         asked.append(number)
@@ -92,14 +93,6 @@ def passing_on(ask: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in SAVING:
             signal.signal(number, before[number])
-
-
-def _say(line: str) -> None:
-    """Write without the buffer of ``sys.stdout``, which the interrupted code may be using."""
-    try:
-        os.write(1, line.encode())
-    except OSError:
-        return
 
 
 def ignore_saving_signals() -> None:

@@ -31,8 +31,7 @@ LABELS: dict[DatasetName, tuple[str, ...]] = {
 
 
 def model_config(config: TrainConfig) -> dict[str, Any] | None:
-    """Architecture by its name in inference; for images also class labels and preprocessing. None for a transformers
-    model, which has its own ``config.json``."""
+    """Description of the model for inference; None for a transformers model, which has its own file."""
     if config.model not in MODELS:
         return None
     architecture = "ours" if config.model == "vit" else f"ours:{config.model}"

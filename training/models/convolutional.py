@@ -35,7 +35,6 @@ def efficientnet_b0() -> nn.Module:
 
 
 def _first(layer: nn.Conv2d) -> nn.Conv2d:
-    """The first convolution, with one input channel."""
     return nn.Conv2d(
         1,
         layer.out_channels,
@@ -47,8 +46,7 @@ def _first(layer: nn.Conv2d) -> nn.Conv2d:
 
 
 class SmallVgg(nn.Module):
-    """torchvision's VGG11 with batch norm, with one linear layer of 512 x 10 instead of three for 224x224 images (120
-    million parameters)."""
+    """torchvision's VGG11 with batch norm and one linear layer, 512 x 10, in place of three for 224x224."""
 
     def __init__(self) -> None:
         super().__init__()

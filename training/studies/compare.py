@@ -24,11 +24,26 @@ with killed_by_interrupts():
     from ckpt_tools.guard import guarded
 
     from ..config import PACKAGE
-    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command
-    from ..config.installed import check_modules
+    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, check_modules
     from ..config.train_config import TrainConfig
     from ..loop.stopping import interruptible
-    from .comparison import DEFAULT_CASES, DEFAULTS, RESUMED, RUN, Case, Figures, Row, cases_of
+    from .comparison import (
+        COLUMNS,
+        DEFAULT_CASES,
+        DEFAULTS,
+        RESUMED,
+        RUN,
+        Case,
+        Figures,
+        Row,
+        as_json,
+        cases_of,
+        markdown,
+        picture_of,
+        remarks,
+        shown,
+        title_of,
+    )
 
 CASE_NAME = "case.json"
 """File in the folder of a case: options of its run, and its figures once it is finished."""
@@ -77,7 +92,6 @@ def compare(out: Path, texts: Sequence[str], options: Sequence[str]) -> list[Row
 
 
 def _check_folder(case: Case) -> None:
-    """Raises ``DestinationExistsError`` if it holds other files, or the same case with other options."""
     if not case.folder.exists() or not any(case.folder.iterdir()):
         return
     found = _noted(case)
@@ -142,8 +156,6 @@ def _run(config: TrainConfig, stdout: int | None = None) -> None:
 
 def _report(out: Path, cases: Sequence[Case], rows: Sequence[Row]) -> None:
     from rich.console import Console
-
-    from .report import COLUMNS, as_json, markdown, picture_of, remarks, shown, title_of
 
     title, columns = title_of(cases), [column for column in COLUMNS if column.is_drawn(rows)]
     (out / f"{NAME}.md").write_text(markdown(title, rows, columns))

@@ -16,8 +16,7 @@ with killed_by_interrupts():
 
     from ckpt_tools.errors import UsageError
 
-    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, config_of, parsed
-    from ..config.installed import check_installed
+    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, check_installed, config_of, parsed
     from ..config.train_config import TrainConfig
     from ..loop.stopping import interruptible
 
@@ -81,7 +80,6 @@ def tuned(config: TrainConfig, rates: tuple[float, ...], at_once: int) -> list[T
 
 
 def _trial(chosen: dict[str, float], runs: dict[float, TrainConfig]) -> None:
-    """Runs in a process of Tune."""
     from ray import tune
 
     from ..launchers import launch

@@ -22,14 +22,12 @@ import grpc
 from google.protobuf.json_format import ParseDict
 
 from ..http.middleware import OPEN_PATHS, access_line, is_permitted, request_id_of
-from ..listening import Listening
 from ..protocol import BadRequestError, InferRequest
 from ..refusals import Refused
 from ..repository import Version
 from ..service import Service
-from ..settings import HEAD_SECONDS, MAX_BODY_BYTES
-from .messages import METHODS, SERVICE, Method
-from .requests import infer_request, infer_response, parsed
+from ..settings import HEAD_SECONDS, MAX_BODY_BYTES, Listening
+from .requests import METHODS, SERVICE, Method, infer_request, infer_response, parsed
 
 LOG = logging.getLogger(__name__)
 
@@ -147,8 +145,6 @@ class Calls:
             for name, handler in named.items()
         }
 
-    # --- every call
-
     async def answer(self, name: str, method: Method, handler: Handler, _: object, context: Any) -> bytes:
         call = Call.of(name, context)
         self.traffic.in_flight += 1
@@ -206,8 +202,6 @@ class Calls:
         if seconds := refused.headers.get("Retry-After"):
             trailing.append(("grpc-retry-pushback-ms", str(int(seconds) * 1000)))
         await call.context.abort(call.code, refused.sentence, tuple(trailing))
-
-    # --- the methods
 
     async def live(self, _: Any, call: Call) -> Any:
         return _response(call, {"live": True})
@@ -282,7 +276,6 @@ def _asked_of(request: Any) -> tuple[str, str | None]:
 
 
 def _name_of(request: Any) -> str:
-    """Name of the model in a repository request: ``model_name`` from Triton's clients, ``repository_name`` from
-    KServe's."""
+    """Model of a repository request: ``model_name`` of Triton's clients, ``repository_name`` of KServe's."""
     name: str = request.model_name or request.repository_name
     return name

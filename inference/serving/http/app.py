@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -27,12 +26,11 @@ from torch import Tensor
 from ckpt_tools.errors import FormatError
 
 from ...models.predictor import Prediction, Predictor
-from ..listening import Listening
 from ..metrics import CONTENT_TYPE, exposition
 from ..refusals import Refused, answer
 from ..repository import Repository
 from ..service import Service, Snapshots, holding, predictions
-from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
+from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Listening, Settings
 from .endpoints import Endpoints, FastPath
 from .middleware import TOO_LARGE, Middleware, Traffic
 from .openapi import describe
@@ -94,8 +92,13 @@ def create_app(
 
     @asynccontextmanager
     async def run(_: FastAPI) -> AsyncIterator[None]:
+        calls: AbstractAsyncContextManager[None] = nullcontext()
+        if grpc is not None:  # imported on use, which keeps start-up fast
+            from ..grpc.server import serving
+
+            calls = serving(service, grpc)
         with background or nullcontext():
-            async with nullcontext() if grpc is None else serving_grpc(service, grpc):
+            async with calls:
                 yield
         repository.close()
 
@@ -108,7 +111,7 @@ def create_app(
         headers = {"X-Model-Name": version.name, "X-Model-Version": str(version.number)}
         return JSONResponse(shown(prediction, version.predictor), headers=headers)
 
-    endpoints = Endpoints(service)
+    endpoints, text = Endpoints(service), PAGE.read_text(encoding="utf-8")
     app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
     app.state.traffic = traffic
     app.answer = Middleware(FastPath(app.through_fastapi, endpoints, refuse), chosen, traffic)
@@ -121,7 +124,7 @@ def create_app(
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
-        return HTMLResponse(page_text(), headers=PAGE_HEADERS)
+        return HTMLResponse(text, headers=PAGE_HEADERS)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -132,18 +135,6 @@ def create_app(
         return Response(exposition(await service.snapshots()), media_type=CONTENT_TYPE)
 
     return app
-
-
-def serving_grpc(service: Service, listening: Listening) -> AbstractAsyncContextManager[None]:
-    """Imported on use, which keeps start-up fast."""
-    from ..grpc.server import serving
-
-    return serving(service, listening)
-
-
-@cache
-def page_text() -> str:
-    return PAGE.read_text(encoding="utf-8")
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
@@ -209,7 +200,6 @@ def the_field(form: FormData, name: str, kind: type[Result], how: str) -> Result
 
 
 async def decoded(predictor: Predictor, data: bytes, name: str) -> Tensor:
-    """One input of the model. Raises ``Refused`` 400 if the bytes cannot be decoded."""
     try:
         return await asyncio.to_thread(predictor.decode, data, name)
     except FormatError as error:

@@ -94,8 +94,6 @@ class Endpoints:
         state = request.scope["state"]
         return await self.service.infer(name, number, parse, _inferred, num_bytes=len(body), log_fields=state)
 
-    # --- the repository
-
     async def index(self, request: Request) -> Response:
         only_ready = (await _json_object(request)).get("ready", False)
         if not isinstance(only_ready, bool):
@@ -141,7 +139,6 @@ class FastPath:
 
 
 def _asked_of(request: Request) -> tuple[str, str | None]:
-    """Model and version from the path."""
     return request.path_params["name"], request.path_params.get("version")
 
 
@@ -151,9 +148,6 @@ def _inferred(asked: InferRequest, answers: Sequence[Prediction], version: Versi
         return Response(answer.content, media_type="application/json")
     length = {JSON_LENGTH: str(answer.json_bytes)}
     return Response(answer.content, media_type="application/octet-stream", headers=length)
-
-
-# --- bodies
 
 
 async def read_body(request: Request) -> bytes:
@@ -185,7 +179,6 @@ def _inflated(body: bytes, path: str) -> bytes:
 
 
 async def _json_object(request: Request) -> Json:
-    """The body as a JSON object; empty without a body."""
     body = await read_body(request)
     try:
         found = json.loads(body or b"{}")

@@ -46,8 +46,7 @@ class Traffic:
 
 
 class Middleware:
-    """ASGI middleware. It also cancels the work for a client that disconnects, and answers 503 to requests cancelled by
-    a shutdown."""
+    """ASGI middleware. It cancels the work for a disconnected client; requests cancelled by a shutdown get 503."""
 
     def __init__(self, app: ASGIApp, settings: Settings, traffic: Traffic) -> None:
         self.app, self.settings, self.traffic = app, settings, traffic
@@ -80,25 +79,20 @@ class Middleware:
                 await visit.refuse(Refused(503, STOPPING, CLOSE))
 
     def _refusal(self, visit: Visit) -> Refused | None:
-        """Refusal by the head alone; the connection is closed without reading the body."""
+        """Refusal by the head alone: another origin (CSRF) or host name (DNS rebinding), no token, or too large a body,
+        which is not read."""
         headers = visit.headers
-        if refused := self._wrong_sender(visit.path, headers):
-            return refused
-        if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
-            return too_large(visit.path)
-        return None
-
-    def _wrong_sender(self, path: str, headers: Mapping[bytes, bytes]) -> Refused | None:
-        """Refuse a missing token, another origin (CSRF) and another host name (DNS rebinding)."""
         origin = headers.get(b"origin")
         if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
             return Refused(403, "a page of another origin may not ask this service", CLOSE)
         if is_misnamed(self.settings, headers.get(b"host", b"").decode("latin-1")):
             return Refused(403, "ask this service by its address, as localhost, or by a name of --allow-host", CLOSE)
-        if path in OPEN_PATHS or is_permitted(self.settings, headers.get(b"authorization", b"")):
-            return None
-        how = {**CLOSE, "WWW-Authenticate": "Bearer"}
-        return Refused(401, "the request needs the header Authorization: Bearer TOKEN", how)
+        if visit.path not in OPEN_PATHS and not is_permitted(self.settings, headers.get(b"authorization", b"")):
+            how = {**CLOSE, "WWW-Authenticate": "Bearer"}
+            return Refused(401, "the request needs the header Authorization: Bearer TOKEN", how)
+        if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
+            return too_large(visit.path)
+        return None
 
 
 def is_permitted(settings: Settings, authorization: bytes) -> bool:

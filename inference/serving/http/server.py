@@ -27,8 +27,7 @@ GRACE_SECONDS = 10
 
 
 class PromptProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a time limit for the head of each request and a size limit for heads and trailers, which
-    httptools buffers until they are complete."""
+    """uvicorn's protocol with a time limit for each head and a size limit for heads and trailers."""
 
     _head: asyncio.TimerHandle | None = None
     _unread = 0

@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from ...common.name_options import Reading
     from ...models.predictor import Identity, Predictor
-    from ...models.tensor_specs import TensorSpec
+    from ...models.results import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

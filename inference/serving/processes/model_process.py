@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model and its thread, which predicts all batches because its memory is warm. The next batch may be submitted
-    while it is busy."""
+    """A model and its thread: its memory is warm, and the next batch may be submitted while it is busy."""
 
     predictor: Predictor
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "model"))
@@ -67,23 +66,20 @@ class Models:
 
     def _try(self, asked: Load | Predict | Decode) -> Any:
         try:
-            return self._do(asked)
+            import torch
+
+            match asked:
+                case Load():
+                    return self._load(asked)
+                case Predict(number, inputs):
+                    model, given = self._found[number], [torch.from_numpy(each) for each in inputs]
+                    return model.thread.submit(model.predictor.predict, given).result()
+                case Decode(number, data, name):
+                    return self._found[number].predictor.decode(data, name).numpy()
         except (CkptError, ImportError) as error:
             return error
         except Exception:
             return Broken(traceback.format_exc())
-
-    def _do(self, asked: Load | Predict | Decode) -> Any:
-        import torch
-
-        match asked:
-            case Load():
-                return self._load(asked)
-            case Predict(number, inputs):
-                model, given = self._found[number], [torch.from_numpy(each) for each in inputs]
-                return model.thread.submit(model.predictor.predict, given).result()
-            case Decode(number, data, name):
-                return self._found[number].predictor.decode(data, name).numpy()
 
     def _load(self, asked: Load) -> Loaded:
         import torch

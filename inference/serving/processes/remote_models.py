@@ -25,8 +25,7 @@ from ckpt_tools.errors import CkptError
 
 from ...common.name_options import Reading
 from ...models.predictor import Predictor
-from ...models.results import Prediction
-from ...models.tensor_specs import TensorSpec
+from ...models.results import Prediction, TensorSpec
 from .model_messages import Broken, Decode, Load, Loaded, Predict
 
 MODULE = f"{__package__}.model_process"

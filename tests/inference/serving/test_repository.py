@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_tools.errors import FormatError, UsageError
-from inference.models.our_images import OurImages
+from inference.models.ours import OurImages
 from inference.models.predictor import Prediction, Predictor, load_predictor
 from inference.serving.__main__ import Options
 from inference.serving.repository import NotReadyError, Repository, Source, UnknownModelError

@@ -30,8 +30,7 @@ from PIL import Image
 
 from inference.batch import __main__ as batch
 from inference.serving.__main__ import create_app
-from inference.serving.listening import bind, listen
-from inference.serving.settings import MAX_UPLOAD_BYTES
+from inference.serving.settings import MAX_UPLOAD_BYTES, bind, listen
 from tests.inference.conftest import CKPT_TOOLS_SERVE, SERVE, Service, running_service
 
 ROOT = Path(__file__).parents[3]

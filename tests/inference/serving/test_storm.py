@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from inference.models.predictor import load_predictor
-from inference.serving.grpc.messages import MESSAGES, SERVICE
+from inference.serving.grpc.requests import MESSAGES, SERVICE
 from tests.inference.conftest import Service, running_service
 from training.data.datasets import LabelledImages
 

@@ -14,12 +14,12 @@ from click.testing import CliRunner
 from ckpt_tools.errors import FormatError, UsageError
 from training.__main__ import main
 from training.config import combinations
-from training.config.config_files import shipped
+from training.config.command_line import shipped
 from training.config.model_names import MODELS
 from training.config.strategies import BY_NAME, STRATEGIES, chosen_strategy
 from training.config.train_config import TrainConfig
 from training.engines.deepspeed_config import deepspeed_config
-from training.engines.frameworks import check_frameworks
+from training.launchers import check_frameworks
 
 pytestmark = pytest.mark.quick
 

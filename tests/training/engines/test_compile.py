@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import ckpt_tools
 from ckpt_tools.errors import UsageError
 from fixtures.launch import pool
 from tests.training.strategy_jobs import tiny_config, train_each
-from training.engines import frameworks
 from training.engines.blocks import build, prepare
-from training.engines.frameworks import check_frameworks
+from training.launchers import check_frameworks
 from training.loop.result import RunResult
 from training.models.zoo import logits_of, spec_of
 
@@ -51,7 +51,7 @@ def test_a_machine_that_cannot_compile_is_told_before_any_worker(
     with pytest.raises(UsageError, match=r"^--compile needs a C\+\+ compiler, and no-such-compiler is not here"):
         check_frameworks(asked)
     monkeypatch.setenv("CXX", "sh")
-    monkeypatch.setattr(frameworks.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UsageError, match=r"^--compile needs Python's headers, and .*Python\.h is not here"):
         check_frameworks(asked)
     (tmp_path / "Python.h").touch()

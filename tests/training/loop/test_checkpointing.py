@@ -32,7 +32,7 @@ from training.checkpoints.run_folder import resume_folder, saved_checkpoints
 from training.checkpoints.settings import check_settings, lines_before_start
 from training.config.train_config import TrainConfig
 from training.loop.result import RunResult
-from training.loop.retention import remove_old
+from training.loop.saving import remove_old
 
 WITHIN = f"epoch_0001_step_{STOPPED_AFTER:06d}"
 

@@ -23,9 +23,8 @@ from training.checkpoints.progress import Progress
 from training.config.train_config import TrainConfig
 from training.launchers.torchrun import run_rank
 from training.loop.loop import last_step
-from training.loop.measuring import Meter, peak_rss
-from training.loop.metrics import TENSORBOARD_NAME, Journal, scalars
-from training.loop.profiling import PROFILED, SKIPPED, WARMUP, profiled
+from training.loop.measuring import PROFILED, SKIPPED, WARMUP, Meter, peak_rss, profiled
+from training.loop.outlets import TENSORBOARD_NAME, Journal, scalars
 from training.loop.screen import (
     PLAIN_SECONDS,
     RECORD,

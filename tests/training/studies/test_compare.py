@@ -15,10 +15,18 @@ from click.testing import CliRunner
 import training
 from tests.training.jobs import BATCH_SIZE
 from training.checkpoints.settings import check_settings
-from training.loop.metrics import recorded
+from training.loop.outlets import recorded
 from training.studies.compare import CASE_NAME, main
-from training.studies.comparison import DEFAULT_CASES, Figures, Row, cases_of, sentence_on_losses
-from training.studies.report import COLUMNS, markdown, picture_of
+from training.studies.comparison import (
+    COLUMNS,
+    DEFAULT_CASES,
+    Figures,
+    Row,
+    cases_of,
+    markdown,
+    picture_of,
+    sentence_on_losses,
+)
 
 ROOT = Path(training.__file__).parent.parent
 SMALL = ["--model=cnn", "--num-samples=64", "--batch-size=16"]

@@ -24,13 +24,12 @@ from torch import Tensor
 from inference.models.predictor import load_predictor
 from inference.serving.grpc import requests as grpc_requests
 from inference.serving.grpc import server as grpc_server
-from inference.serving.grpc.messages import MESSAGES, METHODS, SERVICE
+from inference.serving.grpc.requests import MESSAGES, METHODS, SERVICE
 from inference.serving.grpc.server import client_of, serving
 from inference.serving.http.middleware import Traffic
-from inference.serving.listening import Listening, address_of, reserve
 from inference.serving.repository import Repository, Source
 from inference.serving.service import Service as Answers
-from inference.serving.settings import MAX_BODY_BYTES, Settings
+from inference.serving.settings import MAX_BODY_BYTES, Listening, Settings, address_of, reserve
 from tests.inference.conftest import Service, running_service
 from tests.inference.serving.test_operations import certificate as certificate
 from tests.inference.serving.test_repository import Loader
@@ -260,7 +259,7 @@ class Floating:
     """A predictor whose input is two floats."""
 
     def __init__(self, predictor: Any) -> None:
-        from inference.models.tensor_specs import TensorSpec
+        from inference.models.results import TensorSpec
 
         self.name, self.inputs, self.outputs = "m", (TensorSpec("x", "FP32", (-1, 2)),), predictor.outputs
 
@@ -445,8 +444,9 @@ def test_with_a_token_tls_and_a_log(certificate: Path, forms: Path, tmp_path: Pa
 
 
 def test_a_signal_ends_calls_in_order(forms: Path, tmp_path: Path) -> None:
-    """Calls come all the time; each is answered, or was never taken."""
-    options = ["--grpc-port=0", "--drain=2"]
+    """Calls come all the time; each is answered, or was never taken. A second signal ends the drain, because after a
+    short one the server may be gone before a loaded machine asks whether it is ready."""
+    options = ["--grpc-port=0", "--drain=60"]
     with running_service(tmp_path / "run", forms / "model.pt", *options) as service:
         with grpc.insecure_channel(service.grpc) as channel, ThreadPoolExecutor(4) as pool:
             answers: list[list[grpc.StatusCode]] = [[] for _ in range(4)]
@@ -463,6 +463,7 @@ def test_a_signal_ends_calls_in_order(forms: Path, tmp_path: Path) -> None:
             wait_until(lambda: min(map(len, answers)) > 2)
             service.process.send_signal(signal.SIGTERM)
             wait_until(lambda: not call(channel, "ServerReady").ready)
+            service.process.send_signal(signal.SIGTERM)
             for each in asking:
                 each.result()
         assert service.process.wait(60) == 143

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorSet
 
-from inference.serving.grpc.messages import DESCRIPTORS
+from inference.serving.grpc.requests import DESCRIPTORS
 
 KINDS = {number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()}
 

@@ -13,7 +13,7 @@ from tritonclient import grpc
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from inference.models.predictor import load_predictor
-from inference.serving.grpc.messages import MESSAGES, METHODS, SERVICE
+from inference.serving.grpc.requests import MESSAGES, METHODS, SERVICE
 from tests.inference.conftest import Service, running_service
 from training.data.datasets import LabelledImages
 
