@@ -7,7 +7,7 @@ from typing import Any
 
 import bentoml
 
-from benchmarks.servers import BATCH, predicting
+from benchmarks.demo_model import BATCH, predicting
 
 MAX_LATENCY_MS = 10_000
 """Limit of a whole request: BentoML answers 503 to those that it expects to take longer."""

@@ -8,7 +8,7 @@ from typing import Any
 import litserve
 from fastapi import Request
 
-from benchmarks.servers import BATCH, WAIT_SECONDS, Answer, predicting
+from benchmarks.demo_model import BATCH, WAIT_SECONDS, Answer, predicting
 
 
 class Api(litserve.LitAPI):  # type: ignore[misc]

@@ -21,9 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.demo_model import BATCH, SIDE
 from benchmarks.load import request, written
 from benchmarks.machine import ROOT
-from benchmarks.servers import BATCH, SERVERS, SIDE
+from benchmarks.servers import SERVERS
 from benchmarks.turns import take_turns
 
 JSON, BINARY, LOOP = "ours, JSON", "ours, binary", "bare loop"

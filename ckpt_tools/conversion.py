@@ -205,7 +205,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     made = apply_options(manifest, request, whole=whole, holds_masters=writer.holds_masters, kept=writer.kept_entries)
     manifest = made.manifest
     layout = writer.layout(manifest, writing)
-    source, layout, carried = _with_model_files(source, src, manifest, layout, request, place, writer)
+    source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, stores)
     manifest = _with_copied(manifest, layout, carried)
     cast = cast_notes(made.uncast, made.manifest, layout.as_stored)
     notes = merged(manifest.notes + cast + layout.notes)
@@ -232,7 +232,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         source_format,
         writer.name,
         place,
-        removed_at(place, layout, request),
+        removed_at(place, layout, overwrite=request.overwrite, checksum=request.checksum, storage_options=stores),
         notes,
         made.renamed,
         own_keys(source_format, writer.name, request),
@@ -245,21 +245,22 @@ def remote_bytes(*urls: str | Path) -> int:
 
 
 def _with_model_files(
-    source: Source,
     src: str | Path,
+    source: Source,
     manifest: Manifest,
     layout: Layout,
-    request: Request,
+    options: ConvertOptions,
     place: Place,
     writer: Format,
+    storage_options: StorageOptions,
 ) -> tuple[Source, Layout, frozenset[str]]:
     """A folder of weights with the files that say what the model is, the source that has them too, and their names."""
     is_folder = "config" in writer.writing_options and not isinstance(place.form, SingleFile)
     if not is_folder:
-        if request.config is not None:
+        if options.config is not None:
             raise UsageError(f"{option('config')} is for folders; {place.name} is one file")
         return source, layout, frozenset()
-    found = find_model_files(src, source, manifest, config=request.config, storage_options=request.storage_options)
+    found = find_model_files(src, source, manifest, config=options.config, storage_options=storage_options)
     if found is None:
         note = missing_note(source, manifest)
         return source, layout if note is None else replace(layout, notes=(*layout.notes, note)), frozenset()
@@ -471,36 +472,36 @@ def _digests_url(prepared: Prepared, staged: list[str], on_progress: Progress) -
     )
 
 
-def removed_at(place: Place, layout: Layout, request: Request) -> Mapping[str, int]:
+def removed_at(
+    place: Place, layout: Layout, *, overwrite: bool, checksum: bool, storage_options: StorageOptions
+) -> Mapping[str, int]:
     """The files at the destination that the output replaces: one checkpoint, and the digests beside it.
 
     Raises:
         DestinationExistsError: something is there that may not be replaced, or digests of a file that is gone or would
             be replaced.
     """
-    if not request.overwrite:
+    if not overwrite:
         place.check_free(overwrite=False)
-        if (url := _digests_beside(place, request)) is not None:
-            raise already_exists(url) if request.checksum else _of_another(url)
+        if (url := _digests_beside(place, storage_options)) is not None:
+            raise already_exists(url) if checksum else _of_another(url)
         return NOTHING
     from ckpt_tools.verification.digest_files import check_list
     from ckpt_tools.verification.replacing import replaced_files
 
     removed = replaced_files(place, [file.path for file in layout.files])
-    url = _digests_beside(place, request)
+    url = _digests_beside(place, storage_options)
     if url is None:
         return removed
-    if not request.checksum:
+    if not checksum:
         raise _of_another(url)
-    return {**removed, **check_list(open_place(url, request.storage_options))}
+    return {**removed, **check_list(open_place(url, storage_options))}
 
 
-def _digests_beside(place: Place, request: Request) -> str | None:
+def _digests_beside(place: Place, storage_options: StorageOptions) -> str | None:
     """URL of the list of digests beside a destination that is one file, if there is one: it describes the old file."""
     url = place.url + DIGESTS_SUFFIX
-    is_there = (
-        isinstance(place.form, SingleFile) and open_place(url, request.storage_options).as_file().present() is not None
-    )
+    is_there = isinstance(place.form, SingleFile) and open_place(url, storage_options).as_file().present() is not None
     return url if is_there else None
 
 

@@ -69,7 +69,7 @@ def run_make_loadable(request: Request) -> LoadableReport:
         remote_bytes=remote_bytes(src, dst),
         wanted_bytes=place.parts.wanted_bytes(layout.size_bytes),
     )
-    removed = removed_at(place, layout, request)
+    removed = removed_at(place, layout, overwrite=request.overwrite, checksum=False, storage_options=stores)
     report = run(Prepared(request, source.store, plan, plan.figures(), TORCH, TORCH, place, removed), pool)
     return LoadableReport(
         str(src),
