@@ -132,7 +132,7 @@ def read(
     rules = Rules.of(first.file.content.get("universal_checkpoint_info"), stages[0].path)
     if stages[0].zero is None:
         raise UnsupportedError(
-            "it is of a pipeline without ZeRO that tensor parallelism cuts too, and no file states which of its layers "
+            "it is of a pipeline without ZeRO that tensor parallelism cuts too, and no file says which of its layers "
             "are tied, by whose names the parts are joined; resume the run and save it with ZeRO stage 1",
             path=stages[0].path,
         )
@@ -228,7 +228,7 @@ class Stages:
                 "save with ZeRO stage 1, or with an optimizer that was made from model.named_parameters()"
             )
             self.notes.append(Note(Outcome.DROPPED, "optimizer state", why))
-            why = "without ZeRO no file states which layers are tied (tied_modules)"
+            why = "without ZeRO no file says which layers are tied (tied_modules)"
             self.notes.append(Note(Outcome.DEFAULTED, "names of tied layers are the numbers of the layers", why))
         self.notes.append(missing_layers.untold(self.layers, is_numbered=is_numbered))
         return Manifest(

@@ -229,7 +229,7 @@ class Contents:
             return [{names[n]: Piece(n, 0, prod(parameters[names[n]])) for n in group} for group in numbers]
         if self.saved.masters:
             raise UnsupportedError(
-                "its fp32 masters are stored by number, and the order and shapes of the parameters do not prove which "
+                "its fp32 masters lie under numbers, and the order and shapes of the parameters do not prove which "
                 f"they are; {self.remedy}",
                 path=self.saved.file.path,
                 key="optimizer",

@@ -152,7 +152,7 @@ def test_without_zero_masters_that_are_not_proven_are_refused(tmp_path: Path) ->
         content["optimizer"]["fp32_groups"][1].reverse()
 
     changed(EXPERT_OPTIM.format(1), reverse)(native / "global_step4")
-    with pytest.raises(UnsupportedError, match=r"its fp32 masters are stored by number.*save it with ZeRO stage 1"):
+    with pytest.raises(UnsupportedError, match=r"its fp32 masters lie under numbers.*save it with ZeRO stage 1"):
         contents(native)
 
 

@@ -453,7 +453,12 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     "latest is too long": (2, add("latest", "x" * 5000), MalformedError, "5,000 bytes"),
     # Kinds of parallelism.
     "tensor-parallel names": (2, add(f"{TAG}/mp_rank_01_model_states.pt"), MalformedError, "mp_rank_01_model_states"),
-    "pipeline names": (2, add(f"{TAG}/layer_00-model_states.pt"), MalformedError, "it holds a model, but files"),
+    "pipeline names": (
+        2,
+        add(f"{TAG}/layer_00-model_states.pt"),
+        MalformedError,
+        "it holds a model, but there are files",
+    ),
     "expert names": (2, add(f"{TAG}/layer_0_expert_1_mp_rank_00_model_states.pt"), UnsupportedError, "experts"),
     "expert optimizer": (2, add(f"{TAG}/expp_rank_0_mp_rank_00_optim_states.pt"), MalformedError, "without ZeRO"),
     "NVMe": (3, add(f"{TAG}/offloaded_tensors/rank0/1.tensor.swp"), UnsupportedError, "NVMe"),
