@@ -349,10 +349,10 @@ def test_plain_items_of_torch_need_no_look(
     shape: tuple[int, ...], requires_grad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their length is that of the items that ckpt-tools writes."""
-    from ckpt_tools.formats.dcp import looks
+    from ckpt_tools.formats.dcp import index
 
     kinds = [torch.float32, torch.bfloat16, torch.float64]
     floats = {str(kind): torch.ones(shape, dtype=kind, requires_grad=requires_grad) for kind in kinds}
     source = save({"model": floats | {"n": torch.ones(shape, dtype=torch.int64)}}, tmp_path / "in")
-    monkeypatch.setattr(looks, "value_at_start", lambda *_: pytest.fail("it was looked into"))
+    monkeypatch.setattr(index, "value_at_start", lambda *_: pytest.fail("it was looked into"))
     ckpt_tools.inspect(source)
