@@ -61,7 +61,6 @@ def _table(source: DType, target: DType) -> NDArray[Any]:
 
 
 def _convert(values: NDArray[Any], result: NDArray[Any], target: DType) -> None:
-    """Between the wide types, and from them to the narrow ones."""
     if target is DType.FLOAT16:
         _round_to_half(values.astype(np.float32, copy=False), result.view(np.uint16))
         return
@@ -101,7 +100,6 @@ def _round_to_half(single: NDArray[np.float32], halves: NDArray[np.uint16]) -> N
 
 
 def _quiet_nans(single: NDArray[np.float32], halves: NDArray[np.uint16]) -> None:
-    """float16 NaNs with the signs and upper payloads of those in ``single``."""
     nans = np.isnan(single)
     bits = single.view(np.uint32)[nans]
     halves[nans] = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x01FF

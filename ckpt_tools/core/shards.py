@@ -284,8 +284,6 @@ class RowTable(ShardTable):
 
 
 class _WholeColumns(NamedTuple):
-    """The columns of a table of one shard that is the whole tensor, which depend on the shape alone."""
-
     shape: Shape
     dtype: DType
     num_bytes: int

@@ -62,7 +62,6 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: str) -> str:
-    """``value`` in characters that UTF-8 has."""
     return value.encode(errors="backslashreplace").decode()
 
 

@@ -117,7 +117,6 @@ class Plan:
             yield from _cut(number, self._ends(file.load()))
 
     def _ends(self, file: FileLayout) -> Iterable[int]:
-        """End of each task of a file."""
         found = (
             None if self.copies is None else _ends_at_stored_ranges(self.manifest, file, self.task_bytes, self.copies)
         )
@@ -227,7 +226,6 @@ def _is_strided(manifest: Manifest, layout: Layout) -> bool:
 
 
 def _by_making(layout: Layout) -> tuple[list[LazyFile], list[FileLayout]]:
-    """The files that are made on demand, and those that are there."""
     lazy = [file for file in layout.files if isinstance(file, LazyFile)]
     return lazy, [file.load() for file in layout.files if not isinstance(file, LazyFile)]
 
@@ -261,7 +259,6 @@ def _file_bytes(file: FileLayout) -> int:
 
 
 def _cut(number: int, ends: Iterable[int]) -> Iterator[Task]:
-    """The tasks of a file that end there."""
     start = 0
     for part, stop in enumerate(ends):
         yield Task(number, part, start, stop)

@@ -38,7 +38,6 @@ def problem_of(saved: Saved) -> str | None:
 
 
 def _rules() -> Iterator[Callable[[Saved], str | None]]:
-    """What is said first: names, the trainer's marker, the format's."""
     yield from (_name, _marker, _empty)
     yield from dict.fromkeys(trainer.problem for trainer in TRAINERS if trainer.problem is not None)
     yield from (each.problem for each in _detected())

@@ -47,7 +47,6 @@ _MODEL = re.compile(r"(?:model|pytorch_model|adapter_model|shard)[-_.\w]*\.(?:sa
 
 @cache
 def _forms() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
-    """Names of files, of folders, and of what is written last."""
     read = (re.escape(name) for trainer in TRAINERS for name in trainer.reads)
     own = pattern("own", "optimizer", "others").pattern
     files = "|".join((dcp.FILES, deepspeed.FILES, _WEIGHTS, megatron.FILES, orbax.FILES, own, *read))

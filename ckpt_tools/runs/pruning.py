@@ -170,7 +170,6 @@ class _Run:
         return None if found is None else f"the link {found} leads to it"
 
     def _strangers(self, member: Member) -> str | None:
-        """What is in its folder and is not a trainer's."""
         if member.is_file:
             return None if member.name in self.present.files else "it is a link"
         start = f"{member.name}/"
@@ -183,7 +182,6 @@ class _Run:
         return f"it holds what no trainer writes: {listed(sorted(others))}" if others else None
 
     def _own_files(self, member: Member) -> frozenset[str]:
-        """The files that the reader of its format names; none if it cannot be read."""
         saved = member.saved(self.source)
         try:
             found, manifest = read(saved)

@@ -90,7 +90,6 @@ def reasons(facts: Sequence[Facts], rules: PruneRules, best: str | None) -> dict
 
 
 def _last(facts: Sequence[Facts], keep_last: int) -> list[str]:
-    """The numbers of the newest complete ones."""
     numbers = dict.fromkeys(each.number for each in facts if each.shown.is_complete and each.number)
     return list(numbers)[:keep_last]
 

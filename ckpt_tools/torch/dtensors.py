@@ -56,7 +56,6 @@ def _runs(tensor: DTensor, dim: int) -> list[Run]:
 
 
 def _positions(tensor: DTensor, dim: int, cut: list[bool]) -> list[int]:
-    """The positions along ``dim`` that this rank holds, in the order of its memory."""
     import torch
     from torch.distributed.tensor import Replicate, distribute_tensor
 

@@ -79,7 +79,6 @@ class JobNames:
 
 
 def _own_name(path: TreePath, tree: StateTree) -> tuple[str, str]:
-    """The part of an entry, and its name in that part."""
     for part, prefix in ((OPTIM, tree.optim), (MODEL, tree.model)):
         if (
             prefix is not None

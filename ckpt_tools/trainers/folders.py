@@ -43,7 +43,6 @@ def _is_in(path: str, base: str) -> bool:
 
 
 def _base(returned: Returned, folders: Iterable[str], files: Mapping[str, int]) -> str | None:
-    """The prefix of the folder that holds the DCPs, if it is this trainer's."""
     prefixes = set()
     for folder in folders:
         parent, _, name = folder.rpartition("/")

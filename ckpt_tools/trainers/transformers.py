@@ -75,7 +75,6 @@ def _problem(saved: Saved) -> str | None:
 
 
 def _metrics(saved: Saved) -> Metrics:
-    """The last values of the log up to this step."""
     log = trainer_state(saved).get("log_history")
     for entry in log if isinstance(log, list) else ():
         if isinstance(entry, dict):

@@ -288,7 +288,6 @@ class _Files:
 
 
 def _checksums(file: FileLayout, task: Task) -> Iterator[tuple[int, Crc32]]:
-    """The checksums that lie in a task, and where in the file."""
     index = bisect_left(file.offsets, task.start)
     while index < len(file.segments) and file.offsets[index] < task.stop:
         segment = file.segments[index]

@@ -91,7 +91,6 @@ class _Stream:
             done += self._copied(start + done, buffer[done:])
 
     def _copied(self, start: int, buffer: memoryview) -> int:
-        """Bytes of one part of the window from ``start`` on."""
         at = self.position - self.kept
         for part in self.window:
             if start < at + len(part):

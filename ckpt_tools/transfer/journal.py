@@ -224,7 +224,6 @@ def _part(receipt: Receipt) -> list[Any]:
 
 
 def _lines(data: bytes, kind: str) -> Iterator[list[Any]]:
-    """Every line of that kind that is whole."""
     start = b'["%b"' % kind.encode()
     for line in io.BytesIO(data):
         checksum, _, text = line.rstrip(b"\n").partition(b" ")

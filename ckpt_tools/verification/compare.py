@@ -99,8 +99,6 @@ def _is_end(a: str, b: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Elements ``[start, stop)`` of one tensor."""
-
     key: StateKey
     start: int
     stop: int

@@ -90,8 +90,6 @@ def _limit(table: ShardTable, row: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Inflated:
-    """Compressed ranges as decompressed files."""
-
     inflating: Inflating
 
     def read(self, path: str, start: int, stop: int) -> bytes:

@@ -126,7 +126,6 @@ def _keeps_names(manifest: Manifest, other: Manifest, target: Format | None, opt
 
 
 def _with_entries(report: VerifyReport, ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> VerifyReport:
-    """The report with what is not a tensor."""
     found = tuple(differing_entries(ours, theirs, names))
     return replace(report, differences=report.differences + found, notes=report.notes + not_compared(ours, theirs))
 

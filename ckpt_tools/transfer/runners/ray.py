@@ -151,8 +151,6 @@ class _Numbered(Generic[Item]):
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A process, as the driver sees it."""
-
     process: Any
     num_losses: int
     is_lost: bool = False

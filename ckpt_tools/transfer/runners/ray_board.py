@@ -141,7 +141,6 @@ class _FileChecksums:
         insort(self.in_order, covers)
 
     def following(self, covers: Range) -> list[tuple[Range, int]]:
-        """Values of ``covers`` and of the ranges after it."""
         first = bisect_left(self.in_order, covers)
         return [(each, self.values[each]) for each in self.in_order[first : first + ANSWER_RANGES]]
 

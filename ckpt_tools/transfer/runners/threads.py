@@ -76,8 +76,6 @@ def _join_until(threads: Iterable[threading.Thread], deadline: float) -> None:
 
 @dataclass(slots=True)
 class _Shared(Generic[Item]):
-    """The items left, and how many results may yet be made before one is taken."""
-
     items: Iterator[Item]
     room: threading.Semaphore
     lock: threading.Lock = field(default_factory=threading.Lock)

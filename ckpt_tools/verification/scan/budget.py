@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-
 from ckpt_tools.verification.scan.findings import NotLookedIntoError
 
 MAX_INFLATED_BYTES = 1 << 25
@@ -19,32 +15,21 @@ _SPARE_PICKLED_BYTES, _PICKLED_PER_BYTE = 1 << 20, 1
 that a checkpoint of many compressed tensors is far from this; a compressed object of several megabytes is not."""
 
 
-@dataclass(slots=True)
-class Grant:
-    """``num_bytes`` that an item may have; ``used_bytes`` is how many it has, as many as may be if nothing says it."""
-
-    num_bytes: int
-    used_bytes: int = MAX_INFLATED_BYTES
-
-
 class InflationBudget:
     """Bytes that compressed items may have outside of their compression."""
 
     def __init__(self) -> None:
         self._left = _SPARE_INFLATED_BYTES
 
-    @contextmanager
-    def granting(self, packed_bytes: int) -> Iterator[Grant]:
-        """Grant bytes to an item of ``packed_bytes``, and spend what it uses, also if it is refused within. Raises
-        NotLookedIntoError if nothing is left."""
+    def limit(self, packed_bytes: int) -> int:
+        """Bytes that an item of ``packed_bytes`` may have. Raises NotLookedIntoError if nothing is left."""
         self._left += packed_bytes * _INFLATED_PER_BYTE
         if self._left <= 0:
             raise NotLookedIntoError("it is compressed, and the items before it were too large outside of their files")
-        grant = Grant(min(self._left, MAX_INFLATED_BYTES))
-        try:
-            yield grant
-        finally:
-            self._left -= grant.used_bytes
+        return min(self._left, MAX_INFLATED_BYTES)
+
+    def spend(self, num_bytes: int) -> None:
+        self._left -= num_bytes
 
 
 class PickleBudget:

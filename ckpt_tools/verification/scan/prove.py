@@ -261,7 +261,6 @@ def _npy_header(piece: Piece) -> tuple[int, str, list[int]]:
 
 
 def _check_elements(num_bytes: int, descr: str, shape: list[int]) -> None:
-    """Raises MalformedError where an array of ``shape`` and a plain dtype does not have ``num_bytes``."""
     found = _DESCR.fullmatch(descr)
     if found is None:
         raise MalformedError("the array is of a dtype that is not plain")
@@ -284,8 +283,6 @@ def _prove_gguf(piece: Piece) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """A file as the reader of GGUF wants it."""
-
     piece: Piece
 
     def size(self, path: str) -> int:

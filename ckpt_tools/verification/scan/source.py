@@ -14,7 +14,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundErr
 from ckpt_tools.serialization.pickle.dcp_metadata import StorageInfo
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
-from ckpt_tools.verification.scan.budget import InflationBudget
+from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES, InflationBudget
 from ckpt_tools.verification.scan.disguise import RUNS_AS_A_PICKLE, check_one_meaning, runs_as_a_pickle
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, ScanReport
 from ckpt_tools.verification.scan.piece import Piece
@@ -80,7 +80,6 @@ class _Scan:
         check_one_meaning(piece)
 
     def _judged(self, piece: Piece, prove: Callable[[Piece], None]) -> None:
-        """Prove a piece; a failure is a finding."""
         try:
             prove(piece)
         except REASONS as error:
@@ -147,16 +146,16 @@ class _Scan:
             raise NotLookedIntoError(f"it is compressed or transformed by {listed(info.transform_descriptors)}")
         from ckpt_tools.serialization.zstd import ZstandardMissingError, inflated_frame
 
+        limit = self._inflation.limit(piece.size)
+        used_bytes = MAX_INFLATED_BYTES  # spent if the item is refused
         try:
-            with self._inflation.granting(piece.size) as grant:
-                try:
-                    data = inflated_frame(piece.read, piece.size, piece.file, limit_bytes=grant.num_bytes)
-                    grant.used_bytes = len(data)
-                except ZstandardMissingError:
-                    grant.used_bytes = 0
-                    raise
+            data = inflated_frame(piece.read, piece.size, piece.file, limit_bytes=limit)
+            used_bytes = len(data)
         except ZstandardMissingError as error:
+            used_bytes = 0
             raise NotLookedIntoError(error.message.removeprefix(f"{piece.file}: ")) from error
+        finally:
+            self._inflation.spend(used_bytes)
         return piece.holding(data, "")
 
 

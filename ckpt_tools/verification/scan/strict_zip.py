@@ -101,7 +101,6 @@ class _Cover:
         return ranges
 
     def _header(self, record: Record) -> tuple[int, bool]:
-        """Start of the record's data, and whether a descriptor follows it."""
         at = record.header_offset
         name = record.name.encode()
         data = self._read(at, min(at + LOCAL.size + len(name) + 256, self._directory.start))
