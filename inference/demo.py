@@ -122,11 +122,8 @@ def train_one(engine: config.EngineName, out: Path, console: Console) -> result.
 
 
 def remove_former(folder: Path) -> None:
-    """Remove the files of an earlier demo from ``folder``, by their names. The lock file stays.
-
-    Raises:
-        DestinationExistsError: another file is there, or a run is active. Nothing is removed then.
-    """
+    """Remove the files of an earlier demo from ``folder``, by their names. The lock file stays. Raises
+    DestinationExistsError if another file is there, or a run is active. Nothing is removed then."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise DestinationExistsError(
             f"{folder} is not a folder that a demo made; move it away, or choose another --out"

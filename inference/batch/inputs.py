@@ -52,11 +52,8 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Input options. ``url`` is the name of a dataset, a path, a URL, or a pattern.
-
-    Raises:
-        UsageError: options do not fit together.
-    """
+    """Input options. ``url`` is the name of a dataset, a path, a URL, or a pattern. Raises UsageError if options do not
+    fit together."""
 
     url: str
     column: str | None = None

@@ -92,11 +92,8 @@ def _png(pixels: np.ndarray) -> bytes:
 
 
 def named_file(cell: Text) -> File:
-    """The file that a cell names: relative to the table's folder, or a URL of the same scheme.
-
-    Raises:
-        FormatError: it is in another kind of place. A table from elsewhere does not choose where we read.
-    """
+    """The file that a cell names: relative to the table's folder, or a URL of the same scheme. Raises FormatError if it
+    is in another kind of place. A table from elsewhere does not choose where we read."""
     scheme, has_scheme, _ = cell.text.partition("://")
     base_scheme, is_remote, _ = cell.base.partition("://")
     if has_scheme:
@@ -109,12 +106,8 @@ def named_file(cell: Text) -> File:
 
 
 def read_file(url: str) -> bytes:
-    """All of a file, local or remote.
-
-    Raises:
-        FormatError: it cannot be read, is not a regular file, or is too large. StoreError: the store failed. Then
-        every other input would fail too.
-    """
+    """All of a file, local or remote. Raises FormatError if it cannot be read, is not a regular file, or is too large.
+    StoreError if the store failed. Then every other input would fail too."""
     try:
         if "://" in url:
             with store_errors(url):

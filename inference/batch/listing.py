@@ -42,11 +42,8 @@ class Listing:
 
 
 def listing_of(url: str) -> Listing:
-    """List ``url``.
-
-    Raises:
-        SourceNotFoundError: nothing fits. UsageError: files of several kinds. StoreError: the store cannot be read.
-    """
+    """List ``url``. Raises SourceNotFoundError if nothing fits. UsageError for files of several kinds. StoreError if
+    the store cannot be read."""
     base, entries = _remote(url) if "://" in url else _local(url)
     found, kind = _of_one_kind(url, entries)
     return Listing(base, sorted(name for name, _ in found), kind, _digest(found))

@@ -199,11 +199,8 @@ class Table:
 
 
 def parts_of(table: Table, column: str | None, truth: str | None) -> list[TablePart]:
-    """One part per row group of a Parquet file, one part for any other file. Checks the columns.
-
-    Raises:
-        UsageError: a column is not there, or which one holds the inputs is not clear. FormatError: the file is damaged.
-    """
+    """One part per row group of a Parquet file, one part for any other file. Checks the columns. Raises UsageError if a
+    column is not there, or which one holds the inputs is not clear. FormatError if the file is damaged."""
     url, kind = table.url, table.kind
     if kind == "text":
         if column or truth:

@@ -11,10 +11,8 @@ NUM_OBJECTS = 50_000
 
 
 def settle() -> None:
-    """Collect now, and exempt everything that is left from later collections.
-
-    The libraries are a million objects; a full collection over them would delay every request by a tenth of a second.
-    """
+    """Collect now, and exempt everything that is left from later collections. The libraries are a million objects; a
+    full collection over them would delay every request by a tenth of a second."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -17,11 +17,8 @@ SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")
 
 
 def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """fsspec's file system of ``url``, and the path in it. Listings are not cached, because others write there.
-
-    Raises:
-        UsageError: the scheme is unknown, or its package is missing.
-    """
+    """fsspec's file system of ``url``, and the path in it. Listings are not cached, because others write there. Raises
+    UsageError if the scheme is unknown, or its package is missing."""
     try:
         fs, path = url_to_fs(url, use_listings_cache=False, **_translated(url, options or {}))
     except (ImportError, ValueError) as error:

@@ -30,11 +30,8 @@ MAX_BYTES = 64 * 2**20
 
 @contextmanager
 def config_folder(url: str | Path, options: Mapping[str, Any] | None) -> Iterator[Path | None]:
-    """A local folder with ``config.json`` and its companions, within the block; None if there is none.
-
-    Raises:
-        StoreError: a remote one cannot be read. FormatError: ``config.json`` is a huge file.
-    """
+    """A local folder with ``config.json`` and its companions, within the block; None if there is none. Raises
+    StoreError if a remote one cannot be read. FormatError if ``config.json`` is a huge file."""
     if "://" not in str(url):
         yield _local(Path(url))
         return

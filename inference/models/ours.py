@@ -90,7 +90,7 @@ class OurTexts:
         return 1 if self.has_experts else MAX_BATCH
 
     def decode(self, data: bytes, name: str) -> Tensor:
-        """int64 [bytes]. Raises FormatError: not UTF-8, or empty."""
+        """int64 [bytes]. Raises FormatError if not UTF-8, or empty."""
         if not text_of(data, name):
             raise FormatError(f"{name} is an empty text")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int64)

@@ -57,7 +57,7 @@ class Tokens:
         return cls(tokenizer, fields, _limit(model.config, tokenizer))
 
     def of(self, data: bytes, name: str) -> Tensor:
-        """Tokenize a text. Raises FormatError: not UTF-8, no tokens, or too many for the model."""
+        """Tokenize a text. Raises FormatError if not UTF-8, no tokens, or too many for the model."""
         encoded = self.tokenizer(text_of(data, name), verbose=False)
         rows = torch.tensor([encoded[field] for field in self.fields], dtype=torch.int64)
         num_tokens = rows.shape[1]

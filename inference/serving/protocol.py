@@ -83,11 +83,8 @@ class Body:
 
 
 def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_rows: int) -> InferRequest:
-    """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``.
-
-    Raises:
-        BadRequestError: it is not a request, or does not fit the model.
-    """
+    """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``. Raises BadRequestError if it is
+    not a request, or does not fit the model."""
     text, binary = _split(body, json_bytes)
     try:
         request = orjson.loads(text)

@@ -201,12 +201,8 @@ def _reason(error: BaseException) -> str:
 
 
 async def predictions(version: Version, items: Sequence[Tensor], seconds: float) -> list[Prediction]:
-    """The answer for each item.
-
-    Raises:
-        Refused: 503 if the queue is full, 504 if the model takes longer than ``seconds``, 400 if it does not take
-            such items, 500 if it fails.
-    """
+    """The answer for each item. Raises Refused: 503 if the queue is full, 504 if the model takes longer than
+    ``seconds``, 400 if it does not take such items, 500 if it fails."""
     try:
         async with asyncio.timeout(seconds):
             return await version.batcher.submit_all(items)

@@ -53,11 +53,8 @@ def make_partial(folder: Path, name: str) -> Path:
 
 
 def empty_partial(partial: Path) -> None:
-    """Remove the files of an unfinished checkpoint.
-
-    Raises:
-        DestinationExistsError: it holds a file that no run wrote; nothing is removed.
-    """
+    """Remove the files of an unfinished checkpoint. Raises DestinationExistsError if it holds a file that no run wrote;
+    nothing is removed."""
     strangers = strangers_in(partial)
     if strangers or partial.is_symlink():
         raise DestinationExistsError(
@@ -92,11 +89,8 @@ def checkpoint_of(config: TrainConfig, name: str) -> Path | str:
 
 
 def make_out(out: Path) -> None:
-    """Make the folder of the run, and check that it is writable.
-
-    Raises:
-        DestinationExistsError: the path or one above is a file. StoreError: it cannot be made or written to.
-    """
+    """Make the folder of the run, and check that it is writable. Raises DestinationExistsError if the path or one above
+    is a file. StoreError if it cannot be made or written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):

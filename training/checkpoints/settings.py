@@ -31,12 +31,9 @@ def lines_before_start(config: TrainConfig, checkpoint: Path | str | None) -> li
 
 
 def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
-    """Compare the run's settings with those of the checkpoint; the message to print, if any.
-
-    Raises:
-        UsageError: ``--override`` lacks a setting that differs, or names one that does not.
-        CkptError: the checkpoint cannot be read.
-    """
+    """Compare the run's settings with those of the checkpoint; the message to print, if any. Raises UsageError if
+    ``--override`` lacks a setting that differs, or names one that does not. CkptError if the checkpoint cannot be
+    read."""
     extra = _extra(checkpoint)
     recorded = _recorded(extra)
     differing = [name for name, value in recorded.items() if value != getattr(config, name)]

@@ -68,11 +68,8 @@ class TextWindows(Samples):
 
 
 def load_dataset(name: DatasetName, part: Part, root: Path | None) -> Samples:
-    """One part of a dataset.
-
-    Raises:
-        UsageError: ``root`` is needed and missing, or holds something else. StoreError: a download fails.
-    """
+    """One part of a dataset. Raises UsageError if ``root`` is needed and missing, or holds something else. StoreError
+    if a download fails."""
     if name == "digits":
         return _load_digits(part)
     if name == "text":

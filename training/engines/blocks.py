@@ -45,10 +45,8 @@ def prepare(config: TrainConfig, block: nn.Module) -> None:
 
 
 def _compiled(block: nn.Module) -> Callable[..., Any]:
-    """Compiled ``forward``, without the hooks that gather weights; names of parameters stay the same.
-
-    Evaluation is not compiled, so predictions are bit for bit those from the checkpoint.
-    """
+    """Compiled ``forward``, without the hooks that gather weights; names of parameters stay the same. Evaluation is not
+    compiled, so predictions are bit for bit those from the checkpoint."""
     plain = block.forward
     # Shapes are the same at every step. torch's default limit compiles only eight blocks of different shapes.
     torch._dynamo.config.recompile_limit = MAX_COMPILED

@@ -193,11 +193,8 @@ def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, cont
 
 
 def _ray_storage(config: TrainConfig) -> dict[str, Any]:
-    """Storage options of Ray's ``RunConfig``.
-
-    For a URL Ray would use Arrow's S3 client, which resolves endpoint and region differently, and leaves an empty
-    object for each folder.
-    """
+    """Storage options of Ray's ``RunConfig``. For a URL Ray would use Arrow's S3 client, which resolves endpoint and
+    region differently, and leaves an empty object for each folder."""
     if config.storage is None:
         return {"storage_path": str(config.out)}
     fs, path = file_system(config.storage)
