@@ -16,8 +16,7 @@ from ..common.urls import file_system, store_errors
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_BYTES = 256 * 2**20
-"""Limit of one input, which is held in memory while it is decoded."""
+MAX_BYTES = 256 * 2**20  # limit of one input, which is held in memory while it is decoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ from ..common.urls import file_system, store_errors
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"})
 TABLES = {".parquet": "Parquet", ".jsonl": "JSON Lines", ".ndjson": "JSON Lines", ".csv": "CSV", ".txt": "text"}
 
-Entry = tuple[str, str]
-"""A name below the base, and its size and time as text."""
+Entry = tuple[str, str]  # a name below the base, and its size and time as text
 
 
 @dataclass(frozen=True, slots=True)

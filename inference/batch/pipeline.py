@@ -23,18 +23,10 @@ from ..models.results import Prediction, TensorSpec
 from .items import Item, Pixels, content_of
 from .rows import Row, is_finite
 
-AHEAD = 3
-"""Windows decoded ahead of the one being predicted."""
-
-PASSES = 16
-"""Forward passes per window: enough for small costs per window, and for several texts of one length."""
-
-WINDOW_BYTES = 4 << 20
-"""Limit of a window of large inputs, which then has fewer passes."""
-
-READERS = 8
-"""Decoding threads: more than processors, because reading from a store mostly waits."""
-
+AHEAD = 3  # windows decoded ahead of the one being predicted
+PASSES = 16  # forward passes per window: enough for small costs per window, and for several texts of one length
+WINDOW_BYTES = 4 << 20  # limit of a window of large inputs, which then has fewer passes
+READERS = 8  # decoding threads: more than processors, because reading from a store mostly waits
 Decoded = tuple[Item, Tensor | str, int | None]
 
 

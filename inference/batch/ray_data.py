@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 READ_CPUS = 0.1
 """CPUs of a reading task, which mostly waits. More would keep readers and models waiting for each other."""
 
-WINDOWS = 2 * (AHEAD + 1)
-"""Windows per batch of an actor, which decodes ahead within a batch."""
+WINDOWS = 2 * (AHEAD + 1)  # windows per batch of an actor, which decodes ahead within a batch
 
 
 class Worker:

@@ -16,11 +16,8 @@ from ..common.errors import one_line
 from ..common.urls import file_system, store_errors
 from .items import MAX_BYTES, Broken, Content, Item, Text
 
-INPUT_COLUMNS = ("text", "image", "path", "file")
-"""Input columns to look for without ``--column``."""
-
-PARQUET_ROWS = 64
-"""Rows read at once, which may be images of some megabytes each."""
+INPUT_COLUMNS = ("text", "image", "path", "file")  # input columns to look for without ``--column``
+PARQUET_ROWS = 64  # rows read at once, which may be images of some megabytes each
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NUM_OBJECTS = 50_000
-"""Allocations between collections."""
+NUM_OBJECTS = 50_000  # allocations between collections
 
 
 def settle() -> None:

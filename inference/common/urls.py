@@ -12,8 +12,7 @@ from ckpt_tools.errors import CkptError, StoreError, UsageError
 
 from .errors import one_line
 
-SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")
-"""S3 options with the same name in s3fs."""
+SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")  # S3 options with the same name in s3fs
 
 
 def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:

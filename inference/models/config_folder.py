@@ -24,8 +24,7 @@ PLACES = ("", "huggingface", "..")
 """Folders to look in, relative to the folder of the weights; verl uses ``huggingface``."""
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
-MAX_BYTES = 64 * 2**20
-"""Limit of one file; the largest tokenizers have some 35 MB."""
+MAX_BYTES = 64 * 2**20  # limit of one file; the largest tokenizers have some 35 MB
 
 
 @contextmanager

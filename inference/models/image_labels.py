@@ -19,8 +19,7 @@ from .prediction import Activation, activation_of, answers, decoded, embeddings_
 from .results import BATCH, Prediction, TensorSpec
 from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, in_passes
 
-Prepare = Callable[[Image.Image], Tensor]
-"""From an opened image to float32 [channels, height, width]."""
+Prepare = Callable[[Image.Image], Tensor]  # from an opened image to float32 [channels, height, width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,8 +27,7 @@ class Prediction:
 
 Datatype = Literal["FP32", "UINT8", "INT64", "BYTES"]
 
-BATCH = -1
-"""The batch dimension, or any size."""
+BATCH = -1  # the batch dimension, or any size
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from ckpt_tools.errors import FormatError, UsageError
 
 from .results import BATCH, Prediction, TensorSpec
 
-MAX_BATCH = 8
-"""Inputs per forward pass of library models."""
+MAX_BATCH = 8  # inputs per forward pass of library models
 
 
 def classifier_outputs(num_classes: int, num_features: int | None) -> tuple[TensorSpec, ...]:

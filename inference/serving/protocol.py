@@ -38,9 +38,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 """Element types in memory and in the binary extension: little-endian. ``BYTES`` elements have a length prefix."""
 
 MAX_DIMENSIONS = 16
-MAX_SIZE = 2**40
-"""Limit of one dimension; products of larger sizes would overflow."""
-
+MAX_SIZE = 2**40  # limit of one dimension; products of larger sizes would overflow
 REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs", "model_name"}
 """``model_name`` is not in the protocol, but KServe's client sends it."""
 

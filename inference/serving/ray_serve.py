@@ -37,15 +37,9 @@ if TYPE_CHECKING:
 
 APPLICATION = "ckpt-tools"
 
-TELLING_SECONDS = 1.0
-"""Interval at which a replica reports its counts."""
-
-FORGOTTEN_SECONDS = 15.0
-"""A replica without a report for so long has ended; its counts are dropped."""
-
-GRACE_SECONDS = 40.0
-"""Time for a stopping replica to answer its requests before it is killed."""
-
+TELLING_SECONDS = 1.0  # interval at which a replica reports its counts
+FORGOTTEN_SECONDS = 15.0  # a replica without a report for so long has ended; its counts are dropped
+GRACE_SECONDS = 40.0  # time for a stopping replica to answer its requests before it is killed
 CHECK_SECONDS = 0.5
 
 FIXED = "the models of a service on Ray do not change; start it again"

@@ -29,12 +29,8 @@ LOG = logging.getLogger(__name__)
 EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_configuration"]
 PLATFORM = "pytorch"
 
-LARGE_REQUEST = 64 * 2**10
-"""Larger requests are parsed in a thread, so that they do not block the event loop."""
-
-COUNTING_SECONDS = 5.0
-"""Timeout for the counts of all replicas."""
-
+LARGE_REQUEST = 64 * 2**10  # larger requests are parsed in a thread, so that they do not block the event loop
+COUNTING_SECONDS = 5.0  # timeout for the counts of all replicas
 Json = dict[str, Any]
 Answer = TypeVar("Answer")
 

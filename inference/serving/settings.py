@@ -14,15 +14,9 @@ MAX_UPLOAD_BYTES = 16 * 2**20
 # What a multipart form takes around one file: its boundaries, headers and the file's name.
 MAX_BODY_BYTES = MAX_UPLOAD_BYTES + 2**16
 
-MAX_HEAD_BYTES = 2**16
-"""Approximate limit of request line and headers; the connection is closed beyond it."""
-
-HEAD_SECONDS = 10.0
-"""Timeout for the head of a request; the connection is closed after it."""
-
-BODY_SECONDS = 30.0
-"""Timeout for head and body of a request; the connection is closed after it."""
-
+MAX_HEAD_BYTES = 2**16  # approximate limit of request line and headers; the connection is closed beyond it
+HEAD_SECONDS = 10.0  # timeout for the head of a request; the connection is closed after it
+BODY_SECONDS = 30.0  # timeout for head and body of a request; the connection is closed after it
 MAX_TOKEN_BYTES = 4096
 
 

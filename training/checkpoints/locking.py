@@ -25,9 +25,7 @@ from ..config.train_config import TrainConfig
 from .run_folder import CHECKPOINTS, empty_partial, make_out, set_aside_incomplete
 
 LOCK_NAME = ".lock"
-PATIENCE_SECONDS = 3.0
-"""Time to wait for the lock: the processes of a killed run take a moment to end."""
-
+PATIENCE_SECONDS = 3.0  # time to wait for the lock: the processes of a killed run take a moment to end
 _UNFINISHED = re.compile(r"\.epoch_\d{4,}(_step_\d{6,})?\.partial")
 
 

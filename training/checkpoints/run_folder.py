@@ -22,9 +22,7 @@ from ..config.train_config import TrainConfig
 from .storage import asked, check_bucket, file_system, names_below, recorded_latest
 
 CHECKPOINTS = "checkpoints"
-MAX_NAMED = 5
-"""Number of names that an error lists, newest first."""
-
+MAX_NAMED = 5  # number of names that an error lists, newest first
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")
 
 _SHARD = re.compile(

@@ -143,8 +143,7 @@ def parsed(words: Sequence[str]) -> dict[str, Any]:
 
 
 INSTALL = "pip install 'ckpt-tools[train]'"
-DISTRIBUTIONS = {"sklearn": "scikit-learn"}
-"""Names to install, where they differ from the module."""
+DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # names to install, where they differ from the module
 
 
 def check_installed(config: TrainConfig) -> None:

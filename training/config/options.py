@@ -19,9 +19,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DatasetName = Literal["digits", "fashion-mnist", "image-folder", "text"]
 PipelineScheduleName = Literal["gpipe", "1f1b"]
 ScheduleName = Literal["cosine", "linear", "constant"]
-MetricName = Literal["accuracy", "loss"]
-"""Measured at the end of each epoch."""
-
+MetricName = Literal["accuracy", "loss"]  # measured at the end of each epoch
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 
 RESUME_LATEST = "latest"

@@ -17,8 +17,7 @@ from ..models.zoo import added_loss_of, logits_of
 
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Save = Callable[[Path], None]
-"""Function that writes this rank's shards into a folder."""
+Save = Callable[[Path], None]  # function that writes this rank's shards into a folder
 
 
 class Engine(Protocol):

@@ -11,9 +11,7 @@ from ckpt_tools.errors import UsageError
 from ..config.command_line import shipped_text
 from ..config.train_config import TrainConfig
 
-AUTO = "auto"
-"""As in transformers: the run's options set the value."""
-
+AUTO = "auto"  # as in transformers: the run's options set the value
 KNOWN = frozenset(
     [
         "train_batch_size",

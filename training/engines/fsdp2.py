@@ -89,8 +89,7 @@ class LossScaler:
 
 
 SCALER_ENTRY = "loss_scaler"
-CLIP_EPSILON = 1e-6
-"""The value of torch's ``clip_grad_norm_`` and of DeepSpeed."""
+CLIP_EPSILON = 1e-6  # the value of torch's ``clip_grad_norm_`` and of DeepSpeed
 
 
 @dataclass(eq=False)

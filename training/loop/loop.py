@@ -83,8 +83,7 @@ class Interrupted:
     checkpoint: str | None
 
 
-Asked = Callable[[], bool]
-"""Whether this rank knows of a request to save and stop."""
+Asked = Callable[[], bool]  # whether this rank knows of a request to save and stop
 
 
 def train(

@@ -72,8 +72,7 @@ def scalars(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-Values = Mapping[str, float]
-"""Measured values by name."""
+Values = Mapping[str, float]  # measured values by name
 
 
 class Outlet(Protocol):

@@ -20,17 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-SCREEN_VARIABLE = "TRAINING_SCREEN"
-"""Environment variable of ranks whose output the command draws."""
-
-RECORD = "\x1e"
-"""ASCII's record separator, which begins a line with a status."""
-
-END_SECONDS = 5.0
-"""Time to wait for the last lines."""
-
-PLAIN_SECONDS = 5.0
-"""Time between two status lines in a log."""
+SCREEN_VARIABLE = "TRAINING_SCREEN"  # environment variable of ranks whose output the command draws
+RECORD = "\x1e"  # ASCII's record separator, which begins a line with a status
+END_SECONDS = 5.0  # time to wait for the last lines
+PLAIN_SECONDS = 5.0  # time between two status lines in a log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,7 @@ from ..config.options import RESUME_LATEST
 from ..config.train_config import TrainConfig
 
 SAVING = (signal.SIGTERM, signal.SIGUSR1)
-EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: the same command can continue later."""
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command can continue later
 
 
 class RunStoppedError(CkptError):

@@ -12,8 +12,7 @@ from torchvision import models as torchvision_models
 
 from ..config.model_names import IMAGE_SIZE, NUM_CLASSES
 
-VGG_IMAGE_SIZE = 32
-"""VGG halves the image five times: 28 pixels would end at 0."""
+VGG_IMAGE_SIZE = 32  # VGG halves the image five times: 28 pixels would end at 0
 
 
 def resnet18() -> nn.Module:

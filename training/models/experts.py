@@ -15,11 +15,8 @@ from torch.nn import functional
 from .language_model import HIDDEN, WIDTH, Attention, Block, LanguageModel
 
 EXPERTS = 4
-CHOSEN = 2
-"""Number of experts per token."""
-
-BALANCE_WEIGHT = 0.01
-"""Weight of the balance in the loss."""
+CHOSEN = 2  # number of experts per token
+BALANCE_WEIGHT = 0.01  # weight of the balance in the loss
 
 
 class Experts(nn.Module):
