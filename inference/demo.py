@@ -126,7 +126,9 @@ def remove_former(folder: Path) -> None:
         )
     locking.check_no_other_run(folder)
     found = sorted(set(folder.rglob("*")) - {folder / locking.LOCK_NAME}, key=lambda path: -len(path.parts))
-    strangers = sorted(str(path.relative_to(folder)) for path in found if not _is_of_a_run(path, folder))
+    patterns = {path: _RUN_FOLDERS if path.is_dir() else _RUN_FILES for path in found}
+    names = {path: path.relative_to(folder).as_posix() for path in found}
+    strangers = sorted(names[path] for path in found if path.is_symlink() or not patterns[path].fullmatch(names[path]))
     if strangers:
         more = f" and {len(strangers) - MAX_LISTED:,} more" if len(strangers) > MAX_LISTED else ""
         raise DestinationExistsError(
@@ -135,12 +137,6 @@ def remove_former(folder: Path) -> None:
         )
     for path in found:
         path.rmdir() if path.is_dir() else path.unlink()
-
-
-def _is_of_a_run(path: Path, folder: Path) -> bool:
-    name = path.relative_to(folder).as_posix()
-    pattern = _RUN_FOLDERS if path.is_dir() else _RUN_FILES
-    return not path.is_symlink() and pattern.fullmatch(name) is not None
 
 
 def check_results(path: Path) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -137,11 +138,7 @@ class Service:
             return render(asked, answers, version)
 
     def index(self, *, only_ready: bool) -> list[Json]:
-        return [
-            {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
-            for entry in self.repository.index()
-            if entry.state == "READY" or not only_ready
-        ]
+        return [asdict(entry) for entry in self.repository.index() if entry.state == "READY" or not only_ready]
 
     async def load(self, name: str, parameters: Json) -> None:
         """Load what is at the model's own URL now. A client cannot choose another URL, which would expose files."""

@@ -97,23 +97,19 @@ def locked(out: Path) -> Iterator[int]:
 
 def _lock(descriptor: int, path: Path) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not _try_lock(descriptor, path):
-        if time.monotonic() > deadline:
-            raise DestinationExistsError(
-                f"another run is writing to {path.parent} ({_holder(path)}); wait for it to end, stop it, or choose "
-                f"another --out"
-            )
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise DestinationExistsError(
+                    f"another run is writing to {path.parent} ({_holder(path)}); wait for it to end, stop it, or "
+                    "choose another --out"
+                ) from error
+        except OSError as error:
+            raise StoreError(f"{path} cannot be locked: {error.strerror}") from error
         time.sleep(0.1)
-
-
-def _try_lock(descriptor: int, path: Path) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise StoreError(f"{path} cannot be locked: {error.strerror}") from error
-    return True
 
 
 def _holder(path: Path) -> str:

@@ -73,9 +73,11 @@ class Command(click.Command):
         rest = super().parse_args(ctx, args)
         typed, _, _ = self.make_parser(ctx).parse_args(words)
         try:
-            for label, name, is_required in self._parameters():
+            for each in self.params:
+                name, is_argument = str(each.name), isinstance(each, click.Argument)
+                label = name.upper() if is_argument else max(each.opts, key=len)
                 for given in (typed, ctx.default_map or {}):
-                    check_not_empty(label, given.get(name), is_required=is_required)
+                    check_not_empty(label, given.get(name), is_required=is_argument)
         except UsageError as error:
             raise click.UsageError(error.message, ctx) from error
         return rest
@@ -87,12 +89,6 @@ class Command(click.Command):
         except CkptError as error:
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
-
-    def _parameters(self) -> Iterator[tuple[str, str, bool]]:
-        for each in self.params:
-            is_argument = isinstance(each, click.Argument)
-            label = str(each.name).upper() if is_argument else max(each.opts, key=len)
-            yield label, str(each.name), is_argument
 
 
 def run_options() -> list[click.Parameter]:

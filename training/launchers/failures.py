@@ -35,7 +35,8 @@ class Failure:
 
     @property
     def sentence(self) -> str:
-        return f"rank {self.rank} failed with {self.kind}: {_first_line(self.message)}"
+        lines = self.message.strip().splitlines() or ["no message"]
+        return f"rank {self.rank} failed with {self.kind}: {lines[0]}"
 
     def record(self, path: Path) -> None:
         """Write it to ``path``, unless an earlier failure, which may be its cause, is there."""
@@ -55,7 +56,3 @@ class Failure:
         log = out / ERROR_LOG_NAME
         log.write_text(self.details)
         return RunFailedError(f"{self.sentence} (see {log})")
-
-
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no message"])[0]
