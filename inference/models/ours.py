@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError
 
-from ..common.training_package import data, evaluation, language_model, models
+from ..common.training_package import data, evaluation, language_model, model_names
 from .prediction import decode_image, embeddings_of, predictions_of
 from .results import BATCH, Prediction, TensorSpec
 from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, device_of, in_passes, text_of
@@ -31,17 +31,17 @@ class OurImages:
     forward: evaluation.Logits = field(init=False)
 
     inputs: ClassVar[tuple[TensorSpec, ...]] = (
-        TensorSpec("image", "UINT8", (BATCH, models.IMAGE_SIZE, models.IMAGE_SIZE)),
+        TensorSpec("image", "UINT8", (BATCH, model_names.IMAGE_SIZE, model_names.IMAGE_SIZE)),
     )
 
     def __post_init__(self) -> None:
-        check_labels(self.labels, models.NUM_CLASSES)
+        check_labels(self.labels, model_names.NUM_CLASSES)
         # Once: to set the mode of each of its modules takes as long as to predict two images.
         object.__setattr__(self, "forward", evaluation.plain_logits(self.model))
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        return classifier_outputs(models.NUM_CLASSES, self.num_features)
+        return classifier_outputs(model_names.NUM_CLASSES, self.num_features)
 
     @property
     def max_batch(self) -> int:
@@ -53,7 +53,7 @@ class OurImages:
     def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
         if not inputs:
             return []
-        check_inputs(inputs, torch.uint8, (models.IMAGE_SIZE, models.IMAGE_SIZE))
+        check_inputs(inputs, torch.uint8, (model_names.IMAGE_SIZE, model_names.IMAGE_SIZE))
         logits = self._logits(torch.stack(list(inputs)))
         return predictions_of(logits) if self.num_features is None else embeddings_of(logits)
 

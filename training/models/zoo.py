@@ -17,10 +17,9 @@ from torchvision.models.vision_transformer import EncoderBlock
 from ckpt_tools.errors import FormatError
 
 from ..config.model_names import HUGGING_FACE, VOCABULARY
-from . import convolutional as image_models
+from . import image_models
 from .experts import MixtureBlock, MixtureModel
 from .language_model import Block, LanguageModel
-from .vision_transformer import build_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class ModelSpec:
 
 
 _BY_NAME: Mapping[str, ModelSpec] = {
-    "vit": ModelSpec(build_model, (EncoderBlock,)),
+    "vit": ModelSpec(image_models.build_model, (EncoderBlock,)),
     "cnn": ModelSpec(image_models.Cnn, (image_models.ConvBlock,)),
     "cnn-lstm": ModelSpec(image_models.CnnLstm, (image_models.ConvBlock,)),
     "ensemble": ModelSpec(image_models.Ensemble, (image_models.Cnn,)),
