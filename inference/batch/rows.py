@@ -17,11 +17,8 @@ Kind = Literal["label", "text", "embedding"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the output: a prediction, or the ``error`` why there is none.
-
-    ``truth`` is the number of the true class, None if unknown. ``fraction`` is the share of the input done with this
-    row; it is not written.
-    """
+    """One line of the output: a prediction, or the ``error`` why there is none. ``truth`` is the number of the true
+    class, None if unknown. ``fraction`` is the share of the input done with this row; it is not written."""
 
     name: str
     prediction: Prediction | None

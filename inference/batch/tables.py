@@ -30,11 +30,9 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class TablePart:
-    """A file of rows, or one row group of a Parquet file. ``prefix`` begins the names of its rows.
-
-    ``first`` is the number of its first row. ``num_rows`` is None if that is known only after reading. ``span`` says
-    which part of the whole input it is, from 0 to 1.
-    """
+    """A file of rows, or one row group of a Parquet file. ``prefix`` begins the names of its rows. ``first`` is the
+    number of its first row. ``num_rows`` is None if that is known only after reading. ``span`` says which part of the
+    whole input it is, from 0 to 1."""
 
     url: str
     kind: str

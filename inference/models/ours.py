@@ -70,11 +70,9 @@ class OurImages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OurTexts:
-    """Continues texts with the most probable byte each time, from the last ``CONTEXT`` bytes.
-
-    Texts of one length are continued together. The experts of a mixture get the tokens of a whole batch at once, so
-    ``has_experts`` gives each text a forward pass of its own.
-    """
+    """Continues texts with the most probable byte each time, from the last ``CONTEXT`` bytes. Texts of one length are
+    continued together. The experts of a mixture get the tokens of a whole batch at once, so ``has_experts`` gives each
+    text a forward pass of its own."""
 
     model: nn.Module
     has_experts: bool = False

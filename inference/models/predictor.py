@@ -31,11 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of the loaded weights.
-
-    ``digest`` is of names, dtypes, shapes and bytes of the loaded model, equal for every format it was stored in.
-    ``step`` and ``world_size`` are None if the checkpoint does not record them.
-    """
+    """Identity of the loaded weights. ``digest`` is of names, dtypes, shapes and bytes of the loaded model, equal for
+    every format it was stored in. ``step`` and ``world_size`` are None if the checkpoint does not record them."""
 
     digest: str
     source: str

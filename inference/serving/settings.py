@@ -71,11 +71,9 @@ def check_port(port: int, option: str = "--port") -> None:
 
 
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
-    """A bound TCP socket that does not listen yet. Raises ``StoreError``, which names the address.
-
-    Each answer is sent at once: an accepted connection inherits TCP_NODELAY on Linux. Without it the last packet of
-    an answer on a kept-alive connection waits for the client's delayed acknowledgement, 40 ms.
-    """
+    """A bound TCP socket that does not listen yet. Raises ``StoreError``, which names the address. Each answer is sent
+    at once: an accepted connection inherits TCP_NODELAY on Linux. Without it the last packet of an answer on a
+    kept-alive connection waits for the client's delayed acknowledgement, 40 ms."""
     family, kind, protocol, address = _resolve(host, port)
     bound = socket.socket(family, kind, protocol)
     try:

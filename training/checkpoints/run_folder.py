@@ -133,11 +133,9 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
 
 
 def latest_checkpoint(config: TrainConfig) -> Path | str | None:
-    """The run's last finished checkpoint. Raises ``CkptError`` if its storage or record cannot be read.
-
-    In a store it is the last in Ray's record, which lacks partly uploaded ones. In ``out`` only complete checkpoints
-    have their final names.
-    """
+    """The run's last finished checkpoint. Raises ``CkptError`` if its storage or record cannot be read. In a store it
+    is the last in Ray's record, which lacks partly uploaded ones. In ``out`` only complete checkpoints have their final
+    names."""
     if config.storage is not None:
         name = recorded_latest(_stored(config.storage))
         return None if name is None else checkpoint_of(config, name)

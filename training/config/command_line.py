@@ -63,10 +63,8 @@ CONTEXT_BEFORE_OPTIONS = CONTEXT | {"ignore_unknown_options": True}
 
 
 class Command(click.Command):
-    """A command that refuses empty values, on the command line and in its ``--config`` file.
-
-    The values are checked as text, because ``click.Path(path_type=Path)`` turns an empty one into the current folder.
-    """
+    """A command that refuses empty values, on the command line and in its ``--config`` file. The values are checked as
+    text, because ``click.Path(path_type=Path)`` turns an empty one into the current folder."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)

@@ -94,11 +94,8 @@ def epoch_order(num_samples: int, epoch: int, seed: int) -> Tensor:
 
 
 def rank_batches(order: Tensor, batch_size: int, rank: int, world_size: int) -> Iterator[Tensor]:
-    """This rank's slice of each full global batch of ``order``, int64 [batch_size / world_size].
-
-    Global batches hold the same samples at every world size, so mean losses are comparable. The last, partial batch is
-    left out.
-    """
+    """This rank's slice of each full global batch of ``order``, int64 [batch_size / world_size]. Global batches hold
+    the same samples at every world size, so mean losses are comparable. The last, partial batch is left out."""
     for batch in order.split(batch_size):
         if len(batch) == batch_size:
             yield batch.tensor_split(world_size)[rank]

@@ -29,11 +29,8 @@ class Engine(Protocol):
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """One optimizer step on this rank's samples, in ``gradient_accumulation`` micro-batches; the mean loss, 0-d,
-        detached.
-
-        ``inputs`` float32 [n, 1, 28, 28] and ``labels`` int64 [n], or both int64 [n, t] for text; on the engine's
-        device, with the same n on every rank.
-        """
+        detached. ``inputs`` float32 [n, 1, 28, 28] and ``labels`` int64 [n], or both int64 [n, t] for text; on the
+        engine's device, with the same n on every rank."""
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Logits in evaluation mode, float32 [n, classes] or [n, t, bytes]; collective, with one n for all ranks."""

@@ -22,9 +22,7 @@ MAX_COMPILED = 64
 
 def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> nn.Module:
     """The model with the weights of the run's seed; ``on_block`` is called with each block once its weights are drawn.
-
-    The order of drawing is fixed, so every strategy and world size starts from the same weights.
-    """
+    The order of drawing is fixed, so every strategy and world size starts from the same weights."""
     torch.manual_seed(config.seed)
     if spec.whole_first:
         model = spec.build()

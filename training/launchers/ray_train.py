@@ -79,9 +79,7 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
 @contextmanager
 def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
     """The Ray cluster of this process or of ``RAY_ADDRESS``, or else a local one for the block.
-
-    :func:`ckpt_tools.guard.guarded`, which describes ``keep_open``, ends it if this process is killed or stopped.
-    """
+    :func:`ckpt_tools.guard.guarded`, which describes ``keep_open``, ends it if this process is killed or stopped."""
     if ray.is_initialized():
         yield
         return

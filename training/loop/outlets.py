@@ -106,10 +106,8 @@ class Outlet(Protocol):
 
 
 class FolderOutlet:
-    """:class:`Outlet` into ``OUT/checkpoints``, which all ranks share, and ``OUT/metrics.jsonl``.
-
-    A checkpoint's folder gets its final name when all ranks have written.
-    """
+    """:class:`Outlet` into ``OUT/checkpoints``, which all ranks share, and ``OUT/metrics.jsonl``. A checkpoint's folder
+    gets its final name when all ranks have written."""
 
     def __init__(self, out: Path, *, tensorboard: bool = False) -> None:
         self._journal = Journal(out, tensorboard=tensorboard)

@@ -24,11 +24,9 @@ from .language_model import Block, LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model whose constructor draws the weights from torch's global RNG.
-
-    Each instance of a class in ``blocks`` is sharded and checkpointed separately. ``whole_first``: weights are drawn
-    after all blocks are built, so no block can be sharded before.
-    """
+    """A model whose constructor draws the weights from torch's global RNG. Each instance of a class in ``blocks`` is
+    sharded and checkpointed separately. ``whole_first``: weights are drawn after all blocks are built, so no block can
+    be sharded before."""
 
     build: Callable[[], nn.Module]
     blocks: tuple[type[nn.Module], ...]

@@ -82,11 +82,8 @@ def create_app(
     traffic: Traffic | None = None,
     snapshots_of_all: Snapshots | None = None,
 ) -> Application:
-    """The application over loaded models, which it closes at its end.
-
-    ``background`` is entered while it runs, ``grpc`` is served, and ``snapshots_of_all`` gets the counts of all
-    replicas.
-    """
+    """The application over loaded models, which it closes at its end. ``background`` is entered while it runs, ``grpc``
+    is served, and ``snapshots_of_all`` gets the counts of all replicas."""
     chosen, traffic = settings or Settings(), traffic or Traffic()
     service = Service(repository, chosen, traffic, snapshots_of_all)
 
