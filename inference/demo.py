@@ -78,7 +78,6 @@ class Row:
         return self.file_correct / self.total
 
     def failures(self) -> list[str]:
-        """One sentence for each failed check."""
         checks = {
             f"{self.tensors - self.tensors_equal} of {self.tensors} tensors differ": self.tensors_equal < self.tensors,
             f"{self.total - self.predictions_equal} of {self.total} predictions differ from the run's own": (
@@ -153,7 +152,6 @@ def check_results(path: Path) -> None:
 
 
 def describe(checkpoint: Path) -> str:
-    """Summary of ``inspect`` in one line."""
     found = ckpt_tools.inspect(checkpoint)
     return (
         f"{checkpoint}: {found.format}, step {found.step}, {found.num_parameters:,} parameters in "

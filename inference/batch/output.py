@@ -110,7 +110,6 @@ class Output:
 
     @property
     def run(self) -> Path:
-        """The :class:`Run` of the rows."""
         return self.path.with_name(f"{self.path.name}.unfinished-run")
 
     def check(self) -> None:

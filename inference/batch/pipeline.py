@@ -63,7 +63,6 @@ def takes_texts(predictor: Predictor) -> bool:
 
 
 def window_of(predictor: Predictor) -> int:
-    """Inputs per window."""
     row_bytes = predictor.inputs[0].row_bytes
     fitting = PASSES if row_bytes is None else WINDOW_BYTES // (row_bytes * predictor.max_batch)
     return predictor.max_batch * max(1, min(PASSES, fitting))
@@ -149,7 +148,6 @@ def _row(item: Item, truth: int | None, found: Prediction | str) -> Row:
 
 
 def predict_all(items: Iterable[Item], predictor: Predictor) -> list[Row]:
-    """All rows, for a small dataset."""
     return [row for rows in predicted(items, predictor) for row in rows]
 
 

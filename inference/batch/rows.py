@@ -43,7 +43,6 @@ class Columns:
     top: int
 
     def of(self, row: Row) -> dict[str, Any]:
-        """The row as written to JSON."""
         return {"name": row.name, **self._answer(row.prediction), "truth": row.truth, "error": row.error}
 
     def _answer(self, found: Prediction | None) -> dict[str, Any]:
@@ -83,7 +82,6 @@ class Columns:
         return ordered[: self.top]
 
     def schema(self) -> pyarrow.Schema:
-        """Parquet schema of these columns."""
         import pyarrow as pa
 
         one = pa.struct({"label": pa.int64(), "name": pa.string(), "probability": pa.float64()})

@@ -85,7 +85,6 @@ class Architecture:
 
     @property
     def our_name(self) -> str:
-        """Name of the model in the training package."""
         return self.name or "vit"
 
     def _of_library(self) -> nn.Module:

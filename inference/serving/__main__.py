@@ -212,7 +212,6 @@ def application(options: Options, load: Load, grpc: Listening | None = None) -> 
 
 
 def tell(sentence: str) -> None:
-    """Print one line for the operator."""
     click.echo(printable(sentence), err=True)
 
 

@@ -339,7 +339,6 @@ class Column:
         return [len(self.values), *inner]
 
     def flat(self) -> list[Any]:
-        """The elements in row-major order."""
         if isinstance(self.values[0], tuple | list):
             return [each for value in self.values for each in value]
         return list(self.values)
@@ -364,7 +363,6 @@ def column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> Column:
 
 
 def infer_response(request: InferRequest, predictions: Sequence[Prediction], name: str, version: str) -> Body:
-    """The response to ``request`` with one prediction per row."""
     outputs: list[Json] = []
     tails: list[bytes] = []
     for wanted in request.outputs:

@@ -168,7 +168,6 @@ class Repository:
                 self._close_unused(version)
 
     def versions(self) -> list[Version]:
-        """All loaded versions."""
         with self._lock:
             return [slot.version for slot in self.slots if slot.version is not None]
 

@@ -65,7 +65,6 @@ GRPC_PORT = "--grpc-port"
 
 
 def check_port(port: int, option: str = "--port") -> None:
-    """Raise ``UsageError`` for an invalid port."""
     if not 0 <= port <= MAX_PORT:
         raise UsageError(f"{option} is a number from 0 to {MAX_PORT}, not {port}")
 

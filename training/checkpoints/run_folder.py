@@ -38,7 +38,6 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def partial_folder(folder: Path, name: str) -> Path:
-    """Folder of an incomplete checkpoint."""
     return folder / f".{name}.partial"
 
 
@@ -82,7 +81,6 @@ def _is_shard(path: Path, partial: Path) -> bool:
 
 
 def checkpoint_of(config: TrainConfig, name: str) -> Path | str:
-    """Path or URL of the run's checkpoint of that name."""
     return config.out / CHECKPOINTS / name if config.storage is None else f"{_stored(config.storage)}/{name}"
 
 

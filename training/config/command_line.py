@@ -26,7 +26,6 @@ SUFFIX = ".toml"
 
 
 def shipped(suffix: str) -> list[str]:
-    """Names of the bundled files with that ending."""
     found = files(PACKAGE).joinpath(CONFIGS).iterdir()
     return sorted(entry.name.removesuffix(suffix) for entry in found if entry.name.endswith(suffix))
 
@@ -90,7 +89,6 @@ class Command(click.Command):
 
 
 def run_options() -> list[click.Parameter]:
-    """The options of ``ckpt-tools train``."""
     file = click.Option(
         ["--config"],
         metavar="FILE|NAME",

@@ -168,3 +168,7 @@ def described() -> tuple[tuple[Field[Any], Any, Option], ...]:
 def is_url(text: str) -> bool:
     """Whether ``text`` is the URL of a store that is not local."""
     return "://" in text and not text.startswith("file://")
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -47,7 +47,6 @@ class Engine(Protocol):
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in float32."""
     return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 

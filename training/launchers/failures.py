@@ -29,7 +29,6 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """From an exception, with its traceback."""
         details = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__name__, str(error), details)
 

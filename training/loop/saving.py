@@ -205,7 +205,6 @@ class Agreement:
         return tuple(bool(found >> at & 1) for at in range(len(reasons)))
 
     def gathered(self, *values: float) -> list[list[float]]:
-        """Values of every rank."""
         mine = torch.tensor(values, dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather(found, mine, group=self._group)

@@ -44,7 +44,6 @@ class Status:
     stall_seconds: float | None
 
     def to_line(self) -> str:
-        """Line for the command to draw."""
         return RECORD + json.dumps(asdict(self))
 
     @classmethod
@@ -124,7 +123,6 @@ class LiveScreen(Screen):
 
 
 def rank_screen() -> Screen:
-    """Screen of the first rank."""
     return SentScreen() if SCREEN_VARIABLE in os.environ else Screen()
 
 

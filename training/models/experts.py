@@ -36,7 +36,6 @@ class Experts(nn.Module):
         return torch.cat([_answers(run, *expert) for run, expert in zip(runs, experts, strict=False)])
 
     def weights(self) -> Sequence[Tensor]:
-        """Weights of this worker's experts."""
         return self.gate, self.up, self.down
 
 

@@ -234,7 +234,6 @@ LOSS = "final loss"
 
 
 def title_of(cases: Sequence[Case]) -> str:
-    """Model, data and size of all runs."""
     config = cases[0].config
     size = f"batch {config.batch_size}, {config.num_workers} workers, {config.precision}"
     return f"{config.model} on {config.dataset}, {size}"

@@ -135,7 +135,6 @@ def create_app(
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
-    """Error response in the format of the path's protocol."""
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, error.detail, error.headers)
     if not isinstance(error, Refused):
