@@ -19,7 +19,7 @@ from ckpt_tools.errors import DestinationExistsError
 
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
-from .errors import reading
+from .settings import reading
 
 
 def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collection[str] = ()) -> None:

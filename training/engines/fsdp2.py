@@ -30,8 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ckpt_tools import load_into
 
-from ..checkpoints.errors import reading
-from ..checkpoints.settings import SETTINGS_ENTRY
+from ..checkpoints.settings import SETTINGS_ENTRY, reading
 from ..checkpoints.weights import load_first_weights
 from ..config.schedule import Schedule
 from ..config.train_config import Settings, TrainConfig
