@@ -16,7 +16,7 @@ def predicting(model: str, threads: int) -> Callable[[Sequence[Any]], list[Answe
     from safetensors.torch import load_file
 
     from training.data.datasets import to_input
-    from training.models.vision_transformer import build_model
+    from training.models.image_models import build_model
 
     torch.set_num_threads(threads)
     module = build_model()

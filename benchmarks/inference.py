@@ -73,7 +73,7 @@ def make_images(folder: Path) -> None:
     from PIL import Image
     from safetensors.torch import save_file
 
-    from training.models.vision_transformer import build_model
+    from training.models.image_models import build_model
 
     torch.manual_seed(0)
     save_file(build_model().state_dict(), folder / "model.safetensors")
@@ -245,7 +245,7 @@ def take_turns_under_load(rounds: int, threads: int) -> dict[str, list[Turn]]:
     import torch
     from safetensors.torch import save_file
 
-    from training.models.vision_transformer import build_model
+    from training.models.image_models import build_model
 
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(0)

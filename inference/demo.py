@@ -31,9 +31,7 @@ with killed_by_interrupts():
     from .models.predictor import load_predictor
 
 NUM_WORKERS = 2
-MODEL = "cnn"
-"""Trains in a tenth of the time of the Vision Transformer that is the default of ``ckpt-tools train``."""
-
+MODEL = "cnn"  # trains in a tenth of the time of the Vision Transformer that is the default of ``ckpt-tools train``
 EPOCHS = 4
 LEARNING_RATE = 3e-3
 DEMO_ENGINES: tuple[config.EngineName, ...] = ("fsdp2", "zero3")
@@ -41,9 +39,7 @@ RESULTS_NAME = "results.json"
 FORMAT_FILES: dict[ckpt_tools.WrittenFormat, str] = {"safetensors": "model.safetensors", "torch": "model.pt"}
 LEAST_ACCURACY = 0.90
 
-MAX_LISTED = 8
-"""Names listed in one message."""
-
+MAX_LISTED = 8  # names listed in one message
 _POSITION = r"epoch_\d{4,}(_step_\d{6,})?"
 _CHECKPOINT = rf"checkpoints/({_POSITION}|\.{_POSITION}\.partial)"
 _RUN_FOLDERS = re.compile(rf"checkpoints|{_CHECKPOINT}(/global_step\d+)?")
@@ -82,7 +78,6 @@ class Row:
         return self.file_correct / self.total
 
     def failures(self) -> list[str]:
-        """One sentence for each failed check."""
         checks = {
             f"{self.tensors - self.tensors_equal} of {self.tensors} tensors differ": self.tensors_equal < self.tensors,
             f"{self.total - self.predictions_equal} of {self.total} predictions differ from the run's own": (
@@ -122,18 +117,17 @@ def train_one(engine: config.EngineName, out: Path, console: Console) -> result.
 
 
 def remove_former(folder: Path) -> None:
-    """Remove the files of an earlier demo from ``folder``, by their names. The lock file stays.
-
-    Raises:
-        DestinationExistsError: another file is there, or a run is active. Nothing is removed then.
-    """
+    """Remove the files of an earlier demo from ``folder``, by their names. The lock file stays. Raises
+    DestinationExistsError if another file is there, or a run is active. Nothing is removed then."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise DestinationExistsError(
             f"{folder} is not a folder that a demo made; move it away, or choose another --out"
         )
     locking.check_no_other_run(folder)
     found = sorted(set(folder.rglob("*")) - {folder / locking.LOCK_NAME}, key=lambda path: -len(path.parts))
-    strangers = sorted(str(path.relative_to(folder)) for path in found if not _is_of_a_run(path, folder))
+    patterns = {path: _RUN_FOLDERS if path.is_dir() else _RUN_FILES for path in found}
+    names = {path: path.relative_to(folder).as_posix() for path in found}
+    strangers = sorted(names[path] for path in found if path.is_symlink() or not patterns[path].fullmatch(names[path]))
     if strangers:
         more = f" and {len(strangers) - MAX_LISTED:,} more" if len(strangers) > MAX_LISTED else ""
         raise DestinationExistsError(
@@ -142,12 +136,6 @@ def remove_former(folder: Path) -> None:
         )
     for path in found:
         path.rmdir() if path.is_dir() else path.unlink()
-
-
-def _is_of_a_run(path: Path, folder: Path) -> bool:
-    name = path.relative_to(folder).as_posix()
-    pattern = _RUN_FOLDERS if path.is_dir() else _RUN_FILES
-    return not path.is_symlink() and pattern.fullmatch(name) is not None
 
 
 def check_results(path: Path) -> None:
@@ -164,7 +152,6 @@ def check_results(path: Path) -> None:
 
 
 def describe(checkpoint: Path) -> str:
-    """Summary of ``inspect`` in one line."""
     found = ckpt_tools.inspect(checkpoint)
     return (
         f"{checkpoint}: {found.format}, step {found.step}, {found.num_parameters:,} parameters in "

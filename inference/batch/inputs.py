@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 # The datasets in training.config.options that have labels; a test compares them.
 DATASETS: tuple[data.DatasetName, ...] = ("digits", "fashion-mnist")
 
-FOLDER = "folder"
-"""Value of ``--truth``: the true label of an image is the name of its folder."""
-
+FOLDER = "folder"  # value of ``--truth``: the true label of an image is the name of its folder
 PART_IMAGES = 1000
 
 
@@ -52,11 +50,8 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Input options. ``url`` is the name of a dataset, a path, a URL, or a pattern.
-
-    Raises:
-        UsageError: options do not fit together.
-    """
+    """Input options. ``url`` is the name of a dataset, a path, a URL, or a pattern. Raises UsageError if options do not
+    fit together."""
 
     url: str
     column: str | None = None

@@ -16,8 +16,7 @@ from ..common.urls import file_system, store_errors
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_BYTES = 256 * 2**20
-"""Limit of one input, which is held in memory while it is decoded."""
+MAX_BYTES = 256 * 2**20  # limit of one input, which is held in memory while it is decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +91,8 @@ def _png(pixels: np.ndarray) -> bytes:
 
 
 def named_file(cell: Text) -> File:
-    """The file that a cell names: relative to the table's folder, or a URL of the same scheme.
-
-    Raises:
-        FormatError: it is in another kind of place. A table from elsewhere does not choose where we read.
-    """
+    """The file that a cell names: relative to the table's folder, or a URL of the same scheme. Raises FormatError if it
+    is in another kind of place. A table from elsewhere does not choose where we read."""
     scheme, has_scheme, _ = cell.text.partition("://")
     base_scheme, is_remote, _ = cell.base.partition("://")
     if has_scheme:
@@ -109,12 +105,8 @@ def named_file(cell: Text) -> File:
 
 
 def read_file(url: str) -> bytes:
-    """All of a file, local or remote.
-
-    Raises:
-        FormatError: it cannot be read, is not a regular file, or is too large. StoreError: the store failed. Then
-        every other input would fail too.
-    """
+    """All of a file, local or remote. Raises FormatError if it cannot be read, is not a regular file, or is too large.
+    StoreError if the store failed. Then every other input would fail too."""
     try:
         if "://" in url:
             with store_errors(url):

@@ -68,7 +68,6 @@ class Job:
 
 
 def columns_of(predictor: Predictor, top: int) -> Columns:
-    """The output columns for the answers of this model."""
     outputs = {spec.name for spec in predictor.outputs}
     kinds: dict[str, Kind] = {"probabilities": "label", "text": "text", "embedding": "embedding"}
     kind = next(kind for name, kind in kinds.items() if name in outputs)

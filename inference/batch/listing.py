@@ -24,8 +24,7 @@ from ..common.urls import file_system, store_errors
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"})
 TABLES = {".parquet": "Parquet", ".jsonl": "JSON Lines", ".ndjson": "JSON Lines", ".csv": "CSV", ".txt": "text"}
 
-Entry = tuple[str, str]
-"""A name below the base, and its size and time as text."""
+Entry = tuple[str, str]  # a name below the base, and its size and time as text
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +41,8 @@ class Listing:
 
 
 def listing_of(url: str) -> Listing:
-    """List ``url``.
-
-    Raises:
-        SourceNotFoundError: nothing fits. UsageError: files of several kinds. StoreError: the store cannot be read.
-    """
+    """List ``url``. Raises SourceNotFoundError if nothing fits. UsageError for files of several kinds. StoreError if
+    the store cannot be read."""
     base, entries = _remote(url) if "://" in url else _local(url)
     found, kind = _of_one_kind(url, entries)
     return Listing(base, sorted(name for name, _ in found), kind, _digest(found))

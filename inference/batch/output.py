@@ -110,7 +110,6 @@ class Output:
 
     @property
     def run(self) -> Path:
-        """The :class:`Run` of the rows."""
         return self.path.with_name(f"{self.path.name}.unfinished-run")
 
     def check(self) -> None:
@@ -201,11 +200,9 @@ def row_of(line: bytes, where: str) -> dict[str, Any]:
 
 @contextmanager
 def open_output(output: Output) -> Iterator[LocalWriter]:
-    """Writer of rows; the file is published when the block ends without an error.
-
-    Otherwise ``OUT.unfinished`` stays, and a note on the error says so. Raises ``DestinationExistsError`` if existing
-    files may not be replaced, or another run writes to the same file.
-    """
+    """Writer of rows; the file is published when the block ends without an error. Otherwise ``OUT.unfinished`` stays,
+    and a note on the error says so. Raises ``DestinationExistsError`` if existing files may not be replaced, or another
+    run writes to the same file."""
     output.check()
     if output.is_parquet:
         import pyarrow.parquet  # noqa: F401  # if it is missing, that is to be known before the first prediction

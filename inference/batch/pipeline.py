@@ -23,18 +23,10 @@ from ..models.results import Prediction, TensorSpec
 from .items import Item, Pixels, content_of
 from .rows import Row, is_finite
 
-AHEAD = 3
-"""Windows decoded ahead of the one being predicted."""
-
-PASSES = 16
-"""Forward passes per window: enough for small costs per window, and for several texts of one length."""
-
-WINDOW_BYTES = 4 << 20
-"""Limit of a window of large inputs, which then has fewer passes."""
-
-READERS = 8
-"""Decoding threads: more than processors, because reading from a store mostly waits."""
-
+AHEAD = 3  # windows decoded ahead of the one being predicted
+PASSES = 16  # forward passes per window: enough for small costs per window, and for several texts of one length
+WINDOW_BYTES = 4 << 20  # limit of a window of large inputs, which then has fewer passes
+READERS = 8  # decoding threads: more than processors, because reading from a store mostly waits
 Decoded = tuple[Item, Tensor | str, int | None]
 
 
@@ -71,7 +63,6 @@ def takes_texts(predictor: Predictor) -> bool:
 
 
 def window_of(predictor: Predictor) -> int:
-    """Inputs per window."""
     row_bytes = predictor.inputs[0].row_bytes
     fitting = PASSES if row_bytes is None else WINDOW_BYTES // (row_bytes * predictor.max_batch)
     return predictor.max_batch * max(1, min(PASSES, fitting))
@@ -157,7 +148,6 @@ def _row(item: Item, truth: int | None, found: Prediction | str) -> Row:
 
 
 def predict_all(items: Iterable[Item], predictor: Predictor) -> list[Row]:
-    """All rows, for a small dataset."""
     return [row for rows in predicted(items, predictor) for row in rows]
 
 

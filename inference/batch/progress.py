@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 
 import click
 
-QUIET_LINE_SECONDS = 5.0
-"""Interval of progress lines if stderr is not a terminal."""
-
+QUIET_LINE_SECONDS = 5.0  # interval of progress lines if stderr is not a terminal
 Progress = Callable[[int, float], None]
 """Called with the number of inputs done and their share of the input. The total number is not always known."""
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 READ_CPUS = 0.1
 """CPUs of a reading task, which mostly waits. More would keep readers and models waiting for each other."""
 
-WINDOWS = 2 * (AHEAD + 1)
-"""Windows per batch of an actor, which decodes ahead within a batch."""
+WINDOWS = 2 * (AHEAD + 1)  # windows per batch of an actor, which decodes ahead within a batch
 
 
 class Worker:
@@ -53,11 +52,8 @@ def items_of(row: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
 def predicted_on_ray(
     parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | None
 ) -> Generator[list[Row], None, None]:
-    """Rows in the order of the input. ``predictor`` is the model on this machine, which gives the batch size.
-
-    Raises:
-        CkptError: what the first failing worker raised.
-    """
+    """Rows in the order of the input. ``predictor`` is the model on this machine, which gives the batch size. Raises
+    the CkptError of the first failing worker."""
     if not parts:
         return
     with launchers.cluster((workers or 1) * (job.threads or 1) + 1):

@@ -20,8 +20,7 @@ from ..common.urls import file_system, store_errors
 from .output import LEFT, PARQUET_SUFFIX, Run, check_options, copy_to_parquet, encoded, row_of
 from .rows import Columns, Row
 
-PART_ROWS, PART_SECONDS = 1000, 60.0
-"""Limits of a part, which is the most that a killed process loses."""
+PART_ROWS, PART_SECONDS = 1000, 60.0  # limits of a part, which is the most that a killed process loses
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 
 FILES = ("report.json", "confusion.png", "calibration.png")
 
-NUM_NAMED = 3
-"""Bad inputs named in the error; all of them are in the output."""
-
-NUM_BINS = 15
-"""Confidence bins of the calibration, as in most papers."""
-
+NUM_NAMED = 3  # bad inputs named in the error; all of them are in the output
+NUM_BINS = 15  # confidence bins of the calibration, as in most papers
 MAX_NUMBERED, MAX_NAMED, NAME_CHARS = 24, 60, 14
 """Most classes for which the confusion matrix shows counts, and names; and the length that names are cut to."""
 

@@ -17,11 +17,8 @@ Kind = Literal["label", "text", "embedding"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the output: a prediction, or the ``error`` why there is none.
-
-    ``truth`` is the number of the true class, None if unknown. ``fraction`` is the share of the input done with this
-    row; it is not written.
-    """
+    """One line of the output: a prediction, or the ``error`` why there is none. ``truth`` is the number of the true
+    class, None if unknown. ``fraction`` is the share of the input done with this row; it is not written."""
 
     name: str
     prediction: Prediction | None
@@ -46,7 +43,6 @@ class Columns:
     top: int
 
     def of(self, row: Row) -> dict[str, Any]:
-        """The row as written to JSON."""
         return {"name": row.name, **self._answer(row.prediction), "truth": row.truth, "error": row.error}
 
     def _answer(self, found: Prediction | None) -> dict[str, Any]:
@@ -86,7 +82,6 @@ class Columns:
         return ordered[: self.top]
 
     def schema(self) -> pyarrow.Schema:
-        """Parquet schema of these columns."""
         import pyarrow as pa
 
         one = pa.struct({"label": pa.int64(), "name": pa.string(), "probability": pa.float64()})

@@ -16,11 +16,8 @@ from ..common.errors import one_line
 from ..common.urls import file_system, store_errors
 from .items import MAX_BYTES, Broken, Content, Item, Text
 
-INPUT_COLUMNS = ("text", "image", "path", "file")
-"""Input columns to look for without ``--column``."""
-
-PARQUET_ROWS = 64
-"""Rows read at once, which may be images of some megabytes each."""
+INPUT_COLUMNS = ("text", "image", "path", "file")  # input columns to look for without ``--column``
+PARQUET_ROWS = 64  # rows read at once, which may be images of some megabytes each
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +30,9 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class TablePart:
-    """A file of rows, or one row group of a Parquet file. ``prefix`` begins the names of its rows.
-
-    ``first`` is the number of its first row. ``num_rows`` is None if that is known only after reading. ``span`` says
-    which part of the whole input it is, from 0 to 1.
-    """
+    """A file of rows, or one row group of a Parquet file. ``prefix`` begins the names of its rows. ``first`` is the
+    number of its first row. ``num_rows`` is None if that is known only after reading. ``span`` says which part of the
+    whole input it is, from 0 to 1."""
 
     url: str
     kind: str
@@ -199,11 +194,8 @@ class Table:
 
 
 def parts_of(table: Table, column: str | None, truth: str | None) -> list[TablePart]:
-    """One part per row group of a Parquet file, one part for any other file. Checks the columns.
-
-    Raises:
-        UsageError: a column is not there, or which one holds the inputs is not clear. FormatError: the file is damaged.
-    """
+    """One part per row group of a Parquet file, one part for any other file. Checks the columns. Raises UsageError if a
+    column is not there, or which one holds the inputs is not clear. FormatError if the file is damaged."""
     url, kind = table.url, table.kind
     if kind == "text":
         if column or truth:

@@ -6,15 +6,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NUM_OBJECTS = 50_000
-"""Allocations between collections."""
+NUM_OBJECTS = 50_000  # allocations between collections
 
 
 def settle() -> None:
-    """Collect now, and exempt everything that is left from later collections.
-
-    The libraries are a million objects; a full collection over them would delay every request by a tenth of a second.
-    """
+    """Collect now, and exempt everything that is left from later collections. The libraries are a million objects; a
+    full collection over them would delay every request by a tenth of a second."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

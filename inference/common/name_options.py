@@ -23,7 +23,6 @@ class Reading:
     key_map: str | Path | None = None
 
     def given(self) -> dict[str, Any]:
-        """The given options, as arguments."""
         return {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
 
     @classmethod

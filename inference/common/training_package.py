@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from training.loop import stopping as interruption
     from training.models import config_json as model_config
     from training.models import language_model, zoo
-    from training.models import vision_transformer as models
 
 __all__ = [
     "commands",
@@ -34,7 +33,6 @@ __all__ = [
     "locking",
     "model_config",
     "model_names",
-    "models",
     "result",
     "zoo",
 ]
@@ -51,7 +49,6 @@ _MODULES = {
     "locking": "checkpoints.locking",
     "model_config": "models.config_json",
     "model_names": "config.model_names",
-    "models": "models.vision_transformer",
     "result": "loop.result",
     "zoo": "models.zoo",
 }

@@ -12,16 +12,12 @@ from ckpt_tools.errors import CkptError, StoreError, UsageError
 
 from .errors import one_line
 
-SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")
-"""S3 options with the same name in s3fs."""
+SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")  # S3 options with the same name in s3fs
 
 
 def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """fsspec's file system of ``url``, and the path in it. Listings are not cached, because others write there.
-
-    Raises:
-        UsageError: the scheme is unknown, or its package is missing.
-    """
+    """fsspec's file system of ``url``, and the path in it. Listings are not cached, because others write there. Raises
+    UsageError if the scheme is unknown, or its package is missing."""
     try:
         fs, path = url_to_fs(url, use_listings_cache=False, **_translated(url, options or {}))
     except (ImportError, ValueError) as error:

@@ -40,10 +40,7 @@ HOW_TO_NAME = "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME or module:
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """A parsed architecture. ``library`` is ``ours``, ``hf``, ``torchvision``, ``timm``, or the user's own module.
-
-    Raises:
-        UsageError: the text is none of these.
-    """
+    Raises UsageError if the text is none of these."""
 
     library: str
     name: str = ""
@@ -68,11 +65,8 @@ class Architecture:
 
     def build(self, folder: Path | None, dtype: torch.dtype | None = None) -> nn.Module:
         """The module on the CPU, with uninitialized parameters unless a function of the user's made it. ``folder`` has
-        ``config.json``; without a ``dtype``, parameters have the architecture's own.
-
-        Raises:
-            UsageError: there is no such model, or its package is missing. FormatError: ``config.json`` is not usable.
-        """
+        ``config.json``; without a ``dtype``, parameters have the architecture's own. Raises UsageError if there is no
+        such model, or its package is missing. FormatError if ``config.json`` is not usable."""
         if self.library == OURS:
             with _unfilled():
                 return self._of_training().to(dtype=dtype)
@@ -91,7 +85,6 @@ class Architecture:
 
     @property
     def our_name(self) -> str:
-        """Name of the model in the training package."""
         return self.name or "vit"
 
     def _of_library(self) -> nn.Module:
@@ -127,11 +120,8 @@ def _no_backbone(library: Any, name: str) -> dict[str, None]:
 
 
 def architecture_of(text: str | None, folder: Path | None) -> Architecture:
-    """The architecture that the user names, or that ``config.json`` in ``folder`` names, or our own model.
-
-    Raises:
-        UsageError: the user names none. FormatError: ``config.json`` is not usable.
-    """
+    """The architecture that the user names, or that ``config.json`` in ``folder`` names, or our own model. Raises
+    UsageError if the user names none. FormatError if ``config.json`` is not usable."""
     if text is not None:
         return Architecture.parse(text)
     config = read_config(folder)

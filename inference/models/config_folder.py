@@ -24,17 +24,13 @@ PLACES = ("", "huggingface", "..")
 """Folders to look in, relative to the folder of the weights; verl uses ``huggingface``."""
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
-MAX_BYTES = 64 * 2**20
-"""Limit of one file; the largest tokenizers have some 35 MB."""
+MAX_BYTES = 64 * 2**20  # limit of one file; the largest tokenizers have some 35 MB
 
 
 @contextmanager
 def config_folder(url: str | Path, options: Mapping[str, Any] | None) -> Iterator[Path | None]:
-    """A local folder with ``config.json`` and its companions, within the block; None if there is none.
-
-    Raises:
-        StoreError: a remote one cannot be read. FormatError: ``config.json`` is a huge file.
-    """
+    """A local folder with ``config.json`` and its companions, within the block; None if there is none. Raises
+    StoreError if a remote one cannot be read. FormatError if ``config.json`` is a huge file."""
     if "://" not in str(url):
         yield _local(Path(url))
         return

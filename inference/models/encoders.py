@@ -23,12 +23,8 @@ MASK = "attention_mask"
 
 
 def encoder_of(model: Any, folder: Path, *, is_exact: bool) -> Task:
-    """The task of an image or text encoder.
-
-    Raises:
-        UsageError: it takes something else, or consists of several models. FormatError: the files beside the weights
-        do not say how an input is prepared.
-    """
+    """The task of an image or text encoder. Raises UsageError if it takes something else, or consists of several
+    models. FormatError if the files beside the weights do not say how an input is prepared."""
     takes = model.main_input_name
     if model.config.is_encoder_decoder or model.config.sub_configs or takes not in ("input_ids", "pixel_values"):
         raise UsageError(

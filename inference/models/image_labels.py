@@ -19,8 +19,7 @@ from .prediction import Activation, activation_of, answers, decoded, embeddings_
 from .results import BATCH, Prediction, TensorSpec
 from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, in_passes
 
-Prepare = Callable[[Image.Image], Tensor]
-"""From an opened image to float32 [channels, height, width]."""
+Prepare = Callable[[Image.Image], Tensor]  # from an opened image to float32 [channels, height, width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,11 +70,8 @@ class ImageLabels:
 
 
 def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
-    """A torchvision classifier, with the class names of its weights if their number fits.
-
-    Raises:
-        UsageError: the model is not a classifier of images.
-    """
+    """A torchvision classifier, with the class names of its weights if their number fits. Raises UsageError if the
+    model is not a classifier of images."""
     from torchvision.models import get_model_weights
     from torchvision.transforms._presets import ImageClassification
 
@@ -111,11 +107,7 @@ def _classifier(
 
 
 def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
-    """A transformers image classifier.
-
-    Raises:
-        FormatError: as ``image_task``; or the model has no classes.
-    """
+    """A transformers image classifier. Raises FormatError as ``image_task``; or the model has no classes."""
     found = image_task(
         model,
         lambda images: model(pixel_values=images).logits,
@@ -136,11 +128,8 @@ def image_task(
     labels: tuple[str, ...] | None,
     is_exact: bool,
 ) -> ImageLabels:
-    """The task of a transformers image model, with the image processor beside the weights.
-
-    Raises:
-        FormatError: there are no such settings.
-    """
+    """The task of a transformers image model, with the image processor beside the weights. Raises FormatError if there
+    are no such settings."""
     import transformers
 
     try:

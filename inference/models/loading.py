@@ -118,11 +118,9 @@ def filled(
 def _by_names_of_transformers(
     model: Any, url: str | Path, storage_options: Mapping[str, Any] | None
 ) -> nn.Module | None:
-    """The model loaded by transformers, if all weights have the names that transformers writes.
-
-    Those differ from the modules' names where a class was rewritten after its first checkpoints. transformers has the
-    rules, and takes the given tensors without copying them.
-    """
+    """The model loaded by transformers, if all weights have the names that transformers writes. Those differ from the
+    modules' names where a class was rewritten after its first checkpoints. transformers has the rules, and takes the
+    given tensors without copying them."""
     if not hasattr(model, "_from_config"):
         return None
     with ckpt_tools.open(url, storage_options=storage_options) as checkpoint:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError
 
-from ..common.training_package import data, evaluation, language_model, models
+from ..common.training_package import data, evaluation, language_model, model_names
 from .prediction import decode_image, embeddings_of, predictions_of
 from .results import BATCH, Prediction, TensorSpec
 from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, device_of, in_passes, text_of
@@ -31,17 +31,17 @@ class OurImages:
     forward: evaluation.Logits = field(init=False)
 
     inputs: ClassVar[tuple[TensorSpec, ...]] = (
-        TensorSpec("image", "UINT8", (BATCH, models.IMAGE_SIZE, models.IMAGE_SIZE)),
+        TensorSpec("image", "UINT8", (BATCH, model_names.IMAGE_SIZE, model_names.IMAGE_SIZE)),
     )
 
     def __post_init__(self) -> None:
-        check_labels(self.labels, models.NUM_CLASSES)
+        check_labels(self.labels, model_names.NUM_CLASSES)
         # Once: to set the mode of each of its modules takes as long as to predict two images.
         object.__setattr__(self, "forward", evaluation.plain_logits(self.model))
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        return classifier_outputs(models.NUM_CLASSES, self.num_features)
+        return classifier_outputs(model_names.NUM_CLASSES, self.num_features)
 
     @property
     def max_batch(self) -> int:
@@ -53,7 +53,7 @@ class OurImages:
     def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
         if not inputs:
             return []
-        check_inputs(inputs, torch.uint8, (models.IMAGE_SIZE, models.IMAGE_SIZE))
+        check_inputs(inputs, torch.uint8, (model_names.IMAGE_SIZE, model_names.IMAGE_SIZE))
         logits = self._logits(torch.stack(list(inputs)))
         return predictions_of(logits) if self.num_features is None else embeddings_of(logits)
 
@@ -70,11 +70,9 @@ class OurImages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OurTexts:
-    """Continues texts with the most probable byte each time, from the last ``CONTEXT`` bytes.
-
-    Texts of one length are continued together. The experts of a mixture get the tokens of a whole batch at once, so
-    ``has_experts`` gives each text a forward pass of its own.
-    """
+    """Continues texts with the most probable byte each time, from the last ``CONTEXT`` bytes. Texts of one length are
+    continued together. The experts of a mixture get the tokens of a whole batch at once, so ``has_experts`` gives each
+    text a forward pass of its own."""
 
     model: nn.Module
     has_experts: bool = False
@@ -90,7 +88,7 @@ class OurTexts:
         return 1 if self.has_experts else MAX_BATCH
 
     def decode(self, data: bytes, name: str) -> Tensor:
-        """int64 [bytes]. Raises FormatError: not UTF-8, or empty."""
+        """int64 [bytes]. Raises FormatError if not UTF-8, or empty."""
         if not text_of(data, name):
             raise FormatError(f"{name} is an empty text")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int64)

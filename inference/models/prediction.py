@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
-from ..common.training_package import models
+from ..common.training_package import model_names
 from .results import Prediction
 
 # Far above any sensible picture of one digit; keeps a small file that unpacks to gigabytes from being decoded.
@@ -59,8 +59,8 @@ def decoded(file: IO[bytes], name: str, prepare: Callable[[Image.Image], Tensor]
 
 def _canonical(image: Image.Image) -> Tensor:
     grey = image.convert("L")
-    if grey.size != (models.IMAGE_SIZE, models.IMAGE_SIZE):
-        grey = grey.resize((models.IMAGE_SIZE, models.IMAGE_SIZE), Image.Resampling.BILINEAR)
+    if grey.size != (model_names.IMAGE_SIZE, model_names.IMAGE_SIZE):
+        grey = grey.resize((model_names.IMAGE_SIZE, model_names.IMAGE_SIZE), Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(grey, dtype=np.uint8))
 
 

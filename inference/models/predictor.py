@@ -31,11 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of the loaded weights.
-
-    ``digest`` is of names, dtypes, shapes and bytes of the loaded model, equal for every format it was stored in.
-    ``step`` and ``world_size`` are None if the checkpoint does not record them.
-    """
+    """Identity of the loaded weights. ``digest`` is of names, dtypes, shapes and bytes of the loaded model, equal for
+    every format it was stored in. ``step`` and ``world_size`` are None if the checkpoint does not record them."""
 
     digest: str
     source: str
@@ -161,12 +158,8 @@ class TaskOptions:
 
 
 def task_of(model: nn.Module, options: TaskOptions) -> Task:
-    """The task of the model.
-
-    Raises:
-        UsageError: such models cannot be predicted with. FormatError: the files beside the weights do not say how an
-        input is prepared.
-    """
+    """The task of the model. Raises UsageError if such models cannot be predicted with. FormatError if the files beside
+    the weights do not say how an input is prepared."""
     from . import image_labels
 
     library, labels = options.architecture.library, options.labels
@@ -236,11 +229,8 @@ def _check_our_preparation(folder: Path | None) -> None:
 
 
 def as_embeddings(task: Task) -> Task:
-    """The task with the last layer of its model taken out. A task that gives embeddings stays the same.
-
-    Raises:
-        UsageError: the model has no linear layer that gives its classes.
-    """
+    """The task with the last layer of its model taken out. A task that gives embeddings stays the same. Raises
+    UsageError if the model has no linear layer that gives its classes."""
     from .image_labels import ImageLabels
     from .ours import OurImages
     from .texts import TextLabels

@@ -31,11 +31,8 @@ PROGRAMS = {EXPORTED: "a program of torch.export", SCRIPTED: "a TorchScript arch
 def load_program(
     kind: str, url: str | Path, device: str | torch.device, storage_options: Mapping[str, Any] | None
 ) -> nn.Module:
-    """Load the program at ``url`` to ``device``.
-
-    Raises:
-        FormatError: it is not such a program. SourceNotFoundError: there is no such file.
-    """
+    """Load the program at ``url`` to ``device``. Raises FormatError if it is not such a program. SourceNotFoundError if
+    there is no such file."""
     try:
         with _opened(str(url), storage_options) as file, _silenced():
             return _READERS[kind](file, device)

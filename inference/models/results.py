@@ -27,17 +27,14 @@ class Prediction:
 
 Datatype = Literal["FP32", "UINT8", "INT64", "BYTES"]
 
-BATCH = -1
-"""The batch dimension, or any size."""
+BATCH = -1  # the batch dimension, or any size
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, datatype and shape; the first dimension is the batch.
-
-    A ``BYTES`` input has one text in UTF-8 per element, which ``Predictor.decode`` turns into an input of
-    ``Predictor.predict``. An output has the name of a field of ``Prediction``.
-    """
+    """Name, datatype and shape; the first dimension is the batch. A ``BYTES`` input has one text in UTF-8 per element,
+    which ``Predictor.decode`` turns into an input of ``Predictor.predict``. An output has the name of a field of
+    ``Prediction``."""
 
     name: str
     datatype: Datatype

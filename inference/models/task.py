@@ -12,8 +12,7 @@ from ckpt_tools.errors import FormatError, UsageError
 
 from .results import BATCH, Prediction, TensorSpec
 
-MAX_BATCH = 8
-"""Inputs per forward pass of library models."""
+MAX_BATCH = 8  # inputs per forward pass of library models
 
 
 def classifier_outputs(num_classes: int, num_features: int | None) -> tuple[TensorSpec, ...]:
@@ -24,11 +23,9 @@ def classifier_outputs(num_classes: int, num_features: int | None) -> tuple[Tens
 
 
 class Task(Protocol):
-    """Maps bytes to inputs, and inputs to predictions.
-
-    ``labels`` are the class names, if known. ``max_batch`` is the number of inputs in each forward
-    pass. If ``is_exact``, each pass has that number, so that an answer has the same bits whatever else is in the batch.
-    """
+    """Maps bytes to inputs, and inputs to predictions. ``labels`` are the class names, if known. ``max_batch`` is the
+    number of inputs in each forward pass. If ``is_exact``, each pass has that number, so that an answer has the same
+    bits whatever else is in the batch."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]: ...

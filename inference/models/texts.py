@@ -22,12 +22,8 @@ from .prediction import Activation, activation_of, answers, embeddings_of, label
 from .results import BATCH, Prediction, TensorSpec
 from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, device_of, in_passes, text_of
 
-BUCKET = 16
-"""Classified texts are padded to a multiple of it, by their own length, not by others in the batch."""
-
-NEW_TOKENS = 64
-"""Default of new tokens without ``max_new_tokens`` in generation_config.json."""
-
+BUCKET = 16  # classified texts are padded to a multiple of it, by their own length, not by others in the batch
+NEW_TOKENS = 64  # default of new tokens without ``max_new_tokens`` in generation_config.json
 VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "vocab.txt", "vocab.bpe"})
 
 Group = Callable[[Tensor], int]
@@ -57,7 +53,7 @@ class Tokens:
         return cls(tokenizer, fields, _limit(model.config, tokenizer))
 
     def of(self, data: bytes, name: str) -> Tensor:
-        """Tokenize a text. Raises FormatError: not UTF-8, no tokens, or too many for the model."""
+        """Tokenize a text. Raises FormatError if not UTF-8, no tokens, or too many for the model."""
         encoded = self.tokenizer(text_of(data, name), verbose=False)
         rows = torch.tensor([encoded[field] for field in self.fields], dtype=torch.int64)
         num_tokens = rows.shape[1]

@@ -39,11 +39,8 @@ class Unfilled(TorchFunctionMode):
 
 
 def made_real(model: nn.Module, device: str | torch.device) -> nn.Module:
-    """``model`` itself, with memory on ``device`` for its meta tensors. Tied tensors stay tied.
-
-    Raises:
-        UsageError: one of these is in no checkpoint, so that nothing would fill it.
-    """
+    """``model`` itself, with memory on ``device`` for its meta tensors. Tied tensors stay tied. Raises UsageError if
+    one of these is in no checkpoint, so that nothing would fill it."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     for prefix, module in model.named_modules():

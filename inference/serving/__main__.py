@@ -150,11 +150,9 @@ class Options:
         return frozenset(name.lower() for name in ("localhost", self.host, *self.allowed))
 
     def num_threads(self) -> int:
-        """Threads of a forward pass. By default one processor is left for everything else.
-
-        The threads of a forward pass wait for each other by spinning: if one has to give way to the threads that read
-        requests, the others burn what those need, and a forward pass takes many times as long.
-        """
+        """Threads of a forward pass. By default one processor is left for everything else. The threads of a forward
+        pass wait for each other by spinning: if one has to give way to the threads that read requests, the others burn
+        what those need, and a forward pass takes many times as long."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) - 1)
 
     def torch_device(self) -> torch.device:
@@ -214,7 +212,6 @@ def application(options: Options, load: Load, grpc: Listening | None = None) -> 
 
 
 def tell(sentence: str) -> None:
-    """Print one line for the operator."""
     click.echo(printable(sentence), err=True)
 
 

@@ -107,11 +107,8 @@ class Batcher(Generic[Item, Result]):
         return len(self._queue)
 
     async def submit(self, item: Item) -> Result:
-        """The result for ``item``. A cancelled caller takes its item out of the queue.
-
-        Raises:
-            QueueFullError: too many wait. What ``work`` raises for this item alone.
-        """
+        """The result for ``item``. A cancelled caller takes its item out of the queue. Raises QueueFullError if too
+        many wait. What ``work`` raises for this item alone."""
         return (await self.submit_all([item]))[0]
 
     async def submit_all(self, items: Sequence[Item]) -> list[Result]:

@@ -38,9 +38,7 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 """Element types in memory and in the binary extension: little-endian. ``BYTES`` elements have a length prefix."""
 
 MAX_DIMENSIONS = 16
-MAX_SIZE = 2**40
-"""Limit of one dimension; products of larger sizes would overflow."""
-
+MAX_SIZE = 2**40  # limit of one dimension; products of larger sizes would overflow
 REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs", "model_name"}
 """``model_name`` is not in the protocol, but KServe's client sends it."""
 
@@ -83,11 +81,8 @@ class Body:
 
 
 def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_rows: int) -> InferRequest:
-    """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``.
-
-    Raises:
-        BadRequestError: it is not a request, or does not fit the model.
-    """
+    """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``. Raises BadRequestError if it is
+    not a request, or does not fit the model."""
     text, binary = _split(body, json_bytes)
     try:
         request = orjson.loads(text)
@@ -344,7 +339,6 @@ class Column:
         return [len(self.values), *inner]
 
     def flat(self) -> list[Any]:
-        """The elements in row-major order."""
         if isinstance(self.values[0], tuple | list):
             return [each for value in self.values for each in value]
         return list(self.values)
@@ -369,7 +363,6 @@ def column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> Column:
 
 
 def infer_response(request: InferRequest, predictions: Sequence[Prediction], name: str, version: str) -> Body:
-    """The response to ``request`` with one prediction per row."""
     outputs: list[Json] = []
     tails: list[bytes] = []
     for wanted in request.outputs:

@@ -37,15 +37,9 @@ if TYPE_CHECKING:
 
 APPLICATION = "ckpt-tools"
 
-TELLING_SECONDS = 1.0
-"""Interval at which a replica reports its counts."""
-
-FORGOTTEN_SECONDS = 15.0
-"""A replica without a report for so long has ended; its counts are dropped."""
-
-GRACE_SECONDS = 40.0
-"""Time for a stopping replica to answer its requests before it is killed."""
-
+TELLING_SECONDS = 1.0  # interval at which a replica reports its counts
+FORGOTTEN_SECONDS = 15.0  # a replica without a report for so long has ended; its counts are dropped
+GRACE_SECONDS = 40.0  # time for a stopping replica to answer its requests before it is killed
 CHECK_SECONDS = 0.5
 
 FIXED = "the models of a service on Ray do not change; start it again"
@@ -184,11 +178,7 @@ def application(served: Served, tally: Any) -> Application:
 
 
 def run(served: Served, replicas: Replicas, host: str, port: int, announce: Callable[[], None]) -> None:
-    """Serve until a stop signal.
-
-    Raises:
-        CkptError: a model cannot be served, or replicas do not start.
-    """
+    """Serve until a stop signal. Raises CkptError if a model cannot be served, or replicas do not start."""
     known = served.known()
     with launchers.cluster(replicas.most * served.threads):
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -225,10 +215,8 @@ def _start(served: Served, replicas: Replicas, host: str, port: int) -> None:
 
 
 def _end() -> None:
-    """End the replicas, each after answering its requests, then the proxy.
-
-    A signal to all processes at once ends Ray's too. Its client would wait for them for a minute, and abort.
-    """
+    """End the replicas, each after answering its requests, then the proxy. A signal to all processes at once ends Ray's
+    too. Its client would wait for them for a minute, and abort."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     ending = threading.Thread(target=_end_serve, daemon=True)
     ending.start()

@@ -23,11 +23,8 @@ MAX_WAITING = 256
 """Rows that may wait for one model, about nine forward passes. With a full queue, clients get 503 at once."""
 
 READY, LOADING, UNAVAILABLE = "READY", "LOADING", "UNAVAILABLE"
-UNLOADED = "unloaded"
-"""Reason of a model that was unloaded on request."""
-
-Load = Callable[[str, str], Predictor]
-"""Loads the model at a URL under a name."""
+UNLOADED = "unloaded"  # reason of a model that was unloaded on request
+Load = Callable[[str, str], Predictor]  # loads the model at a URL under a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +168,6 @@ class Repository:
                 self._close_unused(version)
 
     def versions(self) -> list[Version]:
-        """All loaded versions."""
         with self._lock:
             return [slot.version for slot in self.slots if slot.version is not None]
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -29,12 +30,8 @@ LOG = logging.getLogger(__name__)
 EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_configuration"]
 PLATFORM = "pytorch"
 
-LARGE_REQUEST = 64 * 2**10
-"""Larger requests are parsed in a thread, so that they do not block the event loop."""
-
-COUNTING_SECONDS = 5.0
-"""Timeout for the counts of all replicas."""
-
+LARGE_REQUEST = 64 * 2**10  # larger requests are parsed in a thread, so that they do not block the event loop
+COUNTING_SECONDS = 5.0  # timeout for the counts of all replicas
 Json = dict[str, Any]
 Answer = TypeVar("Answer")
 
@@ -141,11 +138,7 @@ class Service:
             return render(asked, answers, version)
 
     def index(self, *, only_ready: bool) -> list[Json]:
-        return [
-            {"name": entry.name, "version": entry.version, "state": entry.state, "reason": entry.reason}
-            for entry in self.repository.index()
-            if entry.state == "READY" or not only_ready
-        ]
+        return [asdict(entry) for entry in self.repository.index() if entry.state == "READY" or not only_ready]
 
     async def load(self, name: str, parameters: Json) -> None:
         """Load what is at the model's own URL now. A client cannot choose another URL, which would expose files."""
@@ -201,12 +194,8 @@ def _reason(error: BaseException) -> str:
 
 
 async def predictions(version: Version, items: Sequence[Tensor], seconds: float) -> list[Prediction]:
-    """The answer for each item.
-
-    Raises:
-        Refused: 503 if the queue is full, 504 if the model takes longer than ``seconds``, 400 if it does not take
-            such items, 500 if it fails.
-    """
+    """The answer for each item. Raises Refused: 503 if the queue is full, 504 if the model takes longer than
+    ``seconds``, 400 if it does not take such items, 500 if it fails."""
     try:
         async with asyncio.timeout(seconds):
             return await version.batcher.submit_all(items)

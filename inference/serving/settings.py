@@ -14,15 +14,9 @@ MAX_UPLOAD_BYTES = 16 * 2**20
 # What a multipart form takes around one file: its boundaries, headers and the file's name.
 MAX_BODY_BYTES = MAX_UPLOAD_BYTES + 2**16
 
-MAX_HEAD_BYTES = 2**16
-"""Approximate limit of request line and headers; the connection is closed beyond it."""
-
-HEAD_SECONDS = 10.0
-"""Timeout for the head of a request; the connection is closed after it."""
-
-BODY_SECONDS = 30.0
-"""Timeout for head and body of a request; the connection is closed after it."""
-
+MAX_HEAD_BYTES = 2**16  # approximate limit of request line and headers; the connection is closed beyond it
+HEAD_SECONDS = 10.0  # timeout for the head of a request; the connection is closed after it
+BODY_SECONDS = 30.0  # timeout for head and body of a request; the connection is closed after it
 MAX_TOKEN_BYTES = 4096
 
 
@@ -71,17 +65,14 @@ GRPC_PORT = "--grpc-port"
 
 
 def check_port(port: int, option: str = "--port") -> None:
-    """Raise ``UsageError`` for an invalid port."""
     if not 0 <= port <= MAX_PORT:
         raise UsageError(f"{option} is a number from 0 to {MAX_PORT}, not {port}")
 
 
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
-    """A bound TCP socket that does not listen yet. Raises ``StoreError``, which names the address.
-
-    Each answer is sent at once: an accepted connection inherits TCP_NODELAY on Linux. Without it the last packet of
-    an answer on a kept-alive connection waits for the client's delayed acknowledgement, 40 ms.
-    """
+    """A bound TCP socket that does not listen yet. Raises ``StoreError``, which names the address. Each answer is sent
+    at once: an accepted connection inherits TCP_NODELAY on Linux. Without it the last packet of an answer on a
+    kept-alive connection waits for the client's delayed acknowledgement, 40 ms."""
     family, kind, protocol, address = _resolve(host, port)
     bound = socket.socket(family, kind, protocol)
     try:

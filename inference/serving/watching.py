@@ -18,11 +18,9 @@ Tell = Callable[[str], None]
 
 @dataclass(slots=True)
 class Watcher:
-    """Checks every source each ``seconds`` in a thread. Use as a context manager.
-
-    Create it before the models are loaded, because it compares with what it sees then. A changed checkpoint is loaded
-    when two checks in a row see the same: a file being replaced looks different each time.
-    """
+    """Checks every source each ``seconds`` in a thread. Use as a context manager. Create it before the models are
+    loaded, because it compares with what it sees then. A changed checkpoint is loaded when two checks in a row see the
+    same: a file being replaced looks different each time."""
 
     repository: Repository
     seconds: float

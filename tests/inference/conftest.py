@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from training.data.datasets import LabelledImages, load_dataset
-from training.models.vision_transformer import build_model
+from training.models.image_models import build_model
 
 # As docs/inference.md says: without it such a processor rounds the last rows of a batch otherwise than the others.
 if torch.backends.cpu.get_cpu_capability() != "AVX512":

@@ -15,7 +15,7 @@ import ckpt_tools
 from tests.packaging.distributions import Built, build
 from tests.packaging.documented import Material
 from tests.support.s3_server import S3Server
-from training.models.vision_transformer import build_model
+from training.models.image_models import build_model
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -14,7 +14,7 @@ from inference.models.predictor import load_predictor
 from tests.inference.conftest import running_service
 from tests.packaging.environments import empty
 from training.data.datasets import load_dataset
-from training.models.vision_transformer import build_model
+from training.models.image_models import build_model
 
 SCRIPT = Path(__file__).with_name("kserve_client.py")
 

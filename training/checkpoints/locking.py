@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Iterator
@@ -22,13 +21,10 @@ from ckpt_tools.errors import DestinationExistsError, StoreError
 
 from ..config.options import RESUME_AUTO
 from ..config.train_config import TrainConfig
-from .run_folder import CHECKPOINTS, empty_partial, make_out, set_aside_incomplete
+from .run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, make_out, set_aside_incomplete
 
 LOCK_NAME = ".lock"
-PATIENCE_SECONDS = 3.0
-"""Time to wait for the lock: the processes of a killed run take a moment to end."""
-
-_UNFINISHED = re.compile(r"\.epoch_\d{4,}(_step_\d{6,})?\.partial")
+PATIENCE_SECONDS = 3.0  # time to wait for the lock: the processes of a killed run take a moment to end
 
 
 class LostStorageError(StoreError):
@@ -99,23 +95,19 @@ def locked(out: Path) -> Iterator[int]:
 
 def _lock(descriptor: int, path: Path) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while not _try_lock(descriptor, path):
-        if time.monotonic() > deadline:
-            raise DestinationExistsError(
-                f"another run is writing to {path.parent} ({_holder(path)}); wait for it to end, stop it, or choose "
-                f"another --out"
-            )
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise DestinationExistsError(
+                    f"another run is writing to {path.parent} ({_holder(path)}); wait for it to end, stop it, or "
+                    "choose another --out"
+                ) from error
+        except OSError as error:
+            raise StoreError(f"{path} cannot be locked: {error.strerror}") from error
         time.sleep(0.1)
-
-
-def _try_lock(descriptor: int, path: Path) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise StoreError(f"{path} cannot be locked: {error.strerror}") from error
-    return True
 
 
 def _holder(path: Path) -> str:
@@ -128,6 +120,7 @@ def _holder(path: Path) -> str:
 def _remove_unfinished(checkpoints: Path) -> None:
     """Remove folders with the names of unfinished checkpoints; the run that wrote them has ended."""
     for path in checkpoints.glob(".epoch_*.partial"):
-        if _UNFINISHED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+        name = path.name.removeprefix(".").removesuffix(".partial")
+        if is_checkpoint_name(name) and path.is_dir() and not path.is_symlink():
             empty_partial(path)
             path.rmdir()

@@ -9,12 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Position of a run between two optimizer steps.
-
-    ``epoch`` and ``step`` are numbers of finished ones, ``batch`` the number of finished global batches of the current
-    epoch, and ``loss_sum`` the sum of their mean losses. With the seed these
-    determine the next samples. ``rng``: random number generators of all ranks (:mod:`.randomness`).
-    """
+    """Position of a run between two optimizer steps. ``epoch`` and ``step`` are numbers of finished ones, ``batch`` the
+    number of finished global batches of the current epoch, and ``loss_sum`` the sum of their mean losses. With the seed
+    these determine the next samples. ``rng``: random number generators of all ranks (:mod:`.randomness`)."""
 
     epoch: int = 0
     step: int = 0

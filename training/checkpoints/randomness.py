@@ -23,11 +23,8 @@ def gathered() -> str:
 
 
 def restore(rng: str | None, *, seed: int, step: int, stream: int) -> None:
-    """Restore this rank's generators from ``rng``, if the world size is the same.
-
-    Otherwise, and in a new run, seed them by ``seed``, ``step`` and ``stream``, which ranks that compute each layer
-    together share.
-    """
+    """Restore this rank's generators from ``rng``, if the world size is the same. Otherwise, and in a new run, seed
+    them by ``seed``, ``step`` and ``stream``, which ranks that compute each layer together share."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     states = [] if rng is None else json.loads(rng)
     if len(states) == world_size:

@@ -22,9 +22,7 @@ from ..config.train_config import TrainConfig
 from .storage import asked, check_bucket, file_system, names_below, recorded_latest
 
 CHECKPOINTS = "checkpoints"
-MAX_NAMED = 5
-"""Number of names that an error lists, newest first."""
-
+MAX_NAMED = 5  # number of names that an error lists, newest first
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")
 
 _SHARD = re.compile(
@@ -40,7 +38,6 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def partial_folder(folder: Path, name: str) -> Path:
-    """Folder of an incomplete checkpoint."""
     return folder / f".{name}.partial"
 
 
@@ -53,11 +50,8 @@ def make_partial(folder: Path, name: str) -> Path:
 
 
 def empty_partial(partial: Path) -> None:
-    """Remove the files of an unfinished checkpoint.
-
-    Raises:
-        DestinationExistsError: it holds a file that no run wrote; nothing is removed.
-    """
+    """Remove the files of an unfinished checkpoint. Raises DestinationExistsError if it holds a file that no run wrote;
+    nothing is removed."""
     strangers = strangers_in(partial)
     if strangers or partial.is_symlink():
         raise DestinationExistsError(
@@ -87,16 +81,12 @@ def _is_shard(path: Path, partial: Path) -> bool:
 
 
 def checkpoint_of(config: TrainConfig, name: str) -> Path | str:
-    """Path or URL of the run's checkpoint of that name."""
     return config.out / CHECKPOINTS / name if config.storage is None else f"{_stored(config.storage)}/{name}"
 
 
 def make_out(out: Path) -> None:
-    """Make the folder of the run, and check that it is writable.
-
-    Raises:
-        DestinationExistsError: the path or one above is a file. StoreError: it cannot be made or written to.
-    """
+    """Make the folder of the run, and check that it is writable. Raises DestinationExistsError if the path or one above
+    is a file. StoreError if it cannot be made or written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -141,11 +131,9 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
 
 
 def latest_checkpoint(config: TrainConfig) -> Path | str | None:
-    """The run's last finished checkpoint. Raises ``CkptError`` if its storage or record cannot be read.
-
-    In a store it is the last in Ray's record, which lacks partly uploaded ones. In ``out`` only complete checkpoints
-    have their final names.
-    """
+    """The run's last finished checkpoint. Raises ``CkptError`` if its storage or record cannot be read. In a store it
+    is the last in Ray's record, which lacks partly uploaded ones. In ``out`` only complete checkpoints have their final
+    names."""
     if config.storage is not None:
         name = recorded_latest(_stored(config.storage))
         return None if name is None else checkpoint_of(config, name)

@@ -1,22 +1,63 @@
 """Compares the settings of a resumed run with those in its checkpoint, once and before any worker starts.
 
-The settings are in the checkpoint under ``SETTINGS_ENTRY``. Reading them imports no framework.
+They are in the checkpoint under ``SETTINGS_ENTRY``; reading them imports no framework. Errors about a checkpoint are
+reworded, because their advice may name options that the trainer does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ckpt_tools
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CkptError, UsageError
 
 from ..config.options import SETTINGS, spelt
 from ..config.train_config import Settings, TrainConfig
-from .errors import reading
 from .progress import Progress
 from .run_folder import line_of_auto
+
+REWORDED = (
+    (r", or write \S+@latest or \S+", ""),
+    (r"choose one with (?:--tag\b|tag=)", "resume the folder of one of them"),
+    (r"[;,]? ?(?:if it is in one of them, )?name it with (?:--from\b|from_=)", ""),
+    (r",? or (?:--storage-option key=\S+ secret=\S+|storage_options=\S*)", ""),
+)
+"""Advice that a trainer's user cannot follow, and its replacement."""
+
+OPTION = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|(?:from_|model_key|optim_key|param_order|storage_options|tag)=)")
+"""An option of the command line or of Python."""
+
+
+@contextmanager
+def reading(checkpoint: Path | str) -> Iterator[None]:
+    """Rewords errors about ``checkpoint`` within the block; see :func:`reworded`."""
+    try:
+        yield
+    except CkptError as error:
+        message = reworded(error.message, checkpoint)
+        if message == error.message:
+            raise
+        raise type(error)(message, path=error.path, key=error.key) from error
+
+
+def reworded(message: str, checkpoint: Path | str) -> str:
+    """``message`` without advice that only ckpt-tools can follow, or with its command for the named options."""
+    for pattern, words in REWORDED:
+        message = re.sub(pattern, words, message)
+    options = [_as_typed(found) for found in OPTION.findall(message)]
+    if not options:
+        return message
+    return f"{message} ({', '.join(options)}: of `ckpt-tools convert {checkpoint}`; then resume the copy)"
+
+
+def _as_typed(option: str) -> str:
+    """``--optim-key`` for ``optim_key=``."""
+    return option if option.startswith("--") else f"--{option.rstrip('_=').replace('_', '-')}"
+
 
 SETTINGS_ENTRY = "settings"
 
@@ -31,12 +72,9 @@ def lines_before_start(config: TrainConfig, checkpoint: Path | str | None) -> li
 
 
 def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
-    """Compare the run's settings with those of the checkpoint; the message to print, if any.
-
-    Raises:
-        UsageError: ``--override`` lacks a setting that differs, or names one that does not.
-        CkptError: the checkpoint cannot be read.
-    """
+    """Compare the run's settings with those of the checkpoint; the message to print, if any. Raises UsageError if
+    ``--override`` lacks a setting that differs, or names one that does not. CkptError if the checkpoint cannot be
+    read."""
     extra = _extra(checkpoint)
     recorded = _recorded(extra)
     differing = [name for name, value in recorded.items() if value != getattr(config, name)]

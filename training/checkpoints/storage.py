@@ -31,10 +31,8 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def check_bucket(url: str) -> None:
-    """Raises SourceNotFoundError if S3 has no such bucket, StoreError if the request fails.
-
-    s3fs would create a bucket for a mistyped name.
-    """
+    """Raises SourceNotFoundError if S3 has no such bucket, StoreError if the request fails. s3fs would create a bucket
+    for a mistyped name."""
     if not url.startswith("s3://"):
         return
     fs, path = file_system(url)
@@ -56,11 +54,8 @@ def names_below(url: str) -> list[str]:
 
 
 def recorded_latest(url: str) -> str | None:
-    """Name of the last checkpoint in Ray's record below ``url``; None without a record.
-
-    Raises:
-        StoreError: it cannot be read. MalformedError: it is not a record of Ray's.
-    """
+    """Name of the last checkpoint in Ray's record below ``url``; None without a record. Raises StoreError if it cannot
+    be read. MalformedError if it is not a record of Ray's."""
     fs, path = file_system(f"{url}/{RECORD_NAME}")
     try:
         record = json.loads(asked(url, lambda: fs.cat_file(path)))

@@ -19,7 +19,7 @@ from ckpt_tools.errors import DestinationExistsError
 
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
-from .errors import reading
+from .settings import reading
 
 
 def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collection[str] = ()) -> None:
@@ -57,10 +57,8 @@ def export(config: TrainConfig, checkpoint: str) -> None:
 
 @contextmanager
 def converted(checkpoint: Path | str, **options: Any) -> Iterator[Path]:
-    """A copy of ``checkpoint`` for the block, converted by the first rank of each machine; collective.
-
-    The folder has the same name on every rank. ``options`` are those of :func:`ckpt_tools.convert`. Raises CkptError.
-    """
+    """A copy of ``checkpoint`` for the block, converted by the first rank of each machine; collective. The folder has
+    the same name on every rank. ``options`` are those of :func:`ckpt_tools.convert`. Raises CkptError."""
     name = [f"training-{uuid.uuid4().hex}"]
     torch.distributed.broadcast_object_list(name)
     folder, leads = Path(tempfile.gettempdir(), name[0]), int(os.environ["LOCAL_RANK"]) == 0

@@ -10,8 +10,7 @@ from .options import Options, spelt
 
 FSDP_OPTIONS = ("cpu_offload", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
 
-PIPELINED = ("zero0", "zero1")
-"""DeepSpeed's strategies that its pipelines support."""
+PIPELINED = ("zero0", "zero1")  # DeepSpeed's strategies that its pipelines support
 
 
 def broken_rule(run: Options) -> str | None:

@@ -26,7 +26,6 @@ SUFFIX = ".toml"
 
 
 def shipped(suffix: str) -> list[str]:
-    """Names of the bundled files with that ending."""
     found = files(PACKAGE).joinpath(CONFIGS).iterdir()
     return sorted(entry.name.removesuffix(suffix) for entry in found if entry.name.endswith(suffix))
 
@@ -63,19 +62,19 @@ CONTEXT_BEFORE_OPTIONS = CONTEXT | {"ignore_unknown_options": True}
 
 
 class Command(click.Command):
-    """A command that refuses empty values, on the command line and in its ``--config`` file.
-
-    The values are checked as text, because ``click.Path(path_type=Path)`` turns an empty one into the current folder.
-    """
+    """A command that refuses empty values, on the command line and in its ``--config`` file. The values are checked as
+    text, because ``click.Path(path_type=Path)`` turns an empty one into the current folder."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)
         rest = super().parse_args(ctx, args)
         typed, _, _ = self.make_parser(ctx).parse_args(words)
         try:
-            for label, name, is_required in self._parameters():
+            for each in self.params:
+                name, is_argument = str(each.name), isinstance(each, click.Argument)
+                label = name.upper() if is_argument else max(each.opts, key=len)
                 for given in (typed, ctx.default_map or {}):
-                    check_not_empty(label, given.get(name), is_required=is_required)
+                    check_not_empty(label, given.get(name), is_required=is_argument)
         except UsageError as error:
             raise click.UsageError(error.message, ctx) from error
         return rest
@@ -88,15 +87,8 @@ class Command(click.Command):
             click.echo(f"error: {error}", err=True)
             sys.exit(error.exit_code)
 
-    def _parameters(self) -> Iterator[tuple[str, str, bool]]:
-        for each in self.params:
-            is_argument = isinstance(each, click.Argument)
-            label = str(each.name).upper() if is_argument else max(each.opts, key=len)
-            yield label, str(each.name), is_argument
-
 
 def run_options() -> list[click.Parameter]:
-    """The options of ``ckpt-tools train``."""
     file = click.Option(
         ["--config"],
         metavar="FILE|NAME",
@@ -143,8 +135,7 @@ def parsed(words: Sequence[str]) -> dict[str, Any]:
 
 
 INSTALL = "pip install 'ckpt-tools[train]'"
-DISTRIBUTIONS = {"sklearn": "scikit-learn"}
-"""Names to install, where they differ from the module."""
+DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # names to install, where they differ from the module
 
 
 def check_installed(config: TrainConfig) -> None:

@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Task = Literal["images", "text"]
-IMAGE_SIZE, NUM_CLASSES = 28, 10
-"""Height and width of each image, and outputs of each model of images."""
-
-CONTEXT, VOCABULARY = 64, 256
-"""Bytes of each piece of text, and values of a byte."""
-
-HUGGING_FACE = "hf:"
-"""Prefix of the folder of a transformers configuration."""
+IMAGE_SIZE, NUM_CLASSES = 28, 10  # height and width of each image, and outputs of each model of images
+CONTEXT, VOCABULARY = 64, 256  # bytes of each piece of text, and values of a byte
+HUGGING_FACE = "hf:"  # prefix of the folder of a transformers configuration
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DatasetName = Literal["digits", "fashion-mnist", "image-folder", "text"]
 PipelineScheduleName = Literal["gpipe", "1f1b"]
 ScheduleName = Literal["cosine", "linear", "constant"]
-MetricName = Literal["accuracy", "loss"]
-"""Measured at the end of each epoch."""
-
+MetricName = Literal["accuracy", "loss"]  # measured at the end of each epoch
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 
 RESUME_LATEST = "latest"
@@ -170,3 +168,7 @@ def described() -> tuple[tuple[Field[Any], Any, Option], ...]:
 def is_url(text: str) -> bool:
     """Whether ``text`` is the URL of a store that is not local."""
     return "://" in text and not text.startswith("file://")
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

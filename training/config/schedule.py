@@ -34,10 +34,8 @@ class Schedule:
         }[self.shape]
 
     def attach(self, optimizer: Optimizer) -> LambdaLR:
-        """Scheduler of the optimizer, to be stepped after each optimizer step.
-
-        The lambda must be a plain function: LambdaLR would save the attributes of a callable object in the checkpoint.
-        """
+        """Scheduler of the optimizer, to be stepped after each optimizer step. The lambda must be a plain function:
+        LambdaLR would save the attributes of a callable object in the checkpoint."""
         return LambdaLR(optimizer, lambda step: self.factor(step))
 
 

@@ -17,9 +17,7 @@ from .combinations import broken_rule
 from .options import OVERRIDES, RESUME_AUTO, SETTINGS, DatasetName, Options, described, is_url, spelt
 from .strategies import EngineName as EngineName
 
-MAX_SEED = 2**32 - 1
-"""NumPy's limit; torch's is 64 bits, and the seed of an epoch is larger."""
-
+MAX_SEED = 2**32 - 1  # NumPy's limit; torch's is 64 bits, and the seed of an epoch is larger
 Settings = dict[str, Any]
 
 

@@ -24,6 +24,7 @@ from ckpt_tools.errors import StoreError, UsageError
 from ..config import PACKAGE
 from ..config.model_names import CONTEXT, IMAGE_SIZE, NUM_CLASSES
 from ..config.options import DatasetName as DatasetName
+from ..config.options import first_line
 from ..config.train_config import check_data_root
 
 TEXTS = "texts"
@@ -49,7 +50,6 @@ class Samples:
         return len(self.labels)
 
     def first(self, count: int | None) -> Self:
-        """The first ``count`` samples, or all if it is None."""
         return replace(self, pixels=self.pixels[:count], labels=self.labels[:count])
 
 
@@ -68,11 +68,8 @@ class TextWindows(Samples):
 
 
 def load_dataset(name: DatasetName, part: Part, root: Path | None) -> Samples:
-    """One part of a dataset.
-
-    Raises:
-        UsageError: ``root`` is needed and missing, or holds something else. StoreError: a download fails.
-    """
+    """One part of a dataset. Raises UsageError if ``root`` is needed and missing, or holds something else. StoreError
+    if a download fails."""
     if name == "digits":
         return _load_digits(part)
     if name == "text":
@@ -97,11 +94,8 @@ def epoch_order(num_samples: int, epoch: int, seed: int) -> Tensor:
 
 
 def rank_batches(order: Tensor, batch_size: int, rank: int, world_size: int) -> Iterator[Tensor]:
-    """This rank's slice of each full global batch of ``order``, int64 [batch_size / world_size].
-
-    Global batches hold the same samples at every world size, so mean losses are comparable. The last, partial batch is
-    left out.
-    """
+    """This rank's slice of each full global batch of ``order``, int64 [batch_size / world_size]. Global batches hold
+    the same samples at every world size, so mean losses are comparable. The last, partial batch is left out."""
     for batch in order.split(batch_size):
         if len(batch) == batch_size:
             yield batch.tensor_split(world_size)[rank]
@@ -131,7 +125,7 @@ def _load_fashion_mnist(part: Part, root: Path) -> LabelledImages:
         dataset = FashionMNIST(root, train=part == "train", download=True)
     except (OSError, RuntimeError) as error:
         raise StoreError(
-            f"FashionMNIST is not in {root} and could not be downloaded ({_first_line(error)}); "
+            f"FashionMNIST is not in {root} and could not be downloaded ({first_line(error)}); "
             f"copy its four .gz files into {root / 'FashionMNIST' / 'raw'} or use --dataset digits"
         ) from error
     return LabelledImages(dataset.data, dataset.targets)
@@ -150,7 +144,7 @@ def _load_image_folder(part: Part, root: Path) -> LabelledImages:
     try:
         files = make_dataset(str(root / part), numbers, extensions=IMG_EXTENSIONS)
     except OSError as error:
-        raise UsageError(f"--data-root {root}: {part}: {_first_line(error)}") from error
+        raise UsageError(f"--data-root {root}: {part}: {first_line(error)}") from error
     pixels = torch.stack([_grey(Path(path)) for path, _ in files])
     return LabelledImages(pixels, torch.tensor([number for _, number in files]))
 
@@ -159,7 +153,7 @@ def _classes(root: Path, part: Part) -> list[str]:
     try:
         found = sorted(path.name for path in (root / part).iterdir() if path.is_dir())
     except OSError as error:
-        raise UsageError(f"--data-root {root}: {part} is not a folder of classes: {_first_line(error)}") from error
+        raise UsageError(f"--data-root {root}: {part} is not a folder of classes: {first_line(error)}") from error
     if not found:
         raise UsageError(f"--data-root {root}: {part} has no folder of a class")
     return found
@@ -176,7 +170,7 @@ def _grey(path: Path) -> Tensor:
             return pil_to_tensor(small)[0]
     except Exception as error:
         # Pillow's decoders raise OSError, SyntaxError, struct.error, IndexError, ...
-        raise UsageError(f"{path} cannot be read as an image: {_first_line(error)}") from error
+        raise UsageError(f"{path} cannot be read as an image: {first_line(error)}") from error
 
 
 def _load_text(part: Part, root: Path | None) -> TextWindows:
@@ -198,8 +192,4 @@ def _text(root: Path | None) -> bytes:
     try:
         return b"\n".join(path.read_bytes() for path in sorted(root.glob("*.txt")))
     except OSError as error:
-        raise UsageError(f"--data-root {root} cannot be read: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"--data-root {root} cannot be read: {first_line(error)}") from error

@@ -17,8 +17,7 @@ from ..models.zoo import added_loss_of, logits_of
 
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Save = Callable[[Path], None]
-"""Function that writes this rank's shards into a folder."""
+Save = Callable[[Path], None]  # function that writes this rank's shards into a folder
 
 
 class Engine(Protocol):
@@ -30,11 +29,8 @@ class Engine(Protocol):
 
     def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """One optimizer step on this rank's samples, in ``gradient_accumulation`` micro-batches; the mean loss, 0-d,
-        detached.
-
-        ``inputs`` float32 [n, 1, 28, 28] and ``labels`` int64 [n], or both int64 [n, t] for text; on the engine's
-        device, with the same n on every rank.
-        """
+        detached. ``inputs`` float32 [n, 1, 28, 28] and ``labels`` int64 [n], or both int64 [n, t] for text; on the
+        engine's device, with the same n on every rank."""
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Logits in evaluation mode, float32 [n, classes] or [n, t, bytes]; collective, with one n for all ranks."""
@@ -51,7 +47,6 @@ class Engine(Protocol):
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in float32."""
     return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 

@@ -22,9 +22,7 @@ MAX_COMPILED = 64
 
 def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> nn.Module:
     """The model with the weights of the run's seed; ``on_block`` is called with each block once its weights are drawn.
-
-    The order of drawing is fixed, so every strategy and world size starts from the same weights.
-    """
+    The order of drawing is fixed, so every strategy and world size starts from the same weights."""
     torch.manual_seed(config.seed)
     if spec.whole_first:
         model = spec.build()
@@ -45,10 +43,8 @@ def prepare(config: TrainConfig, block: nn.Module) -> None:
 
 
 def _compiled(block: nn.Module) -> Callable[..., Any]:
-    """Compiled ``forward``, without the hooks that gather weights; names of parameters stay the same.
-
-    Evaluation is not compiled, so predictions are bit for bit those from the checkpoint.
-    """
+    """Compiled ``forward``, without the hooks that gather weights; names of parameters stay the same. Evaluation is not
+    compiled, so predictions are bit for bit those from the checkpoint."""
     plain = block.forward
     # Shapes are the same at every step. torch's default limit compiles only eight blocks of different shapes.
     torch._dynamo.config.recompile_limit = MAX_COMPILED

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from ckpt_tools import load_into
 
-from ..checkpoints.errors import reading
-from ..checkpoints.settings import SETTINGS_ENTRY
+from ..checkpoints.settings import SETTINGS_ENTRY, reading
 from ..checkpoints.weights import load_first_weights
 from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
@@ -140,11 +139,9 @@ def _partition(module: nn.Module, options: dict[str, Any], *, in_groups: bool) -
 
 
 def join_process_group(device: torch.device) -> None:
-    """Wrap the existing process group in ``deepspeed.comm``.
-
-    On CPU, DeepSpeed would first compile an all-reduce for inference over shared memory, which training never
-    calls: it needs a C++ compiler and the first run waits for it. Declared incompatible, it is skipped.
-    """
+    """Wrap the existing process group in ``deepspeed.comm``. On CPU, DeepSpeed would first compile an all-reduce for
+    inference over shared memory, which training never calls: it needs a C++ compiler and the first run waits for it.
+    Declared incompatible, it is skipped."""
     if device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_init_required=False)

@@ -11,9 +11,7 @@ from ckpt_tools.errors import UsageError
 from ..config.command_line import shipped_text
 from ..config.train_config import TrainConfig
 
-AUTO = "auto"
-"""As in transformers: the run's options set the value."""
-
+AUTO = "auto"  # as in transformers: the run's options set the value
 KNOWN = frozenset(
     [
         "train_batch_size",
@@ -53,11 +51,9 @@ _NEVER = 1_000_000_000
 
 
 def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """The configuration. Raises ``UsageError`` if the user's file contradicts the run's options.
-
-    ``torch_adam`` uses torch's AdamW: no kernel is compiled, and updates equal those of the FSDP2 engine. Without
-    ``--clip-grad-norm``, DeepSpeed's default of 1.0 is turned off, as it would change the losses.
-    """
+    """The configuration. Raises ``UsageError`` if the user's file contradicts the run's options. ``torch_adam`` uses
+    torch's AdamW: no kernel is compiled, and updates equal those of the FSDP2 engine. Without ``--clip-grad-norm``,
+    DeepSpeed's default of 1.0 is turned off, as it would change the losses."""
     given = _given(config)
     decided = _decided(config, world_size)
     if config.deepspeed_config is not None:

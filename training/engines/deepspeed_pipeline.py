@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from ckpt_tools import load_into
 
-from ..checkpoints.errors import reading
+from ..checkpoints.settings import reading
 from ..checkpoints.weights import load_first_weights
 from ..config.train_config import TrainConfig
 from ..models.language_model import LAYERS

@@ -30,8 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ckpt_tools import load_into
 
-from ..checkpoints.errors import reading
-from ..checkpoints.settings import SETTINGS_ENTRY
+from ..checkpoints.settings import SETTINGS_ENTRY, reading
 from ..checkpoints.weights import load_first_weights
 from ..config.schedule import Schedule
 from ..config.train_config import Settings, TrainConfig
@@ -89,8 +88,7 @@ class LossScaler:
 
 
 SCALER_ENTRY = "loss_scaler"
-CLIP_EPSILON = 1e-6
-"""The value of torch's ``clip_grad_norm_`` and of DeepSpeed."""
+CLIP_EPSILON = 1e-6  # the value of torch's ``clip_grad_norm_`` and of DeepSpeed
 
 
 @dataclass(eq=False)

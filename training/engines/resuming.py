@@ -37,11 +37,9 @@ def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str
 
 
 def apply_settings(config: TrainConfig, scheduler: LambdaLR) -> None:
-    """Apply the run's own learning rate, schedule and weight decay from the next step on.
-
-    The loaded states hold those of the checkpoint's run. If they are the same, this computes exactly the saved numbers,
-    as ``LambdaLR`` computes them.
-    """
+    """Apply the run's own learning rate, schedule and weight decay from the next step on. The loaded states hold those
+    of the checkpoint's run. If they are the same, this computes exactly the saved numbers, as ``LambdaLR`` computes
+    them."""
     groups = scheduler.optimizer.param_groups
     scheduler.base_lrs = [config.learning_rate] * len(groups)
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
@@ -53,11 +51,9 @@ def apply_settings(config: TrainConfig, scheduler: LambdaLR) -> None:
 
 
 def as_zero(checkpoint: Path | str, stage: int, dtype: torch.dtype) -> AbstractContextManager[Path]:
-    """``checkpoint`` as a folder that ``load_checkpoint`` reads at this stage, precision and world size; collective.
-
-    A checkpoint of another format, stage, precision or world size, or at a URL, is converted on each machine into a
-    temporary folder, which takes as much space as the checkpoint. Raises CkptError.
-    """
+    """``checkpoint`` as a folder that ``load_checkpoint`` reads at this stage, precision and world size; collective. A
+    checkpoint of another format, stage, precision or world size, or at a URL, is converted on each machine into a
+    temporary folder, which takes as much space as the checkpoint. Raises CkptError."""
     if fits_zero(checkpoint, stage, dtype):
         return nullcontext(Path(checkpoint))
     world_size = torch.distributed.get_world_size()

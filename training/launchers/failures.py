@@ -29,13 +29,13 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """From an exception, with its traceback."""
         details = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__name__, str(error), details)
 
     @property
     def sentence(self) -> str:
-        return f"rank {self.rank} failed with {self.kind}: {_first_line(self.message)}"
+        lines = self.message.strip().splitlines() or ["no message"]
+        return f"rank {self.rank} failed with {self.kind}: {lines[0]}"
 
     def record(self, path: Path) -> None:
         """Write it to ``path``, unless an earlier failure, which may be its cause, is there."""
@@ -55,7 +55,3 @@ class Failure:
         log = out / ERROR_LOG_NAME
         log.write_text(self.details)
         return RunFailedError(f"{self.sentence} (see {log})")
-
-
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no message"])[0]

@@ -24,9 +24,7 @@ from ckpt_tools.errors import UsageError
 from ..config.train_config import TrainConfig
 from .failures import Failure
 
-ANSWER_SECONDS = 60.0
-"""Time for a node to start a process. Ray detects a lost node in half of it."""
-
+ANSWER_SECONDS = 60.0  # time for a node to start a process. Ray detects a lost node in half of it.
 WAIT_SECONDS = 5.0
 
 Outcome = TypeVar("Outcome")
@@ -119,8 +117,7 @@ def _succeeded(task: Any) -> bool:
     return True
 
 
-Control = Any
-"""Handle of a :class:`RunControl`; Ray's handles are untyped."""
+Control = Any  # handle of a :class:`RunControl`; Ray's handles are untyped
 
 
 class RunControl:

@@ -79,9 +79,7 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
 @contextmanager
 def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
     """The Ray cluster of this process or of ``RAY_ADDRESS``, or else a local one for the block.
-
-    :func:`ckpt_tools.guard.guarded`, which describes ``keep_open``, ends it if this process is killed or stopped.
-    """
+    :func:`ckpt_tools.guard.guarded`, which describes ``keep_open``, ends it if this process is killed or stopped."""
     if ray.is_initialized():
         yield
         return
@@ -193,11 +191,8 @@ def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, cont
 
 
 def _ray_storage(config: TrainConfig) -> dict[str, Any]:
-    """Storage options of Ray's ``RunConfig``.
-
-    For a URL Ray would use Arrow's S3 client, which resolves endpoint and region differently, and leaves an empty
-    object for each folder.
-    """
+    """Storage options of Ray's ``RunConfig``. For a URL Ray would use Arrow's S3 client, which resolves endpoint and
+    region differently, and leaves an empty object for each folder."""
     if config.storage is None:
         return {"storage_path": str(config.out)}
     fs, path = file_system(config.storage)

@@ -41,7 +41,6 @@ class Job:
             raise UsageError(f"--signal-seconds is at least 1, not {self.signal_seconds}")
 
     def directives(self, num_workers: int) -> list[str]:
-        """Options of ``sbatch``."""
         if num_workers % self.nodes:
             raise UsageError(f"--num-workers {num_workers} does not divide over --nodes {self.nodes}")
         given = {

@@ -158,10 +158,8 @@ class _Files:
 
 
 def work(config: TrainConfig) -> NoReturn:
-    """Run one rank, and end this process; rank 0 writes ``result.json``.
-
-    Under a torchrun that the user started, rank 0 locks ``OUT``, and each rank ends the processes that it started.
-    """
+    """Run one rank, and end this process; rank 0 writes ``result.json``. Under a torchrun that the user started, rank 0
+    locks ``OUT``, and each rank ends the processes that it started."""
     _die_with_parent()
     files = _Files.of_launcher()
     request = Request(files.stop if files else None)
@@ -200,10 +198,8 @@ def _restarts() -> int:
 
 
 def _reason(config: TrainConfig, files: _Files | None) -> str:
-    """Reason of the last failure, whose file is removed for the next one.
-
-    A killed rank records none, and then the others fail because of it.
-    """
+    """Reason of the last failure, whose file is removed for the next one. A killed rank records none, and then the
+    others fail because of it."""
     if files is None:
         return "a rank failed; torchrun's log has the reason"
     error = Failure.recorded(files.error) if files.error.is_file() else None

@@ -66,10 +66,8 @@ def padded(images: Tensor) -> Tensor:
 
 
 def evaluate(logits: Logits, samples: Samples, device: torch.device, *, rank: int, world_size: int) -> Evaluation:
-    """Evaluate on all ranks of the default process group, with the same result on each.
-
-    ``rank`` and ``world_size`` select this rank's chunks. Ranks with the same ``rank`` make the same predictions.
-    """
+    """Evaluate on all ranks of the default process group, with the same result on each. ``rank`` and ``world_size``
+    select this rank's chunks. Ranks with the same ``rank`` make the same predictions."""
     predicted = rank_predictions(logits, samples.pixels, device, rank=rank, world_size=world_size)
     torch.distributed.all_reduce(predicted, torch.distributed.ReduceOp.MAX)
     return evaluation_of(predicted.cpu().flatten(), samples.labels.flatten())
@@ -77,10 +75,8 @@ def evaluate(logits: Logits, samples: Samples, device: torch.device, *, rank: in
 
 def rank_predictions(logits: Logits, pixels: Tensor, device: torch.device, *, rank: int, world_size: int) -> Tensor:
     """Predictions of this rank's chunks, int64 [n] or [n, t], and 0 elsewhere: the maximum over ranks has all of them.
-
     A forward pass of a sharded model is collective, so each rank makes the same number: a rank without a chunk left
-    repeats the first one.
-    """
+    repeats the first one."""
     chunks = pixels.split(CHUNK)
     each = pixels.shape[1:] if pixels.ndim == 2 else ()
     predicted = torch.zeros((len(pixels), *each), dtype=torch.int64, device=device)

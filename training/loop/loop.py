@@ -37,11 +37,8 @@ from .saving import Agreement, Saver, SaveRecord, remove_old
 @dataclass(frozen=True, slots=True)
 class EpochMetrics:
     """Metrics of an epoch, or of its part up to ``--max-steps``: mean loss over all ranks at each step, and correct
-    predictions of the held-out samples.
-
-    If the run was resumed within the epoch, ``losses`` has only its own steps; ``earlier_loss`` is the sum of those of
-    the ``earlier_steps``.
-    """
+    predictions of the held-out samples. If the run was resumed within the epoch, ``losses`` has only its own steps;
+    ``earlier_loss`` is the sum of those of the ``earlier_steps``."""
 
     epoch: int
     losses: tuple[float, ...]
@@ -83,8 +80,7 @@ class Interrupted:
     checkpoint: str | None
 
 
-Asked = Callable[[], bool]
-"""Whether this rank knows of a request to save and stop."""
+Asked = Callable[[], bool]  # whether this rank knows of a request to save and stop
 
 
 def train(

@@ -22,8 +22,7 @@ from .outlets import Outlet
 from .saving import Agreement, SaveRecord
 from .screen import Status
 
-SHOWN_SECONDS = 0.5
-"""Minimum time between two statuses on the screen; every measured step is recorded."""
+SHOWN_SECONDS = 0.5  # minimum time between two statuses on the screen; every measured step is recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +145,7 @@ def cuda_peak() -> int:
 
 
 PROFILE_NAME = "profile"
-SKIPPED, WARMUP, PROFILED = 1, 1, 5
-"""Numbers of steps. The first one allocates, and the profiler is slow in its first."""
-
+SKIPPED, WARMUP, PROFILED = 1, 1, 5  # numbers of steps. The first one allocates, and the profiler is slow in its first.
 ROWS = 30
 MAX_ALLOCATIONS = 100_000
 

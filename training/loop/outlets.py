@@ -72,8 +72,7 @@ def scalars(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-Values = Mapping[str, float]
-"""Measured values by name."""
+Values = Mapping[str, float]  # measured values by name
 
 
 class Outlet(Protocol):
@@ -107,10 +106,8 @@ class Outlet(Protocol):
 
 
 class FolderOutlet:
-    """:class:`Outlet` into ``OUT/checkpoints``, which all ranks share, and ``OUT/metrics.jsonl``.
-
-    A checkpoint's folder gets its final name when all ranks have written.
-    """
+    """:class:`Outlet` into ``OUT/checkpoints``, which all ranks share, and ``OUT/metrics.jsonl``. A checkpoint's folder
+    gets its final name when all ranks have written."""
 
     def __init__(self, out: Path, *, tensorboard: bool = False) -> None:
         self._journal = Journal(out, tensorboard=tensorboard)

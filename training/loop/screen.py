@@ -14,23 +14,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-SCREEN_VARIABLE = "TRAINING_SCREEN"
-"""Environment variable of ranks whose output the command draws."""
-
-RECORD = "\x1e"
-"""ASCII's record separator, which begins a line with a status."""
-
-END_SECONDS = 5.0
-"""Time to wait for the last lines."""
-
-PLAIN_SECONDS = 5.0
-"""Time between two status lines in a log."""
+SCREEN_VARIABLE = "TRAINING_SCREEN"  # environment variable of ranks whose output the command draws
+RECORD = "\x1e"  # ASCII's record separator, which begins a line with a status
+END_SECONDS = 5.0  # time to wait for the last lines
+PLAIN_SECONDS = 5.0  # time between two status lines in a log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +44,6 @@ class Status:
     stall_seconds: float | None
 
     def to_line(self) -> str:
-        """Line for the command to draw."""
         return RECORD + json.dumps(asdict(self))
 
     @classmethod
@@ -95,15 +87,7 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
-class Screen(Protocol):
-    """Display of a run's lines and status."""
-
-    def say(self, line: str) -> None: ...
-
-    def show(self, status: Status) -> None: ...
-
-
-class PlainScreen:
+class Screen:
     """Prints lines, and a status every few seconds."""
 
     def __init__(self) -> None:
@@ -118,14 +102,14 @@ class PlainScreen:
             self.say(status.line)
 
 
-class SentScreen(PlainScreen):
+class SentScreen(Screen):
     """Prints lines and statuses for the command to draw."""
 
     def show(self, status: Status) -> None:
         self.say(status.to_line())
 
 
-class LiveScreen:
+class LiveScreen(Screen):
     """Scrolls lines above a live status."""
 
     def __init__(self, console: Console, live: Live) -> None:
@@ -139,8 +123,7 @@ class LiveScreen:
 
 
 def rank_screen() -> Screen:
-    """Screen of the first rank."""
-    return SentScreen() if SCREEN_VARIABLE in os.environ else PlainScreen()
+    return SentScreen() if SCREEN_VARIABLE in os.environ else Screen()
 
 
 def is_on_terminal() -> bool:
@@ -151,7 +134,7 @@ def is_on_terminal() -> bool:
 def command_screen() -> Iterator[Screen]:
     """Screen of the command. rich is imported only for a terminal."""
     if not is_on_terminal():
-        yield PlainScreen()
+        yield Screen()
         return
     from rich.console import Console
     from rich.live import Live

@@ -27,8 +27,7 @@ from ..config.options import RESUME_LATEST
 from ..config.train_config import TrainConfig
 
 SAVING = (signal.SIGTERM, signal.SIGUSR1)
-EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: the same command can continue later."""
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command can continue later
 
 
 class RunStoppedError(CkptError):
@@ -66,10 +65,8 @@ class Request:
 
 @contextmanager
 def passing_on(ask: Callable[[], None]) -> Iterator[None]:
-    """Within the block, the first SIGTERM or SIGUSR1 calls ``ask``; a second SIGTERM has its earlier effect.
-
-    Does nothing unless ``ckpt_tools.signals`` handles SIGTERM: a program that calls the launchers keeps its handlers.
-    """
+    """Within the block, the first SIGTERM or SIGUSR1 calls ``ask``; a second SIGTERM has its earlier effect. Does
+    nothing unless ``ckpt_tools.signals`` handles SIGTERM: a program that calls the launchers keeps its handlers."""
     if threading.current_thread() is not threading.main_thread() or signal.SIGTERM not in heeded():
         yield
         return

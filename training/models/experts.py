@@ -15,11 +15,8 @@ from torch.nn import functional
 from .language_model import HIDDEN, WIDTH, Attention, Block, LanguageModel
 
 EXPERTS = 4
-CHOSEN = 2
-"""Number of experts per token."""
-
-BALANCE_WEIGHT = 0.01
-"""Weight of the balance in the loss."""
+CHOSEN = 2  # number of experts per token
+BALANCE_WEIGHT = 0.01  # weight of the balance in the loss
 
 
 class Experts(nn.Module):
@@ -31,17 +28,14 @@ class Experts(nn.Module):
         self.down = nn.Parameter(_drawn(WIDTH, HIDDEN))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Float [m, WIDTH] to [m, WIDTH].
-
-        ``counts``, int64 [s, e], are the lengths of consecutive runs of ``tokens``: for each of s senders, one run for
-        each of this worker's e experts. Each run is multiplied separately, so results do not depend on other senders.
-        """
+        """Float [m, WIDTH] to [m, WIDTH]. ``counts``, int64 [s, e], are the lengths of consecutive runs of ``tokens``:
+        for each of s senders, one run for each of this worker's e experts. Each run is multiplied separately, so
+        results do not depend on other senders."""
         runs = tokens.split(counts.flatten().tolist())
         experts = cycle(zip(*(weight.unbind() for weight in self.weights()), strict=True))
         return torch.cat([_answers(run, *expert) for run, expert in zip(runs, experts, strict=False)])
 
     def weights(self) -> Sequence[Tensor]:
-        """Weights of this worker's experts."""
         return self.gate, self.up, self.down
 
 
@@ -79,11 +73,9 @@ class MixtureOfExperts(nn.Module):
 
 
 def imbalance(odds: Tensor, chosen: Tensor) -> Tensor:
-    """1 if tokens go evenly to the experts, EXPERTS / CHOSEN if all go to the same; float32, 0-d.
-
-    ``odds`` are float [n, t, EXPERTS], ``chosen`` int64 [n, t, CHOSEN]. It is the mean over the n texts, so it does not
-    depend on how texts are divided among workers and micro-batches.
-    """
+    """1 if tokens go evenly to the experts, EXPERTS / CHOSEN if all go to the same; float32, 0-d. ``odds`` are float
+    [n, t, EXPERTS], ``chosen`` int64 [n, t, CHOSEN]. It is the mean over the n texts, so it does not depend on how
+    texts are divided among workers and micro-batches."""
     shares = functional.one_hot(chosen, EXPERTS).sum(-2).float().mean(1) / CHOSEN
     return EXPERTS * (shares * odds.mean(1)).sum(-1).mean()
 

@@ -84,7 +84,6 @@ class LanguageModel(nn.Module):
         self.head.weight = self.embed.weight
 
     def new_layer(self, at: int) -> nn.Module:
-        """Layer number ``at``."""
         return Block()
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -17,19 +17,17 @@ from torchvision.models.vision_transformer import EncoderBlock
 from ckpt_tools.errors import FormatError
 
 from ..config.model_names import HUGGING_FACE, VOCABULARY
-from . import convolutional as image_models
+from ..config.options import first_line
+from . import image_models
 from .experts import MixtureBlock, MixtureModel
 from .language_model import Block, LanguageModel
-from .vision_transformer import build_model
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model whose constructor draws the weights from torch's global RNG.
-
-    Each instance of a class in ``blocks`` is sharded and checkpointed separately. ``whole_first``: weights are drawn
-    after all blocks are built, so no block can be sharded before.
-    """
+    """A model whose constructor draws the weights from torch's global RNG. Each instance of a class in ``blocks`` is
+    sharded and checkpointed separately. ``whole_first``: weights are drawn after all blocks are built, so no block can
+    be sharded before."""
 
     build: Callable[[], nn.Module]
     blocks: tuple[type[nn.Module], ...]
@@ -41,7 +39,7 @@ class ModelSpec:
 
 
 _BY_NAME: Mapping[str, ModelSpec] = {
-    "vit": ModelSpec(build_model, (EncoderBlock,)),
+    "vit": ModelSpec(image_models.build_model, (EncoderBlock,)),
     "cnn": ModelSpec(image_models.Cnn, (image_models.ConvBlock,)),
     "cnn-lstm": ModelSpec(image_models.CnnLstm, (image_models.ConvBlock,)),
     "ensemble": ModelSpec(image_models.Ensemble, (image_models.Cnn,)),
@@ -79,14 +77,10 @@ def _hugging_face(folder: Path) -> ModelSpec:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model_class = AutoModelForCausalLM._model_mapping[type(config)]
     except (OSError, ValueError, KeyError) as error:
-        raise FormatError(f"{folder} has no config.json of a causal language model: {_first_line(error)}") from error
+        raise FormatError(f"{folder} has no config.json of a causal language model: {first_line(error)}") from error
     if config.vocab_size < VOCABULARY:
         raise FormatError(f"{folder}: vocab_size is {config.vocab_size}, and the text has {VOCABULARY} bytes")
     config.use_cache = False
     names = model_class._no_split_modules or []
     blocks = tuple(getattr(sys.modules[model_class.__module__], name) for name in names)
     return ModelSpec(lambda: model_class(config), blocks, whole_first=True)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

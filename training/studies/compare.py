@@ -45,13 +45,10 @@ with killed_by_interrupts():
         title_of,
     )
 
-CASE_NAME = "case.json"
-"""File in the folder of a case: options of its run, and its figures once it is finished."""
-
+CASE_NAME = "case.json"  # file in the folder of a case: options of its run, and its figures once it is finished
 NAME = "comparison"
 FAILED = 1
-WIDTH = 160
-"""Width of the table if the output is not a terminal."""
+WIDTH = 160  # width of the table if the output is not a terminal
 
 
 @click.command(cls=Command, context_settings=CONTEXT_BEFORE_OPTIONS)

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-DEFAULTS = ("--launcher=torchrun", "--epochs=2", "--log-every=1")
-"""Default options of every run."""
-
+DEFAULTS = ("--launcher=torchrun", "--epochs=2", "--log-every=1")  # default options of every run
 DEFAULT_CASES = (
     "ddp",
     "shard_grad_op",
@@ -56,18 +54,10 @@ WORK = (
 )
 """Fields that all cases must share for their figures to be comparable."""
 
-OURS = ("out", "resume", "override", "storage", "export", "max_steps")
-"""Fields that the comparison sets itself."""
-
-WARM_UP = 3
-"""Measured steps at the beginning that are left out; with fewer than six, the first half."""
-
-SAME_LOSS = 1e-5
-"""Relative difference up to which two losses in fp32 count as equal."""
-
-RUN, RESUMED = "run", "resumed"
-"""Folders of a case: its run, and the short run that resumes the last checkpoint."""
-
+OURS = ("out", "resume", "override", "storage", "export", "max_steps")  # fields that the comparison sets itself
+WARM_UP = 3  # measured steps at the beginning that are left out; with fewer than six, the first half
+SAME_LOSS = 1e-5  # relative difference up to which two losses in fp32 count as equal
+RUN, RESUMED = "run", "resumed"  # folders of a case: its run, and the short run that resumes the last checkpoint
 _NOT_IN_A_NAME = re.compile(r"[^\w.=+-]")
 _NOWHERE = Path("comparison")
 
@@ -244,7 +234,6 @@ LOSS = "final loss"
 
 
 def title_of(cases: Sequence[Case]) -> str:
-    """Model, data and size of all runs."""
     config = cases[0].config
     size = f"batch {config.batch_size}, {config.num_workers} workers, {config.precision}"
     return f"{config.model} on {config.dataset}, {size}"

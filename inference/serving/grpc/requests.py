@@ -55,8 +55,7 @@ CONTENTS: Mapping[str, str] = {
 MAX_FIELDS = 1000
 """Most fields of a message, not counting nested ones: an empty tensor is two bytes on the wire, but many in memory."""
 
-FIXED_SIZES = {1: 8, 5: 4}
-"""Size on the wire by wire type."""
+FIXED_SIZES = {1: 8, 5: 4}  # size on the wire by wire type
 
 
 def parsed(kind: Any, data: bytes) -> Any:

@@ -82,11 +82,8 @@ def create_app(
     traffic: Traffic | None = None,
     snapshots_of_all: Snapshots | None = None,
 ) -> Application:
-    """The application over loaded models, which it closes at its end.
-
-    ``background`` is entered while it runs, ``grpc`` is served, and ``snapshots_of_all`` gets the counts of all
-    replicas.
-    """
+    """The application over loaded models, which it closes at its end. ``background`` is entered while it runs, ``grpc``
+    is served, and ``snapshots_of_all`` gets the counts of all replicas."""
     chosen, traffic = settings or Settings(), traffic or Traffic()
     service = Service(repository, chosen, traffic, snapshots_of_all)
 
@@ -138,7 +135,6 @@ def create_app(
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
-    """Error response in the format of the path's protocol."""
     if isinstance(error, HTTPException):
         error = Refused(error.status_code, error.detail, error.headers)
     if not isinstance(error, Refused):

@@ -112,11 +112,9 @@ class Endpoints:
 
 
 class FastPath:
-    """Answers inference requests, and passes all others to ``app``. ``refuse`` renders an error.
-
-    A request through FastAPI passes eight layers that do nothing for it, and the patterns of all other paths. They cost
-    more processor time than reading the request, waiting in the queue and writing the answer together.
-    """
+    """Answers inference requests, and passes all others to ``app``. ``refuse`` renders an error. A request through
+    FastAPI passes eight layers that do nothing for it, and the patterns of all other paths. They cost more processor
+    time than reading the request, waiting in the queue and writing the answer together."""
 
     def __init__(self, app: ASGIApp, endpoints: Endpoints, refuse: Refuse) -> None:
         self.app, self.endpoints, self.refuse = app, endpoints, refuse

@@ -29,9 +29,7 @@ OPEN_PATHS = frozenset({"/", "/healthz", "/v2/health/live", "/v2/health/ready"})
 
 HOST_PORT = re.compile(r":\d*$")
 
-WATCH_SECONDS = 0.05
-"""Delay before watching for a disconnect; most answers are sent before it."""
-
+WATCH_SECONDS = 0.05  # delay before watching for a disconnect; most answers are sent before it
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 

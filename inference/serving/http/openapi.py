@@ -88,24 +88,21 @@ REFUSALS: Mapping[int, str] = {
     504: "The model took too long",
 }
 
-GETS: Mapping[str, tuple[str, str]] = {
-    "": ("Server", "What the server is"),
-    "/health/live": ("Live", "Whether the process answers"),
-    "/health/ready": ("Ready", "Whether every model is loaded"),
-    "/models/stats": ("Statistics", "What was counted of all models"),
-    "/models/{name}": ("Model", "What a model takes and gives, and which weights it has"),
-    "/models/{name}/ready": ("Ready", "Whether a model is loaded"),
-    "/models/{name}/stats": ("Statistics", "What was counted of a model"),
-    "/models/{name}/config": ("Configuration", "A model's configuration in the form of Triton"),
+OPERATIONS: Mapping[tuple[str, str], tuple[str | None, str, str]] = {
+    ("get", ""): (None, "Server", "Server metadata"),
+    ("get", "/health/live"): (None, "Live", "Liveness"),
+    ("get", "/health/ready"): (None, "Ready", "Readiness: every model is loaded"),
+    ("get", "/models/stats"): (None, "Statistics", "Counts of all models"),
+    ("get", "/models/{name}"): (None, "Model", "Inputs, outputs and weights of a model"),
+    ("get", "/models/{name}/ready"): (None, "Ready", "Readiness of a model"),
+    ("get", "/models/{name}/stats"): (None, "Statistics", "Counts of a model"),
+    ("get", "/models/{name}/config"): (None, "Configuration", "Configuration of a model, in Triton's form"),
+    ("post", "/models/{name}/infer"): ("InferRequest", "InferResponse", "Predictions of a model"),
+    ("post", "/repository/index"): ("IndexRequest", "Index", "The models and their states"),
+    ("post", "/repository/models/{name}/load"): (None, "Nothing", "Load or reload a model"),
+    ("post", "/repository/models/{name}/unload"): (None, "Nothing", "Unload a model"),
 }
-
-POSTS: Mapping[str, tuple[str | None, str, str]] = {
-    "/models/{name}/infer": ("InferRequest", "InferResponse", "The answer of a model"),
-    "/repository/index": ("IndexRequest", "Index", "The models and their states"),
-    "/repository/models/{name}/load": (None, "Nothing", "Load or reload a model"),
-    "/repository/models/{name}/unload": (None, "Nothing", "Unload a model"),
-}
-
+"""Schemas of request and response, and summary, by method and path."""
 
 FORM: Json = {
     "content": {
@@ -134,7 +131,7 @@ def describe(app: FastAPI) -> None:
 
 def _predict() -> Json:
     return {
-        "summary": "The answer of a model to one image or text",
+        "summary": "Prediction for one image or text",
         "operationId": "predict",
         "parameters": [{"name": "model", "in": "query", "required": False, "schema": TEXT}],
         "requestBody": FORM,
@@ -147,24 +144,17 @@ def _predict() -> Json:
 
 
 def _paths() -> Json:
+    """Each path, and for a model's path its variant with a version."""
     found: Json = {}
-    for path, (answer, summary) in GETS.items():
-        for full in _with_versions(path):
-            found[full] = {"get": _operation(full, "get", summary, answer)}
-    for path, (asked, answer, summary) in POSTS.items():
-        for full in _with_versions(path):
-            found[full] = {"post": _operation(full, "post", summary, answer, asked)}
+    model = "/models/{name}"
+    for (method, path), (asked, answer, summary) in OPERATIONS.items():
+        versioned = [path.replace(model, f"{model}/versions/{{version}}")] if path.startswith(model) else []
+        for full in (f"/v2{each}" for each in (path, *versioned)):
+            found[full] = {method: _operation(full, method, summary, answer, asked)}
     return found
 
 
-def _with_versions(path: str) -> list[str]:
-    """The path, and for a model's path its variant with a version."""
-    model = "/models/{name}"
-    versioned = [path.replace(model, f"{model}/versions/{{version}}")] if path.startswith(model) else []
-    return [f"/v2{each}" for each in (path, *versioned)]
-
-
-def _operation(path: str, method: str, summary: str, answer: str, asked: str | None = None) -> Json:
+def _operation(path: str, method: str, summary: str, answer: str, asked: str | None) -> Json:
     found: Json = {
         "summary": summary,
         "operationId": "_".join([method, *(part.strip("{}") for part in path.split("/") if part)]),

@@ -22,8 +22,7 @@ from ckpt_tools.signals import STOPPING, Stopped
 from ...common.garbage import settle
 from ..settings import HEAD_SECONDS, MAX_HEAD_BYTES
 
-GRACE_SECONDS = 10
-"""Time for requests in flight at shutdown; complete ones end well within it."""
+GRACE_SECONDS = 10  # time for requests in flight at shutdown; complete ones end well within it
 
 
 class PromptProtocol(HttpToolsProtocol):

@@ -62,11 +62,8 @@ class RemoteModels:
         threads: int,
         ended: Callable[[CkptError], None],
     ) -> Iterator[RemoteModels]:
-        """The process, started now and ended with the block. A thread calls ``ended`` if it ends before.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """The process, started now and ended with the block. A thread calls ``ended`` if it ends before. Raises OSError
+        if it cannot be started."""
         ours, its = Pipe()
         with its:
             process = subprocess.Popen(

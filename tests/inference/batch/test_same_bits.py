@@ -19,7 +19,7 @@ from inference.batch.__main__ import main
 from inference.serving import __main__ as serve
 from training.data.datasets import LabelledImages
 from training.loop import evaluation
-from training.models.vision_transformer import build_model
+from training.models.image_models import build_model
 
 FORMATS: tuple[ckpt_tools.WrittenFormat, ...] = ("dcp", "zero1", "zero2", "zero3")
 CONSOLIDATED = ("model.safetensors", "model.pt")

@@ -17,8 +17,7 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import default_config
 from training.__main__ import main
-from training.checkpoints.errors import reading, reworded
-from training.checkpoints.settings import check_settings, recorded_settings
+from training.checkpoints.settings import check_settings, reading, recorded_settings, reworded
 from training.config.options import SETTINGS, spelt
 from training.config.train_config import Settings, TrainConfig
 from training.launchers import check_before_start

@@ -16,9 +16,9 @@ from inference.batch import __main__ as batch
 from tests.training.jobs import NUM_WORKERS
 from tests.training.strategy_jobs import BATCH_SIZE, tiny_config, train_each
 from training.__main__ import main
+from training.config.model_names import NUM_CLASSES
 from training.data.datasets import PARTS, load_dataset
 from training.loop.result import RunResult
-from training.models.vision_transformer import NUM_CLASSES
 
 CLASSES = ("ant", "bee", "cat")
 

@@ -30,7 +30,7 @@ from training.loop.screen import (
     RECORD,
     SCREEN_VARIABLE,
     LiveScreen,
-    PlainScreen,
+    Screen,
     SentScreen,
     Status,
     _show_each,
@@ -150,7 +150,7 @@ def test_a_plain_line_comes_every_few_seconds(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("training.loop.screen.time.monotonic", lambda: now)
-    screen = PlainScreen()
+    screen = Screen()
     for _ in range(11):
         screen.show(STATUS)
         now += PLAIN_SECONDS / 5
@@ -176,8 +176,8 @@ def test_a_terminal_shows_the_status_below_what_is_said(capsys: pytest.CaptureFi
 
 def test_who_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     with command_screen() as screen:
-        assert isinstance(screen, PlainScreen), "standard output of these tests is not a terminal"
-    assert isinstance(rank_screen(), PlainScreen)
+        assert isinstance(screen, Screen), "standard output of these tests is not a terminal"
+    assert isinstance(rank_screen(), Screen)
     monkeypatch.setenv("TRAINING_SCREEN", "1")
     assert isinstance(rank_screen(), SentScreen)
 
