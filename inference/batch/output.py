@@ -105,7 +105,6 @@ class Output:
 
     @property
     def columns(self) -> Path:
-        """The Parquet file in progress."""
         return self.path.with_name(f"{self.path.name}.unfinished-columns")
 
     @property

@@ -48,15 +48,11 @@ def reworded(message: str, checkpoint: Path | str) -> str:
     """``message`` without advice that only ckpt-tools can follow, or with its command for the named options."""
     for pattern, words in REWORDED:
         message = re.sub(pattern, words, message)
-    options = [_as_typed(found) for found in OPTION.findall(message)]
+    named = (option.rstrip("_=").replace("_", "-").removeprefix("--") for option in OPTION.findall(message))
+    options = [f"--{option}" for option in named]
     if not options:
         return message
     return f"{message} ({', '.join(options)}: of `ckpt-tools convert {checkpoint}`; then resume the copy)"
-
-
-def _as_typed(option: str) -> str:
-    """``--optim-key`` for ``optim_key=``."""
-    return option if option.startswith("--") else f"--{option.rstrip('_=').replace('_', '-')}"
 
 
 SETTINGS_ENTRY = "settings"

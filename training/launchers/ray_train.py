@@ -204,21 +204,15 @@ def _work(loop_config: dict[str, Any]) -> Outcome:
     outlet = (RayFolderOutlet if config.storage is None else RayStorageOutlet)(config, loop_config["lines"])
     control: Control = loop_config["control"]
     resume_from = loop_config["resume_from"]
-    if _is_restart(control):
+    # Ray may have restarted the workers.
+    if _from_first_rank(lambda: ray.get(control.begin.remote())) > 1:
         config = replace(config, resume=RESUME_AUTO)
-        resume_from = _found_by_first_rank(config)
+        resume_from = _from_first_rank(partial(resume_folder, config))
     return train(config, ray.train.torch.get_device(), resume_from, outlet, is_asked(control))
 
 
-def _is_restart(control: Control) -> bool:
-    leads = ray.train.get_context().get_world_rank() == 0
-    found = [leads and ray.get(control.begin.remote()) > 1]
-    torch.distributed.broadcast_object_list(found)
-    return found[0]
-
-
-def _found_by_first_rank(config: TrainConfig) -> Path | str | None:
-    found = [resume_folder(config) if torch.distributed.get_rank() == 0 else None]
+def _from_first_rank(call: Callable[[], Any]) -> Any:
+    found = [call() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(found)
     return found[0]
 

@@ -45,8 +45,6 @@ class SaveRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A save in progress, with its start and the time that training has waited."""
-
     name: str
     step: int
     values: Values
