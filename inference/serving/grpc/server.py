@@ -33,6 +33,9 @@ LOG = logging.getLogger(__name__)
 
 GRACE_SECONDS = 10.0
 
+REFUSING_SECONDS = 0.5
+"""Time before the end in which new calls get ``UNAVAILABLE``: gRPC itself cancels those that arrive as it stops."""
+
 OPEN_METHODS = {"/v2/health/live": "ServerLive", "/v2/health/ready": "ServerReady"}
 """Methods without a token, by their HTTP path."""
 
@@ -59,12 +62,15 @@ async def serving(service: Service, listening: Listening) -> AsyncIterator[None]
             ("grpc.server_handshake_timeout_ms", round(HEAD_SECONDS * 1000)),
         ]
     )
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, Calls(service).handlers())])
+    calls = Calls(service)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, calls.handlers())])
     _listen(server, listening)
     await server.start()
     try:
         yield
     finally:
+        calls.is_stopping = True
+        await asyncio.sleep(REFUSING_SECONDS)
         await server.stop(GRACE_SECONDS)
 
 
@@ -124,6 +130,7 @@ class Calls:
 
     def __init__(self, service: Service) -> None:
         self.service, self.settings, self.traffic = service, service.settings, service.traffic
+        self.is_stopping = False
 
     def handlers(self) -> dict[str, Any]:
         named: dict[str, Handler] = {
@@ -163,6 +170,8 @@ class Calls:
                 print(call.log_line(), flush=True)
 
     async def _answer(self, method: Method, handler: Handler, call: Call) -> bytes:
+        if self.is_stopping:
+            raise Refused(503, "the service is stopping")
         self._check_sender(call)
         call.context.set_trailing_metadata((("x-request-id", call.request_id),))
         try:
