@@ -40,7 +40,7 @@ class Llama:
 
     @classmethod
     def of(cls, num_elements: int) -> Llama:
-        """Of about so many parameters."""
+        """A model of about so many parameters."""
         hidden = max(64, 64 * round(sqrt(num_elements / ELEMENTS_PER_SQUARE) / 64))
         empty = cls(hidden, 0)
         return cls(hidden, max(1, round((num_elements - empty.num_elements) / empty.elements_per_layer)))

@@ -85,7 +85,7 @@ class OutOfTimeError(Exception):
 
 
 def slots(work: Work) -> Iterator[Slot]:
-    """Each contestant with a warm and a cold cache; with fsync, warm, all but peers, which have no such option."""
+    """Each contestant with a warm and a cold cache; with fsync, warm, except peers, which have no such option."""
     for contestant in work.contestants:
         yield Slot(contestant, "warm", synced=False)
         yield Slot(contestant, "cold", synced=False)

@@ -1,4 +1,4 @@
-"""What `training/` costs beside the framework that it drives: `python -m benchmarks.training`.
+"""Overhead of `training/` over the framework that it drives: `python -m benchmarks.training`.
 
 - `fsdp2-step`, `zero2-step`: a step of a run, against a bare loop over the same samples with the same framework
 - `resume`: a state of FSDP2 through `load_into`, against `dcp.load`

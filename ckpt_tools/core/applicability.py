@@ -1,4 +1,4 @@
-"""Which options apply to what, so that nothing that a user asked for is ignored in silence. Pure.
+"""Rules of which options apply to what, so that no option is ignored in silence. Pure.
 
 The rules about formats are in ``formats.applicability``.
 

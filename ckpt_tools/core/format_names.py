@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 
 class BuiltIn(NamedTuple):
-    """Where a format is: ``MODULE:OBJECT`` below ``ckpt_tools.formats``.
+    """Place of a format: ``MODULE:OBJECT`` below ``ckpt_tools.formats``.
 
-    ``signs`` are endings of file names, of which every source of the format has one. ``suffixes`` are endings of
+    ``signs`` are endings of file names; every source of the format has a file with one. ``suffixes`` are endings of
     destinations that are one file of the format.
     """
 
@@ -46,7 +46,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 """In the order of detection, the most telling first. A format without signs is read by its name alone."""
 
 ALIASES = {"zero0": "deepspeed"}
-"""Names that a checkpoint may report and that are no entries: DeepSpeed without ZeRO."""
+"""Names that a checkpoint may report and that have no entry: DeepSpeed without ZeRO."""
 
 SINGLE_FILES = {suffix: name for name, entry in BUILT_IN.items() for suffix in entry.suffixes}
 """Endings of destinations that are one file, and the format that each implies."""

@@ -382,7 +382,7 @@ def _flat_index(table: ShardTable) -> FlatIndex | None:
 
 
 def _contiguous_rows(extents: Ints, shape: Shape) -> NDArray[np.bool_]:
-    """Which boxes of these extents are intervals: ones outside some dim, whole dims inside it.
+    """Mask of the boxes of these extents that are intervals: ones outside some dim, whole dims inside it.
     ``boxes.is_contiguous`` by column."""
     contiguous = np.ones(len(extents), bool)
     inner_is_whole = np.ones(len(extents), bool)

@@ -108,7 +108,7 @@ def brief(value: Value) -> str:
 
 
 def kind_of(value: Value) -> str:
-    """What ``value`` is, for a message, in the words of the one who saved it: no class of ours is named."""
+    """Description of ``value`` for a message, in the words of the program that saved it: no class of ours is named."""
     if isinstance(value, Opaque):
         return f"{value.ref} object" if isinstance(value.ref, GlobalRef) else "object of an inner class"
     return _KINDS.get(type(value).__name__, type(value).__name__)

@@ -63,7 +63,7 @@ def _empty(saved: Saved) -> str | None:
 
 
 def _weightless(saved: Saved) -> str | None:
-    """What is left of a checkpoint whose weights are gone, or were not written yet."""
+    """Finds the rest of a checkpoint whose weights are gone, or were not written yet."""
     if format_of(saved) not in ("torch", "safetensors"):
         return None
     held = [path for path in saved.files if is_carrier(path) and not path.endswith(".index.json")]

@@ -1,4 +1,4 @@
-"""Which files ``prune`` may remove, by name, and in which order. Pure.
+"""Files that ``prune`` may remove, by name, in their order. Pure.
 
 ``prune`` removes a checkpoint only if trainers and formats write every file in its folder, by these names, or if its
 reader names it. Any other file belongs to the user, and the checkpoint stays.
@@ -74,7 +74,7 @@ def strangers(paths: Collection[str]) -> set[str]:
 
 
 def in_order_of_removal(paths: Iterable[str]) -> list[list[str]]:
-    """What is written last, then the model, then all others: without the first, the rest is not taken for whole."""
+    """Files written last, then the model, then all others: without the first, the rest is not taken for whole."""
     stages = (_forms()[2], _STATES, _MODEL)
     batches: list[list[str]] = [[], [], [], []]
     for path in sorted(paths):

@@ -85,7 +85,7 @@ class PruneReport(Shown):
 
     @property
     def num_files(self) -> int:
-        """Of the checkpoints that do not stay."""
+        """Number of files of the checkpoints that do not stay."""
         return sum(each.num_files for each in self.checkpoints if not each.stays)
 
     @property

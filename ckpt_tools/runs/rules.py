@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and why. Pure."""
+"""Rules of which checkpoints of a run stay, and why. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Best:
 
     @classmethod
     def parse(cls, text: str) -> Best:
-        """Of ``METRIC``, ``METRIC:min`` or ``METRIC:max``. Raises UsageError."""
+        """Parse ``METRIC``, ``METRIC:min`` or ``METRIC:max``. Raises UsageError."""
         metric, _, end = text.rpartition(":") if text.endswith((":min", ":max")) else (text, "", "")
         if not metric:
             raise UsageError(f"{option('keep_best', text)} names no metric")
@@ -51,7 +51,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class PruneRules:
-    """What the user asked to keep. ``best`` is the name of the best checkpoint, if there is a metric."""
+    """Options of ``prune`` that say what to keep. ``best`` is the name of the best checkpoint, if there is a metric."""
 
     keep_last: int
     keep_every: int | None = None

@@ -238,7 +238,7 @@ _known_items: dict[int, tuple[bytes, ItemLocation]] = {}
 
 
 def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -> tuple[ItemLocation, int]:
-    """Where the elements are from the start of the item, and where its pickle ends."""
+    """Offset of the elements from the start of the item, and the end of its pickle."""
     size = stop - start
     tail_start = max(size - ITEM_TAIL_BYTES, 0)
     tail = head[tail_start:] if len(head) == size else read(start + tail_start, stop)

@@ -69,7 +69,7 @@ class Destination(ABC):
 
     @abstractmethod
     def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
-        """Complete a file of which all parts were written, with these part tags. Raises StoreError."""
+        """Complete a file whose parts were all written, with these part tags. Raises StoreError."""
 
     @abstractmethod
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""What every format must do, as a class of tests to inherit."""
+"""Requirements of every format, as a class of tests to inherit."""
 
 from __future__ import annotations
 

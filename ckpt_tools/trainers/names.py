@@ -39,7 +39,7 @@ def is_unread(name: str) -> bool:
 
 
 def is_beside(name: str) -> bool:
-    """Whether a file of this name stands beside a model and is none."""
+    """True if a file of this name accompanies a model and does not hold one."""
     return meaning_of(name) is not None or is_unread(name)
 
 
@@ -56,7 +56,7 @@ def optimizer_of(files: Collection[str]) -> str | None:
 
 
 def meaning_of(name: str) -> Meaning | None:
-    """What a file of this name adds to the manifest; None if it is not read."""
+    """Entries that a file of this name adds to the manifest; None if it is not read."""
     return _MEANINGS.get(name)
 
 

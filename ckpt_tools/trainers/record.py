@@ -1,4 +1,4 @@
-"""What is known of one trainer."""
+"""The record of one trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Metrics = Iterable[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """How a folder of the trainer is written again, so that the trainer resumes from it.
+    """Rules for writing a folder of the trainer again, so that the trainer resumes from it.
 
     ``parts`` matches the folders of its DCPs, and is empty if the folder is itself the one DCP. ``sign`` is a file that
     tells the trainer from others. ``files`` match paths in the folder that are copied as they are; a group is

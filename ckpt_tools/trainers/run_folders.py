@@ -1,4 +1,4 @@
-"""Which folders and files of a run are its checkpoints, by names alone. Pure.
+"""Checkpoints of a run, found by names of folders and files alone. Pure.
 
 Trainers name a checkpoint by its step, iteration or epoch: ``checkpoint-500``, ``global_step500``, ``step-100``,
 ``iter_0000010``, ``epoch_1_step_200``, ``ep1-ba20``, ``epoch=1-step=242.ckpt``. The outermost folder of such a name is
@@ -39,7 +39,7 @@ _CARRIER = re.compile(
     r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|.*_states\.pt|.*\.(?:safetensors|pt|pth|bin|ckpt|gguf|npz)"
     r"|.*\.(?:safetensors|bin)\.index\.json|_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt|metadata\.pkl"
 )
-"""Files of which every checkpoint has one."""
+"""Files that every checkpoint has."""
 
 _ORBAX = re.compile(r"(?:_CHECKPOINT_METADATA|[^/]+/(?:_METADATA|manifest\.ocdbt)|commit_success\.txt)")
 
@@ -152,7 +152,7 @@ def core_of(name: str) -> str:
 
 
 def is_carrier(path: str) -> bool:
-    """Whether it is one of the files of which every checkpoint has one."""
+    """True if it is a file that every checkpoint has."""
     return _CARRIER.fullmatch(path.rpartition("/")[2]) is not None
 
 

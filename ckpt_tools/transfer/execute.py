@@ -63,7 +63,7 @@ class TransferResult:
 
 
 class History:
-    """What an earlier run of the same plan has done, and notes of this run for a later one. Here: nothing."""
+    """Progress of an earlier run of the same plan, and notes of this run for a later one. Here: nothing."""
 
     __slots__ = ()
 

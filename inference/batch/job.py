@@ -1,4 +1,4 @@
-"""How to load the model, equal on this machine and on the workers of a cluster."""
+"""Options for loading the model, equal on this machine and on the workers of a cluster."""
 
 from __future__ import annotations
 

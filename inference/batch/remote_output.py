@@ -153,7 +153,7 @@ class RemoteWriter:
 
 @contextmanager
 def open_remote(output: RemoteOutput) -> Iterator[RemoteWriter]:
-    """As :func:`.output.open_output`."""
+    """The remote counterpart of :func:`.output.open_output`."""
     if output.is_parquet:
         import pyarrow.parquet  # noqa: F401  # if it is missing, that is to be known before the first prediction
     fs, path = file_system(output.url)

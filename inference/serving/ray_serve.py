@@ -195,7 +195,7 @@ def run(served: Served, replicas: Replicas, host: str, port: int, announce: Call
 def _start(served: Served, replicas: Replicas, host: str, port: int) -> None:
     tally = ray.remote(num_cpus=0)(Tally).remote()
 
-    def build() -> Application:  # Ray takes nothing but a function for what makes an application.
+    def build() -> Application:  # Ray accepts only a function as a builder of applications.
         return application(served, tally)
 
     made = serve.deployment(

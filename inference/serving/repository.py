@@ -156,7 +156,7 @@ class Repository:
 
     @contextmanager
     def hold(self, name: str, number: str | None = None) -> Iterator[Version]:
-        """As :meth:`version`; it is kept loaded within the block."""
+        """The version of :meth:`version`, kept loaded within the block."""
         with self._lock:
             version = self._version(name, number)
             version.num_users += 1

@@ -123,7 +123,7 @@ def _leave(sentence: str, code: int) -> NoReturn:
 
 
 def advice_after_stop(config: TrainConfig) -> str:
-    """How to continue a stopped run. The store is not read: it may be the reason for stopping."""
+    """Advice on continuing a stopped run. The store is not read: it may be the reason for stopping."""
     if config.storage is not None:
         return f"if a checkpoint was saved, continue with --resume {RESUME_LATEST}"
     saved = saved_checkpoints(config.out)

@@ -69,7 +69,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """How tensors of one shape and dtype are cut, and the item of each chunk."""
+    """Cut of tensors of one shape and dtype, and the item of each chunk."""
 
     boxes: tuple[Box, ...]
     items: tuple[Item, ...]
@@ -96,7 +96,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where every item of a checkpoint lies. Names are those of the entries, without aliases.
+    """Places of all items of a checkpoint. Names are those of the entries, without aliases.
 
     ``sizes`` are the bytes of each rank's file, 0 where a rank has none.
     """
@@ -271,7 +271,7 @@ class _Index:
         return TensorStorageMetadata(self._properties.of(entry.dtype), Size(entry.shape), chunks)
 
     def items(self, name: str, owner: str) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
-        """Where each item of an entry is; an alias has those of its owner."""
+        """Place of each item of an entry; an alias has those of its owner."""
         cut = self._placed.cut.get(owner)
         if cut is None:
             piece = self._placed.whole[owner]

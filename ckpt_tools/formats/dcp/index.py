@@ -45,7 +45,7 @@ _FILE_NAME = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a ``.metadata`` file says, checked against the files that are there."""
+    """Content of a ``.metadata`` file, checked against the files that are there."""
 
     tensors: Mapping[str, TensorLeaf]
     objects: Mapping[str, ByteRange]

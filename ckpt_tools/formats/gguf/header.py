@@ -105,7 +105,7 @@ class Header:
 
 
 class Readable(Protocol):
-    """What files are read from: a ``Source``, or less."""
+    """Interface that files are read from; a ``Source`` has it."""
 
     def size(self, path: str) -> int: ...
 

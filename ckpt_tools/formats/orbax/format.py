@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class OrbaxFormat(Format):
-    """Reads a local folder: one tree, or items, some of which are trees. tensorstore reads the arrays."""
+    """Reads a local folder: one tree, or items with trees among them. tensorstore reads the arrays."""
 
     name = "orbax"
     about = "Orbax (JAX): a folder with _METADATA and arrays of OCDBT or Zarr; needs the extra ckpt-tools[orbax]"

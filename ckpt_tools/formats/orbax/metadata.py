@@ -43,7 +43,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What ``_METADATA`` of the item in ``folder`` says ("" for the checkpoint itself)."""
+    """Content of ``_METADATA`` of the item in ``folder`` ("" for the checkpoint itself)."""
 
     folder: str
     leaves: tuple[Leaf, ...]

@@ -1,4 +1,4 @@
-"""Reads Orbax checkpoints: one tree, or a folder of items, some of which are trees."""
+"""Reads Orbax checkpoints: one tree, or a folder of items with trees among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which leaves of an Orbax tree are the model, and which are Adam's moments. Pure.
+"""Roles of the leaves of an Orbax tree: model or moments of Adam. Pure.
 
 Flax and most training loops keep the weights under ``params``. A tree without it is a model, unless a name says that it
 holds more. optax keeps Adam's moments in two copies of the tree of weights, ``mu`` and ``nu``: two trees that lie side

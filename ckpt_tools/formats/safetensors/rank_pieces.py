@@ -53,7 +53,7 @@ def check_numbers(paths: Iterable[str]) -> None:
 
 
 def read_offsets(metadata: Mapping[str, str], path: str) -> Mapping[str, tuple[int, ...]]:
-    """Where the pieces of a file begin, by name. Raises MalformedError."""
+    """Starts of the pieces of a file, by name. Raises MalformedError."""
     if OFFSETS_KEY not in metadata:
         raise MalformedError(f"a shard of a rank needs {OFFSETS_KEY} in its metadata", path=path)
     found = parse_json(metadata[OFFSETS_KEY].encode(), path)

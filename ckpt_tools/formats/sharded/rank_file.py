@@ -50,7 +50,7 @@ class RankFile:
     tensors: Mapping[TreePath, Held]
     objects: Mapping[TreePath, Any]
     inner: Mapping[StateKey, TensorLeaf]
-    """Tensors to which objects refer."""
+    """Tensors that objects refer to."""
 
     @property
     def is_optimizer(self) -> bool:

@@ -43,7 +43,7 @@ def chosen_tree(manifest: Manifest, *, model_key: str | None, optim_key: str | N
 
 
 def is_model_only(manifest: Manifest) -> bool:
-    """Whether there is nothing but weights and buffers."""
+    """True if there are only weights and buffers."""
     return not manifest.groups and not manifest.extra and not manifest.of_kind(Kind.STATE)
 
 
@@ -192,7 +192,7 @@ class _Found:
         return name
 
     def unused(self) -> Iterator[Note]:
-        """Tensors to which no entry refers."""
+        """Tensors that no entry refers to."""
         used = {*self.tensors.values(), *(ref.key for value in self.objects.values() for ref in references(value))}
         for key in self.manifest.of_kind(Kind.EXTRA):
             if key not in used:

@@ -75,7 +75,7 @@ def why_unnamed(
 def _by_shape_alone(
     groups: Sequence[NumberedGroup], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape]
 ) -> dict[int, str] | None:
-    """What is found without an order: names that the optimizer says, and parameters whose shape is unique."""
+    """Names found without an order: names that the optimizer says, and parameters whose shape is unique."""
     owners: dict[Shape, list[str]] = {}
     for name, shape in parameters.items():
         owners.setdefault(shape, []).append(name)

@@ -238,7 +238,7 @@ def _fitting(
 
 
 def role_of(path: TreePath, tree: Tree, *, is_tensor: bool) -> LeafRole:
-    """What the leaf at ``path`` is."""
+    """Role of the leaf at ``path``."""
     in_optim = _in_optim(path, tree.optim)
     if in_optim is not None:
         return in_optim
@@ -272,7 +272,7 @@ def _flattened(flat: str) -> State | Option | None:
 class Leaves:
     """A tree of state by its leaves: each has a name of its own and a path, and is a tensor or an object.
 
-    ``inner`` are tensors to which objects refer, ``own`` the names of leaves that are the user's, at any path.
+    ``inner`` are tensors that objects refer to, ``own`` the names of leaves that are the user's, at any path.
     ``is_ordered`` is True if the tensors are in the model's order. ``unread`` has the reason for each leaf that is a
     tensor, or holds one, that cannot be read.
     """

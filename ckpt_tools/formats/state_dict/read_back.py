@@ -26,7 +26,7 @@ from ckpt_tools.formats.state_dict.parse import (
 
 
 def entries_read_back(manifest: Manifest, tree: StateTree) -> Entries:
-    """As ``entries_of``, for a tree whose model a reader finds.
+    """Entries as of ``entries_of``, for a tree whose model a reader finds.
 
     Raises:
         UnsupportedError: as ``entries_of`` does, or a reader would take something else for the model, or the
@@ -83,7 +83,7 @@ def _taken_for_model(manifest: Manifest, entries: Entries) -> TreePath | None:
 
 
 def _tree_found(manifest: Manifest, entries: Entries) -> Tree | None:
-    """Where a reader finds model and optimizer; None if it asks the user."""
+    """Keys where a reader finds model and optimizer; None if the user has to name them."""
     numels = {name: manifest.tensors[key].numel for name, key in entries.tensors.items()}
     integers = {name for name, key in entries.tensors.items() if not manifest.tensors[key].dtype.is_floating}
     try:

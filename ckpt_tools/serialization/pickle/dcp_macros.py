@@ -284,7 +284,7 @@ class _TensorMacro(RecordMacro):
         return rb"(?:" + made + rb"|" + start + rb"h.|j...." + stop + rb")"
 
     def _class(self, kind: type[Record]) -> Value:
-        """The name by which the pickle knows a class."""
+        """The name of a class in the pickle."""
         return next((ref for name, ref in self.machine.names.items() if CLASSES.get(name) is kind), None)
 
     def made(self, found: re.Match[bytes]) -> bool:

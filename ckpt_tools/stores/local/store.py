@@ -184,7 +184,7 @@ class LocalStore(FillableStore):
 
 @contextmanager
 def _needing(file: Path, what: str) -> Iterator[None]:
-    """As ``reporting``, with IncompleteError where there is no such file."""
+    """``reporting``, with IncompleteError if there is no such file."""
     try:
         with reporting(what, file):
             yield

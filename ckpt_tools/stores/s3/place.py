@@ -236,7 +236,7 @@ def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Clai
 
 
 def _remove_earlier(claim: S3Claim) -> None:
-    """What a killed run made and noted: uploads, log and notes."""
+    """Objects that a killed run made and noted: uploads, log and notes."""
     claim.log.clear()
     claim.destination.notes.remove()
 

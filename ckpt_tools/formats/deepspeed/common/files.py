@@ -127,7 +127,7 @@ class ModelStates:
 
     @classmethod
     def of_stage(cls, file: File) -> ModelStates:
-        """A stage of a pipeline: all but ``module``, which the files of layers hold."""
+        """A stage of a pipeline: everything except ``module``, which the files of layers hold."""
         return cls._of(file, {}, () if file.content.get("param_shapes") is None else _param_shapes(file))
 
     @classmethod

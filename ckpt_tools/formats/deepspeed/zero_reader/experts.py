@@ -125,7 +125,7 @@ def _prefix(name: str) -> str | None:
 
 
 def _layer_of(name: str, layers: Mapping[str, Layer]) -> str | None:
-    """The layer of experts to which the gate's weight ``name`` belongs."""
+    """The layer of experts that the gate's weight ``name`` belongs to."""
     head, infix, _ = name.rpartition(".deepspeed_moe.")
     prefix = head + INFIX
     return prefix if infix and prefix in layers else None

@@ -208,7 +208,7 @@ def locate_group(
 
 
 def cut_group(group: int, shapes: Mapping[str, Shape], gaps: Gaps, partition: int, path: str) -> dict[str, Pieces]:
-    """The pieces of parameters of which a rank holds ``partition`` elements. Raises MalformedError."""
+    """The pieces of a group's parameters, cut into partitions of ``partition`` elements. Raises MalformedError."""
     spans = _spans(shapes, gaps, path)
     return {name: _pieces(start, stop, partition, group) for name, start, stop in spans if stop > start}
 
