@@ -34,3 +34,8 @@ def is_shown(path: str) -> bool:
     for a folder."""
     *folders, name = path.split("/")
     return bool(name) and not any(folder.startswith(".") for folder in folders)
+
+
+def is_hidden(path: str, size: int) -> bool:
+    """True if an object is not shown, and not the empty one that stands for a folder."""
+    return not is_shown(path) and (size > 0 or not path.endswith("/"))

@@ -19,7 +19,7 @@ from ckpt_tools.errors import (
     UsageError,
     without_secrets,
 )
-from ckpt_tools.stores.marker_files import is_shown
+from ckpt_tools.stores.marker_files import is_hidden, is_shown
 from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retried
 from ckpt_tools.stores.source import Store, checked_name
 
@@ -89,6 +89,12 @@ class FsspecStore(Store):
         return f"{self.root}/{path}{self.query}" if self.root else path
 
     def list(self) -> Mapping[str, int]:
+        return {name: size for name, size in self._asked().items() if is_shown(name) or name == self.only}
+
+    def hidden(self) -> Mapping[str, int]:
+        return {name: size for name, size in self._asked().items() if name != self.only and is_hidden(name, size)}
+
+    def _asked(self) -> dict[str, int]:
         try:
             return asked(self.url, self._sizes)
         except FileNotFoundError as error:
@@ -102,7 +108,7 @@ class FsspecStore(Store):
             found = self.fs.find(self.root, detail=True)
             names = {str(path).removeprefix(self.root).lstrip("/"): info for path, info in found.items()}
         self._times = {name: when for name, info in names.items() if (when := _time_of(info)) is not None}
-        return {name: size_of(info, self.url) for name, info in names.items() if is_shown(name) or name == self.only}
+        return {name: size_of(info, self.url) for name, info in names.items()}
 
     def modified(self, path: str) -> float | None:
         """The time in the listing."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, UsageError, without_secrets
-from ckpt_tools.stores.marker_files import is_shown
+from ckpt_tools.stores.marker_files import is_hidden, is_shown
 from ckpt_tools.stores.s3.client import Bucket, Found, S3Options
 from ckpt_tools.stores.source import ServiceFile, Store, checked_name
 
@@ -33,6 +33,12 @@ class S3Store(Store):
         self._etags = {path: each.etag for path, each in found.items()}
         self._times = {path: each.modified for path, each in found.items()}
         return {path: each.size for path, each in found.items()}
+
+    def hidden(self) -> Mapping[str, int]:
+        if self.only is not None:
+            return {}
+        found = ((each.key.removeprefix(self.prefix), each.size) for each in self.bucket.objects(self.prefix))
+        return {path: size for path, size in found if is_hidden(path, size)}
 
     def _objects(self) -> Iterator[Found]:
         """Hidden folders and the marks that tools make for empty ones are left out."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import printable
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import UnsafeError, UnsupportedError
 from ckpt_tools.serialization.pickle.proof import Proof
 
 MAX_FINDINGS = 1000
@@ -33,6 +33,10 @@ class Danger(StrEnum):
 
 class NotLookedIntoError(UnsupportedError):
     """Data of a kind that is not read at all, or beyond what a scan spends on it."""
+
+
+class CouldRunError(UnsafeError):
+    """A text that names or makes code."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -69,13 +73,25 @@ class FindingCollector:
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append(Finding(printable(file), printable(place), danger, printable(what)))
 
+    def add_name(self, file: str, place: str, name: str, what: str) -> None:
+        """Add the finding that a file names code, unless the user vouches for it."""
+        if name in self.allowed:
+            self.met.add(name)
+            return
+        self.add(file, place, Danger.COULD_RUN, what)
+        self._remember(name)
+
+    def _remember(self, name: str) -> None:
+        if len(self.names) < MAX_FINDINGS:
+            self.names[printable(name)] = None
+
     def note(self, proof: Proof) -> None:
         """Count a pickle that was read, proven or not; its refusals are findings of their own."""
         self.num_pickles += not proof.refusals
         self.met.update(proof.uses_allowed)
         for refusal in proof.refusals:
-            if refusal.name and len(self.names) < MAX_FINDINGS:
-                self.names[printable(refusal.name)] = None
+            if refusal.name:
+                self._remember(refusal.name)
 
     def proved(self, num_bytes: int) -> None:
         """Count a file of which every byte was accounted for."""

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
+
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.verification.scan.findings import NotLookedIntoError
 
 PICKLED = re.compile(
     r"(^|/)\.metadata$|\.(pt|pth|bin|ckpt|pkl|pickle|pk|p|mdl|th|pyt|dill|joblib|metadata|distcp|pth?\.tar)$", re.I
 )
 """Names of files that loaders unpickle."""
 
-_TEXT_NAME = re.compile(
+_TEXT = re.compile(
     r"(^|/)(latest|latest_universal|README|LICENSE|LICENCE|NOTICE|COPYING|VERSION|AUTHORS|\.gitattributes|\.gitignore)$"
-    r"|\.(txt|md|rst|yaml|yml|csv|tsv|log|cfg|ini|toml|jinja|jinja2|license)$",
+    r"|\.(txt|md|rst|csv|tsv|log|cfg|ini|toml|jinja|jinja2|license)$",
     re.I,
 )
-_JSON_NAME = re.compile(
+_YAML = re.compile(r"\.ya?ml$", re.I)
+_JSON = re.compile(
     r"\.json$|(^|/)(_METADATA|_CHECKPOINT_METADATA|_sharding|array_metadatas/process_\d+|metadata|\.zarray|\.zgroup|"
     r"\.zattrs|\.zmetadata)$",
     re.I,
 )
 """Names without a suffix are those of Orbax and zarr."""
-_JSON_LINES_NAME = re.compile(r"\.jsonl$", re.I)
+
+LATEST = re.compile(r"(^|/)latest(_universal)?$", re.I)
+"""Names of files that hold the name of a folder."""
 
 PROGRAM = re.compile(
     r"\.(py|pyc|pyo|pyd|pyw|pyz|ipynb|so|so\.[\d.]+|dylib|dll|exe|com|sh|bash|bat|cmd|ps1|js|mjs|html?|svg|jar|class|whl|egg|"
-    r"pl|rb|lua|c|cc|cpp|cu|cuh|h|hpp|ptx|cubin|hsaco|wasm|app|pth\.py)$",
+    r"pl|rb|lua|c|cc|cpp|cu|cuh|h|hpp|ptx|cubin|hsaco|wasm|app|pth\.py)$"
+    r"|\.(dist-info|egg-info)(/|$)|\.egg-link$|(^|/)pyvenv\.cfg$",
     re.I,
 )
-"""Endings of programs: what runs them is not asked."""
+"""Names of programs, and of an installed package: a Python that is started beside it runs its entry points."""
 
 KNOWN_PROGRAMS = {
     "bbeb8b1fe7d79563af43902ec91f2db0be8d145466043aae200ff05168a4d6ba": "zero_to_fp32.py of DeepSpeed 0.19",
@@ -50,7 +58,7 @@ _MAGIC = {
     b"\xff\xd8\xff": "a JPEG image",
     b"GIF8": "a GIF image",
     b"\x89HDF": "an HDF5 file",
-    b"GGUF": "a GGUF file, and its name does not end in .gguf",
+    b"GGUF": "a GGUF file",
     b"\x0c\xdb": "data of Orbax (OCDBT), which is not a pickle, and of which not every byte can be accounted for",
     b"%PDF": "a PDF file",
     b"\x7fELF": "a program",
@@ -58,16 +66,71 @@ _MAGIC = {
 }
 
 
-def is_text(path: str) -> bool:
-    return _TEXT_NAME.search(path) is not None
+class Kind(StrEnum):
+    """Kinds of files that can be proved, and programs."""
+
+    PROGRAM = "a program"
+    SAFETENSORS = "safetensors"
+    GGUF = "GGUF"
+    NPY = "an array of numpy"
+    NPZ = "an archive of arrays"
+    ZIP = "a zip archive"
+    """Of a name that says nothing: a file of torch.save, or an archive of arrays."""
+    JSON = "JSON"
+    JSON_LINES = "lines of JSON"
+    YAML = "YAML"
+    TEXT = "text"
+    PICKLED = "a pickle or a file of torch.save"
+    """The first bytes decide which: a zip, torch's format before 1.6, a pickle."""
 
 
-def is_json(path: str) -> bool:
-    return _JSON_NAME.search(path) is not None
+_NAMES = {
+    Kind.PROGRAM: PROGRAM,
+    Kind.SAFETENSORS: re.compile(r"\.safetensors$", re.I),
+    Kind.GGUF: re.compile(r"\.gguf$", re.I),
+    Kind.NPY: re.compile(r"\.npy$", re.I),
+    Kind.NPZ: re.compile(r"\.npz$", re.I),
+    Kind.PICKLED: PICKLED,
+    Kind.YAML: _YAML,
+    Kind.JSON_LINES: re.compile(r"\.jsonl$", re.I),
+    Kind.JSON: _JSON,
+    Kind.TEXT: _TEXT,
+}
+
+_OF_OTHER_LOADERS = re.compile(
+    r"\.(h5|hdf5?|keras|onnx|pb|tflite|nemo|tar|tgz|gz|bz2|xz|lzma|zst|lz4|z|7z|rar|mar|pt2|ptl|mlmodel|msgpack|arrow|"
+    r"parquet|feather|db|sqlite)$",
+    re.I,
+)
+"""Endings of formats that are not proved, whatever the bytes are."""
+
+_FIRST_BYTES = {b"PK\x03\x04": (Kind.ZIP, Kind.PICKLED, Kind.NPZ), b"\x93NUMPY": (Kind.NPY,), b"GGUF": (Kind.GGUF,)}
+
+PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
+"""Start of a pickle of protocol 2 or later."""
 
 
-def is_json_lines(path: str) -> bool:
-    return _JSON_LINES_NAME.search(path) is not None
+def kind_of(path: str, head: bytes) -> Kind:
+    """The kind that the name says, and that the first bytes do not contradict; of a name that says nothing, the kind
+    that the first bytes say.
+
+    Raises:
+        NotLookedIntoError: it is of no kind that is proved. MalformedError: name and first bytes say two kinds.
+    """
+    by_bytes = next((found for magic, found in _FIRST_BYTES.items() if head.startswith(magic)), ())
+    by_name = next((kind for kind, names in _NAMES.items() if names.search(path)), None)
+    if by_name is Kind.PROGRAM:
+        return Kind.PROGRAM
+    if by_name is None and not _OF_OTHER_LOADERS.search(path) and (by_bytes or PROTOCOL.match(head)):
+        return by_bytes[0] if by_bytes else Kind.PICKLED
+    if by_name is None or (by_name is Kind.PICKLED and not by_bytes and unknown_kind(head) != _UNKNOWN):
+        raise NotLookedIntoError(unknown_kind(head))
+    if by_bytes and by_name not in by_bytes:
+        raise MalformedError(f"its name is that of {by_name}, its first bytes are those of {' or '.join(by_bytes)}")
+    return by_name
+
+
+_UNKNOWN = "unknown file type, not scanned"
 
 
 def unknown_kind(head: bytes) -> str:
@@ -77,4 +140,4 @@ def unknown_kind(head: bytes) -> str:
             return f"it is {what}"
     if head[257:262] == b"ustar":
         return "it is a tar archive; torch before 0.1.10 wrote such, and no loader of today needs them"
-    return "unknown file type, not scanned"
+    return _UNKNOWN

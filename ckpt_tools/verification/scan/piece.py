@@ -26,6 +26,11 @@ class Piece:
         inner = self._inner(place, len(data))
         return replace(inner, read=lambda start, stop: data[start:stop])
 
+    def held(self) -> Piece:
+        """The same, read at once."""
+        data = self.whole()
+        return replace(self, read=lambda start, stop: data[start:stop])
+
     def within(self, place: str) -> str:
         """Position of ``place`` in the file."""
         return ", ".join(filter(None, (self.place, place)))

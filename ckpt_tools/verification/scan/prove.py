@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,26 +22,23 @@ from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import check_start
 from ckpt_tools.serialization.pickle.machine import PersistentLoad, TooLongError
 from ckpt_tools.serialization.pickle.proof import Proof, UnlistedNameError, prove
-from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, described_storage, noted
 from ckpt_tools.serialization.torch_legacy import is_legacy
-from ckpt_tools.serialization.zip_archive import TORCHSCRIPT
-from ckpt_tools.stores.source import checked_name
+from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, TORCHSCRIPT
 from ckpt_tools.verification.scan import kinds
 from ckpt_tools.verification.scan.budget import PickleBudget
-from ckpt_tools.verification.scan.disguise import RunsElsewhereError
-from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError
+from ckpt_tools.verification.scan.configuration import CodeName, code_names, instantiator
+from ckpt_tools.verification.scan.findings import CouldRunError, Danger, FindingCollector, NotLookedIntoError
+from ckpt_tools.verification.scan.kinds import Kind
+from ckpt_tools.verification.scan.other_loaders import RunsElsewhereError, check_one_meaning
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.strict_zip import covered_zip
-
-MAX_TEXT_BYTES = 1 << 26
-"""Text and JSON; a tokenizer takes 20 MB."""
+from ckpt_tools.verification.scan.texts import prove_text
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of safetensors itself."""
 
 _HEAD_BYTES = 512
-_PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 
 
 class Prover:
@@ -53,32 +50,42 @@ class Prover:
         self.metadata: dict[str, Metadata] = {}
 
     def prove(self, piece: Piece) -> None:
-        """Prove a whole file. Raises FormatError or UnsafeError where it cannot be; refused names are noted."""
+        """Prove a whole file as the one kind that its name and first bytes say. Raises FormatError or UnsafeError where
+        it cannot be; refused names are noted."""
         if piece.size == 0:
+            # A link to a file outside is refused when it is opened.
+            piece.read(0, 0)
             return
-        if kinds.PROGRAM.search(piece.file):
+        kind = kinds.kind_of(piece.file, piece.head(_HEAD_BYTES))
+        if kind is Kind.PROGRAM:
             self._program(piece)
             return
-        head = piece.head(_HEAD_BYTES)
-        if head.startswith(b"PK\x03\x04"):
-            self._zip(piece)
-        elif head.startswith(b"\x93NUMPY"):
-            self._npy(piece)
-        elif piece.file.lower().endswith(".safetensors"):
-            self._safetensors(piece)
-        elif piece.file.lower().endswith(".gguf"):
-            _prove_gguf(piece)
-        elif kinds.is_text(piece.file) or kinds.is_json(piece.file) or kinds.is_json_lines(piece.file):
-            _prove_text(piece)
-        elif is_legacy(head):
-            self._legacy(piece)
-        elif _PROTOCOL.match(head) or kinds.PICKLED.search(piece.file):
-            self._pickle_file(piece, head)
-        else:
-            raise NotLookedIntoError(kinds.unknown_kind(head))
+        self._prove_as(kind, piece)
+        check_one_meaning(piece, kind)
 
-    def item(self, piece: Piece, *, packed_bytes: int | None = None) -> None:
-        """Prove an item of a DCP: a file of torch, which ``packed_bytes`` were inflated to if it was compressed."""
+    def _prove_as(self, kind: Kind, piece: Piece) -> None:
+        match kind:
+            case Kind.PICKLED:
+                self._pickled(piece)
+            case Kind.NPZ | Kind.ZIP:
+                self._zip(piece, kind)
+            case Kind.NPY:
+                self._npy(piece)
+            case Kind.SAFETENSORS:
+                self._safetensors(piece)
+            case Kind.GGUF:
+                _prove_gguf(piece)
+            case _:
+                for document in prove_text(piece, kind):
+                    self._add_names(piece, code_names(piece.file, document))
+
+    def _add_names(self, piece: Piece, names: Iterable[CodeName]) -> None:
+        for found in names:
+            self._notebook.add_name(piece.file, piece.place, found.name, found.what)
+
+    def item(self, piece: Piece, *, packed_bytes: int | None = None) -> int:
+        """Prove an item of a DCP: a file of torch, which ``packed_bytes`` were inflated to if it was compressed. Return
+        the start of its directory."""
         if not piece.size:
             raise MalformedError("an item of no bytes")
         if piece.head(4) != b"PK\x03\x04":
@@ -88,13 +95,24 @@ class Prover:
             num_bytes = sum(stop - start for name, (start, stop) in ranges.items() if name.endswith("/data.pkl"))
             if not self._pickle_budget.spend(num_bytes, packed_bytes):
                 raise NotLookedIntoError("its pickles are compressed, and much larger than the file that holds them")
+        if not next(iter(ranges)).endswith("/data.pkl"):
+            raise MalformedError("its first record is not its pickle, as torch writes it")
         self._torch(piece, directory, ranges)
+        return directory.start
 
     # Pickles
 
-    def _pickle_file(self, piece: Piece, head: bytes) -> None:
-        if not _PROTOCOL.match(head) and kinds.unknown_kind(head) != kinds.unknown_kind(b""):
-            raise NotLookedIntoError(kinds.unknown_kind(head))
+    def _pickled(self, piece: Piece) -> None:
+        """A file of torch.save, or one pickle."""
+        head = piece.head(_HEAD_BYTES)
+        if head.startswith(LOCAL_MAGIC):
+            self._zip(piece, Kind.PICKLED)
+        elif is_legacy(head):
+            self._legacy(piece)
+        else:
+            self._pickle_file(piece)
+
+    def _pickle_file(self, piece: Piece) -> None:
         if piece.size > MAX_PICKLE_BYTES:
             raise NotLookedIntoError("a pickle of more than 4 GB")
         check_start(piece.read, piece.size, path=piece.file)
@@ -117,6 +135,7 @@ class Prover:
 
     def _note(self, piece: Piece, place: str, proof: Proof) -> None:
         self._notebook.note(proof)
+        self._add_names(piece, instantiator(proof.value))
         for refusal in proof.refusals:
             where = piece.within(", ".join(filter(None, (place, f"byte {refusal.at:,}"))))
             self._notebook.add(piece.file, where, Danger.RUNS if refusal.name else Danger.COULD_RUN, refusal.what)
@@ -130,12 +149,14 @@ class Prover:
 
     # Archives
 
-    def _zip(self, piece: Piece) -> None:
+    def _zip(self, piece: Piece, kind: Kind) -> None:
         directory, ranges = covered_zip(piece.read, piece.size, piece.file)
-        if all(name.endswith(".npy") for name in ranges):
+        if kind is not Kind.PICKLED and all(name.endswith(".npy") for name in ranges):
             for name, (start, stop) in ranges.items():
                 self._npy(piece.part(start, stop, name))
             return
+        if kind is Kind.NPZ:
+            raise MalformedError("it is a zip archive, and not all of its records are arrays")
         self._torch(piece, directory, ranges)
 
     def _torch(self, piece: Piece, directory: Any, ranges: Mapping[str, tuple[int, int]]) -> None:
@@ -209,7 +230,7 @@ _SMALL = {
 def _check_records(piece: Piece, records: Mapping[str, tuple[int, int]], storages: Mapping[str, StorageRef]) -> None:
     """Every record is the pickle, a storage that a tensor declares, of its size, or one of a few small ones."""
     for name, (start, stop) in records.items():
-        storage = storages.get(name.removeprefix("data/")) if name.startswith("data/") else None
+        storage = storages.get(name.removeprefix("data/")) if re.fullmatch(r"data/\d+", name) else None
         if storage is not None:
             if stop - start != storage.num_bytes:
                 raise MalformedError(f"the record {name!r} does not have the size that its tensors state")
@@ -305,53 +326,6 @@ _ZEROS_BYTES = 1 << 20
 
 _MAX_PADDING_BYTES = 1 << 24
 """Most padding after one tensor; GGUF aligns to 32 bytes unless its header says otherwise."""
-
-_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
-_YAML_OBJECT = re.compile(r"!!?python|!!\w+\.|!new:|!apply:|!name:|!module:", re.I)
-
-
-def _prove_text(piece: Piece) -> None:
-    """Text that no loader executes. JSON is parsed, and the names of files in it lead nowhere outside."""
-    if piece.size > MAX_TEXT_BYTES:
-        raise NotLookedIntoError(f"a text of more than {MAX_TEXT_BYTES >> 20} MiB")
-    data = piece.whole()
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise MalformedError("it is not a text of UTF-8") from error
-    if _CONTROLS.search(text):
-        raise MalformedError("it is not a text: it holds control characters")
-    if kinds.is_json(piece.file):
-        _check_json(piece, data)
-    elif kinds.is_json_lines(piece.file):
-        for line in data.splitlines():
-            _parsed_json(line, piece.file)
-    elif re.search(r"(^|/)latest(_universal)?$", piece.file):
-        checked_name(text.strip())
-    elif re.search(r"\.ya?ml$", piece.file, re.I) and _YAML_OBJECT.search(text):
-        raise MalformedError("it is YAML that makes objects of Python")
-
-
-def _parsed_json(data: bytes, path: str) -> Any:
-    return parse_json(re.sub(rb"(?<=[:\[,\s])-?(?:Infinity|NaN)(?=[,\]}\s])", b"null", data), path)
-
-
-def _check_json(piece: Piece, data: bytes) -> None:
-    found = _parsed_json(data, piece.file)
-    if not isinstance(found, dict):
-        return
-    weight_map = found.get("weight_map")
-    if isinstance(weight_map, dict):
-        for name in weight_map.values():
-            if type(name) is not str:
-                raise MalformedError("its weight_map names no files")
-            checked_name(name)
-    if "auto_map" in found:
-        raise CouldRunError("its auto_map names code, which transformers runs if it is told to trust it")
-
-
-class CouldRunError(UnsafeError):
-    """A text that names a program."""
 
 
 def reason_of(error: Exception) -> str:

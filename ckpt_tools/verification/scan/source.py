@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError
@@ -15,12 +17,17 @@ from ckpt_tools.serialization.pickle.dcp_metadata import StorageInfo
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES, InflationBudget
-from ckpt_tools.verification.scan.disguise import RUNS_AS_A_PICKLE, check_one_meaning, runs_as_a_pickle
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, ScanReport
+from ckpt_tools.verification.scan.other_loaders import RUNS_AS_A_PICKLE, check_items, runs_as_a_pickle
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.prove import REASONS, Prover, danger_of, reason_of
 
 _ZSTD = "stream.zstd/1"
+
+_HELD_BYTES = 1 << 16
+"""Items up to this size are read at once; of larger ones, the headers."""
+
+Result = TypeVar("Result")
 
 Items = dict[tuple[int, int], StorageInfo]
 """The items of one file, by their range."""
@@ -43,11 +50,10 @@ class _Scan:
         self._notebook = FindingCollector(allowed)
         self._prover = Prover(self._notebook)
         self._inflation = InflationBudget()
-        self._source = source
-        if isinstance(source.store, LocalStore):
-            self._source = replace(source, files=dict(sorted({**source.store.hidden(), **source.files}.items())))
-            for link in _links_out(source.store):
-                self._notebook.add(link, "", Danger.OUTSIDE, "a link to a folder outside the checkpoint")
+        self._source = replace(source, files=dict(sorted({**source.store.hidden(), **source.files}.items())))
+        if isinstance(source.store, LocalStore) and source.store.only is None:
+            for path, danger, what in _special_entries(Path(os.path.realpath(source.store.root)), self._source.files):
+                self._notebook.add(path, "", danger, what)
 
     def run(self, url: str) -> ScanReport:
         if not self._source.files and not self._notebook.findings:
@@ -67,7 +73,7 @@ class _Scan:
         try:
             piece = self._whole(path)
             if items is None:
-                self._judged(piece, self._prove)
+                self._judged(piece, self._prover.prove)
             else:
                 self._items_of(piece, items)
         except REASONS as error:
@@ -75,18 +81,15 @@ class _Scan:
         if self._notebook.num_findings == before:
             self._notebook.proved(self._source.size(path))
 
-    def _prove(self, piece: Piece) -> None:
-        self._prover.prove(piece)
-        check_one_meaning(piece)
-
-    def _judged(self, piece: Piece, prove: Callable[[Piece], None]) -> None:
+    def _judged(self, piece: Piece, prove: Callable[[Piece], Result]) -> Result | None:
         try:
-            prove(piece)
+            return prove(piece)
         except REASONS as error:
             if danger_of(error) in (Danger.NOT_UNDERSTOOD, Danger.NOT_LOOKED_INTO) and runs_as_a_pickle(piece):
                 self._notebook.add(piece.file, piece.place, Danger.RUNS, f"{reason_of(error)}; {RUNS_AS_A_PICKLE}")
             else:
                 self._refuse(piece.file, piece.place, error)
+            return None
 
     def _refuse(self, path: str, place: str, error: Exception) -> None:
         self._notebook.add(path, place, danger_of(error), reason_of(error))
@@ -120,24 +123,28 @@ class _Scan:
         """Every byte of a file of items is in exactly one of them."""
         if not items:
             raise MalformedError("no metadata names the items of this file")
-        at = 0
+        at, tails = 0, []
         for (start, stop), info in sorted(items.items()):
             piece = whole.part(start, stop, f"item at byte {start:,}")
             if start != at:
                 raise MalformedError(f"its items overlap, or leave bytes that belong to none, at byte {at:,}")
-            self._item(piece, info)
+            directory = self._item(piece.held() if piece.size <= _HELD_BYTES else piece, info)
+            tails += [] if directory is None else [(start + directory, stop)]
             at = stop
         if at != whole.size:
             raise MalformedError(f"the bytes from byte {at:,} on belong to no item")
+        check_items(whole, tails)
 
-    def _item(self, piece: Piece, info: StorageInfo) -> None:
+    def _item(self, piece: Piece, info: StorageInfo) -> int | None:
+        """Start of the directory of an item that is proved, and not compressed."""
         try:
             whole = self._inflated(piece, info)
         except REASONS as error:
             self._refuse(piece.file, piece.place, error)
-        else:
-            is_inflated = whole is not piece
-            self._judged(whole, partial(self._prover.item, packed_bytes=piece.size if is_inflated else None))
+            return None
+        is_inflated = whole is not piece
+        start = self._judged(whole, partial(self._prover.item, packed_bytes=piece.size if is_inflated else None))
+        return None if is_inflated else start
 
     def _inflated(self, piece: Piece, info: StorageInfo) -> Piece:
         if not info.transform_descriptors:
@@ -159,10 +166,28 @@ class _Scan:
         return piece.holding(data, "")
 
 
-def _links_out(store: LocalStore) -> Iterator[str]:
-    """Links to folders outside of the store, whose listing has shown that every folder can be read."""
-    root = Path(os.path.realpath(store.root))
-    for folder, folders, _ in os.walk(root) if store.only is None else ():
+_SPECIAL = {
+    stat.S_IFIFO: "a named pipe: a loader that opens it may wait, or read what another process writes",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: "a device",
+}
+
+
+def _special_entries(root: Path, files: Collection[str]) -> Iterator[tuple[str, Danger, str]]:
+    """Entries below ``root`` that are neither a folder nor one of ``files``, and links to folders outside."""
+    for folder, folders, names in os.walk(root):
         for path in (Path(folder, name) for name in folders):
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-                yield path.relative_to(root).as_posix()
+                yield path.relative_to(root).as_posix(), Danger.OUTSIDE, "a link to a folder outside the checkpoint"
+        for path in (Path(folder, name) for name in names):
+            if (name := path.relative_to(root).as_posix()) not in files:
+                yield name, *_special(path)
+
+
+def _special(path: Path) -> tuple[Danger, str]:
+    try:
+        kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode), "not a regular file")
+    except OSError:
+        return Danger.OUTSIDE, "a link to nothing: a loader reads what is put there later"
+    return Danger.NOT_LOOKED_INTO, kind

@@ -32,6 +32,8 @@ from ckpt_tools.serialization.zip_archive import (
     read_directory,
 )
 
+ARRAY_MAGIC = b"\x93NUMPY"
+
 TAIL_BYTES = 1 << 13
 """One read from the end that holds the directory of an item of a DCP; larger ones take another read."""
 
@@ -118,7 +120,16 @@ class _Cover:
             record, (packed, size), crc32, wide, has_descriptor
         ):
             self._fail(f"record {record.name!r} is described in two ways")
-        return at + extra_at + extra_bytes, has_descriptor
+        start = at + extra_at + extra_bytes
+        self._check_no_array(record, start, data[extra_at + extra_bytes :])
+        return start, has_descriptor
+
+    def _check_no_array(self, record: Record, start: int, known: bytes) -> None:
+        """numpy.load reads a record that begins as an array, whatever its name is."""
+        num_bytes = min(len(ARRAY_MAGIC), record.size)
+        head = known[:num_bytes] if len(known) >= num_bytes else self._read(start, start + num_bytes)
+        if head == ARRAY_MAGIC and not record.name.endswith(".npy"):
+            self._fail(f"record {record.name!r} may be taken for an array of numpy")
 
     def _agrees(
         self, record: Record, sizes: tuple[int, int], crc32: int, wide: tuple[int, ...], has_descriptor: bool

@@ -1,7 +1,8 @@
-"""Decides by opcodes alone whether data could be a pickle that imports something.
+"""Decides by opcodes and the depth of the stack if data could be a pickle that imports something.
 
-What an opcode means is not followed, so that nothing depends on following it as every unpickler does. An unpickler that
-reads from the start meets these opcodes in this order, or fails before.
+What an opcode makes is not followed, so that nothing depends on following it as every unpickler does. An unpickler that
+reads from the start meets these opcodes in this order, or fails before: on an opcode that takes more values than the
+stack holds, on a memo that is empty, on a number or a string that is not one.
 """
 
 from __future__ import annotations
@@ -13,43 +14,186 @@ from ckpt_tools.verification.scan.piece import Piece
 MAX_OPCODES = 1 << 20
 """More in a row are not an accident."""
 
-_SKIPPED = dict.fromkeys(b"(.012NQRabdelost)u]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x94\x97\x98", 0)
-_SKIPPED |= {ord(b"J"): 4, ord(b"K"): 1, ord(b"M"): 2, ord(b"G"): 8, ord(b"h"): 1, ord(b"j"): 4, ord(b"q"): 1,
-             ord(b"r"): 4, 0x80: 1, 0x95: 8}  # fmt: skip
-"""Opcodes, and the bytes of their argument. What a frame holds is read as if it were not in one."""
+_Effect = tuple[int, int, int]
+"""Bytes of the argument, values that the opcode takes, and values that it leaves."""
+
+_PLAIN: dict[int, _Effect] = {
+    **dict.fromkeys(b"N)]}\x88\x89\x8f", (0, 0, 1)),
+    **{ord(opcode): (num_bytes, 0, 1) for opcode, num_bytes in {"K": 1, "M": 2, "J": 4, "G": 8}.items()},
+    **dict.fromkeys(b"aRb\x81\x86", (0, 2, 1)),
+    **dict.fromkeys(b"s\x92\x87", (0, 3, 1)),
+    **dict.fromkeys(b"Q\x85\x98", (0, 1, 1)),
+    ord("2"): (0, 1, 2),
+    0x95: (8, 0, 0),
+}
+"""Bytes in a frame are read as if they were not in one."""
 
 _COUNTED = {ord(b"U"): 1, ord(b"C"): 1, 0x8C: 1, 0x8A: 1, ord(b"T"): 4, ord(b"B"): 4, ord(b"X"): 4, 0x8B: 4, 0x8D: 8,
             0x8E: 8, 0x96: 8}  # fmt: skip
 """Opcodes with a counted argument, and the bytes of its length."""
 
-_LINE = frozenset(b"ILFVSPpg")
-_NAMES = frozenset(b"ci")
-_IMPORTS = frozenset(b"\x93\x82\x83\x84")
-_MODULE = re.compile(rb"[A-Za-z_]\w*(\.\w+)*\r?")
+_PUTS = {ord("q"): 1, ord("r"): 4, 0x94: 0, ord("p"): None}
+_GETS = {ord("h"): 1, ord("j"): 4, ord("g"): None}
+"""Opcodes of the memo, and the bytes of their argument; None if it is a line."""
+
+_NEW_FROM_MARK = b"tld\x91o"
+_ADD_FROM_MARK = b"ue\x90"
+_MAX_PROTOCOL = 5
+
+_NUMBER = re.compile(rb"[\s\w.+-]*(\0|$)", re.ASCII)
+"""A line of a number; CPython's C unpickler reads it up to a NUL."""
+
+_MODULE = re.compile(r"[\w.-]+\r?")
+"""A name as modules have it. An import of another name, such as a line of text, counts if something is called behind it
+or another import follows: torch makes storages of any module, and a file or a folder may have any name."""
+
+_CALLS = b"Rb\x81\x92"
+
 _CHUNK_BYTES = 1 << 16
 
 
 def imports_as_a_pickle(piece: Piece) -> bool:
-    """True if pickles that follow one another from the start of ``piece`` name anything that could be imported."""
-    reader = _Reader(piece)
-    for _ in range(MAX_OPCODES):
-        if reader.at >= piece.size:
+    """True if pickles that follow one another from the start of ``piece`` import anything."""
+    return _Tokens(piece).import_something()
+
+
+class _FailsError(Exception):
+    """Every unpickler fails here."""
+
+
+class _Tokens:
+    def __init__(self, piece: Piece) -> None:
+        self._reader = _Reader(piece)
+        self._size = piece.size
+        self._start()
+
+    def _start(self) -> None:
+        self._depth = 0
+        self._marks: list[int] = []
+        self._has_memo = False
+        self._has_odd_import = False
+
+    def import_something(self) -> bool:
+        try:
+            for _ in range(MAX_OPCODES):
+                if self._reader.at >= self._size:
+                    return False
+                (opcode,) = self._reader.take(1)
+                if self._imports(opcode):
+                    return True
+        except _FailsError:
             return False
-        (opcode,) = reader.take(1)
-        if opcode in _IMPORTS:
-            return True
-        if opcode in _NAMES:
-            return _MODULE.fullmatch(reader.line()) is not None and _MODULE.fullmatch(reader.line()) is not None
-        if opcode in _SKIPPED:
-            reader.at += _SKIPPED[opcode]
+        return True
+
+    def _imports(self, opcode: int) -> bool:
+        if opcode in _PLAIN:
+            num_bytes, taken, left = _PLAIN[opcode]
+            self._reader.at += num_bytes
+            self._take(taken)
+            if opcode in _CALLS and self._has_odd_import:
+                return True
+            self._depth += left
         elif opcode in _COUNTED:
-            num_bytes = int.from_bytes(reader.take(_COUNTED[opcode]), "little")
-            reader.at += num_bytes
-        elif opcode in _LINE:
-            reader.skip_line()
+            num_bytes = int.from_bytes(self._reader.take(_COUNTED[opcode]), "little")
+            self._reader.at += num_bytes
+            self._depth += 1
+        elif opcode in b"ci":
+            return self._imports_by_lines(is_inst=opcode == ord("i"))
+        elif opcode == 0x93:
+            self._take(2)
+            return True
+        elif opcode in b"ILFSV":
+            self._line_of_a_value(opcode)
         else:
-            return False
-    return True
+            return self._changes_the_stack(opcode)
+        return False
+
+    def _changes_the_stack(self, opcode: int) -> bool:
+        """Follow another opcode; True if it calls what was imported."""
+        if opcode in _PUTS or opcode in _GETS:
+            self._memo(opcode)
+        elif opcode in _NEW_FROM_MARK:
+            self._pop_mark()
+            self._depth += 1
+            return opcode == ord("o") and self._has_odd_import
+        elif opcode in _ADD_FROM_MARK:
+            self._pop_mark()
+            self._take(1)
+            self._depth += 1
+        elif opcode == ord("("):
+            self._marks.append(self._depth)
+            self._depth = 0
+        elif opcode == ord("1") or (opcode == ord("0") and not self._depth):
+            self._pop_mark()
+        elif opcode == ord("0"):
+            self._take(1)
+        elif opcode == ord("."):
+            self._take(1)
+            self._start()
+        elif opcode == 0x80:
+            if self._reader.take(1) > bytes([_MAX_PROTOCOL]):
+                raise _FailsError
+        else:
+            # Not an opcode; or an id of a line, a buffer or a code of the extension registry, none of which a loader of
+            # checkpoints has.
+            raise _FailsError
+        return False
+
+    def _take(self, num: int) -> None:
+        if self._depth < num:
+            raise _FailsError
+        self._depth -= num
+
+    def _pop_mark(self) -> None:
+        if not self._marks:
+            raise _FailsError
+        self._depth = self._marks.pop()
+
+    def _memo(self, opcode: int) -> None:
+        is_put = opcode in _PUTS
+        if not (self._depth if is_put else self._has_memo):
+            raise _FailsError
+        num_bytes = (_PUTS if is_put else _GETS)[opcode]
+        if num_bytes is None:
+            self._number()
+        self._reader.at += num_bytes or 0
+        self._has_memo = True
+        self._depth += not is_put
+
+    def _line_of_a_value(self, opcode: int) -> None:
+        if opcode == ord("S"):
+            first, last = self._reader.ends_of_line()
+            if first != last or first not in (b"'", b'"'):
+                raise _FailsError
+        elif opcode == ord("V"):
+            self._reader.skip_line()
+        else:
+            self._number()
+        self._depth += 1
+
+    def _number(self) -> None:
+        if not _NUMBER.match(self._reader.line()):
+            raise _FailsError
+
+    def _imports_by_lines(self, *, is_inst: bool) -> bool:
+        """True for an import of a name as modules have it, and for one that is called at once."""
+        module, attribute = self._reader.line(), self._reader.line()
+        try:
+            # The end of a line that is cut may be half of a character.
+            name = module.decode(errors="strict" if len(module) < _CHUNK_BYTES else "replace")
+        except UnicodeDecodeError:
+            raise _FailsError from None
+        if not module or not attribute:
+            raise _FailsError
+        if _MODULE.fullmatch(name):
+            return True
+        if is_inst:
+            # INST calls what it imports.
+            self._pop_mark()
+            return True
+        self._has_odd_import = True
+        self._depth += 1
+        return False
 
 
 class _Reader:
@@ -73,12 +217,18 @@ class _Reader:
         return found
 
     def line(self) -> bytes:
-        """The line, if it is short enough to be a name."""
+        """The line without its end, or the first part of one that is longer than any name or number."""
         start = self.at
         self.skip_line()
-        if self.at - start > _CHUNK_BYTES:
-            return b""
-        return self._piece.read(start, min(self.at, self._piece.size)).removesuffix(b"\n")
+        return self._piece.read(start, min(self.at, start + _CHUNK_BYTES, self._piece.size)).removesuffix(b"\n")
+
+    def ends_of_line(self) -> tuple[bytes, bytes]:
+        """The first and the last byte of the line, without white space at its end."""
+        start = self.at
+        self.skip_line()
+        stop = min(self.at, self._piece.size)
+        first = self._piece.read(start, min(start + 1, stop))
+        return first, self._piece.read(max(start, stop - _CHUNK_BYTES), stop).rstrip()[-1:]
 
     def skip_line(self) -> None:
         while self.at < self._piece.size:

@@ -18,7 +18,7 @@ NUM_SAMPLED = 400
 NUM_SOAKED = 20_000
 
 CLEAN_CARRIERS = {
-    "pickle", "pickle named pt", "pickle of another ending", "pickle without an ending", "torch", "torch, named npz",
+    "pickle", "pickle named pt", "pickle of another ending", "pickle without an ending", "torch",
     "DCP item", "joblib", "transformers", "transformers, a bare pickle",
 }  # fmt: skip
 """Those that are clean with a value that runs nothing: without them the test would prove nothing."""
