@@ -249,14 +249,29 @@ NO_MODEL: dict[str, bytes | Files] = {
 }
 
 ADVISORIES = {
+    "dns_exfiltration.npy": "CVE-2025-46417",
+    "malicious16.pkl": "CVE-2025-1716",
+    "malicious21.pkl": "CVE-2025-71351",
     "malicious23.pkl": "GHSA-9gvj-pp9x-gcfr",
-    **{name: name.partition(".")[0][:19] for name in CALLS if name.startswith("GHSA-")},
+    "malicious1_0x1.zip": "CVE-2025-1945",
+    "malicious1_0x20.zip": "CVE-2025-1945",
+    "malicious1_0x40.zip": "CVE-2025-1945",
+    "malicious1_central_directory.zip": "CVE-2025-1944",
+    "malicious1_crc.zip": "CVE-2025-10156",
+    "malicious1_wrong_ext.zip": "CVE-2025-1889",
+    "cloudpickle_codeinjection.pkl": "GHSA-9m3x-qqw2-h32h",
+    "io_FileIO.pkl": "GHSA-9726-w42j-3qjr",
+    "logging_FileHandler.pkl": "GHSA-m7j5-r2p5-c39r",
+    "pytorch_magic_bypass.pt": "GHSA-97f8-7cmv-76j2",
+    "types_CodeType.pkl": "GHSA-9m3x-qqw2-h32h",
+    "urllib_request_urlopen.pkl": "GHSA-9726-w42j-3qjr",
+    **{name: name[:19] for name in CALLS if name.startswith("GHSA-")},
 }
 
 ENTRIES = [
     *entries(Label.MALICIOUS, {name: pickled(*found) for name, found in CALLS.items()}, ADVISORIES),
     *entries(Label.MALICIOUS, FORGED, ADVISORIES),
-    *entries(Label.MALICIOUS, ARCHIVED),
+    *entries(Label.MALICIOUS, ARCHIVED, ADVISORIES),
     *entries(Label.INNOCUOUS, INNOCUOUS),
     *entries(Label.NO_MODEL, NO_MODEL),
 ]
