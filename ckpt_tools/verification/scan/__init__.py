@@ -1,7 +1,8 @@
 """Proof that loading a checkpoint runs no code, or the findings where there is no proof.
 
 ``source`` lists the files and the items of a DCP, ``kinds`` recognises them, ``prove`` parses each kind to its last
-byte, ``disguise`` looks for a second meaning, and ``findings`` holds the report.
+byte, ``other_loaders`` looks for a second meaning, ``configuration`` for names of code, and ``findings`` holds the
+report.
 """
 
 from ckpt_tools.verification.scan.findings import Finding, ScanReport

@@ -8,6 +8,7 @@ stack holds, on a memo that is empty, on a number or a string that is not one.
 from __future__ import annotations
 
 import re
+import sys
 
 from ckpt_tools.verification.scan.piece import Piece
 
@@ -176,15 +177,19 @@ class _Tokens:
             raise _FailsError
 
     def _imports_by_lines(self, *, is_inst: bool) -> bool:
-        """True for an import of a name as modules have it, and for one that is called at once."""
+        """True for an import of a name as modules have it, and for one that is called at once.
+
+        Raises _FailsError if every unpickler fails here. Without an attribute, Python's unpickler fails behind the
+        import, which counts if it is of a module of Python: some of them act when they are imported.
+        """
         module, attribute = self._reader.line(), self._reader.line()
         try:
             # The end of a line that is cut may be half of a character.
             name = module.decode(errors="strict" if len(module) < _CHUNK_BYTES else "replace")
         except UnicodeDecodeError:
             raise _FailsError from None
-        if not module or not attribute:
-            raise _FailsError
+        if not attribute:
+            return _is_standard(name)
         if _MODULE.fullmatch(name):
             return True
         if is_inst:
@@ -194,6 +199,14 @@ class _Tokens:
         self._has_odd_import = True
         self._depth += 1
         return False
+
+
+def _is_standard(line: str) -> bool:
+    """True if the line, or the line without its last byte as Python's unpickler takes it at the end of the data, is a
+    module of Python. Raises _FailsError otherwise."""
+    if sys.stdlib_module_names.isdisjoint(each.partition(".")[0] for each in (line, line[:-1])):
+        raise _FailsError
+    return True
 
 
 class _Reader:

@@ -78,6 +78,8 @@ HARMLESS = {
     "a.csv": "col_a,col_b\n1,2\n",
     "notes.txt": "cat dog\nbird\nR\n",
     "latest": "checkpoint-500\n",
+    "commit.txt": "cafe12\n",
+    "state.txt": "completed",
     "b.log": "[handlers] none\n",
 }  # fmt: skip
 
@@ -96,6 +98,8 @@ PICKLES = {
     "an instance": "(imy module\nrun it\n.",
     "a storage of torch, and then a call": "cany thing\nFloatStorage\n0cos\nsystem\n(S'x'\ntR.",
     "behind lines": "V one\n0I1\n0S'x'\n0cos\nsystem\n(S'x'\ntR.",
+    "a module of Python alone": "cantigravity\n",
+    "so at the end": "(iantigravity_",
     "a name of two strings": "Vos\nVsystem\n\x93(S'x'\ntR.",
 }
 
