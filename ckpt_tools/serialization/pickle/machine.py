@@ -243,7 +243,9 @@ class Machine:
         if len(values) <= self.bytes_to_copy:
             self.bytes_to_copy -= len(values)
             texts = sum(len(value) for value in values if isinstance(value, str | bytes))
-            self.bytes_to_copy -= texts + 4 * sum(len(value) for value in values if isinstance(value, list | tuple))
+            self.bytes_to_copy -= texts + 4 * sum(
+                len(value) for value in values if isinstance(value, list | tuple | dict)
+            )
         if len(values) > self.bytes_to_copy or self.bytes_to_copy < 0:
             self.fail("the same data is copied too many times over")
 

@@ -305,6 +305,7 @@ def _build(machine: Machine, at: int) -> int:
     if isinstance(target, Record) and target.is_filled:
         machine.fail(f"it sets the state of one {kind_of(target)} twice, which no pickler does")
     # A copy: an unpickler copies the items, and keeps no hold of the dict.
+    machine.copied((state,))
     target.build(dict(state) if type(state) is dict else state)
     return at
 

@@ -18,10 +18,13 @@ from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.load import interpreting, run_checked
 from ckpt_tools.serialization.pickle.machine import Call, EndsEarlyError, Language, Machine, PersistentLoad, SetState
 from ckpt_tools.serialization.pickle.opcodes import STEPS
-from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, BOOL, fields
+from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, BOOL, fields, looking_at_most, walked
 
 MAX_REFUSALS = 100
 """Refusals of one pickle that are kept; more are counted."""
+
+_SPARE_ITEMS, _ITEMS_PER_BYTE = 1 << 20, 4
+"""Items of collections that are looked at; a byte of a pickle makes at most one."""
 
 _FROM_BYTES = ("torch.storage", "_load_from_bytes")
 
@@ -74,7 +77,8 @@ def prove(
         with interpreting(machine, path):
             stop = run_checked(machine, is_prefix=is_prefix)
             judge = _Judge(machine, frozenset(allowed))
-            judge.judge()
+            with looking_at_most(_SPARE_ITEMS + _ITEMS_PER_BYTE * len(data)):
+                judge.judge()
             found, used = tuple(judge.refusals), frozenset(judge.uses_allowed)
             return Proof(machine.stack[-1], stop, found, judge.num_refusals, used)
     except FormatError as error:
@@ -167,7 +171,7 @@ def _remembered(made: Opaque | SetState, known: dict[tuple[Value, ...], str | No
     once."""
     if type(made) is not Opaque or made.state is not None or made.items or made.pairs or made.kwargs:
         return refusal(made)
-    if type(made.ref) is not GlobalRef or not _SCALARS.issuperset(map(type, made.args)):
+    if type(made.ref) is not GlobalRef or not _SCALARS.issuperset(map(type, walked(made.args))):
         return refusal(made)
     key = (made.ref, made.form, *((type(arg), arg) for arg in made.args))
     if key not in known:

@@ -7,10 +7,38 @@ grows: a pickle may fill a list after a call took it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckpt_tools.core.values import GlobalRef, Opaque, Size, StoredTensor, Value, are_naturals
+from ckpt_tools.serialization.pickle.machine import TooLongError
+
+Walked = TypeVar("Walked", bound=Sized)
+
+_items_left: ContextVar[list[int] | None] = ContextVar("items_left", default=None)
+
+
+@contextmanager
+def looking_at_most(num_items: int) -> Iterator[None]:
+    """Limit the items of lists, tuples and dicts that shapes look at: a million objects may share one long list."""
+    token = _items_left.set([num_items])
+    try:
+        yield
+    finally:
+        _items_left.reset(token)
+
+
+def walked(values: Walked) -> Walked:
+    """``values``, accounted for as items that are looked at. Raises TooLongError."""
+    left = _items_left.get()
+    if left is not None:
+        left[0] -= len(values)
+        if left[0] < 0:
+            raise TooLongError("its objects share lists or dicts so long that they are not all looked at")
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +104,7 @@ def made_of(*texts: str) -> Shape:
 
 def _each(kind: type[tuple[Value, ...]] | type[list[Value]], shape: Shape) -> Shape:
     def accepts(value: Value) -> bool:
-        return type(value) is kind and all(shape.accepts(each) for each in value)
+        return type(value) is kind and all(shape.accepts(each) for each in walked(value))
 
     return Shape(f"{kind.__name__} of {shape.text}", accepts)
 
@@ -105,14 +133,16 @@ def fields(**shapes: Shape) -> Shape:
     """A dict of no other keys than these."""
 
     def accepts(value: Value) -> bool:
-        return type(value) is dict and all(key in shapes and shapes[key].accepts(item) for key, item in value.items())
+        return type(value) is dict and all(
+            key in shapes and shapes[key].accepts(item) for key, item in walked(value).items()
+        )
 
     return Shape("{" + ", ".join(f"{key}: {shape.text}" for key, shape in shapes.items()) + "}", accepts)
 
 
 def mapping(key: Shape, item: Shape) -> Shape:
     def accepts(value: Value) -> bool:
-        return type(value) is dict and all(key.accepts(k) and item.accepts(v) for k, v in value.items())
+        return type(value) is dict and all(key.accepts(k) and item.accepts(v) for k, v in walked(value).items())
 
     return Shape(f"dict of {key.text} to {item.text}", accepts)
 
@@ -122,10 +152,10 @@ def is_attribute(key: Value) -> bool:
     return type(key) is str and not key.startswith("__") and key not in ("append", "extend", "add")
 
 
-ATTRIBUTES = Shape("dict of attributes", lambda value: type(value) is dict and all(map(is_attribute, value)))
+ATTRIBUTES = Shape("dict of attributes", lambda value: type(value) is dict and all(map(is_attribute, walked(value))))
 PLAIN_ATTRIBUTES = Shape(
     "dict of attributes that are numbers, strings or names",
-    lambda value: ATTRIBUTES.accepts(value) and all(type(item) in SCALARS for item in value.values()),
+    lambda value: ATTRIBUTES.accepts(value) and all(type(item) in SCALARS for item in walked(value).values()),
 )
 
 

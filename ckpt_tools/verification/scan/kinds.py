@@ -84,6 +84,8 @@ class Kind(StrEnum):
     """The first bytes decide which: a zip, torch's format before 1.6, a pickle."""
 
 
+TEXTS = frozenset({Kind.JSON, Kind.JSON_LINES, Kind.YAML, Kind.TEXT})
+
 _NAMES = {
     Kind.PROGRAM: PROGRAM,
     Kind.SAFETENSORS: re.compile(r"\.safetensors$", re.I),

@@ -29,11 +29,11 @@ from ckpt_tools.verification.scan import kinds
 from ckpt_tools.verification.scan.budget import PickleBudget
 from ckpt_tools.verification.scan.configuration import CodeName, code_names, instantiator
 from ckpt_tools.verification.scan.findings import CouldRunError, Danger, FindingCollector, NotLookedIntoError
-from ckpt_tools.verification.scan.kinds import Kind
+from ckpt_tools.verification.scan.kinds import TEXTS, Kind
 from ckpt_tools.verification.scan.other_loaders import RunsElsewhereError, check_one_meaning
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.strict_zip import covered_zip
-from ckpt_tools.verification.scan.texts import prove_text
+from ckpt_tools.verification.scan.texts import MAX_TEXT_BYTES, prove_text
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of safetensors itself."""
@@ -60,6 +60,8 @@ class Prover:
         if kind is Kind.PROGRAM:
             self._program(piece)
             return
+        if kind in TEXTS and piece.size <= MAX_TEXT_BYTES:
+            piece = piece.held()
         self._prove_as(kind, piece)
         check_one_meaning(piece, kind)
 

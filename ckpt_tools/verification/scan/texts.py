@@ -84,8 +84,8 @@ def _encoded(word: str) -> str:
 _TAGS = ("!!" + _encoded("python"), "!<" + _encoded("tag:"), *(f"!{_encoded(word)}:" for word in _HYPER))
 _OBJECT = re.compile("|".join(_TAGS), re.I)
 _TAG_DIRECTIVE = re.compile(r"%TAG\s+!")
-_LOGGING = re.compile(r"^\s*\[\s*(handlers|formatters|loggers)\s*\]", re.M)
-_LOGGING_CALL = re.compile(r"^\s*(args|class|kwargs)\s*[=:]", re.M | re.I)
+_LOGGING = re.compile(r"^[ \t]*\[[ \t]*(handlers|formatters|loggers)[ \t]*\]", re.M)
+_LOGGING_CALL = re.compile(r"^[ \t]*(args|class|kwargs)[ \t]*[=:]", re.M | re.I)
 
 
 def _check_plain(text: str) -> None:
@@ -106,6 +106,8 @@ def _documents(text: str) -> Iterator[Any]:
     """The documents of YAML as dicts, lists and strings, from the events of PyYAML's parser, which makes no object."""
     import yaml
 
+    if _TAG_DIRECTIVE.search(text):
+        raise CouldRunError("it declares tags of its own, which may make objects")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         events = iter(yaml.parse(text, Loader=loader))

@@ -238,10 +238,11 @@ class _Reader:
     def ends_of_line(self) -> tuple[bytes, bytes]:
         """The first and the last byte of the line, without white space at its end."""
         start = self.at
-        self.skip_line()
-        stop = min(self.at, self._piece.size)
-        first = self._piece.read(start, min(start + 1, stop))
-        return first, self._piece.read(max(start, stop - _CHUNK_BYTES), stop).rstrip()[-1:]
+        line = self.line().rstrip()
+        if self.at - start > _CHUNK_BYTES:
+            end = self._piece.read(max(start, self.at - _CHUNK_BYTES), min(self.at, self._piece.size)).rstrip()
+            return line[:1], end[-1:]
+        return line[:1], line[-1:]
 
     def skip_line(self) -> None:
         while self.at < self._piece.size:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import zstandard
@@ -111,12 +112,42 @@ def inflating_pickle() -> bytes:
     return zstandard.ZstdCompressor(level=19).compress(stream.getvalue())
 
 
+def npy_of(data: bytes) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.frombuffer(data, np.uint8))
+    return stream.getvalue()
+
+
 def tuple_keys() -> bytes:
     keys = (b"J" + struct.pack("<i", number) + b"\x85\x85\x85\x85N" for number in range(MEGABYTE // 10))
     return b"\x80\x02}(" + b"".join(keys) + b"u."
 
 
+def shared(value: bytes, use: bytes) -> bytes:
+    """A pickle that makes ``value`` once, as entry 0 of the memo, and uses it as often as a megabyte holds."""
+    return repeated(b"\x80\x02" + value + b"q\x000", use)
+
+
+KEYS = b"}(" + b"".join(b"J%bK\x01" % struct.pack("<i", number) for number in range(50_000)) + b"u"
+LINES = b"".join(b"V%05d\nN" % number for number in range(25_000))
+
 WORST: dict[str, Callable[[], Files]] = {
+    "concatenated pickles with nested arguments": lambda: {
+        "a.pkl": repeated(b"", b"ca\nb\n(((((((((NtttttttttR.", b"")
+    },
+    "one dict as the argument of many calls": lambda: {"a.pkl": shared(KEYS, b"ccollections\nCounter\nh\x00\x85R0")},
+    "one tuple as the arguments of many calls": lambda: {
+        "a.pkl": shared(b"(" + b"K\x01" * 200_000 + b"t", b"cpathlib\nPosixPath\nh\x00R0")
+    },
+    "one dict as the state of many objects": lambda: {
+        "a.pkl": shared(b"}(" + LINES + b"u", b"cargparse\nNamespace\n)\x81h\x00b0")
+    },
+    "directives of YAML": lambda: {"a.yaml": b"".join(b"%%TAG !e%d! tag:x\n" % n for n in range(MEGABYTE // 19))},
+    "lists of YAML that nest deep": lambda: {"a.yaml": b"[" * MEGABYTE},
+    "keys of YAML": lambda: {"a.yaml": b"[" + b"a:\n," * (MEGABYTE // 4) + b"]"},
+    "empty lines of text": lambda: {"a.ini": b"\n" * MEGABYTE},
+    "ends of archives": lambda: {"a.npy": npy_of(b"PK\x05\x06" * (MEGABYTE // 4))},
+    "quoted lines of text": lambda: {"a.txt": b"S''\nV\n" * (MEGABYTE // 6)},
     "keys that are tuples of tuples": lambda: {"a.pkl": tuple_keys()},
     "lists that nest deep": lambda: {"a.pkl": repeated(b"\x80\x02]", b"]" * 90 + b"a" * 90, b".")},
     "lists within one another": lambda: {"a.pkl": b"\x80\x02" + b"]" * 500_000 + b"a" * 499_999 + b"."},
@@ -140,8 +171,12 @@ WORST: dict[str, Callable[[], Files]] = {
     "zstd bombs that are pickles": lambda: dcp(zstandard.ZstdCompressor(level=19).compress(b"N0" * (1 << 24))),
     "zstd bombs that are files of torch": lambda: dcp(inflating_pickle()),
 }
-SAMPLED = {"keys that are tuples of tuples", "lines of text that are opcodes", "a zip bomb of names",
-           "zstd bombs that are pickles", "zstd bombs that are files of torch"}  # fmt: skip
+SAMPLED = {
+    "concatenated pickles with nested arguments", "one dict as the argument of many calls",
+    "one dict as the state of many objects", "keys of YAML", "keys that are tuples of tuples",
+    "lines of text that are opcodes", "a zip bomb of names", "zstd bombs that are pickles",
+    "zstd bombs that are files of torch",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WORST)
