@@ -131,6 +131,14 @@ class OrderedDict(dict[Value, Value]):
         super().__init__(items)
         self.attributes = attributes
 
+    def seal(self) -> None:
+        """Take no items and no attributes any more: it is what a tensor has for its hooks."""
+        self.attributes = _SEALED
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.attributes is _SEALED
+
     def build(self, state: Value) -> None:
         """Take the attributes a pickle sets. Raises MalformedError."""
         if type(state) is not dict or not all(type(name) is str and name[:2] != "__" for name in state):
@@ -141,6 +149,9 @@ class OrderedDict(dict[Value, Value]):
 
     def __reduce__(self) -> tuple[object, ...]:
         return OrderedDict, ((), self.attributes), None, None, iter(self.items())
+
+
+_SEALED: dict[str, Value] = {}
 
 
 class DefaultDict(dict[Value, Value]):

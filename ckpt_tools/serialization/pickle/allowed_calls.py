@@ -60,8 +60,11 @@ def _tensor(
 
 def _check_hooks(hooks: Value) -> None:
     """torch saves an empty OrderedDict; anything else would be called in the next backward pass."""
-    if hooks is not None and (type(hooks) is not OrderedDict or hooks or hooks.attributes):
+    if hooks is None:
+        return
+    if type(hooks) is not OrderedDict or hooks or hooks.attributes:
         raise MalformedError("a tensor is stored with hooks, which torch never saves")
+    hooks.seal()
 
 
 def _ints(values: Value) -> tuple[int, ...]:

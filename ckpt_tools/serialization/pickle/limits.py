@@ -43,6 +43,8 @@ def insert(machine: Machine, target: Value, items: list[Value]) -> None:
     if len(items) % 2:
         machine.fail("a key without a value")
     if isinstance(target, dict):
+        if type(target) is OrderedDict and target.is_sealed:
+            machine.fail("a tensor gets hooks, which torch never saves")
         num_keys = len(target) + len(items) // 2
         target.update(zip(checked_keys(machine, target, items[::2]), items[1::2], strict=True))
         if len(target) != num_keys:
