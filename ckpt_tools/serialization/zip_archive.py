@@ -43,6 +43,9 @@ DESCRIPTOR_BYTES = (12, 16, 20, 24)
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 0x0001
 
+STORED, DEFLATED = 0, 8
+"""Methods of compression."""
+
 ALIGNMENT = 64
 """Default alignment of payloads in torch's writer, so that tensors can be mapped."""
 
@@ -58,12 +61,26 @@ MERGE_GAP_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An entry of the directory: ``size`` bytes with checksum ``crc32``, after a local header at ``header_offset``."""
+    """An entry of the directory: ``size`` bytes with checksum ``crc32``, after a local header at ``header_offset``.
+
+    ``deflated_size`` is the number of bytes in the archive if they are deflated, which ``read_directory`` allows only
+    if it is told to.
+    """
 
     name: str
     header_offset: int
     size: int
     crc32: int
+    deflated_size: int | None = None
+
+    @property
+    def stored_size(self) -> int:
+        """Bytes between its local header and what follows it."""
+        return self.size if self.deflated_size is None else self.deflated_size
+
+    @property
+    def method(self) -> int:
+        return STORED if self.deflated_size is None else DEFLATED
 
     @property
     def states_checksum(self) -> bool:
@@ -158,23 +175,32 @@ COMPRESSED = "torch.save never does this; pack it again without compression (zip
 
 
 def read_directory(
-    read: ReadRange, size: int, path: str, *, tail_bytes: int, compressed: str = COMPRESSED
+    read: ReadRange,
+    size: int,
+    path: str,
+    *,
+    tail_bytes: int,
+    compressed: str = COMPRESSED,
+    deflated_suffix: str | None = None,
 ) -> Directory | None:
     """The directory of the archive of ``size`` bytes; None where it has no end record, so that it is not a zip.
 
     One read of ``tail_bytes`` serves archives of a few hundred records; larger ones take another. ``compressed`` is the
-    advice for a compressed record.
+    advice for a compressed record. Records whose names end in ``deflated_suffix`` may be deflated.
 
     Raises:
         MalformedError: a rule of the format is broken. UnsupportedError: compressed, encrypted, or on several disks.
         UnsafeError: a name leads out of the archive.
     """
-    return _DirectoryReader(read, size, path, tail_bytes, compressed).run()
+    return _DirectoryReader(read, size, path, tail_bytes, compressed, deflated_suffix).run()
 
 
 class _DirectoryReader:
-    def __init__(self, read: ReadRange, size: int, path: str, tail_bytes: int, compressed: str) -> None:
+    def __init__(
+        self, read: ReadRange, size: int, path: str, tail_bytes: int, compressed: str, deflated_suffix: str | None
+    ) -> None:
         self._read = read
+        self._deflated_suffix = deflated_suffix
         self._compressed = compressed
         self._path = path
         self._size = size
@@ -191,7 +217,7 @@ class _DirectoryReader:
         records = self._records(self._bytes(start, stop), count)
         # Each record, with the smallest possible header, ends before the next starts.
         for record, limit in _with_limits(records, start):
-            if record.header_offset + _header_bytes(record) + record.size > limit:
+            if record.header_offset + _header_bytes(record) + record.stored_size > limit:
                 self._fail(f"record {record.name!r} overlaps what follows it")
         return Directory(MappingProxyType({record.name: record for record in records}), start, self._path)
 
@@ -271,10 +297,12 @@ class _DirectoryReader:
             self._fail("its directory is damaged")
         name = self._name(data[at + CENTRAL.size : name_stop])
         size, packed, offset = self._wide(data[name_stop:extra_stop], size, packed, offset)
-        self._check_plain(name, flags, method, disk)
-        if size != packed:
+        may_deflate = self._deflated_suffix is not None and name.endswith(self._deflated_suffix)
+        is_deflated = method == DEFLATED and may_deflate
+        self._check_plain(name, flags, STORED if is_deflated else method, disk)
+        if size != packed and not is_deflated:
             self._fail(f"record {name!r} is stored, yet has two sizes")
-        return Record(name, offset, size, crc32), extra_stop + comment_bytes
+        return Record(name, offset, size, crc32, packed if is_deflated else None), extra_stop + comment_bytes
 
     def _check_plain(self, name: str, flags: int, method: int, disk: int) -> None:
         problem = f"record {name!r} of the zip archive is encrypted" if flags & ENCRYPTED else ""

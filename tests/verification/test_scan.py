@@ -204,7 +204,6 @@ def test_a_torchscript_archive_is_a_program(checkpoint: Checkpoint) -> None:
 
 LEFT_OUT = {
     "torch._utils._rebuild_device_tensor_from_numpy",
-    "torch._utils._rebuild_qtensor",
 }
 """What torch's own loader takes and the closed list does not: none is in a checkpoint that we know."""
 

@@ -128,7 +128,7 @@ def _parameter(machine: Machine, args: tuple[Value, ...]) -> Value:
 
 def _with_state(machine: Machine, tensor: StoredTensor, state: Value = None) -> StoredTensor:
     """torch sets each attribute: ``closed_list`` judges them with the class of the tensor."""
-    machine.objects.append((machine.position, SetState(tensor.wrapper, state)))
+    machine.objects.append((machine.at, SetState(tensor.wrapper, state)))
     return replace(tensor, state=state)
 
 
@@ -218,7 +218,7 @@ def _default_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
         return recorded(machine, Opaque(GlobalRef("collections", "defaultdict"), args))
     if args and type(args[0]) is GlobalRef:
         # A list of the factories that a proven pickle may name is kept with all other names.
-        machine.factories.append((machine.position, args[0]))
+        machine.factories.append((machine.at, args[0]))
     return DefaultDict(*args)
 
 

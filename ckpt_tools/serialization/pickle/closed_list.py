@@ -15,124 +15,42 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
-from ckpt_tools.core.values import Opaque, OrderedDict, Value
+from ckpt_tools.core.values import Opaque, OrderedDict
 from ckpt_tools.serialization.pickle.allowed_calls import ARGUMENTS, CALLS
 from ckpt_tools.serialization.pickle.dcp_metadata import CLASSES
 from ckpt_tools.serialization.pickle.machine import SetState
+from ckpt_tools.serialization.pickle.numpy_rules import DTYPE, agrees_with_itself
+from ckpt_tools.serialization.pickle.numpy_rules import RULES as NUMPY
 from ckpt_tools.serialization.pickle.shapes import (
     A_NAME,
     AN_ENUM,
     ANY,
     ATTRIBUTES,
-    BOOL,
     BYTES,
     ENUM,
     FLOAT,
     INT,
     ITS_ATTRIBUTES,
-    NATURALS,
     NO_ARGUMENTS,
     NOTHING,
     PLAIN_ATTRIBUTES,
     STR,
     TENSOR,
     Rule,
-    Shape,
-    constant,
     fields,
     made_of,
     mapping,
-    matching,
     name,
     named,
     plain,
     row,
     several,
-    with_slots,
     words,
 )
 from ckpt_tools.serialization.pickle.sharded_rules import RULES as SHARDED
-
-# numpy: what an array's bytes must agree with
-
-_DTYPE = matching("the code of a plain dtype ('f4', 'U3', 'O8')", r"[biufc]\d{1,2}|[SUV]\d{1,9}|[mM]8|O8?")
-_ORDER = words("<", ">", "|", "=")
-_UNIT = row(fields(), row(BYTES, INT, INT, INT))
-
-
-def _item_bytes(dtype: Value) -> int | None:
-    """Bytes of an element; None for objects, and for a value that is not a dtype of this list."""
-    if type(dtype) is not Opaque or str(dtype.ref) != "numpy.dtype" or refusal(dtype) is not None:
-        return None
-    code = dtype.args[0]
-    return None if code[0] == "O" else int(code[1:]) * (4 if code[0] == "U" else 1)
-
-
-def _is_dtype_state(state: Value) -> bool:
-    """Sizes of strings, and the flags of objects, follow from the code; nothing else may state them."""
-    usual = (INT, _ORDER, NOTHING, NOTHING, NOTHING, INT, INT, INT)
-    return (row(*usual).accepts(state) and state[0] == 3) or (row(*usual, _UNIT).accepts(state) and state[0] == 4)
-
-
-def _fits_dtype(dtype: Opaque) -> bool:
-    """True if the state of a dtype agrees with its code."""
-    code, state = dtype.args[0], dtype.state
-    if state is None:
-        return True
-    size, alignment, flags = state[5:8]
-    if code[0] in "SUV":
-        wide = int(code[1:]) * (4 if code[0] == "U" else 1)
-        return size == wide and alignment in (1, 4) and flags in (0, 8)
-    return (size, alignment) == (-1, -1) and flags == (63 if code[0] == "O" else 0)
-
-
-def _is_array_state(state: Value) -> bool:
-    if type(state) is not tuple or len(state) != 5 or state[0] != 1 or not NATURALS.accepts(state[1]):
-        return False
-    _, shape, dtype, fortran, data = state
-    if type(fortran) is not bool and type(fortran) is not int:
-        return False
-    if type(dtype) is Opaque and refusal(dtype) is None and dtype.args[0][:1] == "O":
-        return type(data) is list and len(data) == prod(shape)
-    item_bytes = _item_bytes(dtype)
-    return item_bytes is not None and type(data) is bytes and len(data) == prod(shape) * item_bytes
-
-
-def _is_scalar_call(args: Value) -> bool:
-    is_pair = type(args) is tuple and len(args) == 2 and type(args[1]) is bytes
-    return is_pair and len(args[1]) == _item_bytes(args[0])
-
-
-def _is_buffer_call(args: Value) -> bool:
-    if type(args) is not tuple or len(args) != 4 or type(args[0]) not in (bytes, bytearray):
-        return False
-    data, dtype, shape, order = args
-    item_bytes = _item_bytes(dtype)
-    fits = item_bytes is not None and NATURALS.accepts(shape) and len(data) == prod(shape) * item_bytes
-    return fits and order in ("C", "F")
-
-
-_ARRAY = made_of("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct",
-                 "numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")  # fmt: skip
-_TWISTER_KEY = fields(key=_ARRAY, pos=Shape("int up to 624", lambda value: type(value) is int and 0 <= value <= 624))
-_BIT_GENERATORS = (
-    "numpy.random._mt19937.MT19937", "numpy.random._pcg64.PCG64", "numpy.random._pcg64.PCG64DXSM",
-    "numpy.random._philox.Philox", "numpy.random._sfc64.SFC64",
-)  # fmt: skip
-_BIT_GENERATOR_NAMES = words("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
-_INTS = mapping(STR, INT)
-_GENERATOR_STATE = fields(
-    bit_generator=_BIT_GENERATOR_NAMES,
-    state=_TWISTER_KEY | _INTS,
-    has_uint32=INT,
-    uinteger=INT,
-    has_gauss=INT,
-    gauss=FLOAT,
-)
-_SEEDS = made_of("numpy.random.bit_generator.__pyx_unpickle_SeedSequence")
-_BIT_GENERATOR = made_of("numpy.random._pickle.__bit_generator_ctor")
+from ckpt_tools.serialization.pickle.tensor_rules import RULES as TENSORS
+from ckpt_tools.serialization.pickle.tensor_rules import TENSOR_ATTRIBUTES
 
 # torch
 
@@ -191,6 +109,8 @@ RULES: tuple[Rule, ...] = (
     Rule("fractions", "Fraction", "two numbers, or digits", call=(row(INT, INT), row(STR))),
     Rule("uuid", "UUID", "a number", new=(NO_ARGUMENTS,), state=fields(int=INT, is_safe=_OPTIONAL_INT)),
     Rule("uuid", "SafeUUID", AN_ENUM, call=(row(_OPTIONAL_INT),)),
+    Rule("random", "Random", "a random generator and its numbers", call=(NO_ARGUMENTS,),
+         state=row(INT, several(INT), FLOAT | NOTHING)),
     Rule("signal", "Handlers Signals", AN_ENUM, call=(ENUM,)),
     Rule("signal", "SIGHUP SIGINT SIGTERM SIGUSR1 SIGUSR2", "a constant"),
     Rule("io _io", "BytesIO", "bytes and a position", new=(NO_ARGUMENTS,), state=row(BYTES, INT, NOTHING)),
@@ -209,8 +129,10 @@ RULES: tuple[Rule, ...] = (
     Rule("torch.distributed.checkpoint.metadata torch.distributed._shard.checkpoint.metadata", "_MEM_FORMAT_ENCODING",
          AN_ENUM, call=(ENUM,)),
     Rule("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING", AN_ENUM, call=(ENUM,)),
-    Rule("torch._utils", "_rebuild_sparse_tensor", "indices and values, which torch.load validates",
-         call=(row(ANY, row(TENSOR, TENSOR, NATURALS)), row(ANY, row(TENSOR, TENSOR, NATURALS, BOOL)))),
+    Rule("torch._C", "Generator", "a random generator of one device, with its seed and its state",
+         call=(row(made_of("torch.device")),), state=row(INT, _OPTIONAL_INT, TENSOR)),
+    Rule("torch.torch_version", "TorchVersion", "a text", new=(row(STR),)),
+    *TENSORS,
     plain("torch.optim.lr_scheduler", _SCHEDULERS),
     plain("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "GradScaler"),
     Rule("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "OptState", AN_ENUM, call=(ENUM,)),
@@ -219,32 +141,7 @@ RULES: tuple[Rule, ...] = (
     Rule("torch.distributed.tensor torch.distributed.tensor._api torch.distributed._tensor "
          "torch.distributed._tensor.api", "DTensor", A_NAME),
     *SHARDED,
-    # numpy
-    Rule("numpy", "ndarray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 "
-         "longdouble complex64 complex128 str_ bytes_ void datetime64 timedelta64",
-         "a name by itself: the type of a value"),
-    Rule("numpy", "dtype", "a plain dtype; its state must say the same as its code",
-         call=(row(_DTYPE, BOOL | INT, BOOL | INT),), state=Shape("byte order and sizes", _is_dtype_state)),
-    Rule("numpy.core.multiarray numpy._core.multiarray", "_reconstruct",
-         "an empty array; its state has exactly the bytes of its shape and dtype, or one object for each element",
-         call=(row(name("numpy.ndarray"), row(constant(0)), constant(b"b")),),
-         state=Shape("(1, shape, dtype, bool, bytes or list)", _is_array_state)),
-    Rule("numpy.core.multiarray numpy._core.multiarray", "scalar", "a plain dtype and the bytes of one element",
-         call=(Shape("(dtype, bytes)", _is_scalar_call),)),
-    Rule("numpy.core.numeric numpy._core.numeric", "_frombuffer", "an array over bytes of the pickle, exactly as many",
-         call=(Shape("(bytes, dtype, shape, 'C' or 'F')", _is_buffer_call),)),
-    Rule("numpy.random._pickle", "__randomstate_ctor __generator_ctor", "a random generator",
-         call=(row(_BIT_GENERATOR), row(_BIT_GENERATOR_NAMES),
-               row(_BIT_GENERATOR_NAMES, name("numpy.random._pickle.__bit_generator_ctor"))),
-         state=_GENERATOR_STATE),
-    Rule("numpy.random._pickle", "__bit_generator_ctor", "makes one of five classes of numpy",
-         call=(row(name(*_BIT_GENERATORS)), row(_BIT_GENERATOR_NAMES)),
-         state=_GENERATOR_STATE | row(_GENERATOR_STATE, _SEEDS | NOTHING)),
-    Rule("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence", "numbers of a seed",
-         call=(row(name("numpy.random.bit_generator.SeedSequence"), INT, NOTHING),),
-         state=row(INT | NOTHING, INT, _ARRAY, INT, several(INT))),
-    Rule("numpy.random.bit_generator", "SeedSequence", "a name by itself"),
-    *(Rule(*each.rpartition(".")[::2], "a name by itself") for each in _BIT_GENERATORS),
+    *NUMPY,
     # Training libraries
     Rule("deepspeed.runtime.zero.config", "ZeroStageEnum", AN_ENUM, call=(ENUM,)),
     Rule("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum", AN_ENUM, call=(ENUM,)),
@@ -290,7 +187,6 @@ FACTORIES = frozenset(
 )
 """Factories allowed in a defaultdict."""
 
-_TENSOR_STATE = with_slots(PLAIN_ATTRIBUTES)
 _WRAPPERS = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
 
 
@@ -307,7 +203,7 @@ def refusal(made: Opaque | SetState) -> str | None:
         if str(made.ref) not in _WRAPPERS:
             return f"it makes a tensor a {made.ref}"
         is_empty = made.state is None or (type(made.state) in (dict, OrderedDict) and not made.state)
-        is_plain = is_empty or _TENSOR_STATE.accepts(made.state)
+        is_plain = is_empty or TENSOR_ATTRIBUTES.accepts(made.state)
         return None if is_plain else "it gives a tensor attributes that are objects"
     ref = named(made.ref)
     if ref is None:
@@ -315,7 +211,7 @@ def refusal(made: Opaque | SetState) -> str | None:
     rules = _BY_NAME.get((ref.module, ref.name), ())
     if not rules and not is_listed(ref.module, ref.name):
         return f"it calls {ref}"
-    if any(_fits(rule, made) for rule in rules) and (str(ref) != "numpy.dtype" or _fits_dtype(made)):
+    if any(_fits(rule, made) for rule in rules) and (ref != DTYPE or agrees_with_itself(made)):
         return None
     return f"it uses {ref} as no checkpoint does"
 

@@ -105,9 +105,9 @@ def run_checked(machine: Machine, *, is_prefix: bool) -> int:
     """Interpret one pickle, or with ``is_prefix`` the first of several. The value stays on the stack; where it ends."""
     stop = machine.run_first()
     if stop != len(machine.data) and not is_prefix:
-        raise MalformedError(f"more data follows the end of the pickle at byte {machine.position:,}")
+        raise MalformedError(f"more data follows the end of the pickle at byte {machine.at:,}")
     machine.forget()
-    Checker(stop).check(machine.stack[-1])
+    Checker(stop + machine.shift - machine.num_skipped).check(machine.stack[-1])
     return stop
 
 
@@ -128,7 +128,7 @@ def interpreting(machine: Machine, path: str) -> Iterator[None]:
         reason = known or (str(error).splitlines() or [""])[0][:200] or type(error).__name__
         may_be_cut = len(machine.data) - machine.position < SHORT_OPERAND_BYTES
         kind = EndsEarlyError if may_be_cut else MalformedError
-        raise kind(f"the pickle is malformed at byte {machine.position:,}: {reason}", path=path) from error
+        raise kind(f"the pickle is malformed at byte {machine.at:,}: {reason}", path=path) from error
 
 
 _REASONS: tuple[tuple[type[Exception], str], ...] = (

@@ -35,8 +35,20 @@ class FrameStarts(Exception):  # noqa: N818
         self.stop = stop
 
 
+class ArrayFollows(Exception):  # noqa: N818
+    """The opcode that completes an array of joblib was met: its elements stand from byte ``at`` of the data on."""
+
+    def __init__(self, at: int, description: Opaque) -> None:
+        self.at = at
+        self.description = description
+
+
 class EndsEarlyError(MalformedError):
     """The data ends within the pickle, or may do so."""
+
+
+class JoblibArrayError(MalformedError):
+    """A file of joblib where a pickle should be."""
 
 
 class TooLongError(UnsupportedError):
@@ -48,6 +60,13 @@ class Unset:
 
 
 UNSET = Unset()
+
+
+class ArrayReader(Protocol):
+    """Reads past the elements of arrays that stand within a pickle."""
+
+    def skip(self, machine: Machine, array: ArrayFollows) -> int:
+        """The position after the elements; the data of the machine may be another part of the file then."""
 
 
 class Macro(Protocol):
@@ -128,6 +147,7 @@ class Machine:
     """The state of the pickle machine, as Lib/pickle.py documents it: a stack cut by marks, and a memo."""
 
     __slots__ = (
+        "arrays",
         "budget",
         "bytes_to_copy",
         "calls",
@@ -140,10 +160,12 @@ class Machine:
         "marks",
         "memo",
         "names",
+        "num_skipped",
         "objects",
         "position",
         "protocol",
         "resolve",
+        "shift",
         "sizes",
         "stack",
     )
@@ -152,6 +174,10 @@ class Machine:
         self.data = data
         self.language = language
         self.resolve = persistent_load
+        self.arrays: ArrayReader | None = None
+        # Position of the data in the file.
+        self.shift = 0
+        self.num_skipped = 0
         self._start()
 
     def _start(self) -> None:
@@ -204,6 +230,13 @@ class Machine:
             except FrameStarts as frame:
                 position, limit, self.is_framed = frame.start, frame.stop, True
                 continue
+            except ArrayFollows as array:
+                if self.is_framed and array.at != limit:
+                    self.fail("a frame goes on behind an array of joblib")
+                position = self._array_reader().skip(self, array)
+                data, self.is_framed = self.data, False
+                limit = len(data)
+                continue
             except Stop:
                 break
             if not self.is_framed:
@@ -217,11 +250,30 @@ class Machine:
             self.fail("it leaves more behind than a value")
         return self.position + 1
 
+    def _array_reader(self) -> ArrayReader:
+        if self.arrays is None:
+            raise JoblibArrayError(
+                f"the pickle is malformed at byte {self.at:,}: the elements of an array of joblib follow, which only "
+                "joblib.load reads"
+            )
+        return self.arrays
+
+    def move(self, data: bytes, start: int) -> None:
+        """Go on with ``data``, the part of the file from byte ``start`` on."""
+        self.data, self.shift = data, start
+        self.budget += len(data) // 2
+        self.bytes_to_copy += 4 * len(data)
+
+    @property
+    def at(self) -> int:
+        """Position in the file of the opcode that is read."""
+        return self.position + self.shift
+
     def fail(self, reason: str) -> NoReturn:
-        raise MalformedError(f"the pickle is malformed at byte {self.position:,}: {reason}")
+        raise MalformedError(f"the pickle is malformed at byte {self.at:,}: {reason}")
 
     def fail_early(self, reason: str) -> NoReturn:
-        raise EndsEarlyError(f"the pickle is malformed at byte {self.position:,}: {reason}")
+        raise EndsEarlyError(f"the pickle is malformed at byte {self.at:,}: {reason}")
 
     def pop_mark(self) -> list[Value]:
         """The values since the last mark, which is removed."""

@@ -17,7 +17,8 @@ from typing import NoReturn
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value, kind_of
 from ckpt_tools.serialization.pickle.dcp_metadata import CLASSES, Record
 from ckpt_tools.serialization.pickle.limits import checked_keys, insert
-from ckpt_tools.serialization.pickle.machine import UNSET, FrameStarts, Machine, Step, Stop, TooLongError
+from ckpt_tools.serialization.pickle.machine import UNSET, ArrayFollows, FrameStarts, Machine, Step, Stop, TooLongError
+from ckpt_tools.serialization.pickle.numpy_rules import JOBLIB_ARRAY
 from ckpt_tools.serialization.pickle.shapes import named
 
 MAX_VALUE_BYTES = 1 << 28
@@ -40,8 +41,8 @@ def _unknown(machine: Machine, at: int) -> int:
 
 def _proto(machine: Machine, at: int) -> int:
     protocol = machine.data[at]
-    if machine.position or not 2 <= protocol <= 5:
-        machine.fail("its protocol is stated where no pickler states it" if machine.position else _UNKNOWN % protocol)
+    if machine.at or not 2 <= protocol <= 5:
+        machine.fail("its protocol is stated where no pickler states it" if machine.at else _UNKNOWN % protocol)
     machine.protocol = protocol
     return at + 1
 
@@ -150,7 +151,7 @@ def _check_length(machine: Machine, num_bytes: int) -> None:
     """Refuses a long value before the rest of it is read."""
     if num_bytes > MAX_VALUE_BYTES:
         raise TooLongError(
-            f"the pickle holds a string of {num_bytes:,} bytes at byte {machine.position:,}, and at most "
+            f"the pickle holds a string of {num_bytes:,} bytes at byte {machine.at:,}, and at most "
             f"{MAX_VALUE_BYTES:,} are read; save large arrays as tensors, with torch.save or safetensors"
         )
 
@@ -292,7 +293,7 @@ def made(machine: Machine, kind: Value, args: Value, kwargs: dict[str, Value] | 
 
 def recorded(machine: Machine, made: Opaque) -> Opaque:
     """Record an object with its position; ``closed_list`` judges every recorded one."""
-    machine.objects.append((machine.position, made))
+    machine.objects.append((machine.at, made))
     return made
 
 
@@ -307,6 +308,8 @@ def _build(machine: Machine, at: int) -> int:
     # A copy: an unpickler copies the items, and keeps no hold of the dict.
     machine.copied((state,))
     target.build(dict(state) if type(state) is dict else state)
+    if type(target) is Opaque and target.ref == JOBLIB_ARRAY:
+        raise ArrayFollows(at, target)
     return at
 
 

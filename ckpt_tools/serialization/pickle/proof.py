@@ -16,7 +16,16 @@ from ckpt_tools.serialization.pickle.allowed_calls import CALLS
 from ckpt_tools.serialization.pickle.closed_list import FACTORIES, is_listed, refusal
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.load import interpreting, run_checked
-from ckpt_tools.serialization.pickle.machine import Call, EndsEarlyError, Language, Machine, PersistentLoad, SetState
+from ckpt_tools.serialization.pickle.machine import (
+    ArrayReader,
+    Call,
+    EndsEarlyError,
+    JoblibArrayError,
+    Language,
+    Machine,
+    PersistentLoad,
+    SetState,
+)
 from ckpt_tools.serialization.pickle.opcodes import STEPS
 from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, BOOL, fields, looking_at_most, walked
 
@@ -60,19 +69,23 @@ def prove(
     allowed: Collection[str] = (),
     is_prefix: bool = False,
     inner: Callable[[bytes], StorageRef] | None = None,
+    arrays: ArrayReader | None = None,
 ) -> Proof:
     """Read ``data``, one pickle or with ``is_prefix`` the first of several, and judge it by the closed list.
 
-    ``inner`` reads the bytes that hold a storage outside of torch's files.
+    ``inner`` reads the bytes that hold a storage outside of torch's files; ``arrays`` reads past the elements of arrays
+    in a file of joblib, of which ``data`` is the first part.
 
     Raises:
         FormatError: no pickler wrote it, or it breaks a bound. UnlistedNameError: so, and it names code before that.
+        JoblibArrayError: it is a file of joblib, and ``arrays`` is None.
         MemoryBudgetError: there is not enough memory for it.
     """
     calls = _CALLS
     if inner is not None:
         calls = {**calls, _FROM_BYTES: lambda machine, args: _stored(machine, args, inner)}
-    machine = Machine(data, Language(STEPS, calls, MACROS), persistent_load)
+    machine = Machine(data, Language(STEPS, calls, {} if arrays else MACROS), persistent_load)
+    machine.arrays = arrays
     try:
         with interpreting(machine, path):
             stop = run_checked(machine, is_prefix=is_prefix)
@@ -80,7 +93,9 @@ def prove(
             with looking_at_most(_SPARE_ITEMS + _ITEMS_PER_BYTE * len(data)):
                 judge.judge()
             found, used = tuple(judge.refusals), frozenset(judge.uses_allowed)
-            return Proof(machine.stack[-1], stop, found, judge.num_refusals, used)
+            return Proof(machine.stack[-1], stop + machine.shift, found, judge.num_refusals, used)
+    except JoblibArrayError:
+        raise
     except FormatError as error:
         names = [str(ref) for key, ref in machine.names.items() if not is_listed(*key) and str(ref) not in allowed]
         if not names or (is_prefix and isinstance(error, EndsEarlyError)):

@@ -52,6 +52,11 @@ class Shape:
         return Shape(f"{self.text} or {other.text}", lambda value: self.accepts(value) or other.accepts(value))
 
 
+def titled(text: str, shape: Shape) -> Shape:
+    """The same values, described by ``text``."""
+    return Shape(text, shape.accepts)
+
+
 def exactly(text: str, *kinds: type) -> Shape:
     return Shape(text, lambda value: type(value) in kinds)
 

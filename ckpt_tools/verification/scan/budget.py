@@ -21,12 +21,13 @@ class InflationBudget:
     def __init__(self) -> None:
         self._left = _SPARE_INFLATED_BYTES
 
-    def limit(self, packed_bytes: int) -> int:
-        """Bytes that an item of ``packed_bytes`` may have. Raises NotLookedIntoError if nothing is left."""
+    def limit(self, packed_bytes: int, *, most: int = MAX_INFLATED_BYTES) -> int:
+        """Bytes that an item of ``packed_bytes`` may have, up to ``most``. Raises NotLookedIntoError if nothing is
+        left."""
         self._left += packed_bytes * _INFLATED_PER_BYTE
         if self._left <= 0:
             raise NotLookedIntoError("it is compressed, and the items before it were too large outside of their files")
-        return min(self._left, MAX_INFLATED_BYTES)
+        return min(self._left, most)
 
     def spend(self, num_bytes: int) -> None:
         self._left -= num_bytes

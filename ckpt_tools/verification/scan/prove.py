@@ -17,16 +17,18 @@ from ckpt_tools.core.values import StorageRef, Value, are_naturals
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
+from ckpt_tools.serialization.joblib_proof import prove_joblib
 from ckpt_tools.serialization.legacy_proof import inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import check_start
-from ckpt_tools.serialization.pickle.machine import PersistentLoad, TooLongError
+from ckpt_tools.serialization.pickle.machine import JoblibArrayError, PersistentLoad, TooLongError
 from ckpt_tools.serialization.pickle.proof import Proof, UnlistedNameError, prove
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, described_storage, noted
 from ckpt_tools.serialization.torch_legacy import is_legacy
-from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, TORCHSCRIPT
+from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, TORCHSCRIPT, Record
 from ckpt_tools.verification.scan import kinds
-from ckpt_tools.verification.scan.budget import PickleBudget
+from ckpt_tools.verification.scan.arrays import check_end, inflated_array, npy_elements
+from ckpt_tools.verification.scan.budget import InflationBudget, PickleBudget
 from ckpt_tools.verification.scan.configuration import CodeName, code_names, instantiator
 from ckpt_tools.verification.scan.findings import CouldRunError, Danger, FindingCollector, NotLookedIntoError
 from ckpt_tools.verification.scan.kinds import TEXTS, Kind
@@ -47,6 +49,7 @@ class Prover:
     def __init__(self, notebook: FindingCollector) -> None:
         self._notebook = notebook
         self._pickle_budget = PickleBudget()
+        self.inflation = InflationBudget()
         self.metadata: dict[str, Metadata] = {}
 
     def prove(self, piece: Piece) -> None:
@@ -115,10 +118,13 @@ class Prover:
             self._pickle_file(piece)
 
     def _pickle_file(self, piece: Piece) -> None:
-        if piece.size > MAX_PICKLE_BYTES:
-            raise NotLookedIntoError("a pickle of more than 4 GB")
-        check_start(piece.read, piece.size, path=piece.file)
-        proof = self._pickle(piece, piece.whole(), "")
+        try:
+            check_start(piece.read, piece.size, path=piece.file)
+            if piece.size > MAX_PICKLE_BYTES:
+                raise NotLookedIntoError("a pickle of more than 4 GB")
+            proof = self._pickle(piece, piece.whole(), "")
+        except JoblibArrayError:
+            proof = self._joblib(piece)
         if piece.file.endswith(".metadata"):
             if not isinstance(proof.value, Metadata):
                 raise MalformedError("it is not the metadata of a DCP")
@@ -133,6 +139,14 @@ class Prover:
             inner=lambda inner: inner_storage(inner, piece.file),
         )
         self._note(piece, place, proof)
+        return proof
+
+    def _joblib(self, piece: Piece) -> Proof:
+        allowed = self._notebook.allowed
+        proof = prove_joblib(
+            piece.read, piece.size, piece.file, allowed=allowed, inner=lambda inner: inner_storage(inner, piece.file)
+        )
+        self._note(piece, "", proof)
         return proof
 
     def _note(self, piece: Piece, place: str, proof: Proof) -> None:
@@ -152,10 +166,10 @@ class Prover:
     # Archives
 
     def _zip(self, piece: Piece, kind: Kind) -> None:
-        directory, ranges = covered_zip(piece.read, piece.size, piece.file)
+        directory, ranges = covered_zip(piece.read, piece.size, piece.file, deflated_suffix=".npy")
         if kind is not Kind.PICKLED and all(name.endswith(".npy") for name in ranges):
             for name, (start, stop) in ranges.items():
-                self._npy(piece.part(start, stop, name))
+                self._member(piece.part(start, stop, name), directory.records[name])
             return
         if kind is Kind.NPZ:
             raise MalformedError("it is a zip archive, and not all of its records are arrays")
@@ -182,14 +196,21 @@ class Prover:
 
     # Others
 
+    def _member(self, piece: Piece, record: Record) -> None:
+        """An array of a ``.npz``."""
+        is_stored = record.deflated_size is None
+        array = piece if is_stored else inflated_array(piece, record, self.inflation, self._pickle_budget)
+        if array is not None:
+            self._npy(array)
+
     def _npy(self, piece: Piece) -> None:
-        """An array of a plain dtype, or one of objects, which is a pickle to the last byte behind the same header."""
-        start, descr, shape = _npy_header(piece)
-        if descr == "|O":
-            objects = piece.part(start, piece.size, f"objects at byte {start:,}")
+        """An array without objects, or one of objects, which is a pickle to the last byte behind the same header."""
+        elements = npy_elements(piece)
+        if elements.are_objects:
+            objects = piece.part(elements.start, piece.size, f"objects at byte {elements.start:,}")
             self._pickle(objects, objects.whole(), "")
         else:
-            _check_elements(piece.size - start, descr, shape)
+            check_end(elements, piece.size - elements.start)
 
     def _safetensors(self, piece: Piece) -> None:
         length = int.from_bytes(piece.head(8), "little")
@@ -256,40 +277,6 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
     if stop - start != prod(shape) * dtype.item_bytes:
         raise MalformedError(f"the tensor {name!r} has another size than its header states")
     return start, stop
-
-
-_DESCR = re.compile(r"[<>|=]?(?:([biufcSV?])(\d{1,9})|([U])(\d{1,9})|([mM])(8)(?:\[\w{1,8}\])?)")
-_NPY_HEADER = re.compile(
-    rb"\{'descr': ('[^'\\]{1,24}'), 'fortran_order': (?:True|False), "
-    rb"'shape': (\((?:\d{1,18}(?:, \d{1,18})*(?:, |,)?)?\))(?:, )?\} *\n"
-)
-
-
-def _npy_header(piece: Piece) -> tuple[int, str, list[int]]:
-    """Start of the elements of an array, its dtype and its shape. numpy writes a header in one way
-    (numpy/lib/_format_impl.py), and MLX with other commas (mlx/io/load.cpp)."""
-    head = piece.head(12)
-    version = tuple(head[6:8])
-    width = 2 if version == (1, 0) else 4
-    if not head.startswith(b"\x93NUMPY") or version not in ((1, 0), (2, 0), (3, 0)) or len(head) < 8 + width:
-        raise MalformedError("it is not an array of numpy")
-    start = 8 + width + int.from_bytes(head[8 : 8 + width], "little")
-    if start > min(piece.size, 1 << 16):
-        raise MalformedError("the header of the array is longer than the file, or than any header")
-    found = _NPY_HEADER.fullmatch(piece.read(8 + width, start))
-    if found is None:
-        raise MalformedError("the header of the array is not as numpy writes it; it may mean objects")
-    shape = [int(extent) for extent in re.findall(rb"\d{1,18}", found[2])]
-    return start, found[1].decode().strip("'"), shape
-
-
-def _check_elements(num_bytes: int, descr: str, shape: list[int]) -> None:
-    found = _DESCR.fullmatch(descr)
-    if found is None:
-        raise MalformedError("the array is of a dtype that is not plain")
-    kind, digits = next((found[n], found[n + 1]) for n in (1, 3, 5) if found[n])
-    if num_bytes != prod(shape) * int(digits) * (4 if kind == "U" else 1):
-        raise MalformedError("the array does not end where the file does")
 
 
 def _prove_gguf(piece: Piece) -> None:

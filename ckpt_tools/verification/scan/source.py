@@ -16,7 +16,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundErr
 from ckpt_tools.serialization.pickle.dcp_metadata import StorageInfo
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
-from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES, InflationBudget
+from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, ScanReport
 from ckpt_tools.verification.scan.other_loaders import RUNS_AS_A_PICKLE, check_items, runs_as_a_pickle
 from ckpt_tools.verification.scan.piece import Piece
@@ -49,7 +49,7 @@ class _Scan:
     def __init__(self, source: Source, allowed: Collection[str]) -> None:
         self._notebook = FindingCollector(allowed)
         self._prover = Prover(self._notebook)
-        self._inflation = InflationBudget()
+        self._inflation = self._prover.inflation
         self._source = replace(source, files=dict(sorted({**source.store.hidden(), **source.files}.items())))
         if isinstance(source.store, LocalStore) and source.store.only is None:
             for path, danger, what in _special_entries(Path(os.path.realpath(source.store.root)), self._source.files):

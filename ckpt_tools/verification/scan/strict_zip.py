@@ -41,13 +41,15 @@ _PADDING = int.from_bytes(b"FB", "little")
 """The extra field by which torch aligns a record; what it holds is the letter Z."""
 
 
-def covered_zip(read: ReadRange, size: int, path: str) -> tuple[Directory, dict[str, tuple[int, int]]]:
-    """The directory of an archive, and the range of every record.
+def covered_zip(
+    read: ReadRange, size: int, path: str, *, deflated_suffix: str | None = None
+) -> tuple[Directory, dict[str, tuple[int, int]]]:
+    """The directory of an archive, and the range of every record, deflated or not.
 
     Raises:
         FormatError: a byte of it belongs to nothing, or the archive could be read in another way.
     """
-    directory = read_directory(read, size, path, tail_bytes=TAIL_BYTES)
+    directory = read_directory(read, size, path, tail_bytes=TAIL_BYTES, deflated_suffix=deflated_suffix)
     if directory is None or not directory.records:
         raise MalformedError("the zip archive has no end, or no records", path=path)
     if not _has_one_directory(read, size):
@@ -95,8 +97,8 @@ class _Cover:
                     f"{count(record.header_offset - at, 'byte')} before the record {record.name!r} outside any record"
                 )
             start, has_descriptor = self._header(record)
-            ranges[record.name] = (start, start + record.size)
-            at = start + record.size
+            at = start + record.stored_size
+            ranges[record.name] = (start, at)
             at += self._descriptor(record, at) if has_descriptor else 0
         if at != self._directory.start:
             self._fail(f"{count(self._directory.start - at, 'byte')} before its directory outside any record")
@@ -110,7 +112,7 @@ class _Cover:
             self._fail(f"record {record.name!r} is truncated")
         _, _, flags, method, _, _, crc32, packed, size, name_bytes, extra_bytes = LOCAL.unpack_from(data)
         extra_at = LOCAL.size + name_bytes
-        if not data.startswith(b"PK\x03\x04") or method or data[LOCAL.size : extra_at] != name:
+        if not data.startswith(b"PK\x03\x04") or method != record.method or data[LOCAL.size : extra_at] != name:
             self._fail(f"record {record.name!r} does not start where the directory says")
         if len(data) < extra_at + extra_bytes:
             data = self._read(at, min(at + extra_at + extra_bytes, self._directory.start))
@@ -135,15 +137,12 @@ class _Cover:
         self, record: Record, sizes: tuple[int, int], crc32: int, wide: tuple[int, ...], has_descriptor: bool
     ) -> bool:
         """True if the local header agrees with the directory, or leaves the values to the descriptor."""
-        stated = [record.size]
-        if has_descriptor:
-            stated.append(0)
         if MAX32 in sizes:
             # zip64: torch's writer leaves the packed size 0 here.
-            return wide[:1] == (record.size,) and wide[1:2] in ((record.size,), (0,))
-        return all(size in stated for size in sizes) and crc32 in (
-            (record.crc32, 0) if has_descriptor else (record.crc32,)
-        )
+            return wide[:1] == (record.size,) and wide[1:2] in ((record.stored_size,), (0,))
+        stated, absent = (record.stored_size, record.size), (0,) if has_descriptor else ()
+        fits = all(size in (known, *absent) for size, known in zip(sizes, stated, strict=True))
+        return fits and crc32 in (record.crc32, *absent)
 
     def _extra(self, record: Record, data: bytes) -> tuple[int, ...]:
         """The numbers of a zip64 field. Raises MalformedError where anything but that and padding is there."""
@@ -167,7 +166,7 @@ class _Cover:
             if len(data) < length:
                 continue
             magic, crc32, packed, size = struct.unpack_from(form, data)
-            if magic == DESCRIPTOR_MAGIC and (crc32, packed, size) == (record.crc32, record.size, record.size):
+            if magic == DESCRIPTOR_MAGIC and (crc32, packed, size) == (record.crc32, record.stored_size, record.size):
                 return length
         raise self._error(f"the descriptor of record {record.name!r} says something else than the directory")
 

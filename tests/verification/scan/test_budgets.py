@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,12 +113,6 @@ def inflating_pickle() -> bytes:
     return zstandard.ZstdCompressor(level=19).compress(stream.getvalue())
 
 
-def npy_of(data: bytes) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, np.frombuffer(data, np.uint8))
-    return stream.getvalue()
-
-
 def tuple_keys() -> bytes:
     keys = (b"J" + struct.pack("<i", number) + b"\x85\x85\x85\x85N" for number in range(MEGABYTE // 10))
     return b"\x80\x02}(" + b"".join(keys) + b"u."
@@ -146,7 +141,7 @@ WORST: dict[str, Callable[[], Files]] = {
     "lists of YAML that nest deep": lambda: {"a.yaml": b"[" * MEGABYTE},
     "keys of YAML": lambda: {"a.yaml": b"[" + b"a:\n," * (MEGABYTE // 4) + b"]"},
     "empty lines of text": lambda: {"a.ini": b"\n" * MEGABYTE},
-    "ends of archives": lambda: {"a.npy": npy_of(b"PK\x05\x06" * (MEGABYTE // 4))},
+    "ends of archives": lambda: {"a.npy": npy(np.frombuffer(b"PK\x05\x06" * (MEGABYTE // 4), np.uint8))},
     "quoted lines of text": lambda: {"a.txt": b"S''\nV\n" * (MEGABYTE // 6)},
     "keys that are tuples of tuples": lambda: {"a.pkl": tuple_keys()},
     "lists that nest deep": lambda: {"a.pkl": repeated(b"\x80\x02]", b"]" * 90 + b"a" * 90, b".")},
@@ -171,11 +166,56 @@ WORST: dict[str, Callable[[], Files]] = {
     "zstd bombs that are pickles": lambda: dcp(zstandard.ZstdCompressor(level=19).compress(b"N0" * (1 << 24))),
     "zstd bombs that are files of torch": lambda: dcp(inflating_pickle()),
 }
+
+
+def array_bombs() -> bytes:
+    return deflated({f"{number}.npy": npy(np.zeros(100_000_000, np.uint8)) for number in range(10)})
+
+
+def headers_of_a_thousand_fields() -> bytes:
+    array = npy(np.zeros(1, [(f"f{number}", "<f8") for number in range(1000)]))
+    return deflated({f"{number:x}.npy": array for number in range(250)})
+
+
+def npy(array: np.ndarray[Any, Any]) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array)
+    return stream.getvalue()
+
+
+def dtypes_of_the_same_fields() -> bytes:
+    """256 fields, which thousands of dtypes have."""
+    fields = "".join(f"S'{number}'\nh\x01K\x00\x86" for number in range(256)).encode("latin-1")
+    names = b"(" + b"".join(b"S'%d'\n" % number for number in range(256)) + b"t"
+    first = (
+        b"\x80\x02cnumpy\ndtype\nq\x00(S'u1'\nI00\nI01\ntRq\x01}(" + fields + b"uq\x02" + names + b"q\x03"
+        b"(S'V1'\nI00\nI01\ntq\x04(K\x03S'|'\nNh\x03h\x02K\x01K\x01K\x10tq\x050"
+    )
+    return repeated(first, b"h\x00h\x04Rh\x05b0", b"0000N.")
+
+
+def elements_that_are_opcodes(num_bytes: int) -> bytes:
+    """Arrays of joblib before 1.2, whose elements do nothing for as long as another loader reads them."""
+    first = (
+        b"\x80\x02cjoblib.numpy_pickle\nNumpyArrayWrapper\nq\x00cnumpy\ndtype\n(S'u1'\nI00\nI01\ntRq\x01"
+        b"(cnumpy\nndarray\nM" + struct.pack("<H", num_bytes) + b"\x85tq\x020"
+    )
+    state = b"}(S'subclass'\ncnumpy\nndarray\nS'shape'\nM" + struct.pack("<H", num_bytes) + b"\x85S'order'\nS'C'\n"
+    state += b"S'dtype'\nh\x01S'allow_mmap'\nI01\nub"
+    return repeated(first, b"h\x00)\x81" + state + b"N" * (num_bytes - 1) + b"\xff0", b"00N.")
+
+
+WORST |= {
+    "compressed arrays of zeros": lambda: {"a.npz": array_bombs()},
+    "compressed headers": lambda: {"a.npz": headers_of_a_thousand_fields()},
+    "dtypes of the same fields": lambda: {"a.pkl": dtypes_of_the_same_fields()},
+    "elements of joblib that are opcodes": lambda: {"a.joblib": elements_that_are_opcodes(400)},
+}
 SAMPLED = {
     "concatenated pickles with nested arguments", "one dict as the argument of many calls",
     "one dict as the state of many objects", "keys of YAML", "keys that are tuples of tuples",
     "lines of text that are opcodes", "a zip bomb of names", "zstd bombs that are pickles",
-    "zstd bombs that are files of torch",
+    "zstd bombs that are files of torch", "compressed arrays of zeros", "dtypes of the same fields",
 }  # fmt: skip
 
 

@@ -1,0 +1,163 @@
+"""Proof that loading a file of ``joblib.dump`` runs no code: one pickle, with the elements of arrays in its midst.
+
+Where the pickle completes a ``NumpyArrayWrapper``, joblib.load reads as many bytes as its shape and dtype say, and goes
+on behind them (joblib 0.10 to 1.6, numpy_pickle.py). Since 1.2 a byte with the number of bytes of padding stands before
+them. It is no opcode, so that any other loader of pickles ends there. Before 1.2, and in a stream without a position,
+the elements follow at once: a file is proved only if they end another loader before it does anything.
+
+Elements are not read. A part of the file behind them is read instead, so that a file may be larger than the memory.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from math import prod
+
+from ckpt_tools.core.values import StorageRef
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.serialization.pickle.machine import ArrayFollows, EndsEarlyError, Machine
+from ckpt_tools.serialization.pickle.numpy_rules import JOBLIB_ALIGNMENT, JOBLIB_STATE, item_bytes
+from ckpt_tools.serialization.pickle.proof import Proof, prove
+from ckpt_tools.serialization.zip_archive import ReadRange
+
+FIRST_READ_BYTES = 1 << 20
+"""A pickle without its arrays is smaller, mostly. A larger one takes reads of eight times as much until it fits."""
+
+_REQUIRED = {"subclass", "shape", "order", "dtype", "allow_mmap"}
+_PADDING = b"\xff"
+
+
+def prove_joblib(
+    read: ReadRange,
+    size: int,
+    path: str,
+    *,
+    allowed: Collection[str] = (),
+    inner: Callable[[bytes], StorageRef] | None = None,
+) -> Proof:
+    """The proof of the file of ``size`` bytes that ``read(start, stop)`` reads.
+
+    Raises:
+        FormatError: joblib did not write it, it holds an array of objects, or another loader could read something else.
+    """
+    num_bytes = FIRST_READ_BYTES
+    while num_bytes < size:
+        with suppress(EndsEarlyError):
+            arrays = _Arrays(read, size, num_bytes)
+            data = read(0, num_bytes)
+            proof = prove(data, path=path, allowed=allowed, is_prefix=True, inner=inner, arrays=arrays)
+            if proof.stop != size:
+                raise MalformedError(f"more data follows the end of the pickle at byte {proof.stop - 1:,}", path=path)
+            return proof
+        num_bytes *= 8
+    return prove(read(0, size), path=path, allowed=allowed, inner=inner, arrays=_Arrays(read, size, size))
+
+
+class _Arrays:
+    """The arrays of a file, which is read in parts of ``part_bytes``."""
+
+    def __init__(self, read: ReadRange, size: int, part_bytes: int) -> None:
+        self._read = read
+        self._size = size
+        self._part_bytes = part_bytes
+        # What other loaders could read of all arrays together takes no more time than reading the file.
+        self._opcodes_left = size + FIRST_READ_BYTES
+
+    def skip(self, machine: Machine, array: ArrayFollows) -> int:
+        num_bytes, is_aligned = _described(machine, array)
+        start = array.at + machine.shift
+        if is_aligned:
+            stop = start + self._padding(machine, start) + num_bytes
+        else:
+            self._check_others(machine, array.at)
+            stop = start + num_bytes
+        if stop > self._size:
+            machine.fail("the elements of an array are longer than the file")
+        machine.num_skipped += stop - start
+        if stop - machine.shift > len(machine.data):
+            machine.move(self._read(stop, min(stop + self._part_bytes, self._size)), stop)
+        return stop - machine.shift
+
+    def _padding(self, machine: Machine, start: int) -> int:
+        """Bytes before the elements: their number but the first, and padding up to a multiple of the alignment."""
+        num_bytes = JOBLIB_ALIGNMENT - (start + 1) % JOBLIB_ALIGNMENT
+        wanted = bytes([num_bytes]) + _PADDING * num_bytes
+        if self._read(start, min(start + len(wanted), self._size)) != wanted:
+            machine.fail("the padding before the elements of an array is not as joblib writes it")
+        return len(wanted)
+
+    def _check_others(self, machine: Machine, at: int) -> None:
+        """Refuse elements that another loader could take for opcodes that do anything.
+
+        The first one finds the wrapper on top of the stack, which is no tuple, text or dict: what needs one fails, and
+        what puts it into a container does what the pickle would have done. A loader ends at a name that is no text.
+        """
+        data, first = machine.data, at
+        while at < len(data) and data[at] in _ARGUMENTS:
+            opcode = data[at]
+            self._opcodes_left -= 1
+            if opcode == _PERSID or (at == first and opcode in _FAIL_AT_FIRST):
+                return
+            if opcode in _NAMES and not _is_name(data, at + 1):
+                self._check_known(machine, data.find(b"\n", at) + 1 or len(data))
+                return
+            is_inert = opcode in _INERT or (at == first and opcode in _INERT_AT_FIRST)
+            if not is_inert or self._opcodes_left < 0:
+                machine.fail("a loader of pickles other than joblib could run the elements of an array")
+            at = _after(data, at + 1, _ARGUMENTS[opcode])
+        self._check_known(machine, at)
+
+    def _check_known(self, machine: Machine, at: int) -> None:
+        if at >= len(machine.data) and machine.shift + len(machine.data) < self._size:
+            machine.fail_early("the elements of an array may be opcodes")
+
+
+def _described(machine: Machine, array: ArrayFollows) -> tuple[int, bool]:
+    """Bytes of the elements, and True if padding is before them."""
+    state = array.description.state
+    if not JOBLIB_STATE.accepts(state) or not state.keys() >= _REQUIRED:
+        machine.fail("an array is not described as joblib does it")
+    num_bytes = item_bytes(state["dtype"])
+    if not num_bytes:
+        machine.fail("it holds an array of objects, which joblib stores as a pickle within the pickle")
+    return num_bytes * prod(state["shape"]), state.get("numpy_array_alignment_bytes") is not None
+
+
+def _after(data: bytes, at: int, width: int) -> int:
+    """The position after the argument of an opcode, in the terms of ``pickletools``: its bytes, or what counts them."""
+    if width >= 0:
+        return at + width
+    if width == pickletools.UP_TO_NEWLINE:
+        newline = data.find(b"\n", at)
+        return newline + 1 if newline >= 0 else len(data)
+    length = _LENGTHS[width]
+    return at + length + int.from_bytes(data[at : at + length], "little")
+
+
+def _is_name(data: bytes, at: int) -> bool:
+    """True if the line could be the name of a module."""
+    newline = data.find(b"\n", at)
+    try:
+        line = data[at : newline if newline >= 0 else len(data)].decode()
+    except UnicodeDecodeError:
+        return False
+    return "\0" not in line
+
+
+_LENGTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+_ARGUMENTS = {ord(each.code): each.arg.n if each.arg else 0 for each in pickletools.opcodes}
+"""Bytes of the argument of each opcode, or how they are counted."""
+
+_PERSID = ord("P")
+_NAMES = frozenset(b"ci")
+_FAIL_AT_FIRST = frozenset(b"RQ\x81\x92\x93")
+_INERT_AT_FIRST = frozenset(b"aesubd\x90\x91")
+_INERT = frozenset(b"(.012NIJKMLFGSTUVXBC)]}tl\x80\x85\x86\x87\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x94\x96ghjpqr")
+"""Opcodes that push values, make tuples and lists of them, or end a pickle."""
