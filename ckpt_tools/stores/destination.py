@@ -55,6 +55,9 @@ class Destination(ABC):
 
     __slots__ = ()
 
+    def check_room(self, num_bytes: int) -> None:  # noqa: B027 - most stores cannot tell
+        """Raises StoreError if files of so many bytes in all are known not to fit."""
+
     @abstractmethod
     def begin(self, path: str, size_bytes: int) -> str:
         """Make a new file of exactly ``size_bytes``; its handle. Raises StoreError."""

@@ -26,6 +26,9 @@ class StoreDestination(Destination):
     _writers: dict[str, FileWriter] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
+    def check_room(self, num_bytes: int) -> None:
+        self.store.check_room(num_bytes)
+
     def begin(self, path: str, size_bytes: int) -> str:
         with self._lock:
             self._writers[path] = self.store.create(path, size_bytes)

@@ -152,6 +152,9 @@ class FillableStore(Store):
 
     __slots__ = ()
 
+    def check_room(self, num_bytes: int) -> None:
+        """Raises StoreError if new files of so many bytes in all do not fit."""
+
     @abstractmethod
     def create(self, path: str, size_bytes: int) -> FileWriter:
         """A new file of exactly ``size_bytes``. Raises StoreError, for example where the disk is full."""

@@ -245,7 +245,11 @@ class _Files:
     _recovered: set[tuple[int, int]] = field(default_factory=set)
 
     def jobs(self) -> Iterator[PlacedTask]:
-        """Tasks that are not done, in order; runners take one at a time."""
+        """Tasks that are not done, in order; runners take one at a time. Raises StoreError where they do not fit."""
+        begun = self.history.handles
+        self.target.check_room(
+            sum(file.size_bytes for number, file in enumerate(self.plan.layout.files) if number not in begun)
+        )
         for task in self.plan.tasks():
             if (task.file, task.number) not in self._recovered:
                 yield PlacedTask(task, self._handle(task.file), self.history.is_journaling)

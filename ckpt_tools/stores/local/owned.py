@@ -44,7 +44,8 @@ class WrittenNames:
         with reporting("writing failed", self.path):
             number = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             with open(number, "ab", buffering=0) as file:  # noqa: PTH123 - a descriptor has no path
-                data = "".join(f"{json.dumps(name)}\n" for name in names).encode()
+                # The break is in front: a full disk may have cut off the line before.
+                data = "".join(f"\n{json.dumps(name)}" for name in names).encode()
                 while data:
                     data = data[file.write(data) :]
 

@@ -8,6 +8,7 @@ the file system can keep it contiguous.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
 import threading
@@ -160,6 +161,18 @@ class LocalStore(FillableStore):
             return file.stat().st_mtime
         return None
 
+    def check_room(self, num_bytes: int) -> None:
+        """Like ``FillableStore.check_room``, so that a conversion that cannot end is not begun."""
+        free = math.inf
+        with suppress(OSError):  # creating the first file says why
+            free = _free_bytes(os.statvfs(self.root))
+        if num_bytes > free:
+            raise StoreError(
+                f"there is no room for the output: it needs {num_bytes:,} bytes, and {int(free):,} are free; "
+                "free some space or write elsewhere",
+                path=str(self.root),
+            )
+
     def create(self, path: str, size_bytes: int) -> LocalWriter:
         target = self.root / checked_name(path)
         with reporting("creating failed", target):
@@ -219,8 +232,7 @@ class LocalWriter:
             others who write there would fail meanwhile, so that the room is looked up first.
         """
         try:
-            room = os.fstatvfs(self.number)
-            if room.f_blocks and size_bytes > room.f_bavail * room.f_frsize:
+            if size_bytes > _free_bytes(os.fstatvfs(self.number)):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if size_bytes:
                 _reserve(self.number, size_bytes)
@@ -255,6 +267,11 @@ class LocalWriter:
         """Like ``close``, without waiting for the disk."""
         with reporting("writing failed", self.path):
             os.close(self.number)
+
+
+def _free_bytes(room: os.statvfs_result) -> float:
+    """Bytes that this process may still write; a file system without a size does not say."""
+    return room.f_bavail * room.f_frsize if room.f_blocks else math.inf
 
 
 def _send_to_disk(number: int, start: int, num_bytes: int) -> None:

@@ -102,6 +102,33 @@ def test_after_a_failure_it_can_be_resumed(name: str, made_case: MakeCase, runs:
         assert case.visible() == case.expected
 
 
+@pytest.mark.parametrize("name", ["sharded", "dcp", "file"])
+@pytest.mark.parametrize("is_reserved", [True, False], ids=["reserved", "not reserved"])
+@pytest.mark.parametrize(("error", "said"), [("ENOSPC", "No space left on device"), ("EDQUOT", "Disk quota exceeded")])
+@pytest.mark.timeout(3600)
+def test_a_disk_that_stays_full(
+    name: str, is_reserved: bool, error: str, said: str, made_case: MakeCase, runs: Runs, soak: bool
+) -> None:
+    """In the middle of a write, and from then on. Without ``fallocate`` the C library writes to each block instead."""
+    case = made_case(name)
+    watching = ["-e", "trace=pwrite64,fallocate,kill"]
+    unreserved = [] if is_reserved else ["-e", "inject=fallocate:error=EOPNOTSUPP"]
+    done = runs.run(*case.words, strace=[*watching, *unreserved])
+    assert (done.code, case.visible()) == (0, case.expected)
+    calls = done.calls({"pwrite64"}, case.folder, reading=False)
+    for call in sampled(calls[1:], 12 if soak else 2):
+        full = [*watching, *unreserved, "-e", f"inject=pwrite64:error={error}:when={call.number}+"]
+        for words, before in ((["--overwrite"], case.old), (["--resume"], {})):
+            case.put(before)
+            ended = runs.run(*case.words, *words, strace=full)
+            assert (ended.code, SENTENCE.fullmatch(ended.stderr) is not None) == (5, True), ended.stderr
+            assert said in ended.stderr and case.visible() == before
+            assert {path.name for path in case.folder.iterdir()} == {case.name} or words == ["--resume"]
+        assert runs.run(*case.words, "--resume").code == 0
+        assert case.visible() == case.expected
+        assert [path.name for path in case.folder.iterdir()] == [case.name]
+
+
 @WRITERS
 @pytest.mark.timeout(3600)
 def test_calls_that_move_less_than_they_could(name: str, made_case: MakeCase, runs: Runs, soak: bool) -> None:

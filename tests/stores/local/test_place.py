@@ -18,6 +18,7 @@ import pytest
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError, UsageError
 from ckpt_tools.stores.local import publish
+from ckpt_tools.stores.local.owned import names_in
 from ckpt_tools.stores.local.place import LocalPlace, Staging, staged
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 
@@ -72,6 +73,12 @@ def note(target: Path, *names: str) -> None:
     folder.mkdir(exist_ok=True)
     with (folder / "names").open("a") as file:
         file.writelines(f"{json.dumps(name)}\n" for name in names)
+
+
+def test_a_name_after_one_that_a_full_disk_cut_off(tmp_path: Path) -> None:
+    tmp_path.joinpath("names").write_bytes(b'"a.pt"\n"b.p')
+    names_in(tmp_path).add(["c.pt"])
+    assert names_in(tmp_path).read() == {"a.pt", "c.pt"}
 
 
 def names(folder: Path) -> list[str]:

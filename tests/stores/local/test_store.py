@@ -209,6 +209,12 @@ class TestWriting:
         assert caught.value.path == str(tmp_path / "f")
         assert (tmp_path / "f").stat().st_blocks == 0
 
+    def test_files_larger_than_the_disk_in_all_are_refused(self, tmp_path: Path) -> None:
+        free = shutil.disk_usage(tmp_path)
+        LocalStore(tmp_path).check_room(free.free // 2)
+        with pytest.raises(StoreError, match=rf"it needs {free.total + 1:,} bytes, and [\d,]+ are free; free some"):
+            LocalStore(tmp_path).check_room(free.total + 1)
+
     def test_a_file_larger_than_the_process_may_write_is_refused(self, tmp_path: Path) -> None:
         """The limit on file sizes is a real refusal by the kernel to reserve room."""
         outcome = in_child(f"LocalStore(Path({str(tmp_path)!r})).create('f', 1 << 20)", file_size_limit=1 << 16)
