@@ -427,10 +427,11 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
                 history=journal,
                 board=board,
             )
-            journaling.all_written(journal)
+            journaling.all_written(journal, is_replacing=bool(prepared.removed))
             digests = _staged_digests(prepared, claim, on_progress) if request.checksum else []
             with held_back():
                 claim.publish([*digests, *(file.path for file in plan.layout.files)], prepared.removed)
+        digests_url = _digests_url(prepared, claim, digests, on_progress) if request.checksum else None
     return ConvertReport(
         report,
         prepared.place.url,
@@ -439,7 +440,7 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
         journal.bytes_recovered,
         result.bytes_copied,
         time.perf_counter() - started,
-        _digests_url(prepared, digests, on_progress) if request.checksum else None,
+        digests_url,
     )
 
 
@@ -456,13 +457,14 @@ def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> 
     )
 
 
-def _digests_url(prepared: Prepared, staged: list[str], on_progress: Progress) -> str:
+def _digests_url(prepared: Prepared, claim: Claim, staged: list[str], on_progress: Progress) -> str:
     """URL of the list of digests. It is written now if it was not staged with the output."""
     from ckpt_tools.verification.digest_files import write_published
 
     if staged:
         return prepared.place.form.url_of(prepared.place.url, staged[0])
     return write_published(
+        claim,
         prepared.place,
         prepared.target_format,
         options=prepared.keys,

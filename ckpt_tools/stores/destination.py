@@ -134,6 +134,10 @@ class Claim(ABC):
             DestinationExistsError: something else than ``replaced`` is there; it is kept. StoreError.
         """
 
+    def add(self, path: str) -> None:
+        """Make one more finished file visible, which describes what was published. Raises StoreError."""
+        raise AssertionError("a file beside output that can be read before is published with it")
+
 
 @dataclass(frozen=True, slots=True)
 class Place(ABC):

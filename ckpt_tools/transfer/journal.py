@@ -193,9 +193,11 @@ class JournalPolicy:
             return Journal.resume(log, plan, source, destination, runner)
         return Journal.begin(log, plan, source, destination, runner, quiet_seconds=QUIET_SECONDS)
 
-    def all_written(self, journal: Journal) -> None:
-        """Called when all output is written, just before it is published."""
-        journal.flush() if self.keeps_output else journal.flush_if_due()
+    def all_written(self, journal: Journal, *, is_replacing: bool) -> None:
+        """Called when all output is written, just before it is published. If that removes old files, what was noted is
+        needed if it fails."""
+        is_needed = self.keeps_output or (is_replacing and journal.is_journaling)
+        journal.flush() if is_needed else journal.flush_if_due()
 
     @contextmanager
     def noting(self, journal: Journal) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 The list of a conversion is computed from the output, read back by the reader of the format. If a destination can be
 read before it is published, as a local one can, the list is published with it: in the folder, or, for a file, just
-before the file. Elsewhere it follows the output.
+after the file. Elsewhere it follows the output.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ def write_staged(
 
 
 def write_published(
+    claim: Claim,
     place: Place,
     format_name: str,
     *,
@@ -127,19 +128,22 @@ def write_published(
     on_total: OnTotal,
     storage_options: StorageOptions = None,
 ) -> str:
-    """Write the list of output that was just published; its URL.
+    """Write the list of output that ``claim`` has just published; its URL.
 
     Raises:
         CkptError: it cannot be read or written; the checkpoint itself is whole.
     """
     try:
         source, manifest = read_checkpoint(place.url, options, format_name=format_name, storage_options=storage_options)
-        target = open_place(digests_url(source, manifest), storage_options)
-        write_list(target, lambda: _digests(source, manifest, num_workers, on_total), overwrite=True)
+        path = place.form.digests_path(digests.place_in(manifest))
+        url = place.form.url_of(place.url, path)
+        check_list(open_place(url, storage_options))
+        put(claim.destination, path, digests.dumps(_digests(source, manifest, num_workers, on_total)))
+        claim.add(path)
     except CkptError as error:
         error.message += f"; {place.url} is written, but its digests are not"
         raise
-    return target.url
+    return url
 
 
 def _digests(source: Source, manifest: Manifest, num_workers: int, on_total: OnTotal) -> Digests:

@@ -297,7 +297,7 @@ ckpt_tools.convert(source, out, workers=1, resume=True, **json.loads(options))
 """
 
 
-def kill(source: str | Path, out: str, call: str, number: int, **options: str) -> None:
+def kill(source: str | Path, out: str, call: str, number: int, **options: str | bool) -> None:
     """Convert in a process that dies with the service's answer to that call."""
     words = [str(source), out, call, str(number), json.dumps(options)]
     assert subprocess.run([sys.executable, "-c", KILLED, *words]).returncode == -9
@@ -331,6 +331,20 @@ def test_a_killed_run_is_resumed(s3: S3Server, tmp_path: Path) -> None:
     assert 0 < report.bytes_recovered < 4 * (9 << 20)
     assert report.bytes_recovered + report.bytes_written == report.plan.bytes_written
     assert s3.files(prefix) == {"b.safetensors": (tmp_path / "b.safetensors").read_bytes()}
+    assert s3.open_uploads(prefix) == []
+
+
+def test_a_run_that_was_killed_after_it_published_is_repeated(s3: S3Server, tmp_path: Path) -> None:
+    """With its log and notes still there, its own objects are not taken for the old ones."""
+    torch.save({"a": torch.rand(64)}, tmp_path / "a.pt")
+    prefix = s3.new_prefix()
+    out = f"s3://{BUCKET}/{prefix}out"
+    ckpt_tools.convert(tmp_path / "a.pt", out, to="dcp", world_size=1)
+    kill(tmp_path / "a.pt", out, "complete", 2, to="dcp", overwrite=True)
+    published = {path: data for path, data in s3.files(prefix).items() if "partial" not in path}
+    assert "out/.metadata" in published
+    ckpt_tools.convert(tmp_path / "a.pt", out, to="dcp", overwrite=True, resume=True)
+    assert s3.files(prefix) == published
     assert s3.open_uploads(prefix) == []
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, StoreError
 from ckpt_tools.stores.marker_files import is_marker
 from ckpt_tools.stores.retry import RetryPolicy
 from fixtures.store import Fixture
-from tests.support.fault_proxy import KINDS, Fault, FaultProxy, running_fault_proxy
+from tests.support.fault_proxy import KINDS, LATE, STATUSES, Fault, FaultProxy, running_fault_proxy
 from tests.support.s3_server import BUCKET, S3Server
 
 NUM_FAULTS, NUM_SAMPLED = 300, 26
@@ -116,3 +116,65 @@ def test_nothing_goes_wrong_by_itself(source: str, expected: dict[str, bytes], p
     assert s3.files(prefix) == {f"out/{path}": data for path, data in expected.items()}
     assert NUM_REQUESTS * 0.7 < proxy.num_requests < NUM_REQUESTS * 1.5
     assert os.environ["AWS_ENDPOINT_URL"] == s3.endpoint
+
+
+PART, BEGIN, COMPLETE, DELETE = "PUT .*partNumber", r"POST .*\?uploads", "POST .*uploadId=", r"POST .*\?delete"
+
+
+def old_files(s3: S3Server, source: str, prefix: str) -> dict[str, bytes]:
+    """What was there before: another format, and a marker of the same name as the new one has."""
+    ckpt_tools.convert(source, f"s3://{BUCKET}/{prefix}out", to="zero3", world_size=1)
+    return published(s3, prefix)
+
+
+@pytest.mark.parametrize("kind", [*LATE, "503"])
+@pytest.mark.parametrize(("only", "first"), [(BEGIN, 1), (PART, 2), (COMPLETE, 0), (COMPLETE, 2), (COMPLETE, 3)])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+def test_a_store_that_is_full(
+    kind: str,
+    only: str,
+    first: int,
+    overwrite: bool,
+    source: str,
+    expected: dict[str, bytes],
+    proxy: FaultProxy,
+    s3: S3Server,
+) -> None:
+    """From the first upload to the last request: the old output stays, or the new one is kept to be published."""
+    prefix = s3.new_prefix()
+    out = f"s3://{BUCKET}/{prefix}out"
+    before = old_files(s3, source, prefix) if overwrite else {}
+    proxy.set(Fault(kind, first, FOREVER, only))
+    options = {"endpoint_url": proxy.endpoint, "retries": 1}
+    with pytest.raises(StoreError) as caught:
+        ckpt_tools.convert(source, out, to="zero2", world_size=2, overwrite=overwrite, storage_options=options)
+    proxy.set(None)
+    assert caught.value.exit_code == 5 and "\n" not in str(caught.value)
+    assert (LATE | STATUSES)[kind][1] in str(caught.value)
+    seen, is_replacing = published(s3, prefix), overwrite and only == COMPLETE
+    assert "the same command with resume=True continues" in str(caught.value) or not is_replacing
+    if is_replacing:
+        assert not any(map(is_marker, seen)) and len(s3.open_uploads(prefix)) + len(seen) == len(expected)
+    else:
+        assert seen == before
+        assert s3.open_uploads(prefix) == [] and s3.keys(prefix) == [f"out/{path}" for path in sorted(before)]
+    ckpt_tools.convert(source, out, to="zero2", world_size=2, overwrite=overwrite, resume=is_replacing)
+    assert s3.files(prefix) == {f"out/{path}": data for path, data in expected.items()}
+    assert s3.open_uploads(prefix) == []
+
+
+def test_a_store_that_removes_nothing(source: str, proxy: FaultProxy, s3: S3Server) -> None:
+    """The old output is whole, and the new one is not taken for a part of it."""
+    prefix = s3.new_prefix()
+    out = f"s3://{BUCKET}/{prefix}out"
+    before = old_files(s3, source, prefix)
+    proxy.set(Fault("over quota", 0, FOREVER, DELETE))
+    options = {"endpoint_url": proxy.endpoint, "retries": 0}
+    with pytest.raises(StoreError, match="QuotaExceeded"):
+        ckpt_tools.convert(source, out, to="zero2", world_size=2, overwrite=True, storage_options=options)
+    proxy.set(None)
+    assert published(s3, prefix) == before
+    s3.client().delete_object(Bucket=BUCKET, Key=f"{prefix}out/.ckpt-tools-partial/lock")
+    ckpt_tools.clean(out)
+    assert s3.files(prefix) == {f"out/{path}": data for path, data in before.items()}
+    assert s3.open_uploads(prefix) == []

@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,6 +31,13 @@ STATUSES = {
 }
 """Answers that the server never gave: their status, and their code in XML."""
 
+LATE = {
+    "full": (507, "XMinioStorageFull"),
+    "over quota": (403, "QuotaExceeded"),
+    "too large": (400, "EntityTooLarge"),
+}
+"""Answers of services without room for more."""
+
 KINDS = (*STATUSES, "reset before", "reset after", "reset within", "truncated", "short", "wrong range", "slow")
 """Resets come before the server sees the request, after it did all that was asked, or in the middle of its answer. A
 truncated body ends before its announced length, a short one has another. A wrong range is one that nobody asked for."""
@@ -41,11 +48,13 @@ SLOW_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with which requests."""
+    """What goes wrong with which requests; those that do not match ``only`` are not counted."""
 
     kind: str
     first: int
     length: int
+    only: str = ""
+    """A pattern of the method and the path."""
 
     def hits(self, number: int) -> bool:
         return self.first <= number < self.first + self.length
@@ -58,8 +67,13 @@ class FaultProxy:
     port: int
     behind: S3Server
     fault: Fault | None = None
+    on_request: Callable[[int], None] = field(default=lambda number: None, repr=False)
+    """Called with the number of each request before it is handed on."""
     num_requests: int = 0
     num_hit: int = 0
+    num_matching: int = 0
+    num_open: int = 0
+    """Requests that the server has not answered yet."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -68,16 +82,34 @@ class FaultProxy:
 
     def set(self, fault: Fault | None) -> None:
         with self._lock:
-            self.fault, self.num_requests, self.num_hit = fault, 0, 0
+            self.fault, self.num_requests, self.num_hit, self.num_matching = fault, 0, 0, 0
 
-    def next_fault(self) -> str:
-        """The kind of fault of one more request; nothing where all is well."""
+    @contextmanager
+    def next_fault(self, request: str) -> Iterator[str]:
+        """The kind of fault of one more request, which is open meanwhile; nothing where all is well."""
         with self._lock:
             number, self.num_requests = self.num_requests, self.num_requests + 1
-            if self.fault is None or not self.fault.hits(number):
-                return ""
-            self.num_hit += 1
-            return self.fault.kind
+            kind = self._kind(request)
+            self.num_open += 1
+        self.on_request(number)
+        try:
+            yield kind
+        finally:
+            with self._lock:
+                self.num_open -= 1
+
+    def _kind(self, request: str) -> str:
+        if self.fault is None or not re.search(self.fault.only, request):
+            return ""
+        self.num_matching += 1
+        is_hit = self.fault.hits(self.num_matching - 1)
+        self.num_hit += is_hit
+        return self.fault.kind if is_hit else ""
+
+    def wait(self) -> None:
+        """Until the server has answered everything that it was sent."""
+        while self.num_open:
+            time.sleep(0.005)
 
 
 @contextmanager
@@ -122,14 +154,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        kind = self.proxy.next_fault()
-        if kind == "reset before":
-            self._reset()
-        elif kind in STATUSES:
-            self._send(_refusal(*STATUSES[kind]))
-        else:
-            self._hand_on(kind, body)
+        with self.proxy.next_fault(f"{self.command} {self.path}") as kind:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if kind == "reset before":
+                self._reset()
+            elif kind in STATUSES | LATE:
+                self._send(_refusal(*(STATUSES | LATE)[kind]))
+            else:
+                self._hand_on(kind, body)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer  # noqa: N815
 
@@ -168,6 +200,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if name.lower() not in ("connection", "expect"):
                     connection.putheader(name, value)
             connection.endheaders(body or None)
+            if len(body) < int(self.headers.get("Content-Length") or 0):
+                raise ConnectionResetError("the client is gone, and its request ends here too")
             found = connection.getresponse()
             return _Answer(found.status, found.getheaders(), found.read())
         finally:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -36,7 +37,6 @@ from ckpt_tools.formats.index import written_format
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.serialization.torch_zip import locate_item
 from ckpt_tools.stores.local import place as local_place
-from ckpt_tools.stores.local.place import Staging
 from ckpt_tools.stores.marker_files import DIGESTS_NAME
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source, Store
@@ -348,7 +348,7 @@ def test_a_conversion_writes_the_digests_of_what_it_wrote(to: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
-def test_digests_of_a_file_lie_beside_it_and_are_published_first(
+def test_digests_of_a_file_lie_beside_it_and_are_published_next(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save(small_state(), tmp_path / "m.pt")
@@ -358,7 +358,7 @@ def test_digests_of_a_file_lie_beside_it_and_are_published_first(
     monkeypatch.setattr(local_place, "rename_new", lambda old, new: (appeared.append(new.name), rename(old, new))[1])
     report = ckpt_tools.convert("m.pt", name, checksum=True)
     assert report.digests == f"{name}.digests.json"
-    assert appeared == [f"{name}.digests.json", name]
+    assert appeared == [name, f"{name}.digests.json"]
     assert ckpt_tools.verify(name).num_digests == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["m.pt", name, f"{name}.digests.json"])
 
@@ -426,16 +426,16 @@ def test_transformers_loads_a_folder_with_digests(checkpoint: Any, tmp_path: Pat
 def test_where_nothing_can_be_read_before_it_is_published_the_list_follows(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an object store."""
-    monkeypatch.delattr(Staging, "finished")
+    fs, url = fsspec.filesystem("memory"), f"memory://{tmp_path.name}/{name}"
     torch.save(small_state(), tmp_path / "m.pt")
     options: dict[str, Any] = {"to": "safetensors", "checksum": True}
-    report = ckpt_tools.convert(tmp_path / "m.pt", tmp_path / name, **options)
-    assert Path(report.digests or "").is_file()
-    assert ckpt_tools.verify(tmp_path / name).num_digests == 4
+    report = ckpt_tools.convert(tmp_path / "m.pt", url, **options)
+    assert fs.exists(report.digests)
+    assert ckpt_tools.verify(url).num_digests == 4
     monkeypatch.setattr(digests, "digests_of", _failing)
     with pytest.raises(StoreError, match=r"gone; .*out.* is written, but its digests are not"):
-        ckpt_tools.convert(tmp_path / "m.pt", tmp_path / name, overwrite=True, **options)
+        ckpt_tools.convert(tmp_path / "m.pt", url, overwrite=True, **options)
+    assert not fs.exists(report.digests) and ckpt_tools.verify(url).num_digests is None
 
 
 def test_digests_in_an_object_store(s3: S3Server, tmp_path: Path) -> None:

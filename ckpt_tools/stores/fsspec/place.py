@@ -129,17 +129,50 @@ class FsspecClaim(Claim):
     destination: FsspecDestination
     overwrite: bool
     log: FsspecLog = field(default_factory=FsspecLog)
+    is_kept: bool = False
+    """True if nothing else is left of what was to be published."""
 
     def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
+        """Like ``Claim.publish``. If moving fails, what was moved is removed, or moved back and kept if old files were
+        removed for it."""
         place = self.place
         place.check_free(overwrite=self.overwrite)
         check_only(place.present(), place.url, replaced)
-        if isinstance(place.form, Folder):
-            # What makes it a checkpoint first. The file system may know nothing of a folder but its files.
-            place.remove_files([sorted(replaced, key=lambda path: not is_marker(path))])
-        into = place.form.root_of(place.path)
-        for path in paths:
-            self._move(f"{self.destination.root}/{path}", f"{into}/{path}")
+        # What makes it a checkpoint first. The file system may know nothing of a folder but its files.
+        removed = sorted({*replaced} - {place.form.file_name}, key=lambda path: not is_marker(path))
+        begun: list[str] = []
+        try:
+            place.remove_files([removed])
+            for path in paths:
+                begun.append(path)
+                self.add(path)
+        except CkptError as error:
+            self.is_kept = bool(removed)
+            for path in begun:
+                if path in removed or path not in replaced:
+                    self._undo(path)
+            if removed:
+                error.message += (
+                    "; the old checkpoint is being replaced, and the new one is kept in "
+                    f"{place.fs.unstrip_protocol(self.destination.root)}: move its files to {place.url} yourself"
+                )
+            raise
+
+    def add(self, path: str) -> None:
+        self._move(*self._ends(path))
+
+    def _ends(self, path: str) -> tuple[str, str]:
+        """Where a file is written, and where it is moved to."""
+        return f"{self.destination.root}/{path}", f"{self.place.root}/{path}"
+
+    def _undo(self, path: str) -> None:
+        """Undo a move that succeeded or failed halfway."""
+        (old, new), fs = self._ends(path), self.place.fs
+        with suppress(Exception):
+            if self.is_kept and not fs.exists(old):
+                fs.mv(new, old)
+            elif fs.exists(new):
+                fs.rm_file(new)
 
     def _move(self, old: str, new: str) -> None:
         def move() -> None:
@@ -206,8 +239,13 @@ class FsspecPlace(Place):
         return [self.taken_as(Folder())._partial, self.as_file()._partial]
 
     @property
+    def root(self) -> str:
+        """The folder in which the files of an output are named."""
+        return self.form.root_of(self.path)
+
+    @property
     def _partial(self) -> str:
-        return f"{self.form.root_of(self.path)}/{self.form.partial_name}"
+        return f"{self.root}/{self.form.partial_name}"
 
     def check_free(self, *, overwrite: bool) -> None:
         """Raises DestinationExistsError where the place may not, or cannot, be taken."""
@@ -235,14 +273,16 @@ class FsspecPlace(Place):
         partial = self._partial
         self._remove_ours(partial)
         destination = FsspecDestination(self.fs, f"{partial}/{secrets.token_hex(_TOKEN_BYTES)}")
+        claim = FsspecClaim(self, destination, overwrite)
         with held_back():
             try:
                 with let_through():
-                    yield FsspecClaim(self, destination, overwrite)
+                    yield claim
             finally:
                 destination.abandon()
-                with suppress(CkptError):
-                    self._remove_ours(partial)
+                if not claim.is_kept:
+                    with suppress(CkptError):
+                        self._remove_ours(partial)
 
     def _remove_ours(self, partial: str) -> None:
         for folder in asked(self.url, lambda: self._staged(partial)):
@@ -278,9 +318,9 @@ class FsspecPlace(Place):
             self.fs.invalidate_cache()
             for name in names:
                 with suppress(FileNotFoundError):
-                    self.fs.rm_file(f"{self.path}/{name}")
+                    self.fs.rm_file(f"{self.root}/{name}")
             for folder in folders_of(names):
-                self._remove_folder(f"{self.path}/{folder}")
+                self._remove_folder(f"{self.root}/{folder}")
 
         asked(self.url, remove)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -251,8 +252,13 @@ def _answered(status: int, cause: BaseException, error: Exception, url: str) -> 
 
 
 def _is_of_network(cause: BaseException) -> bool:
-    """aiohttp's errors are not all of OSError: a server that hangs up is not."""
+    """aiohttp's errors are not all of OSError: a server that hangs up is not. A full disk is one that no time mends."""
+    if isinstance(cause, OSError) and cause.errno in _LASTING:
+        return False
     return isinstance(cause, OSError | EOFError) or type(cause).__module__.startswith("aiohttp")
+
+
+_LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 _UNKNOWN_HOST = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))

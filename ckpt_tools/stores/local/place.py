@@ -181,7 +181,7 @@ class Staging(Claim):
         return self.store
 
     def publish(self, paths: Sequence[str] = (), replaced: Mapping[str, int] = NOTHING) -> None:
-        """Put the finished output in its place, in one step; other files of ``paths`` beside a file just before.
+        """Put the finished output in its place, in one step; other files of ``paths`` beside a file just after.
 
         A killed run may have left more than ``paths``, such as digests that are not wanted now; if they are given,
         nothing else is published. ``replaced`` are the existing files that may be removed.
@@ -212,15 +212,21 @@ class Staging(Claim):
                 sync(self.target.parent)
 
     def _publish_files(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:
-        """Rename all files into one folder, the requested one last."""
-        ordered = [*(path for path in paths if path != self.target.name), self.target.name]
-        targets = {path: self.target.with_name(path) for path in ordered}
-        for target in targets.values():
+        """Rename all files into one folder: the requested one, then those that describe it. Old ones of those are
+        removed before, so that none ever describes another file."""
+        name = self.target.name
+        others = {path: self.target.with_name(path) for path in paths if path != name}
+        for target in (self.target, *others.values()):
             check_only(file_at(target), str(target), replaced)
-        for path, target in targets.items():
-            finished = self.store.root / path
-            if path in replaced or not rename_new(finished, target):
-                finished.rename(target)
+        remove_named(self.target.parent, replaced.keys() - {name})
+        finished = self.store.root
+        if name in replaced or not rename_new(finished / name, self.target):
+            finished.joinpath(name).rename(self.target)
+        self.published = True
+        for path, target in others.items():
+            with reporting(f"{self.target} is written, but this file beside it is not", target):
+                if not rename_new(finished / path, target):
+                    finished.joinpath(path).rename(target)
 
 
 @contextmanager

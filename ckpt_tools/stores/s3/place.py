@@ -11,11 +11,12 @@ that the caller names are removed. Empty objects whose names end in a slash, whi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import CkptError, DestinationExistsError
 from ckpt_tools.signals import held_back, let_through
 from ckpt_tools.stores.destination import Claim, Leftover, PartRules, Place
@@ -38,10 +39,13 @@ class S3Claim(Claim):
     log: S3Log
     lock: ObjectLock
     overwrite: bool
-    published: bool = False
+    is_kept: bool
+    """True if output that was not published is kept for a run with ``resume``."""
 
     def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
         """Make the finished files visible, the last of ``paths`` last, and remove ``replaced``.
+
+        Once anything was removed, the uploads are all there is, and are kept if the service fails.
 
         Raises:
             DestinationExistsError: another process wrote there meanwhile. StoreError: the service failed, or
@@ -51,32 +55,53 @@ class S3Claim(Claim):
         self.place.check_free(overwrite=self.overwrite)
         check_only(self.place.present(), self.place.url, replaced)
         *data, last = paths
-        self._remove_debris(paths)
-        old = self._old([self.destination.prefix + path for path in paths], replaced)
+        marks = dict(map(self.destination.mark, paths))
+        self._remove_debris(marks)
+        old = self._old(marks, replaced)
         self.destination.notes.publish(*self.destination.mark(last), old)
-        # In two requests: the folder is no checkpoint once its markers are removed.
-        for are_markers in (True, False):
-            self.place.bucket.delete([each.key for each in old if is_marker(each.key) is are_markers])
-        in_parallel(self.destination.complete, data)
-        self.destination.complete(last)
-        self.published = True
-        # Notes, and uploads that were begun twice because an answer was lost.
-        _quietly(lambda: _remove_earlier(self))
+        try:
+            # In two requests: the folder is no checkpoint once its markers are removed.
+            for are_markers in (True, False):
+                self.place.bucket.delete([each.key for each in old if is_marker(each.key) is are_markers])
+            in_parallel(self.destination.complete, data)
+            self.destination.complete(last)
+        except CkptError as error:
+            if old and not self.is_kept:
+                error.message += (
+                    "; the old checkpoint is being replaced, and the uploads of the new one are kept: the same command "
+                    f"with {option('resume', True)} continues"
+                )
+                self.is_kept = True
+            raise
+        self.is_kept = False
 
-    def _remove_debris(self, paths: Sequence[str]) -> None:
+    def add(self, path: str) -> None:
+        self.lock.check()
+        self.destination.complete(path)
+
+    def _remove_debris(self, marks: Mapping[str, str]) -> None:
         """Remove incomplete objects of a killed run, except those that it completed for this one."""
-        notes = self.destination.notes
-        if partial_objects := notes.partial_objects():
-            marks = dict(map(self.destination.mark, paths))
-            kept = {key for key in partial_objects if key in marks and notes.token(key) == marks[key]}
-            self.place.bucket.delete([key for key in partial_objects if key not in kept])
+        partial_objects = self.destination.notes.partial_objects()
+        completed = self._completed(marks, partial_objects)
+        self.place.bucket.delete([key for key in partial_objects if key not in completed])
 
-    def _old(self, new: Sequence[str], replaced: Mapping[str, int]) -> list[Found]:
-        """Objects to remove; a single file is replaced in one step instead."""
+    def _completed(self, marks: Mapping[str, str], keys: Iterable[str]) -> set[str]:
+        """Those of ``keys`` whose objects have the token of ``marks``: a killed run completed them for this one."""
+        known = [key for key in keys if key in marks]
+        tokens = in_parallel(self.destination.notes.token, known)
+        return {key for key, token in zip(known, tokens, strict=True) if token == marks[key]}
+
+    def _old(self, marks: Mapping[str, str], replaced: Mapping[str, int]) -> list[Found]:
+        """Objects to remove; a single file is replaced in one step instead, and the digests beside it are removed."""
+        if isinstance(self.place.form, SingleFile):
+            self.place.bucket.delete([self.place.beside + path for path in replaced if path != self.place.name])
+            return []
         names = {self.place.inside + path for path in replaced}
-        is_file = isinstance(self.place.form, SingleFile)
-        old = [] if is_file else [each for each in self.place.objects() if each.key in names]
-        return [] if len(new) == 1 and {each.key for each in old} <= set(new) else old
+        old = [each for each in self.place.objects() if each.key in names]
+        if len(marks) == 1 and {each.key for each in old} <= marks.keys():
+            return []
+        completed = self._completed(marks, (each.key for each in old)) if self.is_kept else set()
+        return [each for each in old if each.key not in completed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +182,9 @@ class S3Place(Place):
         """Like ``Place.claim``. S3 answers when bytes are safe, so ``fsync`` changes nothing."""
         return claimed(self, overwrite=overwrite, resume=resume)
 
-    def new_claim(self, *, overwrite: bool) -> S3Claim:
+    def new_claim(self, *, overwrite: bool, is_kept: bool = False) -> S3Claim:
         destination = S3Destination(self.bucket, self._root, self._notes)
-        return S3Claim(self, destination, S3Log(self.bucket, f"{self._partial}log/"), self.lock, overwrite=overwrite)
+        return S3Claim(self, destination, S3Log(self.bucket, f"{self._partial}log/"), self.lock, overwrite, is_kept)
 
     def _ways(self) -> list[S3Place]:
         """The place as a folder and as a file, because the form of an earlier output is unknown. A bucket is a
@@ -221,7 +246,7 @@ def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Clai
         StoreError: the service failed.
     """
     place.check_free(overwrite=overwrite)
-    claim = place.new_claim(overwrite=overwrite)
+    claim = place.new_claim(overwrite=overwrite, is_kept=resume)
     # A signal interrupts the block, but not taking and leaving the place.
     with held_back(), ExitStack() as leaving:
         claim.lock.take()
@@ -229,8 +254,9 @@ def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Clai
         leaving.enter_context(claim.lock.beating())
         with let_through():
             place.check_free(overwrite=overwrite)
+            # Once published, these are notes, and uploads that were begun twice because an answer was lost.
+            leaving.callback(_forget, claim)
             if not resume:
-                leaving.callback(_forget, claim)
                 _remove_earlier(claim)
             yield claim
 
@@ -242,7 +268,7 @@ def _remove_earlier(claim: S3Claim) -> None:
 
 
 def _forget(claim: S3Claim) -> None:
-    if not claim.published:
+    if not claim.is_kept:
         _quietly(lambda: _remove_earlier(claim))
 
 
