@@ -60,6 +60,7 @@ def _run(request: dict[str, Any]) -> dict[str, Any]:
         _be_the_command(request, folder, begin, go)
     os.read(begun, 1)
     tracer = _strace(child, folder, request["strace"]) if request["strace"] else None
+    folder.joinpath("pid").write_text(str(child))
     os.write(start, b"!")
     for number in (*pipes[0], *pipes[1]):
         os.close(number)
