@@ -576,12 +576,14 @@ def prune(
     keep_every: int | None = None,
     keep_best: str | None = None,
     incomplete: bool = False,
+    allow_less: bool = False,
     yes: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> PruneReport:
     """Remove old checkpoints of a run; without ``yes``, say which ones would go.
 
-    The newest complete checkpoint always stays, and so does one whose folder holds files that no trainer writes.
+    The newest complete checkpoint always stays, and so do the one that the trainer's own record calls the best, and
+    those whose folders hold files that no trainer writes.
 
     Args:
         run: A folder that holds the checkpoints of one run: a path, or a URL of a store.
@@ -590,6 +592,8 @@ def prune(
         keep_best: Keep the best by a metric of the trainer's own record: ``"eval_loss:min"``, ``"accuracy"``.
             Default: none for that reason.
         incomplete: Remove incomplete checkpoints too, if nothing was written to them for an hour.
+        allow_less: Rely on the newest checkpoints even if one holds less than an older one that would go: no weights,
+            other names, less than half of the elements.
         yes: Remove what does not stay.
         storage_options: As for ``inspect``.
 
@@ -600,7 +604,8 @@ def prune(
         SourceNotFoundError: nothing is at ``run``, or no complete checkpoint.
         UsageError: ``run`` is one checkpoint or holds several runs, or no checkpoint has the metric.
         DestinationExistsError: a run or a conversion of ckpt-tools is writing there; nothing was removed.
-        FormatError: the newest complete checkpoint cannot be opened; nothing was removed.
+        FormatError: one of the newest complete checkpoints cannot be opened, or holds less than an older one; nothing
+            was removed.
         StoreError: the disk or the network failed.
 
     Example:
@@ -616,7 +621,8 @@ def prune(
     from ckpt_tools.stores.urls import check_storage_options
 
     check_storage_options(storage_options, run)
-    rules = PruneRules(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best), incomplete)
+    best = None if keep_best is None else Best.parse(keep_best)
+    rules = PruneRules(keep_last, keep_every, best, incomplete, allow_less)
     return prune_run(run, rules, yes=yes, storage_options=storage_options)
 
 

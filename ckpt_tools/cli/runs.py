@@ -63,6 +63,9 @@ def _row(each: RunCheckpoint) -> tuple[str, ...]:
     help="Keep the best checkpoint by a metric in the trainer's own record, e.g. eval_loss:min.",
 )
 @click.option("--incomplete", is_flag=True, help="Remove incomplete checkpoints too, an hour after their last write.")
+@click.option(
+    "--allow-less", is_flag=True, help="Prune even if a new checkpoint that stays holds less than an older one."
+)
 @click.option("--yes", is_flag=True, help="Remove them. Default: list what would be removed.")
 @options.storage
 @options.as_json
@@ -71,7 +74,8 @@ def prune_command(run: str, as_json: bool, quiet: bool, **rules: Any) -> None:
     """Remove old checkpoints of a run; without --yes, list what would be removed.
 
     The newest complete checkpoint always stays. A checkpoint also stays if its folder holds
-    files that no trainer writes, or if a link or the file latest names it.
+    files that no trainer writes, if a link or the file latest names it, or if the trainer's
+    own record calls it the best.
     """
     from ckpt_tools import prune
 

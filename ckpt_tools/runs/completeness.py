@@ -9,12 +9,16 @@ damaged element is not found here: ``verify`` finds it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from ckpt_tools.core.format_names import BUILT_IN, SINGLE_FILES
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.gguf import complete as gguf
 from ckpt_tools.formats.index import built_in
+from ckpt_tools.formats.npz import complete as npz
+from ckpt_tools.formats.safetensors import complete as safetensors
+from ckpt_tools.formats.torch import complete as torch
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern
 from ckpt_tools.trainers.run_folders import is_carrier
@@ -24,6 +28,17 @@ _WITHOUT_WEIGHTS = re.compile(
     r"(?:optimizer|optim|scheduler|lr_scheduler|rng|data|train_state|optimizer_state)(?:_\d+)?\.(?:pt|pth|bin)"
 )
 """Names of files without weights that several trainers use."""
+
+_BESIDE = re.compile(r"(?:optim(?:izer)?|(?:lr_)?scheduler|rng|random|scaler|sampler|data(?:loader)?)(?:[-_=.].*)?")
+"""Names of files of a step that need not hold tensors: those of an optimizer without state, of a scheduler."""
+
+_HOLDS: Mapping[str, Callable[[Saved, str], bool]] = {
+    ".safetensors": safetensors.holds_tensors,
+    ".gguf": gguf.holds_tensors,
+    ".npz": npz.holds_tensors,
+    **dict.fromkeys(torch.SUFFIXES, torch.holds_tensors),
+}
+"""Whether a file of this ending holds tensors."""
 
 _EMPTY = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp", ".metadata", ".json")
 """Endings of files that are never empty."""
@@ -41,7 +56,7 @@ def _rules() -> Iterator[Callable[[Saved], str | None]]:
     yield from (_name, _marker, _empty)
     yield from dict.fromkeys(trainer.problem for trainer in TRAINERS if trainer.problem is not None)
     yield from (each.problem for each in _detected())
-    yield _weightless
+    yield from (_weightless, _tensorless)
 
 
 def _name(saved: Saved) -> str | None:
@@ -66,10 +81,31 @@ def _weightless(saved: Saved) -> str | None:
     """Finds the rest of a checkpoint whose weights are gone, or were not written yet."""
     if format_of(saved) not in ("torch", "safetensors"):
         return None
-    held = [path for path in saved.files if is_carrier(path) and not path.endswith(".index.json")]
-    names = (path.rpartition("/")[2] for path in held)
-    is_left = all(is_own(name) or _WITHOUT_WEIGHTS.fullmatch(name) for name in names)
-    return "no file that holds the model's weights" if is_left else None
+    return None if any(_of_model(saved)) else "no file that holds the model's weights"
+
+
+def _tensorless(saved: Saved) -> str | None:
+    """Finds a checkpoint whose files are whole, and none of those for weights holds a tensor. The first one that does
+    ends the search."""
+    found = [path for path in _of_model(saved) if not _BESIDE.fullmatch(path.rpartition("/")[2])]
+    if not found or any(_holds_tensors(saved, path) for path in found):
+        return None
+    return f"{found[0]} holds no tensors" if len(found) == 1 else f"{found[0]} and its other files hold no tensors"
+
+
+def _holds_tensors(saved: Saved, path: str) -> bool:
+    """True also for files of which only a reader can tell."""
+    holds = _HOLDS.get(f".{path.rpartition('.')[2]}")
+    return holds is None or holds(saved, path)
+
+
+def _of_model(saved: Saved) -> Iterator[str]:
+    """Files that may hold weights, by their names."""
+    for path in saved.files:
+        name = path.rpartition("/")[2]
+        is_weights = is_carrier(path) and not path.endswith(".index.json")
+        if is_weights and not is_own(name) and not _WITHOUT_WEIGHTS.fullmatch(name):
+            yield path
 
 
 def format_of(saved: Saved) -> str:

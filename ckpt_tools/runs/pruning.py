@@ -3,7 +3,7 @@ else.
 
 A checkpoint whose folder holds anything else stays, and so do those that a link or a file ``latest`` names. The files
 without which nothing takes the rest for whole go first, so that a removal that is killed leaves what ``ls`` calls
-incomplete. Before anything goes, the newest complete checkpoint is opened.
+incomplete. Before anything goes, the newest complete checkpoints are opened, and compared with two that would go.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from ckpt_tools.core.showing import Shown
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
-    FormatError,
     SourceNotFoundError,
     StoreError,
-    UnsupportedError,
     UsageError,
 )
+from ckpt_tools.runs.comparing import compared
 from ckpt_tools.runs.files import in_order_of_removal, strangers
 from ckpt_tools.runs.listing import found_in, listing, read
-from ckpt_tools.runs.metrics import metrics_of
+from ckpt_tools.runs.metrics import metrics_of, named_best
 from ckpt_tools.runs.naming import named_by_file
 from ckpt_tools.runs.report import RunCheckpoint
-from ckpt_tools.runs.rules import Best, Facts, PruneRules, reasons
+from ckpt_tools.runs.rules import Best, Facts, PruneRules, reasons, relied
 from ckpt_tools.stores.claims import claim
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.output_form import Folder
@@ -136,8 +135,12 @@ class _Run:
         if not any(each.is_complete for each in self.shown.values()):
             raise SourceNotFoundError(f"{self.url} has no complete checkpoint; nothing is removed from such a run")
         best = None if rules.keep_best is None else self._best(rules.keep_best)
-        stays = reasons([self._facts(member) for member in self.members], rules, best)
-        return [(member, self._pruned(member, stays[member.name])) for member in self.members]
+        named = named_best(self.members, self.source)
+        facts = [self._facts(member, named) for member in self.members]
+        stays = reasons(facts, rules, best)
+        complete = [each for each in self.members if each.is_numbered and self.shown[each.name].is_complete]
+        kept = compared(complete, self.source, relied(facts, stays, rules))
+        return [(member, self._pruned(member, stays[member.name] or kept.get(member.name))) for member in self.members]
 
     def _pruned(self, member: Member, reason: str | None) -> Pruned:
         shown = self.shown[member.name]
@@ -148,12 +151,12 @@ class _Run:
         complete = (member for member in self.members if self.shown[member.name].is_complete)
         return best.choose({member.name: metrics_of(member.saved(self.source)) for member in complete})
 
-    def _facts(self, member: Member) -> Facts:
+    def _facts(self, member: Member, named: Mapping[str, str]) -> Facts:
         shown = self.shown[member.name]
         return Facts(
             shown,
             number=member.number if member.is_numbered else "",
-            held=self._named(member) or self._strangers(member),
+            held=self._named(member) or named.get(member.name) or self._strangers(member),
             is_recent=_is_recent(shown),
         )
 
@@ -195,22 +198,10 @@ class _Run:
         """Removes the oldest first. Raises DestinationExistsError if a conversion is writing to one of them."""
         if not going:
             return
-        self._check_newest()
         for member in reversed(going):
             open_place(f"{self.url.rstrip('/')}/{member.name}", self.storage_options).leftovers()
         for member in reversed(going):
             self.place.remove_files(in_order_of_removal(member.files))
-
-    def _check_newest(self) -> None:
-        """The newest complete one can be opened. Raises FormatError; nothing was removed then."""
-        newest = next(member for member in self.members if self.shown[member.name].is_complete and member.is_numbered)
-        try:
-            read(newest.saved(self.source))
-        except UnsupportedError:
-            return  # a layout that is not read; its trainer's marker is there
-        except FormatError as error:
-            sentence = f"{newest.name}, the newest checkpoint, cannot be opened: {error}; nothing was removed"
-            raise type(error)(sentence) from error
 
 
 def _check_run(url: str, members: Sequence[Member]) -> None:

@@ -57,6 +57,7 @@ class PruneRules:
     keep_every: int | None = None
     keep_best: Best | None = None
     incomplete: bool = False
+    allow_less: bool = False
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every"):
@@ -76,6 +77,27 @@ class Facts:
     """Why it stays whatever the rules say: a link or a file names it, or files in it are not a trainer's."""
     is_recent: bool = False
     """Written to within the last hour, so that it may be a save under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Relied:
+    """What pruning relies on, as numbers of checkpoints: ``kept`` are the newest complete ones, of which none may hold
+    less than the ``elders`` do: the newest one that would go, and the one with the largest files."""
+
+    kept: Sequence[str]
+    elders: Sequence[str]
+
+
+def relied(facts: Sequence[Facts], stays: Mapping[str, str | None], rules: PruneRules) -> Relied:
+    """The checkpoints to open and compare before those go for which ``stays`` has no reason: none if nothing goes, and
+    the newest alone if no complete one goes, or if the user allows less."""
+    if all(stays.values()):
+        return Relied((), ())
+    going = [each for each in facts if stays[each.shown.name] is None and each.shown.is_complete]
+    if not going or rules.allow_less:
+        return Relied(_last(facts, 1), ())
+    largest = max(going, key=lambda each: each.shown.file_bytes)
+    return Relied(_last(facts, rules.keep_last), list(dict.fromkeys((going[0].number, largest.number))))
 
 
 def reasons(facts: Sequence[Facts], rules: PruneRules, best: str | None) -> dict[str, str | None]:

@@ -7,13 +7,13 @@ without it for no checkpoint (fabric/strategies/fsdp.py ``_is_sharded_checkpoint
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.values import Opaque, StoredTensor
-from ckpt_tools.trainers.record import Metrics, Returned, Trainer
+from ckpt_tools.trainers.record import Metrics, Named, Returned, Trainer
 from ckpt_tools.trainers.saved import Saved
 from ckpt_tools.trainers.transformers import counts
 
@@ -55,17 +55,38 @@ def _metrics(saved: Saved) -> Metrics:
     """Metrics in the name, then the monitored value of each ``ModelCheckpoint`` among ``callbacks``."""
     for name, value in _IN_NAME.findall(saved.title):
         yield name, float(value)
-    path = saved.title if saved.title in saved.files else META
-    if path not in saved.files or not path.endswith((".ckpt", META)):
+    path, archive = _opened(saved)
+    if archive is None:
         return
+    for state in _callbacks(archive):
+        if isinstance(state.get("monitor"), str):
+            yield state["monitor"], _number(state.get("current_score"), archive, saved, path)
+
+
+def _best(saved: Saved) -> Named | None:
+    """The best of each ``ModelCheckpoint``; one that monitors nothing calls its last one so."""
+    path, archive = _opened(saved)
+    states = [] if archive is None else [each for each in _callbacks(archive) if isinstance(each.get("monitor"), str)]
+    paths = (each.get("best_model_path") for each in states)
+    record = path if path == saved.title else f"{path} of {saved.title}"
+    return Named(record, [each for each in paths if isinstance(each, str) and each]) if states else None
+
+
+def _opened(saved: Saved) -> tuple[str, TorchArchive | None]:
+    """The file that holds the callbacks' states, and its content if there is such a file."""
     from ckpt_tools.serialization.torch_zip import open_archive
 
-    archive = open_archive(*saved.part(path))
+    path = saved.title if saved.title in saved.files else META
+    is_there = path in saved.files and path.endswith((".ckpt", META))
+    return path, open_archive(*saved.part(path)) if is_there else None
+
+
+def _callbacks(archive: TorchArchive) -> Iterator[Mapping[str, Any]]:
     callbacks = archive.value.get("callbacks") if isinstance(archive.value, dict) else None
     for each in callbacks.values() if isinstance(callbacks, dict) else ():
         state = each.attributes if isinstance(each, Opaque) else each
-        if isinstance(state, dict) and isinstance(state.get("monitor"), str):
-            yield state["monitor"], _number(state.get("current_score"), archive, saved, path)
+        if isinstance(state, dict):
+            yield state
 
 
 def _number(value: Any, archive: TorchArchive, saved: Saved, path: str) -> Any:
@@ -89,4 +110,5 @@ LIGHTNING = Trainer(
     returned=Returned(parts="", sign=META, files=(re.escape(META),)),
     problem=_problem,
     metrics=_metrics,
+    best=_best,
 )

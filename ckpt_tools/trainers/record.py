@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,20 @@ Meaning = Callable[[Any], Mapping[str, Any]]
 """From the content of a file to the entries of ``Manifest.extra`` that it adds."""
 
 Metrics = Iterable[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Checkpoints that a trainer's record calls the best, by their paths on the machine that wrote it."""
+
+    record: str
+    """The record in words: ``trainer_state.json of checkpoint-500``."""
+    paths: Collection[str]
+
+    @property
+    def titles(self) -> frozenset[str]:
+        """The last part of each path, also of one that ends in a slash or was written on Windows."""
+        return frozenset(re.split(r"[/\\]", path.rstrip("/\\"))[-1] for path in self.paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +72,5 @@ class Trainer:
     """Why the checkpoint is not complete by the trainer's own marker; None if it is, or is another trainer's."""
     metrics: Callable[[Saved], Metrics] | None = None
     """Metrics of the checkpoint by name; of the same name the last one counts."""
+    best: Callable[[Saved], Named | None] | None = None
+    """The checkpoints that the record in this one calls the best; None if it has no such record."""

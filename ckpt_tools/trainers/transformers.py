@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_tools.errors import FormatError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.trainers import accelerate
-from ckpt_tools.trainers.record import Metrics, Returned, Trainer
+from ckpt_tools.trainers.record import Metrics, Named, Returned, Trainer
 from ckpt_tools.trainers.saved import Saved
 
 STATE = "trainer_state.json"
@@ -49,10 +49,12 @@ def counts(content: Any) -> Mapping[str, Any]:
 
 def trainer_state(saved: Saved) -> Mapping[str, Any]:
     """Content of ``trainer_state.json``; empty if it cannot be read."""
-    if STATE not in saved.files:
-        return {}
+    return _state_at(saved, saved.path(STATE)) if STATE in saved.files else {}
+
+
+def _state_at(saved: Saved, path: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(saved.read(STATE))
+        found = json.loads(saved.text(path))
     except (FormatError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -83,6 +85,24 @@ def _metrics(saved: Saved) -> Metrics:
                 yield from entry.items()
 
 
+def _best(saved: Saved) -> Named | None:
+    """By the Trainer's state in the checkpoint, or in the run's folder if that is of a later step: ``save_state``."""
+    found = [(f"{STATE} of {saved.title}", trainer_state(saved))]
+    if (beside := saved.beside(STATE)) is not None:
+        found.append((beside, _state_at(saved, beside)))
+    record, state = max(found, key=lambda each: _number(each[1].get("global_step")))
+    path, step = state.get("best_model_checkpoint"), state.get("best_global_step")
+    if isinstance(path, str) and path:
+        return Named(record, [path])
+    if type(step) is int and step:
+        return Named(record, [f"checkpoint-{step}"])
+    return Named(record, []) if state else None
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int else -1
+
+
 TRANSFORMERS = Trainer(
     name="transformers' Trainer",
     reads={"scheduler.pt": accelerate.scheduler, STATE: counts},
@@ -103,4 +123,5 @@ TRANSFORMERS = Trainer(
     ),
     problem=_problem,
     metrics=_metrics,
+    best=_best,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 import ckpt_tools
-from ckpt_tools.errors import SourceNotFoundError, StoreError, UsageError
+from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UsageError
 
 from ..checkpoints.progress import Progress
 from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, partial_folder, strangers_in
@@ -210,13 +211,17 @@ class Agreement:
 
 
 def remove_old(config: TrainConfig) -> None:
-    """Remove the checkpoints in ``config.out`` that are neither among the newest nor the best."""
+    """Remove the checkpoints in ``config.out`` that are neither among the newest nor the best. A warning says if the
+    newest hold less than older ones, as after a change of the model: then all stay."""
     if config.keep_last is None:
         return
     try:
         report = ckpt_tools.prune(config.out, keep_last=config.keep_last, keep_best=config.keep_best)
     except (UsageError, SourceNotFoundError):
         return  # none is measured or complete yet
+    except FormatError as error:
+        warnings.warn(f"old checkpoints stay: {error}", stacklevel=2)
+        return
     for each in reversed(report.checkpoints):
         if not each.stays:
             _remove(config.out / each.name)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.names import DATA, is_metadata, is_of_dcp, is_of_one_rank
-from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
+from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import checked_name
 from ckpt_tools.trainers.run_folders import parent_of
@@ -28,15 +32,31 @@ def problem(saved: Saved) -> str | None:
     bare = sorted({parent_of(path) for path in saved.files if DATA.fullmatch(path.rpartition("/")[2])} - held)
     if bare:
         return f"no {bare[0] + '/' if bare[0] else ''}.metadata: the save did not finish"
-    return next((text for path in sorted(indexes) if (text := _indexed(saved, path)) is not None), None)
+    has_tensors = not indexes
+    for path in sorted(indexes):
+        metadata = loads(saved.read(path, MAX_METADATA_BYTES), path=path)
+        if not isinstance(metadata, Metadata):
+            return f"{path} is not the index of a DCP"
+        if (text := _cut_off(saved, path, metadata)) is not None:
+            return text
+        has_tensors |= any(isinstance(each, TensorStorageMetadata) for each in metadata.state_dict_metadata.values())
+    return None if has_tensors else _tensorless(saved, min(indexes))
 
 
-def _indexed(saved: Saved, path: str) -> str | None:
-    metadata = loads(saved.read(path, MAX_METADATA_BYTES), path=path)
-    if not isinstance(metadata, Metadata):
-        return f"{path} is not the index of a DCP"
+def _tensorless(saved: Saved, path: str) -> str | None:
+    """Its objects may hold tensors, which the reader finds."""
+    from ckpt_tools.formats.dcp.reader import read
+
+    with suppress(UnsupportedError):
+        if read(saved.source, ReadOptions()).tensors:
+            return None
+        return f"{path} names no tensors"
+    return None
+
+
+def _cut_off(saved: Saved, path: str, metadata: Metadata) -> str | None:
     ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
+    for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     folder = parent_of(path)
     for name, end in ends.items():

@@ -47,6 +47,13 @@ def _shards(saved: Saved) -> str | None:
     return None
 
 
+def holds_tensors(saved: Saved, path: str) -> bool:
+    """Whether the header of a file lists a tensor."""
+    read, _, _ = saved.part(path)
+    (length,) = struct.unpack("<Q", read(0, 8))
+    return any(True for _ in _stops(parse_json(read(8, 8 + length), path)))
+
+
 def _tensors_end(saved: Saved, path: str) -> str | None:
     read, size, _ = saved.part(path)
     if size < 8:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckpt_tools.formats.base import Format
@@ -42,18 +41,9 @@ class TorchFormat(Format):
         return own_files(source)
 
     def problem(self, saved: Saved) -> str | None:
-        from ckpt_tools.errors import UnsupportedError
-        from ckpt_tools.serialization.zip_archive import read_directory
+        from ckpt_tools.formats.torch.complete import problem
 
-        for path in saved.files:
-            if path.endswith((".pt", ".pth", ".bin", ".ckpt")) and "/zero/" not in f"/{path}":
-                read, size, _ = saved.part(path)
-                # A zip with no directory at its end is cut off; other files say nothing.
-                with suppress(UnsupportedError):
-                    directory = read_directory(read, size, path, tail_bytes=4096)
-                    if directory is None and read(0, min(4, size)).startswith(b"PK"):
-                        return f"{path} has no end: it is cut off"
-        return None
+        return problem(saved)
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.torch.files import layout

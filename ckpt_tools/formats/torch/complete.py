@@ -1,0 +1,41 @@
+"""Whether files of ``torch.save`` reach to their ends, and hold tensors, by the directories of their zips."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.serialization.zip_archive import Directory, read_directory
+from ckpt_tools.trainers.saved import Saved
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+_TAIL_BYTES = 4096
+
+
+def problem(saved: Saved) -> str | None:
+    """A zip with no directory at its end is cut off; other files say nothing."""
+    for path in saved.files:
+        if path.endswith(SUFFIXES) and "/zero/" not in f"/{path}":
+            with suppress(UnsupportedError):
+                if _directory(saved, path) is None and _is_zip(saved, path):
+                    return f"{path} has no end: it is cut off"
+    return None
+
+
+def holds_tensors(saved: Saved, path: str) -> bool:
+    """Whether a file holds a storage of a tensor; True if it is no plain zip."""
+    with suppress(UnsupportedError):
+        directory = _directory(saved, path)
+        return directory is None or any(name.partition("/")[2].startswith("data/") for name in directory.records)
+    return True
+
+
+def _directory(saved: Saved, path: str) -> Directory | None:
+    read, size, _ = saved.part(path)
+    return read_directory(read, size, path, tail_bytes=_TAIL_BYTES)
+
+
+def _is_zip(saved: Saved, path: str) -> bool:
+    read, size, _ = saved.part(path)
+    return read(0, min(4, size)).startswith(b"PK")

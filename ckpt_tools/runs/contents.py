@@ -1,0 +1,71 @@
+"""What the headers of checkpoints say that they hold, and whether one holds less than an older one. Pure.
+
+Checkpoints of one run have the same weights. Elements are counted and not bytes, and names are those of the bare
+model, so that another precision, world size, sharding or wrapper makes no difference. fp32 masters are weights, and not
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
+from ckpt_tools.core.transforms import without_wrappers
+from ckpt_tools.core.wording import count, listed, size
+
+PART = 2
+"""One that holds less than half of what an older one does holds less. Another optimizer, or another dtype of its
+state, takes up to half; placeholders of weights that other ranks hold take nearly nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The checkpoints of one step, which have the same ``number``. ``weights`` has the elements of each by its name, 0
+    for a second name of the same; ``state_bytes`` are those of the optimizer's state. If ``is_read`` is false, only the
+    files' sizes are known."""
+
+    number: str
+    name: str
+    weights: Mapping[str, int]
+    state_bytes: int
+    file_bytes: int
+    is_read: bool = True
+
+    @property
+    def num_weights(self) -> int:
+        return sum(self.weights.values())
+
+
+def content_of(number: str, name: str, manifests: Sequence[Manifest], *, beside_bytes: int, file_bytes: int) -> Content:
+    """The content of the checkpoints of one step together; ``beside_bytes`` are in files of the optimizer that the
+    manifests do not have."""
+    weights: dict[str, int] = {}
+    state_bytes = beside_bytes
+    for manifest in (without_wrappers(each)[0] for each in manifests):
+        weights |= dict.fromkeys(manifest.aliases, 0)
+        for key, entry in manifest.tensors.items():
+            if key.slot in (WEIGHT, MASTER) and entry.kind is not Kind.EXTRA:
+                weights[key.fqn] = entry.numel
+            elif entry.kind is Kind.STATE:
+                state_bytes += entry.num_bytes
+    return Content(number, name, weights, state_bytes, file_bytes)
+
+
+def lack(newer: Content, elder: Content) -> str | None:
+    """How ``newer`` holds less than ``elder``; None if it does not. Optimizer state that is missing altogether is a
+    model that was saved alone, and not said here."""
+    if not (newer.is_read and elder.is_read):
+        sizes = f"its files have {size(newer.file_bytes)}, those of {elder.name} {size(elder.file_bytes)}"
+        return sizes if newer.file_bytes * PART < elder.file_bytes else None
+    if elder.weights and not newer.weights:
+        return f"it holds no weights, and {elder.name} does"
+    missing = [name for name, numel in elder.weights.items() if name not in newer.weights and numel]
+    if missing:
+        return f"it lacks {count(len(missing), 'weight')} that {elder.name} has ({listed(missing)})"
+    if newer.num_weights * PART < elder.num_weights:
+        return f"its weights have {count(newer.num_weights, 'element')}, those of {elder.name} {elder.num_weights:,}"
+    if newer.state_bytes and newer.state_bytes * PART < elder.state_bytes:
+        sizes = f"{size(newer.state_bytes)}, that of {elder.name} {size(elder.state_bytes)}"
+        return f"its optimizer state has {sizes}"
+    return None
