@@ -17,7 +17,8 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.flat_names import weights_by_name
-from ckpt_tools.formats.npz.npy import PREFIX_BYTES, NpyHeader, check_size, header_length, npy_header, parse_header
+from ckpt_tools.formats.npz.npy import NpyHeader, check_size, npy_header, parse_header
+from ckpt_tools.serialization.npy_header import PREFIX_BYTES, header_length
 from ckpt_tools.serialization.zip_archive import ArchiveWriter, Directory, ReadRange, read_directory
 from ckpt_tools.stores.source import Source
 

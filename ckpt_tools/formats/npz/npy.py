@@ -1,8 +1,4 @@
-"""The header of a ``.npy`` array (numpy/lib/format.py, versions 1 to 3): read strictly, and written as numpy does.
-
-The header is the text of a Python dict. It is matched by a pattern and never evaluated: a plain array needs no more
-than three entries of known forms.
-"""
+"""A ``.npy`` array as a tensor: the dtype and shape of its header, and the header as numpy writes it."""
 
 from __future__ import annotations
 
@@ -16,13 +12,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import check_extents
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError, UnsupportedError
-
-MAGIC = b"\x93NUMPY"
-MAX_HEADER_BYTES = 10_000
-"""numpy's own limit (``_MAX_HEADER_SIZE``)."""
-
-PREFIX_BYTES = len(MAGIC) + 2 + 4
-"""Magic, version, and the longer of the two forms of the header's length."""
+from ckpt_tools.serialization.npy_header import MAGIC, parse_text, text_start
 
 ALIGNMENT = 64
 """Where elements start: numpy pads the header to it."""
@@ -37,14 +27,10 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _FLOAT8 = ("V1", "f1")
 """What numpy makes of types of one byte that it does not know: ``f1`` of float8_e5m2, ``V1`` of the others."""
 
-_TEXT = re.compile(r"[<>|=]?[USa]\d{1,9}")
+_TEXT = re.compile(r"[<>|=]?[USa][0-9]{1,9}")
 
 VOID_BFLOAT16 = "V2"
 """What numpy makes of an array of ml_dtypes.bfloat16, which it does not know."""
-
-_ITEM = re.compile(
-    r"\s*'(descr|fortran_order|shape)'\s*:\s*(?:'([^'\\]*)'|(True|False)|\(\s*((?:\d{1,20}L?\s*,?\s*)*)\))\s*(,|$)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +52,6 @@ class NpyHeader:
         return tuple(reversed(contiguous_strides(tuple(reversed(self.shape)))))
 
 
-def header_length(prefix: bytes, path: str, key: str) -> int:
-    """Bytes before the first element, from the first ``PREFIX_BYTES``. Raises FormatError."""
-    if len(prefix) < PREFIX_BYTES or not prefix.startswith(MAGIC):
-        raise MalformedError("it is not a .npy array", path=path, key=key)
-    major, minor = prefix[6], prefix[7]
-    if major not in (1, 2, 3) or minor:
-        raise UnsupportedError(f"its version {major}.{minor} of .npy is not known", path=path, key=key)
-    form = "<H" if major == 1 else "<I"
-    (length,) = struct.unpack_from(form, prefix, 8)
-    if length > MAX_HEADER_BYTES:
-        raise MalformedError(f"its header claims {length:,} bytes", path=path, key=key)
-    return 8 + struct.calcsize(form) + int(length)
-
-
 def parse_header(data: bytes, path: str, key: str) -> NpyHeader | None:
     """The header ``data``, as long as ``header_length`` says; None for an array of text.
 
@@ -87,43 +59,18 @@ def parse_header(data: bytes, path: str, key: str) -> NpyHeader | None:
         MalformedError: it does not describe an array. UnsupportedError: its elements are not those of a tensor.
         UnsafeError: it holds objects, which a loader would unpickle.
     """
-    start = 10 if data[6] == 1 else 12
-    try:
-        text = data[start:].decode("utf-8" if data[6] == 3 else "latin1").strip()
-    except UnicodeDecodeError as error:
-        raise MalformedError("its header is not text", path=path, key=key) from error
-    found = _items(text, path, key)
-    descr = found["descr"]
-    if _TEXT.fullmatch(descr):
+    text = data[text_start(data) :]
+    found = parse_text(text)
+    if found is None and re.match(rb"\{ *'descr' *: *\[", text):
+        raise UnsupportedError("it is an array of records, which is not a tensor", path=path, key=key)
+    if found is None:
+        shown = repr(text[:100])[1:]
+        raise MalformedError(f"its header {shown} does not describe an array", path=path, key=key)
+    if _TEXT.fullmatch(found.descr):
         return None
-    dtype = _dtype(descr, path, key)
-    shape = tuple(int(extent.strip().rstrip("L")) for extent in found["shape"].split(",") if extent.strip())
-    check_extents(shape)
-    return NpyHeader(shape, dtype, found["fortran_order"] == "True", len(data), descr[1:] == VOID_BFLOAT16)
-
-
-def _items(text: str, path: str, key: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    at, stop = 1, len(text) - 1
-    if not (text.startswith("{") and text.endswith("}")):
-        raise MalformedError("its header is not a dict", path=path, key=key)
-    while at < stop and not text[at:stop].isspace():
-        item = _ITEM.match(text, at, stop)
-        if item is None or item[1] in found:
-            raise _not_plain(text, path, key)
-        found[item[1]] = next(part for part in item.groups()[1:4] if part is not None)
-        if (item[2] is None) is (item[1] == "descr") or (item[3] is None) is (item[1] == "fortran_order"):
-            raise _not_plain(text, path, key)
-        at = item.end()
-    if len(found) != 3:
-        raise _not_plain(text, path, key)
-    return found
-
-
-def _not_plain(text: str, path: str, key: str) -> MalformedError | UnsupportedError:
-    if re.match(r"\{\s*'descr'\s*:\s*\[", text):
-        return UnsupportedError("it is an array of records, which is not a tensor", path=path, key=key)
-    return MalformedError(f"its header {text[:100]!r} does not describe an array", path=path, key=key)
+    dtype = _dtype(found.descr, path, key)
+    check_extents(found.shape)
+    return NpyHeader(found.shape, dtype, found.is_fortran, len(data), found.descr[1:] == VOID_BFLOAT16)
 
 
 def _dtype(descr: str, path: str, key: str) -> DType:

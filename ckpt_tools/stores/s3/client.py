@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import http.client
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from email.utils import parsedate_to_datetime
@@ -217,9 +218,10 @@ class Bucket:
         said, stop = str(answer.get("ContentRange", "")), start + num_bytes
         if said.startswith(f"bytes {start}-{stop - 1}/") and answer["ContentLength"] == num_bytes:
             return
-        total = said.rpartition("/")[2]
-        if said == f"bytes {start}-{total and int(total) - 1 if total.isdigit() else ''}/{total}" and int(total) < stop:
-            raise IncompleteError(f"the file ends at byte {int(total):,}", path=self.url(key))
+        found = re.fullmatch(r"bytes [0-9]+-[0-9]+/([0-9]{1,19})", said)
+        total = 0 if found is None else int(found[1])
+        if said == f"bytes {start}-{total - 1}/{total}" and total < stop:
+            raise IncompleteError(f"the file ends at byte {total:,}", path=self.url(key))
         raise TransientError(
             StoreError(f"the service sent {said or 'no range'} but bytes {start}-{stop - 1} were requested",
                        path=self.url(key))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import pickletools
+import re
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
@@ -21,11 +22,15 @@ from zlib import crc32
 Files = Mapping[str, bytes]
 
 NUMBERS = (0, 1, 2, 3, 7, 63, 64, 65, 127, 128, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**60,
-           2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -1, -2, -(2**31), -(2**63), 10**400)  # fmt: skip
+           2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -1, -2, -(2**31), -(2**63), 10**400, 10**5000)  # fmt: skip
 
 NAMES = ("", ".", "..", "../x", "/etc/passwd", "C:\\x", "C:x", "a\0b", "http://x/y", "a/../../b", "a//b", "model",
          "optim", "state", "param_groups", "step", "weight", "master", "fp32", "0", "\ud800", "[/b]", "9" * 5000,
          "state.a.b", "param_groups.a.b", "-", "\x1b[2J", "zero/" * 40)  # fmt: skip
+
+LOOSE = ("\u0663", "\u00b2", "\uff14", "1_0", "+1", "-0", " 1", "1 ", "\x0c1", "1\x0c 3", "1\u2003", "\xa01", "01",
+         "0x1", "1e3", "1.0", "1L", "nan", "inf", "", "9" * 19, "9" * 30, "9" * 5000, "\ud800", "'", "\\")  # fmt: skip
+"""What ``int``, ``float``, ``str.isdigit``, a pattern or a parser may take for a number, or stumble over."""
 
 MAX_DATA_BYTES = 1 << 17
 """Larger results are cut: an execution is to stay cheap."""
@@ -67,12 +72,18 @@ def _swapped(files: dict[str, bytes], random: Random) -> dict[str, bytes]:
 
 
 def _renamed(path: str, random: Random) -> str:
-    digits = [at for at, character in enumerate(path) if character.isdigit()]
-    if digits and random.random() < 0.6:
-        at = random.choice(digits)
-        return path[:at] + random.choice("0123456789") + path[at + 1 :]
+    if re.search(r"\d", path) and random.random() < 0.6:
+        return _digits_replaced(path, random)
     part = random.choice(NAMES)
     return random.choice((part, f"{part}/{path}", f"{path}{part}", path.rpartition("/")[2])) or "x"
+
+
+def _digits_replaced(text: str, random: Random) -> str:
+    """``text`` with one of its numbers written in another way, or another one."""
+    found = random.choice([*re.finditer(r"[0-9]+", text)] or [re.match("", text)])
+    assert found is not None
+    other = random.choice(LOOSE) if random.random() < 0.5 else str(random.randrange(10))
+    return text[: found.start()] + other + text[found.end() :]
 
 
 _FILE_SETS: tuple[Callable[[dict[str, bytes], Random], dict[str, bytes]], ...] = (
@@ -94,6 +105,8 @@ def mutated_data(data: bytes, random: Random) -> bytes:
             return _changed_json(data, random)
         if data[8:9] == b"{":
             return _changed_header(data, random)
+        if data.startswith(b"\x93NUMPY\1"):
+            return _changed_npy(data, random)
         if b"PK\x03\x04" in data[:4096]:
             return _changed_inside(data, random)
     return _changed_bytes(data, random)
@@ -119,6 +132,15 @@ def _number(data: bytearray, random: Random) -> bytes:
     width, at = random.choice((1, 2, 4, 8)), random.randrange(len(data) + 1)
     number = random.choice(NUMBERS) % (1 << 8 * width)
     data[at : at + width] = number.to_bytes(width, random.choice(("little", "big")))
+    return bytes(data)
+
+
+def _loose(data: bytearray, random: Random) -> bytes:
+    """Some bytes of a text are digits."""
+    found = [*re.finditer(rb"[0-9]+", data)]
+    if found:
+        each = random.choice(found)
+        data[each.start() : each.end()] = random.choice(LOOSE).encode(errors="surrogatepass")
     return bytes(data)
 
 
@@ -149,7 +171,7 @@ def _appended(data: bytearray, random: Random) -> bytes:
     return bytes(data) + random.choice((b"\0", b"x" * 8, b"N.", bytes(64), bytes(data[-22:])))
 
 
-_BYTES = (_flip, _flip, _set, _number, _cut, _dropped, _repeated, _copied, _appended)
+_BYTES = (_flip, _flip, _set, _number, _loose, _cut, _dropped, _repeated, _copied, _appended)
 
 
 # Zips
@@ -227,6 +249,28 @@ def _changed_inside(data: bytes, random: Random) -> bytes:
     return data[:start] + item[: stop - start].ljust(stop - start, b"\0") + data[stop:]
 
 
+def _changed_npy(data: bytes, random: Random) -> bytes:
+    """The text of the header, with its length made right again; in the third version that is UTF-8."""
+    length = int.from_bytes(data[8:10], "little")
+    text = changed_npy_text(data[10 : 10 + length].decode("latin1"), random)
+    version, coding = random.choice(((1, "latin1"), (3, "utf-8")))
+    header = text.encode(coding, errors="replace")
+    told = len(header).to_bytes(2 if version == 1 else 4, "little")
+    return data[:6] + bytes([version, 0]) + told + header + data[10 + length :]
+
+
+def changed_npy_text(text: str, random: Random) -> str:
+    """One number or one blank in it is another."""
+    return random.choice((_digits_replaced, _spaced))(text, random)
+
+
+def _spaced(text: str, random: Random) -> str:
+    at = random.randrange(len(text) + 1)
+    return (
+        text[:at] + random.choice((" ", "\t", "\x0c", "\x0b", "\r", "\n", "\xa0", "\x1c", "\0", ",", "#")) + text[at:]
+    )
+
+
 # Pickles
 
 
@@ -286,7 +330,7 @@ def pickled_number(number: int) -> bytes:
 
 def _text(opcodes: list[bytes], random: Random) -> bytes:
     others = [opcode for opcode in opcodes if opcode[:1] in (b"X", b"\x8c")]
-    raw = random.choice(NAMES).encode(errors="surrogatepass")
+    raw = random.choice((*NAMES, *LOOSE)).encode(errors="surrogatepass")
     return random.choice(others) if random.random() < 0.5 else b"X" + struct.pack("<I", len(raw)) + raw
 
 
@@ -336,4 +380,8 @@ def _changed_value(value: Any, random: Random) -> Any:
     if isinstance(value, list) and value and random.random() < 0.8:
         at = random.randrange(len(value))
         return [*value[:at], _changed_value(value[at], random), *value[at + random.randrange(3) :]]
-    return random.choice((*NUMBERS[:-1], *NAMES, None, True, 0.5, [], {}, [0], [[]], {"a": {}}, "F32", "BF16", "F4"))
+    if isinstance(value, str) and re.search(r"[0-9]", value) and random.random() < 0.5:
+        return _digits_replaced(value, random)
+    return random.choice(
+        (*NUMBERS[:-1], *NAMES, *LOOSE, None, True, 0.5, [], {}, [0], [[]], {"a": {}}, "F32", "BF16", "F4")
+    )

@@ -1,0 +1,74 @@
+"""The header of a ``.npy`` array (numpy/lib/format.py, versions 1 to 3): its length, and its text read strictly.
+
+numpy evaluates the text as a literal of Python. Here it is matched byte by byte, and only a form in which numpy reads
+the same three entries is accepted: ASCII, blanks, numbers without leading zeros, a tuple with the commas of a tuple.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+from ckpt_tools.errors import MalformedError, UnsupportedError
+
+MAGIC = b"\x93NUMPY"
+
+MAX_HEADER_BYTES = 10_000
+"""numpy's own limit (``_MAX_HEADER_SIZE``)."""
+
+PREFIX_BYTES = len(MAGIC) + 2 + 4
+"""Magic, version, and the longer of the two forms of the header's length."""
+
+_NUMBER = rb"(?:0|[1-9][0-9]{0,19})L?"  # Python 2 wrote an L
+_ITEM = re.compile(
+    rb" *'(?:(descr)' *: *'([!-&(-\[\]-~]{1,24})'|(fortran_order)' *: *(True|False)"
+    rb"|(shape)' *: *\( *((?:NUMBER *, *(?:NUMBER(?: *, *NUMBER)* *,? *)?)?)\)) *(?:,|(?=\}))".replace(
+        b"NUMBER", _NUMBER
+    )
+)
+_END = re.compile(rb" *\} *\n?")
+
+
+@dataclass(frozen=True, slots=True)
+class NpyText:
+    """What the text says: numpy's code of the dtype, the order, and the shape, which may be of any numbers."""
+
+    descr: str
+    is_fortran: bool
+    shape: tuple[int, ...]
+
+
+def header_length(prefix: bytes, path: str, key: str) -> int:
+    """Bytes before the first element, from the first ``PREFIX_BYTES``. Raises FormatError."""
+    if len(prefix) < PREFIX_BYTES or not prefix.startswith(MAGIC):
+        raise MalformedError("it is not a .npy array", path=path, key=key)
+    major, minor = prefix[6], prefix[7]
+    if major not in (1, 2, 3) or minor:
+        raise UnsupportedError(f"its version {major}.{minor} of .npy is not known", path=path, key=key)
+    length = int.from_bytes(prefix[8 : text_start(prefix)], "little")
+    if length > MAX_HEADER_BYTES:
+        raise MalformedError(f"its header claims {length:,} bytes", path=path, key=key)
+    return text_start(prefix) + length
+
+
+def text_start(prefix: bytes) -> int:
+    """Where the text starts, behind its length of 2 bytes, or of 4 since version 2."""
+    return 8 + struct.calcsize("<H" if prefix[6] == 1 else "<I")
+
+
+def parse_text(text: bytes) -> NpyText | None:
+    """None if it does not describe an array of one plain dtype."""
+    found: dict[bytes, bytes] = {}
+    at = 1
+    if not text.startswith(b"{"):
+        return None
+    while (item := _ITEM.match(text, at)) is not None:
+        name, value = filter(lambda part: part is not None, item.groups())
+        if name in found:
+            return None
+        found[name], at = value, item.end()
+    if len(found) != 3 or _END.fullmatch(text, at) is None:
+        return None
+    shape = tuple(int(extent) for extent in re.findall(rb"[0-9]+", found[b"shape"]))
+    return NpyText(found[b"descr"].decode("ascii"), found[b"fortran_order"] == b"True", shape)
