@@ -105,10 +105,23 @@ def verify_pair(
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole)
     check(COMPARING, options.given, case)
     expected = apply_options(manifest, options, whole=whole, holds_masters=holds_masters).manifest
-    theirs = Side.of("the destination", other_source.store, other)
+    compared, notes = _of_model(other, options) if options.state == "model" else (other, ())
+    theirs = Side.of("the destination", other_source.store, compared)
     ours = Side.of("the source", source.store, expected).with_masters_like(theirs).with_extras_like(theirs)
     report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
+    report = replace(report, notes=notes)
     return _with_entries(report, expected, other, (ours.name, theirs.name)) if whole else report
+
+
+def _of_model(manifest: Manifest, options: ConvertOptions) -> tuple[Manifest, tuple[Note, ...]]:
+    """The model alone, as ``diff`` compares it, and a note of what else the destination holds, if it holds more."""
+    more = [key for key in manifest.of_kind(Kind.STATE, Kind.EXTRA) if key.slot != MASTER]
+    if not more:
+        return manifest, ()
+    alone, _ = transforms.model_only(manifest, weights=options.weight_copy, asked=True)
+    why = "the destination has them besides the model"
+    note = Note(Outcome.NOT_COMPARED, count(len(more), "tensor"), why, len(more))
+    return transforms.without_wrappers(alone)[0], (note,)
 
 
 def _has_more(manifest: Manifest) -> bool:

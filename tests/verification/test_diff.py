@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools.cli.main import main
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import UsageError
 from ckpt_tools.verification.deviation import Deviation, measure
 from ckpt_tools.verification.report import Aspect, VerifyReport
@@ -290,3 +291,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (found,) = json.loads(capsys.readouterr().out)["differences"]
     assert found["key"] == {"fqn": "w", "slot": "weight"} and found["aspect"] == "values"
     assert found["deviation"]["max_abs"] == 0.5
+
+
+@pytest.mark.parametrize("to", ["dcp", "zero2", "universal", "torch"])
+def test_the_model_alone_is_verified_in_a_whole_checkpoint(to: Any, checkpoint: Any, tmp_path: Path) -> None:
+    """State beside the model is a note and no difference, as ``diff`` with the same option has none; a weight is."""
+    made = checkpoint("zero3-bf16", "awkward", 2).checkpoint
+    ckpt_tools.convert(made, tmp_path / "out", to=to, state="all")
+    report = ckpt_tools.verify(made, tmp_path / "out", state="model")
+    assert report.equal and ckpt_tools.diff(made, tmp_path / "out", state="model").equal
+    (note,) = report.notes
+    assert note.outcome is Outcome.NOT_COMPARED and "has them besides the model" in note.why
+    ckpt_tools.convert(made, tmp_path / "model.safetensors", exclude=["*bias*"])
+    found = ckpt_tools.verify(tmp_path / "model.safetensors", tmp_path / "out", state="model").differences
+    assert found and {each.aspect for each in found} == {Aspect.UNEXPECTED}

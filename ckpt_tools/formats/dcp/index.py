@@ -20,8 +20,9 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import dotted
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, RowTable, ShardTable
-from ckpt_tools.core.values import Size, Value
+from ckpt_tools.core.values import Size, Value, brief
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsafeError, UnsupportedError, errors_name
 from ckpt_tools.formats.dcp.items import Items as Templates
@@ -113,7 +114,7 @@ def _index_of(source: Source, path: str) -> Index:
     if not isinstance(planned, dict):
         raise MalformedError("the planner's data is not a dict of paths")
     # Files of before torch 2.4 may have no paths; names then stand alone.
-    paths = {fqn: _path(planned.get(fqn, (fqn,))) for fqn in metadata.state_dict_metadata}
+    paths = {fqn: _path(fqn, planned) if planned else (fqn,) for fqn in metadata.state_dict_metadata}
     unflattened = frozenset(objects.keys() - planned.keys())
     extra = metadata.extra.get("mcore_data")
     return Index(tensors, objects, paths, frozenset(compressed), extra, unread, unflattened, num_ranks)
@@ -339,8 +340,12 @@ def _no_room(fqn: str, offsets: Sequence[int]) -> MalformedError:
     return MalformedError(f"its piece at {list(offsets)} is larger than the item that holds it", key=fqn)
 
 
-def _path(found: Any) -> TreePath:
+def _path(fqn: str, planned: Mapping[Any, Any]) -> TreePath:
+    """The path of an entry, whose name torch makes of it: a damaged one is seen by that (``_nested_dict.py``)."""
+    found: Any = planned.get(fqn)
     is_tuple = isinstance(found, tuple) and 0 < len(found) <= MAX_PATH_PARTS
     if not is_tuple or not all(type(part) is str or (type(part) is int and 0 <= part < MAX_ITEMS) for part in found):
-        raise MalformedError("the planner's data contains a path of the wrong type")
+        raise MalformedError("the planner's data has no path for it, or one of the wrong type", key=fqn)
+    if dotted(found) != fqn:
+        raise MalformedError(f"the planner's data has another path for it: {brief(found)}", key=fqn)
     return tuple(found)
