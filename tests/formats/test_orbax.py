@@ -149,6 +149,20 @@ def _with_kind(tree: Any) -> Any:
     return tree
 
 
+def _entry(tree: Any, **changes: Any) -> Any:
+    """The tree with changes in its first entry."""
+    entry = next(iter(tree["tree_metadata"].values()))
+    entry["value_metadata"] |= {name: value for name, value in changes.items() if name in entry["value_metadata"]}
+    entry["key_metadata"] = changes.get("key_metadata", entry["key_metadata"])
+    return tree
+
+
+def _with_branch(tree: Any) -> Any:
+    """A value where another entry has a branch."""
+    keys = [{"key": "layers", "key_type": 2}]
+    return _entry(tree, key_metadata=keys)
+
+
 def _renamed(tree: Any) -> Any:
     """An entry that leads out of the folder."""
     next(iter(tree["tree_metadata"].values()))["key_metadata"] = [{"key": "../../secret", "key_type": 2}]
@@ -157,7 +171,7 @@ def _renamed(tree: Any) -> Any:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tree": (lambda root: (root / "_METADATA").unlink(), "has no _METADATA"),
-    "no database": (lambda root: (root / "manifest.ocdbt").unlink(), "tensorstore cannot read"),
+    "no database": (lambda root: (root / "manifest.ocdbt").unlink(), "the database of the arrays, is missing"),
     "a cut database": (lambda root: (root / "manifest.ocdbt").write_bytes(b"\x0c\xdb"), "tensorstore cannot read"),
     "no data": (lambda root: shutil.rmtree(root / "d"), "tensorstore cannot read"),
     "never finished": (
@@ -172,6 +186,25 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a value of an unknown kind": (lambda root: changed(root / "_METADATA", _with_kind), "kind of value"),
     "an entry that is not there": (lambda root: changed(root / "_METADATA", _renamed), "tensorstore cannot read"),
+    "a key of an unknown type": (
+        lambda root: changed(
+            root / "_METADATA", lambda tree: _entry(tree, key_metadata=[{"key": "dense", "key_type": 3}])
+        ),
+        "neither a name nor a position",
+    ),
+    "a position that is no number": (
+        lambda root: changed(root / "_METADATA", lambda tree: _entry(tree, key_metadata=[{"key": "x", "key_type": 1}])),
+        "neither a name nor a position",
+    ),
+    "a value and a branch": (lambda root: changed(root / "_METADATA", _with_branch), "a value and a branch"),
+    "a value that is elsewhere": (
+        lambda root: changed(root / "_METADATA", lambda tree: _entry(tree, skip_deserialize=True)),
+        "not among the arrays",
+    ),
+    "a list without metadata": (
+        lambda root: (root / "array_metadatas" / "process_0").write_text('{"array_metadatas": [7]}'),
+        "does not list arrays",
+    ),
     "a flag that is none": (
         lambda root: changed(root / "_METADATA", lambda tree: {**tree, "use_ocdbt": "yes"}),
         "neither true nor false",
@@ -211,7 +244,7 @@ def test_an_item_without_its_tree_is_incomplete(tmp_path: Path) -> None:
     root = tmp_path / "5"
     shutil.copytree(make("orbax-manager").source, root)
     (root / "opt_state" / "_METADATA").unlink()
-    with pytest.raises(CkptError, match="opt_state: it has no _METADATA"):
+    with pytest.raises(CkptError, match="opt_state/_METADATA: it is missing, and _CHECKPOINT_METADATA lists the item"):
         ckpt_tools.inspect(root)
 
 

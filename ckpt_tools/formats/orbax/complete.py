@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, MANIFEST, TREE, UNFINISHED
+from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, DELETION, MANIFEST, TREE, unfinished
 from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.saved import Saved
 
@@ -13,9 +13,12 @@ def is_orbax(saved: Saved) -> bool:
 
 def problem(saved: Saved) -> str | None:
     """Why it is not complete: a temporary folder, no metadata, or no mark of the commit."""
-    pending = next((path for path in saved.files if UNFINISHED in path), None)
+    pending = unfinished(saved.files)
     if pending is not None:
-        return f"{pending.partition(UNFINISHED)[0]} is a temporary folder: the save did not finish"
+        path, mark = pending
+        return f"{path.partition(mark)[0]} is a temporary folder: the save did not finish"
+    if DELETION in saved.files:
+        return f"{DELETION}: the deletion of an item did not finish"
     if not is_orbax(saved):
         return None
     if not {CHECKPOINT, TREE} & saved.files.keys():

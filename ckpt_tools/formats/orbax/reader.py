@@ -18,8 +18,28 @@ from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import FormatError, IncompleteError, SeveralCheckpointsError, UnsupportedError, UsageError
 from ckpt_tools.formats.orbax.arrays import FILE_PREFIX, Array, ArrayStore, Drivers, decoding_bytes
-from ckpt_tools.formats.orbax.metadata import MAX_JSON_BYTES, Tree, read_strings, read_tree, refuse_unfinished
-from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, FOLDERS, HOUSEKEEPING, JSON_FILES, MANIFEST, TREE
+from ckpt_tools.formats.orbax.metadata import (
+    MAX_JSON_BYTES,
+    Tree,
+    custom_metadata,
+    random_keys,
+    read_handlers,
+    read_strings,
+    read_tree,
+    refuse_unfinished,
+)
+from ckpt_tools.formats.orbax.names import (
+    AGGREGATE,
+    CHECKPOINT,
+    COMMITTED,
+    FOLDERS,
+    HOUSEKEEPING,
+    JSON_FILES,
+    MANIFEST,
+    MARKER,
+    RANDOM_KEYS,
+    TREE,
+)
 from ckpt_tools.formats.orbax.roles import Roles, find_roles
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.local.store import LocalStore
@@ -27,6 +47,8 @@ from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.run_folders import files_of_others
 
 MAX_SCALAR_BYTES = 16
+
+_DATA_OF_KEY = "it is a random key of JAX: these are its data, as jax.random.key_data gives them"
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
@@ -49,7 +71,7 @@ def own_files(source: Source) -> frozenset[str]:
 def _folders(source: Source) -> list[str]:
     """The items that are trees; "" where the checkpoint is one itself. Raises FormatError."""
     found = sorted(path.rpartition("/")[0] for path in source.files if path.rpartition("/")[2] == TREE)
-    deep = [folder for folder in found if "/" in folder]
+    deep = [folder for folder in found if "/" in folder and folder.partition("/")[2] not in RANDOM_KEYS]
     if deep or ("" in found and len(found) > 1):
         folders = sorted({folder.partition("/")[0] for folder in found})
         raise SeveralCheckpointsError(f"there are several checkpoints here ({listed(folders)}); name the folder of one")
@@ -69,15 +91,17 @@ def _folders(source: Source) -> list[str]:
 
 def _is_own(path: str, folders: list[str]) -> bool:
     """Whether a file is Orbax's own housekeeping, or holds arrays."""
-    if path in (CHECKPOINT, COMMITTED):
+    if path in (CHECKPOINT, COMMITTED, MARKER):
         return True
     folder = next((each for each in folders if not each or path.startswith(f"{each}/")), None)
     if folder is None:
-        return path.rpartition("/")[2] in (*JSON_FILES, COMMITTED) and path.count("/") == 1
+        above, _, name = path.rpartition("/")
+        inner = above.partition("/")[2].removesuffix("_metadata")
+        return name in (*JSON_FILES, COMMITTED) and bool(above) and (inner in RANDOM_KEYS or "/" not in above)
     first, _, rest = path.removeprefix(f"{folder}/" if folder else "").partition("/")
     if not rest:
-        return first in HOUSEKEEPING
-    return first in FOLDERS or first.startswith("ocdbt.process_") or "/" not in rest
+        return first in (*HOUSEKEEPING, AGGREGATE)
+    return first in FOLDERS or first.startswith("ocdbt.process_") or rest.startswith("c/") or "/" not in rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +117,7 @@ class _Reading:
     @classmethod
     def of(cls, source: Source) -> _Reading:
         refuse_unfinished(source)
+        handlers = read_handlers(source)
         folders = _folders(source)
         if not isinstance(source.store, LocalStore):
             raise UnsupportedError(
@@ -100,7 +125,7 @@ class _Reading:
                 "aws s3 cp --recursive"
             )
         root = str(Path(source.store.root).absolute())
-        trees = tuple(read_tree(source, folder) for folder in folders)
+        trees = tuple(read_tree(source, folder, handlers) for folder in folders)
         arrays: dict[TreePath, Array] = {}
         names: dict[TreePath, str] = {}
         for tree in trees:
@@ -164,22 +189,27 @@ class _Reading:
         return found
 
     def _extra(self, roles: Roles, numbers: Mapping[TreePath, Any]) -> tuple[dict[str, Any], tuple[Note, ...]]:
-        extra: dict[str, Any] = {}
+        extra, notes = _beside(self.source, [tree.folder for tree in self.trees])
+        found: list[tuple[TreePath, Any]] = [(("custom_metadata",), custom_metadata(self.source))]
         for tree in self.trees:
-            for path, text in read_strings(self.source, tree).items():
-                _put(extra, (*_item(tree, self.trees), *path), text)
-        for path, number in numbers.items():
-            _put(extra, path, number)
-        for path in self.arrays:
-            if path not in numbers and path not in roles.weights and path not in roles.moments:
-                _put(extra, path, TensorRef(self._key(path, roles)))
-        beside, notes = _beside(self.source, [tree.folder for tree in self.trees])
-        return {**beside, **extra}, notes
+            item = _item(tree, self.trees)
+            found.append(((*item, "custom_metadata"), tree.custom))
+            found += [((*item, *path), text) for path, text in read_strings(self.source, tree).items()]
+            keys = random_keys(self.source, tree)
+            for path in ((*item, *leaf.path) for leaf in tree.leaves if leaf.array in keys):
+                notes.append(Note(Outcome.KEPT, self._key(path, roles).fqn, _DATA_OF_KEY))
+        found += numbers.items()
+        users = (path for path in self.arrays if path not in roles.weights and path not in roles.moments)
+        found += [(path, TensorRef(self._key(path, roles))) for path in users if path not in numbers]
+        for path, value in found:
+            if value not in (None, {}):
+                _put(extra, path, value)
+        return extra, tuple(notes)
 
 
 def _item(tree: Tree, trees: tuple[Tree, ...]) -> TreePath:
     """The item's name, if there are several trees."""
-    return (tree.folder,) if len(trees) > 1 else ()
+    return (tree.item,) if len(trees) > 1 or tree.is_array else ()
 
 
 def _put(extra: dict[str, Any], path: TreePath, value: Any) -> None:
@@ -189,21 +219,24 @@ def _put(extra: dict[str, Any], path: TreePath, value: Any) -> None:
         if not isinstance(inner, dict):
             raise UnsupportedError("the tree has a value and a branch of one name", key=dotted(path))
         extra = inner
+    if last in extra:
+        raise UnsupportedError("two values of the checkpoint have one name", key=dotted(path))
     extra[last] = value
 
 
-def _beside(source: Source, folders: list[str]) -> tuple[dict[str, Any], tuple[Note, ...]]:
+def _beside(source: Source, folders: list[str]) -> tuple[dict[str, Any], list[Note]]:
     """The JSON items, and a note for each file that is not read."""
     found: dict[str, Any] = {}
     notes: list[Note] = []
     elsewhere = files_of_others(source.files, [f"{folder}/{TREE}" if folder else TREE for folder in folders])
     for path in (each for each in source.files if each not in elsewhere):
         folder, _, name = path.rpartition("/")
-        if folder and folder not in folders and "/" not in folder and name in JSON_FILES and "" not in folders:
+        is_item = folder and folder not in folders and "/" not in folder and "" not in folders
+        if is_item and name in JSON_FILES and folder not in found:
             try:
                 found[folder] = parse_json(source.read_all(path, limit_bytes=MAX_JSON_BYTES), path)
             except FormatError as error:
                 notes.append(Note(Outcome.DROPPED, path, f"it cannot be read: {error.message}"))
         elif not _is_own(path, folders):
             notes.append(not_part(path))
-    return found, tuple(notes)
+    return found, notes
