@@ -11,7 +11,7 @@ from fixtures.corpus import layouts, make
 
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
 
-OCDBT = "data of Orbax (OCDBT)"
+OCDBT, ZSTD = ("data of Orbax (OCDBT)",), ("compressed with zstd",)
 
 FINDINGS = {
     "orbax": OCDBT,
@@ -19,11 +19,13 @@ FINDINGS = {
     "orbax-pytree": OCDBT,
     "orbax-sharded": OCDBT,
     "orbax-train-state": OCDBT,
+    "orbax-items": OCDBT + ZSTD,
     "orbax-v1": OCDBT,
-    "orbax-zarr": "compressed with zstd",
+    "orbax-v1-items": OCDBT,
+    "orbax-zarr": ZSTD,
     "orbax-zarr3": OCDBT,
 }
-"""Layouts that are opened and that a scan does not prove, with a part of the reason; all else is clean."""
+"""Layouts that are opened and that a scan does not prove, with parts of the reasons; all else is clean."""
 
 
 def test_the_findings_are_of_layouts() -> None:
@@ -40,7 +42,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_a_genuine_one_is_clean(name: str) -> None:
     report = ckpt_tools.scan(make(name).source)
     told = sorted({finding.what for finding in report.findings})
-    assert all(FINDINGS.get(name, "nothing") in each for each in told), told
+    assert all(any(part in each for part in FINDINGS.get(name, ())) for each in told), told
     assert bool(told) == (name in FINDINGS)
     assert not report.names
     assert report.num_files > 0
