@@ -173,7 +173,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tree": (lambda root: (root / "_METADATA").unlink(), "has no _METADATA"),
     "no database": (lambda root: (root / "manifest.ocdbt").unlink(), "the database of the arrays, is missing"),
     "a cut database": (lambda root: (root / "manifest.ocdbt").write_bytes(b"\x0c\xdb"), "tensorstore cannot read"),
-    "no data": (lambda root: shutil.rmtree(root / "d"), "tensorstore cannot read"),
+    "no data": (lambda root: shutil.rmtree(root / "d"), "this data file of the database is missing"),
     "never finished": (
         lambda root: changed(root / "_CHECKPOINT_METADATA", lambda times: {**times, "commit_timestamp_nsecs": None}),
         "never finished",

@@ -29,7 +29,7 @@ NOT_LISTED = "is missing, and _CHECKPOINT_METADATA lists the item"
 REFUSED = {
     **{f"{base}-no-commit_timestamp_nsecs": NO_TIME for base in ("direct", "composite", "v1")},
     **{f"{base}-no-manifest.ocdbt": "the database of the arrays, is missing" for base in ("direct", "composite", "v1")},
-    **{f"{base}-no-d": "tensorstore cannot read the array: NOT_FOUND" for base in ("direct", "composite", "v1")},
+    **{f"{base}-no-d": "this data file of the database is missing" for base in ("direct", "composite", "v1")},
     "direct-no-tree": UNNAMED,
     "direct-no-metadata-no-tree": UNNAMED,
     "composite-no-tree": f"state/_METADATA: it {NOT_LISTED}",
@@ -158,6 +158,20 @@ def test_a_case_converts_to_what_orbax_restores(name: str, cases: Mapping[str, M
 def test_custom_metadata_are_entries(cases: Mapping[str, Made]) -> None:
     for name in ("direct", "composite", "v1"):
         assert ckpt_tools.inspect(cases[name].source).extras["custom_metadata"] == {"custom": "meta"}
+
+
+@pytest.mark.parametrize("damage", ["hidden", "halved"])
+def test_a_data_file_that_no_array_is_opened_from_is_checked(
+    damage: str, cases: Mapping[str, Made], tmp_path: Path
+) -> None:
+    """Bytes of chunks are first read by a conversion."""
+    source = tmp_path / "run"
+    shutil.copytree(cases["items-of-all-kinds"].source, source)
+    largest = max((source / "numpy_key").rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+    ALONE[damage](largest)
+    with pytest.raises(CkptError, match=r"data file of the database is missing|it ends at byte") as raised:
+        ckpt_tools.inspect(source)
+    assert raised.value.path == largest.relative_to(source).as_posix()
 
 
 def damages(folder: Path, *, soak: bool, seed: str) -> list[Damage]:

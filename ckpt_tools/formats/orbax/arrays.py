@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -90,6 +91,33 @@ class Drivers:
             raise IncompleteError(f"its chunk {missing.decode()} is missing{why}", path=self._file, key=name)
         return Array(spec, shape, dtype, prod(chunk) * dtype.item_bytes)
 
+    def check_database(self, files: Mapping[str, int]) -> None:
+        """Raises FormatError where a file of ``files`` that the database refers to is missing or too short."""
+        library = tensorstore()
+        with _refusing(self._file, ""):
+            base = library.KvStore.open({"driver": "file", "path": f"{self.root}/{self.tree.prefix}"}).result()
+            newest = library.ocdbt.dump(base, context=self.context).result()["versions"][-1:]
+            todo = [each["root"]["location"] for each in newest if "location" in each.get("root", {})]
+            seen = set(todo)
+            while todo:
+                node = todo.pop()
+                self._check_part(node, files)
+                for entry in library.ocdbt.dump(base, node, context=self.context).result()["entries"]:
+                    if "indirect_value" in entry:
+                        self._check_part(entry["indirect_value"], files)
+                    elif "location" in entry and entry["location"] not in seen:
+                        seen.add(entry["location"])
+                        todo.append(entry["location"])
+
+    def _check_part(self, part: str, files: Mapping[str, int]) -> None:
+        """A part of a data file, as ``KIND:FOLDER:PATH:OFFSET:LENGTH``."""
+        _, folder, path, offset, length = part.split(":")
+        file, stop = self.tree.prefix + unquote(folder) + unquote(path), int(offset) + int(length)
+        if file not in files:
+            raise IncompleteError("this data file of the database is missing", path=file)
+        if files[file] < stop:
+            raise IncompleteError(f"it ends at byte {files[file]:,}, before byte {stop:,}", path=file)
+
     @property
     def _file(self) -> str | None:
         return self.tree.prefix + MANIFEST if self.tree.uses_ocdbt else self.tree.folder or None
@@ -124,7 +152,8 @@ def _refusing(path: str | None, key: str) -> Iterator[None]:
     except (ValueError, OverflowError, TypeError, OSError) as error:
         reason = str(error).partition(" [tensorstore_spec=")[0].partition(" [source locations=")[0]
         form = IncompleteError if reason.startswith("NOT_FOUND") else MalformedError
-        raise form(f"tensorstore cannot read the array: {reason[:300]}", path=path, key=key) from error
+        what = "array" if key else "database"
+        raise form(f"tensorstore cannot read the {what}: {reason[:300]}", path=path, key=key) from error
 
 
 def cache_bytes(arrays: Mapping[str, Array]) -> int:

@@ -130,6 +130,8 @@ class _Reading:
         names: dict[TreePath, str] = {}
         for tree in trees:
             drivers = Drivers(root, tree)
+            if tree.uses_ocdbt and any(leaf.array is not None for leaf in tree.leaves):
+                drivers.check_database(source.files)
             for leaf in tree.leaves:
                 if leaf.array is not None:
                     path = (*_item(tree, trees), *leaf.path)
