@@ -24,7 +24,14 @@ from ckpt_tools.core.manifest import dotted
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, RowTable, ShardTable
 from ckpt_tools.core.values import Size, Value, brief
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsafeError, UnsupportedError, errors_name
+from ckpt_tools.errors import (
+    FormatError,
+    IncompleteError,
+    MalformedError,
+    UnsafeError,
+    UnsupportedError,
+    errors_name,
+)
 from ckpt_tools.formats.dcp.items import Items as Templates
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TreePath
@@ -62,6 +69,8 @@ class Index:
     ``DefaultSavePlanner(flatten_state_dict=False)``."""
     num_ranks: int | None = None
     """One more than the highest rank that wrote a file, as the files are named."""
+    is_ordered: bool = True
+    """True if the tensors are in the order of the saved state dict."""
 
     @property
     def archives(self) -> tuple[ByteRange, ...]:
@@ -98,9 +107,19 @@ def _index_of(source: Source, path: str) -> Index:
     unread: dict[str, str] = {}
     objects: dict[str, ByteRange] = {}
     compressed: set[str] = set()
-    for fqn, entry in metadata.state_dict_metadata.items():
+    planned = {} if metadata.planner_data is None else metadata.planner_data
+    if not isinstance(planned, dict):
+        raise MalformedError("the planner's data is not a dict of paths")
+    # The planner's paths have the order of the saved state dict. That of the metadata is another one, because torch
+    # spreads tensors that every rank has whole over the ranks.
+    described = metadata.state_dict_metadata
+    described = {fqn: described[fqn] for fqn in planned if fqn in described} | described
+    for fqn, entry in described.items():
         if isinstance(entry, TensorStorageMetadata):
-            found = _stored(fqn, entry, items, files, looks)
+            try:
+                found = _stored(fqn, entry, items, files, looks)
+            except MalformedError as error:
+                raise MalformedError(error.message, path=error.path, key=error.key or fqn) from error
             if isinstance(found, TensorLeaf):
                 tensors[fqn] = found
             else:
@@ -110,14 +129,12 @@ def _index_of(source: Source, path: str) -> Index:
             objects[fqn] = files.place(info)
             if _is_compressed([info]):
                 compressed.add(fqn)
-    planned = {} if metadata.planner_data is None else metadata.planner_data
-    if not isinstance(planned, dict):
-        raise MalformedError("the planner's data is not a dict of paths")
     # Files of before torch 2.4 may have no paths; names then stand alone.
-    paths = {fqn: _path(fqn, planned) if planned else (fqn,) for fqn in metadata.state_dict_metadata}
+    paths = {fqn: _path(fqn, planned) if planned else (fqn,) for fqn in described}
     unflattened = frozenset(objects.keys() - planned.keys())
     extra = metadata.extra.get("mcore_data")
-    return Index(tensors, objects, paths, frozenset(compressed), extra, unread, unflattened, num_ranks)
+    is_ordered = tensors.keys() <= planned.keys()
+    return Index(tensors, objects, paths, frozenset(compressed), extra, unread, unflattened, num_ranks, is_ordered)
 
 
 def _num_ranks(items: Iterable[StorageInfo]) -> int | None:

@@ -51,6 +51,7 @@ def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[N
         unread,
         frozenset(name for index in indexes.values() for name in index.unflattened),
         most_ranks(indexes.values()),
+        all(index.is_ordered for index in indexes.values()),
     )
     return index, tuple(note for name, found in objects.items() for note in _differing(source, name, found))
 

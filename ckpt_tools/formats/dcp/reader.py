@@ -51,7 +51,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
             found.add(fqn, path, place.archive.value, place)
     with errors_name(paths[0]):
         manifest = manifest_of(
-            found.leaves(),
+            found.leaves(is_ordered=index.is_ordered),
             format_name="dcp",
             model_key=options.model_key,
             optim_key=options.optim_key,
@@ -91,6 +91,7 @@ def _joined(indexes: Mapping[str, Index]) -> Index:
             unread={**first.unread, **other.unread},
             unflattened=first.unflattened | other.unflattened,
             num_ranks=most_ranks([first, other]),
+            is_ordered=first.is_ordered and other.is_ordered,
         )
     return first
 

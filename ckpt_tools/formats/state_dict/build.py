@@ -145,7 +145,8 @@ class _Found:
 
     def add_extras(self) -> None:
         root = self.tree.model[:-1]
-        reserved = (self.tree.model, self.tree.optim)
+        has_optimizer = self.manifest.groups or self.manifest.of_kind(Kind.STATE)
+        reserved = (self.tree.model, self.tree.optim if has_optimizer else None)
         extras, notes = user_entries(self.manifest)
         self.notes += notes
         for name, value in extras.items():
