@@ -12,10 +12,12 @@ from ckpt_tools.core.applicability import check
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.matching import is_chosen
 from ckpt_tools.core.notes import Note, merged
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions, Request, WriteOptions
 from ckpt_tools.core.progress import Meter, Progress, silent
+from ckpt_tools.core.quantized import check_together
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.trainer_folder import FILE
 from ckpt_tools.core.transforms import cast_notes
@@ -202,6 +204,8 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     writing = _write_options(place.form, manifest, request)
     if writer.asks_model_type:
         writing = replace(writing, model_type=_model_type(src, source, manifest, stores))
+    if request.include or request.exclude:
+        check_together(manifest, lambda fqn: is_chosen(fqn, request.include, request.exclude))
     made = apply_options(manifest, request, whole=whole, holds_masters=writer.holds_masters, kept=writer.kept_entries)
     manifest = made.manifest
     layout = writer.layout(manifest, writing)

@@ -32,6 +32,14 @@ CASTABLE = frozenset({DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT1
 _BF16_NAN = 0x7FC0
 
 
+def way_out(dtype: DType) -> str:
+    """Advice on a tensor whose dtype a format does not have."""
+    if dtype in CASTABLE:
+        return "cast it (such as to float32) or exclude it"
+    is_small = dtype.is_floating and dtype.item_bytes == 1
+    return "dequantize it first, or exclude it" if is_small else "exclude it"
+
+
 def check_cast(source: DType, target: DType) -> None:
     """Raises UnsupportedError where ``source`` cannot become ``target``."""
     if source is not target and not {source, target} <= CASTABLE:

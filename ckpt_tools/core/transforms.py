@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ckpt_tools.core import matching
+from ckpt_tools.core import matching, quantized
 from ckpt_tools.core.casts import check_cast
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
@@ -255,7 +255,7 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
     if dtype is None:
         return manifest, ()
     changed = {key for key, entry in manifest.tensors.items() if _is_cast(entry) and entry.dtype is not dtype}
-    scales = changed & _scales(manifest)
+    scales = changed & quantized.scales(manifest)
     tensors = {
         key: _cast(entry, dtype) if key.slot == WEIGHT and key not in scales else entry
         for key, entry in manifest.tensors.items()
@@ -288,41 +288,6 @@ def cast_notes(before: Manifest, after: Manifest, as_stored: Collection[str]) ->
         )
         for (source, dtype), entries in found.items()
     )
-
-
-_QUANTIZED = (DType.INT8, DType.UINT8)
-_PACKED = ("qweight", "qzeros", "weight_packed")
-"""Of GPTQ, AWQ and compressed-tensors: several elements in an integer of any width. MLX packs them into a ``weight`` of
-uint32, and its ``biases`` are zero points."""
-
-_SCALE_NAMES = re.compile(
-    r"(?:weight|input|output|activation|k|v|q)_(?:global_)?scale(?:_inv|_2)?|scale_(?:weight|input)|SCB|(?:nested_)?absmax"
-)
-"""Scales that may lie in another module than the weights: those of a cache of keys and values lie a level above."""
-
-
-def _scales(manifest: Manifest) -> set[StateKey]:
-    """Floating-point tensors that quantized weights need: in the same module, or known by name. A bias is none."""
-    weights = {key: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
-    quantized = [key.fqn for key, entry in weights.items() if _is_quantized(key.fqn, entry.dtype)]
-    if not quantized:
-        return set()
-    modules = {fqn.rpartition(".")[0] for fqn in quantized} | set(quantized)
-    return {key for key in weights if key.fqn not in quantized and _is_scale(key.fqn, modules)}
-
-
-def _is_scale(fqn: str, modules: set[str]) -> bool:
-    module, _, name = fqn.rpartition(".")
-    if name.endswith("bias"):
-        return False
-    return module in modules or _SCALE_NAMES.fullmatch(name) is not None
-
-
-def _is_quantized(fqn: str, dtype: DType) -> bool:
-    is_small_float = dtype.is_floating and dtype.item_bytes == 1
-    name = fqn.rpartition(".")[2]
-    is_packed = (not dtype.is_floating and name in _PACKED) or (dtype is DType.UINT32 and name == "weight")
-    return is_small_float or is_packed or dtype in _QUANTIZED
 
 
 def _is_cast(entry: TensorEntry) -> bool:

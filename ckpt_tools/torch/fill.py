@@ -18,6 +18,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import TensorEntry
+from ckpt_tools.core.quantized import is_small
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.transfer.buffers import populate
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -103,14 +104,17 @@ def read_whole(entry: TensorEntry, tensor_reader: TensorReader, *, name: str) ->
 
 
 def _read_dtype(filling: TensorFill) -> DType:
-    """The type to read: the wanted one where we cast to it, else the stored one if torch casts without loss of kind."""
+    """The type to read: the wanted one where we cast to it, else the stored one if torch casts without loss of kind.
+
+    Elements of 8 bits are not cast to floats of another type: they may be quantized, and lack their scales then.
+    """
     import torch
 
     stored, wanted = filling.entry.dtype, filling.target.dtype
     found = from_torch(str(wanted).removeprefix("torch."))
     if found is stored or (found is not None and {stored, found} <= CASTABLE):
         return found
-    if torch.can_cast(torch_dtype(stored), wanted):
+    if not (is_small(stored) and wanted.is_floating_point) and torch.can_cast(torch_dtype(stored), wanted):
         return stored
     raise UnsupportedError(f"it is stored as {stored.value}, which cannot be cast to {wanted}", key=filling.name)
 

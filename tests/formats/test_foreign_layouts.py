@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -18,11 +19,13 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt_tools
 from ckpt_tools.core.notes import Outcome
-from ckpt_tools.errors import IncompleteError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from fixtures import launch
 from fixtures.corpus import make
 from fixtures.corpus.ranks import save_fsdp1_local
@@ -287,6 +290,53 @@ def test_scales_are_not_cast(kind: str, tmp_path: Path) -> None:
     assert {found[name].dtype for name in plain} == {torch.bfloat16}
     scales = [name for name, tensor in quantized.items() if tensor.dtype is torch.float32]
     assert [note.count for note in notes if note.outcome is Outcome.KEPT] == ([len(scales)] if scales else [])
+
+
+@pytest.mark.parametrize("kind", sorted(QUANTIZED.keys() - {"a cache of keys"}))
+def test_quantized_weights_are_not_parted_from_what_they_need(kind: str, tmp_path: Path) -> None:
+    """Each selection that would leave a scale behind is refused."""
+    quantized = QUANTIZED[kind]()
+    source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    safetensors.torch.save_file({**quantized, "a.bias": torch.rand(2), "b.weight": torch.rand(3)}, source)
+    first, *others = [name for name in quantized if not name.endswith("bitsandbytes__nf4")]
+    for selection in ({"include": [first, "b.*"]}, {"exclude": others[0]}):
+        with pytest.raises(UsageError, match=rf"^{re.escape(first)} is quantized and needs a\..*select both, or"):
+            ckpt_tools.convert(source, out, **selection)
+        assert not out.exists()
+    ckpt_tools.convert(source, out, exclude=[*quantized, "b.*"])
+    assert safetensors.torch.load_file(out).keys() == {"a.bias"}
+
+
+def test_quantized_weights_of_two_files_are_those_of_torchs_reader(tmp_path: Path) -> None:
+    """A weight and its scale lie in different shards. The judge is ``QuantizedHuggingFaceStorageReader``."""
+    weight = torch.randn(130, 200).to(torch.float8_e4m3fn)
+    parts = [{"q.weight": weight, "q.bias": torch.rand(130)}, {"q.weight_scale_inv": torch.rand(2, 2) + 0.5}]
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    (tmp_path / "in").mkdir()
+    for name, part in zip(names, parts, strict=True):
+        safetensors.torch.save_file(part, tmp_path / "in" / name)
+    index = {"metadata": {}, "weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part}}
+    (tmp_path / "in" / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def dequantized(folder: Path) -> torch.Tensor:
+        state = {"q.weight": torch.zeros(130, 200)}
+        dcp.load(state, storage_reader=QuantizedHuggingFaceStorageReader(str(folder)), no_dist=True)
+        return state["q.weight"]
+
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "dcp", to="dcp", world_size=3)
+    out = tmp_path / "out"
+    ckpt_tools.convert(tmp_path / "dcp", out, to="safetensors", dtype="bfloat16", max_shard_size="20KB")
+    assert torch.equal(dequantized(out), dequantized(tmp_path / "in"))
+    for source in (tmp_path / "in", out):
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2):
+            state = {"q.weight": torch.zeros(130, 200, dtype=dtype)}
+            with pytest.raises(CheckpointException, match=r"q\.weight: it is stored as float8_e4m3fn, which cannot be"):
+                dcp.load(state, storage_reader=ckpt_tools.storage_reader(source), no_dist=True)
+        state = {"q.weight": torch.zeros(130, 200, dtype=torch.float8_e4m3fn)}
+        dcp.load(state, storage_reader=ckpt_tools.storage_reader(source), no_dist=True)
+        assert torch.equal(state["q.weight"].view(torch.uint8), weight.view(torch.uint8))
+    with pytest.raises(UnsupportedError, match="dequantize the weights first"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "zero", to="zero3", world_size=2, dtype="bfloat16")
 
 
 def test_without_quantized_weights_scales_are_weights(tmp_path: Path) -> None:

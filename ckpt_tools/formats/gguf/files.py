@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.casts import way_out
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.matching import is_chosen
@@ -183,7 +184,7 @@ def _description(name: str, entry: TensorEntry, offset: int) -> bytes:
     if len(entry.shape) > MAX_DIMS:
         raise UnsupportedError(f"it has {len(entry.shape)} dims, and GGUF has at most {MAX_DIMS}; exclude it", key=name)
     if entry.dtype not in _TYPE_NUMBERS:
-        raise UnsupportedError(f"GGUF does not support {entry.dtype.value}; cast it or exclude it", key=name)
+        raise UnsupportedError(f"GGUF does not support {entry.dtype.value}; {way_out(entry.dtype)}", key=name)
     dims = struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *reversed(entry.shape))
     return packed_text(name) + dims + struct.pack("<IQ", _TYPE_NUMBERS[entry.dtype], offset)
 

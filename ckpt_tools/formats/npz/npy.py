@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ckpt_tools.core.boxes import Shape, contiguous_strides
+from ckpt_tools.core.casts import way_out
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import check_extents
 from ckpt_tools.core.wording import count
@@ -114,7 +115,7 @@ def check_size(header: NpyHeader, size: int, path: str, key: str) -> None:
 def npy_header(shape: Shape, dtype: DType, key: str) -> bytes:
     """The header that numpy writes. Raises UnsupportedError for a dtype that numpy does not know."""
     if dtype not in _CODES:
-        raise UnsupportedError(f"numpy has no {dtype.value}; cast it (such as to float32) or exclude it", key=key)
+        raise UnsupportedError(f"numpy has no {dtype.value}; {way_out(dtype)}", key=key)
     order = "|" if dtype.item_bytes == 1 else "<"
     descr = order + _CODES[dtype]
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {tuple(shape)!r}, }}".encode()

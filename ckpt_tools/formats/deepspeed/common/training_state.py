@@ -236,9 +236,11 @@ class _Reading:
             raise UnsupportedError("there is no trainable parameter, and DeepSpeed does not start without one")
         if len(found) > 1 or not found.keys() <= set(FLAVOURS):
             kinds = ", ".join(f"{dtype.value} ({name})" for dtype, name in found.items())
+            can_cast = found.keys() <= CASTABLE
+            advice = f"choose one with {option('dtype')}" if can_cast else "dequantize the weights first"
             raise UnsupportedError(
                 f"DeepSpeed trains all parameters in one of float32, bfloat16 and float16, and these are {kinds}; "
-                f"choose one with {option('dtype')}"
+                f"{advice}"
             )
         return next(iter(found))
 
