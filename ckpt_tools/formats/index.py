@@ -218,9 +218,14 @@ def _refuse_run(source: Source) -> None:
 
 def _refuse_known(source: Source) -> None:
     """Raises UnsupportedError for files of a known layout that is not read, and for a file of ``torch.save`` with the
-    ending of another format."""
+    ending of another format; IncompleteError for a DCP whose save did not finish."""
+    from ckpt_tools.formats.dcp.folders import metadata_files
+    from ckpt_tools.formats.dcp.names import DATA
+
     for path in source.files:
         name = path.rpartition("/")[2]
+        if DATA.fullmatch(name):
+            metadata_files(source.files)
         about = next((text for pattern, text in _FOREIGN.items() if fnmatchcase(name, pattern)), None)
         if about is not None:
             raise UnsupportedError(f"it is {about}", path=path)

@@ -37,7 +37,7 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
         _refuse_both(alone, "")
         return [METADATA]
     if not found and not alone:
-        raise IncompleteError(f"{METADATA} is missing, which describes the other files")
+        raise IncompleteError(f"{METADATA} is missing, which describes the other files and is written last")
     if not found:
         return _of_all_ranks(alone)
     folders = [path.rpartition("/")[0] for path in found]

@@ -152,12 +152,12 @@ class _Contents:
         leaf = self.index.tensors[key]
         about = self.index.mcore_data.get(key) if isinstance(self.index.mcore_data, dict) else None
         shape = about.get("nd_reformulated_orig_global_shape") if isinstance(about, dict) else None
-        if shape is None:
-            return _entry(leaf, kind)
-        if not are_naturals(shape):
+        if shape is not None and not are_naturals(shape):
             raise MalformedError("its original shape in mcore_data is not one of a tensor", key=key)
-        self.archives += [leaf.shards.byte_range(row) for row in range(len(leaf.shards))]
         try:
+            if shape is None:
+                return _entry(leaf, kind)
+            self.archives += [leaf.shards.byte_range(row) for row in range(len(leaf.shards))]
             return _entry(_unflattened(self.folder.source, leaf, tuple(shape)), kind)
         except CkptError as error:
             raise type(error)(error.message, path=error.path, key=key) from error

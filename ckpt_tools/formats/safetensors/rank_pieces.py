@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable, check_cover
 from ckpt_tools.core.values import are_naturals
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError
 from ckpt_tools.serialization.strict_json import parse_json
@@ -79,7 +79,7 @@ def joined(name: str, pieces: list[Piece]) -> ShardTable:
     """One tensor from its pieces; empty ones, which all begin where another ends, count for its shape alone.
 
     Raises:
-        MalformedError: they are of different types or dims, or one overlaps another.
+        MalformedError: they are of different types or dims, or one overlaps another. IncompleteError: one is missing.
     """
     first = pieces[0]
     if any((piece.dtype, len(piece.start)) != (first.dtype, len(first.start)) for piece in pieces):
@@ -87,6 +87,11 @@ def joined(name: str, pieces: list[Piece]) -> ShardTable:
     shape = tuple(max(ends) for ends in zip(*(piece.stop for piece in pieces), strict=True))
     shards = [Shard(Box(piece.start, piece.stop), piece.at) for piece in pieces if 0 not in piece.extents]
     try:
-        return ShardTable.build(shape, first.dtype, shards)
+        table = ShardTable.build(shape, first.dtype, shards)
+        check_cover(table)
+    except MalformedError as error:
+        why = f"{error.message}; files of an earlier save by more ranks may be among them, which torch does not remove"
+        raise MalformedError(why, path=pieces[-1].at.file, key=name) from error
     except CkptError as error:
         raise type(error)(error.message, path=error.path, key=name) from error
+    return table
