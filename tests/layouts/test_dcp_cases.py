@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.errors import MalformedError
 from fixtures import dcp_cases
 from tests.layouts.contents import Contents, contents, of_tensor
 
@@ -27,7 +31,7 @@ BY_NUMBER = ("ddp", "ddp-unflattened")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
-        every = [name for name in dcp_cases.CASES if name not in BY_NUMBER]
+        every = [name for name, case in dcp_cases.CASES.items() if case.is_dcp and name not in BY_NUMBER]
         metafunc.parametrize("case", every if metafunc.config.getoption("--soak") else SAMPLE)
 
 
@@ -76,3 +80,21 @@ def test_in_no_order_numbers_are_not_names() -> None:
     assert truth and not found
     (note,) = ckpt_tools.inspect(dcp_cases.made("ddp-unflattened")[0]).notes
     assert note.what == "optim" and "nothing here proves which ones are meant" in note.why
+
+
+@pytest.mark.parametrize("name", ["hf-pieces", "hf-consolidated"])
+def test_safetensors_of_ranks_are_what_torchs_reader_gives(name: str, tmp_path: Path) -> None:
+    source, _ = dcp_cases.made(name)
+    reader = HuggingFaceStorageReader(str(source))
+    state = _load_state_dict_from_keys(storage_reader=reader, checkpoint_id=source)
+    wanted = {StateKey(name): of_tensor(tensor) for name, tensor in state.items()}
+    assert contents(source)[1] == wanted
+    ckpt_tools.consolidate(source, tmp_path / "out.safetensors")
+    assert {StateKey(name): of_tensor(each) for name, each in load_file(tmp_path / "out.safetensors").items()} == wanted
+
+
+def test_shards_of_an_earlier_save_are_named() -> None:
+    with pytest.raises(
+        MalformedError, match=r"^shard-0000\d-\S+: w: .* overlap; files of an earlier save by more ranks"
+    ):
+        ckpt_tools.inspect(dcp_cases.made("hf-over-more-ranks")[0])
