@@ -1,4 +1,7 @@
-"""Refuses empty arguments: an unset shell variable would make the current folder of a path, and a default of a name."""
+"""The entry of every public function: empty arguments are refused, and credentials in arguments are remembered.
+
+An unset shell variable would make the current folder of a path, and a default of a name.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, get_args
 
 from ckpt_tools.core.format_names import SINGLE_FILES
 from ckpt_tools.core.option_names import WrittenFormat, is_place, option
+from ckpt_tools.credentials import errors_masked, remember
 from ckpt_tools.errors import UsageError
 
 Parameters = ParamSpec("Parameters")
@@ -24,17 +28,23 @@ _NOWHERE = re.compile(rf"(?:.*::)?(?:[A-Za-z][A-Za-z0-9+.-]*://|(?:{_WITH_HOST})
 
 
 def refusing_empty(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """``function``, which raises UsageError if one of its arguments is empty. Every public function is decorated."""
+    """``function``, which raises UsageError if one of its arguments is empty, and whose errors show no credential.
+
+    Every public function is decorated.
+    """
 
     @wraps(function)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         given, named = [_kept(each) for each in args], {name: _kept(each) for name, each in kwargs.items()}
         known = signature(function).parameters
-        for name, value in (*zip(known, given, strict=False), *named.items()):
-            if name not in known:
-                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
-            check_not_empty(option(name), value, is_required=is_place(name))
-        return function(*given, **named)
+        by_name = {**dict(zip(known, given, strict=False)), **named}
+        remember(by_name.values(), by_name.get("storage_options"))
+        with errors_masked():
+            for name, value in by_name.items():
+                if name not in known:
+                    raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
+                check_not_empty(option(name), value, is_required=is_place(name))
+            return function(*given, **named)
 
     return checked
 

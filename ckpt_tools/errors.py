@@ -29,21 +29,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
+from ckpt_tools.credentials import without_secrets
+
 MAX_MESSAGE_CHARS = 1000
 """A checkpoint chooses some of the words of a message, and may choose a megabyte of them."""
 
 MAX_NAME_CHARS = 300
 """Of a path or key in front of a message; a file name has at most 255."""
-
-
-_SECRET = re.compile(
-    r"""(?P<before>[A-Za-z][A-Za-z0-9+.-]*://)(?!\*\*\*@)     # user:password@, also if a slash is in the password
-        (?:[^\s/?#@'"]*|[^\s/?#:@'"]+:(?!\d+[/?#])[^\s@'"]*(?:@[^\s/@'"]*)*)@
-      | (?P<address>[A-Za-z][A-Za-z0-9+.-]*://[^\s?#'"]*[?\#])(?=[^\s'"]*=)[^\s'"]*?(?=[.,:;)\]]*(?:[\s'"]|$))
-      | (?P<name>X-Amz-(?:Signature|Credential|Security-Token)=)[^\s&'"]+
-    """,
-    re.X | re.I,
-)
 
 
 class CkptError(Exception):
@@ -54,12 +46,14 @@ class CkptError(Exception):
     def __init__(self, message: str, *, path: str | None = None, key: str | None = None) -> None:
         message = _shortened(without_secrets(message), MAX_MESSAGE_CHARS)
         super().__init__(message)
-        self.message = message
-        self.path = path and without_secrets(path)
-        self.key = key
+        self.message, self.path, self.key = message, path, key
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """No attribute shows a credential, whenever it is set."""
+        super().__setattr__(name, without_secrets(value) if isinstance(value, str) else value)
 
     def __str__(self) -> str:
-        parts = [_shortened(without_secrets(part), MAX_NAME_CHARS) for part in (self.path, self.key) if part]
+        parts = [_shortened(part, MAX_NAME_CHARS) for part in (self.path, self.key) if part]
         where = ": ".join(part for part in parts if not _names(self.message, part))
         return f"{where}: {self.message}" if where else self.message
 
@@ -73,22 +67,8 @@ def errors_name(path: str) -> Iterator[None]:
     try:
         yield
     except CkptError as error:
-        error.path = error.path or without_secrets(path)
+        error.path = error.path or path
         raise
-
-
-def without_secrets(text: str) -> str:
-    """``text`` with ``***`` for the credentials of each URL in it: those before its host, and all behind its path,
-    which may be a signature. The rest of a URL is as it was."""
-    if "://" not in text and "X-Amz-" not in text:
-        return text
-    return _SECRET.sub(_masked, _SECRET.sub(_masked, text))
-
-
-def _masked(found: re.Match[str]) -> str:
-    if found["before"]:
-        return f"{found['before']}***@"
-    return f"{found['address'] or found['name']}***"
 
 
 def _shortened(text: str, limit: int) -> str:

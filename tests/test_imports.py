@@ -44,6 +44,7 @@ FACE = {
     "arguments",
     "checkpoint",
     "conversion",
+    "credentials",
     "errors",
     "guard",
     "guard_process",
@@ -52,10 +53,10 @@ FACE = {
 }
 """The modules at the root, beside the package itself."""
 
-EVERYWHERE = {"arguments", "errors", "guard", "signals"}
+EVERYWHERE = {"arguments", "credentials", "errors", "guard", "signals"}
 """Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
 
-LOWEST = {"errors", "guard", "signals"}
+LOWEST = {"credentials", "errors", "guard", "signals"}
 """Modules at the root that import none of the packages."""
 
 LIGHT = {"core.format_names", "core.option_names", "core.progress", "core.wording"}

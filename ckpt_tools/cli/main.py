@@ -16,7 +16,8 @@ from ckpt_tools.cli.group import Group, Home
 from ckpt_tools.cli.wrapping import echo, say
 from ckpt_tools.core.option_names import on_command_line
 from ckpt_tools.core.wording import printable
-from ckpt_tools.errors import CkptError, StoreError, without_secrets
+from ckpt_tools.credentials import mask_output, remember_words, without_secrets
+from ckpt_tools.errors import CkptError, StoreError
 
 COMMANDS = {
     "inspect": Home("inspect", "Show what a checkpoint holds, from its headers alone."),
@@ -66,11 +67,8 @@ def group() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the documented code."""
     is_process = arguments is None
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and is_process:
-            # A checkpoint chooses names; not every terminal can show them.
-            stream.reconfigure(errors="backslashreplace")
     if is_process:
+        mask_output()
         process.rest()
     try:
         _run(arguments)
@@ -81,6 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(arguments: Sequence[str] | None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
+    remember_words(words)
     verbose = "--verbose" in words or "-v" in words
     try:
         with on_command_line(), ended_by_signals(words, is_process=arguments is None):

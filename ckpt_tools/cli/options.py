@@ -59,7 +59,7 @@ def _pairs(context: click.Context, option: click.Parameter, given: tuple[str, ..
     pairs = [each.partition("=") for each in given]
     for name, equals, _ in pairs:
         if not name or not equals:
-            raise click.BadParameter(f"{name!r} is not KEY=VALUE")
+            raise click.BadParameter("it is not KEY=VALUE")
     names = [name for name, _, _ in pairs]
     for name in names:
         if names.count(name) > 1:

@@ -13,7 +13,7 @@ import click
 
 from ckpt_tools.cli.wrapping import echo, say
 from ckpt_tools.core.wording import count, listed, printable, size
-from ckpt_tools.errors import without_secrets
+from ckpt_tools.credentials import without_secrets
 
 if TYPE_CHECKING:
     from ckpt_tools.core.notes import Note

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import click
 
-from ckpt_tools.errors import without_secrets
+from ckpt_tools.credentials import without_secrets
 
 MIN_COLUMNS = 20
 

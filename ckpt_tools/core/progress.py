@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ckpt_tools.credentials import without_secrets
+
 Progress = Callable[[int, int], None]
 """Called with the number of bytes done and in all."""
 
@@ -44,6 +46,6 @@ def hearing(listener: Listener) -> Iterator[None]:
 
 
 def tell(sentence: str) -> None:
-    """Pass ``sentence`` to all listeners."""
+    """Pass ``sentence`` to all listeners, without credentials."""
     for listener in tuple(_listeners):
-        listener(sentence)
+        listener(without_secrets(sentence))

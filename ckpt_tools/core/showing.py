@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any, ClassVar
 
 from ckpt_tools.core.wording import size
-from ckpt_tools.errors import without_secrets
+from ckpt_tools.credentials import without_secrets
 
 MAX_REPR_CHARS = 199
 MAX_VALUE_CHARS = 60

@@ -9,7 +9,7 @@ from itertools import islice
 from math import ceil
 from typing import Any
 
-from ckpt_tools.errors import without_secrets
+from ckpt_tools.credentials import without_secrets
 
 MAX_NAMES = 4
 """How many names a message lists before it says how many more there are."""

@@ -10,7 +10,7 @@ from ckpt_tools.core.applicability import Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.wording import newest
-from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, without_secrets
+from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError
 from ckpt_tools.formats.applicability import READING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
@@ -95,7 +95,7 @@ def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> 
 
 def known_by(source: Source) -> str:
     """The one file of ``source``, or the folder, for an error about all of it."""
-    return next(iter(source.files)) if len(source.files) == 1 else without_secrets(source.store.url)
+    return next(iter(source.files)) if len(source.files) == 1 else source.store.url
 
 
 def _prefix_of_halves(source: Source) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.errors import UnsupportedError, without_secrets
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.names import METADATA, is_of_dcp
 from ckpt_tools.formats.deepspeed.names import MODEL, layer_name, model_name, optim_name
 from ckpt_tools.formats.foreign import rank_in_name
@@ -81,7 +81,6 @@ def refuse_one_file(folder: str, source: Source, format_name: str | None) -> tup
         UnsupportedError: the format was not named, so that the whole checkpoint is meant.
     """
     name = next(iter(source.files))
-    folder = without_secrets(folder)
     if format_name not in SINGLE_FILES:
         raise UnsupportedError(f"this is one file of a checkpoint; name its folder {folder}", path=name)
     why = f"{name} is one file of a checkpoint, and {option('from_', format_name)} reads it alone"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.arguments import refusing_empty
+from ckpt_tools.credentials import errors_masked
 from ckpt_tools.errors import CkptError
 from ckpt_tools.stores.remote import lock_of
 from ckpt_tools.stores.s3.lock import ObjectLock
@@ -17,7 +18,7 @@ from ckpt_tools.stores.s3.lock import ObjectLock
 class UrlClaim:
     """A URL below which this process alone writes."""
 
-    _lock: ObjectLock
+    _lock: ObjectLock = field(repr=False)
 
     def check(self) -> None:
         """Raises StoreError if another process was seen to take over. Costs nothing: a thread looks."""
@@ -52,8 +53,9 @@ def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iter
         >>> with ckpt_tools.claim("memory://examples/run") as claim:
         ...     claim.check()
     """
-    lock = lock_of(url, storage_options or {})
-    lock.take()
+    with errors_masked():
+        lock = lock_of(url, storage_options or {})
+        lock.take()
     try:
         with lock.beating():
             yield UrlClaim(lock)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from ckpt_tools.errors import SourceNotFoundError, UsageError, without_secrets
+from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.fsspec.lock import FsspecObjects
 from ckpt_tools.stores.fsspec.place import FsspecPlace
@@ -33,7 +33,7 @@ def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
     """
     store = open_s3_store(*bucket_of(url, S3Options.parse(options))) if _is_s3(url) else open_fsspec_store(url, options)
     if store is None:
-        raise SourceNotFoundError(f"there is no file or folder {without_secrets(url)}")
+        raise SourceNotFoundError(f"there is no file or folder {url}")
     source = Source.open(store)
     return replace(source, store=BlockCache(store, source.files))
 

@@ -8,14 +8,13 @@ clients that failed together do not return together. A request that is repeated 
 from __future__ import annotations
 
 import random
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from ckpt_tools.core.progress import tell
+from ckpt_tools.credentials import errors_masked, without_secrets
 from ckpt_tools.errors import CkptError
 
 Result = TypeVar("Result")
@@ -35,8 +34,7 @@ TRANSIENT_CODES = frozenset(
 
 
 class TransientError(Exception):
-    """Another attempt may succeed; ``error`` is raised if none does, ``trouble`` describes the failure until then
-    without credentials."""
+    """Another attempt may succeed; ``error`` is raised if none does, ``trouble`` describes the failure until then."""
 
     def __init__(self, error: CkptError, trouble: str = "no answer from the store yet") -> None:
         super().__init__(str(error))
@@ -46,12 +44,7 @@ class TransientError(Exception):
 
 def host_of(url: str) -> str:
     """The host and port of a URL, without the credentials that it may hold."""
-    return urlsplit(url).netloc.rpartition("@")[2] or "the store"
-
-
-def without_credentials(text: str) -> str:
-    """``text`` without the credentials before ``@`` in its URLs."""
-    return re.sub(r"://[^/@\s]*@", "://", text)
+    return without_secrets(url).partition("://")[2].partition("/")[0].rpartition("@")[2] or "the store"
 
 
 def is_transient(status: int, code: str) -> bool:
@@ -94,12 +87,13 @@ def retried(
         CkptError: the last attempt's, where all failed. Whatever else ``call`` raises ends it at once.
     """
     num_failures = 0
-    while True:
-        try:
-            return call()
-        except TransientError as failure:
-            num_failures += 1
-            if num_failures == policy.attempts:
-                raise failure.error from failure
-            tell(f"{failure.trouble}; trying again ({num_failures + 1} of {policy.attempts})")
-            sleep(policy.wait_seconds(num_failures, fraction()))
+    with errors_masked():
+        while True:
+            try:
+                return call()
+            except TransientError as failure:
+                num_failures += 1
+                if num_failures == policy.attempts:
+                    raise failure.error from failure
+                tell(f"{failure.trouble}; trying again ({num_failures + 1} of {policy.attempts})")
+                sleep(policy.wait_seconds(num_failures, fraction()))

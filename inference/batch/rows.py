@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckpt_tools.credentials import without_secrets
+
 from ..models.results import Prediction
 
 if TYPE_CHECKING:
@@ -43,7 +45,9 @@ class Columns:
     top: int
 
     def of(self, row: Row) -> dict[str, Any]:
-        return {"name": row.name, **self._answer(row.prediction), "truth": row.truth, "error": row.error}
+        error = row.error and without_secrets(row.error)
+        name = without_secrets(row.name)
+        return {"name": name, **self._answer(row.prediction), "truth": row.truth, "error": error}
 
     def _answer(self, found: Prediction | None) -> dict[str, Any]:
         if self.kind == "text":

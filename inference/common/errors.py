@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import click
 
+from ckpt_tools.credentials import without_secrets
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.signals import exit_code_of, stopping_on_signals
 
@@ -40,7 +41,8 @@ def report_errors() -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters as escapes, because file names come from outside."""
+    """``text`` without credentials, and with control characters as escapes, because file names come from outside."""
+    text = without_secrets(text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ckpt_tools.cli.main import main
 from ckpt_tools.core.wording import printable
-from ckpt_tools.errors import StoreError, without_secrets
+from ckpt_tools.credentials import without_secrets
+from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.fsspec import store
 from ckpt_tools.stores.retry import RetryPolicy
 

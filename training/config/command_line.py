@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from ckpt_tools.arguments import check_not_empty
+from ckpt_tools.credentials import errors_masked, mask_output, remember, remember_words
 from ckpt_tools.errors import CkptError, UsageError
 
 from . import PACKAGE
@@ -39,6 +40,7 @@ def read_defaults(context: click.Context, parameter: click.Parameter, value: str
     if not value:
         return  # the command refuses an empty name
     given = _parsed(value)
+    remember(given.values())
     known = {option.name: option for option in context.command.params if option is not parameter}
     for key in given:
         if key.replace("-", "_") not in known or "_" in key:
@@ -62,8 +64,13 @@ CONTEXT_BEFORE_OPTIONS = CONTEXT | {"ignore_unknown_options": True}
 
 
 class Command(click.Command):
-    """A command that refuses empty values, on the command line and in its ``--config`` file. The values are checked as
-    text, because ``click.Path(path_type=Path)`` turns an empty one into the current folder."""
+    """A command that refuses empty values, on the command line and in its ``--config`` file, and shows no credential.
+    The values are checked as text, because ``click.Path(path_type=Path)`` turns an empty one into the current folder.
+    """
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        mask_output()
+        return super().main(*args, **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)
@@ -78,6 +85,14 @@ class Command(click.Command):
         except UsageError as error:
             raise click.UsageError(error.message, ctx) from error
         return rest
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Messages of click repeat what was typed."""
+        remember_words(args)
+        with errors_masked():
+            return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Errors of ``ckpt_tools`` end the command with one sentence and their exit code."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ckpt_tools import errors
+from ckpt_tools.credentials import without_secrets
 from ckpt_tools.errors import CkptError
 
 ERROR_LOG_NAME = "error.log"
@@ -30,7 +31,7 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         details = "".join(traceback.format_exception(error))
-        return cls(rank, type(error).__name__, str(error), details)
+        return cls(rank, type(error).__name__, without_secrets(str(error)), without_secrets(details))
 
     @property
     def sentence(self) -> str:
@@ -53,5 +54,5 @@ class Failure:
         if isinstance(ours, type) and issubclass(ours, CkptError):
             return ours(self.message)
         log = out / ERROR_LOG_NAME
-        log.write_text(self.details)
+        log.write_text(without_secrets(self.details))
         return RunFailedError(f"{self.sentence} (see {log})")

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from ckpt_tools.credentials import without_secrets
 from ckpt_tools.errors import UsageError
 
 from ..config import PACKAGE
@@ -86,6 +87,11 @@ def script(job: Job, config: TrainConfig, python: str) -> str:
         raise UsageError(f"--resume is {RESUME_AUTO} in a job: it starts again with the same command line")
     ranks = replace(config, launcher="torchrun", resume=RESUME_AUTO, max_restarts=0)
     command = shlex.join([python, "-m", PACKAGE, *ranks.to_args()])
+    if without_secrets(command) != command:
+        raise UsageError(
+            f"a job script holds no credentials, and the options have some: {command}; set them in the environment of "
+            "the job, for example AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
     directives = "\n".join(f"#SBATCH {each}" for each in job.directives(config.num_workers))
     return SCRIPT.format(directives=directives, command=command, stopped=EXIT_CODE)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import ckpt_tools
+from ckpt_tools.credentials import without_secrets
 from ckpt_tools.errors import DestinationExistsError
 
 from ..checkpoints.run_folder import checkpoint_of
@@ -91,9 +92,10 @@ class RunResult:
         return cls(history=history, predicted=tuple(values.pop("predicted")), saves=saves, **values)
 
     def write(self, out: Path) -> None:
-        """Write ``OUT/result.json`` atomically."""
+        """Write ``OUT/result.json`` atomically, without credentials in the URL of the checkpoint."""
         unfinished = out / f".{RESULT_NAME}.partial"
-        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        shown = replace(self, checkpoint=without_secrets(self.checkpoint))
+        unfinished.write_text(json.dumps(asdict(shown), indent=1) + "\n")
         unfinished.replace(out / RESULT_NAME)
 
 

@@ -18,7 +18,6 @@ from ckpt_tools.errors import (
     StoreError,
     UnsupportedError,
     UsageError,
-    without_secrets,
 )
 from ckpt_tools.stores.marker_files import is_hidden, is_shown
 from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retried
@@ -99,7 +98,7 @@ class FsspecStore(Store):
         try:
             return asked(self.url, self._sizes)
         except FileNotFoundError as error:
-            raise SourceNotFoundError(f"there is no file or folder {without_secrets(self.url)}") from error
+            raise SourceNotFoundError(f"there is no file or folder {self.url}") from error
 
     def _sizes(self) -> dict[str, int]:
         self.fs.invalidate_cache()
@@ -138,7 +137,7 @@ class FsspecStore(Store):
             raise StoreError(
                 "its server sends the whole file where a part is asked for (it ignores the header Range), so nothing "
                 "can be read from it in place; download the file first, or serve it from a server that sends parts",
-                path=without_secrets(full),
+                path=full,
             )
         raise EOFError(f"{len(data):,} bytes were received, but {len(buffer):,} were requested")
 
@@ -207,7 +206,6 @@ def _judged(error: Exception, url: str) -> Exception:
     fsspec's HTTP file system turns everything that ``info`` meets, a refused connection too, into FileNotFoundError,
     and keeps what happened as its cause (fsspec 2026.9.0, implementations/http.py ``_info``).
     """
-    path = without_secrets(url)
     cause = _cause(error)
     if isinstance(cause, CkptError):
         return cause
@@ -216,14 +214,14 @@ def _judged(error: Exception, url: str) -> Exception:
     if isinstance(cause, FileNotFoundError | IsADirectoryError):
         return error
     if isinstance(cause, PermissionError | NotImplementedError):
-        return StoreError(f"it was refused: {cause or type(cause).__name__}", path=path)
+        return StoreError(f"it was refused: {cause or type(cause).__name__}", path=url)
     if not _is_of_network(cause):
         # Each service's library has exceptions of its own, whose meaning is not known here.
-        return StoreError(f"it failed: {type(cause).__name__}: {cause}", path=path)
+        return StoreError(f"it failed: {type(cause).__name__}: {cause}", path=url)
     host, found = host_of(url), getattr(cause, "os_error", cause)
     if isinstance(found, socket.gaierror) and found.errno in _UNKNOWN_HOST:
-        return StoreError(f"there is no host {host}: its name cannot be resolved", path=path)
-    failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=path)
+        return StoreError(f"there is no host {host}: its name cannot be resolved", path=url)
+    failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=url)
     return TransientError(failed, f"no answer from {host} yet")
 
 
@@ -242,13 +240,13 @@ def _status(error: BaseException) -> int:
 
 
 def _answered(status: int, cause: BaseException, error: Exception, url: str) -> Exception:
-    host, path = host_of(url), without_secrets(url)
+    host = host_of(url)
     if status in _GONE:
-        return error if isinstance(error, FileNotFoundError) else FileNotFoundError(path)
+        return error if isinstance(error, FileNotFoundError) else FileNotFoundError(url)
     reason = f"{host} answers {status} {getattr(cause, 'message', '')}".rstrip()
     if is_transient(status, ""):
-        return TransientError(StoreError(reason, path=path), f"{host} answers {status}")
-    return StoreError(f"access was refused: {reason}" if status in _REFUSED else reason, path=path)
+        return TransientError(StoreError(reason, path=url), f"{host} answers {status}")
+    return StoreError(f"access was refused: {reason}" if status in _REFUSED else reason, path=url)
 
 
 def _is_of_network(cause: BaseException) -> bool:

@@ -27,7 +27,7 @@ from isal import isal_zlib
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UsageError
-from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retried, without_credentials
+from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retried
 from ckpt_tools.stores.source import Buffer, ServiceFile
 
 Result = TypeVar("Result")
@@ -68,11 +68,11 @@ class RefusedError(StoreError):
 class S3Options:
     """Options for reaching a service; missing ones come from the usual AWS environment and files."""
 
-    key: str | None = None
+    key: str | None = field(default=None, repr=False)
     secret: str | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
     profile: str | None = None
-    endpoint_url: str | None = None
+    endpoint_url: str | None = field(default=None, repr=False)
     region: str | None = None
     anon: bool = False
     addressing_style: str | None = None
@@ -393,7 +393,7 @@ class Bucket:
             *(OSError, http.client.HTTPException, urllib3.HTTPError, EOFError),
         ) as error:
             reason = f"no answer from {self._endpoint or _SERVICE}: {error or type(error).__name__}"
-            failed = StoreError(without_credentials(reason), path=self.url(key))
+            failed = StoreError(reason, path=self.url(key))
             raise TransientError(failed, f"no answer from {self._host} yet") from error
         except exceptions.BotoCoreError as error:
             raise StoreError(f"S3 cannot be reached: {error}", path=self.url(key)) from error

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.credentials import mask_output, without_secrets
 from ckpt_tools.errors import CkptError
 from ckpt_tools.signals import STOPPING
 
@@ -79,7 +80,7 @@ class Models:
         except (CkptError, ImportError) as error:
             return error
         except Exception:
-            return Broken(traceback.format_exc())
+            return Broken(without_secrets(traceback.format_exc()))
 
     def _load(self, asked: Load) -> Loaded:
         import torch
@@ -98,6 +99,7 @@ class Models:
 
 def main(descriptor: int) -> None:
     """Ignores signals: the service ends this process by closing the connection."""
+    mask_output()
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     models, service = Models(), Connection(descriptor)

@@ -1,0 +1,422 @@
+"""Credentials: found in arguments and in the environment, and replaced by ``***`` in text, errors and output.
+
+Two rules mask a text. By shape: what stands before the host of a URL and behind its path, and parameters of signed
+addresses. By value: each credential of an argument is remembered, and is masked wherever it occurs, because libraries
+repeat parts of a URL alone, decoded or encoded. ``docs/stores.md`` says what counts as a credential.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import threading
+from binascii import b2a_base64
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any, NamedTuple, TextIO
+from urllib.parse import unquote, unquote_plus
+
+MASK = "***"
+
+MIN_CHARS = 4
+"""Shorter values are masked in their URL alone: they occur in words that are none."""
+
+MIN_ANYWHERE_CHARS = 8
+"""A value of this length is masked inside words too, a shorter one only as a word of its own."""
+
+MIN_PART_CHARS = 6
+"""Of a part of a password between the delimiters of URLs: a library takes ``us/er@`` for the end of a host."""
+
+MIN_TOKEN_CHARS = 16
+"""Of the name before a password, if it is a key: names of users, which may be folders too, are shorter."""
+
+MAX_REMEMBERED = 1000
+"""Values that a process remembers; the oldest are forgotten first."""
+
+_SHOWN = """
+    endpoint_url endpoint region region_name profile account_name project username user host
+    protocol target_protocol repo_type revision requester_pays
+"""
+
+_OPTIONS_SHOWN = frozenset(_SHOWN.split())
+"""Options of stores whose values are shown, if they are names. Numbers and truth values are shown too."""
+
+_PLAIN_VALUE = re.compile(r"(?i)true|false|none|yes|no|auto|path|virtual|[-+]?\d{0,7}(?:\.\d*)?(?:e-?\d)?")
+
+_PLAIN_NAME = re.compile(r"[\w.-]+(?::\d+)?")
+
+_OPTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+_LOGIN = "sftp ssh scp ftp ftps smb hdfs webhdfs abfs abfss wasb wasbs"
+
+_LOGIN_SCHEMES = frozenset(_LOGIN.split())
+"""Schemes whose URLs have the name of a user or container before ``@``."""
+
+_WEB_SCHEMES = frozenset(("http", "https"))
+
+_OTHER = "s3 s3a s3n gs gcs az adl oss oci hf memory file webdav"
+
+_SCHEMES = (*_LOGIN_SCHEMES, *_WEB_SCHEMES, *_OTHER.split())
+
+_PARAMETER = r"""
+    x-(?:amz|goog|oss|cos)-(?:signature|credential|security-token) | awsaccesskeyid | signature | sig | sas
+    | (?:[a-z]+[_-])?(?:token|secret|password|passwd|pwd|key|auth|credentials?|code|session|policy)
+"""
+
+_SECRET_PARAMETER = re.compile(_PARAMETER, re.X | re.I)
+
+_SECRET_VARIABLE = re.compile(
+    r"(?:^|.*_)(?:SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING"
+    r"|(?:ACCESS|ACCOUNT|STORAGE|API|PRIVATE|SECRET)_KEY)",
+    re.I,
+)
+"""Environment variables with a credential of a store, such as ``AWS_SECRET_ACCESS_KEY`` and ``HF_TOKEN``."""
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
+
+_ADDRESS_VARIABLE = re.compile(r".*_(?:URL|URI|ENDPOINT|PROXY)(?:_[A-Z0-9]+)?", re.I)
+"""Environment variables with the address of a service, such as ``AWS_ENDPOINT_URL_S3``."""
+
+_SHAPE = re.compile(
+    rf"""(?P<before>[a-z][a-z0-9+.-]*:/(?:/+|(?=[^\s/?#:@'"]+:[^\s@'"]*@)))(?!\*\*\*@)
+        # user:password@, also if a slash is in the password
+        (?:[^\s/?#@'"]*|[^\s/?#:@'"]+:(?!\d+[/?#])[^\s@'"]*(?:@[^\s/@'"]*)*)@
+      | (?P<address>https?://[^\s?#'"]*[?\#](?=[^\s'"])|[a-z][a-z0-9+.-]*://[^\s?#'"]*[?\#](?=[^\s'"]*=))[^\s'"]*?(?=[.,:;)\]]*(?:[\s'"]|$))
+      | (?P<name>[?&;](?:{_PARAMETER})=)(?!\*\*\*)[^\s&;'"]+
+      | (?P<bare>X-Amz-(?:Signature|Credential|Security-Token)=)(?!\*\*\*)[^\s&;'"]+
+    """,
+    re.X | re.I,
+)
+
+
+class _Known(NamedTuple):
+    """A value that is masked. ``anchor`` is in each of its spellings, in lower case."""
+
+    anchor: str
+    pattern: re.Pattern[str]
+
+
+_remembered: dict[str, _Known] = {}
+_longest_first: tuple[_Known, ...] = ()
+_lock = threading.Lock()
+
+
+def without_secrets(text: str) -> str:
+    """``text`` with ``***`` for every credential. The rest of a URL is as it was."""
+    if _longest_first:
+        lowered = text.lower()
+        for known in _longest_first:
+            if known.anchor in lowered:
+                text = known.pattern.sub(MASK, text)
+    if ":/" in text or "?" in text or "&" in text or "X-Amz-" in text:
+        return _SHAPE.sub(_masked, _SHAPE.sub(_masked, text))
+    return text
+
+
+def _masked(found: re.Match[str]) -> str:
+    if found["before"]:
+        return f"{found['before']}{MASK}@"
+    return f"{found['address'] or found['name'] or found['bare']}{MASK}"
+
+
+# What is remembered
+
+
+def remember(values: Iterable[object] = (), storage_options: object = None) -> None:
+    """Remember the credentials of arguments, of storage options and of the environment."""
+    for value in values:
+        for text in value if isinstance(value, list | tuple | set | frozenset) else (value,):
+            if isinstance(text, str | PathLike):
+                _remember_url(str(text))
+    if isinstance(storage_options, Mapping):
+        _remember_options(storage_options)
+    for name, text in os.environ.items():
+        if _SECRET_VARIABLE.fullmatch(name) and len(text) >= MIN_ANYWHERE_CHARS:
+            _keep(text)
+        if _ADDRESS_VARIABLE.fullmatch(name) or _URL.match(text):
+            _remember_url(text)
+
+
+def remember_words(words: Iterable[str]) -> None:
+    """Remember the credentials on a command line."""
+    words = list(words)
+    for number, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        after = words[number + 1 : number + 2]
+        if number and words[number - 1] == _STORAGE_FLAG:
+            _remember_pair(word, after)
+        elif flag == _STORAGE_FLAG and equals:
+            _remember_pair(value, after)
+        else:
+            remember((word, value))
+    remember()
+
+
+_STORAGE_FLAG = "--storage-option"
+
+
+def _remember_pair(pair: str, after: list[str]) -> None:
+    """Remember ``NAME=VALUE``. Without ``=``, or with another name, each word may be the secret."""
+    name, equals, value = pair.partition("=")
+    if equals and _OPTION_NAME.fullmatch(name):
+        _remember_options({name: value})
+        return
+    for word in (pair, name, value, *([] if equals else after)):
+        _keep_secret(word)
+
+
+def _remember_options(options: Mapping[Any, Any]) -> None:
+    """Remember the values of storage options, and of the options within an option."""
+    for name, value in options.items():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, Mapping):
+                _remember_options(each)
+            elif isinstance(each, str) and "://" in each:
+                _remember_url(each)
+            elif isinstance(each, str) and not (name in _OPTIONS_SHOWN and _PLAIN_NAME.fullmatch(each)):
+                _keep_secret(each)
+
+
+def _keep_secret(text: str) -> None:
+    """Remember a whole secret, and the parts that a URL's delimiters make of it."""
+    if _PLAIN_VALUE.fullmatch(text):
+        return
+    for each in {text, unquote(text), unquote_plus(text)}:
+        _keep(each)
+        for part in re.split(r"[\s/\\?#@:&;=%]+", each):
+            if len(part) >= MIN_PART_CHARS:
+                _keep(part)
+
+
+def _keep(text: str, after: str = "") -> None:
+    """Remember ``text``; with ``after``, only before that."""
+    if len(text) < MIN_CHARS and not after:
+        return
+    global _longest_first
+    key = text + after
+    with _lock:
+        if key in _remembered:
+            _remembered[key] = _remembered.pop(key)
+            return
+        _remembered[key] = _known(text, after)
+        if len(_remembered) > MAX_REMEMBERED:
+            del _remembered[next(iter(_remembered))]
+        _longest_first = tuple(_remembered[each] for each in sorted(_remembered, key=len, reverse=True))
+
+
+def _known(text: str, after: str) -> _Known:
+    spellings = "".join(map(_spellings, text))
+    if after:
+        spellings = rf"(?<!\w){spellings}(?={'|'.join(map(_spellings, after))})"
+    elif len(text) < MIN_ANYWHERE_CHARS:
+        spellings = rf"(?<!\w){spellings}(?!\w)"
+    runs = re.findall(r"[a-z0-9]+", text.lower())
+    return _Known(max(runs, key=len, default=""), re.compile(spellings, re.I))
+
+
+def _spellings(character: str) -> str:
+    """A pattern for a character as it is, percent-encoded once or twice, and as an escape of Python, JSON or HTML."""
+    if character.isascii() and character.isalnum():
+        return character
+    found = [re.escape(character), "".join(f"%(?:25)?{byte:02x}" for byte in character.encode(errors="replace"))]
+    found += [re.escape(each) for each in _ESCAPES.get(character, ())]
+    if not character.isprintable() or not character.isascii():
+        found.append(re.escape(character.encode("unicode_escape").decode()))
+        found.append(re.escape(f"\\u{ord(character):04x}"))
+    return f"(?:{'|'.join(found)})"
+
+
+_ESCAPES = {
+    " ": ("+",),
+    "&": ("&amp;",),
+    "<": ("&lt;",),
+    ">": ("&gt;",),
+    "'": ("\\'", "&#x27;", "'\"'\"'"),
+    '"': ('\\"', "&quot;"),
+    "\\": ("\\\\",),
+}
+
+
+# URLs
+
+
+_BEGIN = re.compile(
+    rf"""(?P<scheme>[^/\\@:]*):[/\\]+  # any URL
+      | (?:[a-z][\w+.-]*)?[/\\]{{2}}  # without its scheme, or without the colon
+      | (?P<mistyped>{"|".join(_SCHEMES)})(?:[:;][/\\]*|[/\\])
+      | (?=[^\s/\\:@]+:[^/\\][^@]*@)  # user:password@host alone
+    """,
+    re.X | re.I,
+)
+
+_DRIVE = re.compile(r"[a-z]:[/\\](?![/\\])", re.I)
+
+
+def _remember_url(text: str) -> None:
+    """Remember the credentials of a URL, or of what should be one; of ``a::b``, those of each."""
+    for part in {text, *text.split("::")}:
+        begin = _BEGIN.match(part)
+        if begin is None or _DRIVE.match(part):
+            continue
+        scheme = (begin["scheme"] or begin["mistyped"] or "").strip().lower()
+        userinfo, place = _userinfo(part[begin.end() :])
+        if userinfo is not None:
+            _remember_userinfo(userinfo, is_login=scheme in _LOGIN_SCHEMES)
+        if scheme == "hf":  # no name there has a colon, and @ is before the revision
+            for password in re.findall(r"/[^/:@]+:([^@]+)@", f"/{place}"):
+                _keep_secret(password)
+        for mark in "?#":
+            _remember_query(place.partition(mark)[2], scheme)
+
+
+def _userinfo(rest: str) -> tuple[str | None, str]:
+    """What stands before ``@`` behind the scheme, and what follows. A password may have any character."""
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    if "@" in authority:
+        userinfo, _, host = authority.rpartition("@")
+        return userinfo, host + rest[len(authority) :]
+    user, colon, password = authority.partition(":")
+    if not colon or not user or user == "arn" or user.startswith("[") or re.fullmatch(r"\d*", password):
+        return None, rest
+    found = re.match(r"[^@]*(?:@[^/@]*)*@", rest)
+    if found is None:  # user:password without a host
+        return authority, rest[len(authority) :]
+    return found.group()[:-1], rest[found.end() :]
+
+
+def _remember_userinfo(userinfo: str, *, is_login: bool) -> None:
+    user, colon, password = userinfo.partition(":")
+    if colon:
+        _keep_secret(password)
+        for pair in {userinfo, f"{unquote(user)}:{unquote(password)}"}:
+            _keep(b2a_base64(pair.encode(errors="surrogateescape")).decode().rstrip("=\n"))
+    elif is_login:
+        _keep(user, "@")
+    if len(user) >= MIN_TOKEN_CHARS if colon else not is_login:
+        _keep_secret(user)
+
+
+def _remember_query(query: str, scheme: str) -> None:
+    if "=" not in query and not (scheme in _WEB_SCHEMES and len(query) >= MIN_ANYWHERE_CHARS):
+        return
+    _keep(query)
+    for pair in re.split("[&;#]", query):
+        name, _, value = pair.partition("=")
+        if _SECRET_PARAMETER.fullmatch(name) or _is_random(value):
+            _keep_secret(value)
+
+
+def _is_random(value: str) -> bool:
+    """True for a long value of letters and digits: the name of a file or a type has dots or slashes."""
+    return re.fullmatch(r"(?=.*\d)[\w+%=~-]{20,}", value) is not None
+
+
+# Errors and output
+
+
+class LibraryError(Exception):
+    """Stands in a traceback for an error of a library that shows a credential."""
+
+
+@contextmanager
+def errors_masked() -> Iterator[None]:
+    """An error that leaves the block shows no credential, nor do the errors that it was raised from."""
+    try:
+        yield
+    except BaseException as error:
+        mask_error(error)
+        raise
+
+
+def mask_error(error: BaseException) -> None:
+    """Mask credentials in the arguments of ``error``, and replace the errors behind it that show one."""
+    _mask_arguments(error)
+    _mask_behind(error, set())
+
+
+def _mask_arguments(error: BaseException) -> None:
+    error.args = tuple(map(_masked_value, error.args))
+    if isinstance(error, OSError):
+        error.filename, error.filename2 = _masked_value(error.filename), _masked_value(error.filename2)
+    for name, value in vars(error).items():
+        vars(error)[name] = [*map(_masked_value, value)] if isinstance(value, list) else _masked_value(value)
+
+
+def _masked_value(value: Any) -> Any:
+    """``value`` itself, or its text if that shows a credential."""
+    text = value if isinstance(value, str) else _text(value)
+    masked = without_secrets(text)
+    return value if masked == text else masked
+
+
+def _mask_behind(error: BaseException, seen: set[int]) -> None:
+    seen.add(id(error))
+    is_suppressed, behind = error.__suppress_context__, {}
+    for each in (error.__cause__, error.__context__):
+        if each is not None and id(each) not in behind:
+            behind[id(each)] = _stand_in(each)
+    if error.__cause__ is not None:
+        error.__cause__ = behind[id(error.__cause__)]
+    if error.__context__ is not None:
+        error.__context__ = behind[id(error.__context__)]
+    error.__suppress_context__ = is_suppressed
+    for each in behind.values():
+        if id(each) not in seen:
+            _mask_behind(each, seen)
+
+
+def _stand_in(error: BaseException) -> BaseException:
+    """``error`` itself if it shows no credential."""
+    if all(without_secrets(text) == text for text in _texts(error)):
+        return error
+    other = LibraryError(without_secrets(f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)}"))
+    other.__traceback__, other.__cause__, other.__context__ = error.__traceback__, error.__cause__, error.__context__
+    other.__suppress_context__ = error.__suppress_context__
+    return other
+
+
+def _texts(error: BaseException) -> Iterator[str]:
+    """What a program can show of it: its text, its arguments and its attributes."""
+    for value in (error, *error.args, *vars(error).values()):
+        yield value if isinstance(value, str) else _text(value)
+        yield _text(value, repr)
+
+
+def _text(value: object, as_text: Callable[[object], str] = str) -> str:
+    try:
+        return as_text(value)
+    except Exception:
+        return ""
+
+
+class _Output:
+    """A text stream that masks credentials in what is written to it. It has no ``buffer``, which would not."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(without_secrets(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "buffer":
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+
+def mask_output() -> None:
+    """Mask credentials in all that this process prints from now on, also by libraries and in tracebacks. Characters
+    that the encoding lacks become escapes. A stream that a caller put in the place of the process's own stays."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, _Output(stream))

@@ -1,0 +1,206 @@
+"""No output of a command or function has a credential, wherever in a URL, an option or the environment it stands."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools import credentials
+from ckpt_tools.cli.main import main
+from ckpt_tools.stores.fsspec import store
+from ckpt_tools.stores.retry import RetryPolicy
+from tests.support.canaries import CANARIES, ENCODED, MISTYPED, OPTIONS, RAW, URLS, Given, leaks, shown_by
+
+SAMPLE = 100
+
+LINES: dict[str, Callable[[str, str], list[str]]] = {
+    "inspect": lambda url, _: ["inspect", url],
+    "inspect --json": lambda url, _: ["inspect", url, "--json"],
+    "inspect --verbose": lambda url, _: ["inspect", url, "--verbose"],
+    "ls": lambda url, _: ["ls", url],
+    "plan": lambda url, out: ["plan", url, out],
+    "plan to": lambda url, out: ["plan", out, url, "--to", "dcp"],
+    "convert": lambda url, out: ["convert", url, out, "--checksum"],
+    "convert to": lambda url, out: ["convert", out, url, "--to", "dcp"],
+    "convert both": lambda url, out: ["convert", url, url, "--to", "dcp"],
+    "reshard": lambda url, out: ["reshard", url, out, "--world-size", "2"],
+    "consolidate": lambda url, out: ["consolidate", url, out],
+    "make-loadable": lambda url, out: ["make-loadable", url, out],
+    "verify": lambda url, _: ["verify", url],
+    "verify with": lambda url, out: ["verify", out, url],
+    "diff": lambda url, out: ["diff", url, out],
+    "scan": lambda url, _: ["scan", url],
+    "scan --format sarif": lambda url, _: ["scan", url, "--format", "sarif"],
+    "checksum": lambda url, _: ["checksum", url],
+    "sign": lambda url, _: ["sign", url],
+    "clean": lambda url, _: ["clean", url],
+    "prune": lambda url, _: ["prune", url, "--keep-last", "1"],
+    "predict": lambda url, out: ["predict", "--model", url, "--input", "digits", "--output", f"{out}.jsonl"],
+    "serve": lambda url, _: ["serve", url, "--port", "0"],
+    "serve named": lambda url, _: ["serve", "--model", f"a={url}", "--port", "0"],
+}
+
+WITHOUT_OPTIONS = {"predict", "serve", "serve named"}
+"""Commands that take URLs, and no options of stores."""
+
+
+def claimed(url: str, more: dict[str, Any]) -> object:
+    with ckpt_tools.claim(url, **more) as held:
+        return held
+
+
+FUNCTIONS: dict[str, Callable[[str, str, dict[str, Any]], object]] = {
+    "inspect": lambda url, _, more: ckpt_tools.inspect(url, **more),
+    "open": lambda url, _, more: ckpt_tools.open(url, **more),
+    "ls": lambda url, _, more: ckpt_tools.ls(url, **more),
+    "plan": lambda url, out, more: ckpt_tools.plan(url, out, **more),
+    "convert": lambda url, out, more: ckpt_tools.convert(url, out, **more),
+    "convert to": lambda url, out, more: ckpt_tools.convert(out, url, to="dcp", **more),
+    "reshard": lambda url, out, more: ckpt_tools.reshard(url, out, world_size=2, **more),
+    "consolidate": lambda url, out, more: ckpt_tools.consolidate(url, out, **more),
+    "make_loadable": lambda url, out, more: ckpt_tools.make_loadable(url, out, **more),
+    "verify": lambda url, _, more: ckpt_tools.verify(url, **more),
+    "diff": lambda url, out, more: ckpt_tools.diff(out, url, **more),
+    "scan": lambda url, _, more: ckpt_tools.scan(url, **more),
+    "checksum": lambda url, _, more: ckpt_tools.checksum(url, **more),
+    "sign": lambda url, _, more: ckpt_tools.sign(url, **more),
+    "clean": lambda url, _, more: ckpt_tools.clean(url, **more),
+    "prune": lambda url, _, more: ckpt_tools.prune(url, keep_last=1, **more),
+    "claim": lambda url, _, more: claimed(url, more),
+    "load_into": lambda url, _, more: ckpt_tools.load_into(torch.nn.Linear(2, 2), None, url, **more),
+    "storage_reader": lambda url, _, more: ckpt_tools.storage_reader(url, **more).read_metadata(),
+    "Path": lambda url, out, more: ckpt_tools.convert(Path(url), out, **more),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing is remembered from another test; a store that does not answer is asked once again at most."""
+    monkeypatch.setattr(store, "_POLICY", RetryPolicy(attempts=2, base_seconds=0))
+    for name, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HF_HUB_OFFLINE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    _forget()
+    yield
+    _forget()
+    fsspec.filesystem("memory").store.clear()
+
+
+def _forget() -> None:
+    credentials._remembered.clear()
+    credentials._longest_first = ()
+
+
+def _cases(kinds: Mapping[str, Callable[[str], Given]], canaries: Mapping[str, str]) -> list[tuple[str, str, Given]]:
+    return [
+        (f"{kind}: {name}", canary, make(canary)) for kind, make in kinds.items() for name, canary in canaries.items()
+    ]
+
+
+CASES = [
+    *_cases(URLS, CANARIES | RAW),
+    *_cases(ENCODED, CANARIES),
+    *_cases(OPTIONS, {name: canary for name, canary in (CANARIES | RAW).items() if name != "short"}),
+]
+LINE_CASES = [*CASES, *_cases(MISTYPED, CANARIES | RAW)]
+
+
+def _sampled(pairs: list[Any], request: pytest.FixtureRequest) -> list[Any]:
+    return pairs if request.config.getoption("--soak") else random.Random(4711).sample(pairs, SAMPLE)
+
+
+def _says(words: list[str]) -> tuple[object, str]:
+    """Exit code and output of a command line in this process."""
+    out = io.StringIO()
+    with redirect_stdout(out), redirect_stderr(out), pytest.raises(SystemExit) as ended:
+        main(words)
+    return ended.value.code, out.getvalue()
+
+
+def test_no_command_shows_one(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    pairs = [(line, *case) for line in LINES for case in LINE_CASES if line not in WITHOUT_OPTIONS or not case[2].typed]
+    for line, name, canary, given in _sampled(pairs, request):
+        _forget()
+        words = [*LINES[line](given.url, str(tmp_path / "out")), *given.typed]
+        with pytest.MonkeyPatch.context() as patch:
+            for variable, value in given.environment.items():
+                patch.setenv(variable, value)
+            code, said = _says(words)
+        assert not leaks(canary, said), (line, name, said)
+        assert "run again with --verbose" not in said, (line, name, said)
+        assert code != 0 or given.url == "s3://bucket/run" or line == "clean", (line, name, said)
+
+
+def test_no_function_shows_one(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Neither its error nor those behind it."""
+    pairs = [(function, *case) for function in FUNCTIONS for case in CASES]
+    for function, name, canary, given in _sampled(pairs, request):
+        _forget()
+        more = {"storage_options": given.options} if given.options else {}
+        with pytest.MonkeyPatch.context() as patch:
+            for variable, value in given.environment.items():
+                patch.setenv(variable, value)
+            try:
+                shown = repr(FUNCTIONS[function](given.url, str(tmp_path / "out"), more))
+            except Exception as error:
+                shown = shown_by(error)
+        assert not leaks(canary, shown), (function, name, shown)
+
+
+@pytest.mark.parametrize("name", ["plain", "encoded", "slashes", "quotes"])
+def test_no_result_shows_one(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands that succeed, on a store that takes anything for a path; nor the files that they write."""
+    canary = (CANARIES | RAW)[name]
+    url = f"memory://user:{canary}@x/run"
+    torch.save({"model": {"a": torch.ones(4, 4), "b": torch.ones(3)}, "step": 3}, tmp_path / "step_3.pt")
+    done = [
+        ["convert", "step_3.pt", f"{url}/step_3", "--to", "safetensors", "--checksum"],
+        *(["inspect", f"{url}/step_3", *more] for more in ([], ["--json"], ["--tensors"])),
+        *(["ls", url, *more] for more in ([], ["--json"])),
+        *(["plan", f"{url}/step_3", "out", "--to", "dcp", *more] for more in ([], ["--json"])),
+        *(["convert", f"{url}/step_3", f"{url}/{to}", "--to", to, "--json", "--checksum"] for to in ("dcp", "zero2")),
+        ["convert", f"{url}/step_3", "out", "--to", "dcp", "--checksum", "--resume"],
+        *(["verify", f"{url}/step_3", "out", *more] for more in ([], ["--json"])),
+        *(["diff", f"{url}/step_3", "out", *more] for more in ([], ["--json"])),
+        *(["scan", f"{url}/dcp", *more] for more in ([], ["--json"], ["--format", "sarif"])),
+        ["checksum", f"{url}/step_3", "--output", "digests.json"],
+        ["clean", f"{url}/step_3", "--json"],
+        ["prune", url, "--keep-last", "1"],
+    ]
+    for words in done:
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        said = "".join(capsys.readouterr())
+        assert ended.value.code in (0, 7), (words, said)
+        assert not leaks(canary, said), (words, said)
+    opened = ckpt_tools.open(f"{url}/step_3")
+    for result in (opened, ckpt_tools.inspect(f"{url}/step_3"), ckpt_tools.ls(url), ckpt_tools.scan(f"{url}/dcp")):
+        assert not leaks(canary, repr(result) + result._repr_html_())
+    written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    kept = [bytes(file.getbuffer()) for file in fsspec.filesystem("memory").store.values()]
+    assert len(written) > 3 and len(kept) > 3
+    for data in (*written, *kept):
+        assert not leaks(canary, data.decode("latin-1"))
+
+
+def test_what_is_no_credential_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Words of the command line and of a store's options."""
+    torch.save({"model": {"true.minio": torch.ones(4)}}, tmp_path / "eu-west.pt")
+    options = ["region=eu-west", "endpoint_url=http://minio:9000", "profile=minio", "anon=true", "retries=0"]
+    words = [word for each in options for word in ("--storage-option", each)]
+    with pytest.raises(SystemExit):
+        main(["inspect", "s3://bucket/run@latest", *words])
+    assert "minio" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["inspect", "eu-west.pt", "--json", "--tensors"])
+    assert json.loads(capsys.readouterr().out)["source"].endswith("eu-west.pt")
