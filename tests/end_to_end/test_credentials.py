@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools import credentials
 from ckpt_tools.cli.main import main
 from ckpt_tools.stores.fsspec import store
 from ckpt_tools.stores.retry import RetryPolicy
-from tests.support.canaries import CANARIES, ENCODED, MISTYPED, OPTIONS, RAW, URLS, Given, leaks, shown_by
+from inference.batch.rows import Columns, Row
+from tests.support.canaries import CANARIES, ENCODED, MISTYPED, OPTIONS, PORT, RAW, URLS, Given, leaks, shown_by
+from training.launchers import slurm
+from training.launchers.failures import Failure
+from training.loop.result import RunResult
 
 SAMPLE = 100
+
+TRAIN = ("train", "--strategy", "full_shard")
 
 LINES: dict[str, Callable[[str, str], list[str]]] = {
     "inspect": lambda url, _: ["inspect", url],
@@ -45,12 +56,15 @@ LINES: dict[str, Callable[[str, str], list[str]]] = {
     "sign": lambda url, _: ["sign", url],
     "clean": lambda url, _: ["clean", url],
     "prune": lambda url, _: ["prune", url, "--keep-last", "1"],
+    "train --resume": lambda url, out: [*TRAIN, "--out", out, "--launcher", "torchrun", "--resume", url],
+    "train --storage": lambda url, out: [*TRAIN, "--out", out, "--storage", url, "--resume", "latest"],
     "predict": lambda url, out: ["predict", "--model", url, "--input", "digits", "--output", f"{out}.jsonl"],
+    "predict --output": lambda url, out: ["predict", "--model", out, "--input", "digits", "--output", f"{url}.jsonl"],
     "serve": lambda url, _: ["serve", url, "--port", "0"],
     "serve named": lambda url, _: ["serve", "--model", f"a={url}", "--port", "0"],
 }
 
-WITHOUT_OPTIONS = {"predict", "serve", "serve named"}
+WITHOUT_OPTIONS = {line for line in LINES if line.startswith(("train", "predict", "serve"))}
 """Commands that take URLs, and no options of stores."""
 
 
@@ -204,3 +218,104 @@ def test_what_is_no_credential_stays(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main(["inspect", "eu-west.pt", "--json", "--tensors"])
     assert json.loads(capsys.readouterr().out)["source"].endswith("eu-west.pt")
+
+
+PRINTING = """
+import logging, sys, warnings
+from ckpt_tools.credentials import mask_output, remember
+
+mask_output()
+url = sys.argv[1]
+remember([url])
+print("it is", url, flush=True)
+sys.stderr.writelines([url + "\\n"])
+logging.warning("the url is %s", url)
+warnings.warn(url)
+try:
+    raise KeyError(url.partition("://")[2])
+except KeyError as error:
+    raise ValueError(url) from error
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "encoded", "quotes"])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_process_masks_what_libraries_print(name: str, encoding: str) -> None:
+    """Also in a traceback that ends it."""
+    canary = (CANARIES | RAW)[name]
+    words = [sys.executable, "-c", PRINTING, f"nothing://user:{canary}@host/x"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and said.count("***@host/x") == 6, said
+    assert not leaks(canary, said)
+
+
+@pytest.mark.parametrize("kind", ["hf", "memory", "one slash", "endpoint of the environment without a scheme"])
+def test_no_process_shows_one(kind: str) -> None:
+    canary = CANARIES["encoded"]
+    given = (URLS | ENCODED)[kind](canary)
+    words = [sys.executable, "-m", "ckpt_tools", "inspect", given.url, "--verbose", *given.typed]
+    environment = {**os.environ, **given.environment, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.returncode in (3, 5), done.stderr
+    assert not leaks(canary, done.stdout + done.stderr)
+
+
+def test_a_job_script_with_one_is_refused() -> None:
+    """It would be printed, and kept as a file."""
+    canary = CANARIES["plain"]
+    run = ["--", *TRAIN[1:], "--out", "run", "--init-from", f"https://{PORT}/model.pt?sig={canary}"]
+    ended = CliRunner().invoke(slurm.main, run)
+    assert (ended.exit_code, "a job script holds no credentials" in ended.output) == (2, True), ended.output
+    assert not leaks(canary, ended.output)
+
+
+def test_the_result_of_a_run_has_none(tmp_path: Path) -> None:
+    """Nor has the log of a rank that failed."""
+    canary = CANARIES["encoded"]
+    credentials.remember([f"ftp://user:{canary}@host/run"])
+    result = RunResult(**{each.name: None for each in fields(RunResult)})  # type: ignore[arg-type]
+    replace(result, checkpoint=f"ftp://user:{canary}@host/run/epoch_0001").write(tmp_path)
+    failure = Failure(0, "ValueError", canary, f"ValueError: {canary}")
+    error = failure.to_error(tmp_path)
+    assert "ftp://***@host/run/epoch_0001" in (tmp_path / "result.json").read_text()
+    assert "***" in (tmp_path / "error.log").read_text()
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert not leaks(canary, written + shown_by(error))
+
+
+def test_rows_of_predictions_have_none() -> None:
+    """Their names are those of the files that were read."""
+    canary = CANARIES["encoded"]
+    row = Row(f"https://{PORT}/image.png?token={canary}", None, None, f"https://user:{canary}@host/x is no image")
+    assert not leaks(canary, Columns("label", None, 1).line(row).decode())
+
+
+@credentials.errors_masked()
+def failing(canary: str) -> None:
+    try:
+        try:
+            raise OSError(5, "failed", f"/x/{canary}")
+        except OSError as error:
+            raise KeyError("harmless") from error
+    except KeyError as error:
+        raise ValueError(f"it is {canary}") from error
+
+
+def test_errors_behind_an_error_are_replaced_only_if_they_show_one() -> None:
+    canary = CANARIES["plain"]
+    credentials.remember(storage_options={"secret": canary})
+    with pytest.raises(ValueError, match=r"\*\*\*") as raised:
+        failing(canary)
+    behind = raised.value.__cause__
+    assert type(behind) is KeyError and type(behind.__cause__) is credentials.LibraryError
+    assert not leaks(canary, shown_by(raised.value))
+
+
+def test_the_oldest_are_forgotten() -> None:
+    """A service that opens signed addresses all day does not grow."""
+    for number in range(credentials.MAX_REMEMBERED + 10):
+        credentials.remember(storage_options={"secret": f"Canary{number:09d}"})
+    assert len(credentials._remembered) == credentials.MAX_REMEMBERED
+    assert credentials.without_secrets("Canary000000000 Canary000001000") == "Canary000000000 ***"
