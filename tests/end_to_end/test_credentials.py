@@ -18,6 +18,7 @@ import fsspec
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save
 
 import ckpt_tools
 from ckpt_tools import credentials
@@ -25,6 +26,7 @@ from ckpt_tools.cli.main import main
 from ckpt_tools.stores.fsspec import store
 from ckpt_tools.stores.retry import RetryPolicy
 from inference.batch.rows import Columns, Row
+from tests.stores.test_http import serving
 from tests.support.canaries import CANARIES, ENCODED, MISTYPED, OPTIONS, PORT, RAW, URLS, Given, leaks, shown_by
 from training.launchers import slurm
 from training.launchers.failures import Failure
@@ -205,6 +207,26 @@ def test_no_result_shows_one(name: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert len(written) > 3 and len(kept) > 3
     for data in (*written, *kept):
         assert not leaks(canary, data.decode("latin-1"))
+
+
+def test_a_signed_address_is_in_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither in the output nor in what is beside it while the command runs, nor in its result."""
+    canary = CANARIES["encoded"]
+    with serving(save({"w": torch.ones(300, 300)})) as server:
+        url = server.url(f"m.safetensors?X-Amz-Signature={canary}")
+        found: dict[Path, bytes] = {}
+
+        def look(*_: int) -> None:
+            found.update({path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()})
+
+        report = ckpt_tools.convert(url, tmp_path / "out", to="dcp", checksum=True, resume=True, on_progress=look)
+        look()
+        for words in (["inspect", url, "--json"], ["convert", url, "m.npz", "--json"], ["verify", url, "out"]):
+            assert _says(words)[0] == 0
+            assert not leaks(canary, _says([*words, "--verbose"])[1])
+    assert any(b'"plan"' in data for data in found.values()), "no journal was seen"
+    assert not any(leaks(canary, f"{path} {data.decode('latin-1')}") for path, data in found.items())
+    assert not leaks(canary, repr(report) + json.dumps(report.to_json()))
 
 
 def test_what_is_no_credential_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

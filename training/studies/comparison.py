@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt_tools.credentials import without_secrets
 from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..config.command_line import config_of, parsed
@@ -99,8 +100,8 @@ class Case:
 
     @property
     def args(self) -> list[str]:
-        """Options of its run, without its folder."""
-        return replace(self.config, out=Path(RUN)).to_args()
+        """Options of its run, without its folder and without credentials: they are written to a file."""
+        return [without_secrets(each) for each in replace(self.config, out=Path(RUN)).to_args()]
 
     def resuming(self, checkpoint: str) -> TrainConfig:
         """A run of one step after ``checkpoint``; resuming takes as long as for a full run."""
