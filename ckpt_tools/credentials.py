@@ -81,15 +81,18 @@ _ADDRESS_VARIABLE = re.compile(r".*_(?:URL|URI|ENDPOINT|PROXY)(?:_[A-Z0-9]+)?", 
 """Environment variables with the address of a service, such as ``AWS_ENDPOINT_URL_S3``."""
 
 _SHAPE = re.compile(
-    rf"""(?P<before>[a-z][a-z0-9+.-]*:/(?:/+|(?=[^\s/?#:@'"]+:[^\s@'"]*@)))(?!\*\*\*@)
+    rf"""(?P<before>[a-z][a-z0-9+.-]{{0,40}}:/(?:/+|(?=[^\s/?#:@'"]+:[^\s@'"]{{0,1024}}@)))(?!\*\*\*@)
         # user:password@, also if a slash is in the password
-        (?:[^\s/?#@'"]*|[^\s/?#:@'"]+:(?!\d+[/?#])[^\s@'"]*(?:@[^\s/@'"]*)*)@
-      | (?P<address>https?://[^\s?#'"]*[?\#](?=[^\s'"])|[a-z][a-z0-9+.-]*://[^\s?#'"]*[?\#](?=[^\s'"]*=))[^\s'"]*?(?=[.,:;)\]]*(?:[\s'"]|$))
+        (?:[^\s/?#@'"]*|[^\s/?#:@'"]+:(?!\d+[/?#])[^\s@'"]{{0,1024}}(?:@[^\s/@'"]*)*)@
+      | (?P<address>https?://[^\s?#'"]{{0,1024}}[?\#](?=[^\s'"])
+          | [a-z][a-z0-9+.-]{{0,40}}://[^\s?#'"]{{0,1024}}[?\#](?=[^\s'"]{{0,1024}}=))
+        (?:[^\s'"]*[^\s'".,:;)\]])?
       | (?P<name>[?&;](?:{_PARAMETER})=)(?!\*\*\*)[^\s&;'"]+
       | (?P<bare>X-Amz-(?:Signature|Credential|Security-Token)=)(?!\*\*\*)[^\s&;'"]+
     """,
     re.X | re.I,
 )
+"""Bounded, so that time is linear in a text that a checkpoint chose."""
 
 
 class _Known(NamedTuple):

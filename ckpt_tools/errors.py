@@ -44,7 +44,7 @@ class CkptError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, path: str | None = None, key: str | None = None) -> None:
-        message = _shortened(without_secrets(message), MAX_MESSAGE_CHARS)
+        message = _shortened(without_secrets(message[: 20 * MAX_MESSAGE_CHARS]), MAX_MESSAGE_CHARS)
         super().__init__(message)
         self.message, self.path, self.key = message, path, key
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,11 @@ def test_names_that_a_terminal_cannot_show_are_escaped(encoding: str, tmp_path: 
     done = run("inspect", str(tmp_path / "m\u4e2d.pt"), "--json", PYTHONIOENCODING=encoding)
     assert json.loads(done.stdout)["source"].endswith("m\u4e2d.pt")
     assert "\\u4e2d" in run("inspect", str(tmp_path / "no\u4e2d.pt"), PYTHONIOENCODING=encoding).stderr
+
+
+@pytest.mark.parametrize("part", ["a", "a://x:", "a://?", "a://x", "http://x?....", "a:/x:", "?token=x&"])
+def test_time_is_linear_in_the_text(part: str) -> None:
+    """A checkpoint may choose a megabyte of a message."""
+    started = time.process_time()
+    str(StoreError(f"{part * (1 << 20)}:/"))
+    assert time.process_time() - started < 5
