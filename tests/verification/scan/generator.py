@@ -316,7 +316,8 @@ def _nemo(data: bytes, mode: Literal["w", "w:gz"]) -> bytes:
     return stream.getvalue()
 
 
-PACKAGED = ("os", "posix", "builtins", "pickle", "cProfile", "runpy", "torch", "copyreg", "types", "numpy")
+PACKAGED = ("os", "posix", "builtins", "pickle", "cProfile", "runpy", "torch", "copyreg", "types", "numpy",
+            "collections")  # fmt: skip
 
 
 def _package(data: bytes) -> bytes:
@@ -405,4 +406,5 @@ def sample(number: int) -> Sample:
 
 def write(files: Files, folder: Path) -> None:
     for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)

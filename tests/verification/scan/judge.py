@@ -1,161 +1,109 @@
-"""Real loaders load hostile files, in a process of its own whose ``os.system`` only writes down that it was called.
+"""Real loaders load hostile files, in a process of its own whose ``os.system`` only records that it was called.
 
-The plan, a list of numbers of samples, is JSON on stdin; the numbers of those that ran something go to stdout.
+The plan is JSON on stdin: ``samples`` is the module of the samples, ``numbers`` are those to load. The names of the
+loaders that ran something go to stdout, for each number, and ``invalid``, the numbers that are not valid files of their
+kind for its own loader.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import io
 import json
 import os
-import pickle
 import posix
 import sys
-import tarfile
 import tempfile
+import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed.checkpoint as dcp
-import torch.package
-import transformers
-
-from tests.verification.scan.generator import sample, write
+from tests.verification.scan import generator, polyglots
+from tests.verification.scan.genuine import is_valid
+from tests.verification.scan.loaders import Loader, every, torchscript, usual
 
 called: list[str] = []
+"""What ran: commands, and imports of modules of ``Modules``."""
 
 
-def _recorder(command: Any = "", *_: Any) -> int:
-    called.append(str(command))
+def recorder(*args: Any, **options: Any) -> int:
+    called.append(str(args or options))
     return 0
 
 
-def _python_pickle(path: Path) -> None:
-    with path.open("rb") as stream:
-        pickle._Unpickler(stream).load()  # type: ignore[attr-defined]
+class Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Importable modules of any name, whose attributes are recorders, and whose import is recorded too."""
+
+    def __init__(self) -> None:
+        self.names: Collection[str] = ()
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(name, self) if name in self.names else None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        called.append(f"import of {module.__name__!r}")
+        module.__getattr__ = self._attribute
+
+    @staticmethod
+    def _attribute(name: str) -> Callable[..., int]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return recorder
+
+    def forget(self) -> None:
+        for name in self.names:
+            sys.modules.pop(name, None)
 
 
-def _c_pickle(path: Path) -> None:
-    with path.open("rb") as stream:
-        for _ in range(3):
-            pickle.load(stream)
+MODULES = Modules()
 
 
-def _c_pickle_of_bytes(path: Path) -> None:
-    pickle.loads(path.read_bytes())
+def ran(files: generator.Files, loaders: Callable[[Path], Iterator[Loader]], names: Sequence[str] = ()) -> list[str]:
+    """The names of the loaders that run something of ``files``, on a machine that has modules called ``names``."""
+    MODULES.names = names
+    found = dict[str, None]()
+    with tempfile.TemporaryDirectory() as folder:
+        generator.write(files, Path(folder))
+        for name in files:
+            for load in loaders(Path(folder, name)):
+                if load.__name__ not in found and _runs(load, Path(folder, name)):
+                    found[load.__name__] = None
+    return list(found)
 
 
-def _torch(path: Path) -> None:
-    torch.load(path, weights_only=False)
-
-
-def _torch_twice(path: Path) -> None:
-    with path.open("rb") as stream:
-        for _ in range(3):
-            torch.load(stream, weights_only=False)
-
-
-def _numpy(path: Path) -> None:
-    found = np.load(path, allow_pickle=True)
-    for name in getattr(found, "files", ()):
-        found[name]
-
-
-def _numpy_twice(path: Path) -> None:
-    with path.open("rb") as stream:
-        for _ in range(3):
-            np.load(stream, allow_pickle=True)
-
-
-def _metadata(path: Path) -> None:
-    reader = dcp.FileSystemReader(path.parent)
-    metadata = reader.read_metadata()
-    for info in metadata.storage_data.values():
-        data = (path.parent / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-        torch.load(io.BytesIO(data), weights_only=False)
-
-
-def _items(path: Path) -> None:
-    """What a reader that looks for archives finds in a file of items."""
-    data = path.read_bytes()
-    at = data.find(b"PK\x03\x04")
-    while at >= 0:
-        with contextlib.suppress(Exception):
-            torch.load(io.BytesIO(data[at:]), weights_only=False)
-        at = data.find(b"PK\x03\x04", at + 1)
-
-
-def _joblib(path: Path) -> None:
-    import joblib
-
-    joblib.load(path)
-
-
-def _nemo(path: Path) -> None:
-    with tarfile.open(path) as archive:
-        member = archive.extractfile("./model_weights.ckpt")
-        assert member is not None
-        torch.load(io.BytesIO(member.read()), weights_only=False)
-
-
-def _package(path: Path) -> None:
-    torch.package.PackageImporter(str(path)).load_pickle("model", "data.pkl")
-
-
-def _transformers(path: Path) -> None:
-    transformers.GPT2Model.from_pretrained(path.parent, weights_only=False, local_files_only=True)
-
-
-def _transformers_as_it_is(path: Path) -> None:
-    transformers.GPT2Model.from_pretrained(path.parent, local_files_only=True)
-
-
-LOADERS: list[Callable[[Path], None]] = [_c_pickle, _c_pickle_of_bytes, _python_pickle, _torch, _torch_twice]
-JOBLIB = [_joblib] if importlib.util.find_spec("joblib") else []
-
-
-def loaders(path: Path) -> Iterator[Callable[[Path], None]]:
-    """Those that people use for a file of this name. One of safetensors is read by safetensors alone."""
-    ending = path.suffix
-    if path.name == ".metadata":
-        yield from (_metadata, _c_pickle, _python_pickle)
-    elif ending == ".distcp":
-        yield from (_torch, _items)
-    elif ending in (".npy", ".npz"):
-        yield from (_numpy, _numpy_twice, _torch, *JOBLIB)
-    elif path.name == "pytorch_model.bin":
-        yield from (_transformers, _transformers_as_it_is, *LOADERS)
-    elif ending == ".nemo":
-        yield from (_nemo, *LOADERS)
-    else:
-        yield from (*LOADERS, _package, *JOBLIB)
-
-
-def runs(files: dict[str, bytes], folder: Path) -> bool:
-    write(files, folder)
+def _runs(load: Loader, path: Path) -> bool:
     called.clear()
-    for name in files:
-        for load in loaders(folder / name):
-            with contextlib.suppress(BaseException):
-                load(folder / name)
-    for name in files:
-        (folder / name).unlink()
+    MODULES.forget()
+    with contextlib.suppress(BaseException):
+        load(path)
+        return bool(called) or load is torchscript
     return bool(called)
+
+
+def judged(samples: str, numbers: list[int]) -> dict[str, Any]:
+    """The answer to a plan."""
+    if samples == "generator":
+        found = {number: ran(generator.sample(number).files, usual) for number in numbers}
+        return {"ran": found, "invalid": []}
+    made = {number: polyglots.sample(number) for number in numbers}
+    return {
+        "ran": {number: ran(each.files, every, each.modules) for number, each in made.items()},
+        "invalid": [number for number, each in made.items() if not is_valid(each.kind, each.files)],
+    }
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    numbers = json.load(sys.stdin)
-    os.system = posix.system = _recorder  # type: ignore[attr-defined]
+    plan = json.load(sys.stdin)
+    os.system = posix.system = recorder
+    sys.meta_path.append(MODULES)
     out, sys.stdout, sys.stderr = sys.stdout, io.StringIO(), io.StringIO()
-    with tempfile.TemporaryDirectory() as folder:
-        found = [number for number in numbers if runs(sample(number).files, Path(folder))]
+    found = judged(**plan)
     sys.stdout = out
     print(json.dumps(found))
 

@@ -1,12 +1,14 @@
 """Scans samples in a process of its own, under an audit hook, and says which are clean and what happened.
 
-The plan, a list of numbers of samples, is JSON on stdin; the result goes to stdout.
+The plan is JSON on stdin: ``samples`` is the module of the samples, ``numbers`` are those to scan. The result goes to
+stdout.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ckpt_tools.errors import CkptError
@@ -14,7 +16,8 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.verification.scan import scan_source
 from tests.serialization.hostile_run import Watch
-from tests.verification.scan.generator import BENIGN, CARRIERS, Files, sample
+from tests.verification.scan import generator, polyglots
+from tests.verification.scan.generator import BENIGN, CARRIERS, Files
 
 
 def is_clean(files: Files) -> bool:
@@ -26,7 +29,9 @@ def is_clean(files: Files) -> bool:
 
 
 def main() -> None:
-    numbers = json.load(sys.stdin)
+    plan = json.load(sys.stdin)
+    numbers = plan["numbers"]
+    sample: Callable[[int], Any] = generator.sample if plan["samples"] == "generator" else polyglots.sample
     controls = [name for name, put in CARRIERS.items() if any(is_clean(put(data)) for data in BENIGN)]
     for number in numbers[:50]:
         is_clean(sample(number).files)
