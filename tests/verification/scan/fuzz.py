@@ -1,8 +1,8 @@
 """Scans mutated files, and has real loaders load those that are clean, under an audit hook that stops what would run.
 
 A process of its own. The plan is JSON on stdin: ``first`` and ``count``, the numbers of the files. The result goes to
-stdout: ``ran``, the clean files that a loader ran; ``broken``, those on which the scan failed; ``slowest``, in seconds of
-a processor; ``clean``, the number of clean files that were loaded; ``controls``, of hostile files that ran.
+stdout: ``ran``, the clean files that a loader ran; ``broken``, those on which the scan failed; ``slowest``, in seconds
+of a processor; ``clean``, the number of clean files that were loaded; ``controls``, of hostile files that ran.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ SPARE_ADDRESS_BYTES = 3 << 30
 """Memory that a loader may ask for: lengths of damaged files are any number."""
 
 LOADER_SECONDS = 20
+"""Of a processor."""
+
 CONTROL = 100
 """Each file of such a number is loaded if it is not clean, to see that loaders run something at all."""
 
@@ -151,14 +153,14 @@ def _event(load: Loader, path: Path, watch: Watch | None) -> str:
     zipimport._zip_directory_cache.clear()
     sys.path_importer_cache.pop(str(path), None)
     modules = set(sys.modules)
-    signal.alarm(LOADER_SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LOADER_SECONDS)
     watch.folder, watch.event = str(path.parents[1] if path.parent.name == "sub" else path.parent), ""
     with contextlib.suppress(BaseException):
         load(path)
         if load is torchscript:
             watch.event = "TorchScript"
     watch.folder = None
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     for name in set(sys.modules) - modules:
         if _ODD.search(name):
             del sys.modules[name]
@@ -216,7 +218,7 @@ def fuzzed(first: int, count: int) -> dict[str, Any]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError()))
+    signal.signal(signal.SIGVTALRM, lambda *_: (_ for _ in ()).throw(TimeoutError()))
     plan = json.load(sys.stdin)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         found = fuzzed(**plan)

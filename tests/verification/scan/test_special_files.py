@@ -1,0 +1,95 @@
+"""Entries of a folder that are no regular files: each is a finding, and the scan opens none of them."""
+
+from __future__ import annotations
+
+import os
+import posix
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ckpt_tools
+from tests.verification.scan.generator import OWN
+from tests.verification.scan.loaders import Loader, c_pickle, c_pickle_of_bytes, python_pickle, torch_load
+
+NAMES = ("model.pt", "model.safetensors", ".hidden", "latest", "config.json", "sub/state.pkl")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(path))  # the path of a socket is short
+
+
+def _link(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+def _link_to_a_pipe(path: Path) -> None:
+    os.mkfifo(path.with_name("pipe"))
+    path.symlink_to("pipe")
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "a link to nothing": _link("later"),
+    "a link to nothing above": _link("../../later"),
+    "a link to nothing in a folder that is not there": _link("none/later"),
+    "an absolute link to nothing": _link("/nonexistent/later"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to a file outside": _link("/etc/hostname"),
+    "a link to a folder outside": _link("/etc"),
+    "a link to a process": _link("/proc/self/environ"),
+    "an endless device": _link("/dev/zero"),
+    "an empty device": _link("/dev/null"),
+    "a terminal": _link("/dev/tty"),
+    "a pipe": lambda path: os.mkfifo(path),
+    "a link to a pipe": _link_to_a_pipe,
+    "a socket": _socket,
+}
+
+
+@pytest.mark.parametrize("what", SPECIAL)
+@pytest.mark.timeout(60)
+def test_each_is_a_finding_under_every_name(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(NAMES):
+        folder = tmp_path / str(number)
+        path = folder / name
+        path.parent.mkdir(parents=True)
+        (folder / "notes.txt").write_text("a text")
+        assert ckpt_tools.scan(folder).clean
+        SPECIAL[what](path)
+        report = ckpt_tools.scan(folder)
+        assert name in {finding.file for finding in report.findings}, name
+
+
+@pytest.mark.parametrize("load", [c_pickle, c_pickle_of_bytes, python_pickle, torch_load])
+@pytest.mark.parametrize("name", ["model.pt", "state.pkl"])
+def test_a_loader_runs_what_comes_later(
+    load: Loader, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a link whose target is put there after the scan, and of a pipe that another process fills."""
+    called: list[str] = []
+    monkeypatch.setattr(os, "system", called.append)
+    monkeypatch.setattr(posix, "system", called.append)
+    (tmp_path / name).symlink_to("later")
+    assert not ckpt_tools.scan(tmp_path).clean
+    (tmp_path / "later").write_bytes(OWN)
+    _loaded(load, tmp_path / name)
+    if load is not torch_load:  # torch seeks
+        os.mkfifo(tmp_path / "pipe")
+        writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(OWN,))
+        writer.start()
+        _loaded(load, tmp_path / "pipe")
+        writer.join()
+    assert called == ["x"] * (1 if load is torch_load else 2)
+
+
+def _loaded(load: Loader, path: Path) -> None:
+    """What a loader does with the object that it gets, or with the end of the file, is of no account."""
+    try:
+        load(path)
+    except Exception:
+        return
