@@ -47,8 +47,8 @@ test: check browser
 # The full matrix of formats and world sizes, with its table, every damage to every layout of the corpus, the casts of
 # all 2**32 float32 patterns, a kill at every system call that writes, 3,000 calls that fail, 20,000 random trees around
 # a destination, kills of conversions on Ray and of training runs, every strategy of training, both notebooks, a minute
-# of 64 clients of the service, 20,000 hostile files under real loaders, a million pickles beside both of CPython's unpicklers, and every
-# extra installed from the package index.
+# of 64 clients of the service, 20,000 hostile files and a million mutated ones under real loaders, a million pickles beside
+# both of CPython's unpicklers, and every extra installed from the package index.
 soak: $(STAMP)
 	$(BIN)/python -m pytest tests/end_to_end/test_matrix.py tests/end_to_end/test_exactness.py tests/end_to_end/crashes tests/stores/test_s3_faults.py \
 		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/loop/test_stopping.py \
