@@ -95,7 +95,7 @@ class Watch:
         listed = _compat_pickle.NAME_MAPPING.get(
             (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
         )
-        if is_listed(*listed) or is_listed(module, name):
+        if not module or is_listed(*listed) or is_listed(module, name):
             return
         if not _ODD.search(module):
             self.stop(f"{module}.{name}")
