@@ -31,11 +31,11 @@ def looking_at_most(num_items: int) -> Iterator[None]:
         _items_left.reset(token)
 
 
-def walked(values: Walked) -> Walked:
-    """``values``, accounted for as items that are looked at. Raises TooLongError."""
+def walked(values: Walked, *, weight: int = 1) -> Walked:
+    """``values``, each accounted for as ``weight`` items that are looked at. Raises TooLongError."""
     left = _items_left.get()
     if left is not None:
-        left[0] -= len(values)
+        left[0] -= weight * len(values)
         if left[0] < 0:
             raise TooLongError("its objects share lists or dicts so long that they are not all looked at")
     return values

@@ -26,8 +26,6 @@ _REGISTRY = "the loading process decides what the number means"
 
 FALSE_ALARMS = {
     "picklescan": {
-        "int_arrays_compressed.npz": "compressed",
-        "object_arrays_compressed.npz": "compressed",
         "test_scan_pickle_bytes_strict": "a Counter that is made of a list, as no pickler writes it",
         "test_scan_url": _ZIP,
         "bad_pytorch.pt": "an image",
