@@ -276,7 +276,7 @@ def _remember_url(text: str) -> None:
 
 
 def _userinfo(rest: str) -> tuple[str | None, str]:
-    """What stands before ``@`` behind the scheme, and what follows. A password may have any character."""
+    """User information of a URL without its scheme, and the rest. A password may have any character."""
     authority = re.split("[/?#]", rest, maxsplit=1)[0]
     if "@" in authority:
         userinfo, _, host = authority.rpartition("@")
@@ -382,7 +382,7 @@ def _stand_in(error: BaseException) -> BaseException:
 
 
 def _texts(error: BaseException) -> Iterator[str]:
-    """What a program can show of it: its text, its arguments and its attributes."""
+    """Texts that a program can show of an error: its message, its arguments and its attributes."""
     for value in (error, *error.args, *vars(error).values()):
         yield value if isinstance(value, str) else _text(value)
         yield _text(value, repr)

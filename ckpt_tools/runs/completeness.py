@@ -94,7 +94,7 @@ def _tensorless(saved: Saved) -> str | None:
 
 
 def _holds_tensors(saved: Saved, path: str) -> bool:
-    """True also for files of which only a reader can tell."""
+    """True if a file holds tensors, or if only a reader of its format can tell."""
     holds = _HOLDS.get(f".{path.rpartition('.')[2]}")
     return holds is None or holds(saved, path)
 

@@ -1,4 +1,4 @@
-"""What the headers of checkpoints say that they hold, and whether one holds less than an older one. Pure.
+"""Contents of checkpoints by their headers, and the rule that says if one holds less than an older one. Pure.
 
 Checkpoints of one run have the same weights. Elements are counted and not bytes, and names are those of the bare
 model, so that another precision, world size, sharding or wrapper makes no difference. fp32 masters are weights, and not
@@ -53,8 +53,8 @@ def content_of(number: str, name: str, manifests: Sequence[Manifest], *, beside_
 
 
 def lack(newer: Content, elder: Content) -> str | None:
-    """How ``newer`` holds less than ``elder``; None if it does not. Optimizer state that is missing altogether is a
-    model that was saved alone, and not said here."""
+    """Reason why ``newer`` holds less than ``elder``; None if it does not. Optimizer state that is missing altogether
+    is a model that was saved alone, which is not a reason."""
     if not (newer.is_read and elder.is_read):
         sizes = f"its files have {size(newer.file_bytes)}, those of {elder.name} {size(elder.file_bytes)}"
         return sizes if newer.file_bytes * PART < elder.file_bytes else None

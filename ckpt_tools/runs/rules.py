@@ -81,8 +81,8 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Relied:
-    """What pruning relies on, as numbers of checkpoints: ``kept`` are the newest complete ones, of which none may hold
-    less than the ``elders`` do: the newest one that would go, and the one with the largest files."""
+    """Checkpoints that pruning relies on: ``kept`` are the newest complete ones. None of them may hold less than the
+    ``elders``, which are the newest one that would go, and the one with the largest files."""
 
     kept: Sequence[str]
     elders: Sequence[str]

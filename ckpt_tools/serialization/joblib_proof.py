@@ -1,9 +1,9 @@
 """Proof that loading a file of ``joblib.dump`` runs no code: one pickle, with the elements of arrays in its midst.
 
-Where the pickle completes a ``NumpyArrayWrapper``, joblib.load reads as many bytes as its shape and dtype say, and goes
-on behind them (joblib 0.10 to 1.6, numpy_pickle.py). Since 1.2 a byte with the number of bytes of padding stands before
-them. It is no opcode, so that any other loader of pickles ends there. Before 1.2, and in a stream without a position,
-the elements follow at once: a file is proved only if they end another loader before it does anything.
+Where the pickle completes a ``NumpyArrayWrapper``, joblib.load reads as many bytes as its shape and dtype say, and
+continues behind them (joblib 0.10 to 1.6, numpy_pickle.py). Since 1.2 a byte with the number of bytes of padding stands
+before them. It is not an opcode, so that any other loader of pickles ends there. Before 1.2, and in a stream without a
+position, the elements follow at once: a file is proved only if they end another loader before it does anything.
 
 Elements are not read. A part of the file behind them is read instead, so that a file may be larger than the memory.
 """
@@ -91,8 +91,9 @@ class _Arrays:
     def _check_others(self, machine: Machine, at: int) -> None:
         """Refuse elements that another loader could take for opcodes that do anything.
 
-        The first one finds the wrapper on top of the stack, which is no tuple, text or dict: what needs one fails, and
-        what puts it into a container does what the pickle would have done. A loader ends at a name that is no text.
+        The first one finds the wrapper on top of the stack, which is not a tuple, text or dict. An opcode that needs
+        one fails, and one that puts it into a container does what the pickle would have done. A loader ends at a name
+        that is not a text.
         """
         data, first = machine.data, at
         while at < len(data) and data[at] in _ARGUMENTS:

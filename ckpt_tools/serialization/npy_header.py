@@ -32,7 +32,7 @@ _END = re.compile(rb" *\} *\n?")
 
 @dataclass(frozen=True, slots=True)
 class NpyText:
-    """What the text says: numpy's code of the dtype, the order, and the shape, which may be of any numbers."""
+    """Fields of the text: numpy's code of the dtype, the order, and the shape, which may be of any numbers."""
 
     descr: str
     is_fortran: bool
@@ -53,7 +53,7 @@ def header_length(prefix: bytes, path: str, key: str) -> int:
 
 
 def text_start(prefix: bytes) -> int:
-    """Where the text starts, behind its length of 2 bytes, or of 4 since version 2."""
+    """Start of the text, behind its length of 2 bytes, or of 4 since version 2."""
     return 8 + struct.calcsize("<H" if prefix[6] == 1 else "<I")
 
 

@@ -7,7 +7,7 @@ from ckpt_tools.trainers.saved import Saved
 
 
 def holds_tensors(saved: Saved, path: str) -> bool:
-    """Whether the header counts a tensor; True if it is no GGUF."""
+    """True if the header counts a tensor, or if the file is not GGUF."""
     read, size, _ = saved.part(path)
     head = read(0, min(16, size))
     return not head.startswith(MAGIC) or any(head[8:])

@@ -24,7 +24,7 @@ def problem(saved: Saved) -> str | None:
 
 
 def holds_tensors(saved: Saved, path: str) -> bool:
-    """Whether a file holds a storage of a tensor; True if it is no plain zip."""
+    """True if a file holds a storage of a tensor, or if it is not a plain zip."""
     with suppress(UnsupportedError):
         directory = _directory(saved, path)
         return directory is None or any(name.partition("/")[2].startswith("data/") for name in directory.records)

@@ -232,7 +232,7 @@ class Machine:
                 continue
             except ArrayFollows as array:
                 if self.is_framed and array.at != limit:
-                    self.fail("a frame goes on behind an array of joblib")
+                    self.fail("a frame continues behind an array of joblib")
                 position = self._array_reader().skip(self, array)
                 data, self.is_framed = self.data, False
                 limit = len(data)
@@ -259,7 +259,7 @@ class Machine:
         return self.arrays
 
     def move(self, data: bytes, start: int) -> None:
-        """Go on with ``data``, the part of the file from byte ``start`` on."""
+        """Read ``data`` next, the part of the file from byte ``start``."""
         self.data, self.shift = data, start
         self.budget += len(data) // 2
         self.bytes_to_copy += 4 * len(data)

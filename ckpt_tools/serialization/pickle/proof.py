@@ -74,7 +74,7 @@ def prove(
     """Read ``data``, one pickle or with ``is_prefix`` the first of several, and judge it by the closed list.
 
     ``inner`` reads the bytes that hold a storage outside of torch's files; ``arrays`` reads past the elements of arrays
-    in a file of joblib, of which ``data`` is the first part.
+    in a file of joblib; ``data`` is the first part of it.
 
     Raises:
         FormatError: no pickler wrote it, or it breaks a bound. UnlistedNameError: so, and it names code before that.

@@ -162,7 +162,7 @@ class FsspecClaim(Claim):
         self._move(*self._ends(path))
 
     def _ends(self, path: str) -> tuple[str, str]:
-        """Where a file is written, and where it is moved to."""
+        """Path at which a file is written, and path to which it is moved."""
         return f"{self.destination.root}/{path}", f"{self.place.root}/{path}"
 
     def _undo(self, path: str) -> None:

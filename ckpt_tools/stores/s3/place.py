@@ -60,7 +60,7 @@ class S3Claim(Claim):
         old = self._old(marks, replaced)
         self.destination.notes.publish(*self.destination.mark(last), old)
         try:
-            # In two requests: the folder is no checkpoint once its markers are removed.
+            # In two requests: the folder is not a checkpoint once its markers are removed.
             for are_markers in (True, False):
                 self.place.bucket.delete([each.key for each in old if is_marker(each.key) is are_markers])
             in_parallel(self.destination.complete, data)

@@ -35,7 +35,7 @@ _NPY_HEADER = re.compile(
 
 
 class Elements:
-    """What the header of an array says of its elements: objects, or ``num_bytes`` of them."""
+    """Elements of an array, as its header states them: objects, or ``num_bytes`` of them."""
 
     def __init__(self, start: int, descr: str, shape: str) -> None:
         self.start = start

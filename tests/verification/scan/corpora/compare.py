@@ -28,7 +28,8 @@ NUM_JUDGED = 1500
 def own() -> list[Entry]:
     """Our own samples that a real loader runs, and a value that runs nothing in each of their carriers."""
     step = next(n for n in range(NUM_SAMPLES // NUM_JUDGED, NUM_SAMPLES) if gcd(n, NUM_SAMPLES) == 1)
-    ran = told("judge", list(range(0, NUM_SAMPLES, step))[:NUM_JUDGED])
+    judged = told("judge", "generator", list(range(0, NUM_SAMPLES, step))[:NUM_JUDGED])["ran"]
+    ran = [int(number) for number, loaders in judged.items() if loaders]
     assert len(ran) >= NUM_OWN
     chosen = [sample(ran[at * len(ran) // NUM_OWN]) for at in range(NUM_OWN)]
     hostile = [Entry(each.label, Label.MALICIOUS, each.files) for each in chosen]
