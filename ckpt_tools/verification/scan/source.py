@@ -20,12 +20,9 @@ from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, ScanReport
 from ckpt_tools.verification.scan.other_loaders import RUNS_AS_A_PICKLE, check_items, runs_as_a_pickle
 from ckpt_tools.verification.scan.piece import Piece
-from ckpt_tools.verification.scan.prove import REASONS, Prover, danger_of, reason_of
+from ckpt_tools.verification.scan.prove import HELD_BYTES, REASONS, Prover, danger_of, reason_of
 
 _ZSTD = "stream.zstd/1"
-
-_HELD_BYTES = 1 << 16
-"""Items up to this size are read at once; of larger ones, the headers."""
 
 Result = TypeVar("Result")
 
@@ -128,7 +125,7 @@ class _Scan:
             piece = whole.part(start, stop, f"item at byte {start:,}")
             if start != at:
                 raise MalformedError(f"its items overlap, or leave bytes that belong to none, at byte {at:,}")
-            directory = self._item(piece.held() if piece.size <= _HELD_BYTES else piece, info)
+            directory = self._item(piece.held() if piece.size <= HELD_BYTES else piece, info)
             tails += [] if directory is None else [(start + directory, stop)]
             at = stop
         if at != whole.size:
