@@ -21,17 +21,15 @@ from urllib.parse import unquote, unquote_plus
 
 MASK = "***"
 
-MIN_CHARS = 4
-"""Shorter values are masked in their URL alone: they occur in words that are none."""
-
-MIN_ANYWHERE_CHARS = 8
-"""A value of this length is masked inside words too, a shorter one only as a word of its own."""
-
-MIN_PART_CHARS = 6
-"""Of a part of a password between the delimiters of URLs: a library takes ``us/er@`` for the end of a host."""
+MIN_CHARS = 8
+"""Shorter values are masked in their URL alone, because they occur in words, names of tensors and keys of JSON. So are
+shorter parts of a password between the delimiters of URLs."""
 
 MIN_TOKEN_CHARS = 16
 """Of the name before a password, if it is a key: names of users, which may be folders too, are shorter."""
+
+MAX_ERROR_CHARS = 1 << 14
+"""Of the message or a value of an error of a library."""
 
 MAX_REMEMBERED = 1000
 """Values that a process remembers; the oldest are forgotten first."""
@@ -137,7 +135,7 @@ def remember(values: Iterable[object] = (), storage_options: object = None) -> N
     if isinstance(storage_options, Mapping):
         _remember_options(storage_options)
     for name, text in os.environ.items():
-        if _SECRET_VARIABLE.fullmatch(name) and len(text) >= MIN_ANYWHERE_CHARS:
+        if _SECRET_VARIABLE.fullmatch(name) and len(text) >= MIN_CHARS:
             _keep(text)
         if _ADDRESS_VARIABLE.fullmatch(name) or _URL.match(text):
             _remember_url(text)
@@ -190,7 +188,7 @@ def _keep_secret(text: str) -> None:
     for each in {text, unquote(text), unquote_plus(text)}:
         _keep(each)
         for part in re.split(r"[\s/\\?#@:&;=%]+", each):
-            if len(part) >= MIN_PART_CHARS:
+            if len(part) >= MIN_CHARS:
                 _keep(part)
 
 
@@ -214,8 +212,6 @@ def _known(text: str, after: str) -> _Known:
     spellings = "".join(map(_spellings, text))
     if after:
         spellings = rf"(?<!\w){spellings}(?={'|'.join(map(_spellings, after))})"
-    elif len(text) < MIN_ANYWHERE_CHARS:
-        spellings = rf"(?<!\w){spellings}(?!\w)"
     runs = re.findall(r"[a-z0-9]+", text.lower())
     return _Known(max(runs, key=len, default=""), re.compile(spellings, re.I))
 
@@ -303,7 +299,7 @@ def _remember_userinfo(userinfo: str, *, is_login: bool) -> None:
 
 
 def _remember_query(query: str, scheme: str) -> None:
-    if "=" not in query and not (scheme in _WEB_SCHEMES and len(query) >= MIN_ANYWHERE_CHARS):
+    if "=" not in query and not (scheme in _WEB_SCHEMES and len(query) >= MIN_CHARS):
         return
     _keep(query)
     for pair in re.split("[&;#]", query):
@@ -372,10 +368,14 @@ def _mask_behind(error: BaseException, seen: set[int]) -> None:
 
 
 def _stand_in(error: BaseException) -> BaseException:
-    """``error`` itself if it shows no credential."""
-    if all(without_secrets(text) == text for text in _texts(error)):
+    """``error`` itself if it shows no credential, and holds no long data such as the text that a parser refused."""
+    held = (*error.args, *vars(error).values())
+    is_short = all(len(each) <= MAX_ERROR_CHARS for each in held if isinstance(each, str | bytes))
+    if is_short and all(without_secrets(text) == text for text in _texts(error)):
         return error
-    other = LibraryError(without_secrets(f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)}"))
+    other = LibraryError(
+        without_secrets(f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)[:MAX_ERROR_CHARS]}")
+    )
     other.__traceback__, other.__cause__, other.__context__ = error.__traceback__, error.__cause__, error.__context__
     other.__suppress_context__ = error.__suppress_context__
     return other

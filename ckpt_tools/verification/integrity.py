@@ -21,7 +21,6 @@ from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.progress import Progress
 from ckpt_tools.core.shards import ByteRange, Framing, ShardTable
 from ckpt_tools.errors import FormatError, UnsafeError
-from ckpt_tools.serialization.torch_zip import locate_item
 from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, Inflating, inflated_name
@@ -153,6 +152,8 @@ class _Check:
 
     def _misstated(self, at: ByteRange, dtype: DType, shape: Shape) -> list[str]:
         """The index may give a piece of another number of dims, as the interval of a flat tensor."""
+        from ckpt_tools.serialization.torch_zip import locate_item
+
         found = locate_item(partial(self.source.read, at.file), at.start, at.stop, at.file)
         is_flat = len(found.shape) != len(shape) and prod(found.shape) == prod(shape)
         if found.dtype is dtype and (is_flat or found.shape == shape):

@@ -154,7 +154,7 @@ def test_long_file_names_are_not_folded(columns: int, tmp_path: Path) -> None:
 
 
 def test_findings_wrap_at_words(tmp_path: Path) -> None:
-    name = "a_checkpoint_of_somebody_else_with_a_long_name_of_its_own.pkl"
+    name = "a_checkpoint_of_somebody_else_with_a_long_name_of_its_own.npy"
     (tmp_path / name).write_bytes(b"\x93NUMPY\x01\x00\x02\x00{}")
     code, text = shown("scan", tmp_path, columns=60)
     assert code == 7

@@ -35,6 +35,7 @@ APPLY_ALWAYS = {
     "strict": "watches every conversion",
     "resume": "a place that cannot be continued refuses it",
     "overwrite": "replaces what may be there",
+    "allow_less": "prunes although a newer checkpoint holds less",
     "fsync": "waits where a place has to be waited for",
     "checksum": "every target has digests",
     "dry_run": "says what would be done",

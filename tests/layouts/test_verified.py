@@ -41,7 +41,7 @@ ALWAYS = {
 REFUSALS = (
     r"say which they are with param_order=.*state='model'",
     r"in one of float32, bfloat16 and float16.*choose one with dtype=",
-    r"(GGUF does not support|numpy has no) \w+; cast it .*or exclude it",
+    r"(GGUF does not support|numpy has no) \w+; .*exclude it",
     r"GGUF holds at most 4 dimensions",
 )
 """The sentences by which a writer refuses a checkpoint that can be read. Each says what to do."""

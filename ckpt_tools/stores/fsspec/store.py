@@ -80,6 +80,7 @@ class FsspecStore(Store):
     only: str | None = None
     query: str = field(default="", repr=False)
     _times: dict[str, float] = field(default_factory=dict, repr=False)
+    _hidden: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def url(self) -> str:
@@ -89,10 +90,14 @@ class FsspecStore(Store):
         return f"{self.root}/{path}{self.query}" if self.root else path
 
     def list(self) -> Mapping[str, int]:
-        return {name: size for name, size in self._asked().items() if is_shown(name) or name == self.only}
+        sizes = self._asked()
+        shown = {name: size for name, size in sizes.items() if is_shown(name) or name == self.only}
+        self._hidden = {name: size for name, size in sizes.items() if name not in shown and is_hidden(name, size)}
+        return shown
 
     def hidden(self) -> Mapping[str, int]:
-        return {name: size for name, size in self._asked().items() if name != self.only and is_hidden(name, size)}
+        """Those of the listing."""
+        return self._hidden
 
     def _asked(self) -> dict[str, int]:
         try:

@@ -21,31 +21,33 @@ class S3Store(Store):
     only: str | None = None
     _etags: dict[str, str] = field(default_factory=dict, repr=False)
     _times: dict[str, float | None] = field(default_factory=dict, repr=False)
+    _hidden: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def url(self) -> str:
         return self.bucket.url(self.prefix + (self.only or "")).rstrip("/")
 
     def list(self) -> Mapping[str, int]:
-        found = {each.key.removeprefix(self.prefix): each for each in self._objects()}
-        if self.only is not None and not found:
+        listed = {each.key.removeprefix(self.prefix): each for each in self._objects()}
+        if self.only is not None and not listed:
             raise SourceNotFoundError(f"there is no file {self.url}")
+        found = {path: each for path, each in listed.items() if is_shown(path) or path == self.only}
+        self._hidden = {
+            path: each.size for path, each in listed.items() if path not in found and is_hidden(path, each.size)
+        }
         self._etags = {path: each.etag for path, each in found.items()}
         self._times = {path: each.modified for path, each in found.items()}
         return {path: each.size for path, each in found.items()}
 
     def hidden(self) -> Mapping[str, int]:
-        if self.only is not None:
-            return {}
-        found = ((each.key.removeprefix(self.prefix), each.size) for each in self.bucket.objects(self.prefix))
-        return {path: size for path, size in found if is_hidden(path, size)}
+        """Those of the listing."""
+        return self._hidden
 
     def _objects(self) -> Iterator[Found]:
-        """Hidden folders and the marks that tools make for empty ones are left out."""
         if self.only is not None:
             single = self.bucket.head(self.prefix + self.only)
             return iter(() if single is None else (single,))
-        return (each for each in self.bucket.objects(self.prefix) if is_shown(each.key.removeprefix(self.prefix)))
+        return self.bucket.objects(self.prefix)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         key = self.prefix + checked_name(path)

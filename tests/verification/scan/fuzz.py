@@ -97,6 +97,8 @@ class Watch:
         )
         if not module or is_listed(*listed) or is_listed(module, name):
             return
+        if not name and module.partition(".")[0] not in sys.stdlib_module_names:
+            return  # Python's unpickler imports it alone, and fails: only modules of Python count
         if not _ODD.search(module):
             self.stop(f"{module}.{name}")
         made = types.ModuleType(module)

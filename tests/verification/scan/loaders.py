@@ -11,7 +11,6 @@ import logging.config
 import pickle
 import pkgutil
 import runpy
-import site
 import tarfile
 import zipimport
 from collections.abc import Callable, Iterator
@@ -183,10 +182,6 @@ def ray_experiment(path: Path) -> None:
     ExperimentAnalysis(str(path.parent))
 
 
-def site_folder(path: Path) -> None:
-    site.addsitedir(str(path.parent))
-
-
 def entry_points(path: Path) -> None:
     """Load the entry points of the packages beside the file."""
     for found in importlib.metadata.distributions(path=[str(path.parents[1])]):
@@ -229,10 +224,10 @@ def every(path: Path) -> Iterator[Loader]:
         yield dcp_metadata
     elif path.name == "entry_points.txt":
         yield entry_points
-    elif ending == ".pth":
-        yield site_folder
     if ending in (".txt", ".cfg", ".ini", ".toml", ".md", ".yaml", ".yml", ".json", ".jsonl", ".log"):
-        yield from (*YAML, file_config, dict_config)
+        yield from (*YAML, file_config)
+    if ending in (".json", ".jsonl", ".yaml", ".yml"):
+        yield dict_config
     if ending in (".json", ".jsonl"):
         yield from (ray_metadata, ray_trial)
     if path.name.startswith("experiment_state"):

@@ -51,7 +51,7 @@ def judged(files: Files, folder: Path) -> Any:
 def main() -> None:
     warnings.simplefilter("ignore")
     plan = json.load(sys.stdin)
-    os.system = posix.system = judge._recorder  # type: ignore[attr-defined]
+    os.system = posix.system = judge.recorder  # type: ignore[attr-defined]
     out, sys.stdout, sys.stderr = sys.stdout, io.StringIO(), io.StringIO()
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -54,7 +54,7 @@ def num_samples() -> int:
 
 @cache
 def _samples() -> list[Sample]:
-    return [*_at_the_end(), *_tars(), *_records(), *_headers(), *_pickles(), *_texts(), *_yaml(), *_configurations()]
+    return [*_at_the_end(), *_tars(), *_records(), *_headers(), *_texts(), *_yaml(), *_configurations()]
 
 
 # Pickles as text
@@ -356,18 +356,6 @@ def _headers() -> Iterator[Sample]:
         )
     many = gguf(b"abc", text=b"\n" + OWN, tensors=ord("V") << 8)
     yield Sample("GGUF of 22,016 tensors, the letter V", "GGUF", TWO_KINDS, {"model.gguf": many})
-
-
-def _pickles() -> Iterator[Sample]:
-    """Pickles of plain values that are programs for Python."""
-    for name in ("state.pkl", "state.bin", "state.ckpt", "state"):
-        source = b"U=" + (CODE.encode() + b" " * 61)[:59] + b";1."
-        yield Sample(f"pickle that is source: {name}", "pickle", TWO_KINDS, {name: source})
-    for protocol in (0, 1):
-        for value in ("\nimport os; os.system('x')\n", {"a": [1, "b\nimport os;os.system('x')\n"]}):
-            if protocol:
-                data = pickle.dumps(value, protocol)
-                yield Sample(f"pickle that site runs: {value!r}", "pickle", CODE_NAMES, {"weights.pth": data})
 
 
 # Text
