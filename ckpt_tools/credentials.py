@@ -291,6 +291,7 @@ def _remember_userinfo(userinfo: str, *, is_login: bool) -> None:
     if colon:
         _keep_secret(password)
         for pair in {userinfo, f"{unquote(user)}:{unquote(password)}"}:
+            _keep(pair)
             _keep(b2a_base64(pair.encode(errors="surrogateescape")).decode().rstrip("=\n"))
     elif is_login:
         _keep(user, "@")

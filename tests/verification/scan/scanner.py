@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import yaml  # noqa: F401 - an import by the scan would be an event
+
 from ckpt_tools.errors import CkptError
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
