@@ -162,7 +162,7 @@ class FsspecClaim(Claim):
         self._move(*self._ends(path))
 
     def _ends(self, path: str) -> tuple[str, str]:
-        """Path at which a file is written, and path to which it is moved."""
+        """Path of the file while it is written, and its path after the move."""
         return f"{self.destination.root}/{path}", f"{self.place.root}/{path}"
 
     def _undo(self, path: str) -> None:
