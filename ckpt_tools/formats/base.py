@@ -100,6 +100,14 @@ class Format:
         """
         return None
 
+    def is_empty(self, saved: Saved, path: str) -> bool:
+        """True if a file of a checkpoint in a run has an ending of this format, and its header lists no tensor.
+
+        Raises:
+            CkptError: the header cannot be read.
+        """
+        return False
+
     def is_named(self, saved: Saved) -> bool:
         """Whether names of files tell that a checkpoint in a run is in this format; endings of single files apart."""
         return False

@@ -9,16 +9,12 @@ damaged element is not found here: ``verify`` finds it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from ckpt_tools.core.format_names import BUILT_IN, SINGLE_FILES
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.formats.base import Format
-from ckpt_tools.formats.gguf import complete as gguf
 from ckpt_tools.formats.index import built_in
-from ckpt_tools.formats.npz import complete as npz
-from ckpt_tools.formats.safetensors import complete as safetensors
-from ckpt_tools.formats.torch import complete as torch
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern
 from ckpt_tools.trainers.run_folders import is_carrier
@@ -31,14 +27,6 @@ _WITHOUT_WEIGHTS = re.compile(
 
 _BESIDE = re.compile(r"(?:optim(?:izer)?|(?:lr_)?scheduler|rng|random|scaler|sampler|data(?:loader)?)(?:[-_=.].*)?")
 """Names of files of a step that need not hold tensors: those of an optimizer without state, of a scheduler."""
-
-_HOLDS: Mapping[str, Callable[[Saved, str], bool]] = {
-    ".safetensors": safetensors.holds_tensors,
-    ".gguf": gguf.holds_tensors,
-    ".npz": npz.holds_tensors,
-    **dict.fromkeys(torch.SUFFIXES, torch.holds_tensors),
-}
-"""Whether a file of this ending holds tensors."""
 
 _EMPTY = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp", ".metadata", ".json")
 """Endings of files that are never empty."""
@@ -88,15 +76,10 @@ def _tensorless(saved: Saved) -> str | None:
     """Finds a checkpoint whose files are whole, and none of those for weights holds a tensor. The first one that does
     ends the search."""
     found = [path for path in _of_model(saved) if not _BESIDE.fullmatch(path.rpartition("/")[2])]
-    if not found or any(_holds_tensors(saved, path) for path in found):
+    formats = _detected()
+    if not found or not all(any(each.is_empty(saved, path) for each in formats) for path in found):
         return None
     return f"{found[0]} holds no tensors" if len(found) == 1 else f"{found[0]} and its other files hold no tensors"
-
-
-def _holds_tensors(saved: Saved, path: str) -> bool:
-    """True if a file holds tensors, or if only a reader of its format can tell."""
-    holds = _HOLDS.get(f".{path.rpartition('.')[2]}")
-    return holds is None or holds(saved, path)
 
 
 def _of_model(saved: Saved) -> Iterator[str]:

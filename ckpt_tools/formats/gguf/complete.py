@@ -1,4 +1,4 @@
-"""Whether a GGUF file holds tensors, by the start of its header."""
+"""Completeness of a GGUF file in a run, by the start of its header."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from ckpt_tools.formats.gguf.header import MAGIC
 from ckpt_tools.trainers.saved import Saved
 
 
-def holds_tensors(saved: Saved, path: str) -> bool:
-    """True if the header counts a tensor, or if the file is not GGUF."""
+def is_empty(saved: Saved, path: str) -> bool:
+    """True if the header counts no tensor."""
+    if not path.endswith(".gguf"):
+        return False
     read, size, _ = saved.part(path)
     head = read(0, min(16, size))
-    return not head.startswith(MAGIC) or any(head[8:])
+    return head.startswith(MAGIC) and not any(head[8:])

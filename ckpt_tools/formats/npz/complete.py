@@ -1,4 +1,4 @@
-"""Whether a ``.npz`` holds arrays, by the directory of its zip."""
+"""Completeness of a ``.npz`` in a run, by the directory of its zip."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.trainers.saved import Saved
 
 
-def holds_tensors(saved: Saved, path: str) -> bool:
-    """Whether the archive has a member; True if it is compressed, or no zip."""
-    read, size, _ = saved.part(path)
-    with suppress(UnsupportedError):
-        directory = read_directory(read, size, path, tail_bytes=4096)
-        return directory is None or bool(directory.records)
-    return True
+def is_empty(saved: Saved, path: str) -> bool:
+    """True if the archive has no array; False if it is compressed, or not a zip."""
+    if path.endswith(".npz"):
+        read, size, _ = saved.part(path)
+        with suppress(UnsupportedError):
+            directory = read_directory(read, size, path, tail_bytes=4096)
+            return directory is not None and not directory.records
+    return False

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
 
 
 class NpzFormat(Format):
@@ -33,6 +34,11 @@ class NpzFormat(Format):
         from ckpt_tools.formats.npz.files import file_of
 
         return frozenset([file_of(source)])
+
+    def is_empty(self, saved: Saved, path: str) -> bool:
+        from ckpt_tools.formats.npz.complete import is_empty
+
+        return is_empty(saved, path)
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.npz.files import layout

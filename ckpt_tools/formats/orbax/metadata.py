@@ -67,7 +67,7 @@ class Tree:
     has_all_chunks: bool
     """False of older versions, which left out chunks of zeros."""
     is_array: bool
-    """Whether the item is one array, which has the item's name."""
+    """True if the item is one array, which has the item's name."""
     custom: Any
 
     @property

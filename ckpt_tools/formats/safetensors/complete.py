@@ -1,4 +1,4 @@
-"""Whether shards of a Hugging Face model are all there, and reach to their ends."""
+"""Completeness of a Hugging Face model: all shards are there, reach to their ends and hold tensors."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ def _shards(saved: Saved) -> str | None:
     return None
 
 
-def holds_tensors(saved: Saved, path: str) -> bool:
-    """Whether the header of a file lists a tensor."""
+def is_empty(saved: Saved, path: str) -> bool:
+    """True if the header of a file lists no tensor."""
+    if not path.endswith(".safetensors"):
+        return False
     read, _, _ = saved.part(path)
     (length,) = struct.unpack("<Q", read(0, 8))
-    return any(True for _ in _stops(parse_json(read(8, 8 + length), path)))
+    return not any(True for _ in _stops(parse_json(read(8, 8 + length), path)))
 
 
 def _tensors_end(saved: Saved, path: str) -> str | None:

@@ -49,6 +49,11 @@ class SafetensorsFormat(Format):
 
         return problem(saved)
 
+    def is_empty(self, saved: Saved, path: str) -> bool:
+        from ckpt_tools.formats.safetensors.complete import is_empty
+
+        return is_empty(saved, path)
+
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.safetensors.files import layout
 

@@ -1,4 +1,4 @@
-"""Whether files of ``torch.save`` reach to their ends, and hold tensors, by the directories of their zips."""
+"""Completeness of files of ``torch.save``: they reach to their ends and hold tensors, by their zips' directories."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.serialization.zip_archive import Directory, read_directory
 from ckpt_tools.trainers.saved import Saved
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 _TAIL_BYTES = 4096
 
@@ -16,19 +16,21 @@ _TAIL_BYTES = 4096
 def problem(saved: Saved) -> str | None:
     """A zip with no directory at its end is cut off; other files say nothing."""
     for path in saved.files:
-        if path.endswith(SUFFIXES) and "/zero/" not in f"/{path}":
+        if path.endswith(_SUFFIXES) and "/zero/" not in f"/{path}":
             with suppress(UnsupportedError):
                 if _directory(saved, path) is None and _is_zip(saved, path):
                     return f"{path} has no end: it is cut off"
     return None
 
 
-def holds_tensors(saved: Saved, path: str) -> bool:
-    """True if a file holds a storage of a tensor, or if it is not a plain zip."""
-    with suppress(UnsupportedError):
-        directory = _directory(saved, path)
-        return directory is None or any(name.partition("/")[2].startswith("data/") for name in directory.records)
-    return True
+def is_empty(saved: Saved, path: str) -> bool:
+    """True if a file is a zip without the storage of a tensor."""
+    if path.endswith(_SUFFIXES):
+        with suppress(UnsupportedError):
+            directory = _directory(saved, path)
+            records = () if directory is None else directory.records
+            return directory is not None and not any(name.partition("/")[2].startswith("data/") for name in records)
+    return False
 
 
 def _directory(saved: Saved, path: str) -> Directory | None:

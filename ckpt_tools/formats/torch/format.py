@@ -45,6 +45,11 @@ class TorchFormat(Format):
 
         return problem(saved)
 
+    def is_empty(self, saved: Saved, path: str) -> bool:
+        from ckpt_tools.formats.torch.complete import is_empty
+
+        return is_empty(saved, path)
+
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.formats.torch.files import layout
 
