@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import NoReturn
 
 from ckpt_tools.errors import MalformedError
+from ckpt_tools.serialization.npy_header import (
+    MAX_HEADER_BYTES,
+    PREFIX_BYTES,
+    header_length,
+    parse_text,
+    text_start,
+)
 from ckpt_tools.serialization.zip_archive import Record
 from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES, InflationBudget, PickleBudget
 from ckpt_tools.verification.scan.findings import NotLookedIntoError
 from ckpt_tools.verification.scan.piece import Piece
-
-MAX_HEADER_BYTES = 1 << 16
 
 MAX_STRUCT_DEPTH = 8
 """Structures within structures of a dtype."""
@@ -27,42 +32,40 @@ _FIELDS = re.compile(_FIELD, re.ASCII)
 _STRUCT = re.compile(rf"\[(?:{_FIELD}(?:, (?!\])|(?=\])))*\]", re.ASCII)
 """A structure without structures in it. Names hold no quotes and no brackets, so that each has one meaning."""
 
-_NPY_HEADER = re.compile(
-    r"\{'descr': ('[^'\\]{1,24}'|\[.*\]), 'fortran_order': (?:True|False), "
-    rf"'shape': ({_SHAPE})(?:, )?\}} *\n",
-    re.ASCII,
+_OF_FIELDS = re.compile(
+    rf"\{{'descr': (\[.*\]), 'fortran_order': (?:True|False), 'shape': ({_SHAPE})(?:, )?\}} *\n", re.ASCII
 )
+"""The header of an array of structures, as numpy writes it (numpy/lib/_format_impl.py)."""
 
 
 class Elements:
     """Elements of an array, as its header states them: objects, or ``num_bytes`` of them."""
 
-    def __init__(self, start: int, descr: str, shape: str) -> None:
+    def __init__(self, start: int, descr: str, shape: Iterable[int]) -> None:
         self.start = start
         self.are_objects = descr == "'|O'"
-        self.num_bytes = 0 if self.are_objects else _item_bytes(descr) * _product(shape)
+        self.num_bytes = 0 if self.are_objects else _item_bytes(descr) * prod(shape)
 
 
 def npy_elements(piece: Piece) -> Elements:
-    """The elements of an array of a plain dtype, of fields of such, or of objects. numpy writes a header in one way
-    (numpy/lib/_format_impl.py), and MLX with other commas (mlx/io/load.cpp).
+    """The elements of an array of a plain dtype, of fields of such, or of objects.
 
     Raises:
-        MalformedError: the header is written in another way.
+        FormatError: the header is written in another way.
     """
-    head = piece.head(12)
-    version = tuple(head[6:8])
-    width = 2 if version == (1, 0) else 4
-    if not head.startswith(b"\x93NUMPY") or version not in ((1, 0), (2, 0), (3, 0)) or len(head) < 8 + width:
-        raise MalformedError("it is not an array of numpy")
-    start = 8 + width + int.from_bytes(head[8 : 8 + width], "little")
-    if start > min(piece.size, MAX_HEADER_BYTES):
-        raise MalformedError("the header of the array is longer than the file, or than any header")
+    prefix = piece.head(PREFIX_BYTES)
+    start = header_length(prefix, piece.file, piece.place)
+    if start > piece.size:
+        raise MalformedError("the header of the array is longer than the file")
+    text = piece.read(text_start(prefix), start)
+    plain = parse_text(text)
+    if plain is not None:
+        return Elements(start, repr(plain.descr), plain.shape)
     # Each byte becomes a character: no byte of a name in UTF-8 is a quote or a bracket.
-    found = _NPY_HEADER.fullmatch(piece.read(8 + width, start).decode("latin-1"))
+    found = _OF_FIELDS.fullmatch(text.decode("latin-1"))
     if found is None:
         raise MalformedError("the header of the array is not as numpy writes it; it may mean objects")
-    return Elements(start, found[1], found[2])
+    return Elements(start, found[1], _extents(found[2]))
 
 
 def _item_bytes(descr: str) -> int:
@@ -79,7 +82,7 @@ def _item_bytes(descr: str) -> int:
 def _as_void(struct: re.Match[str]) -> str:
     """The code of as many bytes as the fields of a structure have."""
     fields = (found.groups() for found in _FIELDS.finditer(struct[0]))
-    return f"'|V{sum(_code_bytes(groups[:6]) * _product(groups[6] or '') for groups in fields)}'"
+    return f"'|V{sum(_code_bytes(groups[:6]) * prod(_extents(groups[6] or '')) for groups in fields)}'"
 
 
 def _code_bytes(groups: tuple[str | None, ...]) -> int:
@@ -87,8 +90,8 @@ def _code_bytes(groups: tuple[str | None, ...]) -> int:
     return int(digits or 0) * (4 if kind == "U" else 1)
 
 
-def _product(shape: str) -> int:
-    return prod(int(extent) for extent in re.findall(r"\d{1,18}", shape))
+def _extents(shape: str) -> list[int]:
+    return [int(extent) for extent in re.findall(r"\d{1,18}", shape)]
 
 
 def check_end(elements: Elements, num_bytes: int) -> None:
@@ -109,7 +112,7 @@ def inflated_array(piece: Piece, record: Record, inflation: InflationBudget, pic
     inflation.spend(record.size)
     chunks = _inflated(piece, record)
     head = b""
-    while len(head) < min(record.size, MAX_HEADER_BYTES) and (chunk := next(chunks, b"")):
+    while len(head) < min(record.size, PREFIX_BYTES + MAX_HEADER_BYTES) and (chunk := next(chunks, b"")):
         head += chunk
     elements = npy_elements(piece.holding(head, ""))
     num_read = record.size if elements.are_objects else elements.start
