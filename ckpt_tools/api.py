@@ -1,7 +1,7 @@
 """The verbs: one function for each command, with the same names, the same meaning and the same defaults.
 
 Keywords that several verbs share are ``TypedDict`` classes of ``core.options``. A verb builds one value of them,
-``ConvertOptions`` or ``Request``, and passes it on. ``refusing_empty`` refuses empty paths, names and patterns, and
+``ConvertOptions`` or ``Request``, and passes it on. ``public`` refuses empty paths, names and patterns, and
 ``written_out`` shows all keywords in ``help``.
 
 A verb imports its implementation when it is called, because every command imports this module.
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckpt_tools.arguments import refusing_empty, written_out
+from ckpt_tools.arguments import public, written_out
 from ckpt_tools.core.options import (
     ConsolidateKeywords,
     ConvertKeywords,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ckpt_tools.verification.verify import ChecksumReport, Running
 
 
-@refusing_empty
+@public
 @written_out(ReadKeywords, Request)
 def inspect(src: str | Path, **options: Unpack[ReadKeywords]) -> Summary:
     """Summarize the checkpoint at ``src`` from its headers; no tensor is read.
@@ -89,7 +89,7 @@ def inspect(src: str | Path, **options: Unpack[ReadKeywords]) -> Summary:
     return summarize(manifest, str(src), source.files)
 
 
-@refusing_empty
+@public
 @written_out(ReadKeywords, Request)
 def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
     """Open the checkpoint at ``src`` as a mapping from names to tensors, which are read when they are indexed.
@@ -117,7 +117,7 @@ def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
     return Checkpoint.of(source.store, manifest)
 
 
-@refusing_empty
+@public
 @written_out(ConvertKeywords, Request)
 def plan(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -> PlanReport:
     """Say what ``convert`` with the same arguments would do; write nothing.
@@ -146,7 +146,7 @@ def plan(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -
     return plan_conversion(Request(src=src, dst=dst, **options))
 
 
-@refusing_empty
+@public
 @written_out(ConvertKeywords, Request)
 def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -> ConvertReport:
     """Write the checkpoint at ``src`` to ``dst`` in another format, or for another number of ranks.
@@ -233,7 +233,7 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
     return run_conversion(Request(src=src, dst=dst, **options))
 
 
-@refusing_empty
+@public
 @written_out(ConsolidateKeywords, Request)
 def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateKeywords]) -> ConvertReport:
     """Write the model's weights alone, as one model.
@@ -264,7 +264,7 @@ def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateK
     return run_conversion(replace(request, to=to))
 
 
-@refusing_empty
+@public
 @written_out(ReshardKeywords, Request)
 def reshard(
     src: str | Path,
@@ -300,7 +300,7 @@ def reshard(
     return run_conversion(request)
 
 
-@refusing_empty
+@public
 @written_out(LoadableKeywords, Request)
 def make_loadable(src: str | Path, dst: str | Path, **options: Unpack[LoadableKeywords]) -> LoadableReport:
     """Write the file of ``torch.save`` at ``src`` again, so that ``torch.load(weights_only=True)`` takes it.
@@ -335,7 +335,7 @@ def make_loadable(src: str | Path, dst: str | Path, **options: Unpack[LoadableKe
     return run_make_loadable(Request(src=src, dst=dst, **options))
 
 
-@refusing_empty
+@public
 @written_out(SelectKeywords, Request)
 def verify(
     src: str | Path,
@@ -409,7 +409,7 @@ def verify(
     return verify_pair(source, manifest, dst, chosen, how)
 
 
-@refusing_empty
+@public
 @written_out(SelectKeywords, Request)
 def diff(
     a: str | Path,
@@ -460,7 +460,7 @@ def diff(
     return compare_all(first, second, chosen, _running(chosen, workers, on_progress, a, b))
 
 
-@refusing_empty
+@public
 @written_out(ReadKeywords, Request)
 def checksum(
     src: str | Path,
@@ -506,7 +506,7 @@ def checksum(
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 
 
-@refusing_empty
+@public
 def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping[str, Any] | None = None) -> ScanReport:
     """Prove that loading any file of ``src`` runs nothing, or list what is not proved; run nothing.
 
@@ -539,7 +539,7 @@ def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping
     return scan_source(open_source(src, storage_options), str(src), tuple(allow))
 
 
-@refusing_empty
+@public
 def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> RunListing:
     """List the checkpoints of a run of any trainer, the newest first, and say of each whether it is complete.
 
@@ -568,7 +568,7 @@ def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> 
     return listing(open_run(run, storage_options), url=str(run))
 
 
-@refusing_empty
+@public
 def prune(
     run: str | Path,
     *,
@@ -626,7 +626,7 @@ def prune(
     return prune_run(run, rules, yes=yes, storage_options=storage_options)
 
 
-@refusing_empty
+@public
 def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> CleanReport:
     """Remove what killed or failed runs of ``convert`` left at ``dst`` or beside it, and nothing else.
 
@@ -654,7 +654,7 @@ def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[st
     return clean_place(open_place(dst, storage_options), dry_run=dry_run)
 
 
-@refusing_empty
+@public
 def sign(
     src: str | Path, *, private_key: str | Path, signature: str | Path | None = None, overwrite: bool = False
 ) -> SignReport:
@@ -687,7 +687,7 @@ def sign(
     return sign_with_key(named(src), private_key=private_key, signature=signature, overwrite=overwrite)
 
 
-@refusing_empty
+@public
 def list_formats() -> tuple[FormatInfo, ...]:
     """List the formats that can be read and written.
 

@@ -27,7 +27,7 @@ _NOWHERE = re.compile(rf"(?:.*::)?(?:[A-Za-z][A-Za-z0-9+.-]*://|(?:{_WITH_HOST})
 """A URL that ends behind its scheme, or has no host."""
 
 
-def refusing_empty(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def public(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """``function``, which raises UsageError if one of its arguments is empty, and whose errors show no credential.
 
     Every public function is decorated.

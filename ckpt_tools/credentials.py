@@ -26,10 +26,10 @@ MIN_CHARS = 8
 shorter parts of a password between the delimiters of URLs."""
 
 MIN_TOKEN_CHARS = 16
-"""Of the name before a password, if it is a key: names of users, which may be folders too, are shorter."""
+"""Length of a name before a password that is taken for a key: names of users, which may be folders too, are shorter."""
 
 MAX_ERROR_CHARS = 1 << 14
-"""Of the message or a value of an error of a library."""
+"""Longest message or value that an error of a library may keep."""
 
 MAX_REMEMBERED = 1000
 """Values that a process remembers; the oldest are forgotten first."""

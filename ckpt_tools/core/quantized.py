@@ -12,8 +12,8 @@ from ckpt_tools.errors import UsageError
 
 _BYTES = (DType.INT8, DType.UINT8)
 _PACKED = ("qweight", "qzeros", "weight_packed")
-"""Of GPTQ, AWQ and compressed-tensors: several elements in an integer of any width. MLX packs them into a ``weight`` of
-uint32, and its ``biases`` are zero points."""
+"""Names by GPTQ, AWQ and compressed-tensors: several elements in an integer of any width. MLX has a ``weight`` of
+uint32, whose ``biases`` are zero points."""
 
 _SCALE_NAMES = re.compile(
     r"(?:weight|input|output|activation|k|v|q)_(?:global_)?scale(?:_inv|_2)?|scale_(?:weight|input)|SCB|(?:nested_)?absmax"

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.arguments import refusing_empty
+from ckpt_tools.arguments import public
 from ckpt_tools.credentials import errors_masked
 from ckpt_tools.errors import CkptError
 from ckpt_tools.stores.remote import lock_of
@@ -26,7 +26,7 @@ class UrlClaim:
             raise self._lock.taken_over()
 
 
-@refusing_empty
+@public
 @contextmanager
 def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iterator[UrlClaim]:
     """Hold ``url``, a folder of a store, while the block runs: no other program that asks can hold it too.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckpt_tools.arguments import refusing_empty, written_out
+from ckpt_tools.arguments import public, written_out
 from ckpt_tools.core import transforms
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
@@ -42,7 +42,7 @@ MAX_NAMED = 5
 """Names that an error lists of each kind."""
 
 
-@refusing_empty
+@public
 @written_out(SelectKeywords, ConvertOptions)
 def load_into(
     model: torch.nn.Module,

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckpt_tools.arguments import refusing_empty, written_out
+from ckpt_tools.arguments import public, written_out
 from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Manifest, TensorRef
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
 
-@refusing_empty
+@public
 @written_out(ReadKeywords, ConvertOptions)
 def storage_reader(
     url: str | Path,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ckpt_tools
-from ckpt_tools.arguments import refusing_empty
+from ckpt_tools.arguments import public
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from ..common.garbage import libraries_left_alone
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@refusing_empty
+@public
 @libraries_left_alone()
 def load_model(
     url: str | Path,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ckpt_tools
-from ckpt_tools.arguments import refusing_empty
+from ckpt_tools.arguments import public
 from ckpt_tools.errors import FormatError, UsageError
 
 from ..common.garbage import libraries_left_alone
@@ -88,7 +88,7 @@ class Predictor:
         return self.task.predict(inputs)
 
 
-@refusing_empty
+@public
 @libraries_left_alone()
 def load_predictor(
     url: str | Path,

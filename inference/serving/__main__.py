@@ -23,7 +23,7 @@ with killed_by_interrupts():
     import click
 
     import ckpt_tools
-    from ckpt_tools.arguments import refusing_empty
+    from ckpt_tools.arguments import public
     from ckpt_tools.errors import CkptError, FormatError, StoreError, UsageError
 
     from ..common.errors import printable, report_errors
@@ -188,7 +188,7 @@ def _check_certificate(certificate: Path, key: Path | None) -> None:
         raise StoreError(f"--certfile or --keyfile cannot be read ({error.strerror or error})") from error
 
 
-@refusing_empty
+@public
 def create_app(model: str | Path) -> FastAPI:
     """The ASGI application over a checkpoint, loaded into this process now. Raises ``CkptError`` as ``load_model``."""
     from ..models.predictor import load_predictor
