@@ -149,3 +149,24 @@ def _last_partial_dim(box: Box, shape: Shape) -> int:
 
 def _tail(box: Box, dim: int) -> Box:
     return Box(box.start[dim:], box.stop[dim:])
+
+
+def split_dims(shape: Shape, finer: Shape) -> list[slice]:
+    """The dims of ``finer`` that each dim of ``shape`` is split into: ``[6, 4]`` in ``[2, 3, 4]`` gives 0:2 and 2:3.
+
+    Raises:
+        ValueError: ``finer`` does not split the dims of ``shape``, which hold elements.
+    """
+    found, first = [], 0
+    for extent in shape:
+        stop, product = first, 1
+        while stop < len(finer) and (product < extent or (stop == first and finer[stop] == 1 == extent)):
+            product *= finer[stop]
+            stop += 1
+        if product != extent:
+            raise ValueError(f"{list(finer)} does not split the dims of {list(shape)}")
+        found.append(slice(first, stop))
+        first = stop
+    if any(extent != 1 for extent in finer[first:]):
+        raise ValueError(f"{list(finer)} does not split the dims of {list(shape)}")
+    return found

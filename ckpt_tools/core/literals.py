@@ -47,7 +47,7 @@ def number_table(number: Number, name: str) -> tuple[ShardTable, dict[str, bytes
 def literal_number(manifest: Manifest, entry: TensorEntry) -> Number | None:
     """The number that a tensor of ``manifest`` stands for, in its Python type; None if it is stored otherwise."""
     table = entry.shards
-    if entry.shape or len(table) != 1 or entry.dtype is not table.dtype or table.dtype not in _FORM_OF:
+    if entry.shape or len(table) != 1 or not entry.is_as_stored or table.dtype not in _FORM_OF:
         return None
     at = table.byte_range(0)
     data = manifest.literals.get(at.file)

@@ -20,7 +20,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.boxes import Shape, split_dims
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Note, merged
 from ckpt_tools.core.shards import ByteRange, ShardTable, check_cover
@@ -60,7 +60,8 @@ class TensorEntry:
     """One logical tensor.
 
     ``dtype`` is what it is to be read as; ``shards.dtype`` is what is stored. Where they differ, reading casts: a
-    bf16 weight of which only the fp32 master is stored is such an entry.
+    bf16 weight of which only the fp32 master is stored is such an entry. ``plus`` is added to each element before
+    that, in fp32.
 
     Raises:
         MalformedError: two shards overlap.
@@ -71,11 +72,23 @@ class TensorEntry:
     dtype: DType
     kind: Kind
     shards: ShardTable
+    plus: int = 0
 
     def __post_init__(self) -> None:
-        if self.shards.shape not in (self.shape, (prod(self.shape),)):
+        if self.shards.shape not in (self.shape, (prod(self.shape),)) and not self._is_split():
             raise MalformedError(f"shards of shape {list(self.shards.shape)} for a tensor of shape {list(self.shape)}")
         check_cover(self.shards)
+
+    def _is_split(self) -> bool:
+        try:
+            return bool(split_dims(self.shape, self.shards.shape)) or not self.shape
+        except ValueError:
+            return False
+
+    @property
+    def is_as_stored(self) -> bool:
+        """True if reading gives the stored bits."""
+        return self.dtype is self.shards.dtype and not self.plus
 
     @property
     def numel(self) -> int:
@@ -104,6 +117,15 @@ class TensorRef:
     """A leaf of ``Manifest.extra`` whose value is a tensor of the manifest."""
 
     key: StateKey
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Equal:
+    """Two tensors of one shape and dtype that become one, ``what`` in words, so that their bits must be equal."""
+
+    what: str
+    first: TensorEntry
+    second: TensorEntry
 
 
 TreePath = tuple[str | int, ...]
@@ -152,7 +174,8 @@ class Manifest:
     ``decoding_bytes`` is the memory that reading elements takes besides buffers, where they are compressed.
     ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one. ``left_out`` are names of
     tensors that cannot be read, and that the options did not choose. ``archives`` are zips within files, in which
-    tensors lie as in a file of their own: the objects of a DCP.
+    tensors lie as in a file of their own: the objects of a DCP. ``must_equal`` are pairs to compare before anything is
+    written.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
@@ -172,6 +195,7 @@ class Manifest:
     trainer: TrainerFolder | None = None
     left_out: frozenset[str] = frozenset()
     archives: tuple[ByteRange, ...] = ()
+    must_equal: tuple[Equal, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

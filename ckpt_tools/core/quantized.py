@@ -29,7 +29,7 @@ def is_small(dtype: DType) -> bool:
 def scales(manifest: Manifest) -> set[StateKey]:
     """Floating-point tensors that quantized weights need: in the same module, or known by name. A bias is none."""
     weights = _weights(manifest)
-    quantized = [fqn for fqn, dtype in weights.items() if _is_quantized(fqn, dtype)]
+    quantized = [fqn for fqn, dtype in weights.items() if is_quantized(fqn, dtype)]
     if not quantized:
         return set()
     modules = {fqn.rpartition(".")[0] for fqn in quantized} | set(quantized)
@@ -43,7 +43,7 @@ def check_together(manifest: Manifest, is_chosen: Callable[[str], bool]) -> None
     for fqn in weights:
         members.setdefault(fqn.rpartition(".")[0], []).append(fqn)
     for fqn, dtype in weights.items():
-        if is_chosen(fqn) and _is_quantized(fqn, dtype):
+        if is_chosen(fqn) and is_quantized(fqn, dtype):
             lost = next((name for name in _needed(fqn, members) if not is_chosen(name)), None)
             if lost is not None:
                 raise UsageError(
@@ -74,7 +74,7 @@ def _is_scale(fqn: str, modules: set[str]) -> bool:
     return module in modules or _SCALE_NAMES.fullmatch(name) is not None
 
 
-def _is_quantized(fqn: str, dtype: DType) -> bool:
+def is_quantized(fqn: str, dtype: DType) -> bool:
     name = fqn.rpartition(".")[2]
     is_packed = (not dtype.is_floating and name in _PACKED) or (dtype is DType.UINT32 and name == "weight")
     return is_packed or is_small(dtype)

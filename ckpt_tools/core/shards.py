@@ -77,6 +77,14 @@ class FlatIndex(NamedTuple):
         return FlatIndex(self.rows[first:last], self.starts[first:last], self.stops[first:last])
 
 
+class Inner(NamedTuple):
+    """Rows that are parts of stored items: the items' numbers of elements, and the first element of each part in the
+    row-major order of its item. An item of 0 elements is none: the row's bytes are plain, whatever the framing."""
+
+    numels: Ints
+    starts: Ints
+
+
 class _Unknown(Enum):
     UNKNOWN = "not computed yet"
 
@@ -84,9 +92,11 @@ class _Unknown(Enum):
 class ShardTable(ABC):
     """The shards of one tensor as columns.
 
-    ``shape`` is the geometry the boxes are in: the tensor's own, or ``(numel,)``. ``starts`` and ``stops`` are
-    ``[num_shards, ndim]`` in elements, ``byte_starts`` and ``byte_stops`` ``[num_shards]``, ``file_ids`` index
-    ``files``. ``strides`` are ``[num_shards, ndim]`` in elements, or None where every shard is row-major.
+    ``shape`` is the geometry the boxes are in: the tensor's own, the same with dims split (``[6, 4]`` as
+    ``[2, 3, 4]``), or ``(numel,)``. ``starts`` and ``stops`` are ``[num_shards, ndim]`` in elements, ``byte_starts``
+    and ``byte_stops`` ``[num_shards]``, ``file_ids`` index ``files``. ``strides`` are ``[num_shards, ndim]`` in
+    elements, or None where every shard is row-major. ``inner`` is given if shards are parts of framed items: then the
+    bytes are those of the items, and strides count the elements of an item in its row-major order.
     """
 
     __slots__ = ()
@@ -100,6 +110,7 @@ class ShardTable(ABC):
     byte_stops: Ints
     framing: Framing
     strides: Ints | None
+    inner: Inner | None
     numels: Ints
     """Elements of each shard."""
     _covers: bool
@@ -185,7 +196,15 @@ class ShardTable(ABC):
             byte_stops=self.byte_stops[rows],
             framing=self.framing,
             strides=None if self.strides is None else self.strides[rows],
+            inner=None if self.inner is None else Inner(self.inner.numels[rows], self.inner.starts[rows]),
         )
+
+    def item(self, row: int) -> tuple[Framing, int, int]:
+        """The framing of a row's bytes, the elements that they hold, and the first of them that is the row's."""
+        if self.inner is None:
+            return self.framing, int(self.numels[row]), 0
+        numel = int(self.inner.numels[row])
+        return (self.framing, numel, int(self.inner.starts[row])) if numel else (Framing.RAW, int(self.numels[row]), 0)
 
     @abstractmethod
     def below(self, prefix: str) -> ShardTable:
@@ -209,7 +228,9 @@ class ShardTable(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the stored pieces, their framing included."""
+        """Bytes of the stored pieces, their framing included unless they are parts of items."""
+        if self.inner is not None:
+            return int(self.numels.sum()) * self.dtype.item_bytes
         return int((self.byte_stops - self.byte_starts).sum())
 
 
@@ -232,6 +253,7 @@ class RowTable(ShardTable):
     byte_stops: Ints
     framing: Framing = Framing.RAW
     strides: Ints | None = None
+    inner: Inner | None = None
     numels: Ints = field(init=False, repr=False)
     """Elements of each shard."""
     _flat: FlatIndex | _Unknown | None = field(default=_Unknown.UNKNOWN, init=False, repr=False)
@@ -249,6 +271,10 @@ class RowTable(ShardTable):
         object.__setattr__(self, "numels", np.multiply.reduce(self.stops - self.starts, axis=1, dtype=np.int64))
         if self.framing is Framing.RAW:
             self._check_lengths()
+        elif self.inner is not None:
+            is_part = self.inner.numels > 0
+            if (self.inner.starts + self._spans() > self.inner.numels)[is_part].any():
+                raise MalformedError("a part of an item has elements that the item does not hold")
 
     def _check_lengths(self) -> None:
         wrong = self.byte_stops - self.byte_starts != self._spans() * self.dtype.item_bytes
@@ -315,6 +341,7 @@ class _WholeTable(ShardTable):
 
     _covers = True
     strides = None
+    inner = None
 
     def __init__(self, columns: _WholeColumns, at: ByteRange, framing: Framing) -> None:
         self._columns = columns

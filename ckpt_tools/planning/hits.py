@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 import numpy as np
 
-from ckpt_tools.core.boxes import Box, Shape, flat_index, flat_interval, from_flat, is_contiguous
+from ckpt_tools.core.boxes import (
+    Box,
+    Shape,
+    contiguous_strides,
+    flat_index,
+    flat_interval,
+    from_flat,
+    is_contiguous,
+    split_dims,
+)
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, FlatIndex, Framing, ShardTable
 
@@ -29,26 +39,23 @@ class FlatHit:
 
 @dataclass(frozen=True, slots=True)
 class BoxHit:
-    """Elements of one stored piece that a block of the destination needs.
+    """Elements of one stored piece of ``numel`` elements that a block of the destination needs.
 
-    ``source`` is a box in the piece, whose geometry is ``shape`` and ``strides`` (None: row-major). The destination
-    is an array of elements; the block is ``block`` elements large in each dim, row-major, starts at element
-    ``block_start``, and ``into`` is the box in it, of the same shape as ``source``.
+    Index ``i`` of ``extents`` is element ``start + i * strides`` of the piece, in its row-major order, and element
+    ``into + i * into_strides`` of the destination, which is an array of elements. ``shape`` is that of the piece, if
+    it is stored in this shape.
     """
 
     at: ByteRange
     framing: Framing
     dtype: DType
-    shape: Shape
-    strides: Shape | None
-    source: Box
-    into: Box
-    block: Shape
-    block_start: int
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
+    numel: int
+    extents: Shape
+    start: int
+    strides: Shape
+    into: int
+    into_strides: Shape
+    shape: Shape | None = None
 
 
 Hit = FlatHit | BoxHit
@@ -73,45 +80,98 @@ def _flat_hits(table: ShardTable, flat: FlatIndex, start: int, stop: int) -> lis
     found = []
     for row, lower, upper in zip(*(column.tolist() for column in flat.between(start, stop)), strict=True):
         lo, hi = max(start, lower), min(stop, upper)
-        at = table.byte_range(row)
-        found.append(FlatHit(at, table.framing, table.dtype, upper - lower, lo - lower, hi - lower, lo - start))
+        framing, numel, first = table.item(row)
+        first -= lower
+        found.append(FlatHit(table.byte_range(row), framing, table.dtype, numel, first + lo, first + hi, lo - start))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A box of a tensor, whose first element belongs at element ``into`` of the destination, with strides there."""
+
+    box: Box
+    into: int
+    strides: Shape
 
 
 def _box_hits(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) -> list[BoxHit]:
     table, blocks = _common_geometry(table, box, shape, start, stop)
-    found, block_start = [], 0
-    for block in blocks:
-        lower = np.maximum(table.starts, np.array(block.start, np.int64))
-        upper = np.minimum(table.stops, np.array(block.stop, np.int64))
-        for row in np.flatnonzero((upper > lower).all(axis=1)).tolist():
-            common = Box(tuple(lower[row].tolist()), tuple(upper[row].tolist()))
-            piece = table.box(row)
-            found.append(
-                BoxHit(
-                    at=table.byte_range(row),
-                    framing=table.framing,
-                    dtype=table.dtype,
-                    shape=piece.shape,
-                    strides=None if table.strides is None else table.stride(row),
-                    source=common.relative_to(piece.start),
-                    into=common.relative_to(block.start),
-                    block=block.shape,
-                    block_start=block_start,
-                )
-            )
-        block_start += block.numel
-    return found
+    return [hit for block in blocks for hit in _hits_of_block(table, block)]
 
 
-def _common_geometry(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) -> tuple[ShardTable, list[Box]]:
-    """Table and wanted elements in one geometry: the tensor's own, where the two differ."""
+def _hits_of_block(table: ShardTable, block: _Block) -> Iterator[BoxHit]:
+    lower = np.maximum(table.starts, np.array(block.box.start, np.int64))
+    upper = np.minimum(table.stops, np.array(block.box.stop, np.int64))
+    for row in np.flatnonzero((upper > lower).all(axis=1)).tolist():
+        first, extents = tuple(lower[row].tolist()), tuple((upper[row] - lower[row]).tolist())
+        framing, numel, inner = table.item(row)
+        piece, strides = table.box(row), table.stride(row)
+        yield BoxHit(
+            at=table.byte_range(row),
+            framing=framing,
+            dtype=table.dtype,
+            numel=numel,
+            extents=extents,
+            start=inner + _distance(piece.start, first, strides),
+            strides=strides,
+            into=block.into + _distance(block.box.start, first, block.strides),
+            into_strides=block.strides,
+            shape=piece.shape if table.inner is None else None,
+        )
+
+
+def _distance(origin: Shape, index: Shape, strides: Shape) -> int:
+    """Elements from ``origin`` to ``index``."""
+    return sum((at - base) * stride for base, at, stride in zip(origin, index, strides, strict=True))
+
+
+def _common_geometry(
+    table: ShardTable, box: Box, shape: Shape, start: int, stop: int
+) -> tuple[ShardTable, list[_Block]]:
+    """Table and wanted elements in one geometry: the tensor's own where that of the table is a flattening, else the
+    table's."""
     assert prod(table.shape) == prod(shape), "two geometries of one tensor"
     if table.shape != shape and len(shape) <= 1:
         first, _ = flat_interval(box, shape)
-        return table, from_flat(first + start, first + stop, table.shape)
-    blocks = [part.shift(box.start) for part in from_flat(start, stop, box.shape)]
-    return (table if table.shape == shape else _unfolded(table, shape, blocks)), blocks
+        return table, list(_blocks(from_flat(first + start, first + stop, table.shape)))
+    blocks = list(_blocks(part.shift(box.start) for part in from_flat(start, stop, box.shape)))
+    if table.shape == shape:
+        return table, blocks
+    if len(table.shape) == 1:
+        return _unfolded(table, shape, [block.box for block in blocks]), blocks
+    return table, [part for block in blocks for part in _with_split_dims(block, shape, table.shape)]
+
+
+def _blocks(boxes: Iterator[Box] | Sequence[Box]) -> Iterator[_Block]:
+    """Boxes whose elements follow one another in the destination, each row-major."""
+    into = 0
+    for box in boxes:
+        yield _Block(box, into, contiguous_strides(box.shape))
+        into += box.numel
+
+
+def _with_split_dims(block: _Block, shape: Shape, finer: Shape) -> Iterator[_Block]:
+    """A block of a tensor of ``shape`` as blocks in ``finer``, whose dims split those of ``shape``."""
+    if is_contiguous(block.box, shape):
+        interval = flat_interval(block.box, shape)
+        yield from (replace(part, into=block.into + part.into) for part in _blocks(from_flat(*interval, finer)))
+        return
+    along = [
+        [
+            (part.box, block.strides[dim] * part.into, tuple(block.strides[dim] * stride for stride in part.strides))
+            for part in _blocks(from_flat(block.box.start[dim], block.box.stop[dim], finer[dims]))
+        ]
+        for dim, dims in enumerate(split_dims(shape, finer))
+    ]
+    tail = finer[sum(len(parts[0][2]) for parts in along) :]
+    for parts in product(*along):
+        box = Box(
+            (*(n for part in parts for n in part[0].start), *(0 for _ in tail)),
+            (*(n for part in parts for n in part[0].stop), *tail),
+        )
+        strides = (*(n for part in parts for n in part[2]), *(1 for _ in tail))
+        yield _Block(box, block.into + sum(part[1] for part in parts), strides)
 
 
 def _unfolded(table: ShardTable, shape: Shape, blocks: list[Box]) -> ShardTable:

@@ -12,9 +12,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from operator import sub
 
-from ckpt_tools.core.boxes import flat_interval, is_contiguous
+from ckpt_tools.core.boxes import is_contiguous, is_row_major
 from ckpt_tools.core.casts import MAX_CAST_BYTES
 from ckpt_tools.core.layout import FILES_KEPT, Crc32, FileLayout, Layout, LazyFile, Literal, Payload
 from ckpt_tools.core.manifest import Manifest, StateKey
@@ -299,8 +300,10 @@ def _stored_runs(manifest: Manifest, file: FileLayout, least: int) -> Iterator[t
         return
     for offset, segment in zip(file.offsets, file.segments, strict=False):
         if isinstance(segment, Payload) and segment.num_bytes >= least:
-            item, table = segment.dtype.item_bytes, manifest.tensors[segment.key].shards
-            if table.dtype is segment.dtype and int(table.numels.max()) * item >= least:
+            entry = manifest.tensors[segment.key]
+            item, table = segment.dtype.item_bytes, entry.shards
+            is_same = table.dtype is segment.dtype and not entry.plus
+            if is_same and int(table.numels.max()) * item >= least:
                 found = sorted(_contiguous(hits(table, segment.box, segment.shape, 0, segment.box.numel)))
                 yield from ((offset + a * item, offset + b * item) for a, b in found if (b - a) * item >= least)
 
@@ -310,9 +313,8 @@ def _contiguous(found: Sequence[Hit]) -> Iterator[tuple[int, int]]:
     for hit in found:
         if isinstance(hit, FlatHit):
             yield hit.into, hit.into + hit.stop - hit.start
-        elif hit.strides is None and is_contiguous(hit.source, hit.shape) and is_contiguous(hit.into, hit.block):
-            start, stop = flat_interval(hit.into, hit.block)
-            yield hit.block_start + start, hit.block_start + stop
+        elif is_row_major(hit.extents, hit.strides) and is_row_major(hit.extents, hit.into_strides):
+            yield hit.into, hit.into + prod(hit.extents)
 
 
 def _whole_elements(file: FileLayout, stop: int) -> int:

@@ -282,7 +282,7 @@ def _add_tensors(digest: _Digest, manifest: Manifest) -> list[str]:
             held.append(files)
             names |= dict.fromkeys(files)
             digest.add(list(files))
-        digest.add(tuple(key), entry.shape, entry.dtype.value, known[which])
+        digest.add(tuple(key), entry.shape, entry.dtype.value, entry.plus, known[which])
         _add_shards(digest, table)
     return sorted(names)
 
@@ -290,7 +290,7 @@ def _add_tensors(digest: _Digest, manifest: Manifest) -> list[str]:
 def _add_shards(digest: _Digest, table: ShardTable) -> None:
     digest.add(table.shape, table.dtype.value, table.framing.value)
     columns = (table.starts, table.stops, table.file_ids, table.byte_starts, table.byte_stops, table.strides)
-    for column in columns:
+    for column in (*columns, *(table.inner or ())):
         digest.add_bytes(b"" if column is None else column.tobytes())
 
 

@@ -8,17 +8,16 @@ strided copy, because a read for every run of an inner-axis shard would be tens 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
-from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, flat_interval, from_flat, is_contiguous, is_row_major
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, from_flat, is_row_major
 from ckpt_tools.core.casts import MAX_CAST_BYTES, cast_into
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing
@@ -83,7 +82,7 @@ class TensorReader:
         Raises:
             StoreError, IncompleteError, MalformedError: as the store and the items say.
         """
-        if entry.shards.dtype is entry.dtype:
+        if entry.is_as_stored:
             self._gather(hits(entry.shards, box, shape, start, stop), out)
             return
         item = entry.dtype.item_bytes
@@ -98,22 +97,21 @@ class TensorReader:
         Raises:
             StoreError, IncompleteError, MalformedError: as the store and the items say.
         """
-        found = hits(entry.shards, box, shape, start, stop) if entry.shards.dtype is entry.dtype else ()
+        found = hits(entry.shards, box, shape, start, stop) if entry.is_as_stored else ()
         if len(found) != 1:
             return None
         hit, item = found[0], entry.dtype.item_bytes
         if hit.framing is Framing.ZSTD_ITEM:
             return None
-        if hit.framing is Framing.RAW:
-            first, strides = hit.at.start, None if isinstance(hit, FlatHit) else hit.strides
-        else:
-            location = self._location(hit)
-            first, strides = location.start + location.storage_offset * item, location.strides
-            if is_row_major(location.shape, location.strides):
-                strides = None
-        if strides is not None or not (isinstance(hit, FlatHit) or is_contiguous(hit.source, hit.shape)):
+        if isinstance(hit, BoxHit) and not is_row_major(hit.extents, hit.strides):
             return None
-        first += item * (hit.start if isinstance(hit, FlatHit) else flat_interval(hit.source, hit.shape)[0])
+        first = hit.at.start
+        if hit.framing is not Framing.RAW:
+            location = self._location(hit)
+            if not is_row_major(location.shape, location.strides):
+                return None
+            first = location.start + location.storage_offset * item
+        first += item * hit.start
         return ByteRange(hit.at.file, first, first + item * (stop - start))
 
     def locate(self, file: str) -> ServiceFile | None:
@@ -124,7 +122,7 @@ class TensorReader:
         stored = entry.shards.dtype
         elements = self._buffer("cast", (stop - start) * stored.item_bytes)
         self._gather(hits(entry.shards, box, shape, start, stop), elements.data)
-        cast_into(elements, stored, out, entry.dtype)
+        cast_into(elements, stored, out, entry.dtype, plus=entry.plus)
 
     def _gather(self, found: Sequence[Hit], out: memoryview) -> None:
         for hit in found:
@@ -192,14 +190,9 @@ class TensorReader:
             room = out[hit.into * item : (hit.into + hit.stop - hit.start) * item]
             self._read_into(hit.at.file, first_byte + hit.start * item, room)
             return
-        strides = hit.strides or contiguous_strides(hit.shape)
-        elements = np.frombuffer(out, dtype=_opaque(item))
-        block = elements[hit.block_start : hit.block_start + prod(hit.block)].reshape(hit.block)
-        # Without dims, only an ellipsis gives a view.
-        index: tuple[Any, ...] = (*map(slice, hit.into.start, hit.into.stop), ...)
-        wanted = block[index]
-        start_byte = first_byte + item * sum(map(mul, hit.source.start, strides))
-        self._read_strided(hit.at.file, start_byte, strides, wanted)
+        strides = tuple(stride * item for stride in hit.into_strides)
+        wanted = np.ndarray(hit.extents, _opaque(item), out, hit.into * item, strides)
+        self._read_strided(hit.at.file, first_byte + item * hit.start, hit.strides, wanted)
 
     def _read_strided(self, file: str, start_byte: int, strides: Shape, wanted: NDArray[Any]) -> None:
         """Fill ``wanted`` with elements ``strides`` apart in the file, its element 0 at ``start_byte``."""
@@ -268,19 +261,46 @@ def _inflated(hit: Hit) -> Hit:
     return replace(hit, at=ByteRange(inflated_name(hit.at), 0, 0))
 
 
-def _strided(hit: Hit, location: ItemLocation) -> list[BoxHit]:
-    """A hit on an item whose bytes are not row-major, with the item's strides."""
-    if isinstance(hit, BoxHit):
-        if hit.shape != location.shape:
-            raise MalformedError(
-                f"the item at byte {hit.at.start:,} holds {list(location.shape)} but its index states "
-                f"{list(hit.shape)}",
-                path=hit.at.file,
-            )
-        return [replace(hit, strides=location.strides)]
-    parts, first = [], hit.into
-    for box in from_flat(hit.start, hit.stop, location.shape):
-        whole, shape = Box.whole(box.shape), box.shape
-        parts.append(BoxHit(hit.at, hit.framing, hit.dtype, location.shape, location.strides, box, whole, shape, first))
-        first += box.numel
-    return parts
+def _strided(hit: Hit, location: ItemLocation) -> Iterator[BoxHit]:
+    """A hit on an item whose bytes are not row-major, as hits that count its elements as they are stored."""
+    if isinstance(hit, FlatHit):
+        into = hit.into
+        for box in from_flat(hit.start, hit.stop, location.shape):
+            start, strides = _dot(box.start, location.strides), contiguous_strides(box.shape)
+            made = BoxHit(hit.at, hit.framing, hit.dtype, hit.numel, box.shape, start, location.strides, into, strides)
+            into += box.numel
+            yield made
+        return
+    if hit.shape not in (None, location.shape):
+        raise MalformedError(
+            f"the item at byte {hit.at.start:,} holds {list(location.shape)} but its index states "
+            f"{list(hit.shape or ())}",
+            path=hit.at.file,
+        )
+    yield from _restrided(hit, location)
+
+
+def _restrided(hit: BoxHit, location: ItemLocation) -> Iterator[BoxHit]:
+    """The same, cut along a dim where steps in row-major order are not steps of one length in the item."""
+    first = np.unravel_index(hit.start, location.shape)
+    strides = [stride if extent > 1 else 0 for stride, extent in zip(hit.strides, hit.extents, strict=True)]
+    steps = [np.unravel_index(stride, location.shape) for stride in strides]
+    for dim, (extent, step) in enumerate(zip(hit.extents, steps, strict=True)):
+        last = [at + (extent - 1) * by for at, by in zip(first, step, strict=True)]
+        if any(at >= size for at, size in zip(last, location.shape, strict=True)):
+            yield from (part for index in range(extent) for part in _restrided(_only(hit, dim, index), location))
+            return
+        first = tuple(last)
+    start = _dot(np.unravel_index(hit.start, location.shape), location.strides)
+    yield replace(hit, start=start, strides=tuple(_dot(step, location.strides) for step in steps))
+
+
+def _only(hit: BoxHit, dim: int, index: int) -> BoxHit:
+    """The part of a hit at one index of a dim."""
+    extents = (*hit.extents[:dim], 1, *hit.extents[dim + 1 :])
+    start, into = hit.start + index * hit.strides[dim], hit.into + index * hit.into_strides[dim]
+    return replace(hit, extents=extents, start=start, into=into)
+
+
+def _dot(index: Iterable[Any], strides: Shape) -> int:
+    return sum(int(at) * stride for at, stride in zip(index, strides, strict=True))

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, flat_index
+from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Crc32, FileLayout, Layout, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
@@ -247,14 +247,14 @@ def found_by(hit: Hit, files: dict[str, bytes]) -> list[tuple[int, Any]]:
     memory = np.frombuffer(files[hit.at.file][hit.at.start : hit.at.stop], opaque(hit.dtype))
     if isinstance(hit, FlatHit):
         return [(hit.into + i, memory[hit.start + i]) for i in range(hit.stop - hit.start)]
-    strides = hit.strides or contiguous_strides(hit.shape)
-    found = []
-    assert hit.source.shape == hit.into.shape
-    for index in np.ndindex(hit.source.shape):
-        stored = sum((a + i) * s for a, i, s in zip(hit.source.start, index, strides, strict=True))
-        place = tuple(a + i for a, i in zip(hit.into.start, index, strict=True))
-        found.append((hit.block_start + flat_index(place, hit.block), memory[stored]))
-    return found
+    return [
+        (hit.into + dot(index, hit.into_strides), memory[hit.start + dot(index, hit.strides)])
+        for index in np.ndindex(hit.extents)
+    ]
+
+
+def dot(index: Shape, strides: Shape) -> int:
+    return sum(i * stride for i, stride in zip(index, strides, strict=True))
 
 
 @st.composite

@@ -1,0 +1,319 @@
+"""From a manifest in one naming to a manifest in the other. Pure: shards are moved box by box, no byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.casts import CASTABLE, check_cast
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.literals import literal_file
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Equal, Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.quantized import is_quantized
+from ckpt_tools.core.transforms import Transformed, model_names
+from ckpt_tools.core.wording import count, listed
+from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
+from ckpt_tools.recipes.groups import Group, Grouped, Slot, bound, group_names, targets
+from ckpt_tools.recipes.moves import Moves, make_moves
+from ckpt_tools.recipes.recipe import Line, Recipe
+from ckpt_tools.recipes.sizes import Env, from_config
+from ckpt_tools.recipes.tables import Boxes, MoveTable, joined, split_table
+
+ZEROS = literal_file("zeros")
+"""The file of padding. An element of any dtype is read from it over and over."""
+
+MAX_ITEM_BYTES = 16
+
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+
+
+def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | None) -> Transformed:
+    """The manifest in the names and shapes of ``recipe``'s right side. Sizes come from ``config``, the content of
+    ``config.json``, and from shapes. ``must_equal`` of the result has what only the bytes can tell.
+
+    Raises:
+        UsageError: the recipe does not fit the checkpoint. IncompleteError: a tensor that it needs is missing.
+        UnsupportedError: a tensor cannot follow, such as optimizer state of another shape than its weight.
+    """
+    names = _in_order(manifest)
+    grouped = group_names(names, recipe)
+    maker = _Maker(manifest, grouped, from_config(recipe.bindings, config))
+    made = maker.manifest()
+    notes = list(maker.notes(recipe))
+    return _with_ties(made, recipe, config), tuple(notes)
+
+
+def _in_order(manifest: Manifest) -> list[str]:
+    known = model_names(manifest)
+    return [*dict.fromkeys(key.fqn for key in manifest.tensors if key.fqn in known), *manifest.aliases]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """A group with its sizes: the names that it becomes by place, and how their elements move; none for a renaming."""
+
+    group: Group
+    targets: Mapping[Slot, str]
+    moves: Moves | None
+    tables: Mapping[Slot, MoveTable]
+
+
+@dataclass
+class _Maker:
+    source: Manifest
+    grouped: Grouped
+    env: Env
+    mapped: dict[int, _Mapped] = field(default_factory=dict)
+    equal: list[Equal] = field(default_factory=list)
+    cropped: dict[str, int] = field(default_factory=dict)
+    padded: dict[str, int] = field(default_factory=dict)
+    _known: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[Moves, Mapping[Slot, MoveTable]]] = field(
+        default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        shapes = self._shapes()
+        for group in self.grouped.groups:
+            self.mapped[id(group)] = self._map(group, shapes)
+        self._check_names()
+
+    def manifest(self) -> Manifest:
+        tensors: dict[StateKey, TensorEntry] = {}
+        done, dropped = set[tuple[int, str]](), frozenset(self.grouped.dropped)
+        for key, entry in self.source.tensors.items():
+            group = None if entry.kind is Kind.EXTRA else self.grouped.group_of.get(key.fqn)
+            if group is None:
+                if entry.kind is Kind.EXTRA or key.fqn not in dropped:
+                    tensors[key] = entry
+            elif (id(group), key.slot) not in done:
+                done.add((id(group), key.slot))
+                tensors |= self._moved(self.mapped[id(group)], key.slot)
+        zeros = {ZEROS: bytes(MAX_ITEM_BYTES)} if self.padded else {}
+        return replace(
+            self.source,
+            tensors=tensors,
+            aliases={self._alias(alias): self._alias(owner) for alias, owner in self.source.aliases.items()},
+            groups=tuple(map(self._param_group, self.source.groups)),
+            literals={**self.source.literals, **zeros},
+            must_equal=(*self.source.must_equal, *self.equal),
+        )
+
+    def notes(self, recipe: Recipe) -> Iterable[Note]:
+        for name in self.grouped.dropped:
+            yield Note(Outcome.DROPPED, name, f"the recipe {recipe.name} drops it", asked=True)
+        for name, number in self.cropped.items():
+            why = f"padding that {recipe.right} does not have"
+            yield Note(Outcome.DROPPED, f"{count(number, 'element')} of {name}", why, asked=True)
+        for name, number in self.padded.items():
+            yield Note(Outcome.DEFAULTED, f"{count(number, 'element')} of {name}", f"padding of {recipe.right}: zeros")
+
+    def _shapes(self) -> Mapping[str, Shape]:
+        """The shape of each weight; of one that is not there, that of its optimizer state."""
+        shapes: dict[str, Shape] = {}
+        for key, entry in self.source.tensors.items():
+            if entry.kind is not Kind.EXTRA and (key.slot == WEIGHT or not shapes.get(key.fqn)):
+                shapes[key.fqn] = entry.shape
+        return shapes
+
+    def _map(self, group: Group, shapes: Mapping[str, Shape]) -> _Mapped:
+        self._check_plain(group)
+        line = group.line
+        if line.is_renaming:
+            return _Mapped(group, targets(group, self.env), None, {})
+        tied = next((name for name in group.sources.values() if name in self.source.aliases), None)
+        if tied is not None:
+            owner = self.source.aliases[tied]
+            raise UnsupportedError(f"{tied} is tied to {owner}, and the recipe gives it a new shape")
+        env = bound(group, shapes, self.env)
+        key = id(line), tuple(sorted(env.items()))
+        if key not in self._known:
+            moves = make_moves(line, env)
+            tables = {
+                slot: MoveTable(found, len(moves.source.dims[slot[0]])) for slot, found in moves.by_source.items()
+            }
+            self._known[key] = moves, tables
+        return _Mapped(group, targets(group, env), *self._known[key])
+
+    def _check_plain(self, group: Group) -> None:
+        for name in group.sources.values():
+            entry = self.source.tensors.get(StateKey(name))
+            if entry is not None and is_quantized(name, entry.dtype):
+                raise UnsupportedError(
+                    f"{name} is quantized ({entry.dtype.value}), and a recipe would part it from its scales; "
+                    "dequantize the model first"
+                )
+
+    def _check_names(self) -> None:
+        """Raises UsageError if two tensors become one name."""
+        origin = {name: name for name in self.grouped.kept}
+        for mapped in self.mapped.values():
+            first = next(iter(mapped.group.sources.values()))
+            for name in mapped.targets.values():
+                if name in origin:
+                    raise UsageError(
+                        f"the recipe makes {name} of {origin[name]} and of {first}; names must stay distinct"
+                    )
+                origin[name] = first
+
+    def _moved(self, mapped: _Mapped, slot: str) -> dict[StateKey, TensorEntry]:
+        """The tensors that a group's tensors of a slot become."""
+        sources = self._entries(mapped.group, slot)
+        line = mapped.group.line
+        if mapped.moves is None:
+            return {
+                StateKey(mapped.targets[place[0], ()], slot): self._as_written(entry, line, slot)
+                for place, entry in sources.items()
+            }
+        shapes = mapped.moves.source.shapes
+        odd = next((place for place, entry in sources.items() if entry.shape != shapes[place[0]]), None)
+        if odd is None:
+            return self._placed(mapped, slot, sources)
+        if all(entry.shape == () for entry in sources.values()):
+            return self._copied(mapped, slot, sources)
+        name, entry = mapped.group.sources[odd], sources[odd]
+        raise UnsupportedError(
+            f"{slot} of {name} has the shape {list(entry.shape)}, and the weight {list(shapes[odd[0]])}: it cannot "
+            f"follow the weight to another shape; convert the weights alone with {option('state', 'model')}"
+        )
+
+    def _entries(self, group: Group, slot: str) -> dict[Slot, TensorEntry]:
+        """The tensors of a slot by place. A weight that takes part in arithmetic is computed from its fp32 master."""
+        found = {place: self.source.tensors.get(StateKey(name, slot)) for place, name in group.sources.items()}
+        lacking = [group.sources[place] for place, entry in found.items() if entry is None]
+        present = {place: entry for place, entry in found.items() if entry is not None}
+        if lacking and present and not group.line.is_renaming:
+            there = next(group.sources[place] for place in present)
+            raise IncompleteError(
+                f"{slot} of {listed(lacking)} is missing, and that of {there} is there: they become one tensor"
+            )
+        if slot == WEIGHT and group.line.plus:
+            masters = {place: self.source.tensors.get(StateKey(group.sources[place], MASTER)) for place in present}
+            present = {
+                place: entry
+                if (master := masters[place]) is None
+                else replace(master, dtype=entry.dtype, kind=entry.kind)
+                for place, entry in present.items()
+            }
+        return present
+
+    def _as_written(self, entry: TensorEntry, line: Line, slot: str) -> TensorEntry:
+        """With what the line adds to weights, and in its dtype."""
+        if slot not in (WEIGHT, MASTER):
+            return entry
+        dtype = line.dtypes[1] if slot == WEIGHT else None
+        if dtype is not None:
+            check_cast(entry.shards.dtype, dtype)
+        if line.plus and entry.dtype not in CASTABLE:
+            raise UnsupportedError(
+                f"the recipe adds {line.plus} to {line.left[0].name.text}, which is {entry.dtype.value}"
+            )
+        return replace(entry, dtype=dtype or entry.dtype, plus=entry.plus + line.plus)
+
+    def _placed(self, mapped: _Mapped, slot: str, sources: Mapping[Slot, TensorEntry]) -> dict[StateKey, TensorEntry]:
+        assert mapped.moves is not None, "shapes are given"
+        moves, line = mapped.moves, mapped.group.line
+        like = self._one_kind(mapped, slot, sources)
+        parts: dict[Slot, list[Boxes]] = {place: [] for place in mapped.targets}
+        for place, entry in sources.items():
+            split = split_table(entry.shards, entry.shape, moves.source.dims[place[0]])
+            for target, boxes in mapped.tables[place].parts(split) if place in mapped.tables else ():
+                parts[target].append(boxes)
+            if slot == WEIGHT and moves.cropped.get(place[0]):
+                self.cropped[mapped.group.sources[place]] = moves.cropped[place[0]]
+        found = {}
+        for target, name in mapped.targets.items():
+            fills = moves.fills.get(target[0], ())
+            table = joined(parts[target], fills, moves.target.dims[target[0]], like.shards.dtype, ZEROS)
+            if fills and slot == WEIGHT:
+                self.padded[name] = sum(fill.numel for fill in fills)
+            entry = TensorEntry(moves.target.shapes[target[0]], like.dtype, like.kind, table, like.plus)
+            found[StateKey(name, slot)] = self._as_written(entry, line, slot)
+        return found
+
+    def _one_kind(self, mapped: _Mapped, slot: str, sources: Mapping[Slot, TensorEntry]) -> TensorEntry:
+        """One of the tensors. Raises UnsupportedError if they differ in more than their shards."""
+        kinds: dict[tuple[DType, Any, Any, int], Slot] = {}
+        for place, entry in sources.items():
+            kinds.setdefault((entry.dtype, entry.shards.dtype, entry.shards.framing, entry.plus), place)
+        if len(kinds) > 1 and len(mapped.targets) < len(sources):
+            one, other = (mapped.group.sources[place] for place in list(kinds.values())[:2])
+            shown = " and ".join(kind[0].value for kind in list(kinds)[:2])
+            raise UnsupportedError(
+                f"{slot} of {one} and of {other} are stored in two ways ({shown}), and become one tensor"
+            )
+        return sources[next(iter(kinds.values()))]
+
+    def _copied(self, mapped: _Mapped, slot: str, sources: Mapping[Slot, TensorEntry]) -> dict[StateKey, TensorEntry]:
+        """Numbers such as a step: each target has that of the tensors that it is made of, which must be the same."""
+        (place, first), *others = sources.items()
+        for other, entry in others:
+            if not _is_same_range(first, entry):
+                one, two = mapped.group.sources[place], mapped.group.sources[other]
+                self.equal.append(Equal(f"{slot} of {one} and of {two}, which become one tensor", first, entry))
+        return {StateKey(name, slot): first for name in mapped.targets.values()}
+
+    def _alias(self, name: str) -> str:
+        group = self.grouped.group_of.get(name)
+        return name if group is None else next(iter(self.mapped[id(group)].targets.values()))
+
+    def _param_group(self, group: ParamGroup) -> ParamGroup:
+        """The group with the new names, each where its first old one was."""
+        params, inside = dict[str, None](), frozenset(group.params)
+        for name in group.params:
+            found = self.grouped.group_of.get(name)
+            if found is None:
+                params |= {} if name in self.grouped.dropped else {name: None}
+                continue
+            outside = [each for each in found.sources.values() if each not in inside]
+            if outside and not found.line.is_renaming:
+                raise UnsupportedError(f"{name} and {outside[0]} become one tensor, and are in two parameter groups")
+            params |= dict.fromkeys(self.mapped[id(found)].targets.values())
+        return replace(group, params=tuple(params))
+
+
+def _is_same_range(one: TensorEntry, other: TensorEntry) -> bool:
+    return (
+        len(one.shards) == len(other.shards) == 1
+        and one.shards.byte_range(0) == other.shards.byte_range(0)
+        and one.dtype is other.dtype
+    )
+
+
+def _with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | None) -> Manifest:
+    """The manifest with the ties of the recipe, if the configuration of the model says that it has them.
+
+    On the right side the tied name has no bytes of its own; on the way back it is given, since a live model has it.
+    """
+    if not recipe.tied or not _are_tied(config):
+        return manifest
+    tensors, aliases, equal = dict(manifest.tensors), dict(manifest.aliases), list(manifest.must_equal)
+    for alias, owner in recipe.tied.items():
+        weight, owned = tensors.get(StateKey(alias)), tensors.get(StateKey(owner))
+        if owned is None or alias in aliases:
+            continue
+        if weight is not None:
+            if weight.shape != owned.shape or weight.dtype is not owned.dtype:
+                raise UnsupportedError(f"{alias} and {owner} are tied by config.json, and differ in shape or dtype")
+            equal.append(Equal(f"{alias} and {owner}, which config.json ties", owned, weight))
+            state = [key.slot for key in tensors if key.fqn == alias and key.slot != WEIGHT]
+            if state:
+                raise UnsupportedError(f"{alias} is tied to {owner} by config.json, and has {listed(state)} of its own")
+            del tensors[StateKey(alias)]
+        aliases[alias] = owner
+    groups = tuple(
+        replace(group, params=tuple(dict.fromkeys(aliases.get(name, name) for name in group.params)))
+        for group in manifest.groups
+    )
+    return replace(manifest, tensors=tensors, aliases=aliases, groups=groups, must_equal=tuple(equal))
+
+
+def _are_tied(config: Mapping[str, Any] | None) -> bool:
+    parts = [config or {}, *((config or {}).get(name) for name in _TEXT_CONFIGS)]
+    found = [
+        part["tie_word_embeddings"] for part in parts if isinstance(part, Mapping) and "tie_word_embeddings" in part
+    ]
+    return bool(found) and found[0] is True

@@ -1,0 +1,197 @@
+"""Which line of a recipe each tensor's name belongs to, and which tensors become which others. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.wording import count, listed, nearest
+from ckpt_tools.errors import IncompleteError, UsageError
+from ckpt_tools.recipes.axes import extent, extent_size
+from ckpt_tools.recipes.moves import Indices, numbered
+from ckpt_tools.recipes.names import NamePattern
+from ckpt_tools.recipes.recipe import Line, Pattern, Recipe
+from ckpt_tools.recipes.sizes import Env, solved
+
+Slot = tuple[int, Indices]
+"""A tensor's place in a group: the pattern of its name, and the values of its numbered variables."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Tensors of one line whose shared variables have the same ``values``: they become each other. ``sources`` are
+    names by place."""
+
+    line: Line
+    values: Mapping[str, str]
+    sources: dict[Slot, str]
+
+    def target_name(self, slot: Slot) -> str:
+        return _filled(self.line.right[slot[0]], self.values, slot[1])
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Names of a checkpoint by what a recipe makes of them: groups, names that stay, and names that are dropped."""
+
+    groups: tuple[Group, ...]
+    kept: frozenset[str]
+    dropped: tuple[str, ...]
+
+    @cached_property
+    def group_of(self) -> Mapping[str, Group]:
+        return {name: group for group in self.groups for name in group.sources.values()}
+
+
+def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
+    """Each name with the line that it belongs to.
+
+    Raises:
+        UsageError: two lines or none have a name, or a line that is not optional has no name.
+    """
+    found: dict[tuple[int, tuple[tuple[str, str], ...]], Group] = {}
+    kept, dropped = [], []
+    for name in names:
+        matches = list(_matches(name, recipe))
+        if len({number for number, *_ in matches}) > 1:
+            lines = " and ".join(recipe.lines[number].shown for number, *_ in matches[:2])
+            raise UsageError(f"two lines of the recipe {recipe.name} have {name}: {lines}")
+        if any(pattern.match(name) is not None for pattern in recipe.drops[0]):
+            dropped.append(name)
+        elif matches:
+            number, which, values = matches[0]
+            line = recipe.lines[number]
+            pattern = line.left[which]
+            shared = {variable: value for variable, value in values.items() if variable in line.shared}
+            group = found.setdefault((number, tuple(sorted(shared.items()))), Group(line, shared, {}))
+            indices = tuple(int(values[variable]) for variable in numbered(pattern))
+            group.sources[which, indices] = name
+        else:
+            kept.append(name)
+    _check_lines({number for number, _ in found}, names, recipe)
+    _check_kept(kept, recipe)
+    return Grouped(tuple(found.values()), frozenset(kept), tuple(dropped))
+
+
+def _matches(name: str, recipe: Recipe) -> Iterator[tuple[int, int, Mapping[str, str]]]:
+    for number, line in enumerate(recipe.lines):
+        for which, pattern in enumerate(line.left):
+            values = pattern.name.match(name)
+            if values is not None:
+                yield number, which, values
+
+
+def _check_lines(used: Collection[int], names: Sequence[str], recipe: Recipe) -> None:
+    for number, line in enumerate(recipe.lines):
+        if number in used or line.optional:
+            continue
+        if _fits(names, recipe.inverse()):
+            raise UsageError(
+                f"the checkpoint has the names of {recipe.right} already, which the recipe {recipe.name} leads to; "
+                "read it the other way with --inverse, or without it"
+            )
+        text = line.left[0].name
+        raise UsageError(f"{text.text} of the recipe {recipe.name} matches no tensor; {_nearest(text, names)}")
+
+
+def _fits(names: Sequence[str], recipe: Recipe) -> bool:
+    """True if each line that is not optional has a name."""
+    return all(
+        any(pattern.name.match(name) is not None for name in names)
+        for line in recipe.lines
+        if not line.optional
+        for pattern in line.left
+    )
+
+
+def _nearest(pattern: NamePattern, names: Sequence[str]) -> str:
+    found = nearest(pattern.letters, names)
+    return f"the nearest name is {found[0]}" if found else "the checkpoint has no weight"
+
+
+def _check_kept(kept: Sequence[str], recipe: Recipe) -> None:
+    """Raises UsageError if a name has no line and may not stay, or if it is one that lines lead to."""
+    if kept and not recipe.keeps_others:
+        patterns = [pattern.name for line in recipe.lines for pattern in line.left]
+        near = nearest(kept[0], [pattern.text for pattern in patterns])
+        raise UsageError(
+            f"the recipe {recipe.name} has no line for {listed(kept)}; the nearest is {near[0]}; add one, or drop the "
+            "name"
+        )
+    for name in kept:
+        for line in recipe.lines:
+            if any(pattern.name.match(name) is not None for pattern in line.right):
+                raise UsageError(
+                    f"{name} has a name of {recipe.right} already, and the recipe {recipe.name} leads there from "
+                    f"{line.left[0].name.text}; read it the other way with --inverse, or exclude one of the two"
+                )
+
+
+def bound(group: Group, shapes: Mapping[str, Shape], env: Env) -> Env:
+    """``env`` with the variables that names and shapes of a group's tensors give.
+
+    Raises:
+        IncompleteError: a tensor is missing. UsageError: a shape does not fit.
+    """
+    env = {**env, **_counted(group, env)}
+    line = group.line
+    sized = [(line.left[slot[0]], name) for slot, name in group.sources.items()]
+    for pattern, name in sized:
+        if len(pattern.axes or ()) != len(shapes[name]):
+            axes = count(len(pattern.axes or ()), "axis", "axes")
+            raise UsageError(f"{name} has the shape {list(shapes[name])}, and the recipe gives it {axes}")
+    equations = [
+        (extent_size(axis), size)
+        for pattern, name in dict(sized).items()
+        for axis, size in zip(pattern.axes or (), shapes[name], strict=True)
+    ]
+    env = solved(equations, env)
+    for pattern, name in sized:
+        wanted = tuple(extent(axis, env, name) for axis in pattern.axes or ())
+        if wanted != shapes[name]:
+            used = sorted({v for axis in pattern.axes or () for v in extent_size(axis).variables})
+            sizes = ", ".join(f"{variable} = {env[variable]}" for variable in used)
+            raise UsageError(
+                f"{name} has the shape {list(shapes[name])}, and by the recipe it would be {list(wanted)} with {sizes}"
+            )
+    return env
+
+
+def _counted(group: Group, env: Env) -> dict[str, int]:
+    """The numbers of indices by the names that there are, of which none may be missing."""
+    line, counts = group.line, dict[str, int]()
+    for (which, indices), _ in group.sources.items():
+        for variable, value in zip(numbered(line.left[which]), indices, strict=True):
+            counts[variable] = max(counts.get(variable, 0), value + 1)
+    for variable in counts:
+        counts[variable] = max(counts[variable], env.get(variable, 0))
+    missing = list(_missing(group, counts))
+    if missing:
+        have = listed(list(group.sources.values()), 2)
+        known = [f"{name} = {number}" for name, number in counts.items()]
+        why = f" ({', '.join(known)})" if known else ""
+        raise IncompleteError(f"{listed(missing)} is missing{why}: {have} is there; a part of a model cannot be mapped")
+    return counts
+
+
+def _missing(group: Group, counts: Mapping[str, int]) -> Iterator[str]:
+    for which, pattern in enumerate(group.line.left):
+        for indices in product(*(range(counts.get(variable, 1)) for variable in numbered(pattern))):
+            if (which, indices) not in group.sources:
+                yield _filled(pattern, group.values, indices)
+
+
+def _filled(pattern: Pattern, values: Mapping[str, str], indices: Indices) -> str:
+    return pattern.name.filled({**values, **dict(zip(numbered(pattern), map(str, indices), strict=True))})
+
+
+def targets(group: Group, env: Env) -> dict[Slot, str]:
+    """The names that a group's tensors become, by place. Patterns of shapes need the counts of ``env``."""
+    return {
+        (which, indices): _filled(pattern, group.values, indices)
+        for which, pattern in enumerate(group.line.right)
+        for indices in product(*(range(env[variable]) for variable in numbered(pattern)))
+    }

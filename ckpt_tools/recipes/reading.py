@@ -1,0 +1,184 @@
+"""Recipes from TOML files."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.wording import nearest
+from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
+from ckpt_tools.recipes.axes import Node, parse_axes
+from ckpt_tools.recipes.names import NamePattern
+from ckpt_tools.recipes.recipe import Line, Recipe
+from ckpt_tools.recipes.sizes import Binding, Size
+
+MAX_RECIPE_BYTES = 4 << 20
+
+_TOP = ("about", "left", "right", "models", "source", "others", "sizes", "map", "drop", "tied")
+_OF_LINE = ("left", "right", "optional", "add", "dtype")
+_SIDES = ("left", "right")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The recipe in a file.
+
+    Raises:
+        SourceNotFoundError: there is no such file. UsageError: it is not a recipe.
+    """
+    try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise UsageError(f"{option('recipe', path)} is too large for a recipe")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SourceNotFoundError(f"{option('recipe', path)}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{option('recipe', path)} is not UTF-8 text") from error
+    return parse_recipe(text, path.stem, str(path))
+
+
+def parse_recipe(text: str, name: str, path: str) -> Recipe:
+    """The recipe in ``text``, of a file at ``path``. Raises UsageError."""
+    try:
+        return _recipe(tomllib.loads(text), text, name)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} is nested too deeply for a recipe") from error
+    except UsageError as error:
+        raise UsageError(f"{path}: {error.message}") from error
+
+
+def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
+    _check_keys(table, _TOP, "a recipe")
+    lines = table.get("map")
+    if not isinstance(lines, list) or not lines:
+        raise UsageError("a recipe needs at least one [[map]]")
+    others = table.get("others", "refused")
+    if others not in ("same", "refused"):
+        raise UsageError(f"others = {others!r} is neither 'same' nor 'refused'")
+    drop = _table(table, "drop")
+    _check_keys(drop, _SIDES, "[drop]")
+    left, right = (_texts(drop, side) for side in _SIDES)
+    return Recipe(
+        name=name,
+        lines=tuple(_numbered(_line, line, number) for number, line in enumerate(lines, 1)),
+        about=_text(table, "about"),
+        left=_text(table, "left", "left"),
+        right=_text(table, "right", "right"),
+        models=_texts(table, "models"),
+        source=_text(table, "source"),
+        keeps_others=others == "same",
+        bindings=tuple(_binding(key, value) for key, value in _table(table, "sizes").items()),
+        drops=(tuple(map(NamePattern, left)), tuple(map(NamePattern, right))),
+        tied=_tied(_table(table, "tied")),
+        text=text,
+    )
+
+
+def _numbered(make: Callable[[Any], Line], line: Any, number: int) -> Line:
+    try:
+        return make(line)
+    except CkptError as error:
+        raise UsageError(f"[[map]] number {number}: {error.message}") from error
+
+
+def _line(table: Any) -> Line:
+    if not isinstance(table, dict):
+        raise UsageError("it is not a table")
+    _check_keys(table, _OF_LINE, "a [[map]]")
+    missing = [side for side in _SIDES if side not in table]
+    if missing:
+        raise UsageError(f"it has no {missing[0]}")
+    add, optional = table.get("add", 0), table.get("optional", False)
+    if type(add) is not int:
+        raise UsageError(f"add = {add!r} is not a whole number")
+    if type(optional) is not bool:
+        raise UsageError(f"optional = {optional!r} is neither true nor false")
+    return Line.build(
+        _patterns(table["left"]),
+        _patterns(table["right"]),
+        optional=optional,
+        plus=add,
+        dtypes=_dtypes(_table(table, "dtype")),
+    )
+
+
+def _patterns(value: Any) -> Mapping[str, tuple[Node, ...] | None]:
+    if isinstance(value, str):
+        return {value: None}
+    if not isinstance(value, dict) or not value:
+        raise UsageError(f"{value!r} is neither a name nor a table of names and shapes")
+    wrong = next((name for name, shape in value.items() if not isinstance(shape, str)), None)
+    if wrong is not None:
+        raise UsageError(f"the shape of {wrong} is not text; names with dots need quotes")
+    return {name: parse_axes(shape) for name, shape in value.items()}
+
+
+def _dtypes(table: Mapping[str, Any]) -> tuple[DType | None, DType | None]:
+    _check_keys(table, _SIDES, "dtype")
+    left, right = (_dtype(table.get(side)) for side in _SIDES)
+    return left, right
+
+
+def _dtype(name: Any) -> DType | None:
+    if name is None:
+        return None
+    known = [dtype.value for dtype in DType]
+    if name not in known:
+        raise UsageError(f"{name!r} is not a dtype{_meant(str(name), known)}")
+    return DType(name)
+
+
+def _binding(name: str, value: Any) -> Binding:
+    if not _VARIABLE.fullmatch(name):
+        raise UsageError(f"{name!r} under [sizes] is not a variable")
+    if type(value) is int:
+        return Binding(name, (Size(str(value)),))
+    if not isinstance(value, str):
+        raise UsageError(f"{name} = {value!r} under [sizes] is neither a number nor text such as 'config.hidden_size'")
+    return Binding(name, tuple(Size(part) for part in value.split("|")))
+
+
+def _tied(table: Mapping[str, Any]) -> Mapping[str, str]:
+    for alias, owner in table.items():
+        if not isinstance(owner, str) or owner in table or alias == owner:
+            raise UsageError(f"[tied] {alias} = {owner!r} is not the name of a tensor that owns its bytes")
+    return dict(table)
+
+
+def _check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    unknown = next((key for key in table if key not in known), None)
+    if unknown is not None:
+        raise UsageError(f"{where} has no key {unknown!r}{_meant(unknown, known)}; known: {', '.join(known)}")
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    found = nearest(name, known)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = table.get(key, {})
+    if not isinstance(value, dict):
+        raise UsageError(f"{key} is not a table")
+    return value
+
+
+def _text(table: Mapping[str, Any], key: str, default: str = "") -> str:
+    value = table.get(key, default)
+    if not isinstance(value, str):
+        raise UsageError(f"{key} = {value!r} is not text")
+    return value
+
+
+def _texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = table.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise UsageError(f"{key} = {value!r} is not a list of texts")
+    return tuple(value)

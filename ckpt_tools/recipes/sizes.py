@@ -1,0 +1,206 @@
+"""Sizes of axes as expressions of variables, and their values from ``config.json`` and from shapes. Pure."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import UsageError
+
+Env = Mapping[str, int]
+"""Values of variables. The variable ``expert`` counts the index ``{expert}``."""
+
+_CONFIG = "config"
+
+_NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config")
+"""Parts of a ``config.json`` in which a key is looked up if the top has none: the model of text first."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """An expression of variables and integers with ``+ - * / ( )``, such as ``A * D``.
+
+    Raises:
+        UsageError: it is no such expression.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        _ = self.variables
+
+    @cached_property
+    def _tree(self) -> ast.expr:
+        try:
+            tree = ast.parse(self.text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise UsageError(f"{self.text!r} is not a size; write for example 2, H or A*D") from error
+        for node in ast.walk(tree):
+            if not isinstance(node, _ALLOWED) or (isinstance(node, ast.Constant) and type(node.value) is not int):
+                raise UsageError(f"{self.text!r} is not a size: only variables, integers, + - * / and ( ) are allowed")
+        return tree
+
+    @cached_property
+    def config_keys(self) -> frozenset[str]:
+        """The keys of ``config.json`` in it, dots included."""
+        return frozenset(key for node in ast.walk(self._tree) if (key := _config_key(node)) is not None)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        names = frozenset(node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)) - {_CONFIG}
+        attributes = [node for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)]
+        if any(_root(node) != _CONFIG for node in attributes):
+            raise UsageError(f"{self.text!r} is not a size: only config has keys, as in config.hidden_size")
+        return names
+
+    def value(self, env: Mapping[str, int | Fraction], config: Mapping[str, Any] | None = None) -> Fraction | None:
+        """The value; None if a variable or a key is not known, or it divides by zero."""
+        try:
+            return _value(self._tree, env, config or {})
+        except (KeyError, ZeroDivisionError):
+            return None
+
+
+_ALLOWED = (
+    ast.BinOp,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.Div,
+    ast.Name,
+    ast.Attribute,
+    ast.Constant,
+    ast.Load,
+)
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _config_key(node: ast.AST) -> str | None:
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.insert(0, node.attr)
+        node = node.value
+    return ".".join(parts) if parts and isinstance(node, ast.Name) and node.id == _CONFIG else None
+
+
+def _value(node: ast.AST, env: Mapping[str, int | Fraction], config: Mapping[str, Any]) -> Fraction:
+    match node:
+        case ast.Constant():
+            return Fraction(int(node.value))  # type: ignore[arg-type]
+        case ast.Name():
+            return Fraction(env[node.id])
+        case ast.Attribute():
+            return Fraction(_looked_up(config, _config_key(node) or ""))
+        case ast.BinOp():
+            left, right = _value(node.left, env, config), _value(node.right, env, config)
+            match node.op:
+                case ast.Add():
+                    return left + right
+                case ast.Sub():
+                    return left - right
+                case ast.Mult():
+                    return left * right
+            return left / right
+    raise AssertionError("checked when it was parsed")
+
+
+def _looked_up(config: Mapping[str, Any], key: str) -> int:
+    """A whole number of ``config.json``. Raises KeyError."""
+    for part in (config, *(config.get(name) for name in _NESTED)):
+        found: Any = part
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if type(found) is int:
+            return found
+    raise KeyError(key)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A variable and the expressions that may give its value: the first that is known counts."""
+
+    name: str
+    choices: tuple[Size, ...]
+
+
+def from_config(bindings: Iterable[Binding], config: Mapping[str, Any] | None) -> dict[str, int]:
+    """Values of the variables that ``config.json`` tells. Raises UsageError for one that is not a whole number."""
+    env: dict[str, int] = {}
+    todo = list(bindings)
+    while todo:
+        known = [(each, value) for each in todo if (value := _first(each, env, config)) is not None]
+        if not known:
+            break
+        for binding, value in known:
+            env[binding.name] = _whole(value, f"{binding.name} = {binding.choices[0].text}", env)
+            todo.remove(binding)
+    return env
+
+
+def _first(binding: Binding, env: Env, config: Mapping[str, Any] | None) -> Fraction | None:
+    """The first choice, in order, that is known; none before one that may still become known."""
+    for choice in binding.choices:
+        value = choice.value(env, config)
+        if value is not None or choice.variables - env.keys():
+            return value
+    return None
+
+
+def _whole(value: Fraction, what: str, env: Env) -> int:
+    if value.denominator != 1 or value < 0:
+        with_values = ", ".join(f"{name} = {number}" for name, number in env.items())
+        raise UsageError(f"the size {what} is {value} with {with_values}, which is not a whole number")
+    return int(value)
+
+
+def checked(size: Size, env: Env, what: str) -> int:
+    """The value as a whole number.
+
+    Raises:
+        UsageError: a variable is not known, or the value is not a whole number, as where a size does not divide.
+    """
+    value = size.value(env)
+    if value is None:
+        missing = sorted(size.variables - env.keys())
+        raise UsageError(
+            f"{what}: the size {listed(missing)} is known neither from shapes nor from config.json; bind it under "
+            "[sizes], or name a folder with config.json"
+        )
+    used = {name: env[name] for name in sorted(size.variables)}
+    return _whole(value, f"{size.text} of {what}", used)
+
+
+def solved(equations: Iterable[tuple[Size, int]], env: Env) -> dict[str, int]:
+    """``env`` with the variables that the equations ``size == extent`` give, each linear in one that is not known."""
+    found = dict(env)
+    todo = list(equations)
+    while True:
+        step = next(_steps(todo, found), None)
+        if step is None:
+            return found
+        name, value = step
+        found[name] = value
+
+
+def _steps(equations: Iterable[tuple[Size, int]], env: Env) -> Iterator[tuple[str, int]]:
+    for size, extent in equations:
+        unknown = size.variables - env.keys()
+        if len(unknown) != 1:
+            continue
+        (name,) = unknown
+        at_0, at_1, at_2 = (size.value({**env, name: number}) for number in (0, 1, 2))
+        if at_0 is None or at_1 is None or at_2 is None or at_1 == at_0 or at_2 - at_1 != at_1 - at_0:
+            continue
+        value = (extent - at_0) / (at_1 - at_0)
+        if value.denominator == 1 and value >= 0:
+            yield name, int(value)
