@@ -398,6 +398,8 @@ def _int64(numbers: Sequence[Any], shape: Shape) -> Ints:
 def _flat_index(table: ShardTable) -> FlatIndex | None:
     if table.strides is not None:
         return None
+    if _is_one_whole(table):
+        return FlatIndex(_shared([0]), _shared([0]), table.numels)
     extents = table.stops - table.starts
     if not _contiguous_rows(extents, table.shape).all():
         return None
@@ -406,6 +408,11 @@ def _flat_index(table: ShardTable) -> FlatIndex | None:
     full = np.flatnonzero(table.numels > 0)
     rows = full[np.argsort(starts[full], kind="stable")]
     return FlatIndex(rows, starts[rows], starts[rows] + table.numels[rows])
+
+
+def _is_one_whole(table: ShardTable) -> bool:
+    """True if the only shard is the whole tensor."""
+    return len(table.numels) == 1 and 0 < int(table.numels[0]) == prod(table.shape)
 
 
 def _contiguous_rows(extents: Ints, shape: Shape) -> NDArray[np.bool_]:
@@ -428,6 +435,9 @@ def check_cover(table: ShardTable) -> None:
         IncompleteError: elements are in no shard.
     """
     if table._covers:
+        return
+    if _is_one_whole(table):
+        object.__setattr__(table, "_covers", True)
         return
     flat = table.flat
     if flat is not None:

@@ -205,6 +205,8 @@ class _Maker:
         if slot not in (WEIGHT, MASTER):
             return entry
         dtype = line.dtypes[1] if slot == WEIGHT else None
+        if dtype in (None, entry.dtype) and not line.plus:
+            return entry
         if dtype is not None:
             check_cast(entry.shards.dtype, dtype)
         if line.plus and entry.dtype not in CASTABLE:

@@ -225,9 +225,7 @@ def _files(parts: Sequence[Boxes]) -> tuple[tuple[str, ...], Ints]:
         if len(files) == 1:
             columns.append(np.full(len(ids), number.setdefault(files[0], len(number)), np.int64))
         else:
-            used, where = np.unique(ids, return_inverse=True)
-            new = [number.setdefault(files[each], len(number)) for each in used.tolist()]
-            columns.append(np.array(new, np.int64)[where])
+            columns.append(_column([number.setdefault(files[each], len(number)) for each in ids.tolist()]))
     return tuple(number), np.concatenate(columns) if len(columns) > 1 else columns[0]
 
 
