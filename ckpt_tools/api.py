@@ -175,6 +175,9 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         key_map: A file with a JSON object of old names to new names, applied before ``rename``.
         weights: Which copy of a weight is written if only one is: the fp32 ``"master"``, or the ``"model"``'s own.
             Default: ``"master"``, if there is one.
+        recipe: A recipe that maps the tensors to another model layout: the name of a built-in one, or a TOML file.
+            The options above that name tensors name those that it makes. Its sizes are in ``config.json``.
+        inverse: Read the recipe from right to left.
         state: ``"model"`` for weights alone, ``"all"`` for the whole training state. Default: all if the target
             format is made for it.
 
@@ -187,8 +190,8 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         max_shard_size: Cut the weights into files of at most this size: bytes, or ``"5GB"``, ``"512MiB"``. Default:
             one file.
         config: A folder with ``config.json`` and what belongs to it (``generation_config.json``, a tokenizer, a
-            preprocessor), which is copied to a folder that ``from_pretrained`` opens. Default: the files beside
-            ``src``, if there are any.
+            preprocessor), which is copied to a folder that ``from_pretrained`` opens. A recipe takes its sizes from it.
+            Default: the files beside ``src``, if there are any.
 
     Running:
         memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger
@@ -360,8 +363,8 @@ def verify(
         src: The checkpoint that was converted, or the one that is checked alone.
         dst: What ``src`` was converted to.
         from_: The format of ``src``. Default: detected.
-        state, dtype, weights, include, exclude, rename, key_map, model_key, optim_key, param_order, buffers, tag: As
-            they were for ``convert``.
+        state, dtype, weights, include, exclude, rename, key_map, recipe, inverse, config, model_key, optim_key,
+            param_order, buffers, tag: As they were for ``convert``.
         digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``.
             Default: the list that lies with ``src``, if there is one.
         public_key: Without ``dst``: a PEM file. The signature of ``digests``, else of ``src``, is checked first.
@@ -394,11 +397,11 @@ def verify(
     case = Case(has_destination=dst is not None, has_digests=digests is not None, has_key=public_key is not None)
     check(ARGUMENTS["verify"], given, case)
     check_storage_options(chosen.storage_options, src, dst, digests)
+    src = named(src, chosen.storage_options)
     if public_key is not None:
         from ckpt_tools.verification.signing import check_signature
 
-        signed = digests or named(src, chosen.storage_options)
-        check_signature(signed, public_key=public_key, signature=signature)
+        check_signature(digests or src, public_key=public_key, signature=signature)
     source, manifest = read_checkpoint(
         src, chosen.reading, format_name=chosen.from_, storage_options=chosen.storage_options
     )
@@ -406,7 +409,7 @@ def verify(
     if dst is None:
         check_reading(manifest, chosen.reading)
         return verify_alone(source, manifest, chosen, how, against=digests)
-    return verify_pair(source, manifest, dst, chosen, how)
+    return verify_pair(src, source, manifest, dst, chosen, how)
 
 
 @public
@@ -429,6 +432,7 @@ def diff(
         weights: Which copy of a weight is compared if one checkpoint alone keeps fp32 masters: ``"master"`` or
             ``"model"``. Default: ``"master"``.
         rename, key_map: Turn names of ``a`` into names of ``b``, as for ``convert``.
+        recipe, inverse, config: A recipe that maps tensors of ``a`` to those of ``b``, as for ``convert``.
         include, exclude: Globs that choose among the names of ``b``.
         workers: The number of threads. Default: one for each processor, and at least 8 for stores.
         on_progress: Called with the number of bytes done and in all. Default: not called.
@@ -448,16 +452,17 @@ def diff(
         >>> report.differences[0].key.fqn, report.differences[0].aspect.value
         ('encoder.bias', 'values')
     """
-    from ckpt_tools.runs.opening import read_checkpoint
+    from ckpt_tools.runs.opening import named, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import compare_all
 
     chosen = ConvertOptions(state=state, **options)
     stores = chosen.storage_options
     check_storage_options(stores, a, b)
+    a = named(a, stores)
     first = read_checkpoint(a, chosen.reading, format_name=chosen.from_, storage_options=stores)
     second = read_checkpoint(b, ReadOptions(), storage_options=stores)
-    return compare_all(first, second, chosen, _running(chosen, workers, on_progress, a, b))
+    return compare_all(a, first, second, chosen, _running(chosen, workers, on_progress, a, b))
 
 
 @public

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,14 +21,14 @@ from ckpt_tools.core.progress import Meter, Progress, silent
 from ckpt_tools.core.quantized import check_together
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.trainer_folder import FILE
-from ckpt_tools.core.transforms import cast_notes
+from ckpt_tools.core.transforms import Transformed, cast_notes
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import DestinationExistsError, LossError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import WRITING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import written_format
 from ckpt_tools.planning.plan import REMOTE_BYTES, CopyRules, Figures, Plan, make_plan, reading_bytes
-from ckpt_tools.reading.checkpoint import case_of, own_keys
+from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
 from ckpt_tools.reading.model_files import find_model_files, missing_note, with_model_files
 from ckpt_tools.runs.opening import named, read_checkpoint
 from ckpt_tools.signals import held_back
@@ -47,7 +48,24 @@ from ckpt_tools.stores.urls import (
 )
 
 if TYPE_CHECKING:
+    from ckpt_tools.reading.recipe_step import RecipeStep
     from ckpt_tools.transfer.workers import WorkerPool
+
+
+@dataclass(frozen=True, slots=True)
+class UsedRecipe:
+    """The recipe of a conversion: its name, if it was read from right to left, and the names of the two layouts."""
+
+    name: str
+    inverse: bool
+    before: str
+    after: str
+
+    @classmethod
+    def of(cls, step: RecipeStep | None, options: ConvertOptions) -> UsedRecipe | None:
+        if step is None:
+            return None
+        return cls(step.recipe.name, options.inverse, step.recipe.left, step.recipe.right)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +85,14 @@ class Prepared:
     renamed: Mapping[str, str] = field(default_factory=dict)
     keys: ReadOptions = field(default_factory=ReadOptions)
     """Options for reading the output, if it has the tree of a source that was read with them."""
+    recipe: UsedRecipe | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanReport(Shown):
     """The plan of a conversion. Sizes in bytes: ``num_bytes`` of the tensors that are written, ``file_bytes`` of the
-    files that will hold them. ``renamed`` are the names that change, by their old ones.
-    ``removed_files`` lie at the destination now and are replaced."""
+    files that will hold them. ``renamed`` are the names that ``rename`` and ``key_map`` change, by their old ones,
+    which are those of ``recipe`` if there is one. ``removed_files`` lie at the destination now and are replaced."""
 
     SHOWN: ClassVar[tuple[str, ...]] = (
         "source_format",
@@ -99,6 +118,7 @@ class PlanReport(Shown):
     num_bytes: int
     renamed: Mapping[str, str] = field(default_factory=dict)
     removed_files: Mapping[str, int] = field(default_factory=dict)
+    recipe: UsedRecipe | None = None
 
     @property
     def file_bytes(self) -> int:
@@ -198,15 +218,27 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     source_format, reading, has_weights = manifest.format, reading_bytes(manifest), holds_weights(manifest.tensors)
     writer = writer or _same_writer(manifest, place.name)
     whole = is_whole(request, writer)
+    recipe = recipe_step(src, source, manifest, request)
+    keeps_both, has_recipe = whole and writer.holds_masters, recipe is not None
     check(
-        WRITING, request.given, case_of(manifest, writer.name, keeps_both=whole and writer.holds_masters, whole=whole)
+        WRITING,
+        request.given,
+        case_of(manifest, writer.name, keeps_both=keeps_both, whole=whole, has_recipe=has_recipe),
     )
     writing = _write_options(place.form, manifest, request)
     if writer.asks_model_type:
         writing = replace(writing, model_type=_model_type(src, source, manifest, stores))
-    if request.include or request.exclude:
-        check_together(manifest, lambda fqn: is_chosen(fqn, request.include, request.exclude))
-    made = apply_options(manifest, request, whole=whole, holds_masters=writer.holds_masters, kept=writer.kept_entries)
+    mapped = None if recipe is None else partial(_mapped, recipe, request)
+    if recipe is None:
+        _check_quantized(manifest, request)
+    made = apply_options(
+        manifest,
+        request,
+        whole=whole,
+        holds_masters=writer.holds_masters,
+        kept=writer.kept_entries,
+        recipe=mapped,
+    )
     manifest = made.manifest
     layout = writer.layout(manifest, writing)
     source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, stores)
@@ -240,7 +272,21 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         notes,
         made.renamed,
         own_keys(source_format, writer.name, request),
+        UsedRecipe.of(recipe, request),
     )
+
+
+def _check_quantized(manifest: Manifest, options: ConvertOptions) -> None:
+    """Raises UsageError if a quantized weight is selected without its scales."""
+    if options.include or options.exclude:
+        check_together(manifest, lambda fqn: is_chosen(fqn, options.include, options.exclude))
+
+
+def _mapped(recipe: RecipeStep, options: ConvertOptions, manifest: Manifest) -> Transformed:
+    """The step of a recipe, whose names are those that the user selects by."""
+    made, notes = recipe(manifest)
+    _check_quantized(made, options)
+    return made, notes
 
 
 def remote_bytes(*urls: str | Path) -> int:
@@ -261,7 +307,7 @@ def _with_model_files(
     """A folder of weights with the files that say what the model is, the source that has them too, and their names."""
     is_folder = "config" in writer.writing_options and not isinstance(place.form, SingleFile)
     if not is_folder:
-        if options.config is not None:
+        if options.config is not None and options.recipe is None:
             raise UsageError(f"{option('config')} is for folders; {place.name} is one file")
         return source, layout, frozenset()
     found = find_model_files(src, source, manifest, config=options.config, storage_options=storage_options)
@@ -394,6 +440,7 @@ def plan_report(prepared: Prepared) -> PlanReport:
         notes=prepared.notes,
         renamed=prepared.renamed,
         removed_files=prepared.removed,
+        recipe=prepared.recipe,
     )
 
 

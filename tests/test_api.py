@@ -49,7 +49,10 @@ ONLY_PRINTED = {"form", "as_json", "quiet", "tensors", "dry_run", "top", "list_a
 """Options of commands about how a result is printed; ``convert --dry-run`` is ``plan``."""
 
 ONLY_IN_PYTHON = {
-    "reshard": {"state", "dtype", "weights", "max_shard_size", "include", "exclude", "rename", "key_map", "buffers"},
+    "reshard": {
+        *("state", "dtype", "weights", "max_shard_size", "include", "exclude", "rename", "key_map", "buffers"),
+        *("recipe", "inverse", "config"),
+    },
     "consolidate": {"world_size"},
     "plan": {"runner", "address", "resume", "fsync"},
 }
@@ -104,7 +107,7 @@ def test_verbs_that_convert_take_the_same_keywords() -> None:
     whole = parameters("convert")
     assert parameters("plan") == whole
     assert parameters("consolidate") == {name: each for name, each in whole.items() if name != "state"}
-    resharding = {name: each for name, each in whole.items() if name not in {"to", "world_size", "config"}}
+    resharding = {name: each for name, each in whole.items() if name not in {"to", "world_size"}}
     assert {name: each for name, each in parameters("reshard").items() if name != "world_size"} == resharding
 
 

@@ -40,7 +40,8 @@ _world_size = click.option(
 _config = click.option(
     "--config",
     metavar="DIR",
-    help="The folder with config.json, tokenizer and preprocessor files for the output. Default: beside SRC.",
+    help="The folder with config.json, for sizes of the recipe too, and tokenizer and preprocessor files for the "
+    "output. Default: beside SRC.",
 )
 _strict = click.option("--strict", is_flag=True, help="Fail if something would be dropped.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST, and nothing else.")
@@ -152,7 +153,7 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
     say(f"reads {size(report.bytes_read)}, writes {size(report.bytes_written)} in {count(report.num_tasks, 'task')}")
     say(f"peak memory {size(report.peak_memory_bytes)}")
     _show_files(report.files)
-    _show_renamed(report)
+    _show_mapped(report)
     if report.removed_files:
         say(f"removes {count(len(report.removed_files), 'file')} of DST, {size(report.removed_bytes)}")
         _show_files(report.removed_files)
@@ -164,7 +165,11 @@ def _figures(report: PlanReport) -> str:
     return f"{tensors} ({size(report.num_bytes)}) in {files} ({size(report.file_bytes)})"
 
 
-def _show_renamed(report: PlanReport) -> None:
+def _show_mapped(report: PlanReport) -> None:
+    if report.recipe is not None:
+        recipe = report.recipe
+        direction = " --inverse" if recipe.inverse else ""
+        say(printable(f"recipe: {recipe.name}{direction} ({recipe.before} to {recipe.after})"))
     if report.renamed:
         pairs = [f"{old} to {new}" for old, new in islice(report.renamed.items(), MAX_NAMES)]
         more = len(report.renamed) - len(pairs)
@@ -187,7 +192,7 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
         say(f"{size(report.bytes_recovered)} were kept from an earlier run")
     if report.digests:
         say(f"digests in {report.digests}")
-    _show_renamed(report.plan)
+    _show_mapped(report.plan)
     show_notes(report.plan.notes)
 
 

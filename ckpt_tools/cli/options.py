@@ -23,7 +23,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 HEADINGS = {
     "What to read": ("from_", "tag", "model_key", "optim_key", "param_order", "storage_options"),
-    "Names and selection": ("include", "exclude", "rename", "key_map", "weights", "state"),
+    "Names and selection": ("include", "exclude", "rename", "key_map", "recipe", "inverse", "weights", "state"),
     "Output": ("to", "dtype", "buffers", "world_size", "max_shard_size", "config"),
     "Running": ("memory", "workers", "runner", "address"),
     "Safety": ("overwrite", "resume", "strict", "fsync", "checksum"),
@@ -118,6 +118,19 @@ naming = together(
         help="Rename tensors. Several rules apply in the given order. Repeatable.",
     ),
     click.option("--key-map", type=click.Path(), metavar="FILE", help="A JSON file that maps old names to new names."),
+    click.option(
+        "--recipe",
+        metavar="NAME|FILE",
+        help="Map tensors to another model layout, by a built-in recipe (see recipes) or a TOML file. "
+        "The options above name the tensors that it makes.",
+    ),
+    click.option("--inverse", is_flag=True, help="Read the recipe from right to left."),
+)
+
+sizes = click.option(
+    "--config",
+    metavar="DIR",
+    help="The folder whose config.json has the sizes of the recipe. Default: beside the source.",
 )
 
 choosing = together(

@@ -28,6 +28,7 @@ MAX_MODULES = 8
 @options.state("Compare the weights alone, or everything. Default: all.")
 @options.weights
 @options.naming
+@options.sizes
 @options.workers
 @options.listing
 @options.as_json
@@ -35,7 +36,8 @@ MAX_MODULES = 8
 def diff_command(a: str, b: str, top: int | None, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Show which tensors of A and B differ, and by how much, in any two formats.
 
-    A summary comes first, then the largest differences. --rename and --key-map change names of A to those of B.
+    A summary comes first, then the largest differences. --recipe, --rename and --key-map change names of A to those
+    of B.
     --from, --tag, --model-key and --optim-key say how A is read. Exits with 6 if anything differs.
     """
     from ckpt_tools import diff
@@ -114,6 +116,7 @@ def _show_rows(report: VerifyReport, top: int | None) -> None:
 @options.reading
 @options.state("The --state of the conversion.")
 @options.choosing
+@options.sizes
 @click.option("--digests", metavar="FILE", help="Check SRC against these digests. Default: those stored with SRC.")
 @click.option("--public-key", metavar="FILE", help="First check the signature of SRC, or of --digests, with this key.")
 @click.option("--signature", metavar="FILE", help="The file of the signature. Default: stored with what it signs.")

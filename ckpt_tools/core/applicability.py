@@ -38,6 +38,7 @@ class Case:
     has_key: bool = False
     is_printed: bool = False
     is_remote: bool = False
+    has_recipe: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,14 @@ OF_TWO_COPIES = Rule(
 )
 """Of two checkpoints, or one and a list of digests; ``keeps_both`` says that masters are compared too."""
 
+OF_RECIPES = Rule(
+    ("config",),
+    lambda case: case.has_recipe,
+    "the sizes of a recipe, with {recipe}",
+    lambda case: "no recipe is named",
+)
+"""Of every command that writes no model's files."""
+
 _CHOOSING = ("state", "weights", "include", "exclude", "rename", "key_map")
 
 ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
@@ -95,6 +104,14 @@ ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
             lambda case: case.has_destination,
             "verify with {dst}",
             lambda case: "digests are of elements before a cast, and a checkpoint alone is checked as it is stored",
+        ),
+        Rule(
+            ("recipe", "config"),
+            lambda case: case.has_destination,
+            "verify with {dst}",
+            lambda case: (
+                "digests are of whole tensors before a recipe, and a checkpoint alone is checked as it is stored"
+            ),
         ),
     ),
     "checksum": (

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from ckpt_tools.core import transforms
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import without_gone
+from ckpt_tools.core.notes import Note, without_gone
 from ckpt_tools.core.options import ConvertOptions
+from ckpt_tools.core.transforms import Transformed
+
+Step: TypeAlias = Callable[[Manifest], Transformed]
+"""From one manifest to another, with notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +27,29 @@ class Applied:
 
 
 def apply_options(
-    manifest: Manifest, options: ConvertOptions, *, whole: bool, holds_masters: bool, kept: tuple[str, ...] = ()
+    manifest: Manifest,
+    options: ConvertOptions,
+    *,
+    whole: bool,
+    holds_masters: bool,
+    kept: tuple[str, ...] = (),
+    recipe: Step | None = None,
 ) -> Applied:
     """The manifest as ``options`` make it.
 
     ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights.
-    ``kept`` are entries that are written with the weights also if no other state is.
+    ``kept`` are entries that are written with the weights also if no other state is. ``recipe`` is the step of
+    ``options.recipe``; options that name tensors name those that it makes.
 
     Raises:
         UsageError: the options do not fit this checkpoint or each other.
     """
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
-    before = _items(manifest)
-    for step in _steps(options, whole, holds_masters, kept):
-        manifest, more = step(manifest)
+    manifest, notes = _taken(manifest, notes, _copying(options, whole, holds_masters, kept))
+    if recipe is not None:
+        manifest, more = recipe(manifest)
         notes += more
-    notes = without_gone(notes, before, _items(manifest))
+    manifest, notes = _taken(manifest, notes, _choosing(options))
     new_name = transforms.substitutions(options.rename, options.names)
     renamed = transforms.new_names(manifest, new_name) if options.rename or options.names else {}
     if renamed:
@@ -51,18 +63,31 @@ def _items(manifest: Manifest) -> frozenset[str]:
     return frozenset([*manifest.fqns, *manifest.aliases, *map(str, manifest.extra)])
 
 
-def _steps(
-    options: ConvertOptions, whole: bool, holds_masters: bool, kept: tuple[str, ...]
-) -> list[Callable[[Manifest], transforms.Transformed]]:
+def _taken(manifest: Manifest, notes: tuple[Note, ...], steps: Iterable[Step]) -> Transformed:
+    """The manifest after ``steps``, with ``notes`` and theirs, but for those on items that a step left out."""
+    before = _items(manifest)
+    for step in steps:
+        manifest, more = step(manifest)
+        notes += more
+    return manifest, without_gone(notes, before, _items(manifest))
+
+
+def _copying(options: ConvertOptions, whole: bool, holds_masters: bool, kept: tuple[str, ...]) -> list[Step]:
+    """Steps that choose what is written of each tensor."""
     asked = options.state == "model"
-    steps: list[Callable[[Manifest], transforms.Transformed]] = []
     if not whole:
-        steps.append(
-            lambda manifest: transforms.model_only(manifest, weights=options.weight_copy, asked=asked, entries=kept)
-        )
-        steps.append(transforms.without_wrappers)
-    elif not holds_masters:
-        steps.append(lambda manifest: transforms.one_copy(manifest, weights=options.weight_copy))
+        return [
+            lambda manifest: transforms.model_only(manifest, weights=options.weight_copy, asked=asked, entries=kept),
+            transforms.without_wrappers,
+        ]
+    if not holds_masters:
+        return [lambda manifest: transforms.one_copy(manifest, weights=options.weight_copy)]
+    return []
+
+
+def _choosing(options: ConvertOptions) -> list[Step]:
+    """Steps that find tensors by their names."""
+    steps: list[Step] = []
     if options.buffers:
         steps.append(lambda manifest: transforms.with_buffers(manifest, options.buffers))
     if options.rename or options.names:

@@ -72,13 +72,16 @@ class LoadableKeywords(TypedDict, total=False):
 
 
 class SelectKeywords(ReadKeywords, total=False):
-    """Keywords of every function that selects and renames tensors."""
+    """Keywords of every function that selects, renames and maps tensors."""
 
     include: Sequence[str]
     exclude: Sequence[str]
     rename: Sequence[str]
     key_map: str | Path | None
     weights: Weights | None
+    recipe: str | Path | None
+    inverse: bool
+    config: str | Path | None
 
 
 class ReshardKeywords(SelectKeywords, total=False):
@@ -102,7 +105,6 @@ class ReshardKeywords(SelectKeywords, total=False):
 class ConsolidateKeywords(ReshardKeywords, total=False):
     to: WrittenFormat | None
     world_size: int | None
-    config: str | Path | None
 
 
 class ConvertKeywords(ConsolidateKeywords, total=False):
@@ -128,6 +130,8 @@ class ConvertOptions:
     rename: Sequence[str] = ()
     key_map: str | Path | None = None
     weights: str | None = None
+    recipe: str | Path | None = None
+    inverse: bool = False
     state: str | None = None
     dtype: DTypeLike | None = None
     buffers: Sequence[str] = ()
@@ -145,6 +149,8 @@ class ConvertOptions:
         _one_of("state", self.state, STATES)
         _one_of("dtype", dtype, DTYPE_NAMES)
         _one_of("weights", self.weights, WEIGHTS)
+        if self.inverse and self.recipe is None:
+            raise UsageError(f"{option('inverse', True)} is for a recipe; name it with {option('recipe')}")
         if self.world_size is not None and self.world_size < 1:
             raise UsageError(f"{option('world_size', self.world_size)}: at least one rank is needed")
         if self.rename:
@@ -176,13 +182,15 @@ class ConvertOptions:
 
     @property
     def reading(self) -> ReadOptions:
+        """Options of the reader. With a recipe, globs are of names that the reader does not know."""
+        has_own_names = self.recipe is None
         return ReadOptions(
             tag=self.tag,
             model_key=self.model_key,
             optim_key=self.optim_key,
             param_order=self.order,
-            include=tuple(self.include),
-            exclude=tuple(self.exclude),
+            include=tuple(self.include) if has_own_names else (),
+            exclude=tuple(self.exclude) if has_own_names else (),
         )
 
 

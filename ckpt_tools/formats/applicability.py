@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.core.applicability import OF_TWO_COPIES, Case, Rule
+from ckpt_tools.core.applicability import OF_RECIPES, OF_TWO_COPIES, Case, Rule
 from ckpt_tools.formats.index import built_in
 
 
@@ -71,7 +71,12 @@ WRITING = (
     *READING,
     _written("world_size", "formats that are written for a number of ranks"),
     _written("max_shard_size", "formats that are cut into shards of a size"),
-    _written("config", "folders that from_pretrained opens"),
+    Rule(
+        ("config",),
+        lambda case: "config" in case.writes or case.has_recipe,
+        lambda: f"folders that from_pretrained opens ({_names('config')}), and for the sizes of a recipe",
+        lambda case: f"this writes {case.target}",
+    ),
     Rule(
         ("state",),
         lambda case: not case.is_weights_alone,
@@ -83,8 +88,8 @@ WRITING = (
 )
 """Rules of ``convert`` and ``plan``, checked once the formats are known."""
 
-COMPARING = (*READING, _WEIGHTS)
+COMPARING = (*READING, _WEIGHTS, OF_RECIPES)
 """Rules of ``verify`` with two checkpoints, checked once their formats are known."""
 
-DIFFING = (*READING, OF_TWO_COPIES)
+DIFFING = (*READING, OF_TWO_COPIES, OF_RECIPES)
 """Rules of ``diff``, checked once both checkpoints are read."""

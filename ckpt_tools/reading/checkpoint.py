@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.applicability import Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
@@ -22,6 +24,9 @@ from ckpt_tools.trainers.accelerate import refuse_several
 from ckpt_tools.trainers.megatron_lm import TRACKER
 from ckpt_tools.trainers.names import optimizer_of
 from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
+
+if TYPE_CHECKING:
+    from ckpt_tools.reading.recipe_step import RecipeStep
 
 CHOOSING = (LATEST, LATEST_UNIVERSAL, TRACKER)
 """Files of a run that say which of its checkpoints is meant: DeepSpeed's and Megatron's."""
@@ -114,7 +119,17 @@ def own_keys(source: str, target: str, options: ConvertOptions) -> ReadOptions:
     return ReadOptions(model_key=options.model_key, optim_key=options.optim_key) if is_kept else ReadOptions()
 
 
-def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -> Case:
+def recipe_step(url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep | None:
+    """The step of the recipe that ``options`` name, for ``manifest`` read from ``source`` at ``url``; None if they name
+    none. Raises CkptError if the recipe or ``config.json`` cannot be read."""
+    if options.recipe is None:
+        return None
+    from ckpt_tools.reading.recipe_step import RecipeStep
+
+    return RecipeStep.of(url, source, manifest, options)
+
+
+def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool, has_recipe: bool = False) -> Case:
     """The case that options are checked against when ``manifest`` is read and ``target`` written."""
     reader, writer = known(manifest.format), known(target) if target else None
     return Case(
@@ -126,6 +141,7 @@ def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool) -
         has_masters=any(key.slot == MASTER for key in manifest.tensors),
         keeps_both=keeps_both,
         has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
+        has_recipe=has_recipe,
     )
 
 

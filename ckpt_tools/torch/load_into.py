@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckpt_tools.arguments import public, written_out
 from ckpt_tools.core import transforms
+from ckpt_tools.core.applicability import OF_RECIPES, Case, check
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
 from ckpt_tools.core.options import ConvertOptions, SelectKeywords
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsafeError, UsageError
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
-from ckpt_tools.reading.checkpoint import check_reading
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.reading.checkpoint import check_reading, recipe_step
+from ckpt_tools.runs.opening import named, read_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.dtensors import local_parts
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole
@@ -71,6 +72,7 @@ def load_into(
             pipeline. These, and their optimizer state, may be in the checkpoint and not in ``model``.
         include, exclude, rename, key_map: Which parameters of the checkpoint are loaded, and their names in the model;
             as for ``convert``.
+        recipe, inverse, config: A recipe that maps the checkpoint's tensors to the model's; as for ``convert``.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
 
     Returns:
@@ -91,10 +93,13 @@ def load_into(
     chosen = ConvertOptions(**given)
     options, stores = chosen.reading, chosen.storage_options
     check_storage_options(stores, url)
+    check([OF_RECIPES], chosen.given, Case(has_recipe=chosen.recipe is not None))
+    url = named(url, stores)
     source, manifest = read_checkpoint(url, options, format_name=chosen.from_, storage_options=stores)
     check_reading(manifest, options)
+    recipe = recipe_step(url, source, manifest, chosen)
     manifest, _ = transforms.without_wrappers(manifest)
-    manifest = apply_options(manifest, chosen, whole=True, holds_masters=False).manifest
+    manifest = apply_options(manifest, chosen, whole=True, holds_masters=False, recipe=recipe).manifest
     others = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
     loader = _Loader(manifest, TensorReader(source.store, SCRATCH_BYTES), _Problems(), others.union(elsewhere))
     targets = list(loader.model_targets(model))

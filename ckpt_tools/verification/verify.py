@@ -20,7 +20,7 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import COMPARING, DIFFING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import known
-from ckpt_tools.reading.checkpoint import case_of, own_keys
+from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place
@@ -90,9 +90,9 @@ def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions
 
 
 def verify_pair(
-    source: Source, manifest: Manifest, dst: str | Path, options: ConvertOptions, how: Running
+    src: str | Path, source: Source, manifest: Manifest, dst: str | Path, options: ConvertOptions, how: Running
 ) -> VerifyReport:
-    """Whether ``dst`` holds the result of converting ``manifest`` with ``options``.
+    """Whether ``dst`` holds the result of converting ``manifest``, read at ``src``, with ``options``.
 
     Raises:
         CkptError: one of them cannot be read.
@@ -102,9 +102,11 @@ def verify_pair(
     target = found if found is not None and found.writes else None
     whole = options.state != "model" and (_has_more(other) or _keeps_names(manifest, other, target, options))
     holds_masters = target is None or target.holds_masters
-    case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole)
+    has_recipe = options.recipe is not None
+    case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole, has_recipe=has_recipe)
     check(COMPARING, options.given, case)
-    expected = apply_options(manifest, options, whole=whole, holds_masters=holds_masters).manifest
+    recipe = recipe_step(src, source, manifest, options)
+    expected = apply_options(manifest, options, whole=whole, holds_masters=holds_masters, recipe=recipe).manifest
     compared, notes = _of_model(other, options) if options.state == "model" else (other, ())
     theirs = Side.of("the destination", other_source.store, compared)
     ours = Side.of("the source", source.store, expected).with_masters_like(theirs).with_extras_like(theirs)
@@ -134,7 +136,7 @@ def _keeps_names(manifest: Manifest, other: Manifest, target: Format | None, opt
     whole states holds them so, unless ``state="model"`` wrote it."""
     if _has_more(manifest) or target is None or not (target.holds_optimizer or options.state == "all"):
         return False
-    is_renamed = bool(options.rename or options.names)
+    is_renamed = bool(options.rename or options.names or options.recipe)
     return is_renamed or not transforms.model_names(manifest).isdisjoint(transforms.model_names(other))
 
 
@@ -168,17 +170,27 @@ def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
 
 
 def compare_all(
-    a: tuple[Source, Manifest], b: tuple[Source, Manifest], options: ConvertOptions, how: Running
+    url: str | Path,
+    a: tuple[Source, Manifest],
+    b: tuple[Source, Manifest],
+    options: ConvertOptions,
+    how: Running,
 ) -> VerifyReport:
-    """The differences between ``a``, with its tensors renamed by ``options``, and ``b``, in the selected tensors.
+    """The differences between ``a``, read at ``url``, with its tensors mapped and renamed by ``options``, and ``b``, in
+    the selected tensors.
 
     Raises:
         CkptError: bytes cannot be read. UsageError: no tensor is selected.
     """
     has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
     is_both = all(has_masters) and options.state != "model"
-    check(DIFFING, options.given, case_of(a[1], "", keeps_both=is_both, whole=True))
+    has_recipe = options.recipe is not None
+    check(DIFFING, options.given, case_of(a[1], "", keeps_both=is_both, whole=True, has_recipe=has_recipe))
     manifests, notes = _comparable([a[1], b[1]], options)
+    recipe = recipe_step(url, *a, options)
+    if recipe is not None:
+        manifests[0], more = recipe(manifests[0])
+        notes += more
     if options.rename or options.names:
         transforms.check_renaming(manifests[0], options.rename, options.names)
         new_name = transforms.substitutions(options.rename, options.names)

@@ -60,8 +60,8 @@ APPLY_ALWAYS = {
 }
 """Options that have no case in which they could be ignored, and why."""
 
-MATCHED = {"include", "exclude", "rename", "key_map"}
-"""Options whose values have to match something."""
+MATCHED = {"include", "exclude", "rename", "key_map", "inverse"}
+"""Options whose values have to match something; ``inverse`` needs a recipe."""
 
 
 def commands() -> Iterator[tuple[str, click.Option]]:
@@ -119,6 +119,8 @@ CONVERSIONS: list[tuple[str, str, dict[str, Any], str]] = [
     ("safetensors", "dcp", {"optim_key": "optim"}, "optimizer state to dcp"),
     ("zero2", "universal", {"model_key": "model"}, "reads zero2 and writes universal"),
     ("zero2", "zero3", {"weights": "model"}, "one copy of each weight.*zero3 keeps"),
+    ("dcp", "universal", {"config": "."}, "for the sizes of a recipe.*writes universal"),
+    ("dcp", "dcp", {"inverse": True}, "recipe"),
     ("dcp", "dcp", {"address": "auto"}, r"runner[ =]'?ray"),
     ("dcp", "dcp", {"storage_options": {"key": "x"}}, "s3://"),
 ]
@@ -145,8 +147,8 @@ def test_the_command_line_refuses_it_too(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (name, value), *_ = options.items()
-    word = "key=x" if isinstance(value, dict) else str(value)
-    given = ["convert", str(made[source]), str(tmp_path / "out"), "--to", to, flag(name), word]
+    words = [] if value is True else ["key=x" if isinstance(value, dict) else str(value)]
+    given = ["convert", str(made[source]), str(tmp_path / "out"), "--to", to, flag(name), *words]
     code, printed = said_by(given, capsys)
     assert code == 2
     assert re.search(said, " ".join(printed.split()))
@@ -194,6 +196,14 @@ COMPARISONS: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("verify", ["torch"], {"exclude": ["a.b"]}, "dst or digests="),
     ("verify", ["torch"], {"rename": ["a=b"]}, "dst or digests="),
     ("verify", ["torch"], {"key_map": "map.json"}, "dst or digests="),
+    ("verify", ["torch"], {"recipe": "mixtral"}, "with dst;"),
+    ("verify", ["torch"], {"config": "."}, "with dst;"),
+    ("verify", ["torch"], {"digests": "digests.json", "recipe": "mixtral"}, "before a recipe"),
+    *(
+        (verb, ["torch", "safetensors"], options, said)
+        for verb in ("verify", "diff")
+        for options, said in (({"config": "."}, "no recipe is named"), ({"inverse": True}, "is for a recipe"))
+    ),
     ("verify", ["torch"], {"signature": "x.sig"}, "public_key="),
     ("verify", ["torch"], {"digests": "digests.json", "dtype": "bfloat16"}, "before a cast"),
     ("verify", ["torch"], {"digests": "digests.json", "include": ["no.*"]}, "nearest"),
