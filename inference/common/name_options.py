@@ -1,4 +1,4 @@
-"""Options that select and rename a checkpoint's tensors, for all commands that load a model."""
+"""Options that select, rename and map a checkpoint's tensors, for all commands that load a model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Arguments of :func:`inference.load_model` that select and rename tensors. Can be sent to other processes."""
+    """Arguments of :func:`inference.load_model` that choose and name tensors. Can be sent to other processes."""
 
     model_key: str | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     rename: Sequence[str] = ()
     key_map: str | Path | None = None
+    recipe: str | Path | None = None
+    inverse: bool = False
 
     def given(self) -> dict[str, Any]:
         return {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
@@ -42,6 +44,12 @@ def reading_options(command: Command) -> Command:
         click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose names match."),
         click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rename tensors, as '^model[.]='."),
         click.option("--key-map", metavar="FILE", help="A JSON file that maps old names to new names."),
+        click.option(
+            "--recipe",
+            metavar="NAME|FILE",
+            help="Map tensors to the model's, by a built-in recipe (see ckpt-tools recipes) or a TOML file.",
+        ),
+        click.option("--inverse", is_flag=True, help="Read the recipe from right to left."),
     ]
     for option in reversed(options):
         command = option(command)

@@ -38,6 +38,8 @@ def load_model(
     exclude: Sequence[str] = (),
     rename: Sequence[str] = (),
     key_map: str | Path | None = None,
+    recipe: str | Path | None = None,
+    inverse: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """The model with the weights of the checkpoint at ``url``, in evaluation mode.
@@ -56,6 +58,7 @@ def load_model(
         model_key: Key of the model in a tree, such as ``"app.model"``. Default: found by its content.
         include, exclude, rename, key_map: Which tensors of the checkpoint are taken, and their names in the model; as
             for ``ckpt_tools.convert``. ``rename="^model[.]="`` takes a prefix off.
+        recipe, inverse: A recipe that maps the checkpoint's tensors to the model's; as for ``ckpt_tools.convert``.
         storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
 
     Returns:
@@ -73,7 +76,7 @@ def load_model(
         >>> model["encoder"].weight[1, :3].tolist()
         [8.0, 9.0, 10.0]
     """
-    reading = Reading(model_key, include, exclude, rename, key_map).given()
+    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse).given()
     if isinstance(model, str) and model in PROGRAMS:
         if reading or dtype is not None:
             raise UsageError(

@@ -106,6 +106,8 @@ def load_predictor(
     exclude: Sequence[str] = (),
     rename: Sequence[str] = (),
     key_map: str | Path | None = None,
+    recipe: str | Path | None = None,
+    inverse: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Predictor:
     """The model of the checkpoint at ``url``, ready to answer.
@@ -122,7 +124,7 @@ def load_predictor(
             transformers without a head, else the mean over its tokens.
         max_new_tokens: Maximum number of generated tokens. Default: what ``generation_config.json``
             says, else 64.
-        model_key, include, exclude, rename, key_map: As for ``load_model``.
+        model_key, include, exclude, rename, key_map, recipe, inverse: As for ``load_model``.
         storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
 
     Raises:
@@ -131,7 +133,7 @@ def load_predictor(
     """
     if architecture is not None:
         Architecture.parse(architecture)
-    reading = Reading(model_key, include, exclude, rename, key_map).given()
+    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse).given()
     summary = ckpt_tools.inspect(url, storage_options=storage_options)
     with config_folder(summary.source, storage_options) as folder:
         chosen = architecture_of(architecture, folder)

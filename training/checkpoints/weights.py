@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,16 @@ def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collect
     """
     if config.init_from is None:
         return
-    with reading(config.init_from), _renamed(config) as checkpoint:
-        ckpt_tools.load_into(model, None, checkpoint, elsewhere=elsewhere)
-
-
-def _renamed(config: TrainConfig) -> AbstractContextManager[Path | str]:
-    assert config.init_from is not None
-    if not config.rename:
-        return nullcontext(config.init_from)
-    return converted(config.init_from, to="safetensors", state="model", rename=config.rename)
+    with reading(config.init_from):
+        ckpt_tools.load_into(
+            model,
+            None,
+            config.init_from,
+            elsewhere=elsewhere,
+            rename=config.rename,
+            recipe=config.recipe,
+            inverse=config.inverse,
+        )
 
 
 def check_export(config: TrainConfig) -> None:

@@ -126,6 +126,8 @@ class Options:
     ] = None
     init_from: Annotated[str | None, Option("Checkpoint of any format with the initial weights.", "PATH|URL")] = None
     rename: Annotated[tuple[str, ...], Option("With --init-from: rename tensors; repeatable.", "REGEX=REPL")] = ()
+    recipe: Annotated[str | None, Option("With --init-from: map tensors by a recipe.", "NAME|FILE")] = None
+    inverse: Annotated[bool, Option("With --recipe: read it from right to left.")] = False
     export: Annotated[str | None, Option("Write the final weights as one model file or folder.", "PATH|URL")] = None
     override: Annotated[
         tuple[str, ...],

@@ -152,8 +152,11 @@ class TrainConfig(Options):
     def _check_first_weights(self) -> None:
         if self.init_from is not None and self.resume not in (None, RESUME_AUTO):
             raise UsageError(f"--init-from starts a new run: use it without --resume, or with --resume {RESUME_AUTO}")
-        if self.rename and self.init_from is None:
-            raise UsageError("--rename is for --init-from")
+        for name in ("rename", "recipe"):
+            if getattr(self, name) and self.init_from is None:
+                raise UsageError(f"--{name} is for --init-from")
+        if self.inverse and self.recipe is None:
+            raise UsageError("--inverse is for --recipe")
 
     def _check_override(self) -> None:
         for name in self.override:

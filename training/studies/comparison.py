@@ -48,6 +48,8 @@ WORK = (
     "data_root",
     "init_from",
     "rename",
+    "recipe",
+    "inverse",
     "log_every",
     "save_every",
     "save_every_steps",
@@ -108,7 +110,8 @@ class Case:
         config = self.config
         changed = {"epochs": config.last_epoch + 1, "num_samples": config.batch_size}
         override = tuple(spelt(name) for name, value in changed.items() if getattr(config, name) != value)
-        first = {"until": None, "init_from": None, "rename": (), "tensorboard": False, "profile": False}
+        weights = {"init_from": None, "rename": (), "recipe": None, "inverse": False}
+        first = {"until": None, **weights, "tensorboard": False, "profile": False}
         again = {"out": self.folder / RESUMED, "resume": checkpoint, "override": override}
         return replace(config, **changed, **first, **again)  # type: ignore[arg-type]
 

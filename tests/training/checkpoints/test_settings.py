@@ -55,8 +55,19 @@ def test_every_option_is_a_setting_or_may_differ_freely() -> None:
     free |= {"strategy", "shard_size", "tp", "cpu_offload", "reshard_after_forward", "forward_prefetch"}
     free |= {"backward_prefetch", "activation_checkpointing", "gradient_accumulation", "deepspeed_config"}
     free |= {"save_every", "save_every_steps", "save_every_minutes", "async_save", "keep_last", "keep_best"}
-    free |= {"pp", "pp_schedule", "ep", "compile", "init_from", "rename", "export", "log_every", "tensorboard"}
-    free |= {"profile", "min_workers"}
+    free |= {
+        "pp",
+        "pp_schedule",
+        "ep",
+        "compile",
+        "init_from",
+        "rename",
+        "recipe",
+        "export",
+        "log_every",
+        "tensorboard",
+    }
+    free |= {"profile", "min_workers", "inverse"}
     fields = set(TrainConfig.__dataclass_fields__)
     assert fields == {*SETTINGS} | free | {"resume", "override"}
 

@@ -34,6 +34,8 @@ def config(**values: Any) -> TrainConfig:
         ({"keep_last": 1, "storage": "s3://bucket/run"}, "^--keep-last removes checkpoints in --out alone"),
         ({"init_from": "model.safetensors", "resume": "latest"}, "^--init-from starts a new run"),
         ({"rename": ("a=b",)}, "^--rename is for --init-from$"),
+        ({"recipe": "mixtral"}, "^--recipe is for --init-from$"),
+        ({"init_from": "a.pt", "inverse": True}, "^--inverse is for --recipe$"),
         ({"num_samples": 0}, "^--num-samples is at least 1, not 0$"),
         ({"num_workers": 3}, "64 does not divide over 3 workers"),
         ({"epochs": 2, "until": 3}, "--until 3 lies beyond --epochs 2"),
