@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckpt_tools.api import (
+        check_recipe as check_recipe,
         checksum as checksum,
         clean as clean,
         consolidate as consolidate,
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         diff as diff,
         inspect as inspect,
         list_formats as list_formats,
+        list_recipes as list_recipes,
         ls as ls,
         make_loadable as make_loadable,
         open as open,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
         prune as prune,
         reshard as reshard,
         scan as scan,
+        show_recipe as show_recipe,
         sign as sign,
         verify as verify,
     )
@@ -52,6 +55,12 @@ if TYPE_CHECKING:
     )
     from ckpt_tools.formats.index import FormatInfo as FormatInfo
     from ckpt_tools.loadable import LoadableReport as LoadableReport
+    from ckpt_tools.recipes.report import (
+        MappedTensor as MappedTensor,
+        RecipeInfo as RecipeInfo,
+        RecipeMap as RecipeMap,
+        UsedRecipe as UsedRecipe,
+    )
     from ckpt_tools.runs.pruning import Pruned as Pruned, PruneReport as PruneReport
     from ckpt_tools.runs.report import RunCheckpoint as RunCheckpoint, RunListing as RunListing
     from ckpt_tools.serialization.loadable import LeftOut as LeftOut, Replaced as Replaced
@@ -69,6 +78,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "api": (
+        "check_recipe",
         "checksum",
         "clean",
         "consolidate",
@@ -76,6 +86,7 @@ _HOMES = {
         "diff",
         "inspect",
         "list_formats",
+        "list_recipes",
         "ls",
         "make_loadable",
         "open",
@@ -83,6 +94,7 @@ _HOMES = {
         "prune",
         "reshard",
         "scan",
+        "show_recipe",
         "sign",
         "verify",
     ),
@@ -110,6 +122,7 @@ _HOMES = {
     ),
     "formats.index": ("FormatInfo",),
     "loadable": ("LoadableReport",),
+    "recipes.report": ("MappedTensor", "RecipeInfo", "RecipeMap", "UsedRecipe"),
     "serialization.loadable": ("LeftOut", "Replaced"),
     "stores.claims": ("UrlClaim", "claim"),
     "stores.destination": ("CleanReport", "Leftover"),

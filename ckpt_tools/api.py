@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.index import FormatInfo
     from ckpt_tools.loadable import LoadableReport
+    from ckpt_tools.recipes.report import RecipeInfo, RecipeMap
     from ckpt_tools.runs.pruning import PruneReport
     from ckpt_tools.runs.report import RunListing
     from ckpt_tools.stores.destination import CleanReport
@@ -707,6 +708,82 @@ def list_formats() -> tuple[FormatInfo, ...]:
     from ckpt_tools.formats.index import table
 
     return table()
+
+
+@public
+def list_recipes() -> tuple[RecipeInfo, ...]:
+    """List the recipes that are built in, and those of plug-ins.
+
+    Returns:
+        A ``RecipeInfo`` for each; its ``name`` is what ``recipe`` accepts.
+
+    Raises:
+        UsageError: a plug-in gives a recipe that cannot be read.
+    """
+    from ckpt_tools import recipes
+    from ckpt_tools.recipes.report import RecipeInfo
+
+    return tuple(map(RecipeInfo.of, recipes.list_recipes()))
+
+
+@public
+def show_recipe(recipe: str | Path) -> RecipeInfo:
+    """Show one recipe.
+
+    Args:
+        recipe: The name of a built-in recipe, or a TOML file.
+
+    Returns:
+        A ``RecipeInfo``; its ``text`` is the file.
+
+    Raises:
+        SourceNotFoundError: there is no such file.
+        UsageError: there is no such recipe, or the file is not a recipe.
+    """
+    from ckpt_tools.recipes import load_recipe
+    from ckpt_tools.recipes.report import RecipeInfo
+
+    return RecipeInfo.of(load_recipe(recipe))
+
+
+@public
+@written_out(ReadKeywords, Request)
+def check_recipe(
+    recipe: str | Path,
+    src: str | Path,
+    *,
+    inverse: bool = False,
+    config: str | Path | None = None,
+    state: State | None = None,
+    **options: Unpack[ReadKeywords],
+) -> RecipeMap:
+    """Say what a recipe makes of the checkpoint at ``src``; read its headers alone, and write nothing.
+
+    Args:
+        recipe, inverse, config: As for ``convert``.
+        src, from_, tag, model_key, optim_key, param_order, storage_options: As for ``inspect``.
+        state: ``"model"`` maps weights alone. Default: everything, optimizer state too.
+
+    Returns:
+        A ``RecipeMap``; its ``tensors`` are ``MappedTensor`` objects, each with the names that its elements are from.
+
+    Raises:
+        UsageError: the recipe does not fit the checkpoint.
+        CkptError: the checkpoint or the recipe cannot be read.
+    """
+    from ckpt_tools.core import transforms
+    from ckpt_tools.reading.checkpoint import recipe_step
+    from ckpt_tools.recipes.report import recipe_map
+    from ckpt_tools.runs.opening import named
+
+    chosen = ConvertOptions(recipe=recipe, inverse=inverse, config=config, state=state, **options)
+    src = named(src, chosen.storage_options)
+    source, manifest = _opened(src, chosen)
+    step = recipe_step(src, source, manifest, chosen)
+    assert step is not None
+    if state == "model":
+        manifest, _ = transforms.model_only(manifest, weights=chosen.weight_copy, asked=True)
+    return recipe_map(transforms.without_wrappers(manifest)[0], step.recipe, step)
 
 
 def _opened(

@@ -49,23 +49,8 @@ from ckpt_tools.stores.urls import (
 
 if TYPE_CHECKING:
     from ckpt_tools.reading.recipe_step import RecipeStep
+    from ckpt_tools.recipes.report import UsedRecipe
     from ckpt_tools.transfer.workers import WorkerPool
-
-
-@dataclass(frozen=True, slots=True)
-class UsedRecipe:
-    """The recipe of a conversion: its name, if it was read from right to left, and the names of the two layouts."""
-
-    name: str
-    inverse: bool
-    before: str
-    after: str
-
-    @classmethod
-    def of(cls, step: RecipeStep | None, options: ConvertOptions) -> UsedRecipe | None:
-        if step is None:
-            return None
-        return cls(step.recipe.name, options.inverse, step.recipe.left, step.recipe.right)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +257,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         notes,
         made.renamed,
         own_keys(source_format, writer.name, request),
-        UsedRecipe.of(recipe, request),
+        None if recipe is None else recipe.used,
     )
 
 

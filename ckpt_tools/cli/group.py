@@ -142,6 +142,20 @@ class Group(StoppableGroup):
             formatter.write_dl([(name, self.homes[name].summary) for name in self.list_commands(ctx)])
 
 
+class SubGroup(StoppableGroup):
+    """A command that does something by itself, and has commands."""
+
+    context_class = Context
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        cmd.context_class = Context
+        super().add_command(cmd, name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary(each)) for name, each in sorted(self.commands.items())])
+
+
 def summary(command: click.Command) -> str:
     """The first sentence of its help."""
     text = command.help or command.short_help or ""

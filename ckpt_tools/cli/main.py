@@ -41,6 +41,7 @@ COMMANDS = {
     "sign": Home("verify", "Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing."),
     "clean": Home("runs", "Remove the leftovers of killed or failed runs at DST or beside it, and nothing else."),
     "prune": Home("runs", "Remove old checkpoints of a run; without --yes, list what would be removed."),
+    "recipes": Home("recipes", "List the recipes, which map tensors from one model layout to another."),
     "formats": Home("inspect", "List the formats that can be read and written."),
     "train": Home("beside", "Train a small model whose checkpoints the other commands open."),
     "predict": Home("beside", "Predict images, texts or tables with a checkpoint."),

@@ -12,6 +12,7 @@ from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.reading.model_files import find_model_files
 from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
+from ckpt_tools.recipes.report import UsedRecipe
 from ckpt_tools.stores.source import Source
 
 
@@ -29,6 +30,11 @@ class RecipeStep:
         recipe = load_recipe(options.recipe, inverse=options.inverse)
         found = find_model_files(url, source, manifest, config=options.config, storage_options=options.storage_options)
         return cls(recipe, None if found is None else found.config)
+
+    @property
+    def used(self) -> UsedRecipe:
+        """The recipe as reports name it."""
+        return UsedRecipe.of(self.recipe)
 
     def __call__(self, manifest: Manifest) -> Transformed:
         return apply_recipe(manifest, self.recipe, self.config)

@@ -1,0 +1,102 @@
+"""``ckpt-tools recipes``, ``recipes show`` and ``recipes check``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt_tools.cli import options
+from ckpt_tools.cli.group import SubGroup
+from ckpt_tools.cli.render import print_json, show_notes
+from ckpt_tools.cli.wrapping import echo, say, say_columns
+from ckpt_tools.core.wording import count, listed, printable
+from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_tools.recipes.report import MappedTensor, RecipeMap
+
+
+def _named(context: click.Context, argument: click.Parameter, given: str) -> str:
+    if not given:
+        raise UsageError("RECIPE is empty; name a recipe or a file")
+    return given
+
+
+_recipe = click.argument("recipe", metavar="RECIPE", callback=_named)
+
+
+@click.group("recipes", cls=SubGroup, invoke_without_command=True)
+@options.as_json
+@click.pass_context
+def recipes_command(context: click.Context, as_json: bool) -> None:
+    """List the recipes, which map tensors from one model layout to another.
+
+    convert --recipe NAME writes the layout on the right, --recipe NAME --inverse the one on the left.
+    """
+    if context.invoked_subcommand is not None:
+        if as_json:
+            raise click.UsageError(f"give --json behind {context.invoked_subcommand}", context)
+        return
+    from ckpt_tools import list_recipes
+
+    found = list_recipes()
+    if as_json:
+        print_json([{name: value for name, value in each.to_json().items() if name != "text"} for each in found])
+        return
+    rows = [(each.name, each.left, each.right, ", ".join(each.models), each.about) for each in found]
+    say_columns(("recipe", "left", "right", "models", "description"), [tuple(map(printable, row)) for row in rows])
+
+
+@recipes_command.command("show")
+@_recipe
+def recipes_show_command(recipe: str) -> None:
+    """Print the file of a recipe.
+
+    RECIPE is the name of a built-in recipe, or a TOML file.
+    """
+    from ckpt_tools import show_recipe
+
+    echo(show_recipe(recipe).text.rstrip("\n"))
+
+
+@recipes_command.command("check")
+@_recipe
+@options.source
+@click.option("--inverse", is_flag=True, help="Read the recipe from right to left.")
+@options.sizes
+@options.reading
+@options.state("Map the weights alone, or the whole training state. Default: all.")
+@options.as_json
+@options.talking
+def recipes_check_command(recipe: str, src: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Show the tensors that a recipe makes of SRC, and those that each is from. Nothing is written.
+
+    RECIPE is the name of a built-in recipe, or a TOML file.
+    """
+    from ckpt_tools import check_recipe
+
+    found = check_recipe(recipe, src, **chosen)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _show(found)
+
+
+def _show(found: RecipeMap) -> None:
+    used = found.recipe
+    sources = {name for each in found.tensors for name in each.sources}
+    say(
+        printable(
+            f"{used.name}: {used.before} to {used.after}, {count(len(sources), 'name')} to "
+            f"{count(len({each.name for each in found.tensors}), 'name')}"
+        )
+    )
+    say_columns(("tensor", "slot", "dtype", "shape", "from"), map(_row, found.tensors))
+    show_notes(found.notes)
+
+
+def _row(tensor: MappedTensor) -> tuple[str, ...]:
+    shape = " x ".join(map(str, tensor.shape)) or "scalar"
+    texts = (tensor.name, tensor.slot, tensor.dtype, shape, listed(tensor.sources))
+    return tuple(map(printable, texts))

@@ -1,0 +1,93 @@
+"""Recipes, and their effect on a checkpoint, as results of the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from ckpt_tools.core.manifest import Kind, Manifest, TensorEntry
+from ckpt_tools.core.notes import Note
+from ckpt_tools.core.shards import ByteRange, ShardTable
+from ckpt_tools.core.showing import Shown
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.apply_options import Step
+    from ckpt_tools.recipes import Recipe
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RecipeInfo(Shown):
+    """A recipe: ``left`` and ``right`` are the two namings, ``models`` the ``model_type`` that it is for, ``source`` is
+    what it was made from, ``text`` the file."""
+
+    SHOWN: ClassVar[tuple[str, ...]] = ("name", "left", "right", "about")
+
+    name: str
+    left: str
+    right: str
+    about: str
+    models: tuple[str, ...]
+    source: str
+    text: str
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RecipeInfo:
+        return cls(recipe.name, recipe.left, recipe.right, recipe.about, recipe.models, recipe.source, recipe.text)
+
+
+@dataclass(frozen=True, slots=True)
+class UsedRecipe:
+    """The recipe of a conversion: its name, if it is read from right to left, and the namings before and after."""
+
+    name: str
+    inverse: bool
+    before: str
+    after: str
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> UsedRecipe:
+        return cls(recipe.name, recipe.is_inverse, recipe.left, recipe.right)
+
+
+@dataclass(frozen=True, slots=True)
+class MappedTensor:
+    """A tensor that a recipe makes, and the names of those that its elements are from."""
+
+    name: str
+    slot: str
+    shape: tuple[int, ...]
+    dtype: str
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RecipeMap(Shown):
+    """Each tensor that a recipe makes of a checkpoint, and notes on what it leaves out."""
+
+    recipe: UsedRecipe
+    tensors: tuple[MappedTensor, ...]
+    notes: tuple[Note, ...]
+
+
+def recipe_map(manifest: Manifest, recipe: Recipe, step: Step) -> RecipeMap:
+    """The map of ``recipe``, which ``step`` applies. Raises CkptError as it does."""
+    # Each tensor is a file of its own here, so that the shards of a result name the tensors that they are from.
+    names = {str(number): key.fqn for number, key in enumerate(manifest.tensors)}
+    apart = {key: _apart(entry, file) for file, (key, entry) in zip(names, manifest.tensors.items(), strict=True)}
+    made, notes = step(replace(manifest, tensors=apart))
+    kept = made.of_kind(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
+    mapped = (MappedTensor(*key, e.shape, e.dtype.value, _sources(e.shards, names)) for key, e in kept.items())
+    return RecipeMap(UsedRecipe.of(recipe), tuple(mapped), notes)
+
+
+def _apart(entry: TensorEntry, file: str) -> TensorEntry:
+    """The tensor as it would be if ``file`` were its own."""
+    dtype = entry.shards.dtype
+    table = ShardTable.whole(entry.shape, dtype, ByteRange(file, 0, entry.numel * dtype.item_bytes))
+    return replace(entry, shards=table)
+
+
+def _sources(table: ShardTable, names: Mapping[str, str]) -> tuple[str, ...]:
+    files = (table.files[number] for number in table.file_ids.tolist())
+    return tuple(dict.fromkeys(names[file] for file in files if file in names))
