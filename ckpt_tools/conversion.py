@@ -225,6 +225,8 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         recipe=mapped,
     )
     manifest = made.manifest
+    if recipe is not None:
+        source = replace(source, store=recipe.served(source.store, manifest))
     layout = writer.layout(manifest, writing)
     source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, stores)
     manifest = _with_copied(manifest, layout, carried)
@@ -434,14 +436,17 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
 
     Raises:
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
+        DifferenceError: tensors that become one differ; nothing was written.
     """
     # A plan alone moves nothing, and needs none of these.
+    from ckpt_tools.transfer.equality import check_equal
     from ckpt_tools.transfer.execute import execute
     from ckpt_tools.transfer.journal import JournalPolicy
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
     started = time.perf_counter()
     plan, report, request = prepared.plan, plan_report(prepared), prepared.request
+    check_equal(plan.manifest, prepared.store)
     on_progress = request.on_progress or silent
     journaling = JournalPolicy(keeps_output=request.resume)
     taking = prepared.place.claim(overwrite=request.overwrite, resume=journaling.keeps_output, fsync=request.fsync)

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ckpt_tools.core.entry_points import by_name, distribution_of, entries_of
 from ckpt_tools.core.format_names import BUILT_IN
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UsageError
@@ -119,27 +120,13 @@ def plugins() -> Mapping[str, EntryPoint]:
     Raises:
         UsageError: two distributions give a format of one name, or one gives a format that is built in.
     """
-    from importlib.metadata import entry_points
-
-    found: dict[str, EntryPoint] = {}
-    for entry in sorted(entry_points(group=FORMATS), key=lambda entry: (entry.name, _distribution(entry))):
-        if entry.name in BUILT_IN:
-            raise UsageError(f"{_distribution(entry)} gives a format {entry.name!r}, which is built in; uninstall it")
-        if entry.name in found:
-            both = listed([_distribution(each) for each in (found[entry.name], entry)])
-            raise UsageError(f"{both} each give a format {entry.name!r}; uninstall one of them")
-        found[entry.name] = entry
-    return found
-
-
-def _distribution(entry: EntryPoint) -> str:
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
+    return by_name(((entry.name, entry, entry) for entry in entries_of(FORMATS)), "format", BUILT_IN)
 
 
 @cache
 def plugin(entry: EntryPoint) -> Format:
     """The format of an entry point. Raises UsageError if it cannot be imported, or is not a format."""
-    who = f"the format {entry.name!r} of {_distribution(entry)}"
+    who = f"the format {entry.name!r} of {distribution_of(entry)}"
     try:
         found = entry.load()
         found = found() if isinstance(found, type) else found
@@ -148,7 +135,7 @@ def plugin(entry: EntryPoint) -> Format:
     problem = _problem(found, entry.name)
     if problem is not None:
         raise UsageError(f"{who} {problem}")
-    return PluginFormat(found, _distribution(entry))
+    return PluginFormat(found, distribution_of(entry))
 
 
 def _problem(found: object, name: str) -> str | None:
@@ -181,9 +168,7 @@ def claiming(files: Collection[str]) -> tuple[str, ...]:
 
 @cache
 def _signs() -> tuple[tuple[str, str], ...]:
-    from importlib.metadata import entry_points
-
-    found = sorted((entry.name, entry.value) for entry in entry_points(group=SIGNS))
+    found = sorted((entry.name, entry.value) for entry in entries_of(SIGNS))
     wrong = next((value for _, value in found if not value.isidentifier()), None)
     if wrong is not None:
         raise UsageError(

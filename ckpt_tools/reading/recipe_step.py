@@ -13,7 +13,8 @@ from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.reading.model_files import find_model_files
 from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
 from ckpt_tools.recipes.report import UsedRecipe
-from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.source import Source, Store
+from ckpt_tools.stores.wrappers import Overlay
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,10 @@ class RecipeStep:
     def used(self) -> UsedRecipe:
         """The recipe as reports name it."""
         return UsedRecipe.of(self.recipe)
+
+    def served(self, store: Store, manifest: Manifest) -> Store:
+        """``store`` with the padding of ``manifest``, which the step made."""
+        return Overlay(store, manifest.literals)
 
     def __call__(self, manifest: Manifest) -> Transformed:
         return apply_recipe(manifest, self.recipe, self.config)

@@ -23,7 +23,7 @@ from ckpt_tools.recipes.recipe import Line, Recipe
 from ckpt_tools.recipes.sizes import Env, from_config
 from ckpt_tools.recipes.tables import Boxes, MoveTable, joined, split_table
 
-ZEROS = literal_file("zeros")
+ZEROS = literal_file("padding")
 """The file of padding. An element of any dtype is read from it over and over."""
 
 MAX_ITEM_BYTES = 16

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import product
 
 from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import count, listed, nearest
 from ckpt_tools.errors import IncompleteError, UsageError
 from ckpt_tools.recipes.axes import extent, extent_size
@@ -91,7 +92,7 @@ def _check_lines(used: Collection[int], names: Sequence[str], recipe: Recipe) ->
         if _fits(names, recipe.inverse()):
             raise UsageError(
                 f"the checkpoint has the names of {recipe.right} already, which the recipe {recipe.name} leads to; "
-                "read it the other way with --inverse, or without it"
+                f"read it the other way with {option('inverse', True)}, or without it"
             )
         text = line.left[0].name
         raise UsageError(f"{text.text} of the recipe {recipe.name} matches no tensor; {_nearest(text, names)}")
@@ -126,7 +127,8 @@ def _check_kept(kept: Sequence[str], recipe: Recipe) -> None:
             if any(pattern.name.match(name) is not None for pattern in line.right):
                 raise UsageError(
                     f"{name} has a name of {recipe.right} already, and the recipe {recipe.name} leads there from "
-                    f"{line.left[0].name.text}; read it the other way with --inverse, or exclude one of the two"
+                    f"{line.left[0].name.text}; read it the other way with {option('inverse', True)}, or take "
+                    "one of the two out of the checkpoint"
                 )
 
 

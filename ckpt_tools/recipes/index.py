@@ -5,14 +5,20 @@ A distribution adds recipes by an entry point of the group ``ckpt_tools.recipes`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ckpt_tools.core.entry_points import by_name, distribution_of, entries_of
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import nearest
 from ckpt_tools.errors import UsageError
 from ckpt_tools.recipes.reading import read_recipe
 from ckpt_tools.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "ckpt_tools.recipes"
 
@@ -32,10 +38,11 @@ def load_recipe(recipe: str | Path, *, inverse: bool = False) -> Recipe:
 def _found(recipe: str | Path) -> Recipe:
     if isinstance(recipe, Path) or recipe.endswith(".toml") or "/" in recipe:
         return read_recipe(Path(recipe).expanduser())
+    # A plug-in is looked up if no built-in recipe has the name.
+    path = _built_in().get(recipe) or _of_plugins().get(recipe)
+    if path is not None:
+        return read_recipe(path)
     recipes = list_recipes()
-    for named in recipes:
-        if named.name == recipe:
-            return named
     of_model = [each for each in recipes if recipe in each.models]
     if len(of_model) == 1:
         return of_model[0]
@@ -49,14 +56,34 @@ def _found(recipe: str | Path) -> Recipe:
 
 @cache
 def list_recipes() -> tuple[Recipe, ...]:
-    """All recipes by name, the built-in ones first."""
-    paths = sorted(_BUILT_IN.glob("*.toml"))
-    return tuple(read_recipe(path) for path in (*paths, *_of_plugins()))
+    """All recipes by name, the built-in ones first. Raises UsageError if one of a plug-in cannot be read."""
+    return tuple(map(read_recipe, [*_built_in().values(), *_of_plugins().values()]))
 
 
-def _of_plugins() -> list[Path]:
-    from importlib.metadata import entry_points
-    from importlib.resources import files
+@cache
+def _built_in() -> Mapping[str, Path]:
+    return {path.stem: path for path in sorted(_BUILT_IN.glob("*.toml"))}
 
-    folders = [Path(str(files(each.value))) for each in entry_points(group=GROUP)]
-    return sorted(path for folder in folders for path in folder.glob("*.toml"))
+
+@cache
+def _of_plugins() -> Mapping[str, Path]:
+    """Raises UsageError if two distributions give one name, or one gives a name that is built in."""
+    added = ((path.stem, entry, path) for entry in entries_of(GROUP) for path in _files(entry))
+    return by_name(added, "recipe", _built_in())
+
+
+def _files(entry: EntryPoint) -> list[Path]:
+    """The files of the package that an entry point names. It is found and not run; one that lies in another is, because
+    Python imports that to find it. Raises UsageError."""
+    from importlib.util import find_spec
+
+    who = f"the recipes of {distribution_of(entry)}"
+    try:
+        spec = find_spec(entry.value)
+    except Exception as error:
+        raise UsageError(f"{who} cannot be found ({type(error).__name__}: {error})") from error
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    found = sorted(path for folder in folders for path in Path(folder).glob("*.toml"))
+    if not found:
+        raise UsageError(f"{who} cannot be found: there is no package {entry.value} with TOML files")
+    return found

@@ -84,7 +84,9 @@ def recipe_map(manifest: Manifest, recipe: Recipe, step: Step) -> RecipeMap:
 def _apart(entry: TensorEntry, file: str) -> TensorEntry:
     """The tensor as it would be if ``file`` were its own."""
     dtype = entry.shards.dtype
-    table = ShardTable.whole(entry.shape, dtype, ByteRange(file, 0, entry.numel * dtype.item_bytes))
+    table = ShardTable.whole(
+        entry.shape, dtype, ByteRange(file, 0, entry.numel * dtype.item_bytes), framing=entry.shards.framing
+    )
     return replace(entry, shards=table)
 
 

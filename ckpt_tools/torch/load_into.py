@@ -28,6 +28,7 @@ from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.dtensors import local_parts
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole
 from ckpt_tools.torch.revive import revive
+from ckpt_tools.transfer.equality import check_equal
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def load_into(
 
     Raises:
         UsageError: model, optimizer and checkpoint do not fit; nothing was loaded.
+        DifferenceError: tensors that a recipe makes one differ; nothing was loaded.
         CkptError: the checkpoint cannot be read.
 
     Example:
@@ -100,8 +102,10 @@ def load_into(
     recipe = recipe_step(url, source, manifest, chosen)
     manifest, _ = transforms.without_wrappers(manifest)
     manifest = apply_options(manifest, chosen, whole=True, holds_masters=False, recipe=recipe).manifest
+    store = source.store if recipe is None else recipe.served(source.store, manifest)
+    check_equal(manifest, store)
     others = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
-    loader = _Loader(manifest, TensorReader(source.store, SCRATCH_BYTES), _Problems(), others.union(elsewhere))
+    loader = _Loader(manifest, TensorReader(store, SCRATCH_BYTES), _Problems(), others.union(elsewhere))
     targets = list(loader.model_targets(model))
     loader.problems.check()
     if optimizer is not None:

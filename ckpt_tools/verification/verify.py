@@ -24,6 +24,7 @@ from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place
+from ckpt_tools.transfer.equality import check_equal
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import Side, compare
 from ckpt_tools.verification.digest_files import digests_url, read_digests, stored_digests, write_list
@@ -109,7 +110,9 @@ def verify_pair(
     expected = apply_options(manifest, options, whole=whole, holds_masters=holds_masters, recipe=recipe).manifest
     compared, notes = _of_model(other, options) if options.state == "model" else (other, ())
     theirs = Side.of("the destination", other_source.store, compared)
-    ours = Side.of("the source", source.store, expected).with_masters_like(theirs).with_extras_like(theirs)
+    store = source.store if recipe is None else recipe.served(source.store, expected)
+    check_equal(expected, store)
+    ours = Side.of("the source", store, expected).with_masters_like(theirs).with_extras_like(theirs)
     report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
     report = replace(report, notes=notes)
     return _with_entries(report, expected, other, (ours.name, theirs.name)) if whole else report
@@ -188,14 +191,16 @@ def compare_all(
     check(DIFFING, options.given, case_of(a[1], "", keeps_both=is_both, whole=True, has_recipe=has_recipe))
     manifests, notes = _comparable([a[1], b[1]], options)
     recipe = recipe_step(url, *a, options)
+    stores = [source.store for source, _ in (a, b)]
     if recipe is not None:
         manifests[0], more = recipe(manifests[0])
-        notes += more
+        stores[0], notes = recipe.served(stores[0], manifests[0]), notes + more
+        check_equal(manifests[0], stores[0])
     if options.rename or options.names:
         transforms.check_renaming(manifests[0], options.rename, options.names)
         new_name = transforms.substitutions(options.rename, options.names)
         manifests[0], _ = transforms.rename(manifests[0], new_name)
-    sides = [Side.of(name, each[0].store, m) for name, each, m in zip("AB", (a, b), manifests, strict=True)]
+    sides = [Side.of(name, store, m) for name, store, m in zip("AB", stores, manifests, strict=True)]
     if options.include or options.exclude:
         left = frozenset().union(*(each.left_out for each in manifests))
         names = sorted({key.fqn for side in sides for key in side.tensors} | left)
