@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from benchmarks.inputs import NUM_HEADS, Llama
+from benchmarks.inputs import NUM_EXPERTS, NUM_HEADS, Llama
 from fixtures.launch import Pool
 
 BUILD_SECONDS, STEP = 1500, 7.0
@@ -49,6 +49,27 @@ def empty_model(llama: Llama) -> nn.Module:
         return model
 
 
+def empty_experts(llama: Llama) -> nn.Module:
+    """A mixture of experts of transformers on the meta device, of about as many parameters; each layer has its experts
+    in two tensors."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=llama.hidden,
+        moe_intermediate_size=llama.ffn // NUM_EXPERTS,
+        num_experts=NUM_EXPERTS,
+        num_hidden_layers=llama.layers,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_HEADS,
+        head_dim=llama.hidden // NUM_HEADS,
+        vocab_size=llama.vocab,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model: nn.Module = Qwen3MoeForCausalLM(config)
+        return model
+
+
 def fill(tensor: Tensor) -> Tensor:
     """Fill this rank's part with random numbers: no page is like another."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -57,7 +78,11 @@ def fill(tensor: Tensor) -> Tensor:
 
 
 def sharded_model(llama: Llama) -> nn.Module:
-    model = empty_model(llama)
+    return sharded(empty_model(llama))
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """A model on the meta device, with its parts of random numbers on each rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh)
@@ -96,6 +121,10 @@ def build_dcp(out: str, llama: Llama) -> None:
 def build_dcp_weights(out: str, llama: Llama) -> None:
     """The tree in which accelerate saves a model."""
     save({"model": get_model_state_dict(sharded_model(llama))}, checkpoint_id=out)
+
+
+def build_dcp_experts(out: str, llama: Llama) -> None:
+    save({"model": get_model_state_dict(sharded(empty_experts(llama)))}, checkpoint_id=out)
 
 
 def build_hf_weights(out: str, llama: Llama) -> None:
@@ -160,6 +189,7 @@ BUILDERS: dict[str, Callable[[str, Llama], None]] = {
     "dcp": build_dcp,
     "dcp8": build_dcp,
     "dcp-weights": build_dcp_weights,
+    "dcp-experts": build_dcp_experts,
     "hf-weights": build_hf_weights,
     "tp-weights": build_tp_weights,
     "zero2": partial(build_zero, 2),

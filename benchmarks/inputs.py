@@ -27,6 +27,7 @@ BUILD_SECONDS = 1800
 
 
 NUM_HEADS = 4
+NUM_EXPERTS = 8
 ELEMENTS_PER_SQUARE = 350
 """Parameters over the square of the hidden size: 374 M at 1,024, in 24 layers, as published models of that size."""
 
@@ -73,6 +74,7 @@ KINDS = {
     "dcp": Kind(STATE_BYTES),  # DCP of FSDP2, fp32 and AdamW
     "dcp8": Kind(STATE_BYTES, 8),
     "dcp-weights": Kind(WEIGHT_BYTES),
+    "dcp-experts": Kind(WEIGHT_BYTES),  # DCP of a mixture of experts, all experts of a layer in two tensors
     "hf-weights": Kind(WEIGHT_BYTES),  # safetensors shards of DCP's Hugging Face writer
     "tp-weights": Kind(WEIGHT_BYTES),  # DCP, every matrix cut along its inner axis
     "zero2": Kind(14),  # bf16 with fp32 masters and AdamW

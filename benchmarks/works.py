@@ -56,12 +56,12 @@ class Work:
             return _copy(copied, out, synced=synced)
         if contestant in peers.COMMANDS:
             return peers.COMMANDS[contestant](source, out)
-        options = self._options(contestant, ("--to", "--state", "--world-size", "--dtype"))
+        options = self._options(contestant, ("--to", "--state", "--world-size", "--dtype", "--recipe"))
         return [*_ckpt_tools("convert", self._input(source), out / self.output), *options, *["--fsync"] * synced]
 
     def verification(self, contestant: str, source: Path, out: Path) -> list[str]:
         """The command line that compares the output with the source's tensors bit for bit."""
-        options, written = self._options(contestant, ("--dtype", "--state")), out / self.output
+        options, written = self._options(contestant, ("--dtype", "--state", "--recipe")), out / self.output
         return [*_ckpt_tools("verify", self._input(source), written if written.exists() else out), *options]
 
     def _options(self, contestant: str, names: tuple[str, ...]) -> list[str]:
@@ -150,6 +150,14 @@ _OF_ONE_SIZE = (
         ".",
         peer="dcp.load, dcp.save by 3 ranks",
         options="--to dcp --world-size 3",
+    ),
+    Work(
+        "experts-hub",
+        "DCP of a mixture of experts, 4 ranks → safetensors with each expert's own tensors",
+        "dcp-experts",
+        ".",
+        Target(copy=1.3),
+        options="--to safetensors --recipe qwen3_moe",
     ),
     Work(
         "tp-safetensors",

@@ -128,6 +128,12 @@ class _Maker:
         if tied is not None:
             owner = self.source.aliases[tied]
             raise UnsupportedError(f"{tied} is tied to {owner}, and the recipe gives it a new shape")
+        if line.keeps_names and not line.variables & self.env.keys():
+            name = next(iter(group.sources.values()))
+            raise UsageError(
+                f"{name} has this name in both namings, and no size of the recipe tells which one it is in; name the "
+                f"folder of config.json with {option('config')}"
+            )
         env = bound(group, shapes, self.env)
         key = id(line), tuple(sorted(env.items()))
         if key not in self._known:

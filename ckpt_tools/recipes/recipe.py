@@ -14,7 +14,17 @@ from typing import NamedTuple
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UsageError
-from ckpt_tools.recipes.axes import PAD, Node, fields_of, indices_of, is_bare, leaf_fields, total, with_size
+from ckpt_tools.recipes.axes import (
+    PAD,
+    Node,
+    extent_size,
+    fields_of,
+    indices_of,
+    is_bare,
+    leaf_fields,
+    total,
+    with_size,
+)
 from ckpt_tools.recipes.names import NamePattern
 from ckpt_tools.recipes.sizes import Binding
 
@@ -88,6 +98,17 @@ class Line:
     def is_renaming(self) -> bool:
         """True if no shape is given: one name becomes one other."""
         return all(pattern.axes is None for pattern in (*self.left, *self.right))
+
+    @property
+    def keeps_names(self) -> bool:
+        """True if a name is the same on both sides, so that shapes alone tell the sides apart."""
+        return not {each.name.text for each in self.left}.isdisjoint(each.name.text for each in self.right)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The sizes in its shapes."""
+        axes = [axis for each in (*self.left, *self.right) for axis in each.axes or ()]
+        return frozenset().union(*(extent_size(axis).variables for axis in axes))
 
     @cached_property
     def shared(self) -> frozenset[str]:
