@@ -44,8 +44,8 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
     if as_json:
         print_json([{name: value for name, value in each.to_json().items() if name != "text"} for each in found])
         return
-    rows = [(each.name, each.left, each.right, ", ".join(each.models), each.about) for each in found]
-    say_columns(("recipe", "left", "right", "models", "description"), [tuple(map(printable, row)) for row in rows])
+    rows = [(each.name, each.left, each.right, each.about) for each in found]
+    say_columns(("recipe", "left", "right", "description"), [tuple(map(printable, row)) for row in rows])
 
 
 @recipes_command.command("show")

@@ -49,7 +49,7 @@ def _found(recipe: str | Path) -> Recipe:
     if of_model:
         names = ", ".join(each.name for each in of_model)
         raise UsageError(f"{option('recipe', recipe)} is a model of several recipes; choose one of {names}")
-    known = [*(each.name for each in recipes), *(model for each in recipes for model in each.models)]
+    known = {each.name for each in recipes}.union(*(each.models for each in recipes))
     near = ", ".join(nearest(recipe, known)) or "none is installed"
     raise UsageError(f"there is no recipe {recipe!r}; the nearest are {near}; a file's name ends in .toml")
 

@@ -1,0 +1,93 @@
+"""Runs docs/recipes.md: each command does what is printed under it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from ckpt_tools.recipes.reading import parse_recipe
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "recipes.md"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def mixture_of_experts(folder: Path) -> None:
+    """A model of transformers 5 with a step of AdamW, and its configuration."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=256,
+        intermediate_size=64,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(16)[None]
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=folder / "run/checkpoint-2", no_dist=True)
+    config.save_pretrained(folder / "config")
+
+
+SOURCES: tuple[Callable[[Path], None], ...] = (mixture_of_experts,)
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands() -> Iterator[tuple[list[str], str]]:
+    """Each command of the page with the output that is printed under it."""
+    for block in blocks("console"):
+        for part in re.split(r"^\$ ckpt-tools ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            yield shlex.split(command), output
+
+
+def without_times(text: str) -> str:
+    return re.sub(r"[\d.]+ s \([\d.]+ \w+/s\)", "TIME", text).strip()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("page")
+    for make in SOURCES:
+        make(made)
+    return made
+
+
+def test_every_command_prints_what_the_page_says(folder: Path) -> None:
+    for words, output in commands():
+        command = [sys.executable, "-m", "ckpt_tools", *words]
+        result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        printed = without_times(result.stdout + result.stderr)
+        assert (result.returncode == 0) is not output.startswith("Error"), printed
+        assert not output or printed == without_times(output), " ".join(words)
+
+
+def test_the_file_is_a_recipe() -> None:
+    (text,) = blocks("toml")
+    recipe = parse_recipe(text, "mine", "mine.toml")
+    assert len(recipe.lines) == 3
+    assert recipe.inverse().inverse() == recipe
