@@ -719,6 +719,11 @@ def list_recipes() -> tuple[RecipeInfo, ...]:
 
     Raises:
         UsageError: a plug-in gives a recipe that cannot be read.
+
+    Example:
+        >>> import ckpt_tools
+        >>> all(recipe.name and recipe.text for recipe in ckpt_tools.list_recipes())
+        True
     """
     from ckpt_tools import recipes
     from ckpt_tools.recipes.report import RecipeInfo
@@ -739,6 +744,12 @@ def show_recipe(recipe: str | Path) -> RecipeInfo:
     Raises:
         SourceNotFoundError: there is no such file.
         UsageError: there is no such recipe, or the file is not a recipe.
+
+    Example:
+        >>> import ckpt_tools
+        >>> recipe = ckpt_tools.show_recipe("halves.toml")
+        >>> recipe.left, recipe.right
+        ('whole', 'cut')
     """
     from ckpt_tools.recipes import load_recipe
     from ckpt_tools.recipes.report import RecipeInfo
@@ -770,6 +781,12 @@ def check_recipe(
     Raises:
         UsageError: the recipe does not fit the checkpoint.
         CkptError: the checkpoint or the recipe cannot be read.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.check_recipe("halves.toml", "model.safetensors")
+        >>> sorted((tensor.name, tensor.shape, tensor.sources) for tensor in report.tensors)[1]
+        ('encoder.rest', (2, 8), ('encoder.weight',))
     """
     from ckpt_tools.core import transforms
     from ckpt_tools.reading.checkpoint import recipe_step

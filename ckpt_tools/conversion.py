@@ -439,14 +439,16 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
         DifferenceError: tensors that become one differ; nothing was written.
     """
     # A plan alone moves nothing, and needs none of these.
-    from ckpt_tools.transfer.equality import check_equal
     from ckpt_tools.transfer.execute import execute
     from ckpt_tools.transfer.journal import JournalPolicy
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
     started = time.perf_counter()
     plan, report, request = prepared.plan, plan_report(prepared), prepared.request
-    check_equal(plan.manifest, prepared.store)
+    if plan.manifest.must_equal:
+        from ckpt_tools.transfer.equality import check_equal
+
+        check_equal(plan.manifest, prepared.store)
     on_progress = request.on_progress or silent
     journaling = JournalPolicy(keeps_output=request.resume)
     taking = prepared.place.claim(overwrite=request.overwrite, resume=journaling.keeps_output, fsync=request.fsync)

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 import ckpt_tools
 from ckpt_tools import api, errors
 from ckpt_tools.cli.beside import BesideCommand
-from ckpt_tools.cli.main import group, main
+from ckpt_tools.cli.main import main
 from ckpt_tools.core import option_names
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.option_names import option, spelled
@@ -31,17 +31,14 @@ from ckpt_tools.formats.index import built_in
 from ckpt_tools.stores.destination import CleanReport
 from ckpt_tools.verification.report import Aspect
 from ckpt_tools.verification.signing import SignReport
+from tests.support.commands import all_commands, function_of
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
-COMMANDS = [name for name, command in group.commands.items() if not isinstance(command, BesideCommand)]
+BY_NAME = all_commands()
+COMMANDS = [name for name, command in BY_NAME.items() if not isinstance(command, BesideCommand)]
 
 
-def verb(command: str) -> str:
-    """The function of a command: ``make-loadable`` is ``make_loadable``."""
-    return "list_formats" if command == "formats" else command.replace("-", "_")
-
-
-VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, verb(name)) for name in [*COMMANDS, "open"]}
+VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, function_of(name)) for name in [*COMMANDS, "open"]}
 """By command."""
 FUNCTIONS = {**VERBS, **{name: getattr(ckpt_tools, name) for name in ("load_into", "storage_reader", "claim")}}
 
@@ -99,7 +96,9 @@ def test_every_keyword_is_written_out(name: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_misspelt_keyword_is_an_error_of_the_function_itself(name: str) -> None:
     required = [each.name for each in parameters(name).values() if each.default is each.empty]
-    with pytest.raises(TypeError, match=rf"^{verb(name)}\(\) got an unexpected keyword argument 'storage_option'"):
+    with pytest.raises(
+        TypeError, match=rf"^{function_of(name)}\(\) got an unexpected keyword argument 'storage_option'"
+    ):
         FUNCTIONS[name](**dict.fromkeys(required, "x"), storage_option={})
 
 
@@ -113,7 +112,7 @@ def test_verbs_that_convert_take_the_same_keywords() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_and_its_function_have_the_same_options(name: str) -> None:
-    given = {each.name for each in group.commands[name].params if each.expose_value} - ONLY_PRINTED
+    given = {each.name for each in BY_NAME[name].params if each.expose_value} - ONLY_PRINTED
     given |= {"dry_run"} if name == "clean" else set()
     taken = parameters(name).keys() - {"on_progress"}
     assert taken - given == ONLY_IN_PYTHON.get(name, set())
@@ -123,7 +122,7 @@ def test_a_command_and_its_function_have_the_same_options(name: str) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_and_its_function_have_the_same_choices_and_defaults(name: str) -> None:
     taken = parameters(name)
-    for each in group.commands[name].params:
+    for each in BY_NAME[name].params:
         if isinstance(each, click.Option) and isinstance(each.type, click.Choice) and each.name not in ONLY_PRINTED:
             annotation = str(taken[str(each.name)].annotation).split(" ")[0]
             accepted = getattr(option_names, annotation.replace("DTypeLike", "DTypeName"))
@@ -131,8 +130,8 @@ def test_a_command_and_its_function_have_the_same_choices_and_defaults(name: str
     needed = {"prune": ["--keep-last", "1"], "reshard": ["--world-size", "1"], "sign": ["--private-key", "k"]}.get(
         name, []
     )
-    places = ["x" for each in group.commands[name].params if isinstance(each, click.Argument)]
-    parsed = group.commands[name].make_context(name, [*places, *needed]).params
+    places = ["x" for each in BY_NAME[name].params if isinstance(each, click.Argument)]
+    parsed = BY_NAME[name].make_context(name, [*places, *needed]).params
     optional = [each.name for each in taken.values() if each.default is not each.empty and each.name in parsed]
     assert {each: parsed[each] or None for each in optional if each != "dst"} == {
         each: taken[each].default or None for each in optional if each != "dst"
@@ -289,11 +288,20 @@ def reports(made: Path) -> list[Any]:
         ckpt_tools.clean(out),
         replace(ckpt_tools.clean(out), destination="d" * 10_000),
         *ckpt_tools.list_formats(),
+        *reports_of_a_recipe(made),
         ckpt_tools.inspect(out),
         *reports_of_a_run(made),
         ckpt_tools.make_loadable(made / "foreign.pt", made / "plain.pt"),
         SignReport("s" * 1000),
     ]
+
+
+def reports_of_a_recipe(made: Path) -> list[Any]:
+    line = """{left = {"a.w" = "(t:2 b:2) W"}, right = {"a.t" = "t W", "a.b.w" = "b W"}}"""
+    (made / "halves.toml").write_text(f'others = "same"\nabout = "{"long" * 100}"\nmap = [{line}]\n')
+    checked = ckpt_tools.check_recipe(made / "halves.toml", made / "dcp")
+    shown = ckpt_tools.show_recipe(made / "halves.toml")
+    return [checked, replace(checked, tensors=checked.tensors * 100_000), shown]
 
 
 def reports_of_a_run(made: Path) -> list[Any]:

@@ -25,7 +25,8 @@ VERBS = [name for name in ckpt_tools.__all__ if name.islower() and not name.star
 
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the examples name: a file, another with one tensor changed, a run of two ranks, a key."""
+    """A folder with what the examples name: a file, another with one tensor changed, a run of two ranks, a recipe, a
+    key."""
     monkeypatch.chdir(tmp_path)
     tensors = {
         "encoder.weight": np.arange(32, dtype=np.float32).reshape(4, 8),
@@ -34,6 +35,10 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file(tensors, "model.safetensors")
     save_file({**tensors, "encoder.bias": np.ones(4, np.float32)}, "other.safetensors")
     ckpt_tools.convert("model.safetensors", "run", to="dcp", world_size=2)
+    line = (
+        '{left = {"encoder.weight" = "(top:2 rest:2) W"}, right = {"encoder.top" = "top W", "encoder.rest" = "rest W"}}'
+    )
+    Path("halves.toml").write_text(f'left = "whole"\nright = "cut"\nothers = "same"\nmap = [{line}]\n')
     torch.save({"model": {"w": torch.ones(3)}, "trainer": _foreign_object()}, "foreign.pt")
     key = ec.generate_private_key(ec.SECP256R1())
     private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -78,7 +83,7 @@ def test_the_example_of_a_verb_runs(name: str, examples: Path) -> None:
 def test_a_verb_says_what_it_takes_returns_and_raises(name: str) -> None:
     text = docstring(name)
     assert re.match(r"[A-Z][^\n]*[.;:]?", text)
-    wanted = ["Returns:", "Example:"] if name == "list_formats" else ["Args:", "Returns:", "Raises:", "Example:"]
+    wanted = ["Returns:", "Example:"] if name.startswith("list_") else ["Args:", "Returns:", "Raises:", "Example:"]
     at = [text.find(f"\n    {heading}") for heading in wanted]
     assert -1 not in at and at == sorted(at), f"{name}: {dict(zip(wanted, at, strict=True))}"
 

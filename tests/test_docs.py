@@ -16,8 +16,8 @@ from markdown_it.token import Token
 import ckpt_tools
 from ckpt_tools import errors
 from ckpt_tools.cli.beside import BesideCommand
-from ckpt_tools.cli.main import group
 from ckpt_tools.formats.index import built_in
+from tests.support.commands import all_commands, function_of
 
 pytestmark = pytest.mark.quick
 
@@ -42,16 +42,17 @@ MAX_LINE = 120
 NOT_WRAPPED = re.compile(r"^ *```.*?^ *```|<!-- (\w+):start -->.*?<!-- \1:end -->|^ *\|.*?$", re.MULTILINE | re.DOTALL)
 """Code, parts that the benchmarks write, and rows of tables."""
 
+COMMANDS = all_commands()
+
 OPTIONS = sorted(
-    {name for command in group.commands.values() for option in command.params for name in option.opts if "--" in name}
+    {name for command in COMMANDS.values() for option in command.params for name in option.opts if "--" in name}
 )
 
 
-@pytest.mark.parametrize("command", sorted(group.commands))
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_is_documented_and_a_function(command: str) -> None:
     assert f"| `{command}" in CLI
-    verb = "list_formats" if command == "formats" else command.replace("-", "_")
-    assert isinstance(group.commands[command], BesideCommand) or callable(getattr(ckpt_tools, verb))
+    assert isinstance(COMMANDS[command], BesideCommand) or callable(getattr(ckpt_tools, function_of(command)))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -60,7 +61,7 @@ def test_every_option_is_documented(option: str) -> None:
 
 
 def test_every_option_has_help() -> None:
-    for command in group.commands.values():
+    for command in COMMANDS.values():
         for option in command.params:
             assert not isinstance(option, click.Option) or option.help, (command.name, option.name)
 

@@ -89,6 +89,18 @@ def test_the_others_are_as_documented(tmp_path: Path) -> None:
     check("clean", printed("clean", tmp_path / "out"))
     for row in printed("formats"):
         check("formats", row)
+    for row in printed("recipes"):
+        check("recipes", row)
+
+
+def test_a_recipe_is_as_documented(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('others = "same"\nmap = [{left = "weight", right = "w"}]\n')
+    checked = printed("recipes", "check", tmp_path / "r.toml", model)
+    check("recipes check", checked)
+    check("mapped tensor", checked["tensors"][0])
+    check("recipe of a conversion", checked["recipe"])
+    planned = printed("plan", model, tmp_path / "p", "--to", "safetensors", "--recipe", tmp_path / "r.toml")
+    assert planned["recipe"] == checked["recipe"] == {"name": "r", "inverse": False, "before": "left", "after": "right"}
 
 
 def test_keys_are_attributes(model: Path, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def _found(recipe: str | Path) -> Recipe:
         names = ", ".join(each.name for each in of_model)
         raise UsageError(f"{option('recipe', recipe)} is a model of several recipes; choose one of {names}")
     known = {each.name for each in recipes}.union(*(each.models for each in recipes))
-    near = ", ".join(nearest(recipe, known)) or "none is installed"
-    raise UsageError(f"there is no recipe {recipe!r}; the nearest are {near}; a file's name ends in .toml")
+    near = f"the nearest are {', '.join(nearest(recipe, known))}" if known else "none is installed"
+    raise UsageError(f"there is no recipe {recipe!r}; {near}; a file's name ends in .toml")
 
 
 @cache

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.commands import all_commands
+
 COMMAND = [sys.executable, "-m", "ckpt_tools"]
 
 
@@ -77,25 +79,24 @@ OF_EMPTY_FOLDERS: dict[str, list[str]] = {
     "scan": ["E"],
     "checksum": ["E"],
     "sign": ["E", "--private-key", "E.pem"],
+    "recipes check": ["E.toml", "E"],
     "prune": ["E", "--keep-last", "1"],
     "predict": ["--model", "E", "--input", "E", "--output", "OUT.jsonl"],
     "serve": ["E"],
 }
-WITHOUT_A_SOURCE = {"clean", "formats", "train"}
+WITHOUT_A_SOURCE = {"clean", "formats", "recipes", "recipes show", "train"}
 """``clean`` is told a destination, at which nothing need be left."""
 
 
 def test_the_table_has_every_command() -> None:
-    from ckpt_tools.cli.main import COMMANDS
-
-    assert OF_EMPTY_FOLDERS.keys() | WITHOUT_A_SOURCE == COMMANDS.keys()
+    assert OF_EMPTY_FOLDERS.keys() | WITHOUT_A_SOURCE == all_commands().keys()
 
 
 @pytest.mark.parametrize("command", OF_EMPTY_FOLDERS)
 def test_an_empty_folder_is_nothing_at_the_source(command: str, tmp_path: Path) -> None:
     (tmp_path / "E").mkdir()
     words = [str(tmp_path / word) if word[0] in "EO" else word for word in OF_EMPTY_FOLDERS[command]]
-    refused(run(command, *words), 3, str(tmp_path / "E"))
+    refused(run(*command.split(), *words), 3, str(tmp_path / "E"))
     assert [path.name for path in tmp_path.rglob("*")] == ["E"]
 
 

@@ -15,6 +15,7 @@ import pytest
 import ckpt_tools
 from ckpt_tools.cli.main import group
 from tests.cli.terminals import shown
+from tests.support.commands import all_commands
 
 WIDTHS = (60, 80, 120, 200)
 
@@ -73,10 +74,10 @@ def test_notes_wrap_at_words(columns: int, tmp_path: Path, checkpoint: Any) -> N
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-@pytest.mark.parametrize("command", ["", *sorted(group.commands)])
+@pytest.mark.parametrize("command", ["", *sorted(all_commands())])
 def test_help_wraps_at_words_and_says_everything(columns: int, command: str) -> None:
     """Every word of the help at 110 columns is in that of any width, and no summary is cut."""
-    found = group if not command else group.commands[command]
+    found = all_commands()[command] if command else group
     texts = []
     for width in (columns, 110):
         context = found.make_context("ckpt-tools", [], resilient_parsing=True, max_content_width=width)

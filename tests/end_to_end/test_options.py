@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.cli.main import group, main
+from ckpt_tools.cli.main import main
 from ckpt_tools.core import applicability
 from ckpt_tools.core.matching import check_globs, check_renaming
 from ckpt_tools.core.option_names import flag
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.formats.applicability import COMPARING, DIFFING, WRITING
+from tests.support.commands import all_commands
 
 Paths = Mapping[str, Path]
 
@@ -65,7 +66,7 @@ MATCHED = {"include", "exclude", "rename", "key_map", "inverse"}
 
 
 def commands() -> Iterator[tuple[str, click.Option]]:
-    for name, command in group.commands.items():
+    for name, command in all_commands().items():
         for parameter in command.params:
             if isinstance(parameter, click.Option):
                 yield name, parameter
