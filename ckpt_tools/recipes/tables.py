@@ -75,17 +75,16 @@ class MoveTable:
         offsets = source.offsets[boxes] + ((lower - source.starts[boxes]) * strides).sum(axis=1)
         moves += first
         starts, dims = self.starts[moves], self.dims[moves]
-        has, dims = dims >= 0, np.maximum(dims, 0)
+        has, dims, every = dims >= 0, np.maximum(dims, 0), np.arange(len(moves))[:, None]
 
         def along(column: Ints, otherwise: int) -> Ints:
-            found = np.take_along_axis(column, dims, axis=1) if column.shape[1] else np.zeros_like(dims)
-            return np.where(has, found, otherwise)
+            return np.where(has, column[every, dims], otherwise) if column.shape[1] else np.full_like(dims, otherwise)
 
         starts = starts + along(lower - self.source_starts[moves], 0)
         stops, strides, rows = starts + along(upper - lower, 1), along(strides, 0), source.rows[boxes]
         ids = self.target_ids[moves]
         start = 0
-        for stop in (np.flatnonzero(np.diff(ids, append=-1)) + 1).tolist():
+        for stop in [*((ids[1:] != ids[:-1]).nonzero()[0] + 1).tolist(), len(ids)] if len(ids) else ():
             some, first_dim = slice(start, stop), starts.shape[1] - int(self.widths[moves[start]])
             begins, ends, steps = (each[some, first_dim:] for each in (starts, stops, strides))
             yield self.targets[int(ids[start])], Boxes(source.table, rows[some], begins, ends, steps, offsets[some])
