@@ -1,4 +1,4 @@
-"""Start-up time of commands: ``python -m benchmarks.startup``, and in ``make bench``.
+"""Start-up time of commands, and the time to plan a recipe: ``python -m benchmarks.startup``, and in ``make bench``.
 
 Commands alternate with a bare Python that imports numpy. The table has medians, and their ratios to the bare Python's:
 of wall time, which other processes of the machine lengthen, and of processor time.
@@ -25,8 +25,21 @@ from benchmarks.turns import markdown, take_turns
 
 KIND = "start-up"
 BARE = "python -c 'import numpy'"
+PLAN_EXPERTS = "plan, DCP of 128 experts in 48 layers to 18,432 tensors"
 NUM_TENSORS, NUM_ELEMENTS = 100, 10_000
 TIME_LIMIT = 60.0
+
+EXPERTS = """
+import sys
+from pathlib import Path
+from fixtures import synthetic
+shapes = {}
+for layer in range(48):
+    for name, shape in (("gate_up_proj", (128, 1536, 2048)), ("down_proj", (128, 2048, 768))):
+        shapes[f"model.layers.{layer}.mlp.experts.{name}"] = shape
+synthetic.dcp(shapes, 8, Path(sys.argv[1]))
+"""
+"""A DCP of 8 ranks in sparse files with the experts of Qwen3-30B-A3B: 96 tensors that a recipe makes 18,432 of."""
 
 CKPT_TOOLS = [sys.executable, "-m", "ckpt_tools"]
 
@@ -41,6 +54,10 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "inspect, DCP": [*CKPT_TOOLS, "inspect", dcp],
         "convert, safetensors to .pt": [*CKPT_TOOLS, "convert", source, str(folder / "out.pt")],
         "convert, DCP to safetensors": [*CKPT_TOOLS, "convert", dcp, str(folder / "out.safetensors")],
+        PLAN_EXPERTS: [
+            *[*CKPT_TOOLS, "plan", str(folder / "experts"), str(folder / "out"), "--to", "safetensors"],
+            *["--recipe", "qwen3_moe", "--quiet"],
+        ],
     }
 
 
@@ -64,6 +81,7 @@ def measure(tree: Path, rounds: int) -> list[str]:
         folder = Path(name)
         tensors = {f"layers.{n}.weight": np.full(NUM_ELEMENTS, n, np.float32) for n in range(NUM_TENSORS)}
         save_file(tensors, folder / "model.safetensors")
+        run([sys.executable, "-c", EXPERTS, f"{folder}/experts"], folder, tree)
         given = {what: partial(run, command, folder, tree) for what, command in commands(folder).items()}
         run([*CKPT_TOOLS, "convert", f"{folder}/model.safetensors", f"{folder}/dcp", "--to", "dcp"], folder, tree)
         return rows(take_turns(given, rounds))
