@@ -1,0 +1,412 @@
+"""Vision Transformers of timm, torchvision and transformers hold each other's weights and give the same logits.
+
+The judges are the three libraries: each loads strictly what was converted, from tiny models with the same sizes, layer
+norm eps 1e-6 and exact GELU. timm and transformers compute alike, to the last bit. torchvision multiplies in another
+order, and is compared with ``BOUND``; torch's fused inference attention is off, as in our training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torchvision.models import VisionTransformer
+from transformers import ViTConfig, ViTForImageClassification, ViTModel
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError
+from training.models.image_models import build_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+IMAGE, PATCH, LAYERS, HEADS, HIDDEN, MLP, CLASSES = 16, 4, 2, 2, 24, 40, 5
+EPS = 1e-6
+BOUND = 1e-6
+"""Of torchvision's logits, as a part of the largest: 2e-7 at the size of ViT-B/16, mostly 0 in these tiny models."""
+FILE = "model.safetensors"
+State = Mapping[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def no_fused_attention() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+# The three libraries
+
+
+def config(**changed: Any) -> ViTConfig:
+    sizes: dict[str, Any] = {
+        "image_size": IMAGE,
+        "patch_size": PATCH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_labels": CLASSES,
+        "layer_norm_eps": EPS,
+    }
+    return ViTConfig(**sizes | changed)
+
+
+def of_timm(**changed: Any) -> nn.Module:
+    sizes: dict[str, Any] = {
+        "img_size": IMAGE,
+        "patch_size": PATCH,
+        "depth": LAYERS,
+        "num_heads": HEADS,
+        "embed_dim": HIDDEN,
+        "mlp_ratio": MLP / HIDDEN,
+        "num_classes": CLASSES,
+    }
+    return timm.models.VisionTransformer(**sizes | changed)
+
+
+def of_torchvision(**changed: Any) -> nn.Module:
+    sizes: dict[str, Any] = {
+        "image_size": IMAGE,
+        "patch_size": PATCH,
+        "num_layers": LAYERS,
+        "num_heads": HEADS,
+        "hidden_dim": HIDDEN,
+        "mlp_dim": MLP,
+        "num_classes": CLASSES,
+    }
+    return VisionTransformer(**sizes | changed)
+
+
+def of_transformers(**changed: Any) -> nn.Module:
+    return ViTForImageClassification(config(**changed))
+
+
+BUILD: dict[str, Callable[..., nn.Module]] = {
+    "timm": of_timm,
+    "torchvision": of_torchvision,
+    "hub": of_transformers,
+}
+
+
+def randomized(model: nn.Module, seed: int = 1) -> nn.Module:
+    """The model with each parameter drawn anew: a library starts many at 0 or 1, where a wrong map shows nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+def logits(model: nn.Module, images: Tensor | None = None) -> Tensor:
+    images = torch.randn(3, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(2)) if images is None else images
+    with torch.no_grad():
+        out = model.eval()(images)
+    return out if isinstance(out, Tensor) else out.logits
+
+
+def loaded_from_hub(folder: Path, model_class: Any = ViTForImageClassification) -> nn.Module:
+    """What ``from_pretrained`` makes of the folder, with no missing and no unexpected tensor."""
+    model, info = model_class.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model
+
+
+def hub_state(model: nn.Module, folder: Path) -> State:
+    """The tensors under the names of the hub, which are those that ``save_pretrained`` writes."""
+    model.save_pretrained(folder)
+    return load_file(folder / FILE)
+
+
+# Six directions
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    source: str
+    target: str
+    recipe: str
+    is_inverse: bool
+
+    @property
+    def inverse(self) -> Direction:
+        return Direction(self.target, self.source, self.recipe, not self.is_inverse)
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.target}"
+
+
+RECIPES = {
+    "vit_timm": ("timm", "hub"),
+    "vit_torchvision": ("torchvision", "hub"),
+    "vit_timm_torchvision": ("timm", "torchvision"),
+}
+DIRECTIONS = [
+    way
+    for recipe, (left, right) in RECIPES.items()
+    for way in (Direction(left, right, recipe, False), Direction(right, left, recipe, True))
+]
+
+
+def saved(library: str, model: nn.Module, folder: Path, ending: str = ".pt") -> Path:
+    """The checkpoint as its library's users have it: a folder of the hub, or a file of the state dict."""
+    folder.mkdir()
+    if library == "hub":
+        model.save_pretrained(folder)
+        return folder
+    path = folder / f"model{ending}"
+    state = model.state_dict()
+    save_file(state, path) if ending == ".safetensors" else torch.save(state, path)
+    return path
+
+
+def convert(source: Path, out: Path, way: Direction, **options: Any) -> ckpt_tools.ConvertReport:
+    return ckpt_tools.convert(source, out, recipe=way.recipe, inverse=way.is_inverse, **options)
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+@pytest.mark.parametrize("way", DIRECTIONS, ids=str)
+def test_the_other_library_gives_the_same_logits(way: Direction, ending: str, tmp_path: Path) -> None:
+    model = randomized(BUILD[way.source]())
+    source = saved(way.source, model, tmp_path / "source", ending)
+    if way.target == "hub":
+        config().save_pretrained(tmp_path / "config")
+        convert(source, tmp_path / "out", way, to="safetensors", config=tmp_path / "config")
+        found = loaded_from_hub(tmp_path / "out")
+    else:
+        convert(source, tmp_path / f"out{ending}", way)
+        state = torch.load(tmp_path / "out.pt") if ending == ".pt" else load_file(tmp_path / "out.safetensors")
+        found = BUILD[way.target]()
+        found.load_state_dict(state)
+    wanted = logits(model)
+    bound = BOUND if "torchvision" in str(way) else 0
+    assert (logits(found) - wanted).abs().max() <= bound * wanted.abs().max()
+
+
+@pytest.mark.parametrize("way", DIRECTIONS, ids=str)
+def test_there_and_back_is_the_same_file(way: Direction, tmp_path: Path) -> None:
+    model = randomized(BUILD[way.source]())
+    state = hub_state(model, tmp_path / "hub") if way.source == "hub" else model.state_dict()
+    save_file(dict(state), tmp_path / "first.safetensors")
+    convert(tmp_path / "first.safetensors", tmp_path / "there.safetensors", way)
+    convert(tmp_path / "there.safetensors", tmp_path / "back.safetensors", way.inverse)
+    found = load_file(tmp_path / "back.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_the_three_recipes_agree(tmp_path: Path) -> None:
+    model = randomized(of_timm())
+    names = ["timm", "torchvision", "hub", "timm"]
+    save_file(model.state_dict(), tmp_path / "0.safetensors")
+    for number, ends in enumerate(pairwise(names)):
+        way = next(way for way in DIRECTIONS if (way.source, way.target) == ends)
+        convert(tmp_path / f"{number}.safetensors", tmp_path / f"{number + 1}.safetensors", way)
+    found = load_file(tmp_path / "3.safetensors")
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+# The optimizer
+
+
+def trained(model: nn.Module) -> torch.optim.AdamW:
+    """An optimizer that has made two steps of the model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        step(model, optimizer)
+    return optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(4, 3, IMAGE, IMAGE, generator=generator)
+    labels = torch.randint(CLASSES, (4,), generator=generator)
+    loss = nn.functional.cross_entropy(model.train()(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def saved_training(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
+    """The state of both, which is saved as a DCP."""
+    weights, state = get_state_dict(model, optimizer)
+    tree = {"model": weights, "optim": state}
+    dcp.save(tree, checkpoint_id=folder, no_dist=True)
+    return tree
+
+
+@pytest.mark.parametrize("way", [way for way in DIRECTIONS if "hub" not in str(way)], ids=str)
+def test_training_continues_in_the_other_library(way: Direction, tmp_path: Path) -> None:
+    model = randomized(BUILD[way.source]())
+    optimizer = trained(model)
+    saved_training(model, optimizer, tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", way, to="dcp")
+    other = BUILD[way.target]()
+    others_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    step(other, others_optimizer)
+    weights, state = get_state_dict(other, others_optimizer)
+    tree = {"model": weights, "optim": state}
+    dcp.load(tree, checkpoint_id=tmp_path / "out", no_dist=True)
+    set_state_dict(other, others_optimizer, model_state_dict=weights, optim_state_dict=state)
+    losses = [step(model, optimizer) for _ in range(3)]
+    assert len(set(losses)) == 3, "losses that do not move show nothing"
+    assert [step(other, others_optimizer) for _ in range(3)] == pytest.approx(losses, rel=BOUND)
+
+
+QKV = {"query": 0, "key": 1, "value": 2}
+
+
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_moments_of_a_fused_weight_follow_its_three_parts(library: str, tmp_path: Path) -> None:
+    way = next(way for way in DIRECTIONS if str(way) == f"{library}-hub")
+    model = randomized(BUILD[library]())
+    tree = saved_training(model, trained(model), tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "hub", way, to="dcp")
+    fused = "blocks.1.attn.qkv." if library == "timm" else "encoder.layers.encoder_layer_1.self_attention.in_proj_"
+    wanted = {
+        f"vit.encoder.layer.1.attention.attention.{part}.{kind}": {
+            slot: whole.chunk(3)[index] if whole.ndim else whole
+            for slot, whole in tree["optim"]["state"][fused + kind].items()
+        }
+        for index, part in enumerate(("query", "key", "value"))
+        for kind in ("weight", "bias")
+    }
+    found = {name: {slot: torch.full_like(each, -1) for slot, each in state.items()} for name, state in wanted.items()}
+    dcp.load({"optim": {"state": found}}, checkpoint_id=tmp_path / "hub", no_dist=True)
+    for name, state in wanted.items():
+        assert {"exp_avg", "exp_avg_sq", "step"} <= state.keys()
+        assert all(torch.equal(found[name][slot], each) for slot, each in state.items()), name
+    convert(tmp_path / "hub", tmp_path / "back", way.inverse, to="dcp")
+    assert ckpt_tools.verify(tmp_path / "source", tmp_path / "back").equal
+
+
+# Variants
+
+
+def test_a_model_without_a_head_and_one_without_biases_of_qkv(tmp_path: Path) -> None:
+    model = randomized(of_timm(num_classes=0, qkv_bias=False))
+    source = saved("timm", model, tmp_path / "source")
+    config(qkv_bias=False).save_pretrained(tmp_path / "config")
+    ckpt_tools.convert(source, tmp_path / "out", to="safetensors", config=tmp_path / "config", recipe="vit_timm")
+    bare, info = ViTModel.from_pretrained(tmp_path / "out", add_pooling_layer=False, output_loading_info=True)
+    assert not any(info.values()), info
+    images = torch.randn(3, 3, IMAGE, IMAGE)
+    with torch.no_grad():
+        assert torch.equal(bare.eval()(images).last_hidden_state, model.forward_features(images))
+
+
+def test_the_demos_model_is_one_of_torchvision(tmp_path: Path) -> None:
+    model = randomized(build_model())
+    assert isinstance(model, VisionTransformer)
+    its = {"image_size": 28, "patch_size": 7, "num_channels": 1, "num_hidden_layers": 10, "num_attention_heads": 2}
+    config(**its, hidden_size=128, intermediate_size=128, num_labels=10).save_pretrained(tmp_path / "config")
+    source = saved("torchvision", model, tmp_path / "source")
+    ckpt_tools.convert(source, tmp_path / "hub", to="safetensors", config=tmp_path / "config", recipe="vit_torchvision")
+    images = torch.randn(3, 1, 28, 28)
+    wanted = logits(model, images)
+    found = logits(loaded_from_hub(tmp_path / "hub"), images)
+    assert (found - wanted).abs().max() <= BOUND * wanted.abs().max()
+    ckpt_tools.convert(tmp_path / "hub", tmp_path / "back.pt", recipe="vit_torchvision", inverse=True)
+    back = build_model()
+    back.load_state_dict(torch.load(tmp_path / "back.pt"))
+    assert torch.equal(logits(back, images), wanted)
+
+
+# What is refused
+
+
+def refusal(source: Path, out: Path, recipe: str, **options: Any) -> str:
+    """The sentence that refuses the conversion, which has written nothing."""
+    with pytest.raises(CkptError) as caught:
+        ckpt_tools.convert(source, out, recipe=recipe, **options)
+    assert not out.exists()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+RESIZED = {
+    "another image size": {"image_size": 32},
+    "another patch size": {"patch_size": 8, "image_size": 32},
+    "another width": {"hidden_size": 32},
+    "another number of channels": {"num_channels": 1},
+}
+NAMED = {
+    "another image size": "pos_embed",
+    "another patch size": "patch_embed.proj.weight",
+    "another width": "cls_token",
+    "another number of channels": "patch_embed.proj.weight",
+}
+
+
+@pytest.mark.parametrize("case", RESIZED)
+def test_sizes_that_config_json_does_not_have_are_refused(case: str, tmp_path: Path) -> None:
+    source = saved("timm", of_timm(), tmp_path / "source")
+    config(**RESIZED[case]).save_pretrained(tmp_path / "config")
+    told = refusal(source, tmp_path / "out", "vit_timm", to="safetensors", config=tmp_path / "config")
+    assert NAMED[case] in told
+
+
+FOREIGN = {
+    "register tokens": ({"reg_tokens": 4}, "reg_token"),
+    "layer scale": ({"init_values": 1e-5}, "blocks.0.ls1.gamma"),
+    "norms of q and k": ({"qk_norm": True}, "blocks.0.attn.q_norm.weight"),
+    "the norm of an average": ({"global_pool": "avg"}, "fc_norm"),
+}
+
+
+@pytest.mark.parametrize("recipe", ["vit_timm", "vit_timm_torchvision"])
+@pytest.mark.parametrize("case", FOREIGN)
+def test_parts_that_the_other_library_does_not_have_are_refused(case: str, recipe: str, tmp_path: Path) -> None:
+    arguments, name = FOREIGN[case]
+    source = saved("timm", of_timm(**arguments), tmp_path / "source")
+    told = refusal(source, tmp_path / "out.safetensors", recipe)
+    assert name in told
+
+
+def test_a_representation_layer_of_torchvision_is_refused(tmp_path: Path) -> None:
+    source = saved("torchvision", of_torchvision(representation_size=7), tmp_path / "source")
+    told = refusal(source, tmp_path / "out.safetensors", "vit_torchvision")
+    assert "heads.pre_logits" in told
+
+
+def test_the_hubs_pooler_is_dropped_and_named(tmp_path: Path) -> None:
+    model = randomized(ViTModel(config()))
+    state = {f"vit.{name}": tensor for name, tensor in hub_state(model, tmp_path / "bare").items()}
+    save_file(state, tmp_path / "hub.safetensors")
+    report = ckpt_tools.convert(tmp_path / "hub.safetensors", tmp_path / "out.pt", recipe="vit_timm", inverse=True)
+    assert any("pooler" in str(note) for note in report.plan.notes)
+    found = of_timm(num_classes=0)
+    found.load_state_dict(torch.load(tmp_path / "out.pt"))
+    images = torch.randn(3, 3, IMAGE, IMAGE)
+    with torch.no_grad():
+        assert torch.equal(found.eval().forward_features(images), model.eval()(images).last_hidden_state)
+
+
+def test_names_of_an_old_torchvision_and_of_a_bare_model_are_renamed_first(tmp_path: Path) -> None:
+    model = randomized(of_torchvision())
+    old = {
+        name.replace("mlp.0", "mlp.linear_1").replace("mlp.3", "mlp.linear_2"): w
+        for name, w in model.state_dict().items()
+    }
+    of_torchvision().load_state_dict(old)
+    torch.save(old, tmp_path / "old.pt")
+    rename = [r"mlp\.linear_1=mlp.0", r"mlp\.linear_2=mlp.3"]
+    ckpt_tools.convert(tmp_path / "old.pt", tmp_path / "new.pt", rename=rename)
+    assert torch.load(tmp_path / "new.pt").keys() == model.state_dict().keys()
+    bare = randomized(ViTModel(config(), add_pooling_layer=False))
+    bare.save_pretrained(tmp_path / "bare")
+    ckpt_tools.convert(tmp_path / "bare", tmp_path / "named.safetensors", rename=["^=vit."])
+    ckpt_tools.convert(tmp_path / "named.safetensors", tmp_path / "timm.pt", recipe="vit_timm", inverse=True)
+    of_timm(num_classes=0).load_state_dict(torch.load(tmp_path / "timm.pt"))
