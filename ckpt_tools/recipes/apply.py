@@ -96,7 +96,7 @@ class _Maker:
         return replace(
             self.source,
             tensors=tensors,
-            aliases={self._alias(alias): self._alias(owner) for alias, owner in self.source.aliases.items()},
+            aliases=self._aliases(),
             groups=tuple(map(self._param_group, self.source.groups)),
             literals={**self.source.literals, **zeros},
             must_equal=(*self.source.must_equal, *self.equal),
@@ -264,7 +264,27 @@ class _Maker:
                 self.equal.append(Equal(f"{slot} of {one} and of {two}, which become one tensor", first, entry))
         return {StateKey(name, slot): first for name in mapped.targets.values()}
 
-    def _alias(self, name: str) -> str:
+    def _aliases(self) -> dict[str, str]:
+        """Tied names in the new naming. Raises UnsupportedError if a name and its owner become different tensors."""
+        dropped, found = frozenset(self.grouped.dropped), dict[str, str]()
+        for alias, owner in self.source.aliases.items():
+            if alias in dropped:
+                continue
+            if owner in dropped:
+                raise UnsupportedError(f"the recipe drops {owner}, and {alias} is tied to it; drop both or none")
+            if self._change(alias) != self._change(owner):
+                raise UnsupportedError(f"{alias} is tied to {owner}, and the recipe makes different tensors of them")
+            found[self._new_name(alias)] = self._new_name(owner)
+        return found
+
+    def _change(self, name: str) -> tuple[str, int, DType | None]:
+        """What a line does to a tensor beside its name: it has a new shape, a number is added, it has a dtype."""
+        group = self.grouped.group_of.get(name)
+        if group is None:
+            return "", 0, None
+        return "" if group.line.is_renaming else name, group.line.plus, group.line.dtypes[1]
+
+    def _new_name(self, name: str) -> str:
         group = self.grouped.group_of.get(name)
         return name if group is None else next(iter(self.mapped[id(group)].targets.values()))
 
