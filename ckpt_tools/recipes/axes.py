@@ -17,8 +17,8 @@ from ckpt_tools.recipes.sizes import Env, Size, checked
 PAD = "pad"
 """The field that one side alone may have: cropped on the way to the other side, zeros on the way back."""
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_INDEX = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,23 @@ def _split(text: str, whole: str, sign: str = " ") -> list[str]:
 
 
 def _product(text: str, whole: str) -> Node:
-    if re.match(r"[A-Za-z_]\w*:", text):
+    if re.match(r"[A-Za-z_]\w*:", text, re.ASCII):
         name, _, size = text.partition(":")
-        return Field(name, Size(size), False)
+        return Field(name, _size(size, whole), False)
     *counts, last = _split(text, whole, "*")
     node = _content(last, whole)
     for count in reversed(counts):
         index = _INDEX.fullmatch(count)
-        node = Loop(Size(count), None, node) if index is None else Loop(Size(index[1]), index[1], node)
+        node = Loop(_size(count, whole), None, node) if index is None else Loop(Size(index[1]), index[1], node)
     return node
+
+
+def _size(text: str, whole: str) -> Size:
+    """The size in a shape. Raises UsageError."""
+    try:
+        return Size(text)
+    except UsageError as error:
+        raise UsageError(f"the shape {whole!r}: {error.message}") from error
 
 
 def _content(text: str, whole: str) -> Node:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
+from math import prod
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import count, listed, nearest
+from ckpt_tools.core.wording import MAX_NAMES, count, listed, nearest
 from ckpt_tools.errors import IncompleteError, UsageError
 from ckpt_tools.recipes.axes import extent, extent_size
 from ckpt_tools.recipes.moves import Indices, numbered
 from ckpt_tools.recipes.names import NamePattern
 from ckpt_tools.recipes.recipe import Line, Pattern, Recipe
-from ckpt_tools.recipes.sizes import Env, solved
+from ckpt_tools.recipes.sizes import Env, Equation, solved
 
 Slot = tuple[int, Indices]
 """A tensor's place in a group: the pattern of its name, and the values of its numbered variables."""
@@ -57,9 +58,9 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
     kept, dropped = [], []
     for name in names:
         matches = list(_matches(name, recipe))
-        if len({number for number, *_ in matches}) > 1:
-            lines = " and ".join(recipe.lines[number].shown for number, *_ in matches[:2])
-            raise UsageError(f"two lines of the recipe {recipe.name} have {name}: {lines}")
+        if len(matches) > 1:
+            both = " and ".join(recipe.lines[number].left[which].name.text for number, which, _ in matches[:2])
+            raise UsageError(f"two names of the recipe {recipe.name} match {name}: {both}")
         if any(pattern.match(name) is not None for pattern in recipe.drops[0]):
             dropped.append(name)
         elif matches:
@@ -138,7 +139,7 @@ def bound(group: Group, shapes: Mapping[str, Shape], env: Env) -> Env:
     Raises:
         IncompleteError: a tensor is missing. UsageError: a shape does not fit.
     """
-    env = {**env, **_counted(group, env)}
+    bindings, env = env, {**env, **_counted(group, env)}
     line = group.line
     sized = [(line.left[slot[0]], name) for slot, name in group.sources.items()]
     for pattern, name in sized:
@@ -146,7 +147,7 @@ def bound(group: Group, shapes: Mapping[str, Shape], env: Env) -> Env:
             axes = count(len(pattern.axes or ()), "axis", "axes")
             raise UsageError(f"{name} has the shape {list(shapes[name])}, and the recipe gives it {axes}")
     equations = [
-        (extent_size(axis), size)
+        Equation(extent_size(axis), size, name)
         for pattern, name in dict(sized).items()
         for axis, size in zip(pattern.axes or (), shapes[name], strict=True)
     ]
@@ -155,9 +156,10 @@ def bound(group: Group, shapes: Mapping[str, Shape], env: Env) -> Env:
         wanted = tuple(extent(axis, env, name) for axis in pattern.axes or ())
         if wanted != shapes[name]:
             used = sorted({v for axis in pattern.axes or () for v in extent_size(axis).variables})
-            sizes = ", ".join(f"{variable} = {env[variable]}" for variable in used)
+            sizes = ", ".join(f"{each} = {env[each]}{' by [sizes]' if each in bindings else ''}" for each in used)
             raise UsageError(
-                f"{name} has the shape {list(shapes[name])}, and by the recipe it would be {list(wanted)} with {sizes}"
+                f"{name} has the shape {list(shapes[name])}, and by the recipe it would be {list(wanted)}"
+                f"{f' with {sizes}' if sizes else ''}"
             )
     return env
 
@@ -170,20 +172,35 @@ def _counted(group: Group, env: Env) -> dict[str, int]:
             counts[variable] = max(counts.get(variable, 0), value + 1)
     for variable in counts:
         counts[variable] = max(counts[variable], env.get(variable, 0))
-    missing = list(_missing(group, counts))
-    if missing:
-        have = listed(list(group.sources.values()), 2)
-        known = [f"{name} = {number}" for name, number in counts.items()]
+    extents = [[counts[variable] for variable in numbered(pattern)] for pattern in line.left]
+    num_missing = sum(map(prod, extents)) - len(group.sources)
+    if num_missing:
+        first = list(islice(_missing(group, extents), MAX_NAMES))
+        more = f" and {num_missing - len(first):,} more" if num_missing > len(first) else ""
+        known = [f"{name} = {number:,}" for name, number in counts.items()]
         why = f" ({', '.join(known)})" if known else ""
-        raise IncompleteError(f"{listed(missing)} is missing{why}: {have} is there; a part of a model cannot be mapped")
+        raise IncompleteError(
+            f"the checkpoint has {listed(list(group.sources.values()), 2)}, and lacks {', '.join(first)}{more}{why}; "
+            "a part of a model cannot be mapped"
+        )
     return counts
 
 
-def _missing(group: Group, counts: Mapping[str, int]) -> Iterator[str]:
+def _missing(group: Group, extents: Sequence[Sequence[int]]) -> Iterator[str]:
     for which, pattern in enumerate(group.line.left):
-        for indices in product(*(range(counts.get(variable, 1)) for variable in numbered(pattern))):
+        for indices in _all_indices(extents[which]):
             if (which, indices) not in group.sources:
                 yield _filled(pattern, group.values, indices)
+
+
+def _all_indices(extents: Sequence[int]) -> Iterator[Indices]:
+    """As ``product`` of ranges, one after the other: a name or ``config.json`` may say that there are a trillion."""
+    if not extents:
+        yield ()
+        return
+    for first in range(extents[0]):
+        for rest in _all_indices(extents[1:]):
+            yield (first, *rest)
 
 
 def _filled(pattern: Pattern, values: Mapping[str, str], indices: Indices) -> str:

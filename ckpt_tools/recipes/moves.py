@@ -16,7 +16,7 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.errors import UsageError
 from ckpt_tools.recipes.axes import Leaf, Step, extent, leaves, record_extent
 from ckpt_tools.recipes.recipe import Cell, CellPair, Line, Pattern
-from ckpt_tools.recipes.sizes import Env
+from ckpt_tools.recipes.sizes import MAX_SIZE, Env
 
 Indices = tuple[int, ...]
 """Values of the numbered variables of a name, in the order of ``numbered``."""
@@ -140,7 +140,11 @@ def _leaves_of(side: tuple[Pattern, ...], env: Env) -> list[list[list[Leaf]]]:
 
 
 def _shape(pattern: Pattern, env: Env) -> Shape:
-    return tuple(extent(axis, env, pattern.name.text) for axis in pattern.axes or ())
+    """The shape of a pattern's tensors. Raises UsageError."""
+    shape = tuple(extent(axis, env, pattern.name.text) for axis in pattern.axes or ())
+    if prod(shape) > MAX_SIZE:
+        raise UsageError(f"by the recipe {pattern.name.text} would have more than 2^62 elements")
+    return shape
 
 
 def _block(line: Line, cells: CellPair, sources: list[list[list[Leaf]]], targets: list[list[list[Leaf]]]) -> _Block:

@@ -9,9 +9,12 @@ from functools import cached_property
 
 from ckpt_tools.errors import UsageError
 
-_VARIABLE = re.compile(r"\{([A-Za-z_]\w*)(\.\.\.)?\}")
+_VARIABLE = re.compile(r"\{([A-Za-z_]\w*)(\.\.\.)?\}", re.ASCII)
 
-_NUMBER = "0|[1-9][0-9]*"
+_NUMBER = "0|[1-9][0-9]{0,17}"
+
+MAX_LONG = 2
+"""How many ``{prefix...}`` a pattern may have: the time to match a name is its length to that power."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class NamePattern:
     Variables of ``numbers`` match numbers alone.
 
     Raises:
-        UsageError: a brace or a star is not part of a variable.
+        UsageError: a brace or a star is not part of a variable, or a name could be read in many ways.
     """
 
     text: str
@@ -30,6 +33,11 @@ class NamePattern:
         rest = _VARIABLE.sub("", self.text)
         if not self.text or any(sign in rest for sign in "{}* "):
             raise UsageError(f"{self.text!r} is not a name; variables are written as {{layer}} or {{prefix...}}")
+        if "}{" in self.text or self.text.count("...}") > MAX_LONG:
+            raise UsageError(
+                f"{self.text!r} can match a name in several ways; put text between variables, and write at most "
+                f"{MAX_LONG} as {{prefix...}}"
+            )
 
     @cached_property
     def variables(self) -> tuple[str, ...]:

@@ -12,17 +12,20 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import nearest
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
-from ckpt_tools.recipes.axes import Node, parse_axes
+from ckpt_tools.recipes.axes import Node, extent_size, parse_axes
 from ckpt_tools.recipes.names import NamePattern
 from ckpt_tools.recipes.recipe import Line, Recipe
 from ckpt_tools.recipes.sizes import Binding, Size
 
 MAX_RECIPE_BYTES = 4 << 20
 
+MAX_ADDED = 1 << 24
+"""The largest number to add: float32 has each whole number up to it."""
+
 _TOP = ("about", "left", "right", "models", "source", "others", "sizes", "map", "drop", "tied")
 _OF_LINE = ("left", "right", "optional", "add", "dtype")
 _SIDES = ("left", "right")
-_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -32,6 +35,8 @@ def read_recipe(path: Path) -> Recipe:
         SourceNotFoundError: there is no such file. UsageError: it is not a recipe.
     """
     try:
+        if path.is_dir():
+            raise UsageError(f"{option('recipe', path)} is a folder; name a TOML file")
         if path.stat().st_size > MAX_RECIPE_BYTES:
             raise UsageError(f"{option('recipe', path)} is too large for a recipe")
         text = path.read_text(encoding="utf-8")
@@ -65,16 +70,19 @@ def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
     drop = _table(table, "drop")
     _check_keys(drop, _SIDES, "[drop]")
     left, right = (_texts(drop, side) for side in _SIDES)
+    made = tuple(_numbered(_line, line, number) for number, line in enumerate(lines, 1))
+    bindings = tuple(_binding(key, value) for key, value in _table(table, "sizes").items())
+    _check_variables(bindings, made)
     return Recipe(
         name=name,
-        lines=tuple(_numbered(_line, line, number) for number, line in enumerate(lines, 1)),
+        lines=made,
         about=_text(table, "about"),
         left=_text(table, "left", "left"),
         right=_text(table, "right", "right"),
         models=_texts(table, "models"),
         source=_text(table, "source"),
         keeps_others=others == "same",
-        bindings=tuple(_binding(key, value) for key, value in _table(table, "sizes").items()),
+        bindings=bindings,
         drops=(tuple(map(NamePattern, left)), tuple(map(NamePattern, right))),
         tied=_tied(_table(table, "tied")),
         text=text,
@@ -96,8 +104,8 @@ def _line(table: Any) -> Line:
     if missing:
         raise UsageError(f"it has no {missing[0]}")
     add, optional = table.get("add", 0), table.get("optional", False)
-    if type(add) is not int:
-        raise UsageError(f"add = {add!r} is not a whole number")
+    if type(add) is not int or abs(add) > MAX_ADDED:
+        raise UsageError(f"add = {add!r} is not a whole number of at most {MAX_ADDED:,}")
     if type(optional) is not bool:
         raise UsageError(f"optional = {optional!r} is neither true nor false")
     return Line.build(
@@ -143,6 +151,19 @@ def _binding(name: str, value: Any) -> Binding:
     if not isinstance(value, str):
         raise UsageError(f"{name} = {value!r} under [sizes] is neither a number nor text such as 'config.hidden_size'")
     return Binding(name, tuple(Size(part) for part in value.split("|")))
+
+
+def _check_variables(bindings: Collection[Binding], lines: Collection[Line]) -> None:
+    """Raises UsageError if a variable of an expression has no value: it is neither bound nor a size of an axis."""
+    axes = (axis for line in lines for pattern in (*line.left, *line.right) for axis in pattern.axes or ())
+    known = {each.name for each in bindings}.union(*(extent_size(axis).variables for axis in axes))
+    for binding in bindings:
+        for unknown in sorted({name for choice in binding.choices for name in choice.variables} - known):
+            expression = " | ".join(choice.text.strip() for choice in binding.choices)
+            raise UsageError(
+                f"{binding.name} = {expression!r} under [sizes]: {unknown!r} is not bound, and no axis has it"
+                f"{_meant(unknown, known)}"
+            )
 
 
 def _tied(table: Mapping[str, Any]) -> Mapping[str, str]:

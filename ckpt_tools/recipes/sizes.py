@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UsageError
 
 Env = Mapping[str, int]
 """Values of variables. The variable ``expert`` counts the index ``{expert}``."""
+
+MAX_SIZE = 1 << 62
+"""The largest size: numbers of elements are 64-bit integers."""
 
 _CONFIG = "config"
 
@@ -37,7 +40,8 @@ class Size:
     @cached_property
     def _tree(self) -> ast.expr:
         try:
-            tree = ast.parse(self.text.strip(), mode="eval").body
+            # The parser takes letters that look alike for the same, and the recipe does not.
+            tree = ast.parse(self.text.strip().encode("ascii"), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise UsageError(f"{self.text!r} is not a size; write for example 2, H or A*D") from error
         for node in ast.walk(tree):
@@ -52,18 +56,25 @@ class Size:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        names = frozenset(node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)) - {_CONFIG}
         attributes = [node for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)]
-        if any(_root(node) != _CONFIG for node in attributes):
-            raise UsageError(f"{self.text!r} is not a size: only config has keys, as in config.hidden_size")
-        return names
+        of_config = {id(node.value) for node in attributes}
+        names = [node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and id(node) not in of_config]
+        if any(_root(node) != _CONFIG for node in attributes) or _CONFIG in names:
+            raise UsageError(f"{self.text!r} is not a size: config, and no other, has keys, as in config.hidden_size")
+        return frozenset(names)
 
     def value(self, env: Mapping[str, int | Fraction], config: Mapping[str, Any] | None = None) -> Fraction | None:
-        """The value; None if a variable or a key is not known, or it divides by zero."""
+        """The value; None if a variable or a key is not known.
+
+        Raises:
+            UsageError: it divides by zero, or a key of ``config`` is text, a truth value or a fraction.
+        """
         try:
             return _value(self._tree, env, config or {})
-        except (KeyError, ZeroDivisionError):
+        except KeyError:
             return None
+        except ZeroDivisionError as error:
+            raise UsageError(f"the size {self.text} divides by zero{_with(env, self.variables)}") from error
 
 
 _ALLOWED = (
@@ -115,13 +126,16 @@ def _value(node: ast.AST, env: Mapping[str, int | Fraction], config: Mapping[str
 
 
 def _looked_up(config: Mapping[str, Any], key: str) -> int:
-    """A whole number of ``config.json``. Raises KeyError."""
+    """A whole number of ``config.json``. Raises KeyError. UsageError if it is another value than a number, a list or
+    null, which say that there is no one number."""
     for part in (config, *(config.get(name) for name in _NESTED)):
         found: Any = part
         for name in key.split("."):
             found = found.get(name) if isinstance(found, Mapping) else None
         if type(found) is int:
             return found
+        if isinstance(found, str | bool | float):
+            raise UsageError(f"{key} of config.json is {found!r}, and the recipe needs a whole number")
     raise KeyError(key)
 
 
@@ -142,7 +156,8 @@ def from_config(bindings: Iterable[Binding], config: Mapping[str, Any] | None) -
         if not known:
             break
         for binding, value in known:
-            env[binding.name] = _whole(value, f"{binding.name} = {binding.choices[0].text}", env)
+            used = frozenset[str]().union(*(choice.variables for choice in binding.choices))
+            env[binding.name] = _whole(value, f"{binding.name} = {binding.choices[0].text}", env, used)
             todo.remove(binding)
     return env
 
@@ -156,11 +171,18 @@ def _first(binding: Binding, env: Env, config: Mapping[str, Any] | None) -> Frac
     return None
 
 
-def _whole(value: Fraction, what: str, env: Env) -> int:
+def _whole(value: Fraction, what: str, env: Env, used: Collection[str]) -> int:
+    if value > MAX_SIZE:
+        raise UsageError(f"a size is too large, beyond 2^62: {what}{_with(env, used)}")
     if value.denominator != 1 or value < 0:
-        with_values = ", ".join(f"{name} = {number}" for name, number in env.items())
-        raise UsageError(f"the size {what} is {value} with {with_values}, which is not a whole number")
+        raise UsageError(f"the size {what} is {value}{_with(env, used)}, which is not a whole number")
     return int(value)
+
+
+def _with(env: Mapping[str, int | Fraction], names: Collection[str]) -> str:
+    """Values of variables as a message ends with them: `` with A = 4, G = 3``."""
+    shown = ", ".join(f"{name} = {env[name]}" for name in sorted(names) if name in env)
+    return f" with {shown}" if shown else ""
 
 
 def checked(size: Size, env: Env, what: str) -> int:
@@ -176,12 +198,23 @@ def checked(size: Size, env: Env, what: str) -> int:
             f"{what}: the size {listed(missing)} is known neither from shapes nor from config.json; bind it under "
             "[sizes], or name a folder with config.json"
         )
-    used = {name: env[name] for name in sorted(size.variables)}
-    return _whole(value, f"{size.text} of {what}", used)
+    return _whole(value, f"{size.text} of {what}", env, size.variables)
 
 
-def solved(equations: Iterable[tuple[Size, int]], env: Env) -> dict[str, int]:
-    """``env`` with the variables that the equations ``size == extent`` give, each linear in one that is not known."""
+class Equation(NamedTuple):
+    """An axis of the tensor ``name`` has ``extent`` positions, and the recipe gives it ``size``."""
+
+    size: Size
+    extent: int
+    name: str
+
+
+def solved(equations: Iterable[Equation], env: Env) -> dict[str, int]:
+    """``env`` with the variables that the equations give, each linear in one that is not known.
+
+    Raises:
+        UsageError: no whole number solves one of them, as where rows do not divide.
+    """
     found = dict(env)
     todo = list(equations)
     while True:
@@ -192,15 +225,20 @@ def solved(equations: Iterable[tuple[Size, int]], env: Env) -> dict[str, int]:
         found[name] = value
 
 
-def _steps(equations: Iterable[tuple[Size, int]], env: Env) -> Iterator[tuple[str, int]]:
-    for size, extent in equations:
+def _steps(equations: Iterable[Equation], env: Env) -> Iterator[tuple[str, int]]:
+    for size, extent, tensor in equations:
         unknown = size.variables - env.keys()
         if len(unknown) != 1:
             continue
         (name,) = unknown
-        at_0, at_1, at_2 = (size.value({**env, name: number}) for number in (0, 1, 2))
-        if at_0 is None or at_1 is None or at_2 is None or at_1 == at_0 or at_2 - at_1 != at_1 - at_0:
+        values = [size.value({**env, name: number}) for number in (1, 2, 3)]
+        first, second, third = (value or Fraction(0) for value in values)
+        if second == first or third - second != second - first:
             continue
-        value = (extent - at_0) / (at_1 - at_0)
-        if value.denominator == 1 and value >= 0:
-            yield name, int(value)
+        value = 1 + (extent - first) / (second - first)
+        if value.denominator != 1 or value < 0:
+            raise UsageError(
+                f"{tensor}: an axis has {extent:,} positions, and no whole number {name} gives it {size.text}"
+                f"{_with(env, size.variables)}"
+            )
+        yield name, int(value)
