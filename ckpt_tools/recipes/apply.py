@@ -28,6 +28,9 @@ ZEROS = literal_file("padding")
 
 MAX_ITEM_BYTES = 16
 
+_OF_MUON = frozenset({"ns_steps", "ns_coefficients"})
+"""Options of torch's Muon that no other optimizer has."""
+
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
@@ -110,6 +113,18 @@ class _Maker:
             yield Note(Outcome.DROPPED, f"{count(number, 'element')} of {name}", why, asked=True)
         for name, number in self.padded.items():
             yield Note(Outcome.DEFAULTED, f"{count(number, 'element')} of {name}", f"padding of {recipe.right}: zeros")
+        added = [name for name, group in self.grouped.group_of.items() if group.line.plus]
+        if added:
+            why = "computed in float32 and rounded once: the way back can differ in the last bit"
+            yield Note(
+                Outcome.KEPT, f"{count(len(added), 'tensor')} to which the recipe adds a number", why, len(added)
+            )
+        if any(not _OF_MUON.isdisjoint(group.options) for group in self.source.groups) and self._has_new_shapes():
+            why = "Muon orthogonalizes each tensor as a whole, and tensors of other shapes are updated in another way"
+            yield Note(Outcome.KEPT, "optimizer state of Muon", why)
+
+    def _has_new_shapes(self) -> bool:
+        return any(not group.line.is_renaming for group in self.grouped.groups)
 
     def _shapes(self) -> Mapping[str, Shape]:
         """The shape of each weight; of one that is not there, that of its optimizer state."""
