@@ -42,12 +42,12 @@ def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] |
         UsageError: the recipe does not fit the checkpoint. IncompleteError: a tensor that it needs is missing.
         UnsupportedError: a tensor cannot follow, such as optimizer state of another shape than its weight.
     """
-    names = _in_order(manifest)
-    grouped = group_names(names, recipe)
-    maker = _Maker(manifest, grouped, from_config(recipe.bindings, config))
-    made = maker.manifest()
-    notes = list(maker.notes(recipe))
-    return _with_ties(made, recipe, config), tuple(notes)
+    # Ties are those of the recipe's right side.
+    source = _with_ties(manifest, recipe, config) if recipe.is_inverse else manifest
+    grouped = group_names(_in_order(source), recipe)
+    maker = _Maker(source, grouped, from_config(recipe.bindings, config))
+    made, notes = maker.manifest(), tuple(maker.notes(recipe))
+    return made if recipe.is_inverse else _with_ties(made, recipe, config), notes
 
 
 def _in_order(manifest: Manifest) -> list[str]:

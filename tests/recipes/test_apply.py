@@ -1,0 +1,236 @@
+"""What a recipe does beside moving boxes: arithmetic, padding, ties, steps, groups; and parts of DCP items."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ml_dtypes import bfloat16
+from numpy.typing import NDArray
+from torch.distributed import checkpoint as dcp
+
+import ckpt_tools
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.shards import ByteRange, ShardTable
+from ckpt_tools.errors import DifferenceError, IncompleteError, UnsupportedError
+from ckpt_tools.recipes import apply_recipe
+from ckpt_tools.recipes.reading import parse_recipe
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.transfer.equality import check_equal
+from tests.recipes.test_properties import read
+
+DTYPES = {np.dtype(np.float32): DType.FLOAT32, np.dtype(bfloat16): DType.BFLOAT16}
+
+Arrays = dict[StateKey, NDArray[Any]]
+
+
+def stored(arrays: Arrays, groups: tuple[ParamGroup, ...] = ()) -> tuple[Manifest, MemoryStore]:
+    """A checkpoint of these arrays, each in a file of its own."""
+    tensors, files = {}, {}
+    for key, array in arrays.items():
+        dtype = DTYPES[array.dtype]
+        files[str(key)] = bytearray(array.tobytes())
+        table = ShardTable.whole(array.shape, dtype, ByteRange(str(key), 0, array.nbytes))
+        kind = Kind.PARAMETER if key.slot == "weight" else Kind.STATE
+        tensors[key] = TensorEntry(array.shape, dtype, kind, table)
+    return Manifest("test", tensors, groups=groups), MemoryStore(files)
+
+
+def mapped(
+    text: str, arrays: Arrays, config: Any = None, *, inverse: bool = False, **more: Any
+) -> tuple[Manifest, Arrays]:
+    """The manifest that the recipe makes, and its elements."""
+    manifest, store = stored(arrays, **more)
+    recipe = parse_recipe(text, "r", "r.toml")
+    made, _ = apply_recipe(manifest, recipe.inverse() if inverse else recipe, config)
+    store.files |= {name: bytearray(data) for name, data in made.literals.items()}
+    numpy_of = {dtype: of for of, dtype in DTYPES.items()}
+    check_equal(made, store)
+    return made, {key: read(entry, store).view(numpy_of[entry.dtype]) for key, entry in made.tensors.items()}
+
+
+def key(name: str, slot: str = "weight") -> StateKey:
+    return StateKey(name, slot)
+
+
+def numbers(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+NORM = '[[map]]\nleft = "a"\nright = "b"\nadd = 1\n'
+
+
+class TestArithmetic:
+    def test_it_is_computed_from_the_master_and_rounded_once(self) -> None:
+        master = np.array([2**-9, -(2**-9), 1.5, -1.0, 3.0e-3], np.float32)
+        arrays = {key("a"): master.astype(bfloat16), key("a", "master"): master, key("a", "exp_avg"): master}
+        _, found = mapped(NORM, arrays)
+        assert found[key("b")].tobytes() == (master + np.float32(1)).astype(bfloat16).tobytes()
+        assert found[key("b", "master")].tobytes() == (master + np.float32(1)).tobytes()
+        assert found[key("b", "exp_avg")].tobytes() == master.tobytes()
+
+    def test_without_a_master_it_is_computed_in_float32(self) -> None:
+        weight = numbers(7).astype(bfloat16)
+        _, found = mapped(NORM, {key("a"): weight})
+        assert found[key("b")].tobytes() == (weight.astype(np.float32) + np.float32(1)).astype(bfloat16).tobytes()
+
+    def test_the_way_back_subtracts(self) -> None:
+        _, found = mapped(NORM, {key("b"): np.array([1.25, 0.0], np.float32)}, inverse=True)
+        assert found[key("a")].tolist() == [0.25, -1.0]
+
+    def test_a_note_says_that_it_is_not_exact(self) -> None:
+        manifest, _ = stored({key("a"): numbers(3)})
+        _, notes = apply_recipe(manifest, parse_recipe(NORM, "r", "r.toml"), None)
+        assert [note.why for note in notes] == [
+            "computed in float32 and rounded once: the way back can differ in the last bit"
+        ]
+
+    def test_the_dtype_of_a_side_is_that_of_the_weight_alone(self) -> None:
+        text = '[[map]]\nleft = "a"\nright = "b"\ndtype = { right = "float32" }\n'
+        weight = numbers(3).astype(bfloat16)
+        _, found = mapped(text, {key("a"): weight, key("a", "exp_avg"): weight})
+        assert found[key("b")].dtype == np.float32
+        assert found[key("b", "exp_avg")].dtype == bfloat16
+
+
+PADDED = """
+[sizes]
+V = "config.vocab_size"
+pad = "config.pad"
+[[map]]
+left = { w = "(V pad) H" }
+right = { v = "V H" }
+"""
+SIZES = {"vocab_size": 5, "pad": 3}
+
+
+class TestPadding:
+    def test_it_is_left_out_and_given_as_zeros(self) -> None:
+        weight = numbers(8, 4)
+        arrays = {key("w"): weight, key("w", "exp_avg"): weight}
+        made, found = mapped(PADDED, arrays, SIZES)
+        assert found[key("v")].tobytes() == found[key("v", "exp_avg")].tobytes() == weight[:5].tobytes()
+        _, back = mapped(PADDED, found, SIZES, inverse=True)
+        expected = np.concatenate([weight[:5], np.zeros((3, 4), np.float32)])
+        assert back[key("w")].tobytes() == back[key("w", "exp_avg")].tobytes() == expected.tobytes()
+        assert made.literals == {}
+
+    def test_without_the_number_of_padded_rows_it_is_solved_on_the_way_out(self) -> None:
+        _, found = mapped(PADDED, {key("w"): numbers(8, 4)}, {"vocab_size": 5})
+        assert found[key("v")].shape == (5, 4)
+
+    def test_notes_count_the_elements(self) -> None:
+        recipe = parse_recipe(PADDED, "r", "r.toml")
+        _, notes = apply_recipe(stored({key("w"): numbers(8, 4)})[0], recipe, SIZES)
+        assert [(note.outcome.value, note.what) for note in notes] == [("dropped", "12 elements of w")]
+        _, notes = apply_recipe(stored({key("v"): numbers(5, 4)})[0], recipe.inverse(), SIZES)
+        assert [(note.outcome.value, note.what) for note in notes] == [("defaulted", "12 elements of w")]
+
+
+TIED = '[tied]\n"head" = "embed"\n[[map]]\nleft = "e"\nright = "embed"\n[[map]]\nleft = "h"\nright = "head"\n'
+
+
+ARE_TIED = {"tie_word_embeddings": True}
+
+
+class TestTies:
+    def test_the_tied_name_is_left_out_and_given_again(self) -> None:
+        weight = numbers(3, 2)
+        made, found = mapped(TIED, {key("e"): weight, key("h"): weight}, ARE_TIED)
+        assert list(found) == [key("embed")]
+        assert made.aliases == {"head": "embed"}
+        recipe = parse_recipe(TIED, "r", "r.toml").inverse()
+        back, _ = apply_recipe(stored(found)[0], recipe, ARE_TIED)
+        assert (list(back.tensors), back.aliases) == ([key("e")], {"h": "e"})
+
+    def test_two_weights_that_are_not_tied_stay(self) -> None:
+        made, found = mapped(TIED, {key("e"): numbers(3, 2), key("h"): numbers(3, 2, seed=1)})
+        assert list(found) == [key("embed"), key("head")]
+        assert made.aliases == {}
+
+    def test_weights_that_differ_are_not_tied(self) -> None:
+        with pytest.raises(DifferenceError, match=r"head and embed, which config\.json ties"):
+            mapped(TIED, {key("e"): numbers(3, 2), key("h"): numbers(3, 2, seed=1)}, ARE_TIED)
+
+
+QKV = '[sizes]\nR = 2\nD = 2\n[[map]]\nleft = { f = "G*(q:R*D k:D v:D)" }\nright = { q = "q", k = "k", v = "v" }\n'
+
+
+class TestState:
+    def separate(self, *steps: float) -> Arrays:
+        arrays: Arrays = {}
+        for name, size, step in zip("qkv", (8, 4, 4), steps, strict=True):
+            arrays[key(name)] = numbers(size)
+            arrays[key(name, "step")] = np.array(step, np.float32)
+        return arrays
+
+    def test_steps_of_tensors_that_become_one_must_be_equal(self) -> None:
+        made, found = mapped(QKV, self.separate(3, 3, 3), inverse=True)
+        assert found[key("f", "step")].tolist() == 3
+        assert len(made.must_equal) == 2
+        with pytest.raises(DifferenceError, match="step of q and of v"):
+            mapped(QKV, self.separate(3, 3, 4), inverse=True)
+
+    def test_each_part_has_the_step_of_the_whole(self) -> None:
+        arrays: Arrays = {key("f"): numbers(16), key("f", "step"): np.array(7, np.float32)}
+        _, found = mapped(QKV, arrays)
+        assert [found[key(name, "step")].tolist() for name in "qkv"] == [7, 7, 7]
+
+    def test_moments_of_a_part_are_not_enough(self) -> None:
+        arrays = {**self.separate(1, 1, 1), key("q", "exp_avg"): numbers(8)}
+        with pytest.raises(IncompleteError, match="exp_avg of k, v is missing"):
+            mapped(QKV, arrays, inverse=True)
+
+    def test_factored_state_is_refused(self) -> None:
+        arrays: Arrays = {key("f"): numbers(16), key("f", "exp_avg_sq_row"): numbers(4)}
+        with pytest.raises(UnsupportedError, match="exp_avg_sq_row of f has the shape"):
+            mapped(QKV, arrays)
+
+    def test_names_in_parameter_groups_stand_where_the_first_of_them_was(self) -> None:
+        text = f'others = "same"\n{QKV}'
+        arrays: Arrays = {key("a"): numbers(1), key("f"): numbers(16), key("b"): numbers(1)}
+        made, found = mapped(text, arrays, groups=(ParamGroup(("a", "f", "b"), {}),))
+        assert made.groups[0].params == ("a", "q", "k", "v", "b")
+        back, _ = mapped(text, found, groups=made.groups, inverse=True)
+        assert back.groups[0].params == ("a", "f", "b")
+
+    def test_parts_in_two_groups_are_refused(self) -> None:
+        groups = (ParamGroup(("q", "k"), {}), ParamGroup(("v",), {}))
+        with pytest.raises(UnsupportedError, match="two parameter groups"):
+            mapped(QKV, self.separate(1, 1, 1), inverse=True, groups=groups)
+
+    def test_of_muon_a_note_says_that_it_goes_on_otherwise(self) -> None:
+        manifest, _ = stored({key("f"): numbers(16)}, (ParamGroup(("f",), {"ns_steps": 5}),))
+        _, notes = apply_recipe(manifest, parse_recipe(QKV, "r", "r.toml"), None)
+        assert [note.what for note in notes] == ["optimizer state of Muon"]
+
+
+EXPERTS = """
+[[map]]
+left = { w = "{expert} (gate:F up:F) H" }
+right = { "{expert}.gate" = "H gate", "{expert}.up" = "up H" }
+"""
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_parts_of_items_of_a_dcp_are_read_as_they_are_stored(tmp_path: Path, is_transposed: bool) -> None:
+    """An item of a DCP holds all experts. torch stores one of a transposed tensor with its strides."""
+    values = torch.arange(3 * 8 * 5, dtype=torch.float32).reshape(3, 8, 5)
+    stored_as = values.permute(2, 0, 1).contiguous().permute(1, 2, 0) if is_transposed else values
+    assert stored_as.is_contiguous() is not is_transposed
+    with warnings.catch_warnings(action="ignore"):
+        dcp.state_dict_saver.save({"w": stored_as}, checkpoint_id=tmp_path / "source", no_dist=True)
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(EXPERTS)
+    ckpt_tools.convert(tmp_path / "source", tmp_path / "out.pt", recipe=recipe)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    expected = {f"{e}.gate": values[e, :4].T for e in range(3)} | {f"{e}.up": values[e, 4:] for e in range(3)}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    report = ckpt_tools.verify(tmp_path / "source", tmp_path / "out.pt", recipe=recipe)
+    assert report.num_tensors == 6
