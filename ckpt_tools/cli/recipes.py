@@ -16,6 +16,9 @@ from ckpt_tools.errors import UsageError
 if TYPE_CHECKING:
     from ckpt_tools.recipes.report import MappedTensor, RecipeMap
 
+WEIGHT = "weight"
+"""The slot of a weight."""
+
 
 def _named(context: click.Context, argument: click.Parameter, given: str) -> str:
     if not given:
@@ -84,19 +87,17 @@ def recipes_check_command(recipe: str, src: str, as_json: bool, quiet: bool, **c
 
 
 def _show(found: RecipeMap) -> None:
-    used = found.recipe
-    sources = {name for each in found.tensors for name in each.sources}
-    say(
-        printable(
-            f"{used.name}: {used.before} to {used.after}, {count(len(sources), 'name')} to "
-            f"{count(len({each.name for each in found.tensors}), 'name')}"
-        )
-    )
-    say_columns(("tensor", "slot", "dtype", "shape", "from"), map(_row, found.tensors))
+    used, weights = found.recipe, [each for each in found.tensors if each.slot == WEIGHT]
+    sources = {name for each in weights for name in each.sources}
+    tensors = f"{count(len(sources), 'tensor')} to {count(len(weights), 'tensor')}"
+    say(printable(f"{used.name}: {used.before} to {used.after}, {tensors}"))
+    say_columns(("tensor", "dtype", "shape", "from"), map(_row, weights))
+    if len(found.tensors) > len(weights):
+        more = count(len(found.tensors) - len(weights), "more tensor")
+        say(f"and {more} of the optimizer, beside their weights; --json lists them")
     show_notes(found.notes)
 
 
 def _row(tensor: MappedTensor) -> tuple[str, ...]:
     shape = " x ".join(map(str, tensor.shape)) or "scalar"
-    texts = (tensor.name, tensor.slot, tensor.dtype, shape, listed(tensor.sources))
-    return tuple(map(printable, texts))
+    return tuple(map(printable, (tensor.name, tensor.dtype, shape, listed(tensor.sources))))

@@ -44,10 +44,12 @@ def default_config(out: Path, **values: Any) -> TrainConfig:
 
 
 def started_config(out: Path, engine: str) -> TrainConfig:
-    """A run that starts with the last weights of another engine's, and changes none. They had other names meanwhile."""
+    """A run that starts with the last weights of another engine's, and changes none. They had other names meanwhile,
+    which a rule or a recipe changes back."""
     other = {"fsdp2": "zero3", "zero2": "fsdp2"}[engine]
+    bare = {"fsdp2": {"rename": ("^backbone[.]=",)}, "zero2": {"recipe": str(out / "bare.toml"), "inverse": True}}
     still = {"learning_rate": STILL, "weight_decay": 0.0, "until": 1}
-    names = {"init_from": str(out / f"{other}-renamed"), "rename": ("^backbone[.]=",)}
+    names = {"init_from": str(out / f"{other}-renamed"), **bare[engine]}
     return default_config(out / f"{engine}-started", engine=engine, **still, **names)
 
 
@@ -57,6 +59,8 @@ def prepare(config: TrainConfig) -> None:
         run = config.init_from.removesuffix("-renamed")
         last = f"{run}/checkpoints/epoch_{EPOCHS:04d}"
         ckpt_tools.convert(last, config.init_from, to="safetensors", state="model", rename=["^=backbone."])
+        if config.recipe is not None:
+            Path(config.recipe).write_text('map = [{left = "{name...}", right = "backbone.{name...}"}]')
 
 
 def configs(out: Path) -> Iterator[TrainConfig]:

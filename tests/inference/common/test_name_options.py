@@ -18,6 +18,13 @@ from training.data.datasets import LabelledImages
 
 RENAMED = ("--rename=^net[.]=", "--exclude=ema.*")
 
+RECIPE = """
+drop = {left = ["ema.{name...}"]}
+[[map]]
+left = "net.{name...}"
+right = "{name...}"
+"""
+
 
 @pytest.fixture(scope="module")
 def wrapped(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -29,13 +36,19 @@ def wrapped(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
 
 def test_predict_renames(wrapped: Path, forms: Path, image_folder: Path, tmp_path: Path) -> None:
     def predicted(model: Path, *options: str) -> list[str]:
-        out = tmp_path / f"{len(options)}.jsonl"
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         words = ["--model", model, "--input", image_folder, "--output", out, "--quiet", "--threads=1", *options]
         result = CliRunner().invoke(main, list(map(str, words)))
         assert result.exit_code == 0, result.output
         return out.read_text().splitlines()
 
-    assert predicted(wrapped, *RENAMED) == predicted(forms / "model.safetensors")
+    expected = predicted(forms / "model.safetensors")
+    assert predicted(wrapped, *RENAMED) == expected
+    (tmp_path / "bare.toml").write_text(RECIPE)
+    assert predicted(wrapped, f"--recipe={tmp_path}/bare.toml") == expected
+    back = RECIPE.replace("left =", "third =").replace("right =", "left =").replace("third =", "right =")
+    (tmp_path / "back.toml").write_text(back)
+    assert predicted(wrapped, f"--recipe={tmp_path}/back.toml", "--inverse") == expected
 
 
 @pytest.mark.parametrize(
@@ -44,6 +57,9 @@ def test_predict_renames(wrapped: Path, forms: Path, image_folder: Path, tmp_pat
         ((), 4, "does not fit the model"),
         (("--rename=^nett[.]=",), 2, "^nett[.]"),
         (("--exclude=ema.*", "--key-map=none.json"), 3, "none.json"),
+        (("--recipe=none.toml",), 3, "none.toml"),
+        (("--recipe=no-recipe",), 2, "there is no recipe 'no-recipe'"),
+        (("--inverse",), 2, "is for a recipe"),
     ],
 )
 def test_a_wrong_name_is_one_sentence(

@@ -116,6 +116,21 @@ def test_names_are_mapped_and_parts_are_chosen(tmp_path: Path) -> None:
         assert loaded.bias.equal(own.bias)
 
 
+def test_a_recipe_cuts_tensors(tmp_path: Path) -> None:
+    own, path = linear_at(tmp_path, "")
+    rows = '{left = {"weight" = "(top:1 rest:1) W"}, right = {"top.weight" = "top W", "rest.weight" = "rest W"}}'
+    biases = '{left = {"bias" = "(top:1 rest:1)"}, right = {"top.bias" = "top", "rest.bias" = "rest"}}'
+    (tmp_path / "rows.toml").write_text(f"map = [{rows}, {biases}]")
+    model = nn.ModuleDict({"top": nn.Linear(3, 1), "rest": nn.Linear(3, 1)})
+    loaded = inference.load_model(path, model=model, recipe=tmp_path / "rows.toml")
+    assert torch.equal(torch.cat([loaded["top"].weight, loaded["rest"].weight]), own.weight)
+    torch.save(loaded.state_dict(), tmp_path / "cut.pt")
+    back = inference.load_model(
+        tmp_path / "cut.pt", model=nn.Linear(3, 2), recipe=str(tmp_path / "rows.toml"), inverse=True
+    )
+    assert back.bias.equal(own.bias)
+
+
 def test_a_part_of_a_tree_is_chosen(tmp_path: Path) -> None:
     own, other = nn.Linear(3, 2), nn.Linear(3, 2)
     torch.save({"model": own.state_dict(), "ema": other.state_dict()}, tmp_path / "model.pt")

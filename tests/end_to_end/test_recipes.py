@@ -1,0 +1,343 @@
+"""``--recipe`` in every command: there and back, verified, resumed, and refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import ckpt_tools
+from ckpt_tools.conversion import prepare
+from ckpt_tools.core.options import Request
+from ckpt_tools.errors import CkptError, DifferenceError, SourceNotFoundError, UsageError
+from ckpt_tools.transfer.journal import fingerprint
+from ckpt_tools.transfer.workers import WorkerPool
+from tests.support import moe
+
+
+@dataclass(frozen=True)
+class Made:
+    folder: Path
+    model: moe.Fused
+    optimizer: torch.optim.AdamW
+
+    @property
+    def source(self) -> Path:
+        return self.folder / "fused.pt"
+
+    @property
+    def recipe(self) -> Path:
+        return self.folder / "moe.toml"
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return moe.apart(self.model.state_dict())
+
+    def state(self, slot: str) -> dict[str, Tensor]:
+        """A slot of the optimizer as the right side has it."""
+        return moe.apart({name: self.optimizer.state[each][slot] for name, each in self.model.named_parameters()})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("moe")
+    return Made(folder, *moe.write(folder))
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def test_weights_are_those_of_slices(made: Made, tmp_path: Path) -> None:
+    report = ckpt_tools.convert(made.source, tmp_path / "out", to="safetensors", recipe=made.recipe)
+    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), made.weights)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "tinymoe"
+    assert report.num_tensors == len(made.weights)
+
+
+def test_optimizer_state_follows(made: Made, tmp_path: Path) -> None:
+    """torch's own AdamW takes the file, and computes what slices give."""
+    ckpt_tools.convert(made.source, tmp_path / "out.pt", state="all", recipe=made.recipe)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert_equal(found["model"], made.weights)
+    model = moe.Apart()
+    model.load_state_dict(found["model"])
+    optimizer = moe.adamw(model)
+    kept = found["optim"]["state"]
+    for slot in ("exp_avg", "exp_avg_sq"):
+        assert_equal({name: kept[name][slot] for name in kept}, made.state(slot))
+    state = {number: kept[name] for number, (name, _) in enumerate(model.named_parameters())}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+    assert_next_losses(model, optimizer)
+
+
+def assert_next_losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The losses that the fused model goes on with; experts apart add in another order."""
+    torch.manual_seed(0)
+    fused = moe.Fused()
+    first = moe.adamw(fused)
+    moe.train(fused, first, 2, seed=1)
+    wanted = moe.train(fused, first, 3, seed=2)
+    np.testing.assert_allclose(moe.train(model, optimizer, 3, seed=2), wanted, rtol=1e-5)
+
+
+FORMATS: list[tuple[str, dict[str, Any]]] = [
+    ("dcp", {"world_size": 2}),
+    ("zero2", {"world_size": 2}),
+    ("zero3", {"world_size": 3}),
+    ("universal", {}),
+    ("sharded", {"world_size": 2}),
+    ("safetensors", {"state": "all"}),
+]
+
+
+@pytest.mark.parametrize(("to", "options"), FORMATS)
+def test_there_and_back(to: str, options: dict[str, Any], made: Made, tmp_path: Path) -> None:
+    there, back = tmp_path / "there", tmp_path / "back.pt"
+    state = {"state": options["state"]} if "state" in options else {}
+    ckpt_tools.convert(made.source, there, to=to, recipe=made.recipe, **options)
+    assert ckpt_tools.verify(made.source, there, recipe=made.recipe, **state).equal
+    taken = {"recipe": made.recipe, "inverse": True, "config": made.folder}
+    ckpt_tools.convert(there, back, state="all", **taken)
+    assert ckpt_tools.verify(there, back, state="all", **taken).equal
+    assert ckpt_tools.diff(made.source, back).equal
+    assert ckpt_tools.diff(made.source, there, recipe=made.recipe, state="model").equal
+    assert ckpt_tools.diff(there, made.source, state="model", **taken).equal
+    found = torch.load(back, weights_only=True)["model"]
+    assert_equal(found, dict(made.model.state_dict()))
+
+
+def test_a_difference_is_found(made: Made, tmp_path: Path) -> None:
+    wrong = {name: value.clone() for name, value in made.weights.items()}
+    wrong["experts.1.w3.weight"][0, 0] += 1
+    save_file(wrong, tmp_path / "wrong.safetensors")
+    for report in (
+        ckpt_tools.verify(made.source, tmp_path / "wrong.safetensors", recipe=made.recipe, state="model"),
+        ckpt_tools.diff(made.source, tmp_path / "wrong.safetensors", recipe=made.recipe, state="model"),
+    ):
+        assert [each.key.fqn for each in report.differences] == ["experts.1.w3.weight"]
+
+
+def test_options_name_what_the_recipe_makes(made: Made, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"recipe": made.recipe, "include": ["experts.1.*"], "rename": [r"w1=gate_proj"]}
+    report = ckpt_tools.convert(made.source, tmp_path / "part.safetensors", dtype="bfloat16", **options)
+    assert report.plan.renamed == {"experts.1.w1.weight": "experts.1.gate_proj.weight"}
+    found = load_file(tmp_path / "part.safetensors")
+    assert torch.equal(found["experts.1.gate_proj.weight"], made.weights["experts.1.w1.weight"].bfloat16())
+    assert len(found) == 2
+    assert ckpt_tools.verify(
+        made.source, tmp_path / "part.safetensors", dtype="bfloat16", state="model", **options
+    ).equal
+    with pytest.raises(UsageError, match=r"include='experts.gate_up' matches no tensor"):
+        ckpt_tools.plan(made.source, tmp_path / "x.pt", recipe=made.recipe, include=["experts.gate_up"])
+
+
+def test_reports_name_the_recipe(made: Made, tmp_path: Path) -> None:
+    report = ckpt_tools.plan(made.source, tmp_path / "x", to="dcp", recipe=made.recipe)
+    assert report.recipe == ckpt_tools.UsedRecipe("moe", False, "fused", "apart")
+    ckpt_tools.convert(made.source, tmp_path / "x", to="dcp", recipe=made.recipe)
+    back = ckpt_tools.plan(tmp_path / "x", tmp_path / "y.pt", recipe=made.recipe, inverse=True, config=made.folder)
+    assert back.recipe == ckpt_tools.UsedRecipe("moe", True, "apart", "fused")
+    assert ckpt_tools.plan(made.source, tmp_path / "z", to="dcp").recipe is None
+
+
+def test_a_check_says_where_each_tensor_is_from(made: Made, tmp_path: Path) -> None:
+    found = ckpt_tools.check_recipe(made.recipe, made.source)
+    assert {each.name: each.shape for each in found.tensors if each.slot == "exp_avg"} == {
+        name: tuple(value.shape) for name, value in made.weights.items()
+    }
+    sources = {each.name: each.sources for each in found.tensors if each.slot == "weight"}
+    assert sources["experts.2.w3.weight"] == ("experts.gate_up",)
+    assert sources["router.weight"] == ("gate.weight",)
+    ckpt_tools.convert(made.source, tmp_path / "dcp", to="dcp", recipe=made.recipe)
+    weights = ckpt_tools.check_recipe(made.recipe, tmp_path / "dcp", inverse=True, state="model").tensors
+    (fused,) = (each for each in weights if each.name == "experts.gate_up")
+    assert {*fused.sources} == {f"experts.{n}.{part}.weight" for part in ("w1", "w3") for n in range(3)}
+    assert {each.slot for each in weights} == {"weight"}
+
+
+def command(*words: str | Path, limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
+    def limited() -> None:
+        if limit_bytes is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+    line = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, preexec_fn=limited, check=False)
+
+
+SWAPPED = ("(gate:F up:F)", "(up:F gate:F)")
+
+
+def test_a_resumed_run_takes_no_other_recipe(tmp_path: Path) -> None:
+    """One file is larger than the system lets the first run write; the others are not."""
+    tensors = {f"{n}.experts.gate_up": torch.randn(2, 512, 256) for n in range(4)}
+    tensors |= {"gate.weight": torch.randn(2), "large": torch.randn(1 << 20)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    (tmp_path / "moe.toml").write_text(moe.RECIPE)
+    (tmp_path / "swapped.toml").write_text(moe.RECIPE.replace(*SWAPPED))
+    words = ("convert", tmp_path / "m.safetensors", tmp_path / "out", "--to", "safetensors")
+    words = (*words, "--max-shard-size", "1MB", "--workers", "1", "--resume", "--quiet")
+    failed = command(*words, "--recipe", tmp_path / "moe.toml", limit_bytes=2 << 20)
+    assert failed.returncode == 5 and "is kept" in failed.stderr, failed.stderr
+    for other in (("--recipe", tmp_path / "swapped.toml"), ()):
+        refused = command(*words, *other)
+        assert refused.returncode == 2 and "other options" in refused.stderr, refused.stderr
+    done = command(*words, "--recipe", tmp_path / "moe.toml")
+    assert done.returncode == 0 and "kept from an earlier run" in done.stdout, done
+    found = {name: each for file in (tmp_path / "out").glob("*.safetensors") for name, each in load_file(file).items()}
+    assert torch.equal(found["3.experts.1.w3.weight"], tensors["3.experts.gate_up"][1, 256:])
+    assert torch.equal(found["large"], tensors["large"])
+
+
+def test_two_recipes_of_the_same_names_are_two_plans(made: Made, tmp_path: Path) -> None:
+    def of(text: str) -> str:
+        (tmp_path / "r.toml").write_text(text)
+        request = Request(src=made.source, dst=tmp_path / "out", to="dcp", recipe=tmp_path / "r.toml")
+        prepared = prepare(request, WorkerPool.choose("threads", None, 1, request.src, request.dst))
+        return fingerprint(prepared.plan, prepared.store)
+
+    assert of(moe.RECIPE) == of(f"# the same in other words\n{moe.RECIPE}")
+    assert of(moe.RECIPE) != of(moe.RECIPE.replace(*SWAPPED))
+
+
+TIED = 'others = "same"\nmap = [{left = "embed", right = "tokens"}]\ntied = {"head" = "tokens"}\n'
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Callable[[Tensor], Path]:
+    """``tied(head)``: a folder of a model whose configuration ties its head."""
+
+    def make(head: Tensor) -> Path:
+        (tmp_path / "tied").mkdir()
+        (tmp_path / "tied" / "config.json").write_text('{"model_type": "m", "tie_word_embeddings": true}')
+        save_file({"embed": torch.ones(3, 2), "head": head}, tmp_path / "tied" / "model.safetensors")
+        (tmp_path / "tied.toml").write_text(TIED)
+        return tmp_path / "tied"
+
+    return make
+
+
+def test_tied_weights_that_differ_are_refused_before_anything_is_written(
+    tied: Callable[[Tensor], Path], tmp_path: Path
+) -> None:
+    source, recipe = tied(torch.zeros(3, 2)), tmp_path / "tied.toml"
+    save_file({"tokens": torch.ones(3, 2)}, tmp_path / "other.safetensors")
+    model = torch.nn.ParameterDict({"tokens": torch.zeros(3, 2)})
+    calls: list[Callable[[], object]] = [
+        lambda: ckpt_tools.convert(source, tmp_path / "out", to="safetensors", recipe=recipe),
+        lambda: ckpt_tools.consolidate(source, tmp_path / "out", recipe=recipe),
+        lambda: ckpt_tools.verify(source, tmp_path / "other.safetensors", recipe=recipe),
+        lambda: ckpt_tools.diff(source, tmp_path / "other.safetensors", recipe=recipe),
+        lambda: ckpt_tools.load_into(model, None, source, recipe=recipe),
+    ]
+    for call in calls:
+        with pytest.raises(DifferenceError, match=r"head and tokens, which config.json ties must be equal"):
+            call()
+    assert not (tmp_path / "out").exists()
+    assert not model["tokens"].any()
+
+
+def test_tied_weights_are_written_once(tied: Callable[[Tensor], Path], tmp_path: Path) -> None:
+    source, recipe = tied(torch.ones(3, 2)), tmp_path / "tied.toml"
+    ckpt_tools.convert(source, tmp_path / "out", to="safetensors", recipe=recipe)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"tokens"}
+    assert ckpt_tools.verify(source, tmp_path / "out", recipe=recipe).equal
+
+
+PADDED = """
+[[map]]
+left  = { "embed" = "(V:4 pad:3) H" }
+right = { "embed" = "V H" }
+"""
+
+
+def test_padding_is_zeros_for_every_command(tmp_path: Path) -> None:
+    save_file({"embed": torch.ones(4, 2)}, tmp_path / "m.safetensors")
+    (tmp_path / "padded.toml").write_text(PADDED)
+    options: dict[str, Any] = {"recipe": tmp_path / "padded.toml", "inverse": True}
+    report = ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "dcp", to="dcp", world_size=2, **options)
+    assert [(note.outcome.value, note.what) for note in report.notes] == [("defaulted", "6 elements of embed")]
+    wanted = torch.cat([torch.ones(4, 2), torch.zeros(3, 2)])
+    assert torch.equal(ckpt_tools.open(tmp_path / "dcp")["embed"].torch(), wanted)
+    assert ckpt_tools.verify(tmp_path / "m.safetensors", tmp_path / "dcp", **options).equal
+    assert ckpt_tools.diff(tmp_path / "m.safetensors", tmp_path / "dcp", **options).equal
+    model = torch.nn.ParameterDict({"embed": torch.full((7, 2), 9.0)})
+    ckpt_tools.load_into(model, None, tmp_path / "m.safetensors", **options)
+    assert torch.equal(model["embed"], wanted)
+    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "back.safetensors", recipe=tmp_path / "padded.toml")
+    assert torch.equal(load_file(tmp_path / "back.safetensors")["embed"], torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("where", ["beside", "above", "named"])
+def test_sizes_are_in_the_configuration(where: str, made: Made, tmp_path: Path) -> None:
+    """Beside the file, above the folder or where ``config`` says; a wrong one is refused."""
+    run = tmp_path / "run"
+    (run / "weights").mkdir(parents=True)
+    save_file(dict(made.model.state_dict()), run / "weights" / "model.safetensors")
+    folder = {"beside": run / "weights", "above": run, "named": tmp_path}[where]
+    given: dict[str, Any] = {"config": folder} if where == "named" else {}
+    for hidden in (moe.HIDDEN, moe.HIDDEN + 1):
+        (folder / "config.json").write_text(json.dumps({"model_type": "tinymoe", "hidden_size": hidden}))
+        out = tmp_path / f"out{hidden}"
+        if hidden == moe.HIDDEN:
+            ckpt_tools.convert(run / "weights", out, to="dcp", recipe=made.recipe, **given)
+            assert ckpt_tools.verify(run / "weights", out, recipe=made.recipe, **given).equal
+            continue
+        with pytest.raises(UsageError, match=r"experts\.gate_up has the shape \[3, 10, 4\]"):
+            ckpt_tools.convert(run / "weights", out, to="dcp", recipe=made.recipe, **given)
+        assert not out.exists()
+
+
+VERBS: dict[str, Callable[..., object]] = {
+    "convert": lambda src, dst, **more: ckpt_tools.convert(src, dst / "out", to="dcp", **more),
+    "plan": lambda src, dst, **more: ckpt_tools.plan(src, dst / "out", to="dcp", **more),
+    "consolidate": lambda src, dst, **more: ckpt_tools.consolidate(src, dst / "out", **more),
+    "verify": lambda src, dst, **more: ckpt_tools.verify(src, src, **more),
+    "diff": lambda src, dst, **more: ckpt_tools.diff(src, src, **more),
+    "check": lambda src, dst, **more: ckpt_tools.check_recipe(src=src, **more),
+    "load_into": lambda src, dst, **more: ckpt_tools.load_into(moe.Apart(), None, src, **more),
+}
+
+REFUSED: list[tuple[str, dict[str, Any], type[CkptError], str]] = [
+    ("", {"recipe": "no.toml"}, SourceNotFoundError, "no.toml"),
+    ("", {"recipe": "no-such-name"}, UsageError, "there is no recipe 'no-such-name'"),
+    ("x = 1", {}, UsageError, "x"),
+    (moe.RECIPE, {"inverse": True}, UsageError, "the other way"),
+    (moe.RECIPE.replace("experts.gate_up", "experts.gate_upp"), {}, UsageError, "nearest"),
+    (moe.RECIPE.replace('"same"', '"refuse"'), {}, UsageError, "others"),
+    (moe.RECIPE, {"config": "nowhere"}, SourceNotFoundError, "nowhere"),
+]
+
+
+@pytest.mark.parametrize(("text", "options", "error", "said"), REFUSED)
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_refuses_in_the_same_words(
+    verb: str,
+    text: str,
+    options: dict[str, Any],
+    error: type[CkptError],
+    said: str,
+    made: Made,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(error, match=said) as caught:
+        VERBS[verb](made.source, tmp_path, **{"recipe": tmp_path / "r.toml", **options})
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]

@@ -1,0 +1,127 @@
+"""Recipes by name: built-in ones, files, models, and those of other distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import ckpt_tools
+from ckpt_tools.cli.main import group
+from ckpt_tools.errors import UsageError
+from ckpt_tools.recipes import index, load_recipe
+from tests.support import moe
+
+pytestmark = pytest.mark.quick
+
+Plugin = Callable[..., Path]
+
+CACHES = (index.list_recipes, index._built_in, index._of_plugins)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """The recipes that a test installs are looked for in it, and forgotten after it."""
+    for cached in CACHES:
+        cached.cache_clear()
+    yield
+    for cached in CACHES:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
+    """``plugin(distribution, **files)``: a distribution whose package holds these recipes, installed without pip."""
+
+    def make(distribution: str, value: str = "", **files: str) -> Path:
+        folder = tmp_path / distribution
+        info = folder / f"{distribution}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        package = f"recipes_of_{distribution}"
+        (info / "entry_points.txt").write_text(f"[ckpt_tools.recipes]\n{distribution} = {value or package}\n")
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text("raise SystemError('it is found and not run')\n")
+        for name, text in files.items():
+            (folder / package / f"{name}.toml").write_text(text)
+        monkeypatch.syspath_prepend(str(folder))
+        return folder
+
+    return make
+
+
+def printed(*words: str) -> str:
+    done = CliRunner().invoke(group, list(words))
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_every_built_in_recipe_is_listed_and_shown() -> None:
+    rows = {line.split()[0] for line in printed("recipes").splitlines()[1:]}
+    assert rows == {path.stem for path in index._BUILT_IN.glob("*.toml")}
+    for path in index._BUILT_IN.glob("*.toml"):
+        assert printed("recipes", "show", path.stem) == path.read_text().rstrip("\n") + "\n"
+        recipe = load_recipe(path.stem)
+        assert (recipe.name, bool(recipe.about)) == (path.stem, True)
+        assert (load_recipe(path.stem, inverse=True).left, recipe.left) == (recipe.right, recipe.left)
+
+
+def test_a_plug_in_adds_recipes(plugin: Plugin) -> None:
+    plugin("mine", one=moe.RECIPE, two=moe.RECIPE.replace("tinymoe", "othermoe"))
+    assert [each.name for each in ckpt_tools.list_recipes()][-2:] == ["one", "two"]
+    assert ckpt_tools.show_recipe("one").text == moe.RECIPE
+    assert load_recipe("othermoe", inverse=True).name == "two"
+    assert "Fused experts to one tensor an expert" in printed("recipes")
+    assert printed("recipes", "show", "two").startswith("\nabout")
+
+
+def test_a_model_of_two_recipes_is_refused(plugin: Plugin) -> None:
+    plugin("mine", one=moe.RECIPE, two=moe.RECIPE)
+    with pytest.raises(UsageError, match=r"recipe='tinymoe' is a model of several recipes; choose one of one, two"):
+        load_recipe("tinymoe")
+
+
+def test_two_of_one_name_are_refused(plugin: Plugin) -> None:
+    plugin("mine", one=moe.RECIPE)
+    plugin("theirs", one=moe.RECIPE)
+    for ask in (ckpt_tools.list_recipes, lambda: load_recipe("one")):
+        with pytest.raises(UsageError, match=r"mine 1\.0, theirs 1\.0 each give a recipe 'one'; uninstall one"):
+            ask()
+
+
+def test_one_of_a_built_in_name_is_refused(plugin: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one.toml").write_text(moe.RECIPE)
+    monkeypatch.setattr(index, "_BUILT_IN", tmp_path)
+    plugin("mine", one=moe.RECIPE, two=moe.RECIPE)
+    assert load_recipe("one").name == "one"
+    for ask in (ckpt_tools.list_recipes, lambda: load_recipe("two")):
+        with pytest.raises(UsageError, match=r"mine 1\.0 gives a recipe 'one', which is built in; uninstall it"):
+            ask()
+
+
+def test_one_that_is_wrong_is_named_if_it_is_needed(plugin: Plugin) -> None:
+    plugin("mine", one=moe.RECIPE, bad="x = 1")
+    assert load_recipe("one").name == "one"
+    for ask in (ckpt_tools.list_recipes, lambda: load_recipe("bad"), lambda: load_recipe("nothing")):
+        with pytest.raises(UsageError, match=r"bad\.toml"):
+            ask()
+
+
+@pytest.mark.parametrize("value", ["nowhere", "no.where", "recipes_of_mine:x", "json"])
+def test_a_package_without_recipes_is_refused(value: str, plugin: Plugin) -> None:
+    plugin("mine", value)
+    with pytest.raises(UsageError, match=r"the recipes of mine 1\.0 cannot be found"):
+        ckpt_tools.list_recipes()
+
+
+def test_an_unknown_name_names_the_nearest(plugin: Plugin) -> None:
+    plugin("mine", **{"my-mixture": moe.RECIPE})
+    with pytest.raises(UsageError, match=r"there is no recipe 'my-mixtur'; the nearest are my-mixture"):
+        load_recipe("my-mixtur")
+
+
+@pytest.mark.parametrize("words", [["recipes", "--json", "show", "x"], ["recipes", "x"], ["recipes", "show"]])
+def test_words_that_do_not_fit_are_usage_errors(words: list[str]) -> None:
+    assert CliRunner().invoke(group, words).exit_code == 2
