@@ -156,10 +156,11 @@ def bound(group: Group, shapes: Mapping[str, Shape], env: Env) -> Env:
         wanted = tuple(extent(axis, env, name) for axis in pattern.axes or ())
         if wanted != shapes[name]:
             used = sorted({v for axis in pattern.axes or () for v in extent_size(axis).variables})
-            sizes = ", ".join(f"{each} = {env[each]}{' by [sizes]' if each in bindings else ''}" for each in used)
+            sizes = ", ".join(f"{each} = {env[each]}" for each in used)
+            by_recipe = ", ".join(each for each in used if each in bindings)
             raise UsageError(
                 f"{name} has the shape {list(shapes[name])}, and by the recipe it would be {list(wanted)}"
-                f"{f' with {sizes}' if sizes else ''}"
+                f"{f' with {sizes}' if sizes else ''}{f'; [sizes] binds {by_recipe}' if by_recipe else ''}"
             )
     return env
 

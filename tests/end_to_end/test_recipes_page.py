@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from torchvision.models import VisionTransformer
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, ViTConfig, ViTModel
 
 from ckpt_tools.recipes.reading import parse_recipe
 
@@ -50,7 +51,23 @@ def mixture_of_experts(folder: Path) -> None:
     config.save_pretrained(folder / "config")
 
 
-SOURCES: tuple[Callable[[Path], None], ...] = (mixture_of_experts,)
+def vision_transformers(folder: Path) -> None:
+    """A model of torchvision, with its names of before 0.13 too, one of transformers, and configurations."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=10, layer_norm_eps=1e-6)
+    config.save_pretrained(folder / "vit-config")
+    ViTModel(config).save_pretrained(folder / "vit-model")
+    config.image_size = 64
+    config.save_pretrained(folder / "vit-config-larger")
+    model = VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10)
+    weights = model.state_dict()
+    torch.save(weights, folder / "vit.pt")
+    old = {name.replace("mlp.0", "mlp.linear_1").replace("mlp.3", "mlp.linear_2"): w for name, w in weights.items()}
+    torch.save(old, folder / "vit-0.12.pth")
+
+
+SOURCES: tuple[Callable[[Path], None], ...] = (mixture_of_experts, vision_transformers)
 
 
 def blocks(language: str) -> list[str]:

@@ -249,7 +249,7 @@ MISFITS: dict[str, Misfit] = {
     "a config that says otherwise": Misfit(
         f'{HEAD}[sizes]\nH = "config.hidden_size"\n{axes(w="H", v="H")}',
         of("w"),
-        ("w", "[4]", "[5]", "H = 5 by [sizes]"),
+        ("w", "[4]", "[5]", "H = 5; [sizes] binds H"),
         config={"hidden_size": 5},
     ),
     "heads of the config that do not divide": Misfit(
