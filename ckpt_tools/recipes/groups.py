@@ -57,7 +57,7 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
     found: dict[tuple[int, tuple[tuple[str, str], ...]], Group] = {}
     kept, dropped = [], []
     for name in names:
-        matches = list(_matches(name, recipe))
+        matches = _matches(name, recipe)
         if len(matches) > 1:
             both = " and ".join(recipe.lines[number].left[which].name.text for number, which, _ in matches[:2])
             raise UsageError(f"two names of the recipe {recipe.name} match {name}: {both}")
@@ -73,17 +73,35 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
             group.sources[which, indices] = name
         else:
             kept.append(name)
+    for group in found.values():
+        _check_way_back(group, recipe)
     _check_lines({number for number, _ in found}, names, recipe)
     _check_kept(kept, recipe)
     return Grouped(tuple(found.values()), frozenset(kept), tuple(dropped))
 
 
-def _matches(name: str, recipe: Recipe) -> Iterator[tuple[int, int, Mapping[str, str]]]:
-    for number, line in enumerate(recipe.lines):
-        for which, pattern in enumerate(line.left):
-            values = pattern.name.match(name)
-            if values is not None:
-                yield number, which, values
+def _matches(name: str, recipe: Recipe) -> list[tuple[int, int, Mapping[str, str]]]:
+    """The lines that have a name, with its pattern and variables: others than ``is_otherwise`` if there are any."""
+    found = [
+        (number, which, values)
+        for number, line in enumerate(recipe.lines)
+        for which, pattern in enumerate(line.left)
+        if (values := pattern.name.match(name)) is not None
+    ]
+    return [match for match in found if not recipe.lines[match[0]].is_otherwise] or found
+
+
+def _check_way_back(group: Group, recipe: Recipe) -> None:
+    """Raises UsageError if a line that is_otherwise makes a name of another line: the way back would be that line's."""
+    if not group.line.is_otherwise:
+        return
+    source, made = group.sources[0, ()], group.target_name((0, ()))
+    for line in recipe.lines:
+        if not line.is_otherwise and any(pattern.name.match(made) is not None for pattern in line.right):
+            raise UsageError(
+                f"{source} becomes {made} by the line {group.line.shown}, and {line.shown} leads there too; add a "
+                f"line for {source}"
+            )
 
 
 def _check_lines(used: Collection[int], names: Sequence[str], recipe: Recipe) -> None:

@@ -23,7 +23,7 @@ MAX_ADDED = 1 << 24
 """The largest number to add: float32 has each whole number up to it."""
 
 _TOP = ("about", "left", "right", "models", "source", "others", "sizes", "map", "drop", "tied")
-_OF_LINE = ("left", "right", "optional", "add", "dtype")
+_OF_LINE = ("left", "right", "optional", "otherwise", "add", "dtype")
 _SIDES = ("left", "right")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -103,18 +103,24 @@ def _line(table: Any) -> Line:
     missing = [side for side in _SIDES if side not in table]
     if missing:
         raise UsageError(f"it has no {missing[0]}")
-    add, optional = table.get("add", 0), table.get("optional", False)
+    add = table.get("add", 0)
     if type(add) is not int or abs(add) > MAX_ADDED:
         raise UsageError(f"add = {add!r} is not a whole number of at most {MAX_ADDED:,}")
-    if type(optional) is not bool:
-        raise UsageError(f"optional = {optional!r} is neither true nor false")
     return Line.build(
         _patterns(table["left"]),
         _patterns(table["right"]),
-        optional=optional,
+        optional=_flag(table, "optional"),
         plus=add,
         dtypes=_dtypes(_table(table, "dtype")),
+        is_otherwise=_flag(table, "otherwise"),
     )
+
+
+def _flag(table: Mapping[str, Any], key: str) -> bool:
+    value = table.get(key, False)
+    if type(value) is not bool:
+        raise UsageError(f"{key} = {value!r} is neither true nor false")
+    return value
 
 
 def _patterns(value: Any) -> Mapping[str, tuple[Node, ...] | None]:

@@ -55,7 +55,8 @@ class CellPair(NamedTuple):
 class Line:
     """One ``[[map]]``: the same elements on the left and on the right.
 
-    ``plus`` is added from left to right, ``dtypes`` are those of the weights on the left and on the right.
+    ``plus`` is added from left to right, ``dtypes`` are those of the weights on the left and on the right. A line that
+    ``is_otherwise`` takes only names that no other line has.
 
     Raises:
         UsageError: the two sides do not name the same elements.
@@ -66,12 +67,15 @@ class Line:
     optional: bool = False
     plus: int = 0
     dtypes: tuple[DType | None, DType | None] = (None, None)
+    is_otherwise: bool = False
 
     def __post_init__(self) -> None:
         if not self.left or not self.right:
             raise UsageError("a line of [[map]] has no name on one side; use drop for names that one side lacks")
         if self.is_renaming:
             self._check_renaming()
+        elif self.is_otherwise:
+            raise UsageError(f"the line {self.shown} gives shapes; only a line of names can be otherwise")
         else:
             self._check_shaped()
 
@@ -84,12 +88,13 @@ class Line:
         optional: bool = False,
         plus: int = 0,
         dtypes: tuple[DType | None, DType | None] = (None, None),
+        is_otherwise: bool = False,
     ) -> Line:
         """A line of patterns in words; sizes that are not written are those of the other side's fields."""
         names = {text: NamePattern(text) for text in (*left, *right)}
         shared = _variables(names[text] for text in left) & _variables(names[text] for text in right)
         sides = [_side(names, one, other, shared) for one, other in ((left, right), (right, left))]
-        return cls(sides[0], sides[1], optional, plus, dtypes)
+        return cls(sides[0], sides[1], optional, plus, dtypes, is_otherwise)
 
     def inverse(self) -> Line:
         return replace(self, left=self.right, right=self.left, plus=-self.plus, dtypes=self.dtypes[::-1])
