@@ -327,14 +327,18 @@ def _is_same_range(one: TensorEntry, other: TensorEntry) -> bool:
 
 
 def _with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | None) -> Manifest:
-    """The manifest with the ties of the recipe, if the configuration of the model says that it has them.
-
-    On the right side the tied name has no bytes of its own; on the way back it is given, since a live model has it.
+    """The manifest, in the names of the recipe's right side, with its ties, if the configuration of the model says that
+    it has them. There the tied name has no bytes of its own; on the way back it is given, since a live model has it.
     """
     if not recipe.tied or not _are_tied(config):
         return manifest
     tensors, aliases, equal = dict(manifest.tensors), dict(manifest.aliases), list(manifest.must_equal)
     for alias, owner in recipe.tied.items():
+        if aliases.get(owner) == alias:
+            tensors = {key._replace(fqn=owner) if key.fqn == alias else key: entry for key, entry in tensors.items()}
+            del aliases[owner]
+            aliases = {name: owner if to == alias else to for name, to in aliases.items()} | {alias: owner}
+            continue
         weight, owned = tensors.get(StateKey(alias)), tensors.get(StateKey(owner))
         if owned is None or alias in aliases:
             continue
