@@ -42,13 +42,15 @@ def _found(recipe: str | Path) -> Recipe:
     path = _built_in().get(recipe) or _of_plugins().get(recipe)
     if path is not None:
         return read_recipe(path)
-    recipes = list_recipes()
-    of_model = [each for each in recipes if recipe in each.models]
+    # Reading sixty files takes a tenth of a second.
+    mentions = [path for path in _all_paths() if f'"{recipe}"' in path.read_text(encoding="utf-8", errors="replace")]
+    of_model = [each for each in map(read_recipe, mentions) if recipe in each.models]
     if len(of_model) == 1:
         return of_model[0]
     if of_model:
         names = ", ".join(each.name for each in of_model)
         raise UsageError(f"{option('recipe', recipe)} is a model of several recipes; choose one of {names}")
+    recipes = list_recipes()
     known = {each.name for each in recipes}.union(*(each.models for each in recipes))
     near = f"the nearest are {', '.join(nearest(recipe, known))}" if known else "none is installed"
     raise UsageError(f"there is no recipe {recipe!r}; {near}; a file's name ends in .toml")
@@ -57,7 +59,11 @@ def _found(recipe: str | Path) -> Recipe:
 @cache
 def list_recipes() -> tuple[Recipe, ...]:
     """All recipes by name, the built-in ones first. Raises UsageError if one of a plug-in cannot be read."""
-    return tuple(map(read_recipe, [*_built_in().values(), *_of_plugins().values()]))
+    return tuple(map(read_recipe, _all_paths()))
+
+
+def _all_paths() -> list[Path]:
+    return [*_built_in().values(), *_of_plugins().values()]
 
 
 @cache
