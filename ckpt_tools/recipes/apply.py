@@ -17,7 +17,7 @@ from ckpt_tools.core.quantized import is_quantized
 from ckpt_tools.core.transforms import Transformed, model_names
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
-from ckpt_tools.recipes.groups import Group, Grouped, Slot, bound, group_names, targets
+from ckpt_tools.recipes.groups import Group, Grouped, Slot, bound, check_way_back, group_names, targets
 from ckpt_tools.recipes.moves import Moves, make_moves
 from ckpt_tools.recipes.recipe import Line, Recipe
 from ckpt_tools.recipes.sizes import Env, from_config
@@ -45,8 +45,8 @@ def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] |
     # Ties are those of the recipe's right side.
     source = _with_ties(manifest, recipe, config) if recipe.is_inverse else manifest
     grouped = group_names(_in_order(source), recipe)
-    maker = _Maker(source, grouped, from_config(recipe.bindings, config))
-    made, notes = maker.manifest(), tuple(maker.notes(recipe))
+    maker = _Maker(source, recipe, grouped, from_config(recipe.bindings, config))
+    made, notes = maker.manifest(), tuple(maker.notes())
     return made if recipe.is_inverse else _with_ties(made, recipe, config), notes
 
 
@@ -68,6 +68,7 @@ class _Mapped:
 @dataclass
 class _Maker:
     source: Manifest
+    recipe: Recipe
     grouped: Grouped
     env: Env
     mapped: dict[int, _Mapped] = field(default_factory=dict)
@@ -105,14 +106,16 @@ class _Maker:
             must_equal=(*self.source.must_equal, *self.equal),
         )
 
-    def notes(self, recipe: Recipe) -> Iterable[Note]:
+    def notes(self) -> Iterable[Note]:
         for name in self.grouped.dropped:
-            yield Note(Outcome.DROPPED, name, f"the recipe {recipe.name} drops it", asked=True)
+            yield Note(Outcome.DROPPED, name, f"the recipe {self.recipe.name} drops it", asked=True)
         for name, number in self.cropped.items():
-            why = f"padding that {recipe.right} does not have"
+            why = f"padding that {self.recipe.right} does not have"
             yield Note(Outcome.DROPPED, f"{count(number, 'element')} of {name}", why, asked=True)
         for name, number in self.padded.items():
-            yield Note(Outcome.DEFAULTED, f"{count(number, 'element')} of {name}", f"padding of {recipe.right}: zeros")
+            yield Note(
+                Outcome.DEFAULTED, f"{count(number, 'element')} of {name}", f"padding of {self.recipe.right}: zeros"
+            )
         added = [name for name, group in self.grouped.group_of.items() if group.line.plus]
         if added:
             why = "computed in float32 and rounded once: the way back can differ in the last bit"
@@ -169,8 +172,8 @@ class _Maker:
                 )
 
     def _check_names(self) -> None:
-        """Raises UsageError if two tensors become one name."""
-        origin = {name: name for name in self.grouped.kept}
+        """Raises UsageError if two tensors become one name, or the way back would read a name as another."""
+        origin, back = {name: name for name in self.grouped.kept}, self.recipe.inverse()
         for mapped in self.mapped.values():
             first = next(iter(mapped.group.sources.values()))
             for name in mapped.targets.values():
@@ -179,6 +182,8 @@ class _Maker:
                         f"the recipe makes {name} of {origin[name]} and of {first}; names must stay distinct"
                     )
                 origin[name] = first
+        for mapped in self.mapped.values():
+            check_way_back(mapped.group, mapped.targets, back)
 
     def _moved(self, mapped: _Mapped, slot: str) -> dict[StateKey, TensorEntry]:
         """The tensors that a group's tensors of a slot become."""

@@ -24,15 +24,13 @@ Slot = tuple[int, Indices]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Tensors of one line whose shared variables have the same ``values``: they become each other. ``sources`` are
-    names by place."""
+    """Tensors of one line, the ``number``-th, whose shared variables have the same ``values``: they become each other.
+    ``sources`` are names by place."""
 
+    number: int
     line: Line
     values: Mapping[str, str]
     sources: dict[Slot, str]
-
-    def target_name(self, slot: Slot) -> str:
-        return _filled(self.line.right[slot[0]], self.values, slot[1])
 
 
 @dataclass(frozen=True)
@@ -68,13 +66,11 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
             line = recipe.lines[number]
             pattern = line.left[which]
             shared = {variable: value for variable, value in values.items() if variable in line.shared}
-            group = found.setdefault((number, tuple(sorted(shared.items()))), Group(line, shared, {}))
+            group = found.setdefault((number, tuple(sorted(shared.items()))), Group(number, line, shared, {}))
             indices = tuple(int(values[variable]) for variable in numbered(pattern))
             group.sources[which, indices] = name
         else:
             kept.append(name)
-    for group in found.values():
-        _check_way_back(group, recipe)
     _check_lines({number for number, _ in found}, names, recipe)
     _check_kept(kept, recipe)
     return Grouped(tuple(found.values()), frozenset(kept), tuple(dropped))
@@ -91,17 +87,20 @@ def _matches(name: str, recipe: Recipe) -> list[tuple[int, int, Mapping[str, str
     return [match for match in found if not recipe.lines[match[0]].is_otherwise] or found
 
 
-def _check_way_back(group: Group, recipe: Recipe) -> None:
-    """Raises UsageError if a line that is_otherwise makes a name of another line: the way back would be that line's."""
-    if not group.line.is_otherwise:
-        return
-    source, made = group.sources[0, ()], group.target_name((0, ()))
-    for line in recipe.lines:
-        if not line.is_otherwise and any(pattern.name.match(made) is not None for pattern in line.right):
+def check_way_back(group: Group, made: Mapping[Slot, str], back: Recipe) -> None:
+    """Raises UsageError if a name that a group becomes is read as another by the recipe ``back``, the inverse."""
+    for (which, indices), name in made.items():
+        values = {**group.values, **dict(zip(numbered(group.line.right[which]), map(str, indices), strict=True))}
+        found = _matches(name, back)
+        if [(number, pattern) for number, pattern, _ in found] != [(group.number, which)] or found[0][2] != values:
+            source = next(iter(group.sources.values()))
+            others = [back.lines[number].left[pattern].name.text for number, pattern, _ in found]
             raise UsageError(
-                f"{source} becomes {made} by the line {group.line.shown}, and {line.shown} leads there too; add a "
-                f"line for {source}"
+                f"{source} becomes {name}, which the recipe {back.name} would not read in the same way on the way "
+                f"back (by {listed(others)}); give {source} a line of its own"
             )
+        if any(pattern.match(name) is not None for pattern in back.drops[0]):
+            raise UsageError(f"the recipe {back.name} makes {name}, and drops it on the way back")
 
 
 def _check_lines(used: Collection[int], names: Sequence[str], recipe: Recipe) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.recipes.groups import group_names
+from ckpt_tools.recipes.groups import check_way_back, group_names, targets
 from ckpt_tools.recipes.reading import parse_recipe
 from ckpt_tools.recipes.recipe import Recipe
 
@@ -21,7 +21,12 @@ def recipe(*lines: str) -> Recipe:
 
 
 def renamed(names: list[str], by: Recipe) -> dict[str, str]:
-    return {group.sources[0, ()]: group.target_name((0, ())) for group in group_names(names, by).groups}
+    found = {}
+    for group in group_names(names, by).groups:
+        made = targets(group, {})
+        check_way_back(group, made, by.inverse())
+        found[group.sources[0, ()]] = made[0, ()]
+    return found
 
 
 @pytest.mark.parametrize("lines", [(EXACT, OTHERWISE), (OTHERWISE, EXACT)], ids=["last", "first"])
@@ -44,8 +49,8 @@ def test_two_such_lines_for_one_name_are_refused() -> None:
 
 def test_a_name_that_another_line_leads_to_is_refused() -> None:
     """Read backwards, backbone.norm_f is model.norm and not model.norm_f."""
-    with pytest.raises(UsageError, match=r"model\.norm_f becomes backbone\.norm_f by .*, and model\.norm = .*; add"):
-        group_names(["model.x", "model.norm", "model.norm_f"], recipe(EXACT, OTHERWISE))
+    with pytest.raises(UsageError, match=r"model\.norm_f becomes backbone\.norm_f, .* \(by backbone\.norm_f\)"):
+        renamed(["model.x", "model.norm", "model.norm_f"], recipe(EXACT, OTHERWISE))
 
 
 @pytest.mark.parametrize(
