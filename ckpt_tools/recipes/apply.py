@@ -75,6 +75,7 @@ class _Maker:
     equal: list[Equal] = field(default_factory=list)
     cropped: dict[str, int] = field(default_factory=dict)
     padded: dict[str, int] = field(default_factory=dict)
+    cast: dict[tuple[DType, DType], list[TensorEntry]] = field(default_factory=dict)
     _known: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[Moves, Mapping[Slot, MoveTable]]] = field(
         default_factory=dict
     )
@@ -115,6 +116,15 @@ class _Maker:
         for name, number in self.padded.items():
             yield Note(
                 Outcome.DEFAULTED, f"{count(number, 'element')} of {name}", f"padding of {self.recipe.right}: zeros"
+            )
+        for (before, after), entries in self.cast.items():
+            yield Note(
+                Outcome.CAST,
+                count(len(entries), f"{before.value} tensor"),
+                f"{before.value} to {after.value}, by the recipe {self.recipe.name}",
+                len(entries),
+                sum(entry.num_bytes for entry in entries),
+                asked=True,
             )
         added = [name for name, group in self.grouped.group_of.items() if group.line.plus]
         if added:
@@ -233,8 +243,9 @@ class _Maker:
         dtype = line.dtypes[1] if slot == WEIGHT else None
         if dtype in (None, entry.dtype) and not line.plus:
             return entry
-        if dtype is not None:
+        if dtype not in (None, entry.dtype):
             check_cast(entry.shards.dtype, dtype)
+            self.cast.setdefault((entry.dtype, dtype), []).append(entry)
         if line.plus and entry.dtype not in CASTABLE:
             raise UnsupportedError(
                 f"the recipe adds {line.plus} to {line.left[0].name.text}, which is {entry.dtype.value}"

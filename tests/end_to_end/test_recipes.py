@@ -245,7 +245,7 @@ def test_tied_weights_that_differ_are_refused_before_anything_is_written(
         lambda: ckpt_tools.load_into(model, None, source, recipe=recipe),
     ]
     for call in calls:
-        with pytest.raises(DifferenceError, match=r"head and tokens, which config.json ties must be equal"):
+        with pytest.raises(DifferenceError, match=r"head and tokens, which config.json ties: their bits differ"):
             call()
     assert not (tmp_path / "out").exists()
     assert not model["tokens"].any()
@@ -261,12 +261,12 @@ def test_tied_weights_are_written_once(tied: Callable[[Tensor], Path], tmp_path:
 PADDED = """
 [[map]]
 left  = { "embed" = "(V:4 pad:3) H" }
-right = { "embed" = "V H" }
+right = { "tokens" = "V H" }
 """
 
 
 def test_padding_is_zeros_for_every_command(tmp_path: Path) -> None:
-    save_file({"embed": torch.ones(4, 2)}, tmp_path / "m.safetensors")
+    save_file({"tokens": torch.ones(4, 2)}, tmp_path / "m.safetensors")
     (tmp_path / "padded.toml").write_text(PADDED)
     options: dict[str, Any] = {"recipe": tmp_path / "padded.toml", "inverse": True}
     report = ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "dcp", to="dcp", world_size=2, **options)
@@ -279,7 +279,21 @@ def test_padding_is_zeros_for_every_command(tmp_path: Path) -> None:
     ckpt_tools.load_into(model, None, tmp_path / "m.safetensors", **options)
     assert torch.equal(model["embed"], wanted)
     ckpt_tools.convert(tmp_path / "dcp", tmp_path / "back.safetensors", recipe=tmp_path / "padded.toml")
-    assert torch.equal(load_file(tmp_path / "back.safetensors")["embed"], torch.ones(4, 2))
+    assert torch.equal(load_file(tmp_path / "back.safetensors")["tokens"], torch.ones(4, 2))
+
+
+def test_a_dtype_of_a_recipe_is_a_cast(tmp_path: Path) -> None:
+    """It is reported as the casts that are asked for are, and only where it changes something."""
+    save_file({"w": torch.randn(4), "v": torch.ones(4).bfloat16(), "b": torch.ones(2)}, tmp_path / "m.safetensors")
+    lines = [f'{{left = "{name}", right = "{name}", dtype = {{right = "bfloat16"}}}}' for name in "wv"]
+    (tmp_path / "r.toml").write_text(f'others = "same"\nmap = [{", ".join(lines)}]')
+    report = ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "out.safetensors", recipe=tmp_path / "r.toml")
+    assert [(note.outcome.value, note.what, note.why, note.count) for note in report.notes] == [
+        ("cast", "1 float32 tensor", "float32 to bfloat16, by the recipe r", 1)
+    ]
+    found, before = load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "m.safetensors")
+    assert torch.equal(found["w"], before["w"].bfloat16()) and torch.equal(found["b"], before["b"])
+    assert ckpt_tools.verify(tmp_path / "m.safetensors", tmp_path / "out.safetensors", recipe=tmp_path / "r.toml").equal
 
 
 @pytest.mark.parametrize("where", ["beside", "above", "named"])
