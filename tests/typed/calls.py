@@ -16,6 +16,9 @@ def accepted() -> None:
     ckpt_tools.convert("a", "b", dtype=torch.bfloat16, weights="model")
     ckpt_tools.verify("a", "b", dtype=np.float16)
     ckpt_tools.reshard("a", "b", world_size=2, dtype=np.dtype("float32"))
+    ckpt_tools.convert("a", "b", recipe="mixtral", inverse=True, config="c")
+    checked: ckpt_tools.RecipeMap = ckpt_tools.check_recipe("r.toml", "a", inverse=True, state="model")
+    print([name for tensor in checked.tensors for name in tensor.sources], checked.recipe.after)
     report: ckpt_tools.PlanReport = ckpt_tools.plan("a", "b")
     print(report)
     converted: ckpt_tools.ConvertReport = ckpt_tools.convert("a", "b")
@@ -31,6 +34,7 @@ def refused() -> None:
     ckpt_tools.verify("a", "b", weights="masters")  # type: ignore[arg-type]
     ckpt_tools.diff("a", "b", state="weights")  # type: ignore[arg-type]
     ckpt_tools.convert("a", "b", runner="dask")  # type: ignore[arg-type]
+    ckpt_tools.diff("a", "b", recipe=1)  # type: ignore[arg-type]
     ckpt_tools.storage_reader("a", weights="fp32")  # type: ignore[arg-type]
     ckpt_tools.convert("a", "b", dtypes="bfloat16")  # type: ignore[call-arg]
     ckpt_tools.diff("a", "b", dtype="bfloat16")  # type: ignore[call-arg]
