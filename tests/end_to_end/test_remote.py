@@ -276,6 +276,36 @@ def test_shards_are_copied_within_the_service(s3: S3Server, wide: Path, monkeypa
     assert elsewhere.num_tasks < planned.num_tasks
 
 
+HALVES = """
+others = "same"
+[[map]]
+left = { "{name...}.up" = "(top:F rest:F) W" }
+right = { "{name...}.top" = "top W", "{name...}.rest" = "rest W" }
+[[map]]
+left = { "embed" = "(even:2048 odd:2048) (left:1280 right:1280)" }
+right = { "tokens" = "(odd:2048 even:2048) (right:1280 left:1280)" }
+"""
+
+
+def test_parts_of_shards_are_copied_within_the_service(s3: S3Server, wide: Path, tmp_path: Path) -> None:
+    """Halves of an item are ranges of it; quarters with swapped columns are not, and are read."""
+    from safetensors.numpy import load, load_file
+
+    prefix = s3.new_prefix()
+    s3.upload(f"{prefix}in/", wide / "dcp")
+    (tmp_path / "halves.toml").write_text(HALVES)
+    source, out = f"s3://{BUCKET}/{prefix}in", f"s3://{BUCKET}/{prefix}out.safetensors"
+    report = ckpt_tools.convert(source, out, recipe=tmp_path / "halves.toml")
+    assert ckpt_tools.verify(source, out, recipe=tmp_path / "halves.toml").equal
+    assert report.bytes_copied > 0
+    found, whole = load(s3.files(prefix)["out.safetensors"]), load_file(wide / "in.safetensors")
+    for name in "ab":
+        assert found[f"{name}.top"].tobytes() == whole[f"{name}.up"][:1126].tobytes()
+        assert found[f"{name}.rest"].tobytes() == whole[f"{name}.up"][1126:].tobytes()
+    swapped = np.roll(np.roll(whole["embed"], 2048, axis=0), 1280, axis=1)
+    assert found["tokens"].tobytes() == swapped.tobytes()
+
+
 KILLED = """
 import json, os, sys
 import ckpt_tools
