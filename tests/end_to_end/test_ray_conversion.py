@@ -88,6 +88,17 @@ def test_the_bytes_are_those_that_threads_write(
     assert told[-1] == (on_ray.bytes_written, on_ray.bytes_written)
 
 
+def test_recipes_map_tensors_in_other_processes_too(large: Path, cluster: Cluster, tmp_path: Path) -> None:
+    """Columns of one tensor become another with padding, in tasks that each read a part."""
+    (tmp_path / "r.toml").write_text(
+        'map = [{left = {"layer.{n}" = "R (a:400 b:600)"}, right = {"{n}.a" = "a R", "{n}.b" = "(b:600 pad:7) R"}}]'
+    )
+    for runner, place in (("ray", "ray.safetensors"), ("threads", "threads.safetensors")):
+        given: dict[str, Any] = {"recipe": tmp_path / "r.toml", "runner": runner, "workers": 2, "memory": SMALL}
+        ckpt_tools.convert(large, tmp_path / place, **given)
+    assert (tmp_path / "ray.safetensors").read_bytes() == (tmp_path / "threads.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
 def test_a_killed_worker_changes_nothing(to: str, large: Path, cluster: Cluster, tmp_path: Path) -> None:
     """Whoever writes a checksum of DCP's waits for what was lost; nobody of safetensors' waits."""
