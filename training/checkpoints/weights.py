@@ -44,6 +44,12 @@ def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collect
         )
 
 
+def check_recipe(config: TrainConfig) -> None:
+    """Raises CkptError if the recipe of ``--recipe`` cannot be read; called before the run."""
+    if config.recipe is not None:
+        ckpt_tools.show_recipe(config.recipe)
+
+
 def check_export(config: TrainConfig) -> None:
     """Raises DestinationExistsError if the path of ``--export`` exists; called before the run."""
     if config.export is not None and not is_url(config.export) and os.path.lexists(config.export):

@@ -17,7 +17,7 @@ from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError, UsageErr
 from ..checkpoints.locking import check_no_other_run, only_run
 from ..checkpoints.run_folder import resume_folder, resume_hint
 from ..checkpoints.settings import lines_before_start
-from ..checkpoints.weights import check_export, export
+from ..checkpoints.weights import check_export, check_recipe, export
 from ..config.model_names import HUGGING_FACE
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS, load_dataset
@@ -60,6 +60,7 @@ def check_before_start(config: TrainConfig) -> None:
     check_no_other_run(config.out)
     checkpoint = resume_folder(config)
     check_result_file(config.out)
+    check_recipe(config)
     check_export(config)
     lines = lines_before_start(config, checkpoint)
     _check_samples(config)

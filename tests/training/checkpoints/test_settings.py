@@ -214,3 +214,14 @@ def test_other_options_of_the_converter_are_said_to_be_its_own() -> None:
     with pytest.raises(UnsupportedError) as caught, reading("x"):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize(("recipe", "code"), [("none.toml", 3), ("no-such-recipe", 2)])
+def test_a_recipe_that_cannot_be_read_is_refused_before_anything_is_made(
+    recipe: str, code: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    options = ["--engine=zero1", "--launcher=torchrun", f"--out={out}", "--init-from=a.pt", f"--recipe={recipe}"]
+    done = CliRunner().invoke(main, options)
+    assert (done.exit_code, recipe in done.stderr) == (code, True)
+    assert not out.exists()
