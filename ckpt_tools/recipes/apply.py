@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
@@ -207,6 +208,7 @@ class _Maker:
         shapes = mapped.moves.source.shapes
         odd = next((place for place, entry in sources.items() if entry.shape != shapes[place[0]]), None)
         if odd is None:
+            self._check_elementwise(slot, next(iter(mapped.group.sources.values())))
             return self._placed(mapped, slot, sources)
         if all(entry.shape == () for entry in sources.values()):
             return self._copied(mapped, slot, sources)
@@ -215,6 +217,27 @@ class _Maker:
             f"{slot} of {name} has the shape {list(entry.shape)}, and the weight {list(shapes[odd[0]])}: it cannot "
             f"follow the weight to another shape; convert the weights alone with {option('state', 'model')}"
         )
+
+    def _check_elementwise(self, slot: str, name: str) -> None:
+        """Raises UnsupportedError if a slot has another shape than the weight elsewhere, as a square preconditioner."""
+        other = self._odd_slots.get(slot)
+        if other is not None:
+            raise UnsupportedError(
+                f"{slot} of {other} has another shape than the weight, so that of {name}, which has the same, is not "
+                f"known to follow it element by element; convert the weights alone with {option('state', 'model')}"
+            )
+
+    @cached_property
+    def _odd_slots(self) -> Mapping[str, str]:
+        """Slots that have another shape than the weight, with a weight of which it is so. Numbers are none."""
+        return {
+            key.slot: key.fqn
+            for key, entry in self.source.tensors.items()
+            if entry.kind is not Kind.EXTRA
+            and entry.shape
+            and (weight := self.source.tensors.get(StateKey(key.fqn))) is not None
+            and entry.shape != weight.shape
+        }
 
     def _entries(self, group: Group, slot: str) -> dict[Slot, TensorEntry]:
         """The tensors of a slot by place. A weight that takes part in arithmetic is computed from its fp32 master."""

@@ -229,9 +229,13 @@ def extent_size(node: Node) -> Size:
         case Field():
             return node.size
         case Group():
-            return Size("+".join(f"({extent_size(item).text})" for item in node.items))
+            return Size(" + ".join(extent_size(item).text for item in node.items))
         case Loop():
-            return Size(f"({node.count.text})*({extent_size(node.content).text})")
+            return Size(f"{_factor(node.count)}*{_factor(extent_size(node.content))}")
+
+
+def _factor(size: Size) -> str:
+    return size.text if size.text.isalnum() else f"({size.text})"
 
 
 def extent(node: Node, env: Env, what: str) -> int:

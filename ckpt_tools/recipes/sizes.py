@@ -238,7 +238,7 @@ def _steps(equations: Iterable[Equation], env: Env) -> Iterator[tuple[str, int]]
         value = 1 + (extent - first) / (second - first)
         if value.denominator != 1 or value < 0:
             raise UsageError(
-                f"{tensor}: an axis has {extent:,} positions, and no whole number {name} gives it {size.text}"
+                f"{tensor}: an axis has {extent:,} positions, and no whole number {name} makes it {size.text}"
                 f"{_with(env, size.variables)}"
             )
         yield name, int(value)

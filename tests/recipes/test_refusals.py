@@ -359,7 +359,7 @@ def test_a_recipe_that_does_not_fit(case: str, tmp_path: Path, capsys: pytest.Ca
 
 # Optimizer state that cannot follow
 
-SPLIT = HEAD + line('{ "w" = "(gate:F up:F) H" }', '{ "g" = "gate H", "u" = "up H" }')
+SPLIT = 'others = "same"\n' + HEAD + line('{ "w" = "(gate:F up:F) H" }', '{ "g" = "gate H", "u" = "up H" }')
 
 
 def adam(shape: tuple[int, ...], step: float = 2.0, **more: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -396,6 +396,15 @@ STATES: dict[str, Stateful] = {
         ("w", "exp_avg_sq_row"),
         inverse=False,
     ),
+    "preconditioners of square weights, known by another weight": Stateful(
+        {
+            "g": {"exp_avg": torch.ones(2, 2), "Q": torch.eye(2)},
+            "u": {"exp_avg": torch.ones(2, 2), "Q": torch.eye(2)},
+            "other": {"exp_avg": torch.ones(3, 2), "Q": torch.eye(3)},
+        },
+        [group("g", "u", "other")],
+        ("Q of other", "g"),
+    ),
     "moments of 8 bits in blocks": Stateful(
         {"w": {"state1": torch.ones(WHOLE, dtype=torch.uint8), "absmax1": torch.ones(1), "step": torch.tensor(2.0)}},
         [group("w")],
@@ -408,7 +417,8 @@ STATES: dict[str, Stateful] = {
 @pytest.mark.parametrize("case", STATES)
 def test_state_that_cannot_follow(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     it = STATES[case]
-    model = {name: torch.ones(PART if it.inverse else WHOLE) for name in it.state}
+    shapes = {name: tuple(state["exp_avg"].shape) for name, state in it.state.items() if "exp_avg" in state}
+    model = {name: torch.ones(shapes.get(name, PART if it.inverse else WHOLE)) for name in it.state}
     tree = {"model": model, "optim": {"state": {k: v for k, v in it.state.items() if v}, "param_groups": it.groups}}
     dcp.save(tree, checkpoint_id=tmp_path / "source", no_dist=True)
     (tmp_path / "mine.toml").write_text(SPLIT)
