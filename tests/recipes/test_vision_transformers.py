@@ -410,3 +410,13 @@ def test_names_of_an_old_torchvision_and_of_a_bare_model_are_renamed_first(tmp_p
     ckpt_tools.convert(tmp_path / "bare", tmp_path / "named.safetensors", rename=["^=vit."])
     ckpt_tools.convert(tmp_path / "named.safetensors", tmp_path / "timm.pt", recipe="vit_timm", inverse=True)
     of_timm(num_classes=0).load_state_dict(torch.load(tmp_path / "timm.pt"))
+
+
+def test_a_state_dict_of_transformers_5_takes_two_steps(tmp_path: Path) -> None:
+    model = randomized(of_transformers())
+    torch.save(model.state_dict(), tmp_path / "live.pt")
+    ckpt_tools.convert(tmp_path / "live.pt", tmp_path / "hub.safetensors", recipe="vit")
+    ckpt_tools.convert(tmp_path / "hub.safetensors", tmp_path / "timm.pt", recipe="vit_timm", inverse=True)
+    found = of_timm()
+    found.load_state_dict(torch.load(tmp_path / "timm.pt"))
+    assert torch.equal(logits(found), logits(model))
