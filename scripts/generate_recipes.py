@@ -402,7 +402,13 @@ def _misread(found: Sequence[Line], lines: Mapping[Name, Line]) -> Line | None:
                 wrong = [min((each for each, _ in plain), key=lambda each: len(each.names[side][0]))]
             if wrong:
                 return wrong[0]
-    return None
+    return next((line for line in found if not line.literal and _reads_other_side(line, lines)), None)
+
+
+def _reads_other_side(line: Line, lines: Mapping[Name, Line]) -> bool:
+    """True if the line takes names of the side that it leads to: twice the same recipe would then do harm."""
+    both = [{".".join(name) for each in lines.values() for name, _ in (each.left, each.right)[side]} for side in (0, 1)]
+    return any(_read(line, side, name) for side in (0, 1) for name in both[1 - side] - both[side])
 
 
 def _read(line: Line, side: int, text: str) -> list[str] | None:

@@ -105,6 +105,37 @@ EAR: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 
+# Tokens for images, outside of the batches.
+SPECIAL: dict[str, Any] = {
+    key: 60 + number
+    for number, key in enumerate(("image_token_id", "image_token_index", "video_token_id", "video_token_index"))
+}
+# Rotary embeddings of Qwen's vision-language models.
+MROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [1, 1, 2],
+        "partial_rotary_factor": 1.0,
+    },
+}
+# Text to speech of Qwen's omni models.
+TALKER: dict[str, Any] = {
+    "thinker_hidden_size": 32,
+    "num_code_groups": 2,
+    "accept_hidden_layer": 1,
+    "text_config": TEXT | EXPERTS | MROPE,
+    "code_predictor_config": TEXT | {"num_code_groups": 2},
+    "spatial_merge_size": 2,
+}
+VOCODER: dict[str, Any] = TEXT | {
+    "codebook_size": 16,
+    "num_quantizers": 2,
+    "upsample_rates": [2, 2],
+    "upsampling_ratios": [2],
+    "decoder_dim": 16,
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -139,22 +170,6 @@ def _vision(
         for key, base, part in (("text_config", TEXT | EXPERTS, text), ("vision_config", TOWER, vision))
     }
     return Family(model_type, architecture, towers | SPECIAL | {"tie_word_embeddings": False} | config, trains)
-
-
-# Tokens for images, outside of the batches.
-SPECIAL: dict[str, Any] = {
-    key: 60 + number
-    for number, key in enumerate(("image_token_id", "image_token_index", "video_token_id", "video_token_index"))
-}
-# Rotary embeddings of Qwen's vision-language models.
-MROPE: dict[str, Any] = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [1, 1, 2],
-        "partial_rotary_factor": 1.0,
-    },
-}
 
 
 _LIST = [
@@ -272,6 +287,16 @@ _LIST = [
     _vision("paddleocr_vl", "PaddleOCRVLForConditionalGeneration", MROPE),
     _vision("qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration", MROPE, audio_config=EAR),
     _vision("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", MROPE, audio_config=EAR),
+    Family(
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeForConditionalGeneration",
+        {
+            "thinker_config": {"text_config": TEXT | EXPERTS | MROPE, "vision_config": TOWER, "audio_config": EAR},
+            "talker_config": TALKER,
+            "code2wav_config": VOCODER,
+        },
+        trains=False,
+    ),
     _vision("qwen2_audio", "Qwen2AudioForConditionalGeneration", "qwen2", audio_config=EAR),
     _vision("voxtral", "VoxtralForConditionalGeneration", "llama", audio_config=EAR, hidden_size=32),
     _vision("fuyu", "FuyuForCausalLM", "persimmon"),

@@ -1,4 +1,4 @@
-"""The built-in recipes for transformers 5 give what `save_pretrained` writes, and give the live state dict back.
+"""Built-in recipes for transformers 5 give what `save_pretrained` writes, and back, and refuse the wrong direction.
 
 The judge is transformers' own `revert_weight_conversion`, on a tiny model of each family with noise in every tensor.
 """
@@ -17,14 +17,23 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 import ckpt_tools
+from ckpt_tools.errors import CkptError
 from ckpt_tools.recipes import list_recipes, load_recipe
 from scripts import generate_recipes
 from tests.recipes import families
 
 OF_TRANSFORMERS = [recipe for recipe in list_recipes() if recipe.left == "transformers 5"]
 MODELS = [model for recipe in OF_TRANSFORMERS for model in recipe.models]
+# One model type of each recipe; the soak has all.
+SAMPLED = [
+    model if model == recipe.models[0] else pytest.param(model, marks=pytest.mark.soak)
+    for recipe in OF_TRANSFORMERS
+    for model in recipe.models
+]
 SAME = set(families.FAMILIES) - set(MODELS)
 """Families whose hub names are the live names."""
+TIED = list({str(recipe.tied): recipe.models[0] for recipe in OF_TRANSFORMERS if recipe.tied}.values())
+"""One model type for each pair of tied names."""
 
 
 def hub_state(model: Any) -> Mapping[str, Tensor]:
@@ -57,7 +66,7 @@ def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> No
     assert [name for name in wanted if bits(found[name]) != bits(wanted[name])] == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SAMPLED)
 def test_a_family_becomes_its_hub_files_and_comes_back(name: str, tmp_path: Path) -> None:
     model = families.build(name, tie_word_embeddings=False)
     live = saved(model, tmp_path, (".pt", ".safetensors")[MODELS.index(name) % 2])
@@ -66,6 +75,10 @@ def test_a_family_becomes_its_hub_files_and_comes_back(name: str, tmp_path: Path
     assert_same(load_file(hub), hub_state(model))
     ckpt_tools.convert(hub, back, recipe=name, inverse=True)
     assert_same(load_file(back), model.state_dict())
+    for wrong, inverse in ((hub, False), (live, True)):
+        with pytest.raises(CkptError):
+            ckpt_tools.convert(wrong, tmp_path / "wrong.safetensors", recipe=name, inverse=inverse)
+    assert not (tmp_path / "wrong.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", sorted(SAME))
@@ -74,7 +87,7 @@ def test_a_family_without_a_recipe_needs_none(name: str) -> None:
     assert_same(hub_state(model), model.state_dict())
 
 
-@pytest.mark.parametrize("name", [recipe.models[0] for recipe in OF_TRANSFORMERS if recipe.tied])
+@pytest.mark.parametrize("name", TIED)
 def test_a_tied_head_is_left_out_and_given_back(name: str, tmp_path: Path) -> None:
     """`save_pretrained` itself is the judge: it writes no tied names, and no notes of ours on them."""
     model = families.build(name, tie_word_embeddings=True)
