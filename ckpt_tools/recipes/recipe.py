@@ -155,12 +155,12 @@ class Line:
         both = sorted(own & {*pattern.name.variables})
         if both:
             raise UsageError(f"{pattern.name.text} has {{{both[0]}}} in its name and in its shape")
-        there = {name for each in other for name in _indices(each)}
-        alone = sorted(_indices(pattern) - there - self.shared)
+        there = frozenset.intersection(*(_indices(each) for each in other))
+        alone = sorted(_indices(pattern) - there)
         if alone:
             raise UsageError(
-                f"the line {self.shown} has {{{alone[0]}}} on one side alone; make it an axis of the other side, or a "
-                "variable of its names"
+                f"the line {self.shown} has {{{alone[0]}}} in {pattern.name.text}, and not in each tensor of the other "
+                "side; make it an axis of that side, or a variable of its names"
             )
 
     def _check_cells(self, one: tuple[Pattern, ...], other: tuple[Pattern, ...]) -> None:

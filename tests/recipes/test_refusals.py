@@ -112,6 +112,14 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "variables without text between": (HEAD + line('"a.{b}{c}"', '"{b}.{c}"'), ("a.{b}{c}",)),
     "many long variables": (HEAD + line('"{a...}.{b...}.{c...}.w"', '"{a...}.{b...}.{c...}.v"'), ("{a...}.{b...}",)),
+    "a variable that one of two names lacks": (
+        HEAD + line('{ "a.{layer}" = "(g:F u:F)" }', '{ "b.g" = "g", "b.{layer}.u" = "u" }'),
+        ("{layer}",),
+    ),
+    "an index that one of two names lacks": (
+        HEAD + line('{ "a" = "{expert} (g:F u:F)" }', '{ "b.g" = "g", "b.{expert}.u" = "u" }'),
+        ("{expert}",),
+    ),
     "two names and no axes": (HEAD + line('{ "a" = "H", "b" = "F" }', '"c"'), ("c",)),
 }
 
