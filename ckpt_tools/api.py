@@ -773,7 +773,7 @@ def check_recipe(
     Args:
         recipe, inverse, config: As for ``convert``.
         src, from_, tag, model_key, optim_key, param_order, storage_options: As for ``inspect``.
-        state: ``"model"`` maps weights alone. Default: everything, optimizer state too.
+        state: ``"all"`` maps the whole training state, as ``convert`` with it does. Default: the weights alone.
 
     Returns:
         A ``RecipeMap``; its ``tensors`` are ``MappedTensor`` objects, each with the names that its elements are from.
@@ -798,9 +798,10 @@ def check_recipe(
     source, manifest = _opened(src, chosen)
     step = recipe_step(src, source, manifest, chosen)
     assert step is not None
-    if state == "model":
-        manifest, _ = transforms.model_only(manifest, weights=chosen.weight_copy, asked=True)
-    return recipe_map(transforms.without_wrappers(manifest)[0], step.recipe, step)
+    if state != "all":
+        alone, _ = transforms.model_only(manifest, weights=chosen.weight_copy, asked=True)
+        manifest, _ = transforms.without_wrappers(alone)
+    return recipe_map(manifest, step.recipe, step)
 
 
 def _opened(

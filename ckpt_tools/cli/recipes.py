@@ -69,7 +69,7 @@ def recipes_show_command(recipe: str) -> None:
 @click.option("--inverse", is_flag=True, help="Read the recipe from right to left.")
 @options.sizes
 @options.reading
-@options.state("Map the weights alone, or the whole training state. Default: all.")
+@options.state("Map the weights alone, or the whole training state. Default: model.")
 @options.as_json
 @options.talking
 def recipes_check_command(recipe: str, src: str, as_json: bool, quiet: bool, **chosen: Any) -> None:

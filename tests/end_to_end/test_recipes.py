@@ -155,7 +155,7 @@ def test_reports_name_the_recipe(made: Made, tmp_path: Path) -> None:
 
 
 def test_a_check_says_where_each_tensor_is_from(made: Made, tmp_path: Path) -> None:
-    found = ckpt_tools.check_recipe(made.recipe, made.source)
+    found = ckpt_tools.check_recipe(made.recipe, made.source, state="all")
     assert {each.name: each.shape for each in found.tensors if each.slot == "exp_avg"} == {
         name: tuple(value.shape) for name, value in made.weights.items()
     }
@@ -163,10 +163,27 @@ def test_a_check_says_where_each_tensor_is_from(made: Made, tmp_path: Path) -> N
     assert sources["experts.2.w3.weight"] == ("experts.gate_up",)
     assert sources["router.weight"] == ("gate.weight",)
     ckpt_tools.convert(made.source, tmp_path / "dcp", to="dcp", recipe=made.recipe)
-    weights = ckpt_tools.check_recipe(made.recipe, tmp_path / "dcp", inverse=True, state="model").tensors
+    weights = ckpt_tools.check_recipe(made.recipe, tmp_path / "dcp", inverse=True).tensors
     (fused,) = (each for each in weights if each.name == "experts.gate_up")
     assert {*fused.sources} == {f"experts.{n}.{part}.weight" for part in ("w1", "w3") for n in range(3)}
     assert {each.slot for each in weights} == {"weight"}
+
+
+def test_a_check_takes_names_as_a_conversion_does(made: Made, tmp_path: Path) -> None:
+    """Of the weights alone a wrapper's prefix is taken off; in a whole state it stays."""
+    torch.save({f"module.{name}": value for name, value in made.model.state_dict().items()}, tmp_path / "wrapped.pt")
+    (tmp_path / "r.toml").write_text(moe.RECIPE.replace("{name...}", "").replace("{prefix...}", ""))
+    given: dict[str, Any] = {"recipe": tmp_path / "r.toml", "config": made.folder}
+    assert "router.weight" in {
+        each.name for each in ckpt_tools.check_recipe(src=tmp_path / "wrapped.pt", **given).tensors
+    }
+    assert ckpt_tools.plan(tmp_path / "wrapped.pt", tmp_path / "x", to="dcp", state="model", **given).files
+    for call in (
+        lambda: ckpt_tools.check_recipe(src=tmp_path / "wrapped.pt", state="all", **given),
+        lambda: ckpt_tools.plan(tmp_path / "wrapped.pt", tmp_path / "x", to="dcp", state="all", **given),
+    ):
+        with pytest.raises(UsageError, match=r"matches no tensor; the nearest name is module\.gate\.weight"):
+            call()
 
 
 def command(*words: str | Path, limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
