@@ -321,7 +321,7 @@ def _wide(left: Name, right: Name) -> Line:
 
 
 def _target(node: Name, name: Name, line: Line) -> Name | None:
-    """Where `node` goes if the name below it keeps its rest."""
+    """The new name of `node` if the rest of the name below it stays; else None."""
     rest = name[len(node) :]
     if any(shape for _, shape in line.left) or len(line.right) > 1:
         return None

@@ -1,4 +1,4 @@
-"""Entry points by which other distributions add formats and recipes. A look-up takes 20 ms or more."""
+"""Entry points: other distributions add formats and recipes with them. A look-up takes 20 ms or more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def distribution_of(entry: EntryPoint) -> str:
 
 
 def by_name(added: Iterable[tuple[str, EntryPoint, Added]], noun: str, built_in: Collection[str]) -> dict[str, Added]:
-    """What entry points add, by name; a ``noun`` each.
+    """Formats or recipes of entry points, by name; ``noun`` names one in messages.
 
     Raises:
         UsageError: two distributions give one name, or one gives a name that is ``built_in``.

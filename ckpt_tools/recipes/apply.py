@@ -130,9 +130,7 @@ class _Maker:
         added = [name for name, group in self.grouped.group_of.items() if group.line.plus]
         if added:
             why = "computed in float32 and rounded once: the way back can differ in the last bit"
-            yield Note(
-                Outcome.KEPT, f"{count(len(added), 'tensor')} to which the recipe adds a number", why, len(added)
-            )
+            yield Note(Outcome.KEPT, f"arithmetic on {count(len(added), 'tensor')}", why, len(added))
         if any(not _OF_MUON.isdisjoint(group.options) for group in self.source.groups) and self._has_new_shapes():
             why = "Muon orthogonalizes each tensor as a whole, and tensors of other shapes are updated in another way"
             yield Note(Outcome.KEPT, "optimizer state of Muon", why)
@@ -229,7 +227,7 @@ class _Maker:
 
     @cached_property
     def _odd_slots(self) -> Mapping[str, str]:
-        """Slots that have another shape than the weight, with a weight of which it is so. Numbers are none."""
+        """Slots that have another shape than the weight, each with the name of such a weight. Numbers are left out."""
         return {
             key.slot: key.fqn
             for key, entry in self.source.tensors.items()
@@ -332,7 +330,7 @@ class _Maker:
         return found
 
     def _change(self, name: str) -> tuple[str, int, DType | None]:
-        """What a line does to a tensor beside its name: it has a new shape, a number is added, it has a dtype."""
+        """Changes of a line beside the name: the tensor that gets a new shape, the number added, the dtype."""
         group = self.grouped.group_of.get(name)
         if group is None:
             return "", 0, None

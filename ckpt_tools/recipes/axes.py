@@ -270,7 +270,7 @@ def leaves(node: Node, env: Env, what: str, base: int = 0) -> list[Leaf]:
 
 
 def record_extent(node: Node, env: Env, what: str) -> int:
-    """The extent of the innermost record, of which the outer loops make copies."""
+    """The extent of the innermost record; the outer loops repeat it."""
     while isinstance(node, Loop):
         node = node.content
     return extent(node, env, what)

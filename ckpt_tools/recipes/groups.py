@@ -1,4 +1,4 @@
-"""Which line of a recipe each tensor's name belongs to, and which tensors become which others. Pure."""
+"""Matches names of tensors with the lines of a recipe, and groups the tensors that become each other. Pure."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def bound(group: Group, shapes: Mapping[str, Shape], env: Env) -> Env:
 
 
 def _counted(group: Group, env: Env) -> dict[str, int]:
-    """The numbers of indices by the names that there are, of which none may be missing."""
+    """The number of each index, by the names that are there. No name may be missing."""
     line, counts = group.line, dict[str, int]()
     for (which, indices), _ in group.sources.items():
         for variable, value in zip(numbered(line.left[which]), indices, strict=True):
@@ -212,7 +212,7 @@ def _missing(group: Group, extents: Sequence[Sequence[int]]) -> Iterator[str]:
 
 
 def _all_indices(extents: Sequence[int]) -> Iterator[Indices]:
-    """As ``product`` of ranges, one after the other: a name or ``config.json`` may say that there are a trillion."""
+    """Index tuples in the order of ``product``, made one by one: a name or ``config.json`` may ask for a trillion."""
     if not extents:
         yield ()
         return

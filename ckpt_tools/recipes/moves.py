@@ -1,4 +1,4 @@
-"""From a line of a recipe with sizes to boxes: which box of which tensor becomes which box of which other. Pure.
+"""Turns a line of a recipe with its sizes into moves of boxes from tensor to tensor. Pure.
 
 Both tensors of a move are seen with their axes split into dims, so that one move can be all records at once: of
 ``F*(gate:1 up:1)`` the field ``gate`` is the box ``[0:F, 0:1]`` of ``[F, 2]``.
