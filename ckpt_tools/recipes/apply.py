@@ -276,36 +276,25 @@ class _Maker:
     def _placed(self, mapped: _Mapped, slot: str, sources: Mapping[Slot, TensorEntry]) -> dict[StateKey, TensorEntry]:
         assert mapped.moves is not None, "shapes are given"
         moves, line = mapped.moves, mapped.group.line
-        like = self._one_kind(mapped, slot, sources)
-        parts: dict[Slot, list[Boxes]] = {place: [] for place in mapped.targets}
+        parts: dict[Slot, list[tuple[Slot, Boxes]]] = {place: [] for place in mapped.targets}
         for place, entry in sources.items():
             split = split_table(entry.shards, entry.shape, moves.source.dims[place[0]])
             for target, boxes in mapped.tables[place].parts(split) if place in mapped.tables else ():
-                parts[target].append(boxes)
+                parts[target].append((place, boxes))
             if slot == WEIGHT and moves.cropped.get(place[0]):
                 self.cropped[mapped.group.sources[place]] = moves.cropped[place[0]]
         found = {}
         for target, name in mapped.targets.items():
             fills = moves.fills.get(target[0], ())
-            table = joined(parts[target], fills, moves.target.dims[target[0]], like.shards.dtype, ZEROS)
+            used = {place: sources[place] for place, _ in parts[target]} or sources
+            like = _one_kind(used, StateKey(name, slot), mapped.group)
+            dims, dtype = moves.target.dims[target[0]], like.shards.dtype
+            table = joined([boxes for _, boxes in parts[target]], fills, dims, dtype, ZEROS)
             if fills and slot == WEIGHT:
                 self.padded[name] = sum(fill.numel for fill in fills)
             entry = TensorEntry(moves.target.shapes[target[0]], like.dtype, like.kind, table, like.plus)
             found[StateKey(name, slot)] = self._as_written(entry, line, slot)
         return found
-
-    def _one_kind(self, mapped: _Mapped, slot: str, sources: Mapping[Slot, TensorEntry]) -> TensorEntry:
-        """One of the tensors. Raises UnsupportedError if they differ in more than their shards."""
-        kinds: dict[tuple[DType, Any, Any, int], Slot] = {}
-        for place, entry in sources.items():
-            kinds.setdefault((entry.dtype, entry.shards.dtype, entry.shards.framing, entry.plus), place)
-        if len(kinds) > 1 and len(mapped.targets) < len(sources):
-            one, other = (mapped.group.sources[place] for place in list(kinds.values())[:2])
-            shown = " and ".join(kind[0].value for kind in list(kinds)[:2])
-            raise UnsupportedError(
-                f"{slot} of {one} and of {other} are stored in two ways ({shown}), and become one tensor"
-            )
-        return sources[next(iter(kinds.values()))]
 
     def _copied(self, mapped: _Mapped, slot: str, sources: Mapping[Slot, TensorEntry]) -> dict[StateKey, TensorEntry]:
         """Numbers such as a step: each target has that of the tensors that it is made of, which must be the same."""
@@ -353,6 +342,25 @@ class _Maker:
                 raise UnsupportedError(f"{name} and {outside[0]} become one tensor, and are in two parameter groups")
             params |= dict.fromkeys(self.mapped[id(found)].targets.values())
         return replace(group, params=tuple(params))
+
+
+def _one_kind(entries: Mapping[Slot, TensorEntry], made: StateKey, group: Group) -> TensorEntry:
+    """One of the tensors that ``made`` is made of. Raises UnsupportedError if they differ in more than their shards."""
+    first, *others = entries
+    like = entries[first]
+    for place in others:
+        entry = entries[place]
+        if (entry.dtype, entry.shards.dtype, entry.shards.framing, entry.plus) != (
+            like.dtype,
+            like.shards.dtype,
+            like.shards.framing,
+            like.plus,
+        ):
+            raise UnsupportedError(
+                f"{made} would be made of {group.sources[first]} and {group.sources[place]}, which are stored in two "
+                f"ways ({like.shards.dtype.value} and {entry.shards.dtype.value})"
+            )
+    return like
 
 
 def _is_same_range(one: TensorEntry, other: TensorEntry) -> bool:

@@ -234,3 +234,35 @@ def test_parts_of_items_of_a_dcp_are_read_as_they_are_stored(tmp_path: Path, is_
     assert all(torch.equal(found[name], each) for name, each in expected.items())
     report = ckpt_tools.verify(tmp_path / "source", tmp_path / "out.pt", recipe=recipe)
     assert report.num_tensors == 6
+
+
+def test_tensors_of_two_dtypes_in_one_line_keep_their_own() -> None:
+    text = """
+    [[map]]
+    left = { one = "(a:2 b:2)", two = "(c:2 d:2)" }
+    right = { a = "a", b = "b", c = "c", d = "d" }
+    """
+    one, two = numbers(4), numbers(4, seed=1).astype(bfloat16)
+    _, found = mapped(text, {key("one"): one, key("two"): two})
+    assert {name.fqn: array.dtype for name, array in found.items()} == {
+        "a": one.dtype,
+        "b": one.dtype,
+        "c": two.dtype,
+        "d": two.dtype,
+    }
+    assert found[key("d")].tobytes() == two[2:].tobytes()
+    with pytest.raises(UnsupportedError, match="one would be made of a and c, which are stored in two ways"):
+        mapped(text.replace("a:2 b:2", "a:2 c:2").replace("c:2 d:2", "b:2 d:2"), found, inverse=True)
+
+
+def test_padding_stands_beside_items_of_a_dcp(tmp_path: Path) -> None:
+    values = torch.arange(1.0, 21.0).reshape(5, 4)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.state_dict_saver.save({"v": values}, checkpoint_id=tmp_path / "source", no_dist=True)
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(PADDED.replace('"config.vocab_size"', "5").replace('"config.pad"', "3"))
+    ckpt_tools.convert(tmp_path / "source", tmp_path / "out", to="dcp", world_size=3, recipe=recipe, inverse=True)
+    found = {"w": torch.full((8, 4), torch.nan)}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.state_dict_loader.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(found["w"], torch.cat([values, torch.zeros(3, 4)]))
