@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from tests.recipes import families
@@ -448,12 +449,20 @@ def text_of(recipe: Recipe, models: Sequence[str]) -> str:
     ]
     if recipe.tied:
         out.append("tied = { " + ", ".join(f'"{head}" = "{embedding}"' for head, embedding in recipe.tied) + " }")
+        if by_default := [name for name in models if _is_tied_by_default(name)]:
+            out += _array("tied_by_default", by_default)
     if sizes := recipe.sizes(models):
         out += ["", "[sizes]", *(f'{name} = "{size}"' for name, size in sizes.items())]
     needed = [line for line in recipe.lines if _is_needed(line)] or recipe.lines
     for line in dict.fromkeys(_body(line, optional=line not in needed) for line in recipe.lines):
         out += ["", "[[map]]", line]
     return "\n".join(out) + "\n"
+
+
+def _is_tied_by_default(model_type: str) -> bool:
+    """A configuration without the key means this: `config.json` leaves out what is the class's default."""
+    made = AutoConfig.for_model(model_type)
+    return all(getattr(part, "tie_word_embeddings", False) is True for part in (made, made.get_text_config()))
 
 
 def _array(key: str, values: Sequence[str]) -> list[str]:

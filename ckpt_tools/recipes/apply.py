@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -375,7 +375,7 @@ def _with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | N
     """The manifest, in the names of the recipe's right side, with its ties, if the configuration of the model says that
     it has them. There the tied name has no bytes of its own; on the way back it is given, since a live model has it.
     """
-    if not recipe.tied or not _are_tied(config):
+    if not recipe.tied or not _are_tied(config or {}, recipe.tied_by_default):
         return manifest
     tensors, aliases, equal = dict(manifest.tensors), dict(manifest.aliases), list(manifest.must_equal)
     for alias, owner in recipe.tied.items():
@@ -403,9 +403,9 @@ def _with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | N
     return replace(manifest, tensors=tensors, aliases=aliases, groups=groups, must_equal=tuple(equal))
 
 
-def _are_tied(config: Mapping[str, Any] | None) -> bool:
-    parts = [config or {}, *((config or {}).get(name) for name in _TEXT_CONFIGS)]
+def _are_tied(config: Mapping[str, Any], by_default: Collection[str]) -> bool:
+    parts = [config, *(config.get(name) for name in _TEXT_CONFIGS)]
     found = [
         part["tie_word_embeddings"] for part in parts if isinstance(part, Mapping) and "tie_word_embeddings" in part
     ]
-    return bool(found) and found[0] is True
+    return found[0] is True if found else config.get("model_type") in by_default

@@ -22,7 +22,7 @@ MAX_RECIPE_BYTES = 4 << 20
 MAX_ADDED = 1 << 24
 """The largest number to add: float32 has each whole number up to it."""
 
-_TOP = ("about", "left", "right", "models", "source", "others", "sizes", "map", "drop", "tied")
+_TOP = ("about", "left", "right", "models", "source", "others", "sizes", "map", "drop", "tied", "tied_by_default")
 _OF_LINE = ("left", "right", "optional", "otherwise", "add", "dtype")
 _SIDES = ("left", "right")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -85,6 +85,7 @@ def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
         bindings=bindings,
         drops=(tuple(map(NamePattern, left)), tuple(map(NamePattern, right))),
         tied=_tied(_table(table, "tied")),
+        tied_by_default=_texts(table, "tied_by_default"),
         text=text,
     )
 

@@ -232,7 +232,8 @@ class Recipe:
 
     ``models`` are the ``model_type`` for which it is made. With ``keeps_others``, a tensor that no line names keeps its
     name. ``drops`` are patterns of names that the other side does not have; ``tied`` maps names of the right side to
-    those that own the bytes, if ``config.json`` ties them. ``text`` is the file's.
+    those that own the bytes, if ``config.json`` ties them. Models of ``tied_by_default`` are tied unless it says that
+    they are not. ``text`` is the file's.
     """
 
     name: str
@@ -246,6 +247,7 @@ class Recipe:
     bindings: tuple[Binding, ...] = ()
     drops: tuple[tuple[NamePattern, ...], tuple[NamePattern, ...]] = ((), ())
     tied: Mapping[str, str] = field(default_factory=dict)
+    tied_by_default: tuple[str, ...] = ()
     text: str = ""
     is_inverse: bool = False
 
