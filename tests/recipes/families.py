@@ -145,7 +145,7 @@ class Family:
     architecture: str
     config: Mapping[str, Any] = field(default_factory=dict)
     trains: bool = True
-    """False if `batch` has no inputs for it: a model of which only names and shapes are of interest."""
+    """False if it has no `forward` of its own: a model of which only names and shapes are of interest."""
 
 
 def _text(model_type: str, architecture: str, trains: bool = True, **config: Any) -> Family:
@@ -322,14 +322,13 @@ _LIST = [
     _vision(
         "hunyuan_vl",
         "HunYuanVLForConditionalGeneration",
-        {},
+        MROPE,
         {"max_image_size": 16, "img_max_token_num": 16},
-        trains=False,
         interpolate_mode="bilinear",
     ),
     _vision("audioflamingo3", "AudioFlamingo3ForConditionalGeneration", "qwen2", audio_config=EAR),
     _vision("glmasr", "GlmAsrForConditionalGeneration", "llama", audio_config=EAR),
-    _vision("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", {}, trains=False, audio_config=EAR),
+    _vision("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", {}, audio_config=EAR),
     _text(
         "kimi_linear",
         "KimiLinearForCausalLM",
@@ -344,10 +343,10 @@ _LIST = [
     _text("gte", "GteForMaskedLM"),
     _text("nomic_bert", "NomicBertForMaskedLM"),
     _text("jina_embeddings_v3", "JinaEmbeddingsV3ForMaskedLM"),
-    _image("dinov3_vit", "DINOv3ViTModel", trains=False, num_register_tokens=2),
-    _image("radio", "RadioModel", trains=False, max_img_size=16),
+    _image("dinov3_vit", "DINOv3ViTModel", num_register_tokens=2),
+    _image("radio", "RadioModel", max_img_size=16),
     _image("videomae", "VideoMAEForVideoClassification", num_frames=4, tubelet_size=2),
-    _image("yolos", "YolosForObjectDetection", trains=False, image_size=[16, 16]),
+    _image("yolos", "YolosForObjectDetection", image_size=[16, 16]),
     Family(
         "swin",
         "SwinForImageClassification",
@@ -410,17 +409,34 @@ def scatter(model: torch.nn.Module) -> None:
 
 
 def batch(model: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Arguments of `forward`, with labels: `model(**batch(model)).loss` is what a training step minimizes."""
+    """Arguments of `forward`, with labels where the model's head has them."""
     chance = torch.Generator().manual_seed(seed)
-    name = model.main_input_name
-    if name != "input_ids":
-        inputs = torch.randn(2, *_shape(model.config), generator=chance)
-        if model.config.model_type == "vit_mae":
-            # Its loss is that of the patches which this noise leaves out.
-            return {name: inputs, "noise": torch.rand(2, 4, generator=chance)}
-        return {name: inputs, "labels": torch.tensor([0, 2])}
+    name, model_type = model.main_input_name, model.config.model_type
     tokens = torch.randint(3, 60, (2, 8), generator=chance)
-    return {"input_ids": tokens, "labels": tokens}
+    if model_type == "voxtral_realtime":
+        # Eight frames of sound for each token.
+        sound = torch.randn(2, model.config.audio_config.num_mel_bins, 64, generator=chance)
+        return {"input_features": sound, "input_ids": tokens, "labels": tokens}
+    if name == "input_ids":
+        return {name: tokens, "labels": tokens}
+    inputs = torch.randn(2, *_shape(model.config), generator=chance)
+    if model_type == "vit_mae":
+        # Its loss is that of the patches which this noise leaves out.
+        return {name: inputs, "noise": torch.rand(2, 4, generator=chance)}
+    has_labels = type(model).__name__.endswith("Classification")
+    return {name: inputs, **({"labels": torch.tensor([0, 2])} if has_labels else {})}
+
+
+def output(outputs: Any) -> torch.Tensor:
+    """Logits, or the first output of a model that has none."""
+    made: torch.Tensor = outputs.logits if "logits" in outputs else outputs[0]
+    return made
+
+
+def loss(outputs: Any) -> torch.Tensor:
+    """What a training step minimizes; without labels the squares of the output."""
+    made: torch.Tensor = outputs.loss if "loss" in outputs else output(outputs).float().square().mean()
+    return made
 
 
 def _shape(config: Any) -> tuple[int, ...]:
@@ -430,4 +446,5 @@ def _shape(config: Any) -> tuple[int, ...]:
         case "vivit" | "videomae":
             return (config.num_frames, 3, config.image_size, config.image_size)
         case _:
-            return (3, config.image_size, config.image_size)
+            size = config.image_size
+            return (3, *size) if isinstance(size, list) else (3, size, size)

@@ -112,7 +112,7 @@ def test_from_pretrained_reads_what_a_family_becomes(name: str, tmp_path: Path) 
     assert_same(found.state_dict(), model.state_dict())
     if families.FAMILIES[name].trains:
         with torch.no_grad():
-            losses = [each.eval()(**families.batch(each)).loss for each in (model, found)]
+            losses = [families.loss(each.eval()(**families.batch(each))) for each in (model, found)]
         assert torch.equal(*losses)
 
 
