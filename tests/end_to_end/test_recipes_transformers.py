@@ -1,0 +1,254 @@
+"""Trained models of transformers, converted to the hub's names and back. The loaders of transformers, DCP and DeepSpeed
+are the judges, and `save_pretrained` of the trained model."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import ckpt_tools
+from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.recipes import list_recipes
+from fixtures import hub_runs, launch
+from fixtures.hub_runs import MOMENTS, Family
+from tests.recipes import families
+from tests.support.hub_judges import (
+    assert_is_hub_folder,
+    assert_same_bits,
+    assert_same_values,
+)
+
+RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A family of `tests.recipes.families`, and how it is trained: its dtype, by ZeRO-3 or FSDP2, with changes of its
+    configuration."""
+
+    name: str
+    is_zero: bool = False
+    dtype: str = "fp32"
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.name, "zero3" if self.is_zero else "fsdp2", self.dtype, *self.config])
+
+    @property
+    def family(self) -> Family:
+        is_half = self.dtype == "bf16" and not self.is_zero
+        build = partial(_half if is_half else families.build, self.name, **self.config)
+        return Family(build, families.batch, families.loss, families.output)
+
+
+def _half(name: str, **config: Any) -> Any:
+    """The model in bf16, but for the tensors that transformers keeps in fp32."""
+    model = families.build(name, **config)
+    kept = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    for tensor_name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not any(part in tensor_name for part in kept):
+            tensor.data = tensor.data.bfloat16()
+    model.config.dtype = torch.bfloat16
+    return model
+
+
+TIED = {"tie_word_embeddings": True}
+EXCHANGED = ("qwen3_vl_moe",)
+"""Published files have the last two axes of experts exchanged. `from_pretrained` reads both orders by their shapes, and
+`save_pretrained` writes the live one."""
+SAMPLE = [
+    *(Case(name) for name in ("mixtral", "gpt_oss", "nemotron_h", "vit", "dinov2", "qwen3_vl_moe", "llava")),
+    Case("qwen3_moe", config=TIED),
+    Case("deepseek_v3", dtype="bf16"),
+]
+HEAD_FIRST = Case("jina_embeddings_v3")
+"""The live model has its head before the embedding, and so the moments of both under the head's name."""
+TRAINED = [Case(name) for name, family in families.FAMILIES.items() if family.trains]
+OTHERS = [case for case in TRAINED if case not in (*SAMPLE, HEAD_FIRST)]
+OF_ZERO = [
+    Case("qwen3_moe", is_zero=True, dtype="bf16", config=TIED),
+    Case("mixtral", is_zero=True),
+    Case("gpt_neox", is_zero=True),
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All families in ``make soak``. What trained the weights of a hub folder makes no difference to it.
+
+    pytest keeps a model for the tests that have it at the same place in their lists.
+    """
+    if "trained" in metafunc.fixturenames:
+        cases = [*SAMPLE, *OTHERS] if metafunc.config.getoption("--soak") else SAMPLE
+        if metafunc.function is not test_weights_of_the_hub_load_into_the_live_model:
+            cases = [*cases, *OF_ZERO]
+        metafunc.parametrize("trained", cases, ids=str, indirect=True, scope="module")
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A case, the folder that its run filled, and the losses of the steps after it."""
+
+    case: Case
+    folder: Path
+    losses: list[float]
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def convert(self, source: Path, target: Path, *, inverse: bool = False, **options: Any) -> None:
+        """By the family's recipe, if its live names are not those of the hub."""
+        if _has_recipe(self.case.name):
+            options |= {"recipe": self.case.name, "inverse": inverse}
+        if options["to"] == "safetensors" or "recipe" in options:
+            options["config"] = self.folder / "config"
+        ckpt_tools.convert(source, target, **options)
+
+    def resumed(self, checkpoint: Path) -> list[float]:
+        """The losses of the same steps after loading."""
+        family, pool = self.case.family, launch.pool(RANKS)
+        if self.case.is_zero:
+            losses = pool.run(hub_runs.resume_in_zero3, family, self.case.dtype, str(checkpoint))
+        else:
+            losses = pool.run(hub_runs.resume_in_fsdp2, family, str(checkpoint))
+        return list(losses[0])
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return _train(request.param, tmp_path_factory.mktemp("trained"))
+
+
+def _train(case: Case, folder: Path) -> Trained:
+    if case.is_zero:
+        losses = launch.pool(RANKS).run(hub_runs.train_in_zero3, case.family, case.dtype, str(folder))
+    else:
+        losses = launch.pool(RANKS).run(hub_runs.train_in_fsdp2, case.family, str(folder))
+    if case.name in EXCHANGED:
+        for name in ("pretrained", *MOMENTS):
+            _exchange(folder / name / "model.safetensors")
+    return Trained(case, folder, losses[0])
+
+
+def _exchange(path: Path) -> None:
+    tensors = load_file(path)
+    experts = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    save_file(tensors | experts, path, {"format": "pt"})
+
+
+def _has_recipe(model_type: str) -> bool:
+    return any(model_type in recipe.models for recipe in list_recipes())
+
+
+def test_the_hub_folder_is_that_of_save_pretrained(trained: Trained, tmp_path: Path) -> None:
+    weights = "model" if trained.case.dtype == "bf16" else "master"
+    trained.convert(trained.checkpoint, tmp_path / "hub", to="safetensors", weights=weights)
+    assert_is_hub_folder(trained.case.family, tmp_path / "hub", trained.folder)
+
+
+def test_training_goes_on_after_a_way_over_hub_names(trained: Trained, tmp_path: Path) -> None:
+    trained.convert(trained.checkpoint, tmp_path / "hub", to="dcp")
+    assert_has_moments(tmp_path / "hub", trained.folder)
+    how = {"to": "zero3", "world_size": RANKS} if trained.case.is_zero else {"to": "dcp"}
+    if trained.case.is_zero and trained.case.dtype == "bf16":
+        how["dtype"] = "bfloat16"  # the hub's weights are the masters
+    trained.convert(tmp_path / "hub", tmp_path / "back", **how, inverse=True)
+    assert trained.resumed(tmp_path / "back") == trained.losses
+
+
+@pytest.mark.soak
+def test_moments_under_a_name_that_the_hub_lacks_are_refused(tmp_path: Path) -> None:
+    trained = _train(HEAD_FIRST, tmp_path)
+    trained.convert(trained.checkpoint, tmp_path / "hub", to="safetensors")
+    assert_is_hub_folder(trained.case.family, tmp_path / "hub", trained.folder)
+    with pytest.raises(UnsupportedError, match=r"lm_head\.decoder\.weight is tied to .* has step, exp_avg"):
+        trained.convert(trained.checkpoint, tmp_path / "state", to="dcp")
+
+
+def test_weights_of_the_hub_load_into_the_live_model(trained: Trained, tmp_path: Path) -> None:
+    trained.convert(trained.folder / "pretrained", tmp_path / "live", to="dcp", inverse=True)
+    job = hub_runs.load_weights_in_fsdp2, trained.case.family, str(tmp_path / "live")
+    logits, _ = launch.pool(RANKS).run(*job)
+    assert_same_bits(logits, torch.load(trained.folder / "logits.pt"))
+
+
+def assert_has_moments(checkpoint: Path, folder: Path) -> None:
+    """A DCP with hub names: weights are those of `save_pretrained`, moments what it makes of them in place of weights.
+    A DCP has tied tensors under each of their names.
+
+    Each parameter has moments and a step. What has none is no parameter that was trained: `save_pretrained` wrote the
+    weight itself.
+    """
+    dcp_to_torch_save(checkpoint, checkpoint.with_suffix(".pt"))
+    state = torch.load(checkpoint.with_suffix(".pt"))
+    state = state.get("app", state)
+    weights = load_file(folder / "pretrained" / "model.safetensors")
+    owners = {name: tensor for name, tensor in state["model"].items() if name in weights}
+    assert_same_values(owners, weights)
+    tied = [tensor for name, tensor in state["model"].items() if name not in weights]
+    assert all(any(torch.equal(tensor, owner) for owner in owners.values()) for tensor in tied)
+    slots = state["optim"]["state"]
+    assert {name for group in state["optim"]["param_groups"] for name in group["params"]} >= slots.keys()
+    for moment in MOMENTS:
+        wanted = load_file(folder / moment / "model.safetensors")
+        untrained = {name: weights[name] for name in weights.keys() - slots.keys()}
+        assert_same_values({name: state[moment] for name, state in slots.items()} | untrained, wanted)
+    assert all(state["step"] == hub_runs.STEPS for state in slots.values())
+
+
+# The judges
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return _train(Case("qwen3_moe"), tmp_path_factory.mktemp("fused"))
+
+
+GATE, UP, NORM = (
+    f"model.layers.1.{end}.weight" for end in ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "input_layernorm")
+)
+Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+FAULTS: dict[str, tuple[str, Change]] = {
+    "gate-and-up": ("logits differ", lambda x: {GATE.format(0): x[UP.format(0)], UP.format(0): x[GATE.format(0)]}),
+    "experts": ("logits differ", lambda x: {GATE.format(0): x[GATE.format(1)], GATE.format(1): x[GATE.format(0)]}),
+    "shape": ("mismatched_keys", lambda x: {NORM: x[NORM][1:].clone()}),
+    "left-over": ("unexpected_keys", lambda x: {"model.extra": x[NORM].clone()}),
+    "dtype": ("torch.float64", lambda x: {NORM: x[NORM].double()}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_judges_find_a_fault(fault: str, fused: Trained, tmp_path: Path) -> None:
+    message, change = FAULTS[fault]
+    with pytest.raises(AssertionError, match=message):
+        _judge(fused, tmp_path, lambda tensors: tensors | change(tensors))
+
+
+def test_the_judges_find_that_a_tensor_is_missing(fused: Trained, tmp_path: Path) -> None:
+    _judge(fused, tmp_path / "whole", lambda tensors: tensors)
+    with pytest.raises(AssertionError, match="missing_keys"):
+        _judge(fused, tmp_path / "less", lambda tensors: {n: tensor for n, tensor in tensors.items() if n != NORM})
+
+
+def _judge(fused: Trained, folder: Path, change: Change) -> None:
+    shutil.copytree(fused.folder / "pretrained", folder, dirs_exist_ok=True)
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    assert_is_hub_folder(fused.case.family, folder, fused.folder)
+
+
+def test_exchanged_layers_show_in_the_next_loss(fused: Trained, tmp_path: Path) -> None:
+    ckpt_tools.convert(fused.checkpoint, tmp_path / "same", to="dcp")
+    assert fused.resumed(tmp_path / "same") == fused.losses
+    rename = [r"layers\.0(.mlp.experts.down_proj)=layers.x\1", r"layers\.1(.mlp.experts.down_proj)=layers.0\1"]
+    rename.append(r"layers\.x=layers.1")
+    ckpt_tools.convert(fused.checkpoint, tmp_path / "exchanged", to="dcp", rename=rename)
+    assert fused.resumed(tmp_path / "exchanged") != fused.losses
