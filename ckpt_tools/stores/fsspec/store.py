@@ -239,8 +239,9 @@ def _cause(error: Exception) -> BaseException:
 
 
 def _status(error: BaseException) -> int:
-    """The status of an HTTP answer; 0 where it is not one."""
-    status = getattr(error, "status", None)
+    """The status of an HTTP answer, as aiohttp's errors have it, or those of httpx and requests; 0 where it is not
+    one."""
+    status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else 0
 
 
