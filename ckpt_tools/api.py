@@ -82,12 +82,14 @@ def inspect(src: str | Path, **options: Unpack[ReadKeywords]) -> Summary:
         ('dcp', 2, 36)
     """
     from ckpt_tools.core.summary import summarize
+    from ckpt_tools.reading.naming import naming_of, wrapping_of
     from ckpt_tools.runs.opening import named
 
     chosen = ConvertOptions(**options)
     src = named(src, chosen.storage_options)
     source, manifest = _opened(src, chosen)
-    return summarize(manifest, str(src), source.files)
+    naming = naming_of(source, manifest)
+    return summarize(manifest, str(src), source.files, naming=naming, wrapping=wrapping_of(manifest))
 
 
 @public
@@ -176,6 +178,9 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         key_map: A file with a JSON object of old names to new names, applied before ``rename``.
         weights: Which copy of a weight is written if only one is: the fp32 ``"master"``, or the ``"model"``'s own.
             Default: ``"master"``, if there is one.
+        strip: A prefix that is taken off names, before all other options that name tensors; or ``"auto"`` for those of
+            wrappers (``module.``, ``_orig_mod.``, ``_fsdp_wrapped_module.``), and for a ``model.`` that all names share
+            if the names are then those of a known model.
         recipe: A recipe that maps the tensors to another model layout: the name of a built-in one, or a TOML file.
             The options above that name tensors name those that it makes. Its sizes are in ``config.json``.
         inverse: Read the recipe from right to left.
@@ -193,6 +198,10 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         config: A folder with ``config.json`` and what belongs to it (``generation_config.json``, a tokenizer, a
             preprocessor), which is copied to a folder that ``from_pretrained`` opens. A recipe takes its sizes from it.
             Default: the files beside ``src``, if there are any.
+        like: A model that the output is to be like, a path or URL (``hf://ORG/NAME`` too): a folder of weights, or one
+            with only a ``config.json``. Names, shapes, ties, the dtype of each weight, the vocabulary's size, the
+            files of safetensors, and all that ``config`` copies are taken from it, and a built-in recipe if one leads
+            to its names. What is missing or left over is an error. ``to`` is then ``"safetensors"`` by default.
 
     Running:
         memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger
@@ -348,6 +357,7 @@ def verify(
     state: State | None = None,
     dtype: DTypeLike | None = None,
     buffers: Sequence[str] = (),
+    like: str | Path | None = None,
     digests: str | Path | None = None,
     public_key: str | Path | None = None,
     signature: str | Path | None = None,
@@ -364,8 +374,8 @@ def verify(
         src: The checkpoint that was converted, or the one that is checked alone.
         dst: What ``src`` was converted to.
         from_: The format of ``src``. Default: detected.
-        state, dtype, weights, include, exclude, rename, key_map, recipe, inverse, config, model_key, optim_key,
-            param_order, buffers, tag: As they were for ``convert``.
+        state, dtype, weights, include, exclude, rename, key_map, strip, recipe, inverse, config, like, model_key,
+            optim_key, param_order, buffers, tag: As they were for ``convert``.
         digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``.
             Default: the list that lies with ``src``, if there is one.
         public_key: Without ``dst``: a PEM file. The signature of ``digests``, else of ``src``, is checked first.
@@ -393,11 +403,11 @@ def verify(
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import verify_alone, verify_pair
 
-    chosen = ConvertOptions(state=state, dtype=dtype, buffers=buffers, **options)
+    chosen = ConvertOptions(state=state, dtype=dtype, buffers=buffers, like=like, **options)
     given = {**chosen.given, "digests": digests, "public_key": public_key, "signature": signature}
     case = Case(has_destination=dst is not None, has_digests=digests is not None, has_key=public_key is not None)
     check(ARGUMENTS["verify"], given, case)
-    check_storage_options(chosen.storage_options, src, dst, digests)
+    check_storage_options(chosen.storage_options, src, dst, digests, chosen.config, like)
     src = named(src, chosen.storage_options)
     if public_key is not None:
         from ckpt_tools.verification.signing import check_signature
@@ -433,7 +443,8 @@ def diff(
         weights: Which copy of a weight is compared if one checkpoint alone keeps fp32 masters: ``"master"`` or
             ``"model"``. Default: ``"master"``.
         rename, key_map: Turn names of ``a`` into names of ``b``, as for ``convert``.
-        recipe, inverse, config: A recipe that maps tensors of ``a`` to those of ``b``, as for ``convert``.
+        strip, recipe, inverse, config: A prefix and a recipe that turn tensors of ``a`` into those of ``b``, as for
+            ``convert``.
         include, exclude: Globs that choose among the names of ``b``.
         workers: The number of threads. Default: one for each processor, and at least 8 for stores.
         on_progress: Called with the number of bytes done and in all. Default: not called.
@@ -459,7 +470,7 @@ def diff(
 
     chosen = ConvertOptions(state=state, **options)
     stores = chosen.storage_options
-    check_storage_options(stores, a, b)
+    check_storage_options(stores, a, b, chosen.config)
     a = named(a, stores)
     first = read_checkpoint(a, chosen.reading, format_name=chosen.from_, storage_options=stores)
     second = read_checkpoint(b, ReadOptions(), storage_options=stores)
@@ -797,7 +808,7 @@ def check_recipe(
     src = named(src, chosen.storage_options)
     source, manifest = _opened(src, chosen)
     step = recipe_step(src, source, manifest, chosen)
-    assert step is not None
+    assert step is not None and step.recipe is not None
     if state != "all":
         alone, _ = transforms.model_only(manifest, weights=chosen.weight_copy, asked=True)
         manifest, _ = transforms.without_wrappers(alone)

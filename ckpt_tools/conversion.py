@@ -30,7 +30,7 @@ from ckpt_tools.formats.index import written_format
 from ckpt_tools.planning.plan import REMOTE_BYTES, CopyRules, Figures, Plan, make_plan, reading_bytes
 from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
 from ckpt_tools.reading.model_files import find_model_files, missing_note, with_model_files
-from ckpt_tools.runs.opening import named, read_checkpoint
+from ckpt_tools.runs.opening import likeness, named, read_checkpoint
 from ckpt_tools.signals import held_back
 from ckpt_tools.stores.destination import Claim, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
@@ -46,9 +46,11 @@ from ckpt_tools.stores.urls import (
     is_remote,
     open_place,
 )
+from ckpt_tools.stores.wrappers import Overlay
 
 if TYPE_CHECKING:
     from ckpt_tools.reading.recipe_step import RecipeStep
+    from ckpt_tools.recipes.like import Like
     from ckpt_tools.recipes.report import UsedRecipe
     from ckpt_tools.transfer.workers import WorkerPool
 
@@ -185,7 +187,7 @@ def run_conversion(request: Request) -> ConvertReport:
 def _pool(request: Request) -> WorkerPool:
     from ckpt_tools.transfer.workers import WorkerPool
 
-    check_storage_options(request.storage_options, request.src, request.dst)
+    check_storage_options(request.storage_options, request.src, request.dst, request.config, request.like)
     return WorkerPool.choose(request.runner, request.address, request.workers, request.src, request.dst)
 
 
@@ -197,20 +199,23 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     """
     dst, stores = request.dst, request.storage_options
     src, place = named(request.src, stores), open_place(dst, stores)
-    writer = None if request.keeps_format else _writer(request.to, place.name)
+    writer = None if request.keeps_format else _writer(_target(request, place.name), place.name)
     source, manifest = read_checkpoint(src, request.reading, format_name=request.from_, storage_options=stores)
     check_apart(src, dst, stores)
     source_format, reading, has_weights = manifest.format, reading_bytes(manifest), holds_weights(manifest.tensors)
     writer = writer or _same_writer(manifest, place.name)
     whole = is_whole(request, writer)
     recipe = recipe_step(src, source, manifest, request)
-    keeps_both, has_recipe = whole and writer.holds_masters, recipe is not None
+    like = likeness(request)
+    keeps_both, has_recipe = whole and writer.holds_masters, request.recipe is not None
     check(
         WRITING,
         request.given,
         case_of(manifest, writer.name, keeps_both=keeps_both, whole=whole, has_recipe=has_recipe),
     )
     writing = _write_options(place.form, manifest, request)
+    if like is not None:
+        writing = replace(writing, shard_map=like.reference.files)
     if writer.asks_model_type:
         writing = replace(writing, model_type=_model_type(src, source, manifest, stores))
     mapped = None if recipe is None else partial(_mapped, recipe, request)
@@ -223,12 +228,13 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         holds_masters=writer.holds_masters,
         kept=writer.kept_entries,
         recipe=mapped,
+        like=like,
     )
     manifest = made.manifest
-    if recipe is not None:
-        source = replace(source, store=recipe.served(source.store, manifest))
+    if recipe is not None or like is not None:
+        source = replace(source, store=Overlay(source.store, manifest.literals))
     layout = writer.layout(manifest, writing)
-    source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, stores)
+    source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, like)
     manifest = _with_copied(manifest, layout, carried)
     cast = cast_notes(made.uncast, made.manifest, layout.as_stored)
     notes = merged(manifest.notes + cast + layout.notes)
@@ -289,18 +295,21 @@ def _with_model_files(
     options: ConvertOptions,
     place: Place,
     writer: Format,
-    storage_options: StorageOptions,
+    like: Like | None,
 ) -> tuple[Source, Layout, frozenset[str]]:
     """A folder of weights with the files that say what the model is, the source that has them too, and their names."""
+    storage_options = options.storage_options
     is_folder = "config" in writer.writing_options and not isinstance(place.form, SingleFile)
     if not is_folder:
         if options.config is not None and options.recipe is None:
             raise UsageError(f"{option('config')} is for folders; {place.name} is one file")
         return source, layout, frozenset()
-    found = find_model_files(src, source, manifest, config=options.config, storage_options=storage_options)
+    folder = options.config if like is None else like.folder_of_config
+    found = find_model_files(src, source, manifest, config=folder, storage_options=storage_options)
     if found is None:
         note = missing_note(source, manifest)
         return source, layout if note is None else replace(layout, notes=(*layout.notes, note)), frozenset()
+    found = replace(found, is_of_reference=like is not None)
     return replace(source, store=found.store), with_model_files(layout, found, manifest), found.sources
 
 
@@ -336,6 +345,12 @@ def _copies(source: Source, place: Place) -> CopyRules | None:
     found = next((store.locate(path) for path in source.files), None)
     is_same = found is not None and found.service == rules.copying.service
     return CopyRules(rules.copying.min_bytes, rules.max_parts) if is_same else None
+
+
+def _target(request: Request, name: str) -> str | None:
+    """The format that the user names; that of folders for ``from_pretrained`` if the output is to be like one."""
+    is_like_alone = request.like is not None and request.to is None and implied_format(name) is None
+    return "safetensors" if is_like_alone else request.to
 
 
 def _writer(to: str | None, name: str) -> Format:

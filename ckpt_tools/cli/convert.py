@@ -25,7 +25,7 @@ _to = click.option(
     "--to",
     metavar="FORMAT",
     help=f"The format to write: {', '.join(get_args(WrittenFormat))}, or a plug-in's. "
-    f"Default: by the ending of DST ({', '.join(SINGLE_FILES)}).",
+    f"Default: by the ending of DST ({', '.join(SINGLE_FILES)}); with --like, safetensors.",
 )
 _state = options.state("Write the weights alone, or the whole training state. Default: all if the format can hold it.")
 _max_shard_size = click.option(
@@ -67,6 +67,7 @@ _writing = options.together(options.running, options.clustering, _strict, _overw
 @options.choosing
 @_max_shard_size
 @_config
+@options.like
 @_writing
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
 @options.as_json
@@ -112,6 +113,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: An
 @options.choosing
 @_max_shard_size
 @_config
+@options.like
 @options.running
 @_strict
 @_overwrite
@@ -133,6 +135,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.choosing
 @_max_shard_size
 @_config
+@options.like
 @_writing
 @options.as_json
 @options.talking

@@ -14,6 +14,7 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes
 from ckpt_tools.cli.wrapping import columns, echo, say, say_columns, say_pairs
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import count, listed, one_line, printable, size
 
 if TYPE_CHECKING:
@@ -66,6 +67,10 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield from _group_rows(summary)
     if summary.aliases:
         yield "tied", listed([f"{alias} = {owner}" for alias, owner in summary.aliases.items()], MAX_NOTES)
+    if summary.naming:
+        yield "names", summary.naming
+    if summary.wrapping:
+        yield "wrappers", f"{listed(summary.wrapping)} in names; {option('strip', 'auto')} takes them off"
     for name, value in islice(summary.extras.items(), MAX_NOTES):
         yield _cut(name), one_line(value, MAX_VALUE_CHARS)
     if len(summary.extras) > MAX_NOTES:

@@ -23,8 +23,18 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 HEADINGS = {
     "What to read": ("from_", "tag", "model_key", "optim_key", "param_order", "storage_options"),
-    "Names and selection": ("include", "exclude", "rename", "key_map", "recipe", "inverse", "weights", "state"),
-    "Output": ("to", "dtype", "buffers", "world_size", "max_shard_size", "config"),
+    "Names and selection": (
+        "include",
+        "exclude",
+        "rename",
+        "key_map",
+        "strip",
+        "recipe",
+        "inverse",
+        "weights",
+        "state",
+    ),
+    "Output": ("to", "dtype", "buffers", "world_size", "max_shard_size", "config", "like"),
     "Running": ("memory", "workers", "runner", "address"),
     "Safety": ("overwrite", "resume", "strict", "fsync", "checksum"),
 }
@@ -119,12 +129,24 @@ naming = together(
     ),
     click.option("--key-map", type=click.Path(), metavar="FILE", help="A JSON file that maps old names to new names."),
     click.option(
+        "--strip",
+        metavar="auto|PREFIX",
+        help="Take a prefix off the names of the source, before all other options: auto for those of wrappers.",
+    ),
+    click.option(
         "--recipe",
         metavar="NAME|FILE",
         help="Map tensors to another model layout, by a built-in recipe (see recipes) or a TOML file. "
         "The options above name the tensors that it makes.",
     ),
     click.option("--inverse", is_flag=True, help="Read the recipe from right to left."),
+)
+
+like = click.option(
+    "--like",
+    metavar="DIR",
+    help="A model that the output is to be like: its names, shapes, dtypes, files and config.json, and the recipe that "
+    "leads to them.",
 )
 
 sizes = click.option(

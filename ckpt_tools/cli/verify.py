@@ -117,6 +117,7 @@ def _show_rows(report: VerifyReport, top: int | None) -> None:
 @options.state("The --state of the conversion.")
 @options.choosing
 @options.sizes
+@options.like
 @click.option("--digests", metavar="FILE", help="Check SRC against these digests. Default: those stored with SRC.")
 @click.option("--public-key", metavar="FILE", help="First check the signature of SRC, or of --digests, with this key.")
 @click.option("--signature", metavar="FILE", help="The file of the signature. Default: stored with what it signs.")

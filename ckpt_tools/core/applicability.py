@@ -106,7 +106,7 @@ ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
             lambda case: "digests are of elements before a cast, and a checkpoint alone is checked as it is stored",
         ),
         Rule(
-            ("recipe", "config"),
+            ("strip", "recipe", "config", "like"),
             lambda case: case.has_destination,
             "verify with {dst}",
             lambda case: (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from ckpt_tools.core import transforms
 from ckpt_tools.core.manifest import Manifest
@@ -26,6 +26,20 @@ class Applied:
     renamed: Mapping[str, str]
 
 
+class Likeness(Protocol):
+    """The steps that make a manifest like a reference."""
+
+    @property
+    def excluded(self) -> frozenset[str]:
+        """Names of the reference that ``exclude`` leaves out."""
+
+    def named(self, manifest: Manifest) -> Transformed:
+        """The names, shapes and ties of the reference."""
+
+    def cast(self, manifest: Manifest) -> Transformed:
+        """The dtypes of the reference."""
+
+
 def apply_options(
     manifest: Manifest,
     options: ConvertOptions,
@@ -34,12 +48,14 @@ def apply_options(
     holds_masters: bool,
     kept: tuple[str, ...] = (),
     recipe: Step | None = None,
+    like: Likeness | None = None,
 ) -> Applied:
     """The manifest as ``options`` make it.
 
     ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights.
     ``kept`` are entries that are written with the weights also if no other state is. ``recipe`` is the step of
-    ``options.recipe``; options that name tensors name those that it makes.
+    ``options.strip`` and ``options.recipe``; options that name tensors name those that it makes. ``like`` comes last,
+    so that the other options can leave out or rename what does not fit.
 
     Raises:
         UsageError: the options do not fit this checkpoint or each other.
@@ -49,12 +65,17 @@ def apply_options(
     if recipe is not None:
         manifest, more = recipe(manifest)
         notes += more
+    if like is not None:
+        manifest = replace(manifest, left_out=manifest.left_out | like.excluded)
     manifest, notes = _taken(manifest, notes, _choosing(options))
     new_name = transforms.substitutions(options.rename, options.names)
     renamed = transforms.new_names(manifest, new_name) if options.rename or options.names else {}
     if renamed:
         manifest, _ = transforms.rename(manifest, new_name)
-    made, more = transforms.cast(manifest, options.target_dtype)
+    if like is not None:
+        manifest, more = like.named(manifest)
+        notes += more
+    made, more = transforms.cast(manifest, options.target_dtype) if like is None else like.cast(manifest)
     return Applied(replace(made, notes=notes + more), manifest, renamed)
 
 

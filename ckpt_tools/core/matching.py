@@ -49,7 +49,7 @@ def check_renaming(
     if unknown:
         quoted = [f"'{old}'" for old in unknown]
         text = f"{option('key_map')} renames {listed(quoted)}, which the checkpoint does not hold"
-        raise UsageError(f"{text}; {_nearest(unknown[0], names)}")
+        raise UsageError(f"{text}; {nearest_names(unknown[0], names)}")
     current = [key_map.get(name, name) for name in names] if rules else []
     for text, pattern, replacement in rules:
         if not any(pattern.search(name) for name in current):
@@ -58,10 +58,11 @@ def check_renaming(
 
 
 def _matches_nothing(name: str, pattern: str, letters: str, names: Collection[str]) -> UsageError:
-    return UsageError(f"{option(name, pattern)} matches no tensor; {_nearest(letters, names)}")
+    return UsageError(f"{option(name, pattern)} matches no tensor; {nearest_names(letters, names)}")
 
 
-def _nearest(wanted: str, names: Collection[str]) -> str:
+def nearest_names(wanted: str, names: Collection[str]) -> str:
+    """The end of a message about a name that no tensor has."""
     if not names:
         return "there is no weight that it could name"
     found = nearest(wanted, names)

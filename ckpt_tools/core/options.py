@@ -79,6 +79,7 @@ class SelectKeywords(ReadKeywords, total=False):
     rename: Sequence[str]
     key_map: str | Path | None
     weights: Weights | None
+    strip: str | None
     recipe: str | Path | None
     inverse: bool
     config: str | Path | None
@@ -89,6 +90,7 @@ class ReshardKeywords(SelectKeywords, total=False):
 
     dtype: DTypeLike | None
     buffers: Sequence[str]
+    like: str | Path | None
     max_shard_size: str | int | None
     memory: str | int | None
     workers: int | None
@@ -130,6 +132,7 @@ class ConvertOptions:
     rename: Sequence[str] = ()
     key_map: str | Path | None = None
     weights: str | None = None
+    strip: str | None = None
     recipe: str | Path | None = None
     inverse: bool = False
     state: str | None = None
@@ -138,6 +141,7 @@ class ConvertOptions:
     max_shard_size: str | int | None = None
     world_size: int | None = None
     config: str | Path | None = None
+    like: str | Path | None = None
     names: Mapping[str, str] = field(default_factory=dict, init=False)
     order: ParamOrder | None = field(default=None, init=False)
 
@@ -153,6 +157,9 @@ class ConvertOptions:
             raise UsageError(f"{option('inverse', True)} is for a recipe; name it with {option('recipe')}")
         if self.world_size is not None and self.world_size < 1:
             raise UsageError(f"{option('world_size', self.world_size)}: at least one rank is needed")
+        for name, why in (("dtype", "the dtype of each weight"), ("config", "where config.json comes from")):
+            if self.like is not None and getattr(self, name) is not None:
+                raise UsageError(f"{option(name)} contradicts {option('like')}, which says {why}; drop one of them")
         if self.rename:
             from ckpt_tools.core.transforms import parsed_rules
 
@@ -282,6 +289,7 @@ class WriteOptions:
     ``file_name`` is set where the destination is a single file; sizes are in bytes. ``tag`` names the folder of a
     DeepSpeed checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None
     leaves it to the writer. ``model_type`` is that of the source's ``config.json``, where the writer asks for it.
+    ``shard_map`` names the files of a folder of safetensors for tensors by name, if no size is given.
     """
 
     file_name: str | None = None
@@ -291,3 +299,4 @@ class WriteOptions:
     model_key: str | None = None
     optim_key: str | None = None
     model_type: str | None = None
+    shard_map: Mapping[str, str] = field(default_factory=dict)

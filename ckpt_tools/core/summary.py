@@ -62,6 +62,9 @@ class Summary(Shown):
     ``notes`` say what was inferred, which files beside the checkpoint were not read, and which entries were not
     understood and are copied as they are.
 
+    ``naming`` says, if a recipe tells it, whose names the tensors have, and which recipe gives those of the hub.
+    ``wrapping`` are parts of names that wrappers put in.
+
     The options of ``groups`` and the values of ``extras`` are bounded, as ``ShownValues`` says.
     """
 
@@ -93,6 +96,8 @@ class Summary(Shown):
     aliases: Mapping[str, str]
     extras: Mapping[str, Any]
     notes: tuple[Note, ...]
+    naming: str | None
+    wrapping: tuple[str, ...]
     tensors: tuple[TensorSummary, ...]
 
     def to_json(self, *, tensors: bool = True) -> dict[str, Any]:
@@ -101,8 +106,16 @@ class Summary(Shown):
         return found if tensors else {name: value for name, value in found.items() if name != "tensors"}
 
 
-def summarize(manifest: Manifest, source: str, files: Mapping[str, int]) -> Summary:
-    """The summary of ``manifest``, which was read from ``source``; ``files`` are the sizes of what lies there."""
+def summarize(
+    manifest: Manifest,
+    source: str,
+    files: Mapping[str, int],
+    *,
+    naming: str | None = None,
+    wrapping: tuple[str, ...] = (),
+) -> Summary:
+    """The summary of ``manifest``, which was read from ``source``; ``files`` are the sizes of what lies there.
+    ``naming`` and ``wrapping`` are what is known of its names."""
     held = [files[name] for name in manifest.files if name in files]
     tensors = tuple(
         TensorSummary(
@@ -135,6 +148,8 @@ def summarize(manifest: Manifest, source: str, files: Mapping[str, int]) -> Summ
         aliases=dict(manifest.aliases),
         extras={name: shown.of(value) for name, value in manifest.extra.items()},
         notes=manifest.notes,
+        naming=naming,
+        wrapping=wrapping,
         tensors=tensors,
     )
 

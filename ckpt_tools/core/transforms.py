@@ -13,15 +13,13 @@ from ckpt_tools.core import matching, quantized
 from ckpt_tools.core.casts import check_cast
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.names import bare_names, model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import UnsupportedError, UsageError
 
 Transformed = tuple[Manifest, tuple[Note, ...]]
-
-WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What torch.compile, FSDP1 and activation checkpointing put into a name, anywhere in it."""
 
 
 def model_only(manifest: Manifest, *, weights: str, asked: bool, entries: Collection[str] = ()) -> Transformed:
@@ -112,7 +110,7 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     def is_chosen(fqn: str) -> bool:
         return matching.is_chosen(fqn, include, exclude)
 
-    manifest = _reowned(manifest, is_chosen)
+    manifest = reowned(manifest, is_chosen)
     kept = {key: entry for key, entry in manifest.tensors.items() if entry.kind is Kind.EXTRA or is_chosen(key.fqn)}
     if all(entry.kind is Kind.EXTRA for entry in kept.values()):
         raise UsageError(f"{option('include')} and {option('exclude')} select no tensor")
@@ -138,14 +136,7 @@ def with_buffers(manifest: Manifest, globs: Sequence[str]) -> Transformed:
     return replace(manifest, tensors={**manifest.tensors, **buffers}), ()
 
 
-def model_names(manifest: Manifest) -> frozenset[str]:
-    """Every name of the model's; tensors of the user's own entries are no part of it, and keep the keys by which their
-    entries refer to them."""
-    kinds = manifest.of_kind(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
-    return frozenset(key.fqn for key in kinds) | set(manifest.aliases)
-
-
-def _reowned(manifest: Manifest, chosen: Callable[[str], bool]) -> Manifest:
+def reowned(manifest: Manifest, chosen: Callable[[str], bool]) -> Manifest:
     """Names swapped so that of each set of tied ones a chosen one owns the bytes."""
     heirs: dict[str, str] = {}
     for alias, owner in manifest.aliases.items():
@@ -235,16 +226,25 @@ def _rule(rule: str) -> tuple[re.Pattern[str], str]:
 def without_wrappers(manifest: Manifest) -> Transformed:
     """Names as the bare model has them: parts that wrappers put in are taken out, and a ``module.`` that all names
     share."""
-    names = model_names(manifest)
-    shared = bool(names) and all(name.startswith("module.") for name in names)
-
-    def bare(name: str) -> str:
-        name = name.removeprefix("module.") if shared else name
-        return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
-
-    if not shared and all(bare(name) == name for name in names):
+    bare = bare_names(model_names(manifest))
+    if all(name == old for old, name in bare.items()):
         return manifest, ()
-    return rename(manifest, bare)
+    return rename(manifest, bare.__getitem__)
+
+
+def without_prefix(manifest: Manifest, prefix: str) -> Transformed:
+    """Names without ``prefix``, where they begin with it; the dot that ends it need not be given.
+
+    Raises:
+        UsageError: no name begins with it, or two names become one.
+    """
+    start = f"{prefix.removesuffix('.')}."
+    names = model_names(manifest)
+    if not any(name.startswith(start) for name in names):
+        raise UsageError(
+            f"{option('strip', prefix)} is the prefix of no tensor; {matching.nearest_names(start, names)}"
+        )
+    return rename(manifest, lambda name: name.removeprefix(start))
 
 
 def cast(manifest: Manifest, dtype: DType | None) -> Transformed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,15 @@ _EXTRA = re.compile(r"chat_templates/[\w.-]+\.jinja")
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """Files of a model: ``config`` is the content of ``config.json``, ``files`` are the others by name. Their sources
-    are names in ``store``. ``is_above`` if they were found in the folder above the source."""
+    are names in ``store``. ``is_above`` if they were found in the folder above the source, ``is_of_reference`` if they
+    are those of a model that the output is like."""
 
     store: Store
     config: Mapping[str, Any]
     config_source: str
     files: Mapping[str, BesideFile]
     is_above: bool = False
+    is_of_reference: bool = False
 
     @property
     def sources(self) -> frozenset[str]:
@@ -84,6 +87,26 @@ def find_model_files(
         if found is not None:
             return found
     return _near(url, source, storage_options)
+
+
+def config_beside(source: Source, manifest: Manifest) -> Mapping[str, Any]:
+    """The content of ``config.json`` in the folder ``source`` of ``manifest``; empty if there is none, or it cannot be
+    read."""
+    for prefix in _prefixes(manifest.files - manifest.literals.keys()):
+        with suppress(CkptError):
+            found = config_in(source, prefix)
+            if found is not None:
+                return found
+    return {}
+
+
+def config_in(source: Source, prefix: str = "") -> Mapping[str, Any] | None:
+    """The content of ``config.json`` in the folder ``prefix`` of ``source``; None if there is none of a model.
+
+    Raises:
+        FormatError: it is not JSON.
+    """
+    return _config_of(source, prefix + CONFIG) if prefix + CONFIG in source.files else None
 
 
 def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> Layout:
@@ -127,7 +150,7 @@ def _prefixes(files: Iterable[str]) -> Iterator[str]:
 
 def _in(source: Source, prefix: str) -> ModelFiles | None:
     """Files in a folder of ``source``."""
-    content = _config_of(source, prefix + CONFIG) if prefix + CONFIG in source.files else None
+    content = config_in(source, prefix)
     if content is None:
         return None
     names = (path.removeprefix(prefix) for path in source.files if path.startswith(prefix))
@@ -249,8 +272,8 @@ def _notes(found: ModelFiles, dtype: DType | None) -> Iterator[Note]:
         why = "found in the folder above the source and taken for this model's"
         yield Note(Outcome.KEPT, CONFIG, why)
     if "architecture" not in found.config and not {*TOKENIZER, *PREPARATION} & {*found.files}:
-        why = f"none found beside {CONFIG}; name a folder that has one with {option('config')}"
-        yield Note(Outcome.MISSING, "tokenizer or preprocessor", why)
+        advice = "" if found.is_of_reference else f"; name a folder that has one with {option('config')}"
+        yield Note(Outcome.MISSING, "tokenizer or preprocessor", f"none found beside {CONFIG}{advice}")
     if "auto_map" in found.config:
         named = found.config["auto_map"]
         files = (

@@ -8,38 +8,51 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.notes import Note
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.transforms import Transformed
-from ckpt_tools.reading.model_files import find_model_files
+from ckpt_tools.reading.model_files import config_in, find_model_files
 from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
+from ckpt_tools.recipes.families import is_known
+from ckpt_tools.recipes.prefixes import strip
 from ckpt_tools.recipes.report import UsedRecipe
-from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.stores.wrappers import Overlay
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import is_remote, open_source
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeStep:
-    """Applies ``recipe``. ``config`` is the content of ``config.json``; None if there is none."""
+    """Takes off the prefix ``strip`` and applies ``recipe``, each if it is not None. ``config`` is the content of
+    ``config.json``; None if there is none."""
 
-    recipe: Recipe
+    strip: str | None
+    recipe: Recipe | None
     config: Mapping[str, Any] | None
 
     @classmethod
     def of(cls, url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep:
-        """The step of ``options.recipe``. Raises CkptError if a file that it needs cannot be read."""
-        assert options.recipe is not None
+        """The step of ``options.strip`` and ``options.recipe``; the sizes of a recipe are in ``options.config``, beside
+        the source, or in ``options.like``. Raises CkptError if a file that it needs cannot be read."""
+        if options.recipe is None:
+            return cls(options.strip, None, None)
+        stores = options.storage_options
         recipe = load_recipe(options.recipe, inverse=options.inverse)
-        found = find_model_files(url, source, manifest, config=options.config, storage_options=options.storage_options)
-        return cls(recipe, None if found is None else found.config)
+        found = find_model_files(url, source, manifest, config=options.config, storage_options=stores)
+        config = None if found is None else found.config
+        if config is None and options.like is not None:
+            config = config_in(open_source(options.like, stores if is_remote(options.like) else None))
+        return cls(options.strip, recipe, config)
 
     @property
-    def used(self) -> UsedRecipe:
-        """The recipe as reports name it."""
-        return UsedRecipe.of(self.recipe)
-
-    def served(self, store: Store, manifest: Manifest) -> Store:
-        """``store`` with the padding of ``manifest``, which the step made."""
-        return Overlay(store, manifest.literals)
+    def used(self) -> UsedRecipe | None:
+        """The recipe as reports name it; None if there is none."""
+        return None if self.recipe is None else UsedRecipe.of(self.recipe)
 
     def __call__(self, manifest: Manifest) -> Transformed:
-        return apply_recipe(manifest, self.recipe, self.config)
+        notes: tuple[Note, ...] = ()
+        if self.strip is not None:
+            manifest, notes = strip(manifest, self.strip, is_known)
+        if self.recipe is None:
+            return manifest, notes
+        made, more = apply_recipe(manifest, self.recipe, self.config)
+        return made, (*notes, *more)

@@ -12,10 +12,11 @@ from ckpt_tools.core.casts import CASTABLE, check_cast
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import literal_file
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Equal, Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.quantized import is_quantized
-from ckpt_tools.core.transforms import Transformed, model_names
+from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.recipes.groups import Group, Grouped, Slot, bound, check_way_back, group_names, targets

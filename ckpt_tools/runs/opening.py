@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note
-from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
 from ckpt_tools.reading.checkpoint import known_by, read_source
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
 from ckpt_tools.trainers.accelerate import with_optimizer
+
+if TYPE_CHECKING:
+    from ckpt_tools.recipes.like import Like
 
 
 def read_checkpoint(
@@ -49,6 +53,16 @@ def read_checkpoint(
     if not manifest.tensors and not may_be_empty:
         raise UnsupportedError("it holds no tensors", path=known_by(source))
     return source, replace(manifest, notes=(*manifest.notes, *notes)) if notes else manifest
+
+
+def likeness(options: ConvertOptions) -> Like | None:
+    """The steps that make a manifest like the reference of ``options``; None if there is none. Raises CkptError if the
+    reference cannot be read."""
+    if options.like is None:
+        return None
+    from ckpt_tools.reading.reference import like_reference
+
+    return like_reference(options.like, options)
 
 
 def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path:

@@ -18,6 +18,7 @@ from ckpt_tools.core import transforms
 from ckpt_tools.core.applicability import OF_RECIPES, Case, check
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
+from ckpt_tools.core.names import WRAPPER_PARTS
 from ckpt_tools.core.options import ConvertOptions, SelectKeywords
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsafeError, UsageError
@@ -25,6 +26,7 @@ from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.reading.checkpoint import check_reading, recipe_step
 from ckpt_tools.runs.opening import named, read_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
+from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.torch.dtensors import local_parts
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole
 from ckpt_tools.torch.revive import revive
@@ -73,7 +75,8 @@ def load_into(
             pipeline. These, and their optimizer state, may be in the checkpoint and not in ``model``.
         include, exclude, rename, key_map: Which parameters of the checkpoint are loaded, and their names in the model;
             as for ``convert``.
-        recipe, inverse, config: A recipe that maps the checkpoint's tensors to the model's; as for ``convert``.
+        strip, recipe, inverse, config: A prefix to take off, and a recipe that maps the checkpoint's tensors to the
+            model's; as for ``convert``.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
 
     Returns:
@@ -102,7 +105,7 @@ def load_into(
     recipe = recipe_step(url, source, manifest, chosen)
     manifest, _ = transforms.without_wrappers(manifest)
     manifest = apply_options(manifest, chosen, whole=True, holds_masters=False, recipe=recipe).manifest
-    store = source.store if recipe is None else recipe.served(source.store, manifest)
+    store = Overlay(source.store, manifest.literals)
     check_equal(manifest, store)
     others = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
     loader = _Loader(manifest, TensorReader(store, SCRATCH_BYTES), _Problems(), others.union(elsewhere))
@@ -208,7 +211,7 @@ def _bare(names: Iterable[str]) -> list[str]:
     found = list(names)
     shared = bool(found) and all(name.startswith("module.") for name in found)
     found = [name.removeprefix("module.") for name in found] if shared else found
-    return [".".join(part for part in name.split(".") if part not in transforms.WRAPPER_PARTS) for name in found]
+    return [".".join(part for part in name.split(".") if part not in WRAPPER_PARTS) for name in found]
 
 
 @dataclass(frozen=True, slots=True)

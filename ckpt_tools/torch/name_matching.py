@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tools.core.manifest import Manifest, StateTree, TreePath, dotted
-from ckpt_tools.core.transforms import WRAPPER_PARTS
+from ckpt_tools.core.names import WRAPPER_PARTS
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.state_dict.build import Entries
 

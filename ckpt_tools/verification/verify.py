@@ -10,6 +10,7 @@ from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import OF_TWO_COPIES, Case, check
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
+from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
@@ -21,9 +22,10 @@ from ckpt_tools.formats.applicability import COMPARING, DIFFING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import known
 from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import likeness, read_checkpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place
+from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.transfer.equality import check_equal
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import Side, compare
@@ -106,11 +108,12 @@ def verify_pair(
     has_recipe = options.recipe is not None
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole, has_recipe=has_recipe)
     check(COMPARING, options.given, case)
-    recipe = recipe_step(src, source, manifest, options)
-    expected = apply_options(manifest, options, whole=whole, holds_masters=holds_masters, recipe=recipe).manifest
+    recipe, like = recipe_step(src, source, manifest, options), likeness(options)
+    made = apply_options(manifest, options, whole=whole, holds_masters=holds_masters, recipe=recipe, like=like)
+    expected = made.manifest
     compared, notes = _of_model(other, options) if options.state == "model" else (other, ())
     theirs = Side.of("the destination", other_source.store, compared)
-    store = source.store if recipe is None else recipe.served(source.store, expected)
+    store = Overlay(source.store, expected.literals)
     check_equal(expected, store)
     ours = Side.of("the source", store, expected).with_masters_like(theirs).with_extras_like(theirs)
     report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
@@ -139,8 +142,8 @@ def _keeps_names(manifest: Manifest, other: Manifest, target: Format | None, opt
     whole states holds them so, unless ``state="model"`` wrote it."""
     if _has_more(manifest) or target is None or not (target.holds_optimizer or options.state == "all"):
         return False
-    is_renamed = bool(options.rename or options.names or options.recipe)
-    return is_renamed or not transforms.model_names(manifest).isdisjoint(transforms.model_names(other))
+    is_renamed = any((options.rename, options.names, options.recipe, options.strip, options.like))
+    return is_renamed or not model_names(manifest).isdisjoint(model_names(other))
 
 
 def _with_entries(report: VerifyReport, ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> VerifyReport:
@@ -194,7 +197,7 @@ def compare_all(
     stores = [source.store for source, _ in (a, b)]
     if recipe is not None:
         manifests[0], more = recipe(manifests[0])
-        stores[0], notes = recipe.served(stores[0], manifests[0]), notes + more
+        stores[0], notes = Overlay(stores[0], manifests[0].literals), notes + more
         check_equal(manifests[0], stores[0])
     if options.rename or options.names:
         transforms.check_renaming(manifests[0], options.rename, options.names)

@@ -55,8 +55,8 @@ ALLOWED = {
     "--help": LISTING,
     "--version": LISTING,
     "convert --help": LISTING,
-    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 91, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 116, {"click", "numpy", "rich"}),
+    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 92, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 120, {"click", "numpy", "rich"}),
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors", "torch"},

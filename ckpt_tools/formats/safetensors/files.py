@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit, tensor.rs MAX_HEADER_SIZE."""
 
+MODEL_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 STATE_KEY = "ckpt_tools.state"
@@ -225,13 +226,33 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     state = {STATE_KEY: whole.text} if whole else {}
     tensors = {**entries.tensors, **(whole.tensors if whole else {})}
     contents = {name: (key, manifest.tensors[key]) for name, key in tensors.items()}
-    parts = shards({name: entry for name, (_, entry) in contents.items()}, options, "model.safetensors")
+    # Names of a whole state are those of its tree.
+    options = replace(options, shard_map={}) if whole else options
+    parts = _parts({name: entry for name, (_, entry) in contents.items()}, options)
     files = [
         _file_layout(name, {n: contents[n] for n in part}, entries.aliases, {} if number else state)
         for number, (name, part) in enumerate(parts.items())
     ]
-    index = [index_layout(INDEX_NAME, parts, {})] if len(parts) > 1 else []
+    index = [index_layout(INDEX_NAME, parts, {})] if len(parts) > 1 or _needs_index(parts, options) else []
     return Layout((*files, *index), entries.notes)
+
+
+def _parts(entries: Mapping[str, TensorEntry], options: WriteOptions) -> dict[str, dict[str, TensorEntry]]:
+    """The tensors of each file: by the options' map of names to files, in which a tensor without a file lies with the
+    one before it, or by size."""
+    if not options.shard_map or options.max_shard_bytes is not None or options.file_name is not None:
+        return shards(entries, options, MODEL_NAME)
+    parts: dict[str, dict[str, TensorEntry]] = {}
+    file = next(iter(options.shard_map.values()))
+    for name, entry in entries.items():
+        file = options.shard_map.get(name, file)
+        parts.setdefault(file, {})[name] = entry
+    return parts
+
+
+def _needs_index(parts: Mapping[str, object], options: WriteOptions) -> bool:
+    """True if one file of a folder has another name than the one that is loaded without an index."""
+    return options.file_name is None and MODEL_NAME not in parts
 
 
 def _file_layout(

@@ -16,6 +16,7 @@ from typing import Any
 from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
@@ -310,7 +311,7 @@ def _whole_names(manifest: Manifest, path: str) -> Manifest:
     if not isinstance(client_state, Mapping) or ENTRY not in client_state:
         return manifest
     names = _parsed(client_state[ENTRY], path)
-    layers = {fqn: _layer(fqn) for fqn in transforms.model_names(manifest)}
+    layers = {fqn: _layer(fqn) for fqn in model_names(manifest)}
     _check(names, layers, path)
     owners = {fqn: names[layer][0] + fqn.removeprefix(layer) for fqn, layer in layers.items()}
     if len({*owners.values()}) < len(owners):

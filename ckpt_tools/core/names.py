@@ -1,0 +1,41 @@
+"""Names of a model's tensors, and what wrappers add to them. Imports nothing that costs time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from ckpt_tools.core.manifest import Kind, Manifest
+
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What torch.compile, FSDP1 and activation checkpointing put into a name, anywhere in it."""
+
+MODEL = "model."
+"""The attribute under which Lightning's modules and many training scripts keep a model. It is also a part of names of
+transformers."""
+
+
+def model_names(manifest: Manifest) -> frozenset[str]:
+    """Every name of the model's; tensors of the user's own entries are no part of it, and keep the keys by which their
+    entries refer to them."""
+    kinds = manifest.of_kind(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
+    return frozenset(key.fqn for key in kinds) | set(manifest.aliases)
+
+
+def bare_names(names: Collection[str]) -> dict[str, str]:
+    """Names as the bare model has them, by what they are."""
+    shared = bool(names) and all(name.startswith("module.") for name in names)
+
+    def bare(name: str) -> str:
+        name = name.removeprefix("module.") if shared else name
+        return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+    return {name: bare(name) for name in names}
+
+
+def is_of_model(names: Collection[str], is_known: Callable[[Collection[str]], bool]) -> bool:
+    """True if the ``model.`` before all names is the attribute of a model, and no part of its names: names begin with
+    ``model.`` again without it, or are known without it and not with it."""
+    if not names or not all(name.startswith(MODEL) for name in names):
+        return False
+    inner = [name.removeprefix(MODEL) for name in names]
+    return any(name.startswith(MODEL) for name in inner) or (is_known(inner) and not is_known(names))

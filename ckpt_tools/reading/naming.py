@@ -1,0 +1,78 @@
+"""Whose names the tensors of a checkpoint have, as recipes tell it.
+
+Reading all built-in recipes takes longer than reading the headers of most checkpoints. So their text is searched first,
+and only those whose names may be the checkpoint's are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.names import MODEL, WRAPPER_PARTS, bare_names, is_of_model, model_names
+from ckpt_tools.stores.source import Source
+
+_BUILT_IN = Path(__file__).parents[1] / "recipes" / "builtin"
+
+
+def naming_of(source: Source, manifest: Manifest) -> str | None:
+    """The naming in words, and the recipe that leads to the hub's; None if no built-in recipe tells it."""
+    names = model_names(manifest)
+    paths = list(_likely(names))
+    if not paths:
+        return None
+    from ckpt_tools.reading.model_files import config_beside
+    from ckpt_tools.recipes.families import naming
+    from ckpt_tools.recipes.reading import read_recipe
+
+    return naming(names, config_beside(source, manifest), map(read_recipe, paths))
+
+
+def wrapping_of(manifest: Manifest) -> tuple[str, ...]:
+    """Parts of names that wrappers put in, and prefixes that are no part of the model's names."""
+    names = model_names(manifest)
+    shared = ["module"] if names and all(name.startswith("module.") for name in names) else []
+    parts = [part for part in WRAPPER_PARTS if any(part in name.split(".") for name in names)]
+    outer = [MODEL.removesuffix(".")] if is_of_model(bare_names(names).values(), _is_known) else []
+    return (*shared, *parts, *outer)
+
+
+def _is_known(names: Collection[str]) -> bool:
+    paths = list(_likely(names))
+    if not paths:
+        return False
+    from ckpt_tools.recipes.families import is_known
+
+    return is_known(names)
+
+
+def _likely(names: Collection[str]) -> Iterator[Path]:
+    """The built-in recipes that may be made for such names, by the parts of their patterns that are no variables."""
+    shapes = {".".join("0" if part.isdecimal() else part for part in name.split(".")) for name in names}
+    for path in sorted(_BUILT_IN.glob("*.toml")):
+        lines = [block for block in path.read_text().split("[[map]]")[1:] if "optional = true" not in block]
+        if any(_may_take(lines, side, shapes) for side in ("left", "right")):
+            yield path
+
+
+def _may_take(lines: Collection[str], side: str, names: Collection[str]) -> bool:
+    patterns = [pattern for line in lines for pattern in _patterns(line, side)]
+    return any("{" in each for each in patterns) and all(_may_match(pattern, names) for pattern in patterns)
+
+
+def _patterns(line: str, side: str) -> list[str]:
+    """The names of a side of a line of ``[[map]]``, which built-in recipes write in one line of text."""
+    found = re.search(rf"^{side}\s*=\s*(.*)$", line, re.MULTILINE)
+    if found is None:
+        return []
+    several = re.findall(r'"([^"]+)"\s*=', found[1])
+    return several or re.findall(r'"([^"]+)"', found[1])
+
+
+def _may_match(pattern: str, names: Collection[str]) -> bool:
+    if "{" not in pattern:
+        return pattern in names
+    head, *middle, tail = re.split(r"\{[^}]*\}", pattern)
+    return any(name.startswith(head) and name.endswith(tail) and all(part in name for part in middle) for name in names)

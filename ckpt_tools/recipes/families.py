@@ -1,0 +1,116 @@
+"""Names of known families of models: which recipes take them, and what names these lead to. Pure.
+
+Names are compared without their numbers, so that the 20,000 names of a model are a few dozen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.wording import listed
+from ckpt_tools.recipes.index import list_recipes
+from ckpt_tools.recipes.recipe import Line, Recipe
+
+HUB = "hub"
+"""The naming of files on the Hub, as recipes call it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A recipe that takes the names of a checkpoint, by the ``lines`` that have one; ``made`` are the names that it
+    makes. Numbers are 0 in them."""
+
+    recipe: Recipe
+    lines: frozenset[Line]
+    made: frozenset[str]
+
+
+def unnumbered(names: Iterable[str]) -> frozenset[str]:
+    """Names with 0 for each of their numbers."""
+    return frozenset(".".join("0" if part.isdecimal() else part for part in name.split(".")) for name in names)
+
+
+def routes(names: Collection[str], recipes: Iterable[Recipe]) -> Iterator[Route]:
+    """Those of ``recipes`` that take these names, read from left to right or from right to left."""
+    patterns = unnumbered(names)
+    for recipe in recipes:
+        for each in (recipe, recipe.inverse()):
+            route = _route(each, patterns)
+            if route is not None:
+                yield route
+
+
+def _route(recipe: Recipe, names: Collection[str]) -> Route | None:
+    """None if a line that is not optional has no name, or a name has no line and may not stay."""
+    lines, made = set[Line](), set[str]()
+    lacking = {(line, number) for line in recipe.lines if not line.optional for number in range(len(line.left))}
+    for name in names:
+        found = _lines_of(recipe, name)
+        lacking -= {(line, number) for line, number, _ in found}
+        lines |= {line for line, *_ in found}
+        made |= {name for line, _, values in found for name in _names_after(line, values)}
+        is_dropped = any(pattern.match(name) is not None for pattern in recipe.drops[0])
+        if not found and not is_dropped:
+            if not recipe.keeps_others:
+                return None
+            made.add(name)
+    return None if lacking or not lines else Route(recipe, frozenset(lines), frozenset(made))
+
+
+def _lines_of(recipe: Recipe, name: str) -> list[tuple[Line, int, Mapping[str, str]]]:
+    """The lines that have a name, with its pattern and variables; others than ``is_otherwise`` if there are any."""
+    found = [
+        (line, number, values)
+        for line in recipe.lines
+        for number, pattern in enumerate(line.left)
+        if (values := pattern.name.match(name)) is not None
+    ]
+    return [each for each in found if not each[0].is_otherwise] or found
+
+
+def _names_after(line: Line, values: Mapping[str, str]) -> Iterator[str]:
+    for pattern in line.right:
+        yield pattern.name.filled({name: values.get(name, "0") for name in pattern.name.variables})
+
+
+def is_known(names: Collection[str]) -> bool:
+    """True if a recipe is made for such names."""
+    return any(map(_tells_family, routes(names, list_recipes())))
+
+
+def _tells_family(route: Route) -> bool:
+    """False if a recipe has no more of them than the name of one tensor, such as the head's, which many models have."""
+    return any(pattern.name.variables for line in route.recipe.lines if not line.optional for pattern in line.left)
+
+
+def model_types(config: Mapping[str, Any]) -> frozenset[str]:
+    """Types of a model and its parts, by its ``config.json``."""
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    return frozenset(found for part in parts if isinstance(found := part.get("model_type"), str))
+
+
+def naming(names: Collection[str], config: Mapping[str, Any], recipes: Iterable[Recipe]) -> str | None:
+    """The naming that a checkpoint has, in words, and the one of ``recipes`` that leads to the hub's; None if none of
+    them tells."""
+    types = model_types(config)
+    found = [each for each in routes(names, recipes) if _is_told(each, types)]
+    # One that takes them both ways changes shapes alone, which names do not tell.
+    times = Counter(each.recipe.name for each in found)
+    told = [each.recipe for each in found if times[each.recipe.name] == 1]
+    told.sort(key=lambda recipe: -len(recipe.models))
+    if len({recipe.left for recipe in told}) != 1:
+        return None
+    of_model = ", ".join(sorted(types & {*told[0].models}))
+    shown = f"{told[0].left} ({of_model})" if of_model else told[0].left
+    to_hub = [recipe.name for recipe in told if recipe.right == HUB and not recipe.is_inverse]
+    if len(to_hub) == 1:
+        return f"{shown}; {option('recipe', to_hub[0])} gives those of the {HUB}"
+    return f"{shown}; a recipe gives those of the {HUB}: one of {listed(to_hub)}" if to_hub else shown
+
+
+def _is_told(route: Route, types: Collection[str]) -> bool:
+    return any(model in types for model in route.recipe.models) if types else _tells_family(route)

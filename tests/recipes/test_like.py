@@ -1,0 +1,401 @@
+"""A manifest becomes like a reference: its names in its order, its shapes, its ties and dtypes, bit for bit; and what
+does not fit is one sentence with the names. The judge is numpy on whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_tools.core import transforms
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.notes import Outcome
+from ckpt_tools.core.shards import ByteRange, ShardTable
+from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.recipes.fitting import grouped
+from ckpt_tools.recipes.like import AS_IT_IS, Like, Way
+from ckpt_tools.recipes.reference import Reference, Wanted
+from ckpt_tools.recipes.ways import ways
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.wrappers import Overlay
+from tests.support.manifests import elements
+
+pytestmark = pytest.mark.quick
+
+V, H = 6, 4
+"""Tokens and hidden size of the reference."""
+
+EMBED, HEAD, NORM, BIAS = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.norm.weight",
+    "model.layers.3.mlp.gate.e_score_correction_bias",
+)
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Arrays as the tensors of a checkpoint, each in a file of its own."""
+
+    manifest: Manifest
+    store: MemoryStore
+
+    @classmethod
+    def of(cls, arrays: Mapping[Any, np.ndarray], **more: Any) -> Held:
+        entries, files = {}, {}
+        for name, array in arrays.items():
+            key = StateKey(name) if isinstance(name, str) else StateKey(*name)
+            dtype = DType(str(array.dtype))
+            files[str(key)] = bytearray(array.tobytes())
+            table = ShardTable.whole(array.shape, dtype, ByteRange(str(key), 0, array.nbytes))
+            kind = Kind.PARAMETER if key.slot == "weight" else Kind.STATE
+            entries[key] = TensorEntry(array.shape, dtype, kind, table)
+        return cls(Manifest("a test's", entries, **more), MemoryStore(files))
+
+    def read(self, manifest: Manifest) -> dict[StateKey, np.ndarray]:
+        store = Overlay(self.store, manifest.literals)
+        return {key: elements(store, entry) for key, entry in manifest.tensors.items()}
+
+
+def reference(tensors: Mapping[str, Sequence[int]], dtype: DType = DType.FLOAT32, **config: Any) -> Reference:
+    wanted = {name: Wanted(tuple(shape), dtype) for name, shape in tensors.items()}
+    return Reference("ref", wanted, config={"vocab_size": V, **config})
+
+
+def like(ref: Reference, *tried: Way) -> Like:
+    return Like(ref, lambda manifest: [tried or (AS_IT_IS,)])
+
+
+def model(rows: int = V, **more: np.ndarray) -> dict[str, np.ndarray]:
+    return {HEAD: numbers(rows, H, seed=1), NORM: numbers(H), EMBED: numbers(rows, H), **more}
+
+
+UNTIED = {EMBED: (V, H), NORM: (H,), HEAD: (V, H)}
+TIED = {EMBED: (V, H), NORM: (H,)}
+
+
+def same(found: Mapping[StateKey, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
+    """The weights, in that order."""
+    assert [key.fqn for key in found if key.slot == "weight"] == list(wanted)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[StateKey(name)], array, strict=True)
+
+
+def test_names_come_in_the_order_of_the_reference() -> None:
+    held = Held.of(model())
+    made, notes = like(reference(UNTIED)).named(held.manifest)
+    same(held.read(made), {name: model()[name] for name in UNTIED})
+    assert not notes
+
+
+def test_each_weight_takes_the_dtype_of_the_reference() -> None:
+    held = Held.of({**model(), BIAS: numbers(8)})
+    ref = reference({**UNTIED, BIAS: (8,)}, DType.BFLOAT16)
+    ref = replace(ref, tensors={**ref.tensors, BIAS: Wanted((8,), DType.FLOAT32)})
+    made, _ = like(ref).cast(like(ref).named(held.manifest)[0])
+    assert {key.fqn: entry.dtype for key, entry in made.tensors.items()} == {
+        EMBED: DType.BFLOAT16, NORM: DType.BFLOAT16, HEAD: DType.BFLOAT16, BIAS: DType.FLOAT32
+    }  # fmt: skip
+    np.testing.assert_array_equal(held.read(made)[StateKey(BIAS)], numbers(8))
+
+
+def test_optimizer_state_keeps_its_dtype() -> None:
+    held = Held.of({**model(), (NORM, "exp_avg"): numbers(H, seed=5)})
+    made, _ = like(reference(UNTIED, DType.BFLOAT16)).cast(held.manifest)
+    assert made.tensors[StateKey(NORM, "exp_avg")].dtype is DType.FLOAT32
+
+
+@pytest.mark.parametrize("before", [V + 2, V + 64, V - 1, 1])
+def test_rows_of_a_padded_vocabulary_are_left_out_or_added(before: int) -> None:
+    arrays: dict[Any, np.ndarray] = dict(model(before))
+    arrays[EMBED, "exp_avg"] = numbers(before, H, seed=3)
+    arrays[EMBED, "step"] = np.float32(7).reshape(())
+    held = Held.of(arrays, groups=(ParamGroup((HEAD, NORM, EMBED), {"lr": 0.1}),))
+    made, notes = like(reference(UNTIED)).named(held.manifest)
+    found = held.read(made)
+
+    def resized(array: np.ndarray) -> np.ndarray:
+        rows = np.zeros((V, H), np.float32)
+        rows[: min(before, V)] = array[:V]
+        return rows
+
+    same(found, {EMBED: resized(arrays[EMBED]), NORM: arrays[NORM], HEAD: resized(arrays[HEAD])})
+    np.testing.assert_array_equal(found[StateKey(EMBED, "exp_avg")], resized(arrays[EMBED, "exp_avg"]))
+    assert found[StateKey(EMBED, "step")].shape == ()
+    wanted = Outcome.DROPPED if before > V else Outcome.DEFAULTED
+    assert [(note.outcome, note.count) for note in notes] == [(wanted, abs(before - V))] * 2
+    assert f"rows {min(before, V)} to {max(before, V) - 1}" in notes[0].what
+
+
+def test_a_tie_that_the_source_knows_is_left_out() -> None:
+    held = Held.of({EMBED: numbers(V, H), NORM: numbers(H)}, aliases={HEAD: EMBED})
+    made, notes = like(reference(TIED)).named(held.manifest)
+    same(held.read(made), {EMBED: numbers(V, H), NORM: numbers(H)})
+    assert not made.aliases and not made.must_equal
+    assert [(note.outcome, note.what, note.is_loss) for note in notes] == [(Outcome.DROPPED, HEAD, False)]
+
+
+def test_the_name_that_the_reference_holds_owns_the_tie_with_its_state() -> None:
+    arrays: dict[Any, np.ndarray] = {HEAD: numbers(V, H), NORM: numbers(H), (HEAD, "exp_avg"): numbers(V, H, seed=2)}
+    held = Held.of(arrays, aliases={EMBED: HEAD}, groups=(ParamGroup((HEAD, NORM), {}),))
+    made, _ = like(reference(TIED)).named(held.manifest)
+    same(held.read(made), {EMBED: arrays[HEAD], NORM: arrays[NORM]})
+    np.testing.assert_array_equal(held.read(made)[StateKey(EMBED, "exp_avg")], arrays[HEAD, "exp_avg"])
+    assert made.groups[0].params == (EMBED, NORM)
+
+
+def test_a_tie_that_two_tensors_hold_is_left_out_if_their_bits_are_equal() -> None:
+    arrays: dict[Any, np.ndarray] = {EMBED: numbers(V, H), HEAD: numbers(V, H), NORM: numbers(H)}
+    arrays[HEAD, "exp_avg"] = numbers(V, H, seed=9)
+    held = Held.of(arrays, groups=(ParamGroup((HEAD, NORM), {}),))
+    made, _ = like(reference(TIED, tie_word_embeddings=True)).named(held.manifest)
+    (equal,) = made.must_equal
+    assert HEAD in equal.what and EMBED in equal.what
+    entries = [held.manifest.tensors[StateKey(name)] for name in (HEAD, EMBED)]
+    assert [equal.first.shards, equal.second.shards] == [each.shards for each in entries]
+    assert [*made.tensors] == [StateKey(EMBED), StateKey(NORM), StateKey(EMBED, "exp_avg")]
+    assert made.groups[0].params == (EMBED, NORM)
+
+
+def test_padded_ties_are_compared_in_the_rows_that_are_written() -> None:
+    held = Held.of(model(V + 2))
+    made, _ = like(reference(TIED)).named(held.manifest)
+    assert {each.shape for pair in made.must_equal for each in (pair.first, pair.second)} == {(V, H)}
+
+
+@pytest.mark.parametrize("has_alias", [True, False])
+def test_a_tie_that_the_reference_holds_twice_is_given(has_alias: bool) -> None:
+    held = Held.of({EMBED: numbers(V + 1, H), NORM: numbers(H)}, aliases={HEAD: EMBED} if has_alias else {})
+    config = {} if has_alias else {"text_config": {"tie_word_embeddings": True}}
+    made, notes = like(reference(UNTIED, **config)).named(held.manifest)
+    rows = numbers(V + 1, H)[:V]
+    same(held.read(made), {EMBED: rows, NORM: numbers(H), HEAD: rows})
+    assert (Outcome.DEFAULTED, HEAD) in [(note.outcome, note.what) for note in notes]
+
+
+def test_a_tie_to_a_name_that_is_given_is_compared_with_its_owner() -> None:
+    held = Held.of({"first": numbers(V, H), HEAD: numbers(V, H)}, aliases={EMBED: "first"})
+    ref = replace(reference({"first": (V, H), EMBED: (V, H)}), aliases={HEAD: EMBED})
+    made, _ = like(ref).named(held.manifest)
+    same(held.read(made), {"first": numbers(V, H), EMBED: numbers(V, H)})
+    assert [each.second.shards for each in made.must_equal] == [held.manifest.tensors[StateKey("first")].shards]
+
+
+@pytest.mark.parametrize("form", ["alias", "tensor", "none"])
+def test_a_name_that_the_reference_gives_to_another_tensor_is_one_here_too(form: str) -> None:
+    more = {HEAD: numbers(V, H)} if form == "tensor" else {}
+    held = Held.of({EMBED: numbers(V, H), NORM: numbers(H), **more}, aliases={HEAD: EMBED} if form == "alias" else {})
+    ref = replace(reference(TIED, tie_word_embeddings=False), aliases={HEAD: EMBED})
+    made, notes = like(ref).named(held.manifest)
+    assert (made.aliases, len(made.must_equal)) == ({HEAD: EMBED}, form == "tensor")
+    same(held.read(made), {EMBED: numbers(V, H), NORM: numbers(H)})
+    assert not notes
+
+
+def double(manifest: Manifest) -> transforms.Transformed:
+    return transforms.rename(manifest, lambda name: name.replace("a.", "b."))
+
+
+def test_the_only_way_that_leads_to_the_names_is_taken_and_noted() -> None:
+    held = Held.of({"a.x": numbers(2), "a.y": numbers(3)})
+    ref = reference({"b.y": (3,), "b.x": (2,)})
+    made, notes = like(ref, AS_IT_IS, Way("recipe double", double)).named(held.manifest)
+    same(held.read(made), {"b.y": numbers(3), "b.x": numbers(2)})
+    assert [note.what for note in notes] == ["recipe double"]
+
+
+def test_two_ways_with_one_result_are_one() -> None:
+    held = Held.of({"a.x": numbers(2)})
+    tried = (Way("one", double), Way("other", double))
+    made, _ = like(reference({"b.x": (2,)}), *tried).named(held.manifest)
+    same(held.read(made), {"b.x": numbers(2)})
+
+
+def swapped(manifest: Manifest) -> transforms.Transformed:
+    return transforms.rename(manifest, lambda name: {"a.x": "b.y", "a.y": "b.x"}[name])
+
+
+def test_two_ways_with_different_results_are_refused() -> None:
+    held = Held.of({"a.x": numbers(2), "a.y": numbers(2, seed=1)})
+    tried = (Way("recipe one", double), Way("recipe two", swapped))
+    with pytest.raises(UsageError, match=r"fits in several ways \(recipe one, recipe two\); choose one with recipe="):
+        like(reference({"b.x": (2,), "b.y": (2,)}), *tried).named(held.manifest)
+
+
+WRAPPED = {
+    "module.": "module.{}",
+    "_orig_mod.": "_orig_mod.{}",
+    "_fsdp_wrapped_module.": "_fsdp_wrapped_module.{}",
+    "model.": "model.{}",
+    "all": "model._orig_mod.{}",
+}
+
+
+@pytest.mark.parametrize("form", WRAPPED.values(), ids=WRAPPED)
+def test_prefixes_of_wrappers_are_taken_off(form: str) -> None:
+    held = Held.of({form.format(name): array for name, array in model().items()})
+    ref = reference(UNTIED)
+    made, _ = Like(ref, lambda each: ways(each, ref, has_recipe=False)).named(held.manifest)
+    same(held.read(made), {name: model()[name] for name in UNTIED})
+
+
+MISFITS: dict[str, tuple[dict[str, np.ndarray], Reference, str]] = {
+    "missing": (
+        {EMBED: numbers(V, H), NORM: numbers(H)},
+        reference(UNTIED),
+        "the source lacks lm_head.weight",
+    ),
+    "untied head that the reference lacks": (
+        model(),
+        reference(TIED, tie_word_embeddings=False),
+        "the reference lacks lm_head.weight; exclude= leaves out what is not to be written",
+    ),
+    "multi-token prediction": (
+        model(**{f"model.layers.4.{name}.weight": numbers(H) for name in ("enorm", "hnorm", "eh_proj")}),
+        reference(UNTIED),
+        "the reference lacks model.layers.4.enorm.weight, model.layers.4.hnorm.weight, model.layers.4.eh_proj.weight;",
+    ),
+    "vision tower": (
+        model(),
+        reference({**UNTIED, **{f"visual.blocks.{n}.{m}.weight": (H,) for n in range(9) for m in "abcdefg"}}),
+        "the source lacks 63 tensors such as visual.blocks.0.a.weight",
+    ),
+    "layers": (
+        model(),
+        reference({**UNTIED, **{f"model.layers.{n}.mlp.weight": (H,) for n in range(12)}}),
+        "the source lacks 12 tensors such as model.layers.0.mlp.weight",
+    ),
+    "both": (
+        {**model(), "extra.weight": numbers(H)},
+        reference({**UNTIED, "wanted.weight": (H,)}),
+        "the source lacks wanted.weight; the reference lacks extra.weight",
+    ),
+    "shape": (
+        model(**{"mlp.weight": numbers(3, H)}),
+        reference({**UNTIED, "mlp.weight": (5, H)}),
+        r"mlp.weight is \[3, 4\] in the source and \[5, 4\] in the reference",
+    ),
+    "columns of the embedding": (
+        {**model(), EMBED: numbers(V + 1, H + 1)},
+        reference(UNTIED),
+        r"model.embed_tokens.weight is \[7, 5\] in the source and \[6, 4\]",
+    ),
+    "rows of no vocabulary": (
+        model(V + 1),
+        replace(reference(UNTIED), config={}),
+        r"model.embed_tokens.weight is \[7, 4\] in the source and \[6, 4\] in the reference, lm_head.weight is",
+    ),
+    "integers": (
+        {**model(), NORM: np.arange(H)},
+        reference(UNTIED),
+        "model.norm.weight is int64 in the source and float32 in the reference",
+    ),
+    "8 bits": (
+        model(),
+        reference(UNTIED, DType.FLOAT8_E4M3FN, quantization_config={"quant_method": "fp8"}),
+        "is float32 in the source and float8_e4m3fn in the reference, .* and 1 more; the reference is quantized: name",
+    ),
+    "scales": (
+        model(),
+        reference({**UNTIED, "model.x.weight_scale_inv": (1,)}, quantization_config={}),
+        "the source lacks model.x.weight_scale_inv; .*; the reference is quantized",
+    ),
+    "several embeddings": (
+        model(other=numbers(V, H, seed=7)),
+        reference({**TIED, "other": (V, H)}, tie_word_embeddings=True),
+        "the reference lacks lm_head.weight",
+    ),
+    "another model": (
+        {"conv.weight": numbers(3, 3)},
+        reference(UNTIED),
+        "the source lacks model.embed_tokens.weight, model.norm.weight, lm_head.weight; the reference lacks conv.",
+    ),
+    "an empty source": ({"conv.weight": numbers(0)}, reference(TIED), "the source lacks"),
+}
+
+
+@pytest.mark.parametrize(("arrays", "ref", "said"), MISFITS.values(), ids=MISFITS)
+def test_what_does_not_fit_is_one_sentence(arrays: dict[str, np.ndarray], ref: Reference, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        like(ref).named(Held.of(arrays).manifest)
+    assert str(caught.value).startswith("like='ref' does not fit: ")
+    assert len(str(caught.value)) < 600
+
+
+def test_the_nearest_way_is_the_one_that_is_reported() -> None:
+    held = Held.of({"a.x": numbers(2), "a.y": numbers(3), "a.z": numbers(1)})
+    ref = reference({"b.x": (2,), "b.y": (3,)})
+    with pytest.raises(UsageError, match=r"does not fit: after recipe double; the reference lacks b\.z"):
+        like(ref, AS_IT_IS, Way("recipe double", double)).named(held.manifest)
+
+
+def test_state_that_cannot_follow_the_vocabulary_is_refused() -> None:
+    held = Held.of({**model(V + 2), (EMBED, "exp_avg_sq_row"): numbers(V + 2)})
+    said = (
+        r"exp_avg_sq_row of model\.embed_tokens\.weight has the shape \[8\], and the weight \[8, 4\]: it cannot follow"
+    )
+    with pytest.raises(UnsupportedError, match=said):
+        like(reference(UNTIED)).named(held.manifest)
+
+
+def test_a_tie_with_optimizer_states_of_its_own_is_refused() -> None:
+    states = {(name, "exp_avg"): numbers(V, H) for name in (HEAD, EMBED)}
+    held = Held.of({**model(), **states})
+    with pytest.raises(UsageError, match=r"lm_head.weight has optimizer state of its own, so that it is not tied to"):
+        like(reference(TIED)).named(held.manifest)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A reference that is only a ``config.json``."""
+
+    content: dict[str, Any]
+
+    def named(self, held: Held) -> Manifest:
+        made, _ = like(Reference("ref", config=self.content)).named(held.manifest)
+        return made
+
+
+def test_a_configuration_alone_says_vocabulary_and_ties() -> None:
+    held = Held.of({**model(V + 2), HEAD: numbers(V + 2, H)})
+    made = Config({"text_config": {"vocab_size": V}, "tie_word_embeddings": True}).named(held)
+    same(held.read(made), {NORM: numbers(H), EMBED: numbers(V + 2, H)[:V]})
+    assert len(made.must_equal) == 1
+
+
+def test_a_configuration_without_a_tie_gives_the_head_of_its_own() -> None:
+    held = Held.of({EMBED: numbers(V, H)}, aliases={HEAD: EMBED})
+    made = Config({"vocab_size": V, "tie_word_embeddings": False}).named(held)
+    same(held.read(made), {EMBED: numbers(V, H), HEAD: numbers(V, H)})
+
+
+def test_a_configuration_of_another_vocabulary_is_refused() -> None:
+    held = Held.of({"conv.weight": numbers(3, 3)})
+    with pytest.raises(UsageError, match="has a vocabulary of 50,000 tokens, and no tensor of the source has so many"):
+        Config({"vocab_size": 50_000}).named(held)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_of_a_configuration_is_that_of_parameters(key: str) -> None:
+    held = Held.of({NORM: numbers(H)})
+    made, _ = like(Reference("ref", config={key: "bfloat16"})).cast(held.manifest)
+    assert made.tensors[StateKey(NORM)].dtype is DType.BFLOAT16
+
+
+def test_names_are_grouped_by_what_differs_in_numbers() -> None:
+    names = [f"model.layers.{n}.{part}" for n in (61, 62) for part in ("enorm.weight", "hnorm.weight")]
+    assert (
+        grouped(names)
+        == "2 tensors such as model.layers.61.enorm.weight, 2 tensors such as model.layers.61.hnorm.weight"
+    )
+    many = [f"visual.{a}.{b}" for a in "abcdef" for b in range(2)]
+    assert grouped([*many, "head"]) == "12 tensors such as visual.a.0, head"
+    assert grouped([str(letter) for letter in "abcdef"]) == "a, b, c, d and 2 more"
