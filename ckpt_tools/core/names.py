@@ -21,6 +21,11 @@ def model_names(manifest: Manifest) -> frozenset[str]:
     return frozenset(key.fqn for key in kinds) | set(manifest.aliases)
 
 
+def unnumbered(name: str) -> str:
+    """A name with 0 for each of its numbers: names that differ in numbers alone are one."""
+    return ".".join("0" if part.isdecimal() else part for part in name.split("."))
+
+
 def bare_names(names: Collection[str]) -> dict[str, str]:
     """Names as the bare model has them, by what they are."""
     shared = bool(names) and all(name.startswith("module.") for name in names)

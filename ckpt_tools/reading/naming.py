@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.names import MODEL, WRAPPER_PARTS, bare_names, is_of_model, model_names
+from ckpt_tools.core.names import MODEL, WRAPPER_PARTS, bare_names, is_of_model, model_names, unnumbered
 from ckpt_tools.stores.source import Source
 
 _BUILT_IN = Path(__file__).parents[1] / "recipes" / "builtin"
@@ -50,7 +50,7 @@ def _is_known(names: Collection[str]) -> bool:
 
 def _likely(names: Collection[str]) -> Iterator[Path]:
     """The built-in recipes that may be made for such names, by the parts of their patterns that are no variables."""
-    shapes = {".".join("0" if part.isdecimal() else part for part in name.split(".")) for name in names}
+    shapes = set(map(unnumbered, names))
     for path in sorted(_BUILT_IN.glob("*.toml")):
         lines = [block for block in path.read_text().split("[[map]]")[1:] if "optional = true" not in block]
         if any(_may_take(lines, side, shapes) for side in ("left", "right")):

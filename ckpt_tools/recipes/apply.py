@@ -16,7 +16,7 @@ from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.quantized import is_quantized
-from ckpt_tools.core.transforms import Transformed
+from ckpt_tools.core.transforms import Transformed, reowned
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.recipes.groups import Group, Grouped, Slot, bound, check_way_back, group_names, targets
@@ -378,13 +378,9 @@ def _with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | N
     """
     if not recipe.tied or not _are_tied(config or {}, recipe.tied_by_default):
         return manifest
+    manifest = reowned(manifest, lambda name: name not in recipe.tied)
     tensors, aliases, equal = dict(manifest.tensors), dict(manifest.aliases), list(manifest.must_equal)
     for alias, owner in recipe.tied.items():
-        if aliases.get(owner) == alias:
-            tensors = {key._replace(fqn=owner) if key.fqn == alias else key: entry for key, entry in tensors.items()}
-            del aliases[owner]
-            aliases = {name: owner if to == alias else to for name, to in aliases.items()} | {alias: owner}
-            continue
         weight, owned = tensors.get(StateKey(alias)), tensors.get(StateKey(owner))
         if owned is None or alias in aliases:
             continue

@@ -10,8 +10,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.core.names import unnumbered
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import listed
+from ckpt_tools.recipes.groups import matches
 from ckpt_tools.recipes.index import list_recipes
 from ckpt_tools.recipes.recipe import Line, Recipe
 
@@ -29,14 +31,9 @@ class Route:
     made: frozenset[str]
 
 
-def unnumbered(names: Iterable[str]) -> frozenset[str]:
-    """Names with 0 for each of their numbers."""
-    return frozenset(".".join("0" if part.isdecimal() else part for part in name.split(".")) for name in names)
-
-
 def routes(names: Collection[str], recipes: Iterable[Recipe]) -> Iterator[Route]:
     """Those of ``recipes`` that take these names, read from left to right or from right to left."""
-    patterns = unnumbered(names)
+    patterns = set(map(unnumbered, names))
     for recipe in recipes:
         for each in (recipe, recipe.inverse()):
             route = _route(each, patterns)
@@ -49,7 +46,7 @@ def _route(recipe: Recipe, names: Collection[str]) -> Route | None:
     lines, made = set[Line](), set[str]()
     lacking = {(line, number) for line in recipe.lines if not line.optional for number in range(len(line.left))}
     for name in names:
-        found = _lines_of(recipe, name)
+        found = [(recipe.lines[number], which, values) for number, which, values in matches(name, recipe)]
         lacking -= {(line, number) for line, number, _ in found}
         lines |= {line for line, *_ in found}
         made |= {name for line, _, values in found for name in _names_after(line, values)}
@@ -59,17 +56,6 @@ def _route(recipe: Recipe, names: Collection[str]) -> Route | None:
                 return None
             made.add(name)
     return None if lacking or not lines else Route(recipe, frozenset(lines), frozenset(made))
-
-
-def _lines_of(recipe: Recipe, name: str) -> list[tuple[Line, int, Mapping[str, str]]]:
-    """The lines that have a name, with its pattern and variables; others than ``is_otherwise`` if there are any."""
-    found = [
-        (line, number, values)
-        for line in recipe.lines
-        for number, pattern in enumerate(line.left)
-        if (values := pattern.name.match(name)) is not None
-    ]
-    return [each for each in found if not each[0].is_otherwise] or found
 
 
 def _names_after(line: Line, values: Mapping[str, str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorEntry
+from ckpt_tools.core.names import unnumbered
 from ckpt_tools.core.wording import MAX_NAMES, count, listed
 from ckpt_tools.recipes.reference import Reference, Wanted
 
@@ -125,7 +126,7 @@ def grouped(names: Collection[str]) -> str:
     Of too many groups, tensors of one module are one."""
     by_pattern: dict[tuple[str, ...], list[str]] = {}
     for name in names:
-        by_pattern.setdefault(pattern_of(name), []).append(name)
+        by_pattern.setdefault(tuple(unnumbered(name).split(".")), []).append(name)
     depth = max(map(len, by_pattern), default=0)
     groups = by_pattern
     while len(groups) > MAX_NAMES and depth > 1:
@@ -138,8 +139,3 @@ def grouped(names: Collection[str]) -> str:
         for members in groups.values()
     ]
     return listed(texts)
-
-
-def pattern_of(name: str) -> tuple[str, ...]:
-    """The parts of a name, each number as ``0``: names of one pattern differ in numbers alone."""
-    return tuple("0" if part.isdecimal() else part for part in name.split("."))

@@ -55,14 +55,14 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
     found: dict[tuple[int, tuple[tuple[str, str], ...]], Group] = {}
     kept, dropped = [], []
     for name in names:
-        matches = _matches(name, recipe)
-        if len(matches) > 1:
-            both = " and ".join(recipe.lines[number].left[which].name.text for number, which, _ in matches[:2])
+        found_in = matches(name, recipe)
+        if len(found_in) > 1:
+            both = " and ".join(recipe.lines[number].left[which].name.text for number, which, _ in found_in[:2])
             raise UsageError(f"two names of the recipe {recipe.name} match {name}: {both}")
         if any(pattern.match(name) is not None for pattern in recipe.drops[0]):
             dropped.append(name)
-        elif matches:
-            number, which, values = matches[0]
+        elif found_in:
+            number, which, values = found_in[0]
             line = recipe.lines[number]
             pattern = line.left[which]
             shared = {variable: value for variable, value in values.items() if variable in line.shared}
@@ -76,7 +76,7 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
     return Grouped(tuple(found.values()), frozenset(kept), tuple(dropped))
 
 
-def _matches(name: str, recipe: Recipe) -> list[tuple[int, int, Mapping[str, str]]]:
+def matches(name: str, recipe: Recipe) -> list[tuple[int, int, Mapping[str, str]]]:
     """The lines that have a name, with its pattern and variables: others than ``is_otherwise`` if there are any."""
     found = [
         (number, which, values)
@@ -91,7 +91,7 @@ def check_way_back(group: Group, made: Mapping[Slot, str], back: Recipe) -> None
     """Raises UsageError if a name that a group becomes is read as another by the recipe ``back``, the inverse."""
     for (which, indices), name in made.items():
         values = {**group.values, **dict(zip(numbered(group.line.right[which]), map(str, indices), strict=True))}
-        found = _matches(name, back)
+        found = matches(name, back)
         if [(number, pattern) for number, pattern, _ in found] != [(group.number, which)] or found[0][2] != values:
             source = next(iter(group.sources.values()))
             others = [back.lines[number].left[pattern].name.text for number, pattern, _ in found]

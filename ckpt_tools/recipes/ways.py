@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from ckpt_tools.core import transforms
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.names import MODEL, model_names
+from ckpt_tools.core.names import MODEL, model_names, unnumbered
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.recipes.apply import apply_recipe
-from ckpt_tools.recipes.families import HUB, Route, model_types, routes, unnumbered
+from ckpt_tools.recipes.families import HUB, Route, model_types, routes
 from ckpt_tools.recipes.index import list_recipes
 from ckpt_tools.recipes.like import AS_IT_IS, Way
 from ckpt_tools.recipes.recipe import Recipe
@@ -33,7 +33,10 @@ def ways(manifest: Manifest, reference: Reference, *, has_recipe: bool) -> Itera
         found = _after_each(bare, of_model, manifest)
         yield [_way(each, reference) for each in found if each.route.recipe.right == HUB]
     else:
-        lenient, wanted = list(_after_each(bare, map(_lenient, of_model), manifest)), unnumbered(reference.tensors)
+        lenient, wanted = (
+            list(_after_each(bare, map(_lenient, of_model), manifest)),
+            frozenset(map(unnumbered, reference.tensors)),
+        )
         others = [recipe for recipe in recipes if not types & {*recipe.models}]
         yield [*bare, *(_way(each, reference) for each in lenient if _leads_to(each.route, wanted))]
         found = _after_each(bare, others, manifest)

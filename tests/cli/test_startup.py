@@ -60,13 +60,13 @@ ALLOWED = {
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors", "torch"},
-        136,
+        137,
         {"click", "numpy", "rich", "xxhash"},
     ),
     "convert": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors"},
-        139,
+        140,
         {"click", "isal", "numpy", "xxhash"},
     ),
     "verify": Allowed(
