@@ -226,9 +226,11 @@ def _filled(pattern: Pattern, values: Mapping[str, str], indices: Indices) -> st
 
 
 def targets(group: Group, env: Env) -> dict[Slot, str]:
-    """The names that a group's tensors become, by place. Patterns of shapes need the counts of ``env``."""
-    return {
+    """The names that a group's tensors become, by place: all of index 0, then of 1, as in a stacked tensor.
+    Patterns of shapes need the counts of ``env``."""
+    found = {
         (which, indices): _filled(pattern, group.values, indices)
         for which, pattern in enumerate(group.line.right)
         for indices in product(*(range(env[variable]) for variable in numbered(pattern)))
     }
+    return dict(sorted(found.items(), key=lambda each: each[0][1]))
