@@ -31,7 +31,7 @@ def naming_of(source: Source, manifest: Manifest) -> str | None:
 
 
 def wrapping_of(manifest: Manifest) -> tuple[str, ...]:
-    """Parts of names that wrappers put in, and prefixes that are no part of the model's names."""
+    """Parts that wrappers put into names, and prefixes outside the model's names."""
     names = model_names(manifest)
     shared = ["module"] if names and all(name.startswith("module.") for name in names) else []
     parts = [part for part in WRAPPER_PARTS if any(part in name.split(".") for name in names)]
@@ -49,7 +49,7 @@ def _is_known(names: Collection[str]) -> bool:
 
 
 def _likely(names: Collection[str]) -> Iterator[Path]:
-    """The built-in recipes that may be made for such names, by the parts of their patterns that are no variables."""
+    """The built-in recipes that may be made for such names, by the text of their patterns between variables."""
     shapes = set(map(unnumbered, names))
     for path in sorted(_BUILT_IN.glob("*.toml")):
         lines = [block for block in path.read_text().split("[[map]]")[1:] if "optional = true" not in block]

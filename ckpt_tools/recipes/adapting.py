@@ -95,7 +95,7 @@ def _resized(key: StateKey, entry: TensorEntry, shape: Shape, rows: int) -> Tens
 
 
 def _others(tensors: Mapping[StateKey, TensorEntry], ties: Mapping[str, str]) -> dict[StateKey, TensorEntry]:
-    """The tensors that are no weights; optimizer state of a tie is that of its owner.
+    """All tensors except weights; optimizer state of a tie becomes that of its owner.
 
     Raises:
         UsageError: both have such state, so that they are not tied.
@@ -128,7 +128,7 @@ def _notes(found: Fit, reference: Reference, sizes: Mapping[str, Shape]) -> Iter
             continue
         yield Note(Outcome.DROPPED, name, f"tied to {owner}, which the reference holds alone", asked=True)
     for name, owner in found.given.items():
-        yield Note(Outcome.DEFAULTED, name, f"written as a copy of {owner}, to which it is tied")
+        yield Note(Outcome.DEFAULTED, name, f"written as a copy of {owner}: they are tied")
     for name, rows in found.rows.items():
         before = sizes[found.given.get(name, name)][0]
         what, more = f"{name}, rows {min(before, rows):,} to {max(before, rows) - 1:,}", abs(rows - before)

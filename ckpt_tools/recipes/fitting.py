@@ -45,7 +45,7 @@ def weights_of(manifest: Manifest) -> dict[str, TensorEntry]:
 
 
 def fit(manifest: Manifest, reference: Reference) -> Fit:
-    """How ``manifest`` fits ``reference``, which holds tensors."""
+    """Compares the weights of ``manifest`` with those of ``reference``, which holds tensors."""
     wanted = reference.tensors
     manifest = transforms.reowned(manifest, wanted.__contains__)
     weights, aliases = weights_of(manifest), manifest.aliases

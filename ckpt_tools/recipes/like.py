@@ -117,11 +117,17 @@ class Like:
         return option("like", self.reference.place)
 
     def _by_configuration(self, manifest: Manifest) -> Transformed:
-        """As ``named``, by the model's type, vocabulary and ties in ``config.json``: after the only recipe of the model
-        that can be applied, else with the names of the source."""
+        """Works with a ``config.json`` alone: after the recipe of the model's type that takes the names of the
+        source, else with these names; with its vocabulary and its ties."""
         ways = [way for several in self.ways(manifest) for way in several if way.is_of_model]
-        after = [(way, found) for way in ways if not isinstance(found := _gone(way, manifest), CkptError)]
-        way, (made, notes) = after[0] if len(after) == 1 else (AS_IT_IS, (manifest, ()))
+        tried = [(way, _gone(way, manifest)) for way in ways]
+        after = [(way, found) for way, found in tried if not isinstance(found, CkptError)]
+        if len(after) > 1:
+            raise self._ambiguous([_Tried(way) for way, _ in after])
+        failed = next((_Tried(way, error=found) for way, found in tried if isinstance(found, CkptError)), None)
+        if failed is not None and not after:
+            raise self._unusable(failed)
+        way, (made, notes) = after[0] if after else (AS_IT_IS, (manifest, ()))
         described = described_by_config(self.reference, made)
         return self._made(_Tried(way, notes, fit(made, described)), described)
 

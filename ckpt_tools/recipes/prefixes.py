@@ -16,7 +16,7 @@ AUTO = "auto"
 
 def strip(manifest: Manifest, prefix: str, is_known: Callable[[Collection[str]], bool]) -> Transformed:
     """Names without ``prefix``; for ``auto`` without the parts of wrappers, and without a ``model.`` that all names
-    share if it is no part of the model's names.
+    share if the model's own names do not have it.
 
     Raises:
         UsageError: no name has the prefix.

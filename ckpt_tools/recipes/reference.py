@@ -43,7 +43,7 @@ class Reference:
 
     @property
     def vocabularies(self) -> frozenset[int]:
-        """Numbers of tokens: one in all but a few models of several parts."""
+        """Numbers of tokens: one, except in a few models of several parts."""
         return frozenset(found for found in self._values("vocab_size") if type(found) is int and found > 0)
 
     @property

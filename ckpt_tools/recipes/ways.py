@@ -64,7 +64,7 @@ def _after_each(bare: Collection[Way], recipes: Iterable[Recipe], manifest: Mani
 
 
 def _leads_to(route: Route, wanted: frozenset[str]) -> bool:
-    """True if its names are those of the reference but for single tensors, of which one may be tied."""
+    """True if its names are those of the reference, except single tensors such as a tied head."""
     different = route.made ^ wanted
     return not any(part.isdecimal() for name in different for part in name.split("."))
 

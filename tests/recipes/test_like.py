@@ -383,6 +383,14 @@ def test_a_configuration_of_another_vocabulary_is_refused() -> None:
         Config({"vocab_size": 50_000}).named(held)
 
 
+def test_a_configuration_of_more_experts_is_refused_and_does_not_leave_the_names() -> None:
+    experts = "model.layers.0.mlp.experts"
+    held = Held.of({f"{experts}.gate_up_proj": numbers(2, 6, H), f"{experts}.down_proj": numbers(2, H, 3)})
+    ref = Reference("ref", config={"model_type": "qwen3_moe", "num_experts": 4})
+    with pytest.raises(UsageError, match=r"after recipe='qwen2_moe': .* has the shape \[2, ."):
+        Like(ref, lambda manifest: ways(manifest, ref, has_recipe=False)).named(held.manifest)
+
+
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_the_dtype_of_a_configuration_is_that_of_parameters(key: str) -> None:
     held = Held.of({NORM: numbers(H)})
