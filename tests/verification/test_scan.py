@@ -115,7 +115,8 @@ def results(work: Path, trace: Path, checkpoint: Checkpoint) -> list[Any]:
         "carriers": [asdict(carrier(kind, work, checkpoint)) for kind in HOSTS],
         "samples": [(name, base64.b64encode(data).decode()) for name, _, data in sample(work / "canary")],
         "out": str(work / "out"),
-        "allowed": [str(work)],
+        # inspect compares names with those of the built-in recipes.
+        "allowed": [str(work), str(ROOT / "ckpt_tools" / "recipes" / "builtin")],
     }
     command = [sys.executable, "-m", "tests.serialization.hostile_run"]
     done = subprocess.run(
