@@ -71,19 +71,14 @@ def test_a_wrong_name_is_one_sentence(
     assert sentence in result.output
 
 
-@pytest.mark.parametrize("options", [RENAMED, ("--recipe=bare.toml",)], ids=["rename", "recipe"])
+@pytest.mark.parametrize("options", [RENAMED, ("--recipe={}",)], ids=["rename", "recipe"])
 def test_serve_renames(
-    options: tuple[str, ...],
-    wrapped: Path,
-    forms: Path,
-    digits: LabelledImages,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...], wrapped: Path, forms: Path, digits: LabelledImages, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bare.toml").write_text(RECIPE)
+    recipe = tmp_path / "bare.toml"
+    recipe.write_text(RECIPE)
     (expected,) = load_predictor(forms / "model.safetensors").predict([digits.pixels[0]])
     given = {"name": "image", "shape": [1, 28, 28], "datatype": "UINT8", "data": digits.pixels[0].flatten().tolist()}
-    with running_service(tmp_path, wrapped, "--threads=1", *options) as service:
+    with running_service(tmp_path, wrapped, "--threads=1", *(text.format(recipe) for text in options)) as service:
         answer = httpx.post(f"{service.url}/v2/models/model/infer", content=json.dumps({"inputs": [given]}), timeout=60)
     assert tuple(answer.json()["outputs"][1]["data"]) == expected.probabilities
