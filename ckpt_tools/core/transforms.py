@@ -277,16 +277,18 @@ def cast_notes(before: Manifest, after: Manifest, as_stored: Collection[str]) ->
         dtype = after.tensors[key].dtype
         if dtype is not entry.dtype and not (key.slot == WEIGHT and key.fqn in as_stored):
             found.setdefault((entry.dtype, dtype), []).append(entry)
-    return tuple(
-        Note(
-            Outcome.CAST,
-            count(len(entries), f"{source.value} tensor"),
-            f"{source.value} to {dtype.value}",
-            len(entries),
-            sum(entry.num_bytes for entry in entries),
-            asked=True,
-        )
-        for (source, dtype), entries in found.items()
+    return tuple(cast_note(source, dtype, entries) for (source, dtype), entries in found.items())
+
+
+def cast_note(before: DType, after: DType, entries: Collection[TensorEntry], by: str = "") -> Note:
+    """Note on tensors that are cast, ``by`` what is added if the user did not name the dtype."""
+    return Note(
+        Outcome.CAST,
+        count(len(entries), f"{before.value} tensor"),
+        f"{before.value} to {after.value}{by}",
+        len(entries),
+        sum(entry.num_bytes for entry in entries),
+        asked=True,
     )
 
 

@@ -16,7 +16,7 @@ from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.quantized import is_quantized
-from ckpt_tools.core.transforms import Transformed, reowned
+from ckpt_tools.core.transforms import Transformed, cast_note, reowned
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.recipes.groups import Group, Grouped, Slot, bound, check_way_back, group_names, targets
@@ -120,14 +120,7 @@ class _Maker:
                 Outcome.DEFAULTED, f"{count(number, 'element')} of {name}", f"padding of {self.recipe.right}: zeros"
             )
         for (before, after), entries in self.cast.items():
-            yield Note(
-                Outcome.CAST,
-                count(len(entries), f"{before.value} tensor"),
-                f"{before.value} to {after.value}, by the recipe {self.recipe.name}",
-                len(entries),
-                sum(entry.num_bytes for entry in entries),
-                asked=True,
-            )
+            yield cast_note(before, after, entries, f", by the recipe {self.recipe.name}")
         added = [name for name, group in self.grouped.group_of.items() if group.line.plus]
         if added:
             why = "computed in float32 and rounded once: the way back can differ in the last bit"
