@@ -59,9 +59,8 @@ class Kind(Enum):
 class TensorEntry:
     """One logical tensor.
 
-    ``dtype`` is what it is to be read as; ``shards.dtype`` is what is stored. Where they differ, reading casts: a
-    bf16 weight of which only the fp32 master is stored is such an entry. ``plus`` is added to each element before
-    that, in fp32.
+    ``dtype`` is what it is to be read as; ``shards.dtype`` is what is stored. Where they differ, reading casts, as it
+    does for a bf16 weight if only its fp32 master is stored. ``plus`` is added to each element before that, in fp32.
 
     Raises:
         MalformedError: two shards overlap.

@@ -15,7 +15,7 @@ transformers."""
 
 
 def model_names(manifest: Manifest) -> frozenset[str]:
-    """Every name of the model's; tensors of the user's own entries are no part of it, and keep the keys by which their
+    """Names of parameters, buffers and their state. Tensors of the user's own entries keep the keys by which these
     entries refer to them."""
     kinds = manifest.of_kind(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
     return frozenset(key.fqn for key in kinds) | set(manifest.aliases)
