@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 
 from ckpt_tools.core.manifest import Kind, Manifest
 
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What torch.compile, FSDP1 and activation checkpointing put into a name, anywhere in it."""
+
+_WRAPPERS = re.compile(r"(?:module\.|model0\.)+")
 
 MODEL = "model."
 """The attribute under which Lightning's modules and many training scripts keep a model. It is also a part of names of
@@ -26,13 +29,23 @@ def unnumbered(name: str) -> str:
     return ".".join("0" if part.isdecimal() else part for part in name.split("."))
 
 
+def shared_wrappers(names: Collection[str]) -> str:
+    """What all names begin with that wrappers put there: ``module.`` any number of times, and ``model0.``, which is
+    Megatron's for the first part of a pipeline."""
+    first = min(names, key=len, default="")
+    found = _WRAPPERS.match(first)
+    front = found[0] if found is not None else ""
+    while front and not all(name.startswith(front) for name in names):
+        front = front[: front[:-1].rfind(".") + 1]
+    return front
+
+
 def bare_names(names: Collection[str]) -> dict[str, str]:
     """Names as the bare model has them, by what they are."""
-    shared = bool(names) and all(name.startswith("module.") for name in names)
+    front = shared_wrappers(names)
 
     def bare(name: str) -> str:
-        name = name.removeprefix("module.") if shared else name
-        return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+        return ".".join(part for part in name.removeprefix(front).split(".") if part not in WRAPPER_PARTS)
 
     return {name: bare(name) for name in names}
 

@@ -224,8 +224,8 @@ def _rule(rule: str) -> tuple[re.Pattern[str], str]:
 
 
 def without_wrappers(manifest: Manifest) -> Transformed:
-    """Names as the bare model has them: parts that wrappers put in are taken out, and a ``module.`` that all names
-    share."""
+    """Names as the bare model has them: parts that wrappers put in are taken out, and what all names begin with of
+    ``module.`` and ``model0.``."""
     bare = bare_names(model_names(manifest))
     if all(name == old for old, name in bare.items()):
         return manifest, ()

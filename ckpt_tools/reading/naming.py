@@ -11,8 +11,18 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.names import MODEL, WRAPPER_PARTS, bare_names, is_of_model, model_names, unnumbered
+from ckpt_tools.core.names import (
+    MODEL,
+    WRAPPER_PARTS,
+    bare_names,
+    is_of_model,
+    model_names,
+    shared_wrappers,
+    unnumbered,
+)
 from ckpt_tools.stores.source import Source
+
+_RIGHT = re.compile(r"^right\s*=.*$", re.MULTILINE)
 
 _BUILT_IN = Path(__file__).parents[1] / "recipes" / "builtin"
 
@@ -33,7 +43,7 @@ def naming_of(source: Source, manifest: Manifest) -> str | None:
 def wrapping_of(manifest: Manifest) -> tuple[str, ...]:
     """Parts that wrappers put into names, and prefixes outside the model's names."""
     names = model_names(manifest)
-    shared = ["module"] if names and all(name.startswith("module.") for name in names) else []
+    shared = dict.fromkeys(shared_wrappers(names).split(".")[:-1])
     parts = [part for part in WRAPPER_PARTS if any(part in name.split(".") for name in names)]
     outer = [MODEL.removesuffix(".")] if is_of_model(bare_names(names).values(), _is_known) else []
     return (*shared, *parts, *outer)
@@ -52,14 +62,23 @@ def _likely(names: Collection[str]) -> Iterator[Path]:
     """The built-in recipes that may be made for such names, by the text of their patterns between variables."""
     shapes = set(map(unnumbered, names))
     for path in sorted(_BUILT_IN.glob("*.toml")):
-        lines = [block for block in path.read_text().split("[[map]]")[1:] if "optional = true" not in block]
-        if any(_may_take(lines, side, shapes) for side in ("left", "right")):
+        head, *lines = path.read_text().split("[[map]]")
+        # Layers that are stacked are tensors of another name.
+        if any(_may_take(_needed(lines), side, shapes, f"stacked = {{ {side} " in head) for side in ("left", "right")):
             yield path
 
 
-def _may_take(lines: Collection[str], side: str, names: Collection[str]) -> bool:
+def _needed(lines: Collection[str]) -> list[str]:
+    """The lines that need a tensor: they are not optional, and have no other spelling."""
+    spelled = {found[0] for line in lines if "one_way = true" in line and (found := _RIGHT.search(line))}
+    no = ("optional = true", "one_way = true", *spelled)
+    return [line for line in lines if not any(text in line for text in no)]
+
+
+def _may_take(lines: Collection[str], side: str, names: Collection[str], is_stacked: bool) -> bool:
     patterns = [pattern for line in lines for pattern in _patterns(line, side)]
-    return any("{" in each for each in patterns) and all(_may_match(pattern, names) for pattern in patterns)
+    checked = [each for each in patterns if not is_stacked or "{" not in each]
+    return any("{" in each for each in patterns) and all(_may_match(pattern, names) for pattern in checked)
 
 
 def _patterns(line: str, side: str) -> list[str]:

@@ -12,6 +12,7 @@ from ckpt_tools.core.notes import Note
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.reading.model_files import config_in, find_model_files
+from ckpt_tools.reading.own_sizes import own_config
 from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
 from ckpt_tools.recipes.families import is_known
 from ckpt_tools.recipes.prefixes import strip
@@ -31,8 +32,9 @@ class RecipeStep:
 
     @classmethod
     def of(cls, url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep:
-        """The step of ``options.strip`` and ``options.recipe``; the sizes of a recipe are in ``options.config``, beside
-        the source, or in ``options.like``. Raises CkptError if a file that it needs cannot be read."""
+        """The step of ``options.strip`` and ``options.recipe``. Sizes of a recipe are in ``options.config``, beside the
+        source, in ``options.like``, or in what a Megatron checkpoint says of itself. Raises CkptError if a file that it
+        needs cannot be read."""
         if options.recipe is None:
             return cls(options.strip, None, None)
         stores = options.storage_options
@@ -41,6 +43,8 @@ class RecipeStep:
         config = None if found is None else found.config
         if config is None and options.like is not None:
             config = config_in(open_source(options.like, stores if is_remote(options.like) else None))
+        if config is None:
+            config = own_config(source, manifest)
         return cls(options.strip, recipe, config)
 
     @property

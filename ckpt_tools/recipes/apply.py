@@ -19,6 +19,8 @@ from ckpt_tools.core.quantized import is_quantized
 from ckpt_tools.core.transforms import Transformed, cast_note, reowned
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
+from ckpt_tools.recipes.axes import One, is_rest
+from ckpt_tools.recipes.forms import chosen_form
 from ckpt_tools.recipes.groups import Group, Grouped, Slot, bound, check_way_back, group_names, targets
 from ckpt_tools.recipes.moves import Moves, make_moves
 from ckpt_tools.recipes.recipe import Line, Recipe
@@ -46,8 +48,9 @@ def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] |
     """
     # Ties are those of the recipe's right side.
     source = _with_ties(manifest, recipe, config) if recipe.is_inverse else manifest
-    grouped = group_names(_in_order(source), recipe)
-    maker = _Maker(source, recipe, grouped, from_config(recipe.bindings, config))
+    env, names = from_config(recipe.bindings, config), _in_order(source)
+    recipe = chosen_form(recipe.with_sizes(env), names)
+    maker = _Maker(source, recipe, group_names(names, recipe), env)
     made, notes = maker.manifest(), tuple(maker.notes())
     return made if recipe.is_inverse else _with_ties(made, recipe, config), notes
 
@@ -78,6 +81,7 @@ class _Maker:
     cropped: dict[str, int] = field(default_factory=dict)
     padded: dict[str, int] = field(default_factory=dict)
     cast: dict[tuple[DType, DType], list[TensorEntry]] = field(default_factory=dict)
+    _with_rest: dict[tuple[int, int], Line] = field(default_factory=dict)
     _known: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[Moves, Mapping[Slot, MoveTable]]] = field(
         default_factory=dict
     )
@@ -138,17 +142,19 @@ class _Maker:
         for key, entry in self.source.tensors.items():
             if entry.kind is not Kind.EXTRA and (key.slot == WEIGHT or not shapes.get(key.fqn)):
                 shapes[key.fqn] = entry.shape
-        return shapes
+        return {**shapes, **{alias: shapes[owner] for alias, owner in self.source.aliases.items() if owner in shapes}}
 
     def _map(self, group: Group, shapes: Mapping[str, Shape]) -> _Mapped:
         self._check_plain(group)
-        line = group.line
-        if line.is_renaming:
+        if group.line.is_renaming:
             return _Mapped(group, targets(group, self.env), None, {})
         tied = next((name for name in group.sources.values() if name in self.source.aliases), None)
-        if tied is not None:
-            owner = self.source.aliases[tied]
-            raise UnsupportedError(f"{tied} is tied to {owner}, and the recipe gives it a new shape")
+        if tied is not None and len(group.sources) > 1:
+            raise UnsupportedError(
+                f"{tied} is tied to {self.source.aliases[tied]}, and the recipe makes one tensor of it and of others"
+            )
+        group = self._with_axes(group, shapes)
+        line = group.line
         if line.keeps_names and not line.variables & self.env.keys():
             name = next(iter(group.sources.values()))
             raise UsageError(
@@ -164,6 +170,22 @@ class _Maker:
             }
             self._known[key] = moves, tables
         return _Mapped(group, targets(group, env), *self._known[key])
+
+    def _with_axes(self, group: Group, shapes: Mapping[str, Shape]) -> Group:
+        """The group whose line has as many axes as its tensors. Raises UsageError if these have different numbers."""
+        line = group.line
+        if not line.has_rest:
+            return group
+        numbers = {
+            len(shapes[name]) - len(line.left[which].axes or ()) + is_rest((line.left[which].axes or (One(),))[-1])
+            for (which, _), name in group.sources.items()
+        }
+        if len(numbers) > 1 or min(numbers) < 0:
+            raise UsageError(f"{listed(list(group.sources.values()), 2)} have different numbers of axes")
+        (number,) = numbers
+        if (group.number, number) not in self._with_rest:
+            self._with_rest[group.number, number] = line.with_rest(number)
+        return replace(group, line=self._with_rest[group.number, number])
 
     def _check_plain(self, group: Group) -> None:
         for name in group.sources.values():
@@ -186,7 +208,7 @@ class _Maker:
                     )
                 origin[name] = first
         for mapped in self.mapped.values():
-            check_way_back(mapped.group, mapped.targets, back)
+            check_way_back(mapped.group, mapped.targets, back, origin)
 
     def _moved(self, mapped: _Mapped, slot: str) -> dict[StateKey, TensorEntry]:
         """The tensors that a group's tensors of a slot become."""
@@ -312,12 +334,12 @@ class _Maker:
             found[self._new_name(alias)] = self._new_name(owner)
         return found
 
-    def _change(self, name: str) -> tuple[str, int, DType | None]:
-        """Changes of a line beside the name: the tensor that gets a new shape, the number added, the dtype."""
+    def _change(self, name: str) -> tuple[Moves | None, int, DType | None]:
+        """Changes of a line beside the name: how elements move, the number added, the dtype."""
         group = self.grouped.group_of.get(name)
         if group is None:
-            return "", 0, None
-        return "" if group.line.is_renaming else name, group.line.plus, group.line.dtypes[1]
+            return None, 0, None
+        return self.mapped[id(group)].moves, group.line.plus, group.line.dtypes[1]
 
     def _new_name(self, name: str) -> str:
         group = self.grouped.group_of.get(name)

@@ -17,6 +17,9 @@ from ckpt_tools.recipes.sizes import Env, Size, checked
 PAD = "pad"
 """The field that one side alone may have: cropped on the way to the other side, zeros on the way back."""
 
+REST = "..."
+"""The field of all further axes, as many as the tensor has."""
+
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 
@@ -80,7 +83,9 @@ def parse_axes(text: str) -> tuple[Node, ...]:
     Raises:
         UsageError: it is not a shape, or a field or index occurs in two axes.
     """
-    axes = tuple(_product(part, text) for part in _split(text, text))
+    axes = tuple(Field(REST, Size("1"), False) if part == REST else _product(part, text) for part in _split(text, text))
+    if any(is_rest(axis) for axis in axes[:-1]):
+        raise UsageError(f"the shape {text!r} has {REST} before other axes; it stands for all further ones")
     names = [name for axis in axes for name in {*fields_of(axis), *(f"{{{index}}}" for index in indices_of(axis))}]
     for name in names:
         if names.count(name) > 1:
@@ -88,6 +93,18 @@ def parse_axes(text: str) -> tuple[Node, ...]:
     for axis in axes:
         _check_fields_once(axis, text)
     return axes
+
+
+def is_rest(axis: Node) -> bool:
+    """True if the axis stands for all further ones."""
+    return isinstance(axis, Field) and axis.name == REST
+
+
+def with_rest(axes: tuple[Node, ...], number: int) -> tuple[Node, ...]:
+    """The axes with ``number`` ones, each a field of its own, in place of the rest."""
+    if not axes or not is_rest(axes[-1]):
+        return axes
+    return (*axes[:-1], *(Field(f"{REST}{axis}", Size(f"rest{axis}"), False) for axis in range(number)))
 
 
 def _check_fields_once(axis: Node, text: str) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from ckpt_tools.core.names import unnumbered
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import listed
-from ckpt_tools.recipes.groups import matches
+from ckpt_tools.recipes.groups import matches, whole_lines
 from ckpt_tools.recipes.index import list_recipes
 from ckpt_tools.recipes.recipe import Line, Recipe
 
@@ -36,26 +37,26 @@ def routes(names: Collection[str], recipes: Iterable[Recipe]) -> Iterator[Route]
     patterns = set(map(unnumbered, names))
     for recipe in recipes:
         for each in (recipe, recipe.inverse()):
-            route = _route(each, patterns)
-            if route is not None:
-                yield route
+            found = (_route(form, patterns) for form in each.forms())
+            # Where the names that it makes are stacked, both forms take the names; `apply_recipe` chooses.
+            yield from islice((replace(route, recipe=each) for route in found if route is not None), 1)
 
 
 def _route(recipe: Recipe, names: Collection[str]) -> Route | None:
     """None if a line that is not optional has no name, or a name has no line and may not stay."""
-    lines, made = set[Line](), set[str]()
-    lacking = {(line, number) for line in recipe.lines if not line.optional for number in range(len(line.left))}
+    there, made = set[tuple[int, int]](), set[str]()
     for name in names:
-        found = [(recipe.lines[number], which, values) for number, which, values in matches(name, recipe)]
-        lacking -= {(line, number) for line, number, _ in found}
-        lines |= {line for line, *_ in found}
-        made |= {name for line, _, values in found for name in _names_after(line, values)}
+        found = matches(name, recipe, names)
+        there |= {(number, which) for number, which, _ in found}
+        made |= {made for number, _, values in found for made in _names_after(recipe.lines[number], values)}
         is_dropped = any(pattern.match(name) is not None for pattern in recipe.drops[0])
         if not found and not is_dropped:
             if not recipe.keeps_others:
                 return None
             made.add(name)
-    return None if lacking or not lines else Route(recipe, frozenset(lines), frozenset(made))
+    lines = frozenset(recipe.lines[number] for number, _ in there)
+    lacking = next(recipe.lacking(whole_lines(recipe, there)), None)
+    return None if lacking is not None or not lines else Route(recipe, lines, frozenset(made))
 
 
 def _names_after(line: Line, values: Mapping[str, str]) -> Iterator[str]:

@@ -12,10 +12,10 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import MAX_NAMES, count, listed, nearest
 from ckpt_tools.errors import IncompleteError, UsageError
-from ckpt_tools.recipes.axes import extent, extent_size
+from ckpt_tools.recipes.axes import PAD, extent, extent_size
 from ckpt_tools.recipes.moves import Indices, numbered
 from ckpt_tools.recipes.names import NamePattern
-from ckpt_tools.recipes.recipe import Line, Pattern, Recipe
+from ckpt_tools.recipes.recipe import Line, Pattern, Recipe, Way
 from ckpt_tools.recipes.sizes import Env, Equation, solved
 
 Slot = tuple[int, Indices]
@@ -53,9 +53,9 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
         UsageError: two lines or none have a name, or a line that is not optional has no name.
     """
     found: dict[tuple[int, tuple[tuple[str, str], ...]], Group] = {}
-    kept, dropped = [], []
+    kept, dropped, there = [], [], frozenset(names)
     for name in names:
-        found_in = matches(name, recipe)
+        found_in = matches(name, recipe, there)
         if len(found_in) > 1:
             both = " and ".join(recipe.lines[number].left[which].name.text for number, which, _ in found_in[:2])
             raise UsageError(f"two names of the recipe {recipe.name} match {name}: {both}")
@@ -64,6 +64,11 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
         elif found_in:
             number, which, values = found_in[0]
             line = recipe.lines[number]
+            if line.unknown:
+                raise UsageError(
+                    f"{name} is numbered from {listed(sorted(line.unknown))} on by the recipe {recipe.name}, which is "
+                    f"not known; name the folder of config.json with {option('config')}"
+                )
             pattern = line.left[which]
             shared = {variable: value for variable, value in values.items() if variable in line.shared}
             group = found.setdefault((number, tuple(sorted(shared.items()))), Group(number, line, shared, {}))
@@ -76,23 +81,36 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
     return Grouped(tuple(found.values()), frozenset(kept), tuple(dropped))
 
 
-def matches(name: str, recipe: Recipe) -> list[tuple[int, int, Mapping[str, str]]]:
-    """The lines that have a name, with its pattern and variables: others than ``is_otherwise`` if there are any."""
+Match = tuple[int, int, Mapping[str, str]]
+"""The number of a line, that of one of its patterns, and the values of this pattern's variables."""
+
+
+def matches(name: str, recipe: Recipe, names: Collection[str]) -> list[Match]:
+    """The lines that have a name of a checkpoint with ``names``. A line whose names are numbered from a size on goes
+    before others, and one that ``is_otherwise`` after them."""
     found = [
         (number, which, values)
         for number, line in enumerate(recipe.lines)
+        if line.way is not Way.BACK
         for which, pattern in enumerate(line.left)
         if (values := pattern.name.match(name)) is not None
+        and (line.beside[0] is None or line.beside[0].filled(values) in names)
     ]
-    return [match for match in found if not recipe.lines[match[0]].is_otherwise] or found
+    found = [match for match in found if not recipe.lines[match[0]].unknown] or found
+    counted = [match for match in found if recipe.lines[match[0]].left[match[1]].name.offsets]
+    return counted or [match for match in found if not recipe.lines[match[0]].is_otherwise] or found
 
 
-def check_way_back(group: Group, made: Mapping[Slot, str], back: Recipe) -> None:
-    """Raises UsageError if a name that a group becomes is read as another by the recipe ``back``, the inverse."""
+def check_way_back(group: Group, made: Mapping[Slot, str], back: Recipe, names: Collection[str]) -> None:
+    """Raises UsageError if a name that a group becomes is read as another by ``back``, the inverse. ``names`` are all
+    names that there are then."""
     for (which, indices), name in made.items():
         values = {**group.values, **dict(zip(numbered(group.line.right[which]), map(str, indices), strict=True))}
-        found = matches(name, back)
-        if [(number, pattern) for number, pattern, _ in found] != [(group.number, which)] or found[0][2] != values:
+        found = matches(name, back, names)
+        is_same = [(number, pattern) for number, pattern, _ in found] == [(group.number, which)]
+        # Another spelling is written as the usual one on the way back.
+        is_one = len(found) == 1 if group.line.way is Way.THERE else is_same
+        if not is_one or found[0][2] != values:
             source = next(iter(group.sources.values()))
             others = [back.lines[number].left[pattern].name.text for number, pattern, _ in found]
             raise UsageError(
@@ -104,25 +122,35 @@ def check_way_back(group: Group, made: Mapping[Slot, str], back: Recipe) -> None
 
 
 def _check_lines(used: Collection[int], names: Sequence[str], recipe: Recipe) -> None:
-    for number, line in enumerate(recipe.lines):
-        if number in used or line.optional:
-            continue
-        if _fits(names, recipe.inverse()):
-            raise UsageError(
-                f"the checkpoint has the names of {recipe.right} already, which the recipe {recipe.name} leads to; "
-                f"read it the other way with {option('inverse', True)}, or without it"
-            )
-        text = line.left[0].name
-        raise UsageError(f"{text.text} of the recipe {recipe.name} matches no tensor; {_nearest(text, names)}")
+    number = next(recipe.lacking(used), None)
+    if number is None:
+        return
+    if _fits(names, recipe.inverse()):
+        raise UsageError(
+            f"the checkpoint has the names of {recipe.right} already, which the recipe {recipe.name} leads to; "
+            f"read it the other way with {option('inverse', True)}, or without it"
+        )
+    text = recipe.lines[number].left[0].name
+    raise UsageError(f"{text.text} of the recipe {recipe.name} matches no tensor; {_nearest(text, names)}")
 
 
 def _fits(names: Sequence[str], recipe: Recipe) -> bool:
-    """True if each line that is not optional has a name."""
-    return all(
-        any(pattern.name.match(name) is not None for name in names)
-        for line in recipe.lines
-        if not line.optional
-        for pattern in line.left
+    """True if each pattern of a line that needs names has one."""
+    there = {
+        (number, which)
+        for number, line in enumerate(recipe.lines)
+        for which, pattern in enumerate(line.left)
+        if any(pattern.name.match(name) is not None for name in names)
+    }
+    return next(recipe.lacking(whole_lines(recipe, there)), None) is None
+
+
+def whole_lines(recipe: Recipe, there: Collection[tuple[int, int]]) -> frozenset[int]:
+    """Lines of which every pattern is ``there``, by the numbers of both."""
+    return frozenset(
+        number
+        for number, line in enumerate(recipe.lines)
+        if all((number, which) in there for which in range(len(line.left)))
     )
 
 
@@ -142,7 +170,7 @@ def _check_kept(kept: Sequence[str], recipe: Recipe) -> None:
         )
     for name in kept:
         for line in recipe.lines:
-            if any(pattern.name.match(name) is not None for pattern in line.right):
+            if line.way is not Way.THERE and any(pattern.name.match(name) is not None for pattern in line.right):
                 raise UsageError(
                     f"{name} has a name of {recipe.right} already, and the recipe {recipe.name} leads there from "
                     f"{line.left[0].name.text}; read it the other way with {option('inverse', True)}, or take "
@@ -169,6 +197,9 @@ def bound(group: Group, shapes: Mapping[str, Shape], env: Env) -> Env:
         for axis, size in zip(pattern.axes or (), shapes[name], strict=True)
     ]
     env = solved(equations, env)
+    if PAD in line.variables - env.keys():
+        # The target's padding is not known, or the source's vocabulary is not: then there is none.
+        env = solved(equations, {**env, PAD: 0})
     for pattern, name in sized:
         wanted = tuple(extent(axis, env, name) for axis in pattern.axes or ())
         if wanted != shapes[name]:

@@ -264,6 +264,8 @@ class _Maker:
         cropped: dict[int, int] = {}
         for block in blocks:
             source, target = block.cells
+            if None in block.cells and not all(digit.count for digit in block.digits):
+                continue
             if target is None:
                 assert source is not None, "a cell is on one side at least"
                 cropped[source.pattern] = cropped.get(source.pattern, 0) + prod(digit.count for digit in block.digits)

@@ -14,16 +14,31 @@ from ckpt_tools.core.wording import nearest
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.recipes.axes import Node, extent_size, parse_axes
 from ckpt_tools.recipes.names import NamePattern
-from ckpt_tools.recipes.recipe import Line, Recipe
+from ckpt_tools.recipes.recipe import Line, Recipe, Way
 from ckpt_tools.recipes.sizes import Binding, Size
+from ckpt_tools.recipes.stacks import Stacks
 
 MAX_RECIPE_BYTES = 4 << 20
 
 MAX_ADDED = 1 << 24
 """The largest number to add: float32 has each whole number up to it."""
 
-_TOP = ("about", "left", "right", "models", "source", "others", "sizes", "map", "drop", "tied", "tied_by_default")
-_OF_LINE = ("left", "right", "optional", "otherwise", "add", "dtype")
+_TOP = (
+    "about",
+    "left",
+    "right",
+    "models",
+    "trainer",
+    "source",
+    "others",
+    "sizes",
+    "map",
+    "drop",
+    "tied",
+    "tied_by_default",
+    "stacked",
+)
+_OF_LINE = ("left", "right", "optional", "otherwise", "add", "dtype", "beside", "one_way")
 _SIDES = ("left", "right")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -71,15 +86,19 @@ def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
     _check_keys(drop, _SIDES, "[drop]")
     left, right = (_texts(drop, side) for side in _SIDES)
     made = tuple(_numbered(_line, line, number) for number, line in enumerate(lines, 1))
+    stacks = _stacks(table)
+    stacked = [_numbered(_line, stacks.applied(line), number) for number, line in enumerate(lines, 1)] if stacks else []
     bindings = tuple(_binding(key, value) for key, value in _table(table, "sizes").items())
     _check_variables(bindings, made)
     return Recipe(
         name=name,
         lines=made,
+        stacked=tuple(stacked),
         about=_text(table, "about"),
         left=_text(table, "left", "left"),
         right=_text(table, "right", "right"),
         models=_texts(table, "models"),
+        trainer=_text(table, "trainer"),
         source=_text(table, "source"),
         keeps_others=others == "same",
         bindings=bindings,
@@ -88,6 +107,17 @@ def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
         tied_by_default=_texts(table, "tied_by_default"),
         text=text,
     )
+
+
+def _stacks(table: Mapping[str, Any]) -> Stacks | None:
+    found = _table(table, "stacked")
+    if not found:
+        return None
+    _check_keys(found, _SIDES, "stacked")
+    if len(found) > 1:
+        raise UsageError("stacked has both sides; layers can be stacked on one of them")
+    (side,) = found
+    return Stacks(side, _texts(found, side))
 
 
 def _numbered(make: Callable[[Any], Line], line: Any, number: int) -> Line:
@@ -114,7 +144,15 @@ def _line(table: Any) -> Line:
         plus=add,
         dtypes=_dtypes(_table(table, "dtype")),
         is_otherwise=_flag(table, "otherwise"),
+        beside=_beside(_table(table, "beside")),
+        way=Way.THERE if _flag(table, "one_way") else Way.BOTH,
     )
+
+
+def _beside(table: Mapping[str, Any]) -> tuple[NamePattern | None, NamePattern | None]:
+    _check_keys(table, _SIDES, "beside")
+    left, right = (NamePattern(_text(table, side)) if side in table else None for side in _SIDES)
+    return left, right
 
 
 def _flag(table: Mapping[str, Any], key: str) -> bool:

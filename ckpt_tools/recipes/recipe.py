@@ -5,8 +5,9 @@ A recipe is read from left to right. Its inverse is the same with the sides exch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -21,8 +22,10 @@ from ckpt_tools.recipes.axes import (
     fields_of,
     indices_of,
     is_bare,
+    is_rest,
     leaf_fields,
     total,
+    with_rest,
     with_size,
 )
 from ckpt_tools.recipes.names import NamePattern
@@ -51,12 +54,26 @@ class CellPair(NamedTuple):
     target: Cell | None
 
 
+class Way(Enum):
+    """The ways on which a line takes names: both, from left to right alone, or from right to left alone."""
+
+    BOTH = "both"
+    THERE = "there"
+    BACK = "back"
+
+    @property
+    def inverse(self) -> Way:
+        return {Way.BOTH: Way.BOTH, Way.THERE: Way.BACK, Way.BACK: Way.THERE}[self]
+
+
 @dataclass(frozen=True)
 class Line:
     """One ``[[map]]``: the same elements on the left and on the right.
 
     ``plus`` is added from left to right, ``dtypes`` are those of the weights on the left and on the right. A line that
-    ``is_otherwise`` takes only names that no other line has.
+    ``is_otherwise`` takes only names that no other line has. With a pattern in ``beside``, a name of that side is taken
+    only if the checkpoint has the name of this pattern too, with the same variables. A line of ``Way.THERE`` takes
+    names of its left side alone: another spelling, which the way back does not write; its inverse is ``Way.BACK``.
 
     Raises:
         UsageError: the two sides do not name the same elements.
@@ -68,6 +85,8 @@ class Line:
     plus: int = 0
     dtypes: tuple[DType | None, DType | None] = (None, None)
     is_otherwise: bool = False
+    beside: tuple[NamePattern | None, NamePattern | None] = (None, None)
+    way: Way = Way.BOTH
 
     def __post_init__(self) -> None:
         if not self.left or not self.right:
@@ -78,6 +97,7 @@ class Line:
             raise UsageError(f"the line {self.shown} gives shapes; only a line of names can be otherwise")
         else:
             self._check_shaped()
+        self._check_beside()
 
     @classmethod
     def build(
@@ -89,15 +109,53 @@ class Line:
         plus: int = 0,
         dtypes: tuple[DType | None, DType | None] = (None, None),
         is_otherwise: bool = False,
+        beside: tuple[NamePattern | None, NamePattern | None] = (None, None),
+        way: Way = Way.BOTH,
     ) -> Line:
         """A line of patterns in words; sizes that are not written are those of the other side's fields."""
         names = {text: NamePattern(text) for text in (*left, *right)}
         shared = _variables(names[text] for text in left) & _variables(names[text] for text in right)
         sides = [_side(names, one, other, shared) for one, other in ((left, right), (right, left))]
-        return cls(sides[0], sides[1], optional, plus, dtypes, is_otherwise)
+        return cls(sides[0], sides[1], optional, plus, dtypes, is_otherwise, beside, way)
 
     def inverse(self) -> Line:
-        return replace(self, left=self.right, right=self.left, plus=-self.plus, dtypes=self.dtypes[::-1])
+        return replace(
+            self,
+            left=self.right,
+            right=self.left,
+            plus=-self.plus,
+            dtypes=self.dtypes[::-1],
+            beside=self.beside[::-1],
+            way=self.way.inverse,
+        )
+
+    def with_rest(self, number: int) -> Line:
+        """The line with ``number`` axes for the rest."""
+        sides = (
+            tuple(replace(each, axes=None if each.axes is None else with_rest(each.axes, number)) for each in side)
+            for side in (self.left, self.right)
+        )
+        return replace(self, left=next(sides), right=next(sides))
+
+    def with_sizes(self, env: Mapping[str, int]) -> Line:
+        """The line whose names count from the sizes of ``env``."""
+        if not any(pattern.name.offsets for pattern in (*self.left, *self.right)):
+            return self
+        sides = (
+            tuple(replace(each, name=each.name.with_sizes(env)) for each in side) for side in (self.left, self.right)
+        )
+        beside = (None if each is None else each.with_sizes(env) for each in self.beside)
+        return replace(self, left=next(sides), right=next(sides), beside=(next(beside), next(beside)))
+
+    @cached_property
+    def unknown(self) -> frozenset[str]:
+        """Sizes from which its names count, and whose values are not known."""
+        return frozenset().union(*(each.name.unknown for each in (*self.left, *self.right)))
+
+    @property
+    def has_rest(self) -> bool:
+        """True if its shapes stand for tensors of any number of axes."""
+        return any(is_rest(axis) for each in self.left for axis in each.axes or ())
 
     @property
     def is_renaming(self) -> bool:
@@ -162,6 +220,13 @@ class Line:
                 f"the line {self.shown} has {{{alone[0]}}} in {pattern.name.text}, and not in each tensor of the other "
                 "side; make it an axis of that side, or a variable of its names"
             )
+
+    def _check_beside(self) -> None:
+        for side, beside in zip((self.left, self.right), self.beside, strict=True):
+            for pattern in side if beside is not None else ():
+                alone = sorted({*beside.variables} - {*pattern.name.variables} if beside is not None else ())
+                if alone:
+                    raise UsageError(f"beside has {{{alone[0]}}}, which {pattern.name.text} does not have")
 
     def _check_cells(self, one: tuple[Pattern, ...], other: tuple[Pattern, ...]) -> None:
         there, seen = dict(_cells(other)), set[frozenset[str]]()
@@ -230,18 +295,22 @@ def _with_totals(axis: Node, other: Mapping[str, tuple[Node, ...] | None]) -> No
 class Recipe:
     """The tensors of a model in the naming ``left`` and in the naming ``right``.
 
-    ``models`` are the ``model_type`` for which it is made. With ``keeps_others``, a tensor that no line names keeps its
-    name. ``drops`` are patterns of names that the other side does not have; ``tied`` maps names of the right side to
-    those that own the bytes, if ``config.json`` ties them. Models of ``tied_by_default`` are tied unless it says that
-    they are not. ``text`` is the file's.
+    ``models`` are the ``model_type`` for which it is made, for ``trainer``; transformers if that is empty. With
+    ``keeps_others``, a tensor that no line names keeps its name. ``drops`` are patterns of names that the other side
+    does not have; ``tied`` maps names of the right side to those that own the bytes, if ``config.json`` ties them.
+    Models of ``tied_by_default`` are tied unless it says that they are not. ``text`` is the file's. ``stacked`` are the
+    lines for a side that holds all layers as one tensor, each where the line for single layers is; empty if neither
+    side does.
     """
 
     name: str
     lines: tuple[Line, ...]
+    stacked: tuple[Line, ...] = ()
     about: str = ""
     left: str = "left"
     right: str = "right"
     models: tuple[str, ...] = ()
+    trainer: str = ""
     source: str = ""
     keeps_others: bool = False
     bindings: tuple[Binding, ...] = ()
@@ -256,8 +325,41 @@ class Recipe:
         return replace(
             self,
             lines=tuple(line.inverse() for line in self.lines),
+            stacked=tuple(line.inverse() for line in self.stacked),
             left=self.right,
             right=self.left,
             drops=self.drops[::-1],
             is_inverse=not self.is_inverse,
+        )
+
+    @property
+    def known_as(self) -> frozenset[str]:
+        """Names of its models, after that of the trainer: ``megatron_qwen3``."""
+        return frozenset(f"{self.trainer}_{model}" if self.trainer else model for model in self.models)
+
+    def forms(self) -> tuple[Recipe, ...]:
+        """The recipe for single layers, and the one for layers that are stacked."""
+        stacked = (replace(self, lines=self.stacked, stacked=()),) if self.stacked else ()
+        return (replace(self, stacked=()), *stacked)
+
+    def lacking(self, used: Collection[int]) -> Iterator[int]:
+        """The lines that need a name and have none, if those of the numbers ``used`` have theirs. Another spelling of a
+        name counts."""
+        spelled = {
+            each.name.text
+            for number in used
+            if self.lines[number].way is Way.THERE
+            for each in self.lines[number].right
+        }
+        for number, line in enumerate(self.lines):
+            is_needed = not line.optional and line.way is Way.BOTH and number not in used
+            if is_needed and not spelled.issuperset(each.name.text for each in line.right):
+                yield number
+
+    def with_sizes(self, env: Mapping[str, int]) -> Recipe:
+        """The recipe whose names count from the sizes of ``env``."""
+        return replace(
+            self,
+            lines=tuple(line.with_sizes(env) for line in self.lines),
+            stacked=tuple(line.with_sizes(env) for line in self.stacked),
         )

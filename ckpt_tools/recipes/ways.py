@@ -71,7 +71,8 @@ def _leads_to(route: Route, wanted: frozenset[str]) -> bool:
 
 def _lenient(recipe: Recipe) -> Recipe:
     """The recipe without the demand that each line has a tensor: what is missing is known from the reference."""
-    return replace(recipe, lines=tuple(replace(line, optional=True) for line in recipe.lines))
+    lines, stacked = (tuple(replace(line, optional=True) for line in each) for each in (recipe.lines, recipe.stacked))
+    return replace(recipe, lines=lines, stacked=stacked)
 
 
 def _bare(manifest: Manifest) -> Iterator[Way]:

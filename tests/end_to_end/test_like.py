@@ -482,7 +482,7 @@ def test_inspect_says_whose_names_they_are(pair: tuple[Path, Path, Any], tmp_pat
     assert without_config is not None
     assert without_config.startswith("transformers 5; a recipe gives those of the hub: one of qwen2_moe, ")
     built("llama").save_pretrained(tmp_path / "llama")
-    assert ckpt_tools.inspect(tmp_path / "llama").naming is None
+    assert ckpt_tools.inspect(tmp_path / "llama").naming == "hub (llama)"
 
 
 Case = Callable[[Path, Path, Path], dict[str, Any]]

@@ -24,7 +24,7 @@ def renamed(names: list[str], by: Recipe) -> dict[str, str]:
     found = {}
     for group in group_names(names, by).groups:
         made = targets(group, {})
-        check_way_back(group, made, by.inverse())
+        check_way_back(group, made, by.inverse(), made.values())
         found[group.sources[0, ()]] = made[0, ()]
     return found
 

@@ -1,0 +1,85 @@
+"""Sizes of a Megatron model from what its checkpoint says of itself, as a ``config.json`` would give them.
+
+Megatron-LM stores its arguments in the common state, and Megatron-Bridge the model's configuration in
+``run_config.yaml`` beside the weights (megatron-core 0.16.1, ``transformer/transformer_config.py``, for the names).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.values import Opaque
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.stores.source import Source
+
+RUN_CONFIG = "run_config.yaml"
+MAX_YAML_BYTES = 4 << 20
+
+_OF_CONFIG = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "num_experts": "num_experts",
+    "num_moe_experts": "num_experts",
+    "linear_key_head_dim": "linear_key_head_dim",
+    "linear_value_head_dim": "linear_value_head_dim",
+    "linear_num_key_heads": "linear_num_key_heads",
+    "linear_num_value_heads": "linear_num_value_heads",
+}
+"""The key of ``config.json`` for each of Megatron's names."""
+
+
+def own_config(source: Source, manifest: Manifest) -> Mapping[str, Any] | None:
+    """The sizes as a ``config.json`` would give them; None if the checkpoint does not tell any.
+
+    Raises:
+        MalformedError: ``run_config.yaml`` is not YAML.
+    """
+    said = _arguments(manifest) or _run_config(source)
+    found = {key: said[name] for name, key in _OF_CONFIG.items() if type(said.get(name)) is int}
+    if "num_attention_heads" in found:
+        # Megatron-LM's num_query_groups is 1 where attention is not grouped.
+        if said.get("group_query_attention") is False:
+            found["num_key_value_heads"] = found["num_attention_heads"]
+        found.setdefault("num_key_value_heads", found["num_attention_heads"])
+    for name, means_tied in (
+        ("untie_embeddings_and_output_weights", False),
+        ("share_embeddings_and_output_weights", True),
+    ):
+        if type(said.get(name)) is bool:
+            found["tie_word_embeddings"] = said[name] is means_tied
+    return found or None
+
+
+def _arguments(manifest: Manifest) -> Mapping[str, Any]:
+    common = manifest.extra.get("megatron", {})
+    first = common.get("common") if isinstance(common, Mapping) else None
+    args = first[0].get("args") if isinstance(first, tuple) and first and isinstance(first[0], Mapping) else None
+    return args.attributes if isinstance(args, Opaque) else {}
+
+
+def _run_config(source: Source) -> Mapping[str, Any]:
+    """The section of the model, whose tags are not followed."""
+    path = min((path for path in source.files if path.rpartition("/")[2] == RUN_CONFIG), key=len, default=None)
+    if path is None or source.size(path) > MAX_YAML_BYTES:
+        return {}
+    import yaml
+
+    try:
+        found = yaml.load(source.read(path, 0, source.size(path)), yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise MalformedError("it is not YAML", path=path) from error
+    model = found.get("model") if isinstance(found, dict) else None
+    return {name: _value(text) for name, text in model.items()} if isinstance(model, dict) else {}
+
+
+def _value(text: Any) -> Any:
+    """A whole number or a truth value of YAML, or what it is."""
+    if not isinstance(text, str):
+        return text
+    return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text.lower(), text)

@@ -1,0 +1,223 @@
+"""Lines for layers that are stacked, for any number of axes, beside other names, of other spellings, and counted."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.recipes import apply_recipe
+from ckpt_tools.recipes.reading import parse_recipe
+from tests.recipes.test_apply import Arrays, key, mapped, numbers, stored
+
+STACKED = """
+stacked = { left = ["layers.{layer}."] }
+[[map]]
+left = "embed"
+right = "e"
+[[map]]
+left = "layers.{layer}.norm"
+right = "l.{layer}.n"
+[[map]]
+left = { "layers.{layer}.qkv" = "(q:Q k:K) H" }
+right = { "l.{layer}.q" = "q H", "l.{layer}.k" = "k H" }
+[[map]]
+left = { "layers.{layer}.experts" = "{expert} F H" }
+right = { "l.{layer}.experts.{expert}" = "H F" }
+optional = true
+[sizes]
+Q = "config.q"
+"""
+
+
+def single(layers: int, experts: range | None = None) -> Arrays:
+    """The right side, whose layers in ``experts`` have two experts."""
+    found: Arrays = {key("e"): numbers(5)}
+    for layer in range(layers):
+        found |= {
+            key(f"l.{layer}.n"): numbers(3, seed=layer),
+            key(f"l.{layer}.q"): numbers(4, 3, seed=10 + layer),
+            key(f"l.{layer}.k"): numbers(2, 3, seed=20 + layer),
+        }
+        for expert in range(2) if layer in (experts or ()) else ():
+            found[key(f"l.{layer}.experts.{expert}")] = numbers(3, 6, seed=100 + 2 * layer + expert)
+    return found
+
+
+class TestStackedLayers:
+    def test_alike_layers_become_one_tensor_and_are_taken_apart_again(self) -> None:
+        arrays = single(3, range(3))
+        _, found = mapped(STACKED, arrays, {"q": 4}, inverse=True)
+        assert {str(name) for name in found} == {"embed", "layers.norm", "layers.qkv", "layers.experts"}
+        assert found[key("layers.qkv")].shape == (3, 6, 3)
+        assert found[key("layers.qkv")][1].tobytes() == (
+            arrays[key("l.1.q")].tobytes() + arrays[key("l.1.k")].tobytes()
+        )
+        assert found[key("layers.experts")][2, 1].tobytes() == arrays[key("l.2.experts.1")].T.tobytes()
+        _, back = mapped(STACKED, found, {"q": 4})
+        assert {name: array.tobytes() for name, array in back.items()} == {
+            name: array.tobytes() for name, array in arrays.items()
+        }
+
+    def test_layers_that_differ_stay_single(self) -> None:
+        arrays = single(3, range(1, 3))
+        _, found = mapped(STACKED, arrays, {"q": 4}, inverse=True)
+        assert {str(name) for name in found} >= {"layers.0.norm", "layers.2.qkv", "layers.1.experts"}
+        _, back = mapped(STACKED, found, {"q": 4})
+        assert {name: array.tobytes() for name, array in back.items()} == {
+            name: array.tobytes() for name, array in arrays.items()
+        }
+
+    def test_moments_follow(self) -> None:
+        arrays = single(2)
+        arrays |= {key(name.fqn, "exp_avg"): array + 1 for name, array in arrays.items()}
+        _, found = mapped(STACKED, arrays, {"q": 4}, inverse=True)
+        assert found[key("layers.norm", "exp_avg")].tobytes() == (found[key("layers.norm")] + 1).tobytes()
+
+    def test_a_prefix_without_a_variable_is_refused(self) -> None:
+        with pytest.raises(UsageError, match=r"stacked.left = 'layers\.' is not text such as"):
+            parse_recipe(STACKED.replace('["layers.{layer}."]', '["layers."]'), "r", "r.toml")
+
+
+class TestRest:
+    TEXT = '[[map]]\nleft = { "a" = "{n} ..." }\nright = { "b.{n}" = "..." }\n'
+
+    @pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 4, 5)])
+    def test_it_is_as_many_axes_as_the_tensor_has(self, shape: tuple[int, ...]) -> None:
+        array = numbers(*shape)
+        _, found = mapped(self.TEXT, {key("a"): array})
+        assert [found[key(f"b.{n}")].tobytes() for n in range(2)] == [array[n].tobytes() for n in range(2)]
+        assert found[key("b.0")].shape == shape[1:]
+        _, back = mapped(self.TEXT, found, inverse=True)
+        assert back[key("a")].tobytes() == array.tobytes()
+
+    def test_it_is_the_last(self) -> None:
+        with pytest.raises(UsageError, match=r"has \.\.\. before other axes"):
+            parse_recipe(self.TEXT.replace("{n} ...", "... {n}"), "r", "r.toml")
+
+    def test_a_number_has_no_axis_in_front(self) -> None:
+        with pytest.raises(UsageError, match="have different numbers of axes"):
+            mapped(self.TEXT, {key("a"): np.float32(1).reshape(())})
+
+
+BESIDE = """
+[[map]]
+left = "{layer}.norm"
+right = "{layer}.post"
+beside = { right = "{layer}.mlp" }
+optional = true
+[[map]]
+left = "{layer}.pre_norm"
+right = "{layer}.post"
+beside = { right = "{layer}.router" }
+optional = true
+[[map]]
+left = "{layer}.mlp"
+right = "{layer}.mlp"
+optional = true
+[[map]]
+left = "{layer}.router"
+right = "{layer}.router"
+optional = true
+"""
+
+
+def test_a_name_beside_it_chooses_the_line() -> None:
+    arrays = {key("0.norm"): numbers(2), key("0.mlp"): numbers(3), key("1.pre_norm"): numbers(4)}
+    arrays |= {key("1.router"): numbers(5)}
+    _, found = mapped(BESIDE, arrays)
+    assert {str(name) for name in found} == {"0.post", "0.mlp", "1.post", "1.router"}
+    _, back = mapped(BESIDE, found, inverse=True)
+    assert {name: array.tobytes() for name, array in back.items()} == {
+        name: array.tobytes() for name, array in arrays.items()
+    }
+
+
+def test_a_variable_beside_that_the_name_lacks_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"beside has \{expert\}, which \{layer\}.post does not have"):
+        parse_recipe(BESIDE.replace('{layer}.router" }', '{expert}.router" }'), "r", "r.toml")
+
+
+ONE_WAY = """
+[[map]]
+left = "new.{layer}"
+right = "n.{layer}"
+[[map]]
+left = "old.{layer}"
+right = "n.{layer}"
+one_way = true
+"""
+
+
+def test_another_spelling_is_read_and_not_written() -> None:
+    for name in ("old", "new"):
+        _, found = mapped(ONE_WAY, {key(f"{name}.0"): numbers(2)})
+        assert [str(each) for each in found] == ["n.0"]
+        _, back = mapped(ONE_WAY, found, inverse=True)
+        assert [str(each) for each in back] == ["new.0"]
+
+
+COUNTED = """
+[sizes]
+L = "config.num_hidden_layers"
+[[map]]
+left = "layers.{layer}.w"
+right = "h.{layer}.w"
+[[map]]
+left = "mtp.{i}.layer.w"
+right = "h.{i+L}.w"
+optional = true
+[[map]]
+left = "mtp.{i}.proj"
+right = "h.{i+L}.proj"
+optional = true
+"""
+
+
+COUNTED_NAMES = ("layers.0.w", "layers.1.w", "mtp.0.layer.w")
+
+
+class TestNumbersThatCountFromASize:
+    ARRAYS: ClassVar = {key(name): numbers(2, seed=n) for n, name in enumerate(COUNTED_NAMES)}
+
+    def test_there_and_back(self) -> None:
+        _, found = mapped(COUNTED, self.ARRAYS, {"num_hidden_layers": 2})
+        assert [str(name) for name in found] == ["h.0.w", "h.1.w", "h.2.w"]
+        _, back = mapped(COUNTED, found, {"num_hidden_layers": 2}, inverse=True)
+        assert {name: array.tobytes() for name, array in back.items()} == {
+            name: array.tobytes() for name, array in self.ARRAYS.items()
+        }
+
+    def test_without_the_size_a_name_that_needs_it_is_refused(self) -> None:
+        with pytest.raises(UsageError, match=r"mtp.0.layer.w is numbered from L on .* name the folder of config.json"):
+            mapped(COUNTED, self.ARRAYS)
+        arrays = {key("h.0.w"): numbers(2), key("h.1.w"): numbers(2), key("h.1.proj"): numbers(2)}
+        with pytest.raises(UsageError, match=r"h.1.proj is numbered from L on"):
+            mapped(COUNTED, arrays, inverse=True)
+
+    def test_a_layer_beyond_the_size_would_be_read_as_another(self) -> None:
+        arrays = {key(f"layers.{n}.w"): numbers(2) for n in range(3)}
+        with pytest.raises(UsageError, match="would not read in the same way on the way back"):
+            mapped(COUNTED, arrays, {"num_hidden_layers": 2})
+
+
+def test_padding_that_nobody_tells_is_none() -> None:
+    text = '[sizes]\nV = "config.vocab_size"\n[[map]]\nleft = { w = "(V pad) H" }\nright = { v = "V H" }\n'
+    weight = numbers(8, 4)
+    _, found = mapped(text, {key("w"): weight})
+    assert found[key("v")].tobytes() == weight.tobytes()
+    _, back = mapped(text, {key("v"): weight}, {"vocab_size": 8}, inverse=True)
+    assert back[key("w")].tobytes() == weight.tobytes()
+
+
+def test_tied_names_may_take_the_same_new_shape() -> None:
+    text = (
+        '[sizes]\nV = "config.vocab_size"\n[[map]]\nleft = { a = "(V pad) H" }\nright = { x = "V H" }\n'
+        '[[map]]\nleft = { b = "(V pad) H" }\nright = { y = "V H" }\n'
+    )
+    manifest, _ = stored({key("a"): numbers(8, 4)})
+    tied = type(manifest)("test", manifest.tensors, aliases={"b": "a"})
+    made, _ = apply_recipe(tied, parse_recipe(text, "r", "r.toml"), {"vocab_size": 5})
+    assert made.aliases == {"y": "x"}
