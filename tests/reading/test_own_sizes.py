@@ -63,14 +63,13 @@ def test_run_config_is_read_without_making_what_its_tags_name(tmp_path: Path) ->
     }
 
 
-@pytest.mark.parametrize("text", ["a: [", "{" * 5000, "model: [1, 2]"])
+@pytest.mark.parametrize("text", ["a: [", "{" * 5000])
 def test_text_that_is_not_yaml_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "run_config.yaml").write_text(text)
-    try:
-        assert own_config(open_source(tmp_path, None), Manifest("megatron", {})) is None
-    except MalformedError as error:
-        assert error.path == "run_config.yaml"
+    with pytest.raises(MalformedError, match=r"run_config\.yaml: it is not YAML"):
+        own_config(open_source(tmp_path, None), Manifest("megatron", {}))
 
 
 def test_nothing_said_is_nothing_known(tmp_path: Path) -> None:
+    (tmp_path / "run_config.yaml").write_text("model: [1, 2]")
     assert own_config(open_source(tmp_path, None), Manifest("dcp", {})) is None
