@@ -30,8 +30,8 @@ def unnumbered(name: str) -> str:
 
 
 def shared_wrappers(names: Collection[str]) -> str:
-    """What all names begin with that wrappers put there: ``module.`` any number of times, and ``model0.``, which is
-    Megatron's for the first part of a pipeline."""
+    """The prefix of wrappers that all names share: ``module.`` any number of times, and ``model0.``, which is Megatron's
+    for the first part of a pipeline."""
     first = min(names, key=len, default="")
     found = _WRAPPERS.match(first)
     front = found[0] if found is not None else ""

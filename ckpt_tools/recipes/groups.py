@@ -146,7 +146,7 @@ def _fits(names: Sequence[str], recipe: Recipe) -> bool:
 
 
 def whole_lines(recipe: Recipe, there: Collection[tuple[int, int]]) -> frozenset[int]:
-    """Lines of which every pattern is ``there``, by the numbers of both."""
+    """The numbers of the lines that are whole: ``there`` has each of their patterns, as line and pattern."""
     return frozenset(
         number
         for number, line in enumerate(recipe.lines)
