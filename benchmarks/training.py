@@ -5,7 +5,8 @@
 - `stall`: how long `--async-save` stops the training, against a save in the foreground
 
 The contestants take turns in the same processes, in alternating order. A ratio is the median of those of the rounds.
-Of a step, the processor time of a rank is measured too: other programs on the machine hardly change it.
+Of a step, the processor time of a rank is measured too: other programs on the machine hardly change it. Where torch
+finds GPUs, each rank has one.
 """
 
 from __future__ import annotations
@@ -84,6 +85,24 @@ def _row(work: str, theirs: list[Taken], ours: list[Taken]) -> list[str]:
     return [work, *seconds, f"{ratio('wall', ours, theirs):.2f}", f"at most {PROMISED[work]}", processor]
 
 
+def _device() -> Any:
+    """This rank's GPU; without one, the CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.distributed.get_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _wait_for_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def _timed(function: Callable[[], object]) -> Taken:
     """Time from the start of the first rank to the end of the last."""
     import torch.distributed as dist
@@ -91,6 +110,7 @@ def _timed(function: Callable[[], object]) -> Taken:
     dist.barrier()
     started = time.perf_counter()
     function()
+    _wait_for_gpu()
     dist.barrier()
     return Taken(time.perf_counter() - started)
 
@@ -122,10 +142,15 @@ class _Clock:
     between epochs does not count."""
 
     def __init__(self, config: Any) -> None:
-        self._steps, self._epochs = config.num_samples // BATCH, config.epochs
+        steps = config.num_samples // BATCH
+        begins = range(0, config.epochs * (steps + 1), steps + 1)
+        self._pairs = [(max(begin, LOG_EVERY), begin + steps) for begin in begins]
+        self._ends = {end for pair in self._pairs for end in pair}
         self._marks: list[tuple[float, float]] = []
 
     def __call__(self) -> bool:
+        if len(self._marks) in self._ends:
+            _wait_for_gpu()
         self._marks.append((time.perf_counter(), time.process_time()))
         return False
 
@@ -133,11 +158,9 @@ class _Clock:
         """Mean of the steps after the first LOG_EVERY. Processor time is the mean of the ranks; collective."""
         import torch
 
-        begins = range(0, self._epochs * (self._steps + 1), self._steps + 1)
-        pairs = [(max(begin, LOG_EVERY), begin + self._steps) for begin in begins]
         marks = torch.tensor(self._marks, dtype=torch.float64)
-        seconds, processor = sum(marks[last] - marks[first] for first, last in pairs) / sum(
-            last - first for first, last in pairs
+        seconds, processor = sum(marks[last] - marks[first] for first, last in self._pairs) / sum(
+            last - first for first, last in self._pairs
         )
         torch.distributed.all_reduce(processor)
         return Taken(float(seconds), float(processor) / torch.distributed.get_world_size())
@@ -154,7 +177,7 @@ def _our_step(config: Any, number: int) -> Taken:
     torch.distributed.barrier()
     clock = _Clock(config)
     asked: Any = clock
-    run_rank(config, torch.device("cpu"), asked)
+    run_rank(config, _device(), asked)
     torch.distributed.barrier()
     return clock.a_step()
 
@@ -182,13 +205,13 @@ def _batches(config: Any, epoch: int) -> Iterator[tuple[Any, Any]]:
 
     from training.data.datasets import load_dataset, to_input
 
-    samples = load_dataset(config.dataset, "train", None).first(config.num_samples)
+    samples, device = load_dataset(config.dataset, "train", None).first(config.num_samples), _device()
     assert len(samples) == config.num_samples
     order = torch.randperm(config.num_samples, generator=torch.Generator().manual_seed(epoch))
     share, rank = BATCH // config.num_workers, torch.distributed.get_rank()
     for start in range(0, config.num_samples, BATCH):
         mine = order[start + rank * share : start + (rank + 1) * share]
-        yield to_input(samples.pixels[mine]), samples.labels[mine]
+        yield to_input(samples.pixels[mine]).to(device), samples.labels[mine].to(device)
 
 
 def _bare_fsdp2(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
@@ -198,7 +221,7 @@ def _bare_fsdp2(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     from training.models.zoo import spec_of
 
     spec = spec_of(config.model)
-    model = spec.build()
+    model = spec.build().to(_device())
     for block in spec.blocks_of(model):
         fully_shard(block)
     fully_shard(model)
@@ -224,7 +247,7 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     from training.engines.deepspeed_config import deepspeed_config
     from training.models.zoo import spec_of
 
-    join_process_group(torch.device("cpu"))
+    join_process_group(_device())
     model = spec_of(config.model).build()
     options = deepspeed_config(config, config.num_workers)
     engine, *_ = deepspeed.initialize(
@@ -303,8 +326,8 @@ def _engine(asked: Asked, folder: Path) -> Any:
     config = _config(
         folder, strategy="full_shard", model=f"hf:{folder / 'llama'}", dataset="text", batch_size=asked.ranks
     )
-    engine: Any = create_engine(config, schedule_for(10, 0.1, "cosine"), torch.device("cpu"))
-    words = torch.zeros(1, 8, dtype=torch.int64)
+    engine: Any = create_engine(config, schedule_for(10, 0.1, "cosine"), _device())
+    words = torch.zeros(1, 8, dtype=torch.int64, device=_device())
     engine.step(words, words)
     return engine
 

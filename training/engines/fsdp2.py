@@ -53,7 +53,11 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _whole(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Summed on the mesh's device, as nccl has no sums of what ``--cpu-offload`` keeps on the CPU."""
+    if not isinstance(norm, DTensor):
+        return norm
+    mesh = norm.device_mesh
+    return DTensor.from_local(norm.to_local().to(mesh.device_type), mesh, norm.placements).full_tensor()
 
 
 @torch.no_grad()

@@ -93,13 +93,13 @@ def _shard_size(config: TrainConfig, workers: int) -> int:
 
 
 def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device: torch.device) -> nn.Module:
-    """The model with the weights of the seed, sharded; with a pipeline, this rank's stage of it."""
+    """The model with the weights of the seed, sharded; with a pipeline, this rank's stage of it. ``fully_shard`` moves
+    what it shards to the device, and with ``--cpu-offload`` back."""
     if config.sharding.name == "ddp":
         return _replicated(config, spec, device)
     options = _options(config, meshes.data)
 
     def on_block(block: nn.Module) -> None:
-        block.to(device)
         if meshes.tensor is not None:
             shard_block(block, meshes.tensor)
         if meshes.all_experts is not None:
@@ -108,9 +108,9 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
         fully_shard(block, **options, reshard_after_forward=_reshards(config))
 
     if meshes.pipeline is None:
-        model = build(config, spec, on_block).to(device)
+        model = build(config, spec, on_block)
     else:
-        model = build_stage(config, spec, meshes.pipeline.get_local_rank(), on_block).to(device)
+        model = build_stage(config, spec, meshes.pipeline.get_local_rank(), on_block)
     if meshes.tensor is not None:
         shard_root(model, meshes.tensor)
     fully_shard(model, **options)

@@ -79,7 +79,7 @@ class PipelineEngine(Fsdp2Engine):
         operations.append(P2POp(torch.distributed.irecv, received, other, line.group))
         for work in torch.distributed.batch_isend_irecv(operations):
             work.wait()
-        mine.add_(received)
+        mine.add_(received.to(mine.device))
 
     def _norm(self, parameters: Iterable[Parameter]) -> float:
         """Norm over all stages; the tied matrix counts once."""

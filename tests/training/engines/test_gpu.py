@@ -60,8 +60,28 @@ def test_a_checkpoint_of_a_gpu_goes_on_in_the_other_framework(strategy: str, oth
     assert losses(rest) == pytest.approx(losses(whole)[STEPS_PER_EPOCH:], rel=1e-3)
 
 
-def test_full_shard_offloads_to_the_host(tmp_path: Path) -> None:
-    check_learns(run(tmp_path / "run", strategy="full_shard", cpu_offload=True))
+@pytest.mark.parametrize("clipped", [{}, {"clip_grad_norm": 0.5}, {"clip_grad_norm": 0.5, "precision": "fp16"}])
+def test_full_shard_offloads_to_the_host(clipped: dict[str, object], tmp_path: Path) -> None:
+    """Its gradients are on the CPU, and so is their norm."""
+    offloaded = run(tmp_path / "offloaded", strategy="full_shard", cpu_offload=True, **clipped)
+    check_learns(offloaded)
+    on_gpu = run(tmp_path / "run", strategy="full_shard", **clipped)
+    assert losses(offloaded) == pytest.approx(losses(on_gpu), rel=1e-2)
+
+
+def test_a_save_in_the_background_is_whole(tmp_path: Path) -> None:
+    saved = run(tmp_path / "run", strategy="full_shard", async_save=True, save_every_steps=2)
+    whole = run(tmp_path / "whole", strategy="full_shard")
+    found, expected = (ckpt_tools.open(one.checkpoint) for one in (saved, whole))
+    assert ckpt_tools.ls(tmp_path / "run").checkpoints[-1].is_complete
+    assert list(found) == list(expected)
+    assert losses(saved) == pytest.approx(losses(whole), rel=1e-3)
+
+
+def test_a_compiled_run_learns_the_same(tmp_path: Path) -> None:
+    same = {"model": "lm", "dataset": "text", "strategy": "full_shard", "precision": "bf16"}
+    plain, compiled = (run(tmp_path / f"compile-{each}", compile=each, **same) for each in (False, True))
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-2)
 
 
 @pytest.mark.parametrize("strategy", ["zero1_offload", "zero2_offload", "zero3_offload"])
