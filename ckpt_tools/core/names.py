@@ -30,7 +30,7 @@ def unnumbered(name: str) -> str:
 
 
 def shared_wrappers(names: Collection[str]) -> str:
-    """The prefix of wrappers that all names share: ``module.`` any number of times, and ``model0.``, which is Megatron's
+    """The prefix of wrappers that all names share: ``module.`` any number of times, and Megatron's ``model0.``
     for the first part of a pipeline."""
     first = min(names, key=len, default="")
     found = _WRAPPERS.match(first)
