@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 
+from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import MASTER
 from ckpt_tools.errors import CkptError
 from ckpt_tools.stores.source import Source
@@ -77,6 +80,13 @@ MASTERS = ("param", "fp32_param")
 _STATE = re.compile(r"(?:chained_(\d{1,9})\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _BUCKETS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..+", re.DOTALL)
 _STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+_SINGLE_LAYER = re.compile(r"(?:^|\.)(?:de|en)coder\.layers\.\d+\.", re.ASCII)
+_LOCAL_SHARD = re.compile(r"\.linear_fc1\.(?:weight|bias)_[wv]$|\.experts\.experts\.\d+\.", re.ASCII)
+_STACKED_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
+_EXTRA_STATE = re.compile(r".+\._extra_state/shard_[\d.]+_[\d.]+", re.ASCII)
+_IN_MODULE = re.compile(
+    r"((?:.+\.)?(?:decoder|encoder|mtp)\..+?)\.(?:weight|bias|layer_norm_weight|layer_norm_bias)(?:[._][^.]+)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,18 @@ def is_of_buckets(key: str) -> bool:
     return _BUCKETS.fullmatch(key) is not None
 
 
+def declared_forms(names: Iterable[str]) -> dict[str, bool]:
+    """How Megatron's modules have to declare their tensors for these to be their names: flags of ``content_metadata``,
+    which Megatron-LM and Megatron-Bridge pass to them.
+
+    Source: megatron-core 0.16.1, ``transformer/transformer_block.py``, ``transformer/mlp.py`` and
+    ``transformer/moe/experts.py``, ``sharded_state_dict``.
+    """
+    names = list(names)
+    patterns = {"non_homogeneous_layers": _SINGLE_LAYER, "singleton_local_shards": _LOCAL_SHARD}
+    return {flag: any(map(pattern.search, names)) for flag, pattern in patterns.items()}
+
+
 def is_expert(name: str) -> bool:
     """Whether it is a parameter of an expert, which expert parallelism distributes. Shared experts are not."""
     return ".experts." in f".{name}"
@@ -110,4 +132,32 @@ def is_expert(name: str) -> bool:
 
 def num_dims(name: str, stored: int) -> int:
     """Dims of the parameter itself; ``stored`` counts the layers and experts that are stacked in front as well."""
-    return stored - (_STACKED_LAYERS.search(name) is not None) - (".experts.experts." in f".{name}")
+    return stored - (_STACKED_LAYERS.search(name) is not None) - (_STACKED_EXPERTS.search(f".{name}") is not None)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether it names a piece of the object in which a module keeps what is not a tensor, such as scales of fp8."""
+    return _EXTRA_STATE.fullmatch(name) is not None
+
+
+def extra_states(weights: Mapping[str, Shape]) -> list[str]:
+    """The pieces of such objects that modules with these weights may ask for when they load: one for each layer, and
+    each expert. Attention has one, without any weight.
+
+    Source: megatron-core 0.16.1, ``transformer/utils.py``, ``make_sharded_object_for_checkpoint``.
+    """
+    grids: dict[str, Shape] = {}
+    for name, shape in weights.items():
+        found = _IN_MODULE.fullmatch(name)
+        if found is not None:
+            grids[found[1]] = shape[: len(shape) - num_dims(name, len(shape))]
+    attention = {
+        f"{module.removesuffix('linear_proj')}core_attention": grid
+        for module, grid in grids.items()
+        if module.endswith(".linear_proj")
+    }
+    return [
+        f"{module}._extra_state/shard_{'.'.join(map(str, at)) or 0}_{'.'.join(map(str, grid)) or 1}"
+        for module, grid in (grids | attention).items()
+        for at in product(*map(range, grid))
+    ]

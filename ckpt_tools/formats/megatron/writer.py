@@ -39,7 +39,17 @@ from ckpt_tools.formats.megatron.common_state import (
     with_groups,
 )
 from ckpt_tools.formats.megatron.folders import BACKEND
-from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE, MASTERS, OWN_ITEM, TRACKER, is_expert
+from ckpt_tools.formats.megatron.names import (
+    COMMON_FILE,
+    CONFIG_FILE,
+    MASTERS,
+    OWN_ITEM,
+    TRACKER,
+    declared_forms,
+    extra_states,
+    is_expert,
+    is_extra_state,
+)
 from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.serialization.pickle.dump import dumps
@@ -58,6 +68,8 @@ VERSION = 3.0
 _DEFAULTS: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 """By these Megatron recognises its groups (optimizer/optimizer.py, ``param_group_identifier_keys``)."""
 
+
+_WEIGHTS = (Kind.PARAMETER, Kind.BUFFER)
 
 _REFUSED_CLASS = "it is of a class that Megatron's loader refuses"
 
@@ -151,7 +163,7 @@ class _State:
         tensors: dict[str, StateKey] = {}
         aliases: dict[str, str] = dict(self.manifest.aliases)
         for key, entry in self.readable.tensors.items():
-            if entry.kind in (Kind.PARAMETER, Kind.BUFFER):
+            if entry.kind in _WEIGHTS:
                 tensors[key.fqn] = key
             # The groups of a Megatron source have its steps.
             elif entry.kind is Kind.STATE and (
@@ -163,11 +175,25 @@ class _State:
         self.notes += [Note(Outcome.DROPPED, name, _REFUSED_CLASS) for name in lost]
         objects = {name: value for name, value in self.objects.items() if name not in lost}
         objects[OWN_ITEM] = [self._own()]
+        aliases.update(self._extra_states(objects))
         names = [*tensors, *aliases, *objects]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise UnsupportedError("two entries would have this name in a Megatron checkpoint", key=twice)
         return Entries({name: (name,) for name in names}, tensors, aliases, objects, ())
+
+    def _extra_states(self, objects: dict[str, list[Value]]) -> dict[str, str]:
+        """Megatron's modules ask for an object each, and say nothing in it without fp8. Where the source has none of
+        these modules, ``objects`` gets the first, and the others are the same by name."""
+        weights = {key.fqn: entry.shape for kind in _WEIGHTS for key, entry in self.manifest.of_kind(kind).items()}
+        wanted = extra_states(weights)
+        if not wanted or not objects.keys().isdisjoint(wanted):
+            return {}
+        stale = [name for name in objects if is_extra_state(name)]
+        said = [name for name in stale if objects.pop(name) != [None]]
+        self.notes += [Note(Outcome.DROPPED, name, "no module of the output has this name") for name in said]
+        objects[wanted[0]] = [None]
+        return dict.fromkeys(wanted[1:], wanted[0])
 
     def _name(self, key: StateKey) -> str:
         if "." in key.slot:
@@ -220,6 +246,7 @@ class _State:
             **(content if isinstance(content, dict) else {}),
             "distrib_optim_sharding_type": FULLY_RESHARDABLE,
             "chained_optim_avoid_prefix": True,
+            **declared_forms(key.fqn for key in self.manifest.tensors),
         }
         found |= {"checkpoint_version": VERSION, "iteration": self.iteration}
         if self.trained:
