@@ -183,6 +183,9 @@ class _Contents:
         if not trained:
             return []
         groups = self.common.groups
+        if self.own.get("made"):
+            # Those behind them are of Megatron's rule, which the source did not have.
+            groups = groups[: len(self._own_groups)]
         if not groups:
             why = "the common state has no param_groups of the optimizer"
             self.notes.append(Note(Outcome.DEFAULTED, "hyperparameters of the optimizer", why))

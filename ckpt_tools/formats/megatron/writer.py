@@ -33,6 +33,7 @@ from ckpt_tools.formats.megatron.common_state import (
     CONTENT,
     FULLY_RESHARDABLE,
     SHARDING,
+    Parameter,
     inner_tree,
     is_loadable,
     loadable,
@@ -258,6 +259,8 @@ class _State:
 
     def _optimizer(self) -> dict[Any, Value]:
         groups = [self._group(number, group) for number, group in enumerate(self.manifest.groups)]
+        if self.source is None and groups:
+            groups += self._groups_by_rule(groups)
         trees = self._trees
         counts = [n for tree in trees.values() if type(n := inner_tree(tree).get("param_groups")) is int]
         if not trees or len(counts) != len(trees) or sum(counts) != len(groups):
@@ -281,6 +284,31 @@ class _State:
             self.notes.append(Note(Outcome.DEFAULTED, what, why, len(missing)))
         return {**group.options, **missing, "step": self._step(group.params or self.trained)}
 
+    def _groups_by_rule(self, groups: Sequence[dict[str, Value]]) -> list[dict[str, Value]]:
+        """The groups that Megatron looks for by its rule, where ``groups`` of the source are not these: it takes the
+        options of the last group that decays, or does not, for all parameters of this kind."""
+        source = {name: number for number, group in enumerate(self.manifest.groups) for name in group.params}
+        kinds: dict[float, list[str]] = {}
+        for name in filter(source.__contains__, self.trained):
+            stored = len(self.readable.tensors[StateKey(name)].shape) if StateKey(name) in self.readable.tensors else 2
+            does_decay = Parameter(name, stored, None).decays(also_norms=False)
+            kinds.setdefault(1.0 if does_decay else 0.0, []).append(name)
+        added, changed = [], 0
+        for kind, names in kinds.items():
+            taken = next((group for group in reversed(groups) if _is_of(group, kind)), None)
+            if taken is None:
+                own = {"wd_mult": kind, "is_expert_parallel": False, **({} if kind else {"weight_decay": 0.0})}
+                taken = {**groups[source[names[0]]], **own}
+                added.append(taken)
+            changed += sum(_hyperparameters(groups[source[name]]) != _hyperparameters(taken) for name in names)
+        if changed:
+            what = f"hyperparameters of {count(changed, 'parameter')}"
+            why = (
+                "Megatron groups parameters by a rule of its own: no weight decay for biases and parameters of one dim"
+            )
+            self.notes.append(Note(Outcome.DEFAULTED, what, why, changed))
+        return added
+
     def _step(self, names: Sequence[str]) -> int:
         """The step of these parameters, because Megatron's groups have one each."""
         entries = (self.manifest.tensors.get(StateKey(name, "step")) for name in names)
@@ -293,6 +321,17 @@ class _State:
         if note not in self.notes:
             self.notes.append(note)
         return self.iteration
+
+
+def _is_of(group: Mapping[str, Any], kind: float) -> bool:
+    """Whether Megatron takes the group for the parameters whose weight decay is multiplied by ``kind``."""
+    said = {name: group.get(name, group.get(f"pre_{name}")) for name in _DEFAULTS}
+    return said == {**_DEFAULTS, "wd_mult": kind}
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a step depends on: options without those that Megatron knows its groups by."""
+    return {name: value for name, value in group.items() if name.removeprefix("pre_") not in _DEFAULTS}
 
 
 def _missing(group: ParamGroup) -> dict[str, Any]:
