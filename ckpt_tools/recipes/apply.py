@@ -389,7 +389,8 @@ def _is_same_range(one: TensorEntry, other: TensorEntry) -> bool:
 
 def _with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | None) -> Manifest:
     """The manifest, in the names of the recipe's right side, with its ties, if the configuration of the model says that
-    it has them. There the tied name has no bytes of its own; on the way back it is given, since a live model has it.
+    it has them. There the tied name has no bytes of its own; on the way back it is given, since a live model has it,
+    unless the left side has no such names.
     """
     if not recipe.tied or not _are_tied(config or {}, recipe.tied_by_default):
         return manifest
@@ -412,6 +413,8 @@ def _with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | N
         replace(group, params=tuple(dict.fromkeys(aliases.get(name, name) for name in group.params)))
         for group in manifest.groups
     )
+    if recipe.is_inverse and not recipe.left_ties:
+        aliases = {alias: owner for alias, owner in aliases.items() if alias not in recipe.tied}
     return replace(manifest, tensors=tensors, aliases=aliases, groups=groups, must_equal=tuple(equal))
 
 

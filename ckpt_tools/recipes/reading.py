@@ -36,6 +36,7 @@ _TOP = (
     "drop",
     "tied",
     "tied_by_default",
+    "left_ties",
     "stacked",
 )
 _OF_LINE = ("left", "right", "optional", "otherwise", "add", "dtype", "beside", "one_way")
@@ -105,6 +106,7 @@ def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
         drops=(tuple(map(NamePattern, left)), tuple(map(NamePattern, right))),
         tied=_tied(_table(table, "tied")),
         tied_by_default=_texts(table, "tied_by_default"),
+        left_ties=_flag(table, "left_ties", default=True),
         text=text,
     )
 
@@ -155,8 +157,8 @@ def _beside(table: Mapping[str, Any]) -> tuple[NamePattern | None, NamePattern |
     return left, right
 
 
-def _flag(table: Mapping[str, Any], key: str) -> bool:
-    value = table.get(key, False)
+def _flag(table: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    value = table.get(key, default)
     if type(value) is not bool:
         raise UsageError(f"{key} = {value!r} is neither true nor false")
     return value

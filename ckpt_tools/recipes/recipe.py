@@ -298,7 +298,8 @@ class Recipe:
     ``models`` are the ``model_type`` for which it is made, for ``trainer``; transformers if that is empty. With
     ``keeps_others``, a tensor that no line names keeps its name. ``drops`` are patterns of names that the other side
     does not have; ``tied`` maps names of the right side to those that own the bytes, if ``config.json`` ties them.
-    Models of ``tied_by_default`` are tied unless it says that they are not. ``text`` is the file's. ``stacked`` are the
+    Models of ``tied_by_default`` are tied unless it says that they are not. Without ``left_ties`` the left side has no
+    names for what is tied. ``text`` is the file's. ``stacked`` are the
     lines for a side that holds all layers as one tensor, each where the line for single layers is; empty if neither
     side does.
     """
@@ -317,6 +318,7 @@ class Recipe:
     drops: tuple[tuple[NamePattern, ...], tuple[NamePattern, ...]] = ((), ())
     tied: Mapping[str, str] = field(default_factory=dict)
     tied_by_default: tuple[str, ...] = ()
+    left_ties: bool = True
     text: str = ""
     is_inverse: bool = False
 

@@ -388,8 +388,10 @@ class TestWritten:
         expected = {"w": weight, "optimizer.state.param.w": weight.float()}
         expected |= {f"optimizer.state.{slot}.w": state[slot] for slot in mg.MOMENTS}
         common = loaded(tmp_path / "out", job, mg.Grid(1, 1, 2), expected)
-        (group,) = common["optimizer"]["optimizer"]["param_groups"]
+        group, added = common["optimizer"]["optimizer"]["param_groups"]
         assert group["wd_mult"] == 0.0 and group["lr"] == 0.1
+        # Megatron looks for a group of weight decay for this matrix.
+        assert added == group | {"wd_mult": 1.0}
         manifest, found = contents(tmp_path / "out")
         assert set(found) == {StateKey("w"), *(StateKey("w", slot) for slot in state)}
         assert manifest.groups[0].options == {name: value for name, value in groups[0].items() if name != "params"}

@@ -1,0 +1,260 @@
+"""Models that megatron-core trains, converted to the hub's names and back. The judges are `from_pretrained` of
+transformers and `dist_checkpointing.load` and the optimizer of megatron-core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from transformers import AutoConfig, LlamaForCausalLM
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, UsageError
+from fixtures import launch
+from fixtures import megatron_models as mm
+from fixtures.truth import raw_bytes
+
+BOUND = 1e-6
+"""Megatron multiplies by query, key and value at once, which transformers does one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A family of `fixtures.megatron_models`, with changes of its `config.json`, and how Megatron stores it."""
+
+    name: str
+    dtype: str = "bf16"
+    form: str = "stacked"
+    prefix: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, [self.name, self.dtype, self.form, self.prefix, *self.changes]))
+
+    @property
+    def recipe(self) -> str:
+        return f"megatron_{self.name}"
+
+
+TIED, UNPADDED = {"tie_word_embeddings": True}, {"vocab_size": 128}
+SAMPLE = [
+    Case("llama", changes=UNPADDED),
+    Case("qwen2", "fp32", "single"),
+    Case("qwen3", form="layers", changes=TIED),
+    Case("mistral", prefix="module.module."),
+    Case("gemma3_text", prefix="model0."),
+    Case("gpt2"),
+]
+ALL = [Case(name, dtype, form) for name in mm.FAMILIES for dtype in mm.DTYPES for form in mm.FORMS]
+ALL += [Case(name, changes=TIED) for name in ("llama", "mistral", "qwen2", "qwen3")]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A case, its folder as `mm.produce` fills it, and the losses of the steps after the checkpoint."""
+
+    case: Case
+    folder: Path
+    losses: list[float]
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"recipe": self.case.recipe, **({"strip": "auto"} if self.case.prefix else {})}
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = torch.load(self.folder / "state.pt")
+        return found
+
+    def on_rank(self, function: Any, *arguments: Any) -> Any:
+        (found,) = launch.pool(1).run(function, *arguments)
+        return found
+
+    def hub(self, out: Path) -> Path:
+        dtype = "bfloat16" if self.case.dtype == "bf16" else None
+        ckpt_tools.convert(self.run, out, to="safetensors", config=self.folder / "config", dtype=dtype, **self.options)
+        return out
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "trained" in metafunc.fixturenames:
+        cases = [*SAMPLE, *ALL] if metafunc.config.getoption("--soak") else SAMPLE
+        metafunc.parametrize("trained", cases, ids=str, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return _train(request.param, tmp_path_factory.mktemp("megatron"))
+
+
+def _train(case: Case, folder: Path) -> Trained:
+    arguments = (case.name, case.changes, case.dtype, case.form, case.prefix, folder)
+    (losses,) = launch.pool(1).run(mm.produce, *arguments)
+    return Trained(case, folder, losses)
+
+
+def test_transformers_computes_the_same_logits(trained: Trained, tmp_path: Path) -> None:
+    hub = trained.hub(tmp_path / "hub")
+    logits, wrong = trained.on_rank(mm.twin, hub)
+    assert not wrong
+    wanted = torch.load(trained.folder / "logits.pt")
+    assert (logits - wanted).abs().max() <= BOUND * wanted.abs().max()
+    # And Megatron those of the hub's weights.
+    ckpt_tools.convert(hub, tmp_path / "back", to="megatron", recipe=trained.case.recipe, inverse=True)
+    case = trained.case
+    back = trained.on_rank(mm.load_weights, case.name, case.changes, case.dtype, tmp_path / "back")
+    assert torch.equal(back, wanted)
+
+
+def test_all_of_the_state_there_and_back(trained: Trained, tmp_path: Path) -> None:
+    """Sizes come from the arguments in the common state."""
+    case = trained.case
+    ckpt_tools.convert(trained.run, tmp_path / "renamed", to="dcp", **trained.options)
+    back = tmp_path / "back"
+    ckpt_tools.convert(tmp_path / "renamed", back, to="megatron", recipe=case.recipe, inverse=True)
+    losses = trained.on_rank(mm.resume, case.name, case.changes, case.dtype, back, tmp_path / "state.pt")
+    assert losses == trained.losses
+    wanted, found = trained.state, torch.load(tmp_path / "state.pt")
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        rows = slice(mm.VOCABULARY) if "embedding" in name or "output_layer" in name else slice(None)
+        rows = slice(None) if case.changes == UNPADDED else rows
+        assert raw_bytes(tensor[rows]) == raw_bytes(wanted[name][rows]), name
+    if case.changes == UNPADDED and case.form == "stacked":
+        assert not ckpt_tools.diff(trained.run, back).differences
+
+
+def test_rows_are_where_the_code_of_megatron_puts_them(trained: Trained, tmp_path: Path) -> None:
+    """Each fused tensor is put together anew from those of the hub."""
+    hub = _bits(load_file(trained.hub(tmp_path / "hub") / "model.safetensors"))
+    state = _bits(trained.state)
+    for layer in range(mm.LAYERS):
+        fused = state[f"decoder.layers.self_attention.linear_qkv.weight at ({layer}, 0, 0)"]
+        assert _attention(hub, layer, trained.folder).tobytes() == fused.tobytes()
+        if trained.case.name != "gpt2":
+            parts = [hub[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
+            places = (0, len(parts[0]))
+            halves = [state[f"decoder.layers.mlp.linear_fc1.weight at ({layer}, {at}, 0)"] for at in places]
+            assert [half.tobytes() for half in halves] == [part.tobytes() for part in parts]
+
+
+def _bits(tensors: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
+    integers = {2: torch.int16, 4: torch.int32}
+    return {name: tensor.view(integers[tensor.itemsize]).numpy() for name, tensor in tensors.items()}
+
+
+def _attention(hub: dict[str, np.ndarray[Any, Any]], layer: int, folder: Path) -> np.ndarray[Any, Any]:
+    """Query, key and value as one tensor: for each group its heads, then its key, then its value."""
+    config = AutoConfig.from_pretrained(folder / "config")
+    heads = config.num_attention_heads
+    if config.model_type == "gpt2":
+        whole = hub[f"transformer.h.{layer}.attn.c_attn.weight"].T
+        return np.ascontiguousarray(whole.reshape(3, heads, -1, len(whole) // 3).swapaxes(0, 1))
+    query, key, value = (hub[f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv")
+    groups = config.num_key_value_heads
+    width = len(key) // groups
+    rows = []
+    for group in range(groups):
+        each = heads // groups * width
+        rows += [query[group * each : (group + 1) * each], key[group * width : (group + 1) * width]]
+        rows.append(value[group * width : (group + 1) * width])
+    return np.concatenate(rows)
+
+
+def test_head_that_megatron_does_not_have(tmp_path: Path) -> None:
+    """A file of the hub may hold it, as a name with bytes of its own."""
+    tied = _train(Case("llama", "fp32", changes=TIED), tmp_path)
+    hub = tied.hub(tmp_path / "hub")
+    tensors = load_file(hub / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, hub / "model.safetensors", {"format": "pt"})
+    options: dict[str, Any] = {"to": "megatron", "recipe": tied.case.recipe, "inverse": True}
+    ckpt_tools.convert(hub, tmp_path / "back", **options)
+    assert "output_layer.weight" not in ckpt_tools.open(tmp_path / "back")
+    tensors["lm_head.weight"][3, 5] += 1
+    save_file(tensors, hub / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CkptError, match=r"lm_head.weight"):
+        ckpt_tools.convert(hub, tmp_path / "other", **options)
+
+
+@pytest.fixture(scope="module")
+def from_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """transformers' model, trained by torch's AdamW with one group, under the names of the hub."""
+    folder = tmp_path_factory.mktemp("hub")
+    config = mm.hub_config(mm.FAMILIES["llama"])
+    config.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.002, betas=(0.8, 0.9), weight_decay=0.05)
+    for _ in range(2):
+        model(mm.tokens(), labels=mm.tokens()).loss.backward()
+        optimizer.step()
+    optim = get_optimizer_state_dict(model, optimizer)
+    torch.save({"model": get_model_state_dict(model), "optim": optim}, folder / "state.pt")
+    return folder
+
+
+class TestFromAnotherTrainer:
+    def test_megatron_loads_it(self, from_torch: Path, tmp_path: Path) -> None:
+        report = ckpt_tools.convert(
+            from_torch / "state.pt", tmp_path / "out", to="megatron", state="all", recipe="megatron_llama", inverse=True
+        )
+        (note,) = (note for note in report.plan.notes if "hyperparameters" in note.what)
+        assert note.what == "hyperparameters of 3 parameters" and "no weight decay for biases" in note.why
+        (losses,) = launch.pool(1).run(mm.resume, "llama", {}, "fp32", tmp_path / "out", tmp_path / "state.pt")
+        assert len(losses) == 1
+        state = torch.load(tmp_path / "state.pt")
+        source = torch.load(from_torch / "state.pt")
+        name = "optimizer.state.exp_avg.decoder.final_layernorm.weight at (0,)"
+        assert torch.equal(state[name], source["optim"]["state"]["model.norm.weight"]["exp_avg"])
+        (rates,) = launch.pool(1).run(mm.groups_of, "llama", {}, "fp32", tmp_path / "out")
+        assert [(group["lr"], group["weight_decay"], group["betas"]) for group in rates] == [
+            (0.002, 0.05, (0.8, 0.9)),
+            (0.002, 0.0, (0.8, 0.9)),
+        ]
+
+    def test_its_own_group_comes_back(self, from_torch: Path, tmp_path: Path) -> None:
+        options: dict[str, Any] = {"state": "all", "recipe": "megatron_llama"}
+        ckpt_tools.convert(from_torch / "state.pt", tmp_path / "out", to="megatron", inverse=True, **options)
+        ckpt_tools.convert(tmp_path / "out", tmp_path / "back.pt", config=from_torch, **options)
+        assert not ckpt_tools.diff(from_torch / "state.pt", tmp_path / "back.pt").differences
+
+
+def test_old_files_of_llama_hold_frequencies(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    LlamaForCausalLM(mm.hub_config(mm.FAMILIES["llama"])).save_pretrained(tmp_path / "hub")
+    path = tmp_path / "hub/model.safetensors"
+    tensors = load_file(path)
+    tensors |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(mm.LAYERS)}
+    save_file(tensors, path, {"format": "pt"})
+    report = ckpt_tools.convert(path.parent, tmp_path / "out", to="megatron", recipe="megatron_llama", inverse=True)
+    assert any("inv_freq" in note.what for note in report.plan.notes)
+    assert not any("inv_freq" in name for name in ckpt_tools.open(tmp_path / "out"))
+
+
+def test_sizes_of_megatron_bridge(tmp_path: Path) -> None:
+    """`run_config.yaml` beside the weights; without it the sizes are asked for."""
+    case = Case("qwen3", "fp32")
+    trained = _train(case, tmp_path)
+    (folder,) = trained.run.glob("iter_*")
+    launch.pool(1).run(mm.drop_arguments, folder)
+    with pytest.raises(UsageError, match="config"):
+        ckpt_tools.convert(trained.run, tmp_path / "none", to="dcp", recipe=case.recipe)
+    sizes = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16, "vocab_size": mm.VOCABULARY}
+    text = "".join(f"  {name}: {value}\n" for name, value in sizes.items())
+    (folder / "run_config.yaml").write_text(f"model:\n  _target_: megatron.bridge.Qwen3ModelProvider\n{text}")
+    ckpt_tools.convert(trained.run, tmp_path / "out", to="dcp", recipe=case.recipe)
+    with ckpt_tools.open(tmp_path / "out") as found:
+        assert found["model.embed_tokens.weight"].shape == (mm.VOCABULARY, mm.WIDTH)
