@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -50,7 +51,8 @@ def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] |
     source = _with_ties(manifest, recipe, config) if recipe.is_inverse else manifest
     env, names = from_config(recipe.bindings, config), _in_order(source)
     recipe = chosen_form(recipe.with_sizes(env), names)
-    maker = _Maker(source, recipe, group_names(names, recipe), env)
+    without_weight = {name for name in names if StateKey(name) not in source.tensors} - source.aliases.keys()
+    maker = _Maker(source, recipe, group_names(names, recipe, without_weight), env)
     made, notes = maker.manifest(), tuple(maker.notes())
     return made if recipe.is_inverse else _with_ties(made, recipe, config), notes
 
@@ -96,7 +98,7 @@ class _Maker:
         tensors: dict[StateKey, TensorEntry] = {}
         done, dropped = set[tuple[int, str]](), frozenset(self.grouped.dropped)
         for key, entry in self.source.tensors.items():
-            group = None if entry.kind is Kind.EXTRA else self.grouped.group_of.get(key.fqn)
+            group = None if entry.kind is Kind.EXTRA else self.grouped.group_at(key)
             if group is None:
                 if entry.kind is Kind.EXTRA or key.fqn not in dropped:
                     tensors[key] = entry
@@ -198,17 +200,30 @@ class _Maker:
 
     def _check_names(self) -> None:
         """Raises UsageError if two tensors become one name, or the way back would read a name as another."""
-        origin, back = {name: name for name in self.grouped.kept}, self.recipe.inverse()
+        back, slots = self.recipe.inverse(), self._slots()
+        origin = {StateKey(name, slot): name for name in self.grouped.kept for slot in slots[name, None]}
         for mapped in self.mapped.values():
             first = next(iter(mapped.group.sources.values()))
-            for name in mapped.targets.values():
-                if name in origin:
+            here = {slot for name in mapped.group.sources.values() for slot in slots[name, id(mapped.group)]}
+            for key in (StateKey(name, slot) for name in mapped.targets.values() for slot in here):
+                if key in origin:
                     raise UsageError(
-                        f"the recipe makes {name} of {origin[name]} and of {first}; names must stay distinct"
+                        f"the recipe makes {key} of {origin[key]} and of {first}; names must stay distinct"
                     )
-                origin[name] = first
+                origin[key] = first
+        names = {key.fqn for key in origin}
         for mapped in self.mapped.values():
-            check_way_back(mapped.group, mapped.targets, back, origin)
+            check_way_back(mapped.group, mapped.targets, back, names)
+
+    def _slots(self) -> Mapping[tuple[str, int | None], set[str]]:
+        """The slots of each name that a group has, by name and group; those that stay have None. A tied name has the
+        weight of its owner."""
+        found: dict[tuple[str, int | None], set[str]] = defaultdict(set)
+        keys = (key for key, entry in self.source.tensors.items() if entry.kind is not Kind.EXTRA)
+        for key in (*keys, *map(StateKey, self.source.aliases)):
+            group = self.grouped.group_at(key)
+            found[key.fqn, None if group is None else id(group)].add(key.slot)
+        return found
 
     def _moved(self, mapped: _Mapped, slot: str) -> dict[StateKey, TensorEntry]:
         """The tensors that a group's tensors of a slot become."""
@@ -349,7 +364,7 @@ class _Maker:
         """The group with the new names, each where its first old one was."""
         params, inside = dict[str, None](), frozenset(group.params)
         for name in group.params:
-            found = self.grouped.group_of.get(name)
+            found = self.grouped.state_group_of.get(name)
             if found is None:
                 params |= {} if name in self.grouped.dropped else {name: None}
                 continue

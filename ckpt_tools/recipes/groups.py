@@ -9,6 +9,7 @@ from itertools import islice, product
 from math import prod
 
 from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.manifest import WEIGHT, StateKey
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import MAX_NAMES, count, listed, nearest
 from ckpt_tools.errors import IncompleteError, UsageError
@@ -43,11 +44,20 @@ class Grouped:
 
     @cached_property
     def group_of(self) -> Mapping[str, Group]:
-        return {name: group for group in self.groups for name in group.sources.values()}
+        return {name: group for group in self.groups if not group.line.of_state for name in group.sources.values()}
+
+    @cached_property
+    def state_group_of(self) -> Mapping[str, Group]:
+        """As ``group_of``, for optimizer state."""
+        of_state = (group for group in self.groups if group.line.of_state)
+        return {**self.group_of, **{name: group for group in of_state for name in group.sources.values()}}
+
+    def group_at(self, key: StateKey) -> Group | None:
+        return (self.group_of if key.slot == WEIGHT else self.state_group_of).get(key.fqn)
 
 
-def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
-    """Each name with the line that it belongs to.
+def group_names(names: Sequence[str], recipe: Recipe, without_weight: Collection[str] = ()) -> Grouped:
+    """Each name with the line that it belongs to. Names ``without_weight`` are those of optimizer state alone.
 
     Raises:
         UsageError: two lines or none have a name, or a line that is not optional has no name.
@@ -55,14 +65,17 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
     found: dict[tuple[int, tuple[tuple[str, str], ...]], Group] = {}
     kept, dropped, there = [], [], frozenset(names)
     for name in names:
-        found_in = matches(name, recipe, there)
-        if len(found_in) > 1:
-            both = " and ".join(recipe.lines[number].left[which].name.text for number, which, _ in found_in[:2])
-            raise UsageError(f"two names of the recipe {recipe.name} match {name}: {both}")
+        found_in, of_state = matches(name, recipe, there), matches(name, recipe, there, of_state=True)
+        for found_once in (found_in, of_state):
+            if len(found_once) > 1:
+                both = " and ".join(recipe.lines[number].left[which].name.text for number, which, _ in found_once[:2])
+                raise UsageError(f"two names of the recipe {recipe.name} match {name}: {both}")
         if any(pattern.match(name) is not None for pattern in recipe.drops[0]):
             dropped.append(name)
-        elif found_in:
-            number, which, values = found_in[0]
+            continue
+        if not found_in and not (of_state and name in without_weight):
+            kept.append(name)
+        for number, which, values in (*found_in, *of_state):
             line = recipe.lines[number]
             if line.unknown:
                 raise UsageError(
@@ -74,8 +87,6 @@ def group_names(names: Sequence[str], recipe: Recipe) -> Grouped:
             group = found.setdefault((number, tuple(sorted(shared.items()))), Group(number, line, shared, {}))
             indices = tuple(int(values[variable]) for variable in numbered(pattern))
             group.sources[which, indices] = name
-        else:
-            kept.append(name)
     _check_lines({number for number, _ in found}, names, recipe)
     _check_kept(kept, recipe)
     return Grouped(tuple(found.values()), frozenset(kept), tuple(dropped))
@@ -85,13 +96,13 @@ Match = tuple[int, int, Mapping[str, str]]
 """The number of a line, that of one of its patterns, and the values of this pattern's variables."""
 
 
-def matches(name: str, recipe: Recipe, names: Collection[str]) -> list[Match]:
-    """The lines that have a name of a checkpoint with ``names``. A line whose names are numbered from a size on goes
-    before others, and one that ``is_otherwise`` after them."""
+def matches(name: str, recipe: Recipe, names: Collection[str], *, of_state: bool = False) -> list[Match]:
+    """The lines that have a name of a checkpoint with ``names``; those for optimizer state alone if ``of_state``. A line
+    whose names are numbered from a size on goes before others, and one that ``is_otherwise`` after them."""
     found = [
         (number, which, values)
         for number, line in enumerate(recipe.lines)
-        if line.way is not Way.BACK
+        if line.way is not Way.BACK and line.of_state is of_state
         for which, pattern in enumerate(line.left)
         if (values := pattern.name.match(name)) is not None
         and (line.beside[0] is None or line.beside[0].filled(values) in names)
@@ -106,7 +117,7 @@ def check_way_back(group: Group, made: Mapping[Slot, str], back: Recipe, names: 
     names that there are then."""
     for (which, indices), name in made.items():
         values = {**group.values, **dict(zip(numbered(group.line.right[which]), map(str, indices), strict=True))}
-        found = matches(name, back, names)
+        found = matches(name, back, names, of_state=group.line.of_state)
         is_same = [(number, pattern) for number, pattern, _ in found] == [(group.number, which)]
         # Another spelling is written as the usual one on the way back.
         is_one = len(found) == 1 if group.line.way is Way.THERE else is_same
@@ -170,7 +181,11 @@ def _check_kept(kept: Sequence[str], recipe: Recipe) -> None:
         )
     for name in kept:
         for line in recipe.lines:
-            if line.way is not Way.THERE and any(pattern.name.match(name) is not None for pattern in line.right):
+            if (
+                line.way is not Way.THERE
+                and not line.of_state
+                and any(pattern.name.match(name) is not None for pattern in line.right)
+            ):
                 raise UsageError(
                     f"{name} has a name of {recipe.right} already, and the recipe {recipe.name} leads there from "
                     f"{line.left[0].name.text}; read it the other way with {option('inverse', True)}, or take "

@@ -39,7 +39,7 @@ _TOP = (
     "left_ties",
     "stacked",
 )
-_OF_LINE = ("left", "right", "optional", "otherwise", "add", "dtype", "beside", "one_way")
+_OF_LINE = ("left", "right", "optional", "otherwise", "add", "dtype", "beside", "one_way", "of_state")
 _SIDES = ("left", "right")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -148,6 +148,7 @@ def _line(table: Any) -> Line:
         is_otherwise=_flag(table, "otherwise"),
         beside=_beside(_table(table, "beside")),
         way=Way.THERE if _flag(table, "one_way") else Way.BOTH,
+        of_state=_flag(table, "of_state"),
     )
 
 

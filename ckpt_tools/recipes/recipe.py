@@ -73,7 +73,8 @@ class Line:
     ``plus`` is added from left to right, ``dtypes`` are those of the weights on the left and on the right. A line that
     ``is_otherwise`` takes only names that no other line has. With a pattern in ``beside``, a name of that side is taken
     only if the checkpoint has the name of this pattern too, with the same variables. A line of ``Way.THERE`` takes
-    names of its left side alone: another spelling, which the way back does not write; its inverse is ``Way.BACK``.
+    names of its left side alone: another spelling, which the way back does not write; its inverse is ``Way.BACK``. A
+    line ``of_state`` takes optimizer state alone, before other lines do; weights of these names are theirs.
 
     Raises:
         UsageError: the two sides do not name the same elements.
@@ -87,6 +88,7 @@ class Line:
     is_otherwise: bool = False
     beside: tuple[NamePattern | None, NamePattern | None] = (None, None)
     way: Way = Way.BOTH
+    of_state: bool = False
 
     def __post_init__(self) -> None:
         if not self.left or not self.right:
@@ -111,12 +113,13 @@ class Line:
         is_otherwise: bool = False,
         beside: tuple[NamePattern | None, NamePattern | None] = (None, None),
         way: Way = Way.BOTH,
+        of_state: bool = False,
     ) -> Line:
         """A line of patterns in words; sizes that are not written are those of the other side's fields."""
         names = {text: NamePattern(text) for text in (*left, *right)}
         shared = _variables(names[text] for text in left) & _variables(names[text] for text in right)
         sides = [_side(names, one, other, shared) for one, other in ((left, right), (right, left))]
-        return cls(sides[0], sides[1], optional, plus, dtypes, is_otherwise, beside, way)
+        return cls(sides[0], sides[1], optional, plus, dtypes, is_otherwise, beside, way, of_state)
 
     def inverse(self) -> Line:
         return replace(
@@ -354,7 +357,7 @@ class Recipe:
             for each in self.lines[number].right
         }
         for number, line in enumerate(self.lines):
-            is_needed = not line.optional and line.way is Way.BOTH and number not in used
+            is_needed = not line.optional and line.way is Way.BOTH and not line.of_state and number not in used
             if is_needed and not spelled.issuperset(each.name.text for each in line.right):
                 yield number
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from ckpt_tools.core.manifest import ParamGroup
 from ckpt_tools.errors import UsageError
 from ckpt_tools.recipes import apply_recipe
 from ckpt_tools.recipes.reading import parse_recipe
@@ -221,3 +222,52 @@ def test_tied_names_may_take_the_same_new_shape() -> None:
     tied = type(manifest)("test", manifest.tensors, aliases={"b": "a"})
     made, _ = apply_recipe(tied, parse_recipe(text, "r", "r.toml"), {"vocab_size": 5})
     assert made.aliases == {"y": "x"}
+
+
+OF_STATE = """
+[sizes]
+Q = "config.q"
+[[map]]
+left = "q"
+right = "hq"
+[[map]]
+left = "k"
+right = "hk"
+[[map]]
+left = { "qk" = "(q:Q k:K) H" }
+right = { "hq" = "q H", "hk" = "k H" }
+of_state = true
+"""
+
+
+class TestOptimizerStateOfOtherNames:
+    ARRAYS: ClassVar = {key("q"): numbers(4, 3), key("k"): numbers(2, 3, seed=1)}
+    STATE: ClassVar = {key("qk", slot): numbers(6, 3, seed=n) for n, slot in enumerate(("exp_avg", "exp_avg_sq"), 2)}
+
+    def test_it_joins_the_weights_and_is_parted_from_them_again(self) -> None:
+        _, found = mapped(OF_STATE, {**self.ARRAYS, **self.STATE}, {"q": 4}, groups=(ParamGroup(("qk",), {}),))
+        assert {str(name) for name in found} == {
+            *("hq", "hk"),
+            *(f"{name} ({slot})" for name in ("hq", "hk") for slot in ("exp_avg", "exp_avg_sq")),
+        }
+        assert found[key("hk", "exp_avg")].tobytes() == self.STATE[key("qk", "exp_avg")][4:].tobytes()
+        manifest, back = mapped(OF_STATE, found, {"q": 4}, inverse=True, groups=(ParamGroup(("hq", "hk"), {}),))
+        assert {name: array.tobytes() for name, array in back.items()} == {
+            name: array.tobytes() for name, array in {**self.ARRAYS, **self.STATE}.items()
+        }
+        assert manifest.groups[0].params == ("qk",)
+
+    def test_state_under_the_names_of_the_weights_is_read_too(self) -> None:
+        arrays = {**self.ARRAYS, key("q", "exp_avg"): numbers(4, 3, seed=5), key("k", "exp_avg"): numbers(2, 3, seed=6)}
+        _, found = mapped(OF_STATE, arrays, {"q": 4})
+        assert found[key("hq", "exp_avg")].tobytes() == arrays[key("q", "exp_avg")].tobytes()
+
+    def test_state_of_both_names_is_refused(self) -> None:
+        arrays = {**self.ARRAYS, **self.STATE, key("q", "exp_avg"): numbers(4, 3)}
+        with pytest.raises(UsageError, match=r"makes hq \(exp_avg\) of q and of qk; names must stay distinct"):
+            mapped(OF_STATE, arrays, {"q": 4})
+
+    def test_weights_alone_need_no_such_line(self) -> None:
+        _, found = mapped(OF_STATE, self.ARRAYS, {"q": 4})
+        _, back = mapped(OF_STATE, found, {"q": 4}, inverse=True)
+        assert {str(name) for name in back} == {"q", "k"}
