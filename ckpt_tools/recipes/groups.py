@@ -97,8 +97,8 @@ Match = tuple[int, int, Mapping[str, str]]
 
 
 def matches(name: str, recipe: Recipe, names: Collection[str], *, of_state: bool = False) -> list[Match]:
-    """The lines that have a name of a checkpoint with ``names``; those for optimizer state alone if ``of_state``. A line
-    whose names are numbered from a size on goes before others, and one that ``is_otherwise`` after them."""
+    """The lines that have a name of a checkpoint with ``names``; those for optimizer state alone if ``of_state``.
+    A line whose names are numbered from a size on goes before others, and one that ``is_otherwise`` after them."""
     found = [
         (number, which, values)
         for number, line in enumerate(recipe.lines)
