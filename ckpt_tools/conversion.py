@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckpt_tools.core.applicability import check
 from ckpt_tools.core.apply_options import apply_options
@@ -217,7 +217,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     if like is not None:
         writing = replace(writing, shard_map=like.reference.files)
     if writer.asks_model_type:
-        writing = replace(writing, model_type=_model_type(src, source, manifest, stores))
+        writing = replace(writing, model_config=_model_config(src, source, manifest, request))
     mapped = None if recipe is None else partial(_mapped, recipe, request)
     if recipe is None:
         _check_quantized(manifest, request)
@@ -313,11 +313,11 @@ def _with_model_files(
     return replace(source, store=found.store), with_model_files(layout, found, manifest), found.sources
 
 
-def _model_type(src: str | Path, source: Source, manifest: Manifest, storage_options: StorageOptions) -> str | None:
-    """``model_type`` of the source's ``config.json``; None if it has none."""
-    found = find_model_files(src, source, manifest, config=None, storage_options=storage_options)
-    model_type = None if found is None else found.config.get("model_type")
-    return model_type if isinstance(model_type, str) else None
+def _model_config(src: str | Path, source: Source, manifest: Manifest, request: Request) -> Mapping[str, Any]:
+    """The content of the model's ``config.json``; empty if there is none."""
+    stores = request.storage_options
+    found = find_model_files(src, source, manifest, config=request.config, storage_options=stores)
+    return {} if found is None else found.config
 
 
 def _with_copied(manifest: Manifest, layout: Layout, carried: frozenset[str]) -> Manifest:

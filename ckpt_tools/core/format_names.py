@@ -36,6 +36,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "safetensors": BuiltIn(
         "safetensors.format:SafetensorsFormat", (".safetensors", ".safetensors.index.json"), (".safetensors",)
     ),
+    "meta": BuiltIn("meta.format:MetaFormat", (".pth",)),
     "sharded": BuiltIn("sharded.format:ShardedFormat", (".pt", ".pth", ".bin", ".ckpt")),
     "torch": BuiltIn(
         "torch.format:TorchFormat", (".pt", ".pth", ".bin", ".ckpt", ".bin.index.json"), (".pt", ".pth", ".bin")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Literal, TypeAlias, get_args
 
 WrittenFormat: TypeAlias = Literal[
-    "safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "sharded", "megatron", "gguf", "npz"
+    "safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "sharded", "megatron", "meta", "gguf", "npz"
 ]
 """What ``to`` accepts."""
 ReadFormat: TypeAlias = Literal[
@@ -25,6 +25,7 @@ ReadFormat: TypeAlias = Literal[
     "zero3",
     "sharded",
     "megatron",
+    "meta",
     "gguf",
     "npz",
     "orbax",

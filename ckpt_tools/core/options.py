@@ -288,7 +288,7 @@ class WriteOptions:
 
     ``file_name`` is set where the destination is a single file; sizes are in bytes. ``tag`` names the folder of a
     DeepSpeed checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None
-    leaves it to the writer. ``model_type`` is that of the source's ``config.json``, where the writer asks for it.
+    leaves it to the writer. ``model_config`` is the content of ``config.json``, where the writer asks for it.
     ``shard_map`` names the files of a folder of safetensors for tensors by name, if no size is given.
     """
 
@@ -298,5 +298,11 @@ class WriteOptions:
     tag: str | None = None
     model_key: str | None = None
     optim_key: str | None = None
-    model_type: str | None = None
+    model_config: Mapping[str, Any] = field(default_factory=dict)
     shard_map: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def model_type(self) -> str | None:
+        """``model_type`` of ``config.json``; None if it has none."""
+        found = self.model_config.get("model_type")
+        return found if isinstance(found, str) else None

@@ -43,7 +43,7 @@ class Format:
     kept_entries: tuple[str, ...] = ()
     """Top-level names of ``Manifest.extra`` that are written with weights alone, because they describe the model."""
     asks_model_type: bool = False
-    """Whether ``layout`` uses ``WriteOptions.model_type``, for which the source's ``config.json`` is read."""
+    """Whether ``layout`` uses ``WriteOptions.model_config`` or ``model_type``, for which ``config.json`` is read."""
 
     @property
     def reads(self) -> bool:

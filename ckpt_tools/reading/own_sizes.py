@@ -1,7 +1,8 @@
-"""Sizes of a Megatron model from what its checkpoint says of itself, as a ``config.json`` would give them.
+"""Sizes of a model from what its checkpoint says of itself, as a ``config.json`` would give them.
 
-Megatron-LM stores its arguments in the common state, and Megatron-Bridge the model's configuration in
-``run_config.yaml`` beside the weights (megatron-core 0.16.1, ``transformer/transformer_config.py``, for the names).
+Meta's files have ``params.json`` beside them. Megatron-LM stores its arguments in the common state, and Megatron-Bridge
+the model's configuration in ``run_config.yaml`` beside the weights (megatron-core 0.16.1,
+``transformer/transformer_config.py``, for the names).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import MalformedError
+from ckpt_tools.formats.meta.params import own_sizes
 from ckpt_tools.stores.source import Source
 
 RUN_CONFIG = "run_config.yaml"
@@ -40,6 +42,8 @@ def own_config(source: Source, manifest: Manifest) -> Mapping[str, Any] | None:
     Raises:
         MalformedError: ``run_config.yaml`` is not YAML.
     """
+    if manifest.format == "meta":
+        return own_sizes(source) or None
     said = _arguments(manifest) or _run_config(source)
     found = {key: said[name] for name, key in _OF_CONFIG.items() if type(said.get(name)) is int}
     if "num_attention_heads" in found:

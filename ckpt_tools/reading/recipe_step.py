@@ -33,7 +33,7 @@ class RecipeStep:
     @classmethod
     def of(cls, url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep:
         """The step of ``options.strip`` and ``options.recipe``. Sizes of a recipe are in ``options.config``, beside the
-        source, in ``options.like``, or in what a Megatron checkpoint says of itself. Raises CkptError if a file that it
+        source, in ``options.like``, or in what the checkpoint says of itself. Raises CkptError if a file that it
         needs cannot be read."""
         if options.recipe is None:
             return cls(options.strip, None, None)

@@ -43,6 +43,7 @@ FOREIGN: Mapping[str, tuple[str, ...]] = {
     "deepspeed": ("latest", "step1/mp_rank_00_model_states.pt", "step1/zero_pp_rank_0_mp_rank_00_optim_states.pt"),
     "universal": ("latest_universal", "step1/mp_rank_00_model_states.pt", "step1/zero/w/fp32.pt"),
     "megatron": ("latest_checkpointed_iteration.txt", "iter_0000001/.metadata", "iter_0000001/common.pt"),
+    "meta": ("consolidated.00.pth", "consolidated.01.pth", "params.json"),
     "gguf": ("model.gguf",),
     "npz": ("model.npz",),
     "orbax": ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"),

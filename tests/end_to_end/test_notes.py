@@ -27,7 +27,10 @@ OPENED = [name for name, layout in layouts().items() if layout.opens_as is not N
 SAMPLE = [
     *("hf-trainer", "lightning-ckpt", "verl", "deepspeed-zero3-bf16", "deepspeed-pipeline-tp-bf16", "megatron"),
 ]
-WRITERS = ["safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "gguf", "npz", "megatron", "sharded"]
+WRITERS = [
+    *("safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "gguf", "npz", "megatron", "sharded"),
+    "meta",
+]
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "as it is": {},
     "weights": {"state": "model"},

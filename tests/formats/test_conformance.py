@@ -16,6 +16,7 @@ from ckpt_tools.formats.gguf.format import GgufFormat
 from ckpt_tools.formats.gguf.header import DTYPES
 from ckpt_tools.formats.megatron.folders import TRACKER
 from ckpt_tools.formats.megatron.format import MegatronFormat
+from ckpt_tools.formats.meta.format import MetaFormat
 from ckpt_tools.formats.npz.format import NpzFormat
 from ckpt_tools.formats.safetensors.format import SafetensorsFormat
 from ckpt_tools.formats.sharded.format import ShardedFormat
@@ -41,6 +42,11 @@ class TestGguf(FormatTests):
     unsupported_dtypes = tuple(dtype for dtype in DType if dtype not in DTYPES.values())
     keeps_state, keeps_user_tensors, keeps_ties = False, False, False
     own_entries = ("gguf",)
+
+
+class TestMeta(FormatTests):
+    format = MetaFormat()
+    keeps_state, keeps_user_tensors, keeps_ties = False, False, False
 
 
 class TestNpz(FormatTests):

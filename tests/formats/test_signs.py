@@ -23,6 +23,7 @@ NAMES = (
     "zero_pp_rank_0_mp_rank_00optim_states.pt",
     "model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
     "model.pt", "model.pth", "pytorch_model.bin", "last.ckpt", "pytorch_model.bin.index.json",
+    "consolidated.00.pth", "consolidated.01.pth",
     "config.json", "README.md", "model.gguf", "model-00001-of-00002.gguf", "model.npz", "weights.npz",
     "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "mp_rank_00/model_optim_rng.pt", "distrib_optim.pt",
 )  # fmt: skip

@@ -25,10 +25,12 @@ class TorchFormat(Format):
     writing_options = ("max_shard_size", "config")
 
     def detect(self, source: Source) -> bool:
+        from ckpt_tools.formats.meta.names import files_of
         from ckpt_tools.formats.torch.files import is_own
         from ckpt_tools.trainers.names import are_those_of_ranks
 
-        return any(map(is_own, source.files)) and not are_those_of_ranks(source.files)
+        are_others = are_those_of_ranks(source.files) or bool(files_of(source.files))
+        return any(map(is_own, source.files)) and not are_others
 
     def read(self, source: Source, options: ReadOptions) -> Manifest:
         from ckpt_tools.formats.torch.files import read

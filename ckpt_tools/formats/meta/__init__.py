@@ -1,0 +1,1 @@
+"""Meta's files of Llama: ``consolidated.NN.pth`` and ``params.json``."""

@@ -1,0 +1,45 @@
+"""Meta's files of Llama, one for each rank of model parallelism."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tools.formats.base import Format
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.layout import Layout
+    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.stores.source import Source
+
+
+class MetaFormat(Format):
+    """Reads all ``consolidated.NN.pth`` of a folder as one model. Writes weights into as many of them as there are
+    ranks, and ``params.json``."""
+
+    name = "meta"
+    about = "Meta's consolidated.NN.pth of Llama, a file for each rank of model parallelism, with params.json"
+    holds_optimizer = False
+    is_weights_alone = True
+    writing_options = ("world_size",)
+    asks_model_type = True
+
+    def detect(self, source: Source) -> bool:
+        from ckpt_tools.formats.meta.names import files_of
+
+        return bool(files_of(source.files))
+
+    def read(self, source: Source, options: ReadOptions) -> Manifest:
+        from ckpt_tools.formats.meta.reader import read
+
+        return read(source, options)
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        from ckpt_tools.formats.meta.names import PARAMS, files_of
+
+        return frozenset([*files_of(source.files), *({PARAMS} & {*source.files})])
+
+    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
+        from ckpt_tools.formats.meta.writer import layout
+
+        return layout(manifest, options)

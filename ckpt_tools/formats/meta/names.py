@@ -1,0 +1,63 @@
+"""Names of Meta's files, and the axis along which ranks cut each tensor of Llama. Pure.
+
+Sources: ``llama/model.py`` and ``models/llama3/reference_impl/model.py`` of Meta's llama and llama-models, and
+transformers 4.57, ``models/llama/convert_llama_weights_to_hf.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.errors import IncompleteError, UnsupportedError
+
+PARAMS = "params.json"
+EMBEDDING = "tok_embeddings.weight"
+LAST_NORM = "norm.weight"
+
+_FILE = re.compile(r"consolidated\.([0-9]{2,4})\.pth")
+
+_AXES = {
+    "wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0,
+    "wo": 1, "w2": 1,
+}  # fmt: skip
+"""``ColumnParallelLinear`` cuts rows of the weight, ``RowParallelLinear`` its columns."""
+
+_COPIED = ("norm", "attention_norm", "ffn_norm", "rope")
+"""Modules of which every rank has the whole."""
+
+
+def file_name(rank: int) -> str:
+    return f"consolidated.{rank:02d}.pth"
+
+
+def files_of(paths: Collection[str]) -> tuple[str, ...]:
+    """The files at the top, by rank."""
+    found = [(int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path)) is not None]
+    return tuple(path for _, path in sorted(found))
+
+
+def check_ranks(files: Collection[str]) -> None:
+    """Raises IncompleteError if ranks are missing in the names."""
+    missing = next((rank for rank, path in enumerate(files) if path != file_name(rank)), None)
+    if missing is not None:
+        raise IncompleteError(f"{file_name(missing)} is missing, and there are files of later ranks")
+
+
+def axis_of(name: str, shape: Shape, width: int | None) -> int | None:
+    """The axis along which ranks cut a tensor, of which each has ``shape``; None if each has the whole. ``width`` is
+    that of the model: Llama 1 and 2 cut columns of the embedding, and Llama 3 its rows.
+
+    Raises:
+        UnsupportedError: the name is none of Llama's.
+    """
+    module = name.split(".")[-2] if "." in name else name
+    if module in _COPIED:
+        return None
+    if name == EMBEDDING and width is not None and len(shape) > 1:
+        return 0 if shape[1] == width else 1
+    axis = _AXES.get(module)
+    if axis is None or len(shape) < 2 or not name.endswith(".weight"):
+        raise UnsupportedError("it is none of Llama's, so it is not known how ranks cut it", key=name)
+    return axis

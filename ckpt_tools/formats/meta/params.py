@@ -1,0 +1,81 @@
+"""``params.json``: sizes of a model as Meta's code takes them.
+
+Sources: ``ModelArgs`` and ``FeedForward`` in ``llama/model.py`` of Meta's llama, and ``models/llama3/args.py`` of
+llama-models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.errors import MalformedError
+from ckpt_tools.formats.meta.names import PARAMS
+from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.stores.source import Source
+
+MAX_BYTES = 1 << 20
+
+CONFIG_KEYS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+}
+"""The key of ``config.json`` for each of Meta's names."""
+
+
+def own_params(source: Source) -> Mapping[str, Any]:
+    """The content of ``params.json`` beside the files; empty if there is none.
+
+    Raises:
+        MalformedError: it is not a JSON object.
+    """
+    if PARAMS not in source.files or source.size(PARAMS) > MAX_BYTES:
+        return {}
+    found = parse_json(source.read(PARAMS, 0, source.size(PARAMS)), PARAMS)
+    if not isinstance(found, dict):
+        raise MalformedError("it is not a JSON object", path=PARAMS)
+    return found
+
+
+def own_sizes(source: Source) -> Mapping[str, Any]:
+    """Sizes of ``params.json`` under the names of ``config.json``. Llama 1 and 2 have the vocabulary -1, which the
+    tokenizer tells."""
+    params = own_params(source)
+    known = {key: params.get(name) for name, key in CONFIG_KEYS.items()}
+    return {key: size for key, size in known.items() if type(size) is int and size > 0}
+
+
+def params_json(config: Mapping[str, Any]) -> bytes | None:
+    """``params.json`` of a model with this ``config.json``; None if it lacks a size."""
+    sizes = {name: config[key] for name, key in CONFIG_KEYS.items() if type(config.get(key)) in (int, float)}
+    if any(type(size) is not int for name, size in sizes.items() if name != "norm_eps"):
+        return None
+    if not {"dim", "n_layers", "n_heads", "vocab_size"} <= sizes.keys():
+        return None
+    width = config.get("intermediate_size")
+    ropes = (config.get(key) for key in ("rope_parameters", "rope_scaling"))
+    rope = next((each for each in ropes if isinstance(each, Mapping)), {})
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    found = {
+        **sizes,
+        **(_feed_forward(sizes["dim"], width) if type(width) is int and width > 0 else {}),
+        **({} if theta is None else {"rope_theta": theta}),
+        **({"use_scaled_rope": True} if rope.get("rope_type") == "llama3" else {}),
+    }
+    return (json.dumps(found, indent=2) + "\n").encode()
+
+
+def _feed_forward(dim: int, width: int) -> Mapping[str, Any]:
+    """Numbers of which Meta's code computes ``width``: two thirds of four times ``dim``, times a factor, rounded up."""
+    multiple = next(each for each in (256, 128, 64, 32, 16, 8, 4, 2, 1) if width % each == 0)
+    base = int(2 * (4 * dim) / 3)
+    if -(-base // multiple) * multiple == width:
+        return {"multiple_of": multiple}
+    # In the middle of the last step: no rounding of the product leads to another multiple.
+    return {"multiple_of": multiple, "ffn_dim_multiplier": (width - multiple / 2 + 0.5) / base}
