@@ -15,6 +15,7 @@ from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.recipes.axes import Node, extent_size, parse_axes
 from ckpt_tools.recipes.names import NamePattern
 from ckpt_tools.recipes.recipe import Line, Recipe, Way
+from ckpt_tools.recipes.repeats import Repeat
 from ckpt_tools.recipes.sizes import Binding, Size
 from ckpt_tools.recipes.stacks import Stacks
 
@@ -33,6 +34,7 @@ _TOP = (
     "others",
     "sizes",
     "map",
+    "again",
     "drop",
     "tied",
     "tied_by_default",
@@ -86,9 +88,10 @@ def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
     drop = _table(table, "drop")
     _check_keys(drop, _SIDES, "[drop]")
     left, right = (_texts(drop, side) for side in _SIDES)
-    made = tuple(_numbered(_line, line, number) for number, line in enumerate(lines, 1))
+    tables = [*enumerate(lines, 1), *_repeated(table, lines)]
+    made = tuple(_numbered(_line, line, number) for number, line in tables)
     stacks = _stacks(table)
-    stacked = [_numbered(_line, stacks.applied(line), number) for number, line in enumerate(lines, 1)] if stacks else []
+    stacked = [_numbered(_line, stacks.applied(line), number) for number, line in tables] if stacks else []
     bindings = tuple(_binding(key, value) for key, value in _table(table, "sizes").items())
     _check_variables(bindings, made)
     return Recipe(
@@ -109,6 +112,18 @@ def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
         left_ties=_flag(table, "left_ties", default=True),
         text=text,
     )
+
+
+def _repeated(table: Mapping[str, Any], lines: list[Any]) -> list[tuple[int, Any]]:
+    """Lines that ``[[again]]`` makes of others, with the numbers of these."""
+    found = table.get("again", [])
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise UsageError("again is not a list of tables; write [[again]]")
+    for each in found:
+        _check_keys(each, _SIDES, "an [[again]]")
+    repeats = [Repeat(*(_texts(each, side) for side in _SIDES)) for each in found]
+    made = ((number, repeat.applied(line)) for repeat in repeats for number, line in enumerate(lines, 1))
+    return [(number, line) for number, line in made if line is not None]
 
 
 def _stacks(table: Mapping[str, Any]) -> Stacks | None:

@@ -271,3 +271,56 @@ class TestOptimizerStateOfOtherNames:
         _, found = mapped(OF_STATE, self.ARRAYS, {"q": 4})
         _, back = mapped(OF_STATE, found, {"q": 4}, inverse=True)
         assert {str(name) for name in back} == {"q", "k"}
+
+
+AGAIN = """
+[sizes]
+L = "config.num_hidden_layers"
+[[again]]
+left = ["layers.{layer}.", "mtp.{i}.inner."]
+right = ["h.{layer}.", "h.{i+L}."]
+[[map]]
+left = "embed"
+right = "e"
+[[map]]
+left = { "layers.{layer}.w13" = "(gate:F up:F)" }
+right = { "h.{layer}.w1" = "gate", "h.{layer}.w3" = "up" }
+[[map]]
+left = "layers.{layer}.norm"
+right = "h.{layer}.n"
+beside = { right = "h.{layer}.w1" }
+"""
+
+
+class TestLinesOfOtherPlaces:
+    def test_there_and_back(self) -> None:
+        arrays = {key(f"{prefix}w13"): numbers(4, seed=n) for n, prefix in enumerate(("layers.0.", "mtp.0.inner."))}
+        arrays |= {key(f"{prefix}norm"): numbers(2, seed=n) for n, prefix in enumerate(("layers.0.", "mtp.0.inner."))}
+        arrays[key("embed")] = numbers(3)
+        _, found = mapped(AGAIN, arrays, {"num_hidden_layers": 1})
+        assert {str(name) for name in found} == {"e", "h.0.w1", "h.0.w3", "h.0.n", "h.1.w1", "h.1.w3", "h.1.n"}
+        assert found[key("h.1.w3")].tobytes() == arrays[key("mtp.0.inner.w13")][2:].tobytes()
+        _, back = mapped(AGAIN, found, {"num_hidden_layers": 1}, inverse=True)
+        assert {name: array.tobytes() for name, array in back.items()} == {
+            name: array.tobytes() for name, array in arrays.items()
+        }
+
+    def test_they_are_optional(self) -> None:
+        arrays = {key("embed"): numbers(3), key("layers.0.w13"): numbers(4), key("layers.0.norm"): numbers(2)}
+        _, found = mapped(AGAIN, arrays, {"num_hidden_layers": 1})
+        assert {str(name) for name in found} == {"e", "h.0.w1", "h.0.w3", "h.0.n"}
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ('["layers.{layer}."]', r"left = \['layers.\{layer\}.'\] under \[\[again\]\] is not a list of two"),
+            ('["", "mtp."]', "is not a list of two beginnings of names"),
+        ],
+    )
+    def test_one_beginning_is_refused(self, wrong: str, message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            parse_recipe(AGAIN.replace('["layers.{layer}.", "mtp.{i}.inner."]', wrong), "r", "r.toml")
+
+    def test_what_is_no_table_is_refused(self) -> None:
+        with pytest.raises(UsageError, match=r"write \[\[again\]\]"):
+            parse_recipe('again = ["a"]\n[[map]]\nleft = "a"\nright = "b"\n', "r", "r.toml")
