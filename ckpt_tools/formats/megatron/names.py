@@ -125,6 +125,14 @@ def declared_forms(names: Iterable[str]) -> dict[str, bool]:
     return {flag: any(map(pattern.search, names)) for flag, pattern in patterns.items()}
 
 
+def is_buffer(name: str) -> bool:
+    """Whether it is a router's correction bias, which is no parameter and stays fp32 in a model of 16 bits.
+
+    Source: megatron-core 0.16.1, ``transformer/moe/router.py``, ``_maintain_float32_expert_bias``.
+    """
+    return name.endswith(".router.expert_bias")
+
+
 def is_expert(name: str) -> bool:
     """Whether it is a parameter of an expert, which expert parallelism distributes. Shared experts are not."""
     return ".experts." in f".{name}"

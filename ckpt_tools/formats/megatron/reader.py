@@ -29,7 +29,7 @@ from ckpt_tools.formats.dcp.reader import read_object, ties_among
 from ckpt_tools.formats.foreign import refuse_weights
 from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
 from ckpt_tools.formats.megatron.folders import Folder, find_folder
-from ckpt_tools.formats.megatron.names import COMMON_ITEM, OWN_ITEM, State, is_of_buckets, state_of
+from ckpt_tools.formats.megatron.names import COMMON_ITEM, OWN_ITEM, State, is_buffer, is_of_buckets, state_of
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import Leaves
 from ckpt_tools.serialization.torch_zip import locate_item, open_archive
@@ -137,8 +137,8 @@ class _Contents:
         found = {}
         for name in self._weights():
             if name not in aliases:
-                is_buffer = name in buffers or not self.index.tensors[name].dtype.is_floating
-                found[StateKey(name)] = self._made(name, Kind.BUFFER if is_buffer else Kind.PARAMETER)
+                is_other = name in buffers or is_buffer(name) or not self.index.tensors[name].dtype.is_floating
+                found[StateKey(name)] = self._made(name, Kind.BUFFER if is_other else Kind.PARAMETER)
         for key, state in self._states.items():
             at = StateKey(state.name, state.slot)
             if state.slot == MASTER and (self._ties.get(key) == state.name or state.name in widened):
