@@ -83,6 +83,7 @@ _STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
 _SINGLE_LAYER = re.compile(r"(?:^|\.)(?:de|en)coder\.layers\.\d+\.", re.ASCII)
 _LOCAL_SHARD = re.compile(r"\.linear_fc1\.(?:weight|bias)_[wv]$|\.experts\.experts\.\d+\.", re.ASCII)
 _STACKED_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
+_NUMBER = re.compile(r"\.\d+(?=\.)", re.ASCII)
 _EXTRA_STATE = re.compile(r".+\._extra_state/shard_[\d.]+_[\d.]+", re.ASCII)
 _IN_MODULE = re.compile(
     r"((?:.+\.)?(?:decoder|encoder|mtp)\..+?)\.(?:weight|bias|layer_norm_weight|layer_norm_bias)(?:[._][^.]+)?"
@@ -146,6 +147,11 @@ def num_dims(name: str, stored: int) -> int:
 def is_extra_state(name: str) -> bool:
     """Whether it names a piece of the object in which a module keeps what is not a tensor, such as scales of fp8."""
     return _EXTRA_STATE.fullmatch(name) is not None
+
+
+def without_numbers(name: str) -> str:
+    """The module of such an object without the numbers of layers and experts, which not all forms have."""
+    return _NUMBER.sub("", name.partition("/")[0])
 
 
 def extra_states(weights: Mapping[str, Shape]) -> list[str]:

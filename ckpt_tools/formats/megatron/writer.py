@@ -50,6 +50,7 @@ from ckpt_tools.formats.megatron.names import (
     extra_states,
     is_expert,
     is_extra_state,
+    without_numbers,
 )
 from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
@@ -188,13 +189,19 @@ class _State:
         these modules, ``objects`` gets the first, and the others are the same by name."""
         weights = {key.fqn: entry.shape for kind in _WEIGHTS for key, entry in self.manifest.of_kind(kind).items()}
         wanted = extra_states(weights)
-        if not wanted or not objects.keys().isdisjoint(wanted):
-            return {}
-        stale = [name for name in objects if is_extra_state(name)]
-        said = [name for name in stale if objects.pop(name) != [None]]
+        known = frozenset(wanted)
+        others = [name for name in objects if is_extra_state(name) and name not in known]
+        if not objects.keys().isdisjoint(known):
+            # Layers and experts that the source names one by one are stacked now, or the other way round.
+            forms = frozenset(map(without_numbers, wanted))
+            others = [name for name in others if without_numbers(name) in forms]
+            if not others:
+                return {}
+        said = [name for name in others if objects.pop(name) != [None]]
         self.notes += [Note(Outcome.DROPPED, name, "no module of the output has this name") for name in said]
-        objects[wanted[0]] = [None]
-        return dict.fromkeys(wanted[1:], wanted[0])
+        missing = [name for name in wanted if name not in objects]
+        objects |= {name: [None] for name in missing[:1]}
+        return dict.fromkeys(missing[1:], missing[0]) if missing else {}
 
     def _name(self, key: StateKey) -> str:
         if "." in key.slot:
