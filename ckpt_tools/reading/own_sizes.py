@@ -32,6 +32,10 @@ _OF_CONFIG = {
     "linear_value_head_dim": "linear_value_head_dim",
     "linear_num_key_heads": "linear_num_key_heads",
     "linear_num_value_heads": "linear_num_value_heads",
+    "mamba_num_heads": "mamba_num_heads",
+    "mamba_head_dim": "mamba_head_dim",
+    "mamba_num_groups": "n_groups",
+    "mamba_state_dim": "ssm_state_size",
 }
 """The key of ``config.json`` for each of Megatron's names."""
 
