@@ -28,6 +28,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     ),
     "dcp": BuiltIn("dcp.format:DcpFormat", (".metadata",)),
     "orbax": BuiltIn("orbax.format:OrbaxFormat", ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt")),
+    "nanotron": BuiltIn("nanotron.format:NanotronFormat", ("checkpoint_metadata.json",)),
     "universal": BuiltIn("deepspeed.format:UniversalFormat", ("/fp32.pt",)),
     "deepspeed": BuiltIn("deepspeed.format:DeepSpeedFormat", ("_states.pt",)),
     "zero1": BuiltIn("deepspeed.format:ZERO1"),

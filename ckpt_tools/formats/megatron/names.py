@@ -33,6 +33,11 @@ FILES = r"metadata\.json|common\.pt|model_optim_rng\.pt|distrib_optim\.pt"
 MAX_CONFIG_BYTES = 1 << 20
 """It names a backend and two versions."""
 
+LAYER_WISE = re.compile(r"(?:.*/)?layer_wise_optimizer_\d+\.pt")
+"""The layer-wise optimizer (Muon) of a data-parallel rank, beside the checkpoint or its folder (Megatron-LM,
+training/checkpointing.py): all of the optimizer with ``--ckpt-format torch``, and once more what a ``torch_dist``
+holds (NVIDIA-NeMo/Megatron-Bridge#2307)."""
+
 _LEGACY = re.compile(r"(?:.*/)?(?:model_optim_rng|model_rng|distrib_optim)\.pt")
 
 

@@ -29,7 +29,15 @@ from ckpt_tools.formats.dcp.reader import read_object, ties_among
 from ckpt_tools.formats.foreign import refuse_weights
 from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
 from ckpt_tools.formats.megatron.folders import Folder, find_folder
-from ckpt_tools.formats.megatron.names import COMMON_ITEM, OWN_ITEM, State, is_buffer, is_of_buckets, state_of
+from ckpt_tools.formats.megatron.names import (
+    COMMON_ITEM,
+    LAYER_WISE,
+    OWN_ITEM,
+    State,
+    is_buffer,
+    is_of_buckets,
+    state_of,
+)
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import Leaves
 from ckpt_tools.serialization.torch_zip import locate_item, open_archive
@@ -79,6 +87,7 @@ class _Contents:
         return cls(folder, index, common, inner, own)
 
     def manifest(self) -> Manifest:
+        self._refuse_layer_wise()
         objects = self._objects()
         entries = self._entries()
         groups = self._groups(entries)
@@ -258,6 +267,17 @@ class _Contents:
         file = literal_file(f"step {step}")
         self.literals[file] = struct.pack("<f", step)
         return TensorEntry((), DType.FLOAT32, Kind.STATE, ShardTable.whole((), DType.FLOAT32, ByteRange(file, 0, 4)))
+
+    def _refuse_layer_wise(self) -> None:
+        """Raises UnsupportedError if the only state of the optimizer is in files of its own."""
+        found = next((path for path in self.folder.source.files if LAYER_WISE.fullmatch(path)), None)
+        if found is not None and not self._states:
+            raise UnsupportedError(
+                "it is the state of Megatron's layer-wise optimizer (Muon) of one data-parallel rank, which is not "
+                "supported, and the checkpoint itself has no state of the optimizer; move these files away for the "
+                "weights alone",
+                path=found,
+            )
 
     def _note_buckets(self) -> None:
         lost = [key for key in (*self.index.tensors, *self.index.objects) if is_of_buckets(key)]

@@ -239,6 +239,19 @@ class TestFolders:
         (note,) = [note for note in notes_of(tmp_path) if note.what == "optimizer state"]
         assert note.outcome is Outcome.DROPPED and "(dp_zero_gather_scatter)" in note.why
 
+    @pytest.mark.parametrize("place", ["", FOLDER])
+    def test_an_optimizer_in_layer_wise_files_alone_is_refused_by_name(self, run: Path, place: str) -> None:
+        for rank in range(2):
+            torch.save({"state": {}}, run / place / f"layer_wise_optimizer_{rank}.pt")
+        with pytest.raises(UnsupportedError, match=r"layer_wise_optimizer_0\.pt: it is the state of .*\(Muon\)"):
+            ckpt_tools.inspect(run)
+
+    def test_layer_wise_files_beside_an_optimizer_are_a_second_copy(self, tmp_path: Path) -> None:
+        made = shutil.copytree(corpus.make("megatron").folder, tmp_path / "run")
+        before = ckpt_tools.inspect(made)
+        (made / "layer_wise_optimizer_0.pt").write_bytes(b"")
+        assert ckpt_tools.inspect(made).num_state_tensors == before.num_state_tensors > 0
+
     def test_a_file_of_the_legacy_format_by_itself(self) -> None:
         made = corpus.make("megatron-legacy")
         with pytest.raises(UnsupportedError, match="legacy format"):

@@ -1,0 +1,46 @@
+"""Checkpoints of nanotron."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_tools.formats.base import Format
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.options import ReadOptions
+    from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
+
+
+class NanotronFormat(Format):
+    """Reads the folder of a step, or of a run, whose ``latest.txt`` chooses one."""
+
+    name = "nanotron"
+    about = "nanotron: a folder with checkpoint_metadata.json, a file for each tensor, and files of the optimizer"
+
+    def detect(self, source: Source) -> bool:
+        from ckpt_tools.formats.nanotron.names import METADATA
+
+        return any(path.rpartition("/")[2] == METADATA for path in source.files)
+
+    def read(self, source: Source, options: ReadOptions) -> Manifest:
+        from ckpt_tools.formats.nanotron.reader import read
+
+        return read(source)
+
+    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
+        from ckpt_tools.formats.nanotron.reader import own_files
+
+        return own_files(source)
+
+    def problem(self, saved: Saved) -> str | None:
+        from ckpt_tools.formats.nanotron.names import METADATA
+
+        is_begun = any(path.startswith("model/") for path in saved.files) and "model_config.json" in saved.files
+        return f"no {METADATA}: the save did not finish" if is_begun and METADATA not in saved.files else None
+
+    def is_named(self, saved: Saved) -> bool:
+        from ckpt_tools.formats.nanotron.names import METADATA
+
+        return METADATA in saved.files

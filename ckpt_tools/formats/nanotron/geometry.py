@@ -1,0 +1,85 @@
+"""Where the elements of a rank's tensor are in the whole tensor.
+
+``local_global_slices_pairs`` in the metadata of a file is ``LOCAL#GLOBAL;...``, and each side has a slice ``start,stop,
+step`` for each dim, with ``|`` between (nanotron, parallel/parameters.py, SlicesPair). Rows of several projections in
+one tensor, such as those of QKV, have a pair each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import sub
+
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, flat_index, from_flat, is_row_major
+from ckpt_tools.core.shards import ByteRange, Shard
+from ckpt_tools.errors import MalformedError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's tensor of shape ``local``, whose boxes are boxes of the tensor of ``shape``."""
+
+    local: Shape
+    shape: Shape
+    pairs: tuple[tuple[Box, Box], ...]
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Part:
+        return cls(shape, shape, ((Box.whole(shape), Box.whole(shape)),))
+
+    @classmethod
+    def read(cls, pairs: str, shape: Shape, local: Shape) -> Part:
+        """From the metadata of a file. Raises MalformedError, or UnsupportedError for slices with steps."""
+        found = []
+        for pair in pairs.split(";"):
+            inner, _, outer = pair.partition("#")
+            boxes = _box(inner, local), _box(outer, shape)
+            if boxes[0].shape != boxes[1].shape:
+                raise MalformedError(f"its slices {pair:.200} are of two sizes")
+            found.append(boxes)
+        return cls(local, shape, tuple(found))
+
+    def shards(self, start: int, stop: int, at: ByteRange, item_bytes: int) -> Iterator[Shard]:
+        """The elements ``[start, stop)`` of the rank's tensor, flattened, which are the bytes ``at``."""
+        strides = contiguous_strides(self.local)
+        for box in from_flat(start, stop, self.local):
+            for inner, outer in self.pairs:
+                cut = box.intersect(inner)
+                if cut is None:
+                    continue
+                first = flat_index(cut.start, self.local) - start
+                reach = sum((n - 1) * stride for n, stride in zip(cut.shape, strides, strict=True)) + 1
+                begin = at.start + first * item_bytes
+                moved = cut.shift(tuple(map(sub, outer.start, inner.start)))
+                packed = None if is_row_major(cut.shape, strides) else strides
+                yield Shard(moved, ByteRange(at.file, begin, begin + reach * item_bytes), packed)
+
+
+def _box(text: str, shape: Shape) -> Box:
+    parts = [each.split(",") for each in text.split("|")]
+    if len(parts) != len(shape) or any(len(part) != 3 for part in parts):
+        raise MalformedError(f"its slices {text:.200} are not of {len(shape)} dims")
+    bounds = [_bounds(part, size) for part, size in zip(parts, shape, strict=True)]
+    return Box(tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))
+
+
+def _bounds(part: list[str], size: int) -> tuple[int, int]:
+    try:
+        start, stop, step = (None if each == "None" else int(each) for each in part)
+    except ValueError:
+        raise MalformedError(f"{','.join(part):.200} is not a slice") from None
+    if step not in (None, 1):
+        raise UnsupportedError(f"its slices have a step of {step}, which is not supported")
+    start, stop = 0 if start is None else start, size if stop is None else stop
+    if not 0 <= start <= stop <= size:
+        raise MalformedError(f"the slice {start}:{stop} is not within {size}")
+    return start, stop
+
+
+def interval(numel: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The elements of a flattened tensor that a data-parallel rank updates with ZeRO-1: the first ranks have one more
+    where the ranks do not divide them (nanotron, optim/zero.py, _partition_parameters)."""
+    each, left = divmod(numel, ranks)
+    start = rank * each + min(rank, left)
+    return start, start + each + (rank < left)

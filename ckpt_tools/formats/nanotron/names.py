@@ -1,0 +1,64 @@
+"""Names of nanotron's files (huggingface/nanotron 2411b02, serialize/utils.py, optimizer.py, metadata.py)."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+METADATA = "checkpoint_metadata.json"
+"""Of a checkpoint; written last."""
+
+OPTIMIZER_CONFIG = "optimizer/optimizer_config.json"
+
+LATEST = "latest.txt"
+"""Beside the checkpoints of a run, which are folders named by their steps: the step of the last one."""
+
+VERSIONS = ("1.2", "1.3", "1.4", "1.5")
+"""Versions of a checkpoint, whose tensors state their boxes; older ones do not."""
+
+_RANKS = (
+    r"_pp-rank-(?P<pp>\d{1,6})-of-\d{1,6}_tp-rank-(?P<tp>\d{1,6})-of-\d{1,6}(?:_exp-rank-(?P<exp>\d{1,6})-of-\d{1,6})?"
+)
+_WEIGHT = re.compile(rf"model/(?P<folder>.+)/model_(?P<last>[^/]+?)(?:{_RANKS})?\.safetensors")
+_OPTIMIZER = re.compile(
+    r"optimizer/optimizer_pp-(?P<pp>\d{1,6})-of-(?P<pps>\d{1,6})(?:_dp-(?P<dp>\d{1,6})-of-(?P<dps>\d{1,6}))?"
+    r"_tp-(?P<tp>\d{1,6})-of-(?P<tps>\d{1,6})_exp-(?P<exp>\d{1,6})-of-(?P<exps>\d{1,6})\.pt"
+)
+
+
+class WeightFile(NamedTuple):
+    """The tensor in a file. A rank is None where all ranks of its kind have the whole tensor."""
+
+    name: str
+    tp: int | None
+    exp: int | None
+
+
+class OptimizerFile(NamedTuple):
+    """The ranks of a file of the optimizer, and how many there are. ``dp`` is None without ZeRO-1."""
+
+    pp: int
+    tp: int
+    exp: int
+    dp: int | None
+    sizes: tuple[int, int, int, int | None]
+
+
+def weight_file(path: str) -> WeightFile | None:
+    """``path`` is relative to the checkpoint's folder. None for another file."""
+    found = _WEIGHT.fullmatch(path)
+    if found is None:
+        return None
+    name = f"{found['folder'].replace('/', '.')}.{found['last']}"
+    tp, exp = (None if found[each] is None else int(found[each]) for each in ("tp", "exp"))
+    return WeightFile(name, tp, exp)
+
+
+def optimizer_file(path: str) -> OptimizerFile | None:
+    """``path`` is relative to the checkpoint's folder. None for another file."""
+    found = _OPTIMIZER.fullmatch(path)
+    if found is None:
+        return None
+    dp, dps = (None if found[each] is None else int(found[each]) for each in ("dp", "dps"))
+    sizes = (int(found["pps"]), int(found["tps"]), int(found["exps"]), dps)
+    return OptimizerFile(int(found["pp"]), int(found["tp"]), int(found["exp"]), dp, sizes)
