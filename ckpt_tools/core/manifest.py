@@ -12,20 +12,24 @@ flat ZeRO interval stays one row until boxes are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 from math import prod
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tools.core.boxes import Shape, split_dims
+from ckpt_tools.core.boxes import Box, Shape, split_dims
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Note, merged
 from ckpt_tools.core.shards import ByteRange, ShardTable, check_cover
 from ckpt_tools.core.trainer_folder import TrainerFolder
 from ckpt_tools.errors import MalformedError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 WEIGHT = "weight"
 """Slot of the tensor that the model itself holds: a parameter in the model's dtype, or a buffer."""
@@ -103,6 +107,58 @@ class TensorEntry:
         return self if dtype is self.dtype else replace(self, dtype=dtype)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed(ABC):
+    """A tensor of ``shape`` whose elements are computed as ``dtype`` from those of ``operands`` when they are read.
+
+    It is a file that is nowhere, as a literal is: ``Manifest.computed`` has it by name, and it holds the elements of
+    the tensor, row-major. The shards of an entry name it like any other file, so that selecting, renaming, casting,
+    recipes, planning and comparing know nothing of it. ``transfer.computing`` has the store that makes it, piece by
+    piece. Its repr must tell everything that the elements depend on but the operands: ``--resume`` compares it.
+    """
+
+    shape: Shape
+    dtype: DType
+    operands: tuple[TensorEntry, ...] = field(repr=False)
+
+    @abstractmethod
+    def regions(self, box: Box) -> Sequence[Box]:
+        """For each operand the region that the elements of ``box`` need."""
+
+    @abstractmethod
+    def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        """The elements of ``box`` into ``out``, which has its shape. ``parts`` are the regions of the operands, which
+        may be used again: they must not be changed."""
+
+    @property
+    def working_bytes(self) -> int:
+        """The most memory that a piece of ``MAX_PIECE`` elements takes, its parts included, but not ``out``."""
+        return 4 << 20
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.item_bytes
+
+    @property
+    def cost(self) -> float:
+        """Bytes of the operands for each byte of the result."""
+        return sum(each.shards.num_bytes for each in self.operands) / max(1, self.num_bytes)
+
+    def table(self, name: str) -> ShardTable:
+        """The computed file ``name`` as the one shard of a tensor."""
+        return ShardTable.whole(self.shape, self.dtype, ByteRange(name, 0, self.num_bytes))
+
+
+MAX_PIECE = 1 << 18
+"""The most elements of a tensor that are computed at once: 1 MiB in float32, which the processor's cache still holds.
+"""
+
+
+def computed_file(name: str) -> str:
+    """The name of the computed file that is called ``name``; no file of a store has it."""
+    return f"computed:{name}"
+
+
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
     """A group of the optimizer: the fqns of its parameters in order, and its hyperparameters by name."""
@@ -174,7 +230,8 @@ class Manifest:
     ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one. ``left_out`` are names of
     tensors that cannot be read, and that the options did not choose. ``archives`` are zips within files, in which
     tensors lie as in a file of their own: the objects of a DCP. ``must_equal`` are pairs to compare before anything is
-    written.
+    written. ``computed`` are tensors as files that are nowhere, as ``literals`` are: their elements are computed when
+    they are read.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
@@ -195,12 +252,14 @@ class Manifest:
     left_out: frozenset[str] = frozenset()
     archives: tuple[ByteRange, ...] = ()
     must_equal: tuple[Equal, ...] = ()
+    computed: Mapping[str, Computed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))
         object.__setattr__(self, "aliases", _frozen(self.aliases))
         object.__setattr__(self, "extra", _frozen(self.extra))
         object.__setattr__(self, "literals", _frozen(self.literals))
+        object.__setattr__(self, "computed", _frozen(self.computed))
         object.__setattr__(self, "notes", merged(self.notes))
         names = self.fqns
         _check_text(chain(names, {key.slot for key in self.tensors}, self.aliases, map(str, self.extra)))
@@ -213,8 +272,15 @@ class Manifest:
 
     @property
     def files(self) -> frozenset[str]:
-        """The files that hold bytes of tensors; of ``literals`` too, which are files nowhere."""
+        """The files that hold bytes of tensors; of ``literals`` and ``computed`` too, which are files nowhere."""
         return frozenset(file for entry in self.tensors.values() for file in entry.shards.files)
+
+    @property
+    def stored_files(self) -> frozenset[str]:
+        """The files of the store that hold bytes of tensors, or of what they are computed from."""
+        operands = (entry for each in self.computed.values() for entry in each.operands)
+        files = self.files.union(file for entry in operands for file in entry.shards.files)
+        return files - self.literals.keys() - self.computed.keys()
 
     @property
     def fqns(self) -> frozenset[str]:

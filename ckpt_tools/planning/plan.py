@@ -18,7 +18,7 @@ from operator import sub
 from ckpt_tools.core.boxes import is_contiguous, is_row_major
 from ckpt_tools.core.casts import MAX_CAST_BYTES
 from ckpt_tools.core.layout import FILES_KEPT, Crc32, FileLayout, Layout, LazyFile, Literal, Payload
-from ckpt_tools.core.manifest import Manifest, StateKey
+from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import Framing
 from ckpt_tools.core.wording import count, size
@@ -125,10 +125,10 @@ class Plan:
 
     def figures(self) -> Figures:
         """Bytes moved, computed in one pass, because files made on demand are made once."""
-        stored = {key: entry.shards.dtype.item_bytes for key, entry in self.manifest.tensors.items()}
+        stored = {key: self._stored_bytes(entry) for key, entry in self.manifest.tensors.items()}
         files: dict[str, int] = {}
         tensors: set[StateKey] = set()
-        num_tasks = bytes_read = 0
+        num_tasks, bytes_read = 0, 0.0
         for file in self.layout.files:
             made = file.load()
             files[file.path] = made.size_bytes
@@ -139,7 +139,12 @@ class Plan:
                 for segment, num_bytes in zip(made.segments, map(sub, made.offsets[1:], made.offsets), strict=True)
                 if isinstance(segment, Payload)
             )
-        return Figures(files, frozenset(tensors), num_tasks, bytes_read, sum(files.values()))
+        return Figures(files, frozenset(tensors), num_tasks, round(bytes_read), sum(files.values()))
+
+    def _stored_bytes(self, entry: TensorEntry) -> float:
+        """Bytes that are read for an element. A tensor is computed whole or not at all."""
+        made = self.manifest.computed.get(entry.shards.files[0]) if entry.shards.files else None
+        return entry.shards.dtype.item_bytes * (1 if made is None else made.cost)
 
     @property
     def scratch_bytes(self) -> int:
@@ -149,7 +154,7 @@ class Plan:
     @property
     def peak_memory_bytes(self) -> int:
         """The most resident memory the conversion will take, start-up included."""
-        fixed = _fixed_bytes(self.manifest, self.layout)
+        fixed = _fixed_bytes(self.manifest, self.layout, self.num_workers)
         largest = max((file.size_bytes for file in self.layout.files), default=0)
         buffers = _worker_bytes(min(self.task_bytes, largest), self.is_strided)
         return self.remote_bytes + max(self.reading_bytes, fixed + self.num_workers * buffers)
@@ -177,7 +182,7 @@ def make_plan(
     Raises:
         MemoryBudgetError: not even the smallest tasks fit.
     """
-    fixed, is_strided = _fixed_bytes(manifest, layout), _is_strided(manifest, layout)
+    fixed, is_strided = _fixed_bytes(manifest, layout, num_workers), _is_strided(manifest, layout)
 
     def needed(task_bytes: int) -> int:
         return remote_bytes + max(reading_bytes, fixed + num_workers * _worker_bytes(task_bytes, is_strided))
@@ -236,15 +241,18 @@ def _typical(lazy: Sequence[LazyFile]) -> Sequence[LazyFile]:
     return (*lazy[:1], *lazy[-1:])
 
 
-def _fixed_bytes(manifest: Manifest, layout: Layout) -> int:
-    return _tables_bytes(manifest) + _layout_bytes(layout) + manifest.decoding_bytes
+def _fixed_bytes(manifest: Manifest, layout: Layout, num_workers: int) -> int:
+    computing = num_workers * max((each.working_bytes for each in manifest.computed.values()), default=0)
+    return _tables_bytes(manifest) + _layout_bytes(layout) + manifest.decoding_bytes + computing
 
 
 def _tables_bytes(manifest: Manifest) -> int:
-    num_shards = sum(len(entry.shards) for entry in manifest.tensors.values())
-    is_compressed = any(entry.shards.framing is Framing.ZSTD_ITEM for entry in manifest.tensors.values())
+    operands = [entry for each in manifest.computed.values() for entry in each.operands]
+    entries = [*manifest.tensors.values(), *operands]
+    num_shards = sum(len(entry.shards) for entry in entries)
+    is_compressed = any(entry.shards.framing is Framing.ZSTD_ITEM for entry in entries)
     streams = INFLATING_BYTES if is_compressed else 0
-    return BASE_BYTES + streams + BYTES_PER_SHARD * num_shards + BYTES_PER_TENSOR * len(manifest.tensors)
+    return BASE_BYTES + streams + BYTES_PER_SHARD * num_shards + BYTES_PER_TENSOR * len(entries)
 
 
 def _layout_bytes(layout: Layout) -> int:

@@ -84,6 +84,11 @@ class Store(ABC):
         """The file in terms of a service that copies between its own files; None if there is no such service."""
         return None
 
+    def cost(self, path: str, num_bytes: int) -> int:
+        """Bytes of stored files that a read of ``num_bytes`` takes: other than these if the file is made as it is
+        read."""
+        return num_bytes
+
     def prefetch(self, path: str, start: int, stop: int) -> None:  # noqa: B027 - nothing to do is the default
         """This thread is about to read most of these bytes: a distant store may read them at once.
 
@@ -128,6 +133,10 @@ class StoreWrapper(Store):
     def locate(self, path: str) -> ServiceFile | None:
         store, name = self._behind(path)
         return store.locate(name)
+
+    def cost(self, path: str, num_bytes: int) -> int:
+        store, name = self._behind(path)
+        return store.cost(name, num_bytes)
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
         store, name = self._behind(path)

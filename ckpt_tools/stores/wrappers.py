@@ -1,10 +1,14 @@
-"""Stores in front of others: with files of other stores, with literals, or a folder of a store by itself."""
+"""Stores in front of others: with files of other stores, with literals, with files made as they are read, or a folder
+of a store by itself."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source, Store, StoreWrapper, checked_name
@@ -43,6 +47,58 @@ class Overlay(StoreWrapper):
     def _behind(self, path: str) -> tuple[Store, str]:
         """A literal has no version, no time and no service."""
         return MemoryStore() if path in self.literals else self.store, path
+
+
+class Elements(Protocol):
+    """The elements of a tensor, row-major, as a file that is made as it is read."""
+
+    @property
+    def dtype(self) -> DType: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class MakingStore(StoreWrapper):
+    """``store`` with one more file for each of ``made``, whose elements are decoded or computed as they are read."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def made(self) -> Mapping[str, Elements]:
+        """The files by name."""
+
+    @abstractmethod
+    def _make(self, path: str, first: int, last: int, buffer: memoryview) -> None:
+        """Elements ``[first, last)`` of a file of ``made`` into ``buffer``, which has exactly their room."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {name: each.num_bytes for name, each in self.made.items()}
+
+    def list(self) -> Mapping[str, int]:
+        return {**self.store.list(), **self.sizes}
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        found = self.made.get(path)
+        if found is None:
+            self.store.read_into(path, start, buffer)
+            return
+        stop, item = start + len(buffer), found.dtype.item_bytes
+        if stop > found.num_bytes:
+            raise IncompleteError(f"it ends at byte {found.num_bytes:,}, before byte {stop:,}", path=path)
+        first, last = start // item, -(-stop // item)
+        if start == first * item and stop == last * item:
+            self._make(path, first, last, buffer)
+        else:
+            whole = bytearray((last - first) * item)
+            self._make(path, first, last, memoryview(whole))
+            buffer[:] = memoryview(whole)[start - first * item :][: len(buffer)]
+
+    def _behind(self, path: str) -> tuple[Store, str]:
+        """A file of ``made`` has no version, no time and no service, and is not read ahead."""
+        return MemoryStore() if path in self.made else self.store, path
 
 
 @dataclass(frozen=True, slots=True)

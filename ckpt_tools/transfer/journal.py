@@ -12,13 +12,13 @@ import io
 import json
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.core.layout import Crc32, FileSpec, Literal, Padding, Payload, Segment
-from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.errors import CkptError, StoreError, UsageError
@@ -260,20 +260,23 @@ def fingerprint(plan: Plan, source: Store) -> str:
     """
     digest = _Digest()
     digest.add(plan.task_bytes, plan.copies, [(file.path, file.size_bytes) for file in plan.layout.files])
-    for name in _add_tensors(digest, plan.manifest):
+    manifest = plan.manifest
+    operands = {(name, n): e for name, each in manifest.computed.items() for n, e in enumerate(each.operands)}
+    for name in _add_tensors(digest, [*manifest.tensors.items(), *operands.items()]):
         digest.add(name, _version(source, name))
-    for name, data in sorted(plan.manifest.literals.items()):
+    for name, data in sorted(manifest.literals.items()):
         digest.add(name)
         digest.add_bytes(data)
+    digest.add(sorted((name, repr(each)) for name, each in manifest.computed.items()))
     return digest.text()
 
 
-def _add_tensors(digest: _Digest, manifest: Manifest) -> list[str]:
+def _add_tensors(digest: _Digest, tensors: Iterable[tuple[tuple[object, ...], TensorEntry]]) -> list[str]:
     """Every tensor, and every shard of it; the files they lie in."""
     known: dict[int | str, int] = {}
     names: dict[str, None] = {}
     held: list[Sequence[str]] = []  # an address is that of one list as long as the list lives
-    for key, entry in manifest.tensors.items():
+    for key, entry in tensors:
         table = entry.shards
         files = table.files
         which = files[0] if len(files) == 1 else id(files)

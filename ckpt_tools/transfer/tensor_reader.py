@@ -179,9 +179,10 @@ class TensorReader:
             self._inflating.read_into(file, start, buffer)
             return
         self.store.read_into(file, start, buffer)
-        self._buffers.bytes_read = self.bytes_read_here + len(buffer)
+        num_bytes = self.store.cost(file, len(buffer))
+        self._buffers.bytes_read = self.bytes_read_here + num_bytes
         with self._lock:
-            self._bytes_read += len(buffer)
+            self._bytes_read += num_bytes
 
     def _place(self, hit: Hit, first_byte: int, out: memoryview) -> None:
         """Read a hit whose piece has its element 0 at ``first_byte`` of its file."""

@@ -356,5 +356,5 @@ def test_the_fingerprint_covers_the_file_of_every_tensor() -> None:
     names = [f"{number}.bin" for number in range(50)]
     tables = [ShardTable.whole((2,), DType.FLOAT32, ByteRange(name, 0, 8)) for name in names]
     entries = [TensorEntry((2,), DType.FLOAT32, Kind.PARAMETER, table) for table in tables]
-    manifest = Manifest("x", {StateKey(name): entry for name, entry in zip(names, entries, strict=True)})
-    assert journal_module._add_tensors(journal_module._Digest(), manifest) == sorted(names)
+    tensors = [(StateKey(name), entry) for name, entry in zip(names, entries, strict=True)]
+    assert journal_module._add_tensors(journal_module._Digest(), tensors) == sorted(names)

@@ -23,8 +23,8 @@ from ckpt_tools.core.values import are_naturals
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.formats.orbax.metadata import Tree
 from ckpt_tools.formats.orbax.names import MANIFEST
-from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.source import Store, StoreWrapper
+from ckpt_tools.stores.source import Store
+from ckpt_tools.stores.wrappers import MakingStore
 
 FILE_PREFIX = "array:"
 """Prefix of the names of these files, which no store has."""
@@ -169,7 +169,7 @@ def decoding_bytes(arrays: Mapping[str, Array]) -> int:
 
 
 @dataclass(slots=True)
-class ArrayStore(StoreWrapper):
+class ArrayStore(MakingStore):
     """``store`` with a file for each of ``arrays``, which are by the names of those files. Safe to share between
     threads. ``version_file`` is written again whenever an array is."""
 
@@ -181,30 +181,11 @@ class ArrayStore(StoreWrapper):
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @property
-    def sizes(self) -> Mapping[str, int]:
-        return {name: array.num_bytes for name, array in self.arrays.items()}
+    def made(self) -> Mapping[str, Array]:
+        return self.arrays
 
-    def list(self) -> Mapping[str, int]:
-        return {**self.store.list(), **self.sizes}
-
-    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        array = self.arrays.get(path)
-        if array is None:
-            self.store.read_into(path, start, buffer)
-            return
-        stop, item = start + len(buffer), array.dtype.item_bytes
-        if stop > array.num_bytes:
-            raise IncompleteError(f"it ends at byte {array.num_bytes:,}, before byte {stop:,}", path=path)
-        first, last = start // item, -(-stop // item)
-        if start == first * item and stop == last * item:
-            self._read(path, array, first, last, buffer)
-        else:
-            whole = bytearray((last - first) * item)
-            self._read(path, array, first, last, memoryview(whole))
-            buffer[:] = memoryview(whole)[start - first * item :][: len(buffer)]
-
-    def _read(self, path: str, array: Array, first: int, last: int, buffer: memoryview) -> None:
-        done = 0
+    def _make(self, path: str, first: int, last: int, buffer: memoryview) -> None:
+        array, done = self.arrays[path], 0
         with _refusing(path, path.removeprefix(FILE_PREFIX)):
             opened = self._open(path, array)
             for box in from_flat(first, last, array.shape):
@@ -234,10 +215,6 @@ class ArrayStore(StoreWrapper):
 
     def version(self, path: str) -> str:
         return self.store.version(self.version_file if path in self.arrays else path)
-
-    def _behind(self, path: str) -> tuple[Store, str]:
-        """The elements of an array are in no service, and are not read ahead."""
-        return MemoryStore() if path in self.arrays else self.store, path
 
     def __reduce__(self) -> tuple[object, ...]:
         return ArrayStore, (self.store, self.arrays, self.version_file)

@@ -1,0 +1,140 @@
+"""Computed tensors as files: read whole, in pieces, through boxes and casts, and from threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.layout import FileLayout, Layout, Payload
+from ckpt_tools.core.manifest import Computed, Kind, Manifest, StateKey, TensorEntry, computed_file
+from ckpt_tools.core.shards import ByteRange, ShardTable
+from ckpt_tools.errors import IncompleteError
+from ckpt_tools.planning.plan import Plan, make_plan
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.transfer import computing
+from ckpt_tools.transfer.computing import with_made_files
+from ckpt_tools.transfer.journal import fingerprint
+from ckpt_tools.transfer.tensor_reader import TensorReader
+
+ROWS, COLUMNS = 7, 10
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Outer(Computed):
+    """Row i, column j: ``rows[i] * columns[j]``."""
+
+    def regions(self, box: Box) -> Sequence[Box]:
+        return [Box(box.start[dim : dim + 1], box.stop[dim : dim + 1]) for dim in range(2)]
+
+    def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        np.multiply(parts[0][:, None], parts[1][None, :], out=out)
+
+
+@pytest.fixture
+def numbers() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    rng = np.random.default_rng(0)
+    return rng.standard_normal(ROWS, np.float32), rng.standard_normal(COLUMNS, np.float32)
+
+
+@pytest.fixture
+def manifest(numbers: tuple[NDArray[np.float32], NDArray[np.float32]]) -> Manifest:
+    operands, at = [], 0
+    for each in numbers:
+        table = ShardTable.whole(each.shape, DType.FLOAT32, ByteRange("stored", at, at + each.nbytes))
+        operands.append(TensorEntry(each.shape, DType.FLOAT32, Kind.PARAMETER, table))
+        at += each.nbytes
+    name = computed_file("w")
+    made = _Outer((ROWS, COLUMNS), DType.FLOAT32, tuple(operands))
+    entry = TensorEntry((ROWS, COLUMNS), DType.FLOAT32, Kind.PARAMETER, made.table(name))
+    return Manifest("safetensors", {StateKey("w"): entry}, computed={name: made})
+
+
+@pytest.fixture
+def store(manifest: Manifest, numbers: tuple[NDArray[np.float32], NDArray[np.float32]]) -> Any:
+    stored = MemoryStore()
+    data = b"".join(each.tobytes() for each in numbers)
+    stored.create("stored", len(data)).write_at(0, data)
+    return with_made_files(stored, manifest)
+
+
+@pytest.mark.parametrize("piece", [1, 3, 64, 1 << 18])
+def test_any_range_of_bytes_is_that_of_the_whole(
+    store: Any, numbers: Any, manifest: Manifest, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(computing, "MAX_PIECE", piece)
+    whole = np.outer(*numbers).tobytes()
+    name = next(iter(manifest.computed))
+    assert store.list()[name] == len(whole)
+    for start, stop in [(0, len(whole)), (0, 0), (5, 9), (8, 200), (3, 277), (len(whole) - 4, len(whole))]:
+        buffer = bytearray(stop - start)
+        store.read_into(name, start, memoryview(buffer))
+        assert buffer == whole[start:stop]
+    with pytest.raises(IncompleteError, match="ends at byte 280"):
+        store.read_into(name, 278, memoryview(bytearray(3)))
+
+
+def test_boxes_and_casts_of_a_computed_tensor(store: Any, numbers: Any, manifest: Manifest) -> None:
+    import ml_dtypes
+
+    entry = manifest.tensors[StateKey("w")].cast(DType.BFLOAT16)
+    box = Box((1, 2), (6, 9))
+    out = np.empty(box.shape, ml_dtypes.bfloat16)
+    reader = TensorReader(store, 64)
+    reader.read(entry, box, entry.shape, 0, box.numel, out.reshape(-1).view(np.uint8).data)
+    wanted = np.outer(*numbers)[1:6, 2:9].astype(ml_dtypes.bfloat16)
+    assert out.tobytes() == wanted.tobytes()
+
+
+def test_threads_share_a_store(store: Any, numbers: Any, manifest: Manifest) -> None:
+    name, whole = next(iter(manifest.computed)), np.outer(*numbers).tobytes()
+
+    def read(start: int) -> bool:
+        buffer = bytearray(8)
+        store.read_into(name, start, memoryview(buffer))
+        return bytes(buffer) == whole[start : start + 8]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, list(range(len(whole) - 8)) * 3))
+
+
+def test_stored_files_are_those_of_the_operands(manifest: Manifest) -> None:
+    assert manifest.files == {computed_file("w")}
+    assert manifest.stored_files == {"stored"}
+
+
+def test_the_fingerprint_of_a_run_covers_what_is_computed(manifest: Manifest, store: Any) -> None:
+    """``--resume`` starts again where an operand lies elsewhere, or another number is computed with."""
+
+    @dataclass(frozen=True, slots=True, eq=False)
+    class Times(_Outer):
+        factor: int = 1
+
+    def of(made: Computed) -> str:
+        plan = Plan(replace(manifest, computed={name: made}), Layout(()), 64, 1)
+        return fingerprint(plan, store)
+
+    ((name, first),) = manifest.computed.items()
+    rows, columns = first.operands
+    same = Times(first.shape, first.dtype, (rows, columns))
+    moved = replace(columns, shards=ShardTable.whole(columns.shape, columns.dtype, ByteRange("stored", 0, 4 * COLUMNS)))
+    others = [replace(same, factor=2), replace(same, operands=(rows, moved)), replace(same, operands=(columns, rows))]
+    assert of(same) == of(replace(same))
+    assert len({of(same), *map(of, others)}) == 4
+
+
+def test_a_plan_counts_what_is_read_and_the_memory_of_computing(manifest: Manifest) -> None:
+    payload = Payload(StateKey("w"), Box.whole((ROWS, COLUMNS)), (ROWS, COLUMNS), DType.FLOAT32)
+    layout = Layout((FileLayout("out", (payload,)),))
+    plan = make_plan(manifest, layout, memory_bytes=1 << 30, num_workers=2)
+    assert plan.figures().bytes_read == 4 * (ROWS + COLUMNS)
+    other = make_plan(replace(manifest, computed={}), layout, memory_bytes=1 << 30, num_workers=2)
+    (made,) = manifest.computed.values()
+    assert plan.peak_memory_bytes - other.peak_memory_bytes >= 2 * made.working_bytes
