@@ -60,7 +60,7 @@ class LazyTensor:
         """The numpy dtype of what indexing gives; bfloat16 and the 8-bit floats are those of ml_dtypes.
 
         Raises:
-            UnsupportedError: complex32, which numpy does not have.
+            UnsupportedError: complex32 or packed values, which numpy does not have.
         """
         try:
             return to_numpy(self.entry.dtype)
@@ -125,7 +125,8 @@ class LazyTensor:
         if copy is False:
             raise BufferError(_NO_VIEW)
         # ml_dtypes adds types to numpy that numpy cannot hand on.
-        is_numpys = self.entry.dtype is not DType.COMPLEX32 and self.dtype.isbuiltin == 1
+        is_torchs = self.entry.dtype is DType.COMPLEX32 or self.entry.dtype.num_values > 1
+        is_numpys = not is_torchs and self.dtype.isbuiltin == 1
         return (self.numpy() if is_numpys else self.torch()).__dlpack__(**asked)
 
     def __dlpack_device__(self) -> tuple[int, int]:

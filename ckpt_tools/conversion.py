@@ -233,6 +233,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     manifest = made.manifest
     if recipe is not None or like is not None:
         source = replace(source, store=Overlay(source.store, manifest.literals))
+    _check_dtypes(manifest, writer)
     layout = writer.layout(manifest, writing)
     source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, like)
     manifest = _with_copied(manifest, layout, carried)
@@ -267,6 +268,14 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         own_keys(source_format, writer.name, request),
         None if recipe is None else recipe.used,
     )
+
+
+def _check_dtypes(manifest: Manifest, writer: Format) -> None:
+    """Raises UnsupportedError for a tensor that torch has no dtype for, if the format does not keep it."""
+    for key, entry in () if writer.keeps_every_dtype else manifest.tensors.items():
+        if not entry.dtype.is_of_torch:
+            instead = f"write {option('to', 'safetensors')}, or exclude it"
+            raise UnsupportedError(f"{writer.name} does not support {entry.dtype.value}; {instead}", key=str(key))
 
 
 def _check_quantized(manifest: Manifest, options: ConvertOptions) -> None:

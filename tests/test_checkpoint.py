@@ -143,7 +143,7 @@ def test_a_new_array_cannot_be_the_old_one() -> None:
         np.asarray(tensor, copy=False)
 
 
-TORCH_DTYPES = [dtype.value for dtype in DType]
+TORCH_DTYPES = [dtype.value for dtype in DType if dtype.is_of_torch]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")

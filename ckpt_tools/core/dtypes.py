@@ -18,6 +18,9 @@ class DType(Enum):
     """An element type: its torch name without the ``torch.`` prefix, which is the value; the bytes of an element; its
     name in a safetensors header (0.8.0, tensor.rs, enum Dtype), if that format has it; and the class that torch pickles
     for its storage (storage.py, ``_dtype_to_storage_type_map``), without which it saves an ``UntypedStorage``.
+
+    An element is whole bytes. Values of 4 and 6 bits are packed: an element is as many as fill bytes, as in torch's
+    ``float4_e2m1fn_x2``, and a shape counts elements. The header of safetensors counts values.
     """
 
     FLOAT64 = "float64", 8, "F64", "DoubleStorage"
@@ -29,6 +32,9 @@ class DType(Enum):
     FLOAT8_E4M3FNUZ = "float8_e4m3fnuz", 1, "F8_E4M3FNUZ"
     FLOAT8_E5M2FNUZ = "float8_e5m2fnuz", 1, "F8_E5M2FNUZ"
     FLOAT8_E8M0FNU = "float8_e8m0fnu", 1, "F8_E8M0"
+    FLOAT4_E2M1FN_X2 = "float4_e2m1fn_x2", 1, "F4"
+    FLOAT6_E2M3FN_X4 = "float6_e2m3fn_x4", 3, "F6_E2M3"
+    FLOAT6_E3M2FN_X4 = "float6_e3m2fn_x4", 3, "F6_E3M2"
     INT64 = "int64", 8, "I64", "LongStorage"
     INT32 = "int32", 4, "I32", "IntStorage"
     INT16 = "int16", 2, "I16", "ShortStorage"
@@ -54,9 +60,21 @@ class DType(Enum):
 
     @property
     def is_floating(self) -> bool:
-        """True for real floating-point types, the only ones that are cast."""
+        """True for real floating-point types."""
         return str(self.value).startswith(("float", "bfloat"))
 
+    @property
+    def num_values(self) -> int:
+        """Values in an element: more than one if they are packed."""
+        return _PACKED.get(str(self.value)[-3:], 1)
+
+    @property
+    def is_of_torch(self) -> bool:
+        """False for the types that torch 2.15 does not have."""
+        return not str(self.value).startswith("float6_")
+
+
+_PACKED = {"_x2": 2, "_x4": 4}
 
 _BY_SAFETENSORS = {dtype.safetensors_name: dtype for dtype in DType if dtype.safetensors_name}
 
@@ -85,12 +103,12 @@ def to_numpy(dtype: DType) -> np.dtype[Any]:
     """The numpy dtype whose elements have these bytes.
 
     Raises:
-        KeyError: complex32, which neither numpy nor ml_dtypes knows.
+        KeyError: complex32 and packed types, which neither numpy nor ml_dtypes knows.
     """
     import ml_dtypes
     import numpy as np
 
-    if dtype is DType.COMPLEX32:
+    if dtype is DType.COMPLEX32 or dtype.num_values > 1:
         raise KeyError(dtype)
     name = dtype.value
     found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name, name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey
 from ckpt_tools.core.option_names import option
@@ -22,8 +23,8 @@ _SCALE_NAMES = re.compile(
 
 
 def is_small(dtype: DType) -> bool:
-    """True for integers and floats of 8 bits, whose elements may need a scale."""
-    return dtype in _BYTES or (dtype.is_floating and dtype.item_bytes == 1)
+    """True for integers of 8 bits and floats of at most as many, whose elements may need a scale."""
+    return dtype in _BYTES or (dtype.is_floating and dtype not in CASTABLE)
 
 
 def scales(manifest: Manifest) -> set[StateKey]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.core import matching, quantized
-from ckpt_tools.core.casts import check_cast
+from ckpt_tools.core.casts import CASTABLE, check_cast
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.names import bare_names, model_names
@@ -293,7 +293,7 @@ def cast_note(before: DType, after: DType, entries: Collection[TensorEntry], by:
 
 
 def _is_cast(entry: TensorEntry) -> bool:
-    return entry.kind is Kind.PARAMETER and entry.dtype.is_floating and entry.dtype.item_bytes > 1
+    return entry.kind is Kind.PARAMETER and entry.dtype in CASTABLE
 
 
 def _cast(entry: TensorEntry, dtype: DType) -> TensorEntry:

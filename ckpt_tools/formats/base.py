@@ -42,6 +42,8 @@ class Format:
     """Those of ``WRITING_OPTIONS`` that mean something here; any other is an error."""
     kept_entries: tuple[str, ...] = ()
     """Top-level names of ``Manifest.extra`` that are written with weights alone, because they describe the model."""
+    keeps_every_dtype: bool = False
+    """Whether dtypes that torch does not have, such as float6, have a place; otherwise they are refused."""
     asks_model_type: bool = False
     """Whether ``layout`` uses ``WriteOptions.model_config`` or ``model_type``, for which ``config.json`` is read."""
 
@@ -80,7 +82,7 @@ class Format:
         refuses to replace a folder that holds any other file. Empty if the checkpoint is in a folder below ``source``.
         Raises as ``read``.
         """
-        return manifest.files - manifest.literals.keys()
+        return manifest.stored_files
 
     def served(self, source: Source, manifest: Manifest) -> Source:
         """``source`` with one more file for each tensor that is not a range of a stored file because its elements must

@@ -65,12 +65,15 @@ class Deviation(Jsonable):
 
 
 def measure(ours: Bytes, theirs: Bytes, our_dtype: DType, their_dtype: DType) -> Deviation:
-    """The deviation of two contiguous runs of bytes with the same number of elements."""
+    """The deviation of two contiguous runs of bytes with the same number of elements. Those of packed values are only
+    counted."""
     is_same_dtype = our_dtype is their_dtype
     if is_same_dtype and _same_bytes(ours, theirs):
         return Deviation()
     ours, theirs = ours.reshape(-1, our_dtype.item_bytes), theirs.reshape(-1, their_dtype.item_bytes)
     total = Deviation()
+    if our_dtype.num_values > 1 or their_dtype.num_values > 1:
+        return Deviation(num_differing=int((ours != theirs).any(axis=1).sum()) if is_same_dtype else len(ours))
     for first in range(0, len(ours), MEASURED_ELEMENTS):
         part = slice(first, first + MEASURED_ELEMENTS)
         if is_same_dtype:

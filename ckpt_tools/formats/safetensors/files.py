@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType, from_safetensors
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
@@ -160,11 +160,23 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
     if not are_naturals(shape) or not are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         shown = [brief(list(found) if isinstance(found, tuple) else found) for found in (shape, offsets)]
         raise MalformedError(f"shape {shown[0]} or data_offsets {shown[1]} are not valid", path=path, key=name)
+    shape = elements_of(dtype, tuple(shape), path, name)
     if prod(shape) * dtype.item_bytes != offsets[1] - offsets[0]:
         raise MalformedError(
             f"{count(offsets[1] - offsets[0], 'byte')} cannot hold {list(shape)} of {dtype.value}", path=path, key=name
         )
-    return dtype, tuple(shape), ByteRange(path, data_start + offsets[0], data_start + offsets[1])
+    return dtype, shape, ByteRange(path, data_start + offsets[0], data_start + offsets[1])
+
+
+def elements_of(dtype: DType, shape: Shape, path: str, key: str) -> Shape:
+    """The shape in elements of one that counts values, which may be packed. Raises UnsupportedError if rows end within
+    an element: torch cannot hold them either."""
+    if dtype.num_values == 1:
+        return shape
+    if not shape or shape[-1] % dtype.num_values:
+        why = f"rows of {list(shape)} are not whole elements of {dtype.num_values} {dtype.safetensors_name} values"
+        raise UnsupportedError(why, path=path, key=key)
+    return (*shape[:-1], shape[-1] // dtype.num_values)
 
 
 def _check_ranges(
@@ -258,14 +270,24 @@ def _needs_index(parts: Mapping[str, object], options: WriteOptions) -> bool:
 def _file_layout(
     path: str, part: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], state: Mapping[str, str]
 ) -> FileLayout:
-    """Wide elements first, so that every tensor is aligned to its own width."""
+    """Wide elements first, so that every tensor is aligned to its own width; three bytes are aligned anywhere."""
     from ckpt_tools.core.layout import FileLayout, Literal, Payload
 
-    ordered = dict(sorted(part.items(), key=lambda item: -item[1][1].dtype.item_bytes))
+    ordered = dict(sorted(part.items(), key=lambda item: -_alignment(item[1][1].dtype)))
     payloads = [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype) for key, entry in ordered.values()]
     ties = {alias: owner for alias, owner in aliases.items() if owner in ordered}
     header = _header_bytes({name: entry for name, (_, entry) in ordered.items()}, {**ties, **state})
     return FileLayout(path, (Literal(header), *payloads))
+
+
+def _alignment(dtype: DType) -> int:
+    return dtype.item_bytes & -dtype.item_bytes
+
+
+def _values_of(entry: TensorEntry) -> list[int]:
+    """The shape that counts values."""
+    number = entry.dtype.num_values
+    return [*entry.shape[:-1], entry.shape[-1] * number] if number > 1 else list(entry.shape)
 
 
 def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
@@ -277,7 +299,7 @@ def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str
             raise UnsupportedError(f"safetensors does not support {entry.dtype.value}; {instead}", key=name)
         header[name] = {
             "dtype": entry.dtype.safetensors_name,
-            "shape": list(entry.shape),
+            "shape": _values_of(entry),
             "data_offsets": [cursor, cursor + entry.num_bytes],
         }
         cursor += entry.num_bytes

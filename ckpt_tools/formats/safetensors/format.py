@@ -23,6 +23,7 @@ class SafetensorsFormat(Format):
     holds_optimizer = False
     reading_options = ("model_key", "optim_key")
     writing_options = ("max_shard_size", "config")
+    keeps_every_dtype = True
 
     def detect(self, source: Source) -> bool:
         from ckpt_tools.formats.safetensors.files import is_own

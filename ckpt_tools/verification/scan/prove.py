@@ -286,7 +286,7 @@ def _span(name: str, entry: Any) -> tuple[int, int]:
     if not are_naturals(shape) or not are_naturals(offsets) or len(offsets) != 2 or dtype is None:
         raise MalformedError(f"the tensor {name!r} of its header is not described in the way of safetensors")
     start, stop = offsets
-    if stop - start != prod(shape) * dtype.item_bytes:
+    if (stop - start) * dtype.num_values != prod(shape) * dtype.item_bytes:
         raise MalformedError(f"the tensor {name!r} has another size than its header states")
     return start, stop
 
