@@ -155,7 +155,7 @@ def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
     """Every fqn through ``new_name``: weights, optimizer state, ties and groups alike.
 
     Raises:
-        UsageError: two names become one, or one becomes empty.
+        UsageError: two names become one, one becomes empty, or a quantized weight is parted from its scales.
     """
     names = {name: new_name(name) for name in sorted(model_names(manifest))}
     taken: dict[str, str] = {}
@@ -164,6 +164,7 @@ def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
             other = f" as does {taken[new]!r}" if new in taken else ""
             raise UsageError(f"renaming makes {old!r} into {new!r}{other}; names must stay distinct")
         taken[new] = old
+    quantized.check_renamed(manifest, names)
     renamed = replace(
         manifest,
         tensors={

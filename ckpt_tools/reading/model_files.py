@@ -20,6 +20,7 @@ from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
+from ckpt_tools.core.quantized import CONFIG_KEY, holds_quantized, quantization_of, without_quantization
 from ckpt_tools.core.trainer_folder import BesideFile
 from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.serialization.strict_json import parse_json
@@ -82,7 +83,7 @@ def find_model_files(
     """
     if config is not None:
         return _named(config, source, storage_options)
-    for prefix in _prefixes(manifest.files - manifest.literals.keys()):
+    for prefix in _prefixes(manifest.stored_files):
         found = _in(source, prefix)
         if found is not None:
             return found
@@ -92,7 +93,7 @@ def find_model_files(
 def config_beside(source: Source, manifest: Manifest) -> Mapping[str, Any]:
     """The content of ``config.json`` in the folder ``source`` of ``manifest``; empty if there is none, or it cannot be
     read."""
-    for prefix in _prefixes(manifest.files - manifest.literals.keys()):
+    for prefix in _prefixes(manifest.stored_files):
         with suppress(CkptError):
             found = config_in(source, prefix)
             if found is not None:
@@ -111,7 +112,9 @@ def config_in(source: Source, prefix: str = "") -> Mapping[str, Any] | None:
 
 def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> Layout:
     """The layout with the files in front of the weights: the index or the only file of weights still comes last."""
-    dtype = _written_dtype(manifest)
+    dtype, notes = _written_dtype(manifest), tuple(_notes_on_quantization(found.config, manifest))
+    if notes:
+        found = replace(found, config=without_quantization(found.config))
     text = json.dumps(_with_dtype(found.config, dtype), indent=2, ensure_ascii=False) + "\n"
     files: list[FileSpec] = [FileLayout(CONFIG, (Literal(text.encode()),))]
     files += [copy_of(name, file) for name, file in sorted(found.files.items())]
@@ -119,7 +122,7 @@ def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> L
     return replace(
         layout,
         files=[*files, *layout.files],
-        notes=(*layout.notes, *_notes(found, dtype)),
+        notes=(*layout.notes, *notes, *_notes(found, dtype)),
         copied={**(layout.copied or {}), **copied},
     )
 
@@ -261,6 +264,15 @@ def _with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any
 
 def _with_own(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
     return {key: dtype.value if key in _DTYPE_KEYS and value else value for key, value in config.items()}
+
+
+def _notes_on_quantization(config: Mapping[str, Any], manifest: Manifest) -> Iterator[Note]:
+    """``config.json`` says of quantized weights alone how they are quantized."""
+    is_quantized = holds_quantized(manifest)
+    if quantization_of(config) is not None and not is_quantized:
+        yield Note(Outcome.DROPPED, f"{CONFIG_KEY} in {CONFIG}", "no weight is quantized", asked=True)
+    elif is_quantized and quantization_of(config) is None:
+        yield Note(Outcome.MISSING, f"{CONFIG_KEY} in {CONFIG}", "weights are quantized, and it does not say how")
 
 
 def _notes(found: ModelFiles, dtype: DType | None) -> Iterator[Note]:

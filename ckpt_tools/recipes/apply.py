@@ -16,13 +16,13 @@ from ckpt_tools.core.manifest import MASTER, WEIGHT, Equal, Kind, Manifest, Para
 from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.quantized import is_quantized
+from ckpt_tools.core.quantized import companions, is_quantized, name_beside
 from ckpt_tools.core.transforms import Transformed, cast_note, reowned
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.recipes.axes import One, is_rest
 from ckpt_tools.recipes.forms import chosen_form
-from ckpt_tools.recipes.groups import Group, Grouped, Slot, bound, check_way_back, group_names, targets
+from ckpt_tools.recipes.groups import Group, Grouped, Slot, bound, check_way_back, group_names, matches, targets
 from ckpt_tools.recipes.moves import Moves, make_moves
 from ckpt_tools.recipes.recipe import Line, Recipe
 from ckpt_tools.recipes.sizes import Env, from_config
@@ -49,12 +49,27 @@ def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] |
     """
     # Ties are those of the recipe's right side.
     source = _with_ties(manifest, recipe, config) if recipe.is_inverse else manifest
-    env, names = from_config(recipe.bindings, config), _in_order(source)
-    recipe = chosen_form(recipe.with_sizes(env), names)
+    env = from_config(recipe.bindings, config)
+    recipe = chosen_form(recipe.with_sizes(env), _in_order(source))
+    source, carried = _without_companions(source, recipe)
+    names = _in_order(source)
     without_weight = {name for name in names if StateKey(name) not in source.tensors} - source.aliases.keys()
     maker = _Maker(source, recipe, group_names(names, recipe, without_weight), env)
     made, notes = maker.manifest(), tuple(maker.notes())
+    if carried:
+        made = maker.with_companions(made, manifest, carried)
     return made if recipe.is_inverse else _with_ties(made, recipe, config), notes
+
+
+def _without_companions(manifest: Manifest, recipe: Recipe) -> tuple[Manifest, Mapping[str, str]]:
+    """The manifest without the tensors that quantized weights need and no line has, and the names of these, each with
+    that of its weight: they follow it."""
+    owners = frozenset(manifest.aliases.values())
+    needed = {each: weight for each, weight in companions(manifest).items() if each not in owners}
+    there = frozenset(_in_order(manifest)) if needed else frozenset[str]()
+    found = {each: weight for each, weight in needed.items() if not matches(each, recipe, there)}
+    tensors = {key: entry for key, entry in manifest.tensors.items() if key.fqn not in found}
+    return (replace(manifest, tensors=tensors), found) if found else (manifest, found)
 
 
 def _in_order(manifest: Manifest) -> list[str]:
@@ -93,6 +108,21 @@ class _Maker:
         for group in self.grouped.groups:
             self.mapped[id(group)] = self._map(group, shapes)
         self._check_names()
+
+    def with_companions(self, made: Manifest, before: Manifest, carried: Mapping[str, str]) -> Manifest:
+        """``made`` with the tensors ``carried`` of ``before``, each beside the quantized weight that needs it."""
+        tensors = dict(made.tensors)
+        for name, weight in carried.items():
+            if weight not in self.grouped.dropped:
+                renamed = self._new_name(weight)
+                beside = name_beside(name, weight, renamed)
+                if beside is None or StateKey(beside) in tensors:
+                    raise UnsupportedError(
+                        f"{weight} is quantized, and the recipe would part it from {name} by the name {renamed}; "
+                        f"dequantize the model with {option('dequantize', True)}"
+                    )
+                tensors[StateKey(beside)] = before.tensors[StateKey(name)]
+        return replace(made, tensors=tensors)
 
     def manifest(self) -> Manifest:
         tensors: dict[StateKey, TensorEntry] = {}
@@ -147,9 +177,9 @@ class _Maker:
         return {**shapes, **{alias: shapes[owner] for alias, owner in self.source.aliases.items() if owner in shapes}}
 
     def _map(self, group: Group, shapes: Mapping[str, Shape]) -> _Mapped:
-        self._check_plain(group)
         if group.line.is_renaming:
             return _Mapped(group, targets(group, self.env), None, {})
+        self._check_plain(group)
         tied = next((name for name in group.sources.values() if name in self.source.aliases), None)
         if tied is not None and len(group.sources) > 1:
             raise UnsupportedError(
@@ -195,7 +225,7 @@ class _Maker:
             if entry is not None and is_quantized(name, entry.dtype):
                 raise UnsupportedError(
                     f"{name} is quantized ({entry.dtype.value}), and a recipe would part it from its scales; "
-                    "dequantize the model first"
+                    f"dequantize the model with {option('dequantize', True)}"
                 )
 
     def _check_names(self) -> None:

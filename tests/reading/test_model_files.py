@@ -14,6 +14,7 @@ import fsspec
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint
 
 import ckpt_tools
@@ -99,8 +100,24 @@ def test_a_quantized_model_keeps_the_dtype_that_it_computes_in(llama: Path, tmp_
     source = shutil.copytree(llama, tmp_path / "source")
     config = {**json.loads((source / "config.json").read_text()), "quantization_config": {"quant_method": "x"}}
     (source / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     ckpt_tools.convert(source, tmp_path / "out", to="safetensors", dtype="float32")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+
+
+def test_a_model_that_is_not_quantized_does_not_say_so(llama: Path, tmp_path: Path) -> None:
+    """Such as one that was trained from a quantized model, beside the config of that: it could not be loaded."""
+    source = shutil.copytree(llama, tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    report = ckpt_tools.convert(source, tmp_path / "out", to="safetensors", strict=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    assert torch.equal(logits_of(tmp_path / "out"), logits_of(llama))
+    assert [note.why for note in report.notes if "quantization" in note.what] == ["no weight is quantized"]
 
 
 def test_a_folder_of_the_user_wins(llama: Path, tmp_path: Path) -> None:

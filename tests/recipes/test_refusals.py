@@ -337,7 +337,8 @@ MISFITS: dict[str, Misfit] = {
     "scales of quantized weights": Misfit(
         HEAD + line('{ w = "(q:Q k:Q) H" }', '{ q = "q H", k = "k H" }'),
         of("w", shape=(4, 2), dtype="uint8") | of("w.weight_scale_inv", shape=(1, 1)),
-        ("w.weight_scale_inv",),
+        ("w is quantized", "--dequantize"),
+        code=FORMAT,
     ),
     "packed quantized weights": Misfit(
         EXPERTS,

@@ -1,0 +1,159 @@
+"""Quantized weights and the tensors that they need stay together, and keep their bits, in every conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpt_tools
+from ckpt_tools.errors import UnsupportedError, UsageError
+from tests.support.quantized import Tensors, bytes_of, floats8
+
+E4M3 = torch.float8_e4m3fn
+
+MODULES: dict[str, Tensors] = {
+    "block fp8": {"weight": floats8((4, 8), E4M3), "weight_scale_inv": torch.rand(2, 2)},
+    "DeepSeek V4": {
+        "weight": bytes_of((4, 8)).view(torch.int8),
+        "scale": bytes_of((4, 1)).view(torch.float8_e8m0fnu),
+    },
+    "fp8 of ModelOpt": {"weight": floats8((4, 8), E4M3), "weight_scale": torch.rand(()), "input_scale": torch.rand(())},
+    "nvfp4 of ModelOpt": {
+        "weight": bytes_of((4, 8)),
+        "weight_scale": floats8((4, 1), E4M3),
+        "weight_scale_2": torch.rand(()),
+        "input_scale": torch.rand(()),
+    },
+    "nvfp4 of compressed-tensors": {
+        "weight_packed": bytes_of((4, 8)),
+        "weight_scale": floats8((4, 1), E4M3),
+        "weight_global_scale": torch.rand(1),
+        "input_global_scale": torch.rand(1),
+    },
+    "packed integers": {
+        "weight_packed": torch.ones(4, 1, dtype=torch.int32),
+        "weight_scale": torch.rand(4, 1),
+        "weight_zero_point": torch.ones(1, 1, dtype=torch.int32),
+        "weight_shape": torch.tensor([4, 8]),
+        "weight_g_idx": torch.zeros(8, dtype=torch.int32),
+    },
+    "int8 of bitsandbytes": {
+        "weight": bytes_of((4, 8)).view(torch.int8),
+        "SCB": torch.rand(4),
+        "weight_format": torch.zeros((), dtype=torch.uint8),
+    },
+    "nf4 of bitsandbytes": {
+        "weight": bytes_of((16, 1)),
+        "weight.absmax": torch.rand(2),
+        "weight.quant_map": torch.rand(16),
+        "weight.nested_absmax": torch.rand(1),
+        "weight.quant_state.bitsandbytes__nf4": bytes_of((64,)),
+    },
+    "GPTQ": {
+        "qweight": torch.ones(1, 4, dtype=torch.int32),
+        "qzeros": torch.ones(1, 1, dtype=torch.int32),
+        "scales": torch.rand(1, 4),
+        "g_idx": torch.zeros(8, dtype=torch.int32),
+    },
+    "experts of gpt-oss": {
+        "down_proj_blocks": bytes_of((2, 4, 1, 16)),
+        "down_proj_scales": bytes_of((2, 4, 1)),
+    },
+    "experts of fp8": {"down_proj": floats8((2, 4, 8), E4M3), "down_proj_scale_inv": torch.rand(2, 1, 1)},
+    "float4": {
+        "weight": bytes_of((4, 4)).view(torch.float4_e2m1fn_x2),
+        "weight_scale": bytes_of((4, 1)).view(torch.float8_e8m0fnu),
+    },
+}
+"""Modules of each quantizer: what the first tensor needs comes after it."""
+
+
+@pytest.fixture(params=MODULES)
+def module(request: pytest.FixtureRequest) -> Tensors:
+    return MODULES[request.param]
+
+
+@pytest.fixture
+def source(module: Tensors, tmp_path: Path) -> Path:
+    tensors = {f"a.q.{name}": tensor for name, tensor in module.items()} | {"a.norm.weight": torch.rand(4)}
+    save_file(tensors, tmp_path / "in.safetensors")
+    return tmp_path / "in.safetensors"
+
+
+def raw(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        if tensor.dim()
+        else (tensor.reshape(1).view(torch.uint8).numpy().tobytes()),
+    )
+
+
+def read(path: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    with_torch = ckpt_tools.open(path)
+    return {name: raw(with_torch[name].torch()) for name in with_torch}
+
+
+def test_a_cast_leaves_all_of_them_alone(source: Path, module: Tensors, tmp_path: Path) -> None:
+    for name in ("out.safetensors", "out.pt"):
+        ckpt_tools.convert(source, tmp_path / name, dtype="bfloat16")
+        found = read(tmp_path / name)
+        assert found.pop("a.norm.weight")[0] is torch.bfloat16
+        assert found == {f"a.q.{each}": raw(tensor) for each, tensor in module.items()}
+
+
+def test_renaming_the_module_takes_all_of_them_along(source: Path, module: Tensors, tmp_path: Path) -> None:
+    ckpt_tools.convert(source, tmp_path / "out.safetensors", rename=[r"^a\.q\.=b.p."])
+    assert {f"b.p.{name}" for name in module} < read(tmp_path / "out.safetensors").keys()
+
+
+def test_renaming_one_of_them_alone_is_refused(source: Path, module: Tensors, tmp_path: Path) -> None:
+    first, *others = module
+    for name in (first, *others):
+        with pytest.raises(UsageError, match=r"a\.q\.\S+ is quantized and becomes .* which it needs, would become"):
+            ckpt_tools.convert(source, tmp_path / "out.safetensors", rename=[rf"^a\.q\.{name}$=b.p.{name}"])
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_leaving_one_of_them_out_is_refused(source: Path, module: Tensors, tmp_path: Path) -> None:
+    _, *others = module
+    for name in others:
+        with pytest.raises(UsageError, match=r"is quantized and needs"):
+            ckpt_tools.convert(source, tmp_path / "out.safetensors", exclude=[f"a.q.{name}"])
+
+
+def recipe_of(path: Path, left: str, right: str, *more: str) -> Path:
+    lines = "".join(
+        f"[[map]]\nleft = {one}\nright = {other}\n" for one, other in [(left, right), *zip(more, more, strict=True)]
+    )
+    path.write_text(f'about = "a"\nleft = "a"\nright = "b"\n{lines}')
+    return path
+
+
+def test_a_recipe_that_renames_takes_all_of_them_along(source: Path, module: Tensors, tmp_path: Path) -> None:
+    first = next(iter(module))
+    recipe = recipe_of(tmp_path / "r.toml", f'"{{m}}.q.{first}"', f'"{{m}}.p.o.{first}"', '"a.norm.weight"')
+    ckpt_tools.convert(source, tmp_path / "there.safetensors", recipe=recipe)
+    assert read(tmp_path / "there.safetensors").keys() == {"a.norm.weight", *(f"a.p.o.{name}" for name in module)}
+    ckpt_tools.convert(tmp_path / "there.safetensors", tmp_path / "back.safetensors", recipe=recipe, inverse=True)
+    assert read(tmp_path / "back.safetensors") == read(source)
+
+
+def test_a_recipe_with_shapes_is_refused_by_the_name_of_the_weight(tmp_path: Path) -> None:
+    save_file({f"m.{name}": tensor for name, tensor in MODULES["block fp8"].items()}, tmp_path / "in.safetensors")
+    recipe = recipe_of(tmp_path / "r.toml", '{ "m.weight" = "A B" }', '{ "n.weight" = "B A" }')
+    with pytest.raises(UnsupportedError, match=r"m\.weight is quantized \(float8_e4m3fn\).*dequantize"):
+        ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", recipe=recipe)
+
+
+def test_a_recipe_that_parts_a_weight_from_its_scales_is_refused(tmp_path: Path) -> None:
+    save_file(
+        {f"m.{name}": tensor for name, tensor in MODULES["int8 of bitsandbytes"].items()}, tmp_path / "i.safetensors"
+    )
+    recipe = recipe_of(tmp_path / "r.toml", '"m.weight"', '"m.kernel"')
+    with pytest.raises(UnsupportedError, match=r"m\.weight is quantized, and the recipe would part it from m\.SCB"):
+        ckpt_tools.convert(tmp_path / "i.safetensors", tmp_path / "o.safetensors", recipe=recipe)
