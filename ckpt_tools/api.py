@@ -188,6 +188,8 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
             format is made for it.
 
     Output:
+        dequantize: Make floating-point weights of quantized ones, as ``quantization_config`` in ``config.json`` says,
+            in the dtype that it names for the model, or ``dtype``. It comes before all options that name tensors.
         dtype: Cast the weights, and nothing else: ``"float32"``, ``"bfloat16"``, ``"float16"``, or the same as a
             dtype of torch, numpy or ml_dtypes. Default: no cast.
         buffers: Globs; tensors with matching names are buffers. They are not cast, and zero3 keeps them whole. Default:
@@ -374,8 +376,8 @@ def verify(
         src: The checkpoint that was converted, or the one that is checked alone.
         dst: What ``src`` was converted to.
         from_: The format of ``src``. Default: detected.
-        state, dtype, weights, include, exclude, rename, key_map, strip, recipe, inverse, config, like, model_key,
-            optim_key, param_order, buffers, tag: As they were for ``convert``.
+        state, dtype, weights, include, exclude, rename, key_map, strip, recipe, inverse, dequantize, config, like,
+            model_key, optim_key, param_order, buffers, tag: As they were for ``convert``.
         digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``.
             Default: the list that lies with ``src``, if there is one.
         public_key: Without ``dst``: a PEM file. The signature of ``digests``, else of ``src``, is checked first.
@@ -443,8 +445,8 @@ def diff(
         weights: Which copy of a weight is compared if one checkpoint alone keeps fp32 masters: ``"master"`` or
             ``"model"``. Default: ``"master"``.
         rename, key_map: Turn names of ``a`` into names of ``b``, as for ``convert``.
-        strip, recipe, inverse, config: A prefix and a recipe that turn tensors of ``a`` into those of ``b``, as for
-            ``convert``.
+        strip, recipe, inverse, dequantize, config: A prefix and a recipe that turn tensors of ``a`` into those of
+            ``b``, and whether those of ``a`` are dequantized, as for ``convert``.
         include, exclude: Globs that choose among the names of ``b``.
         workers: The number of threads. Default: one for each processor, and at least 8 for stores.
         on_progress: Called with the number of bytes done and in all. Default: not called.

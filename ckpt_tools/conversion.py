@@ -46,7 +46,6 @@ from ckpt_tools.stores.urls import (
     is_remote,
     open_place,
 )
-from ckpt_tools.stores.wrappers import Overlay
 
 if TYPE_CHECKING:
     from ckpt_tools.reading.recipe_step import RecipeStep
@@ -207,7 +206,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     whole = is_whole(request, writer)
     recipe = recipe_step(src, source, manifest, request)
     like = likeness(request)
-    keeps_both, has_recipe = whole and writer.holds_masters, request.recipe is not None
+    keeps_both, has_recipe = whole and writer.holds_masters, request.needs_config
     check(
         WRITING,
         request.given,
@@ -232,7 +231,9 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     )
     manifest = made.manifest
     if recipe is not None or like is not None:
-        source = replace(source, store=Overlay(source.store, manifest.literals))
+        from ckpt_tools.transfer.computing import with_made_files
+
+        source = replace(source, store=with_made_files(source.store, manifest))
     _check_dtypes(manifest, writer)
     layout = writer.layout(manifest, writing)
     source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, like)
@@ -310,7 +311,7 @@ def _with_model_files(
     storage_options = options.storage_options
     is_folder = "config" in writer.writing_options and not isinstance(place.form, SingleFile)
     if not is_folder:
-        if options.config is not None and options.recipe is None:
+        if options.config is not None and not options.needs_config:
             raise UsageError(f"{option('config')} is for folders; {place.name} is one file")
         return source, layout, frozenset()
     folder = options.config if like is None else like.folder_of_config

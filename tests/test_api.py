@@ -48,7 +48,7 @@ ONLY_PRINTED = {"form", "as_json", "quiet", "tensors", "dry_run", "top", "list_a
 ONLY_IN_PYTHON = {
     "reshard": {
         *("state", "dtype", "weights", "max_shard_size", "include", "exclude", "rename", "key_map", "buffers"),
-        *("strip", "recipe", "inverse", "config", "like"),
+        *("strip", "recipe", "inverse", "dequantize", "config", "like"),
     },
     "consolidate": {"world_size"},
     "plan": {"runner", "address", "resume", "fsync"},

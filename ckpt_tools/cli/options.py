@@ -34,7 +34,7 @@ HEADINGS = {
         "weights",
         "state",
     ),
-    "Output": ("to", "dtype", "buffers", "world_size", "max_shard_size", "config", "like"),
+    "Output": ("to", "dequantize", "dtype", "buffers", "world_size", "max_shard_size", "config", "like"),
     "Running": ("memory", "workers", "runner", "address"),
     "Safety": ("overwrite", "resume", "strict", "fsync", "checksum"),
 }
@@ -140,6 +140,12 @@ naming = together(
         "The options above name the tensors that it makes.",
     ),
     click.option("--inverse", is_flag=True, help="Read the recipe from right to left."),
+    click.option(
+        "--dequantize",
+        is_flag=True,
+        help="Make floating-point weights of quantized ones, as quantization_config in config.json says. "
+        "Comes before all other options that name tensors.",
+    ),
 )
 
 like = click.option(
@@ -152,7 +158,7 @@ like = click.option(
 sizes = click.option(
     "--config",
     metavar="DIR",
-    help="The folder whose config.json has the sizes of the recipe. Default: beside the source.",
+    help="The folder of config.json, for the sizes of a recipe and for --dequantize. Default: beside the source.",
 )
 
 choosing = together(

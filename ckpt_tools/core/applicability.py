@@ -72,7 +72,7 @@ OF_TWO_COPIES = Rule(
 OF_RECIPES = Rule(
     ("config",),
     lambda case: case.has_recipe,
-    "the sizes of a recipe, with {recipe}",
+    "the sizes of a recipe, with {recipe}, and for {dequantize}",
     lambda case: "no recipe is named",
 )
 """Of every command that writes no model's files."""
@@ -106,7 +106,7 @@ ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
             lambda case: "digests are of elements before a cast, and a checkpoint alone is checked as it is stored",
         ),
         Rule(
-            ("strip", "recipe", "config", "like"),
+            ("strip", "recipe", "dequantize", "config", "like"),
             lambda case: case.has_destination,
             "verify with {dst}",
             lambda case: (

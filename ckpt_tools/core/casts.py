@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.dtypes import DType, to_numpy
+from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import UnsupportedError
 
 MAX_CAST_BYTES = 1 << 20
@@ -36,8 +37,7 @@ def way_out(dtype: DType) -> str:
     """Advice on a tensor whose dtype a format does not have."""
     if dtype in CASTABLE:
         return "cast it (such as to float32) or exclude it"
-    is_small = dtype.is_floating and dtype.item_bytes == 1
-    return "dequantize it first, or exclude it" if is_small else "exclude it"
+    return f"dequantize it with {option('dequantize', True)}, or exclude it" if dtype.is_floating else "exclude it"
 
 
 def check_cast(source: DType, target: DType) -> None:

@@ -82,6 +82,7 @@ class SelectKeywords(ReadKeywords, total=False):
     strip: str | None
     recipe: str | Path | None
     inverse: bool
+    dequantize: bool
     config: str | Path | None
 
 
@@ -135,6 +136,7 @@ class ConvertOptions:
     strip: str | None = None
     recipe: str | Path | None = None
     inverse: bool = False
+    dequantize: bool = False
     state: str | None = None
     dtype: DTypeLike | None = None
     buffers: Sequence[str] = ()
@@ -170,6 +172,11 @@ class ConvertOptions:
             object.__setattr__(self, "order", read_param_order(Path(self.param_order)))
 
     @property
+    def needs_config(self) -> bool:
+        """Whether ``config.json`` of the source tells what becomes of its tensors."""
+        return self.recipe is not None or self.dequantize
+
+    @property
     def weight_copy(self) -> str:
         """The copy of a weight to use: the master unless the user chose, so that no precision is lost."""
         return self.weights or DEFAULT_WEIGHTS
@@ -189,8 +196,8 @@ class ConvertOptions:
 
     @property
     def reading(self) -> ReadOptions:
-        """Options of the reader. With a recipe, globs are of names that the reader does not know."""
-        has_own_names = self.recipe is None
+        """Options of the reader. With a recipe or dequantizing, globs are of names that the reader does not know."""
+        has_own_names = not self.needs_config
         return ReadOptions(
             tag=self.tag,
             model_key=self.model_key,

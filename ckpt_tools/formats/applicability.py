@@ -74,7 +74,9 @@ WRITING = (
     Rule(
         ("config",),
         lambda case: "config" in case.writes or case.has_recipe,
-        lambda: f"folders that from_pretrained opens ({_names('config')}), and for the sizes of a recipe",
+        lambda: (
+            f"folders that from_pretrained opens ({_names('config')}), for sizes of a recipe, and for {{dequantize}}"
+        ),
         lambda case: f"this writes {case.target}",
     ),
     Rule(

@@ -120,9 +120,10 @@ def own_keys(source: str, target: str, options: ConvertOptions) -> ReadOptions:
 
 
 def recipe_step(url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep | None:
-    """The step of the recipe and the prefix that ``options`` name, for ``manifest`` read from ``source`` at ``url``;
-    None if they name none. Raises CkptError if the recipe or ``config.json`` cannot be read."""
-    if options.recipe is None and options.strip is None:
+    """The step of the recipe and the prefix that ``options`` name, and of dequantizing, for ``manifest`` read from
+    ``source`` at ``url``; None if they ask for none. Raises CkptError if the recipe or ``config.json`` cannot be read.
+    """
+    if not options.needs_config and options.strip is None:
         return None
     from ckpt_tools.reading.recipe_step import RecipeStep
 

@@ -23,29 +23,30 @@ from ckpt_tools.stores.urls import is_remote, open_source
 
 @dataclass(frozen=True, slots=True)
 class RecipeStep:
-    """Takes off the prefix ``strip`` and applies ``recipe``, each if it is not None. ``config`` is the content of
-    ``config.json``; None if there is none."""
+    """Dequantizes if ``dequantizes``, takes off the prefix ``strip`` and applies ``recipe``, each if it is not None.
+    ``config`` is the content of ``config.json``; None if there is none."""
 
+    dequantizes: bool
     strip: str | None
     recipe: Recipe | None
     config: Mapping[str, Any] | None
 
     @classmethod
     def of(cls, url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep:
-        """The step of ``options.strip`` and ``options.recipe``. Sizes of a recipe are in ``options.config``, beside the
-        source, in ``options.like``, or in what the checkpoint says of itself. Raises CkptError if a file that it
-        needs cannot be read."""
-        if options.recipe is None:
-            return cls(options.strip, None, None)
+        """The step of ``options``. Sizes of a recipe, and how the model is quantized, are in ``options.config``, beside
+        the source, in ``options.like``, or in what the checkpoint says of itself. Raises CkptError if a file
+        that it needs cannot be read."""
+        if not options.needs_config:
+            return cls(False, options.strip, None, None)
         stores = options.storage_options
-        recipe = load_recipe(options.recipe, inverse=options.inverse)
+        recipe = None if options.recipe is None else load_recipe(options.recipe, inverse=options.inverse)
         found = find_model_files(url, source, manifest, config=options.config, storage_options=stores)
         config = None if found is None else found.config
         if config is None and options.like is not None:
             config = config_in(open_source(options.like, stores if is_remote(options.like) else None))
         if config is None:
             config = own_config(source, manifest)
-        return cls(options.strip, recipe, config)
+        return cls(options.dequantize, options.strip, recipe, config)
 
     @property
     def used(self) -> UsedRecipe | None:
@@ -54,9 +55,14 @@ class RecipeStep:
 
     def __call__(self, manifest: Manifest) -> Transformed:
         notes: tuple[Note, ...] = ()
+        if self.dequantizes:
+            from ckpt_tools.recipes.dequantize import dequantize
+
+            manifest, notes = dequantize(manifest, self.config)
         if self.strip is not None:
-            manifest, notes = strip(manifest, self.strip, is_known)
-        if self.recipe is None:
-            return manifest, notes
-        made, more = apply_recipe(manifest, self.recipe, self.config)
-        return made, (*notes, *more)
+            manifest, more = strip(manifest, self.strip, is_known)
+            notes += more
+        if self.recipe is not None:
+            manifest, more = apply_recipe(manifest, self.recipe, self.config)
+            notes += more
+        return manifest, notes

@@ -26,10 +26,10 @@ from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.reading.checkpoint import check_reading, recipe_step
 from ckpt_tools.runs.opening import named, read_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
-from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.torch.dtensors import local_parts
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole
 from ckpt_tools.torch.revive import revive
+from ckpt_tools.transfer.computing import with_made_files
 from ckpt_tools.transfer.equality import check_equal
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
@@ -75,8 +75,8 @@ def load_into(
             pipeline. These, and their optimizer state, may be in the checkpoint and not in ``model``.
         include, exclude, rename, key_map: Which parameters of the checkpoint are loaded, and their names in the model;
             as for ``convert``.
-        strip, recipe, inverse, config: A prefix to take off, and a recipe that maps the checkpoint's tensors to the
-            model's; as for ``convert``.
+        strip, recipe, inverse, dequantize, config: A prefix to take off, and a recipe that maps the checkpoint's
+            tensors to the model's; whether quantized weights are dequantized; as for ``convert``.
         storage_options: How the store is reached (credentials, ``endpoint_url``). Only for URLs.
 
     Returns:
@@ -98,14 +98,14 @@ def load_into(
     chosen = ConvertOptions(**given)
     options, stores = chosen.reading, chosen.storage_options
     check_storage_options(stores, url)
-    check([OF_RECIPES], chosen.given, Case(has_recipe=chosen.recipe is not None))
+    check([OF_RECIPES], chosen.given, Case(has_recipe=chosen.needs_config))
     url = named(url, stores)
     source, manifest = read_checkpoint(url, options, format_name=chosen.from_, storage_options=stores)
     check_reading(manifest, options)
     recipe = recipe_step(url, source, manifest, chosen)
     manifest, _ = transforms.without_wrappers(manifest)
     manifest = apply_options(manifest, chosen, whole=True, holds_masters=False, recipe=recipe).manifest
-    store = Overlay(source.store, manifest.literals)
+    store = with_made_files(source.store, manifest)
     check_equal(manifest, store)
     others = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
     loader = _Loader(manifest, TensorReader(store, SCRATCH_BYTES), _Problems(), others.union(elsewhere))

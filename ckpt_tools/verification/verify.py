@@ -25,7 +25,7 @@ from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
 from ckpt_tools.runs.opening import likeness, read_checkpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place
-from ckpt_tools.stores.wrappers import Overlay
+from ckpt_tools.transfer.computing import with_made_files
 from ckpt_tools.transfer.equality import check_equal
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import Side, compare
@@ -105,7 +105,7 @@ def verify_pair(
     target = found if found is not None and found.writes else None
     whole = options.state != "model" and (_has_more(other) or _keeps_names(manifest, other, target, options))
     holds_masters = target is None or target.holds_masters
-    has_recipe = options.recipe is not None
+    has_recipe = options.needs_config
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole, has_recipe=has_recipe)
     check(COMPARING, options.given, case)
     recipe, like = recipe_step(src, source, manifest, options), likeness(options)
@@ -113,7 +113,7 @@ def verify_pair(
     expected = made.manifest
     compared, notes = _of_model(other, options) if options.state == "model" else (other, ())
     theirs = Side.of("the destination", other_source.store, compared)
-    store = Overlay(source.store, expected.literals)
+    store = with_made_files(source.store, expected)
     check_equal(expected, store)
     ours = Side.of("the source", store, expected).with_masters_like(theirs).with_extras_like(theirs)
     report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
@@ -142,7 +142,7 @@ def _keeps_names(manifest: Manifest, other: Manifest, target: Format | None, opt
     whole states holds them so, unless ``state="model"`` wrote it."""
     if _has_more(manifest) or target is None or not (target.holds_optimizer or options.state == "all"):
         return False
-    is_renamed = any((options.rename, options.names, options.recipe, options.strip, options.like))
+    is_renamed = any((options.rename, options.names, options.needs_config, options.strip, options.like))
     return is_renamed or not model_names(manifest).isdisjoint(model_names(other))
 
 
@@ -190,14 +190,14 @@ def compare_all(
     """
     has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
     is_both = all(has_masters) and options.state != "model"
-    has_recipe = options.recipe is not None
+    has_recipe = options.needs_config
     check(DIFFING, options.given, case_of(a[1], "", keeps_both=is_both, whole=True, has_recipe=has_recipe))
     manifests, notes = _comparable([a[1], b[1]], options)
     recipe = recipe_step(url, *a, options)
     stores = [source.store for source, _ in (a, b)]
     if recipe is not None:
         manifests[0], more = recipe(manifests[0])
-        stores[0], notes = Overlay(stores[0], manifests[0].literals), notes + more
+        stores[0], notes = with_made_files(stores[0], manifests[0]), notes + more
         check_equal(manifests[0], stores[0])
     if options.rename or options.names:
         transforms.check_renaming(manifests[0], options.rename, options.names)

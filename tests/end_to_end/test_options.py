@@ -120,8 +120,9 @@ CONVERSIONS: list[tuple[str, str, dict[str, Any], str]] = [
     ("safetensors", "dcp", {"optim_key": "optim"}, "optimizer state to dcp"),
     ("zero2", "universal", {"model_key": "model"}, "reads zero2 and writes universal"),
     ("zero2", "zero3", {"weights": "model"}, "one copy of each weight.*zero3 keeps"),
-    ("dcp", "universal", {"config": "."}, "for the sizes of a recipe.*writes universal"),
+    ("dcp", "universal", {"config": "."}, "for sizes of a recipe.*writes universal"),
     ("dcp", "dcp", {"inverse": True}, "recipe"),
+    ("dcp", "dcp", {"dequantize": True}, "needs the quantization_config of the model's config.json"),
     ("dcp", "dcp", {"address": "auto"}, r"runner[ =]'?ray"),
     ("dcp", "dcp", {"storage_options": {"key": "x"}}, "s3://"),
 ]

@@ -70,13 +70,13 @@ def vision_transformers(folder: Path) -> None:
 SOURCES: tuple[Callable[[Path], None], ...] = (mixture_of_experts, vision_transformers)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+def blocks(language: str, page: Path = PAGE) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def commands() -> Iterator[tuple[list[str], str]]:
+def commands(page: Path = PAGE) -> Iterator[tuple[list[str], str]]:
     """Each command of the page with the output that is printed under it."""
-    for block in blocks("console"):
+    for block in blocks("console", page):
         for part in re.split(r"^\$ ckpt-tools ", block, flags=re.MULTILINE)[1:]:
             command, _, output = part.partition("\n")
             yield shlex.split(command), output
@@ -95,7 +95,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_prints_what_the_page_says(folder: Path) -> None:
-    for words, output in commands():
+    check_page(PAGE, folder)
+
+
+def check_page(page: Path, folder: Path) -> None:
+    """Run the commands of the page in ``folder``."""
+    for words, output in commands(page):
         command = [sys.executable, "-m", "ckpt_tools", *words]
         result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
         printed = without_times(result.stdout + result.stderr)

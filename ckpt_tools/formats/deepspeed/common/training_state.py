@@ -237,7 +237,11 @@ class _Reading:
         if len(found) > 1 or not found.keys() <= set(FLAVOURS):
             kinds = ", ".join(f"{dtype.value} ({name})" for dtype, name in found.items())
             can_cast = found.keys() <= CASTABLE
-            advice = f"choose one with {option('dtype')}" if can_cast else "dequantize the weights first"
+            advice = (
+                f"choose one with {option('dtype')}"
+                if can_cast
+                else f"dequantize the weights with {option('dequantize', True)}"
+            )
             raise UnsupportedError(
                 f"DeepSpeed trains all parameters in one of float32, bfloat16 and float16, and these are {kinds}; "
                 f"{advice}"

@@ -1,0 +1,218 @@
+"""Quantized weights times their scales, as tensors that are computed when they are read.
+
+A stored element holds one value of 8 bits, or several of 4, the lowest bits first. Values and scales become float32,
+and their product is rounded to the dtype in which the tool that made the checkpoint computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.casts import cast_into
+from ckpt_tools.core.dtypes import DType, to_numpy
+from ckpt_tools.core.manifest import Computed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+STRIP_BYTES = 4 << 20
+"""The part of a transposed matrix that is kept: whole rows of the result are narrow columns of what is stored, which
+would be read again for each piece."""
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class Values(Enum):
+    """A form of stored values: the bits of one, and its name."""
+
+    E2M1 = 4, "e2m1"
+    """OCP Microscaling Formats 1.0, section 5.3.3: a sign, two bits of exponent, one of mantissa."""
+    INT4 = 4, "int4"
+    """Stored plus 8, as compressed-tensors packs integers."""
+    PLUS_128 = 8, "int8 plus 128"
+    """The same of 8 bits."""
+    INT8 = 8, "int8"
+    E4M3 = 8, "float8_e4m3fn"
+    E5M2 = 8, "float8_e5m2"
+
+    @property
+    def bits(self) -> int:
+        return self.value[0]
+
+
+class Third(Enum):
+    """The use of a third operand."""
+
+    NONE = "none"
+    TIMES = "the scales times it"
+    OVER = "the scales divided by it"
+    OVER_ROUNDED = "the scales divided by it, and rounded to bfloat16"
+    MINUS = "subtracted from the values, as zero points"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scaled(Computed):
+    """Values times scales: the operands are the stored weight, its scales, and what ``third`` says.
+
+    ``blocks`` are the elements in each dim of the stored weight that share a scale. Dims that the scales lack at their
+    end are of one block. Scales that are bytes are exponents of two, less ``bias``. ``is_transposed`` exchanges the
+    last two dims of the result; ``factor`` is multiplied last.
+    """
+
+    values: Values
+    blocks: Shape
+    third: Third = Third.NONE
+    factor: float = 1.0
+    bias: int = 127
+    is_transposed: bool = False
+
+    @property
+    def working_bytes(self) -> int:
+        """The values and the scales in float32, indices of values as numpy makes them, and the stored elements."""
+        return (9 << 20) + (STRIP_BYTES if self.is_transposed else 0)
+
+    def regions(self, box: Box) -> Sequence[Box]:
+        box = self._widened(self._stored(box))
+        grid = self._blocks_of(box)
+        return self._elements_of(box), *(
+            Box(grid.start[: len(each.shape)], grid.stop[: len(each.shape)])
+            if each.shape == self.operands[1].shape
+            else Box.whole(each.shape)
+            for each in self.operands[1:]
+        )
+
+    def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        stored = self._stored(box)
+        is_plain = self.dtype is DType.FLOAT32 and not self.is_transposed
+        found = self._decoded(stored, parts[0], out if is_plain else None)
+        scale = self._wide(parts[1])
+        if self.third is Third.MINUS:
+            found -= self._spread(stored, self._wide(parts[2]))
+        elif self.third is not Third.NONE:
+            scale = _combined(self.third, scale, self._wide(parts[2]))
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            found *= self._spread(stored, scale)
+            if self.factor != 1.0:
+                found *= np.float32(self.factor)
+        if self.is_transposed:
+            found = found.swapaxes(-1, -2)
+        if self.dtype is not DType.FLOAT32:
+            flat = np.ascontiguousarray(found).reshape(-1)
+            cast_into(flat, DType.FLOAT32, out.reshape(-1).view(np.uint8).data, self.dtype)
+        elif found is not out:
+            out[...] = found
+
+    @property
+    def _per_element(self) -> int:
+        """Values in a stored element."""
+        return self.operands[0].dtype.item_bytes * 8 // self.values.bits
+
+    def _stored(self, box: Box) -> Box:
+        """A box of the result as one of the values as they are stored."""
+        if not self.is_transposed:
+            return box
+        *lead, last, before = zip(box.start, box.stop, strict=True)
+        start, stop = zip(*lead, before, last, strict=True)
+        return Box(start, stop)
+
+    def _widened(self, box: Box) -> Box:
+        """The values to read for a box: of a transposed matrix a strip of columns, in which the next pieces lie too."""
+        if not self.is_transposed:
+            return box
+        rows, columns, block = self.shape[-1], self.shape[-2], self.blocks[-1]
+        width = STRIP_BYTES * self._per_element // max(1, rows * self.operands[0].dtype.item_bytes)
+        width = max(1, width // block) * block
+        first = box.start[-1] - box.start[-1] % width
+        last = min(max(box.stop[-1], first + width), columns)
+        return Box((*box.start[:-2], 0, first), (*box.stop[:-2], rows, last))
+
+    def _elements_of(self, box: Box) -> Box:
+        """The stored elements that hold the values of a box."""
+        step = self._per_element
+        return Box((*box.start[:-1], box.start[-1] // step), (*box.stop[:-1], -(-box.stop[-1] // step)))
+
+    def _decoded(self, box: Box, part: NDArray[Any], out: NDArray[Any] | None) -> NDArray[np.float32]:
+        """The values of a box, from the stored elements that were read for it."""
+        read = self._elements_of(self._widened(box))
+        first = read.start[-1] * self._per_element
+        at = slice(box.start[-1] - first, box.stop[-1] - first)
+        per_byte = 8 // self.values.bits
+        lead = _within(box, read)[:-1]
+        data: NDArray[np.uint8] = part.view(np.uint8)[(*lead, slice(at.start // per_byte, -(-at.stop // per_byte)))]
+        table = _table(self.values)
+        if per_byte == 1 and out is not None:
+            np.take(table, data, out=out, mode="wrap")
+            return out
+        found: NDArray[np.float32] = np.take(table, data, mode="wrap").view(np.float32)
+        skipped = at.start % per_byte
+        return found[..., skipped : skipped + at.stop - at.start]
+
+    def _wide(self, numbers: NDArray[Any]) -> NDArray[np.float32]:
+        """Scales or zero points in float32."""
+        with np.errstate(over="ignore"):
+            found: NDArray[np.float32] = (
+                np.ldexp(np.float32(1), numbers.astype(np.int32) - self.bias)
+                if numbers.dtype == np.uint8
+                else numbers.astype(np.float32, copy=False)
+            )
+        return found
+
+    def _blocks_of(self, box: Box) -> Box:
+        """The blocks that a box lies in."""
+        start = tuple(at // block for at, block in zip(box.start, self.blocks, strict=True))
+        stop = tuple(-(-at // block) for at, block in zip(box.stop, self.blocks, strict=True))
+        return Box(start, stop)
+
+    def _spread(self, box: Box, scale: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The scale of each value of a box, of those that were read for it; dims of one block are left to numpy's
+        broadcasting."""
+        scale = scale.reshape(scale.shape + (1,) * (len(box.start) - scale.ndim))
+        blocks = self._blocks_of(box)
+        within = _within(blocks, self._blocks_of(self._widened(box)))
+        sizes: tuple[int, ...] = scale.shape
+        cut = [at if extent > 1 else slice(None) for at, extent in zip(within, sizes, strict=True)]
+        scale = scale[tuple(cut)]
+        for dim in reversed(range(scale.ndim)):
+            block = self.blocks[dim]
+            if scale.shape[dim] > 1 and block > 1:
+                lead = box.start[dim] % block
+                scale = np.repeat(scale, block, axis=dim)
+                scale = scale[(*(slice(None),) * dim, slice(lead, lead + box.stop[dim] - box.start[dim]))]
+        return scale
+
+
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """A box as a part of one that holds it."""
+    inner = box.relative_to(outer.start)
+    return tuple(map(slice, inner.start, inner.stop))
+
+
+def _combined(third: Third, scale: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The scales with one of the whole tensor."""
+    number = other.reshape(-1)[0]
+    with np.errstate(all="ignore"):
+        found: NDArray[np.float32] = scale * number if third is Third.TIMES else scale / number
+    if third is Third.OVER_ROUNDED:
+        rounded = np.empty(found.shape, to_numpy(DType.BFLOAT16))
+        cast_into(found.reshape(-1), DType.FLOAT32, rounded.reshape(-1).view(np.uint8).data, DType.BFLOAT16)
+        found = rounded.astype(np.float32)
+    return found
+
+
+@cache
+def _table(values: Values) -> NDArray[Any]:
+    """The values of each byte: a float32, or two of them as one number of 64 bits."""
+    numbers = np.arange(256, dtype=np.uint8)
+    if values.bits == 4:
+        halves = np.array(_E2M1 if values is Values.E2M1 else range(-8, 8), np.float32)
+        return np.stack([halves[numbers & 15], halves[numbers >> 4]], axis=1).view(np.uint64).reshape(-1)
+    if values is Values.PLUS_128:
+        return numbers.astype(np.float32) - 128
+    return numbers.view(to_numpy(DType(values.value[1]))).astype(np.float32)

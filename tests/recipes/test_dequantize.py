@@ -1,0 +1,414 @@
+"""``--dequantize``: the bits of transformers' own code, and of the rules written anew in numpy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+import ckpt_tools
+from ckpt_tools.cli.main import main
+from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.transfer import computing
+from tests.support.quantized import (
+    Tensors,
+    bytes_of,
+    dequantized,
+    floats8,
+    fp8,
+    fp8_model,
+    same_bits,
+    scales32,
+    tensors_in,
+    write_model,
+)
+
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+@pytest.fixture(params=[37, 1 << 18], ids=["small pieces", "whole pieces"])
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements computed at once: the edges of small pieces lie within rows, blocks and bytes."""
+    monkeypatch.setattr(computing, "MAX_PIECE", request.param)
+
+
+def blocks_of(matrix: NDArray[np.float32], block: tuple[int, int], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """A scale for each element of ``shape``, of a grid of scales; blocks are cut at the edges."""
+    rows, columns = (np.arange(extent) // size for extent, size in zip(shape[-2:], block, strict=True))
+    return matrix[..., rows[:, None], columns[None, :]]
+
+
+def as_torch(values: NDArray[Any]) -> torch.Tensor:
+    if values.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(values.copy())
+
+
+def halves(packed: torch.Tensor) -> NDArray[np.float32]:
+    """The two E2M1 values of each byte: the low bits first, the highest bit of four is the sign."""
+    data = packed.view(torch.uint8).numpy()
+    codes = np.stack([data % 16, data // 16], axis=-1).reshape(*data.shape[:-1], -1)
+    return np.where(codes >= 8, -E2M1[codes % 8], E2M1[codes % 8]).astype(np.float32)
+
+
+# transformers' own code
+
+
+@pytest.mark.parametrize(
+    ("weight", "scale", "name"),
+    [
+        (floats8((96, 160), E4M3), scales32((3, 5)), "weight_scale_inv"),
+        (floats8((96, 160), E4M3), bytes_of((3, 5)).view(E8M0), "scale"),
+        (floats8((96, 160), E4M3), bytes_of((3, 5)), "qscale_weight"),
+        (floats8((96, 160), E5M2), scales32((3, 5)), "weight_scale_inv"),
+        (bytes_of((32, 64)).view(torch.int8), bytes_of((32, 4)).view(E8M0), "scale"),
+        (floats8((96, 160), E4M3), scales32((1, 1)), "weight_scale_inv"),
+        (floats8((96, 160), E4M3), scales32(()), "weight_scale_inv"),
+    ],
+    ids=["blocks", "ue8m0", "bytes of ue8m0", "e5m2", "fp4 experts", "one scale", "a number"],
+)
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.usefixtures("piece")
+def test_fp8_is_what_transformers_computes(
+    weight: torch.Tensor, scale: torch.Tensor, name: str, dtype: str | None, tmp_path: Path
+) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    wanted = Fp8Dequantize(None)._dequantize_one(weight, scale, getattr(torch, dtype or "bfloat16"))
+    tensors = {"m.weight": weight, f"m.{name}": scale, "m.bias": torch.ones(3, dtype=torch.bfloat16)}
+    found = dequantized(tmp_path, tensors, fp8(32, 32) if scale.numel() > 1 else fp8(), dtype=dtype)
+    assert found.keys() == {"m.weight", "m.bias"}
+    assert same_bits(found["m.weight"], wanted)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.usefixtures("piece")
+def test_stacked_experts_of_fp8_too(dtype: str | None, tmp_path: Path) -> None:
+    """The names that ``save_pretrained`` of transformers' live names gives."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    weight, scale = floats8((4, 32, 64), E4M3), scales32((4, 2, 2))
+    wanted = Fp8Dequantize(None)._dequantize_one(weight, scale, getattr(torch, dtype or "bfloat16"))
+    tensors = {"e.gate_up_proj": weight, "e.gate_up_proj_scale_inv": scale, "e.gate_up_proj_bias": torch.ones(4, 32)}
+    tensors |= {"e.down_proj": weight, "e.down_proj_scale_inv": scale, "e.activation_scale": torch.ones(())}
+    found = dequantized(tmp_path, tensors, fp8(16, 32), dtype=dtype)
+    assert found.keys() == {"e.gate_up_proj", "e.down_proj", "e.gate_up_proj_bias"}
+    assert same_bits(found["e.gate_up_proj"], wanted)
+    assert same_bits(found["e.down_proj"], wanted)
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize("strip", [64, 4 << 20])
+@pytest.mark.usefixtures("piece")
+def test_mxfp4_is_what_transformers_computes(
+    dtype: str | None, strip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    monkeypatch.setattr("ckpt_tools.recipes.scales.STRIP_BYTES", strip)
+    blocks, exponents = bytes_of((3, 10, 2, 16)), bytes_of((3, 10, 2))
+    wanted = convert_moe_packed_tensors(blocks, exponents, dtype=getattr(torch, dtype or "bfloat16"))
+    tensors = {"mlp.experts.gate_up_proj_blocks": blocks, "mlp.experts.gate_up_proj_scales": exponents}
+    tensors |= {"mlp.experts.gate_up_proj_bias": torch.zeros(3, 10, dtype=torch.bfloat16)}
+    found = dequantized(tmp_path, tensors, {"quant_method": "mxfp4"}, dtype=dtype)
+    assert found.keys() == {"mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"}
+    assert same_bits(found["mlp.experts.gate_up_proj"], wanted)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fp8_model(tmp_path_factory.mktemp("fp8") / "model")
+
+
+def test_transformers_computes_with_the_output_as_with_the_source(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    report = ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
+    assert [note.what for note in report.notes if "dequantized" in note.why] == ["14 float8_e4m3fn tensors"]
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    assert ours.dtype == torch.bfloat16
+    assert all(same_bits(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
+    rows = torch.arange(12).reshape(2, 6)
+    assert torch.equal(ours(rows).logits, theirs(rows).logits)
+
+
+def test_transformers_computes_with_experts_of_gpt_oss_as_with_the_source(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 128, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = GptOssConfig(**sizes, **heads, layer_types=["full_attention"])
+    GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    for proj, rows, columns in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+        name = f"model.layers.0.mlp.experts.{proj}"
+        del tensors[name]
+        tensors |= {f"{name}_blocks": bytes_of((4, rows, columns // 32, 16)) & 0b1011_1011}
+        tensors |= {f"{name}_scales": bytes_of((4, rows, columns // 32)) // 32 + 119}
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    found = json.loads((tmp_path / "model" / "config.json").read_text())
+    found["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(found))
+    ckpt_tools.convert(tmp_path / "model", tmp_path / "plain", to="safetensors", dequantize=True)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert ours.dtype == torch.bfloat16
+    assert all(same_bits(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
+    rows = torch.arange(12).reshape(2, 6)
+    assert torch.equal(ours(rows).logits, theirs(rows).logits)
+
+
+def test_a_recipe_takes_the_weights_as_plain_ones(model: Path, tmp_path: Path) -> None:
+    """What a recipe makes of the dequantized weights is what it makes of the same weights in a file."""
+    recipe = tmp_path / "rows.toml"
+    recipe.write_text(
+        'about = "a"\nleft = "hub"\nright = "mine"\nothers = "same"\n[[map]]\n'
+        'left = { "model.layers.{layer}.mlp.gate_proj.weight" = "I H" }\n'
+        'right = { "gates.{layer}" = "H I" }\n'
+    )
+    ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
+    ckpt_tools.convert(tmp_path / "plain", tmp_path / "two.safetensors", recipe=recipe)
+    report = ckpt_tools.convert(model, tmp_path / "one.safetensors", recipe=recipe, dequantize=True)
+    assert ckpt_tools.diff(tmp_path / "one.safetensors", tmp_path / "two.safetensors").equal
+    assert report.plan.recipe is not None
+
+
+def test_the_way_of_a_dequantized_tensor_through_other_formats(model: Path, tmp_path: Path) -> None:
+    ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
+    ckpt_tools.convert(model, tmp_path / "dcp", to="dcp", dequantize=True)
+    ckpt_tools.convert(model, tmp_path / "zero", to="zero3", world_size=3, dequantize=True, dtype="bfloat16")
+    assert ckpt_tools.diff(tmp_path / "plain", tmp_path / "dcp").equal
+    assert ckpt_tools.verify(model, tmp_path / "zero", dequantize=True, dtype="bfloat16").equal
+    assert ckpt_tools.diff(model, tmp_path / "dcp", dequantize=True).equal
+    moved = ckpt_tools.plan(model, tmp_path / "x.pt", dequantize=True)
+    assert moved.bytes_read == ckpt_tools.convert(model, tmp_path / "x.pt", dequantize=True).bytes_read
+    assert moved.bytes_read < 0.7 * moved.num_bytes
+
+
+def test_a_checkpoint_in_pieces_needs_a_folder_of_its_config(model: Path, tmp_path: Path) -> None:
+    """Weights and scales are cut by rows among the ranks of a DCP, in other places than blocks end."""
+    ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
+    ckpt_tools.convert(model, tmp_path / "dcp", to="dcp", world_size=5)
+    with pytest.raises(UsageError, match="needs the quantization_config"):
+        ckpt_tools.convert(tmp_path / "dcp", tmp_path / "out", to="safetensors", dequantize=True)
+    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "out", to="safetensors", dequantize=True, config=model)
+    assert ckpt_tools.diff(tmp_path / "plain", tmp_path / "out").equal
+    part = ["model.layers.0.*.weight"]
+    ckpt_tools.convert(model, tmp_path / "part.safetensors", dequantize=True, include=part)
+    assert ckpt_tools.diff(tmp_path / "plain", tmp_path / "part.safetensors", include=part).equal
+
+
+def test_a_live_model_takes_it(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
+    live = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
+    wanted = {name: tensor.clone() for name, tensor in live.state_dict().items()}
+    for parameter in live.parameters():
+        torch.nn.init.zeros_(parameter)
+    ckpt_tools.load_into(live, None, model, dequantize=True)
+    assert all(same_bits(wanted[name], tensor) for name, tensor in live.state_dict().items())
+
+
+# The rules, written anew
+
+
+@pytest.mark.parametrize("shape", [(130, 200), (128, 257), (1, 300), (300, 1)])
+@pytest.mark.usefixtures("piece")
+def test_blocks_are_cut_at_the_edges(shape: tuple[int, int], tmp_path: Path) -> None:
+    weight, scale = floats8(shape, E4M3), scales32((-(-shape[0] // 128), -(-shape[1] // 128)))
+    values = weight.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    with np.errstate(all="ignore"):
+        wanted = (values * blocks_of(scale.numpy(), (128, 128), shape)).astype(ml_dtypes.bfloat16)
+    found = dequantized(tmp_path, {"m.weight": weight, "m.weight_scale_inv": scale}, fp8(128, 128))
+    assert same_bits(found["m.weight"], as_torch(wanted))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.usefixtures("piece")
+def test_nvfp4_of_modelopt(shape: tuple[int, ...], tmp_path: Path) -> None:
+    packed, scale = bytes_of((24, 40)), floats8((24, 5), E4M3)
+    number = torch.full(shape, 0.0123)
+    spread = np.repeat(scale.to(torch.float32).numpy() * np.float32(0.0123), 16, axis=1)
+    wanted = (halves(packed) * spread).astype(ml_dtypes.bfloat16)
+    tensors = {"m.weight": packed, "m.weight_scale": scale, "m.weight_scale_2": number, "m.input_scale": number}
+    tensors |= {"m.k_proj.k_scale": torch.ones(()), "norm.weight": torch.ones(4, dtype=torch.bfloat16)}
+    found = dequantized(tmp_path, tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    assert found.keys() == {"m.weight", "norm.weight"}
+    assert same_bits(found["m.weight"], as_torch(wanted))
+    report = ckpt_tools.plan(tmp_path / "quantized", tmp_path / "x.pt", dequantize=True, strict=True)
+    assert [note.what for note in report.notes] == ["1 uint8 tensor", "2 tensors of quantized activations or caches"]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (24,), (24, 1)])
+def test_fp8_of_modelopt(shape: tuple[int, ...], tmp_path: Path) -> None:
+    weight, scale = floats8((24, 40), E4M3), scales32(shape)
+    with np.errstate(all="ignore"):
+        rows = scale.numpy().reshape(-1, 1)
+        wanted = (weight.to(torch.float32).numpy() * rows).astype(ml_dtypes.bfloat16)
+    found = dequantized(tmp_path, {"m.weight": weight, "m.weight_scale": scale}, {"quant_method": "modelopt"})
+    assert same_bits(found["m.weight"], as_torch(wanted))
+
+
+@pytest.mark.usefixtures("piece")
+def test_int8_of_bitsandbytes(tmp_path: Path) -> None:
+    weight, scale = bytes_of((24, 40)).view(torch.int8), scales32((24,)).abs()
+    wanted = (weight.to(torch.float32) * scale[:, None] * 7.874015718698502e-3).to(torch.bfloat16)
+    tensors = {"m.weight": weight, "m.SCB": scale, "m.weight_format": torch.zeros((), dtype=torch.uint8)}
+    found = dequantized(tmp_path, tensors, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    assert found.keys() == {"m.weight"}
+    assert same_bits(found["m.weight"], wanted)
+
+
+def test_the_dtype_is_that_of_the_model(tmp_path: Path) -> None:
+    tensors = {"m.weight": floats8((4, 4), E4M3), "m.weight_scale_inv": torch.ones(())}
+    for number, (config, wanted) in enumerate(
+        [
+            ({"dtype": "float16"}, torch.float16),
+            ({"dtype": None, "torch_dtype": "float32"}, torch.float32),
+            ({"dtype": None, "text_config": {"dtype": "float16"}}, torch.float16),
+            ({"dtype": None}, torch.bfloat16),
+        ]
+    ):
+        source = write_model(tmp_path / str(number), tensors, fp8(), **config)
+        ckpt_tools.convert(source, tmp_path / f"{number}.safetensors", dequantize=True)
+        assert load_file(tmp_path / f"{number}.safetensors")["m.weight"].dtype is wanted
+
+
+def test_the_settings_may_be_those_of_the_text_model(tmp_path: Path) -> None:
+    tensors = {"m.weight": floats8((4, 4), E4M3), "m.weight_scale_inv": torch.ones(())}
+    source = write_model(tmp_path / "in", tensors, None, text_config={"quantization_config": fp8(), "hidden_size": 4})
+    ckpt_tools.convert(source, tmp_path / "out", to="safetensors", dequantize=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["text_config"] == {"hidden_size": 4}
+    assert tensors_in(tmp_path / "out")["m.weight"].dtype is torch.bfloat16
+
+
+def test_a_matrix_of_any_size_takes_little_memory(tmp_path: Path) -> None:
+    """The most that the plan says is a part of one matrix."""
+    tensors = {"m.weight": floats8((6144, 8192), E4M3), "m.weight_scale_inv": scales32((48, 64))}
+    source = write_model(tmp_path / "in", tensors, fp8(128, 128))
+    report = ckpt_tools.convert(source, tmp_path / "out", to="safetensors", dequantize=True, memory="64MiB", workers=1)
+    assert report.plan.peak_memory_bytes < 64 << 20 < report.plan.num_bytes
+
+
+# What is refused
+
+
+def weight_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return bytes_of(shape or (4, 16)).view(dtype)
+
+
+REFUSED: dict[str, tuple[Tensors, Mapping[str, Any] | None, tuple[str, ...]]] = {
+    "no config": ({"m.weight": weight_of(E4M3)}, None, ("needs the quantization_config", "--config")),
+    "nothing": ({"m.weight": torch.ones(2)}, fp8(), ("no tensor is quantized",)),
+    "gptq": ({"m.qweight": torch.ones(2, dtype=torch.int32)}, {"quant_method": "gptq"}, ("gptq", "fp8, mxfp4")),
+    "awq": ({"m.qweight": torch.ones(2, dtype=torch.int32)}, {"quant_method": "awq"}, ("awq",)),
+    "unnamed": ({"m.weight": weight_of(E4M3)}, {"bits": 4}, ("an unnamed method",)),
+    "no scales": ({"m.weight": weight_of(E4M3)}, fp8(), ("m.weight", "without scales")),
+    "scales of integers": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale_inv": torch.ones((), dtype=torch.int64)},
+        fp8(),
+        ("m.weight_scale_inv", "int64"),
+    ),
+    "other blocks": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale_inv": torch.ones(3, 5)},
+        fp8(128, 128),
+        ("m.weight", "[4, 16]", "[3, 5]"),
+    ),
+    "a bad block size": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale_inv": torch.ones(1, 1)},
+        {"quant_method": "fp8", "weight_block_size": [0, "x"]},
+        ("m.weight", "weight_block_size"),
+    ),
+    "a companion that is not known": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale_inv": torch.ones(1, 1), "m.pre_quant_scale": torch.ones(16)},
+        fp8(),
+        ("m.pre_quant_scale", "not known"),
+    ),
+    "scales without a weight": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale_inv": torch.ones(1, 1), "n.weight_scale": torch.ones(16)},
+        fp8(),
+        ("n.weight_scale", "not known"),
+    ),
+    "4 bits of bitsandbytes": (
+        {"m.weight": weight_of(torch.uint8, 64, 1), "m.weight.absmax": torch.ones(2)},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        ("m.weight.absmax", "not known"),
+    ),
+    "experts of another model": (
+        {"m.w1_blocks": weight_of(torch.uint8, 2, 4, 1, 16), "m.w1_scales": weight_of(torch.uint8, 2, 4, 1)},
+        {"quant_method": "mxfp4"},
+        ("m.w1_blocks", "gpt-oss"),
+    ),
+    "another algorithm of ModelOpt": (
+        {"m.weight": weight_of(torch.uint8), "m.weight_scale": torch.ones(4, 1)},
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        ("m.weight_scale", "float32"),
+    ),
+    "a group of another width": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(4, 1)},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}},
+        ("m.weight", "no group, or several"),
+    ),
+    "a strategy that the shapes contradict": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(4, 2)},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
+        },
+        ("m.weight", "channel"),
+    ),
+    "rotated weights": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(4, 1)},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "transform_config": {"config_groups": {"u": {}}}},
+        ("transform_config",),
+    ),
+    "packed zero points": (
+        {
+            "m.weight_packed": torch.ones(4, 2, dtype=torch.int32),
+            "m.weight_scale": torch.ones(4, 1),
+            "m.weight_zero_point": torch.ones(1, 1, dtype=torch.int32),
+        },
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}},
+        },
+        ("m.weight_packed", "zero points"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_known_whole_is_refused_by_name(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors, quantization, words = REFUSED[case]
+    source = write_model(tmp_path / "in", tensors, quantization)
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", str(source), str(tmp_path / "out"), "--to", "safetensors", "--dequantize"])
+    said = capsys.readouterr().err
+    assert ended.value.code in (2, 4), said
+    assert said.startswith("Error: ") and said.count("\n") == 1, said
+    assert [word for word in words if word not in said] == [], said
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_of_two_tensors_that_become_one_are_refused(tmp_path: Path) -> None:
+    tensors = {"m.weight_packed": bytes_of((4, 8)), "m.weight": torch.ones(4, 16), "m.weight_scale": bytes_of((4, 1))}
+    weights = {"num_bits": 4, "type": "float", "group_size": 32}
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
+    source = write_model(tmp_path / "in", tensors, settings)
+    with pytest.raises(UnsupportedError, match=r"m\.weight_packed would become m\.weight"):
+        ckpt_tools.convert(source, tmp_path / "out.safetensors", dequantize=True)
