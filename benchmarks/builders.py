@@ -178,6 +178,20 @@ def build_safetensors(out: str, llama: Llama) -> None:
     save_file(weights, Path(out) / "model.safetensors", metadata={"format": "pt"})
 
 
+def build_lora(out: str, llama: Llama) -> None:
+    """A model in bf16, and an adapter of rank 16 on all linear layers but the head, in fp32, as PEFT saves them."""
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = _filled(empty_model(llama).to(torch.bfloat16).to_empty(device="cpu"))
+    model.save_pretrained(Path(out) / "base")
+    adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                fill(parameter)
+    adapted.save_pretrained(str(Path(out) / "adapter"))
+
+
 def build_torch(out: str, llama: Llama) -> None:
     model = _filled(empty_model(llama).to_empty(device="cpu"))
     weights, optim = get_state_dict(model, adamw(model))
@@ -195,6 +209,7 @@ BUILDERS: dict[str, Callable[[str, Llama], None]] = {
     "zero2": partial(build_zero, 2),
     "zero3": partial(build_zero, 3),
     "safetensors": build_safetensors,
+    "lora": build_lora,
     "torch": build_torch,
 }
 
@@ -207,7 +222,7 @@ def rank_main(kind: str, out: str, llama: Llama) -> None:
 
 def main(kind: str, out: str, hidden: str, layers: str, ranks: str) -> None:
     llama = Llama(int(hidden), int(layers))
-    if kind in ("safetensors", "torch"):
+    if kind in ("safetensors", "torch", "lora"):
         BUILDERS[kind](out, llama)
         return
     with tempfile.TemporaryDirectory() as logs, Pool(int(ranks), log_dir=Path(logs)) as pool:

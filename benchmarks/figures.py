@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks import peers
 from benchmarks.journal import Journal, Record
-from benchmarks.works import COPY, LARGE_BYTES, OURS, UNCAST, WORKS, Work
+from benchmarks.works import COPY, LARGE_BYTES, OURS, WORKS, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,9 @@ class Result:
         yield from _at_most(self.ratio(OURS, COPY), target.copy, "x cp -r, from memory", copies)
         yield from _at_most(self.ratio(OURS, COPY, "cold"), target.copy, "x cp -r, from the disk", copies)
         yield from _at_most(self.ratio(OURS, COPY, synced=True), target.copy_synced, "x cp -r, both with fsync", copies)
-        yield from _at_most(self.ratio(OURS, UNCAST), target.uncast, "x without the cast", large)
+        yield from _at_most(
+            self.ratio(OURS, self.work.plain), target.plain, f"x {self.work.plain.removeprefix(OURS).strip()}", large
+        )
         if target.peer is not None and (times := self.times_faster):
             text = f"{times:.1f} times as fast as {self.work.peer} (at least {target.peer:g})"
             yield _judged(text, times >= target.peer, large)

@@ -80,6 +80,7 @@ KINDS = {
     "zero2": Kind(14),  # bf16 with fp32 masters and AdamW
     "zero3": Kind(STATE_BYTES),
     "safetensors": Kind(WEIGHT_BYTES, 1),
+    "lora": Kind(2, 1),  # folders base, in bf16, and adapter
     "torch": Kind(STATE_BYTES, 1),
 }
 

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 Command = Callable[[Path, Path], list[str]]
 
@@ -51,7 +52,8 @@ def _ds_to_universal(source: Path, out: Path) -> list[str]:
     return _python("-m", "deepspeed.checkpoint.ds_to_universal", *folders)
 
 
-def _function(name: str) -> Command:
+def function(name: str) -> Command:
+    """The command line that calls a function of this module."""
     return lambda source, out: _python("-m", "benchmarks.peers", name, source, out)
 
 
@@ -61,10 +63,11 @@ COMMANDS: dict[str, Command] = {
     "zero_to_fp32": _zero_to_fp32,
     "zero_to_torch bf16": _zero_to_bf16,
     "ds_to_universal": _ds_to_universal,
-    "merge_fsdp_weights": _function("merge_fsdp_weights"),
-    "consolidate_safetensors_files": _function("consolidate_safetensors_files"),
-    "load_file, dcp.save": _function("safetensors_to_dcp"),
-    "dcp.load, dcp.save by 3 ranks": _function("dcp_by_3_ranks"),
+    "merge_fsdp_weights": function("merge_fsdp_weights"),
+    "consolidate_safetensors_files": function("consolidate_safetensors_files"),
+    "merge_and_unload": function("merge_and_unload"),
+    "load_file, dcp.save": function("safetensors_to_dcp"),
+    "dcp.load, dcp.save by 3 ranks": function("dcp_by_3_ranks"),
 }
 """Peers by their names in tables."""
 
@@ -87,6 +90,35 @@ def consolidate_safetensors_files(source: str, out: str) -> None:
         with safe_open(path, framework="pt") as file:
             names.update(file.keys())
     consolidate(source, out, dict.fromkeys(sorted(names), 1), num_threads=os.cpu_count() or 1)
+
+
+def merge_and_unload(source: str, out: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(Path(source, "base"), dtype="auto")
+    PeftModel.from_pretrained(base, Path(source, "adapter")).merge_and_unload().save_pretrained(out)
+
+
+def check_merged(source: str, out: str) -> None:
+    """Raises AssertionError unless ``out`` is the base model of ``source`` with its adapter, a tensor at a time."""
+    import json
+
+    import torch
+    from safetensors import safe_open
+
+    paths = (Path(source, "base", WEIGHTS), Path(source, "adapter", f"adapter_{WEIGHTS}"), Path(out, WEIGHTS))
+    files: list[Any] = [safe_open(path, framework="pt") for path in paths]
+    base, adapter, merged = files
+    names, known = set(base.keys()), set(adapter.keys())
+    settings = json.loads(Path(source, "adapter", "adapter_config.json").read_text())
+    assert names == set(merged.keys()), "other names"
+    for name in names:
+        wanted, module = base.get_tensor(name), f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in known:
+            a, b = (adapter.get_tensor(f"{module}.lora_{part}.weight") for part in "AB")
+            wanted = (wanted + b @ a * (settings["lora_alpha"] / settings["r"])).to(wanted.dtype)
+        torch.testing.assert_close(merged.get_tensor(name), wanted, rtol=2**-7, atol=2**-20)
 
 
 def safetensors_to_dcp(source: str, out: str) -> None:
@@ -133,7 +165,14 @@ def load_and_save(source: str, out: str) -> None:
 
 
 def main(name: str, source: str, out: str) -> None:
-    functions = (merge_fsdp_weights, consolidate_safetensors_files, safetensors_to_dcp, dcp_by_3_ranks)
+    functions = (
+        merge_fsdp_weights,
+        consolidate_safetensors_files,
+        merge_and_unload,
+        check_merged,
+        safetensors_to_dcp,
+        dcp_by_3_ranks,
+    )
     {function.__name__: function for function in functions}[name](source, out)
 
 

@@ -9,7 +9,11 @@ from pathlib import Path
 from benchmarks import peers
 from benchmarks.peers import WEIGHTS
 
-OURS, COPY, UNCAST = "ckpt-tools", "cp -r", "ckpt-tools without the cast"
+OURS, COPY = "ckpt-tools", "cp -r"
+UNCAST, UNMERGED = "ckpt-tools without the cast", "ckpt-tools without the adapter"
+
+LORA = "lora"
+"""Kind of input that is a folder with a base model and an adapter."""
 
 LARGE_BYTES = 4_000_000_000
 """Promises are about checkpoints of at least this size; start-up dominates smaller ones."""
@@ -22,13 +26,13 @@ class Target:
     """Promised ratios of medians; None: nothing was promised.
 
     `copy`: our time over that of `cp -r`, `copy_synced` with fsync of both; `peer`: the best peer's time over ours;
-    `uncast`: our time over that of the same work without its cast.
+    `plain`: our time over that of the same work without its cast or adapter.
     """
 
     copy: float | None = None
     copy_synced: float | None = None
     peer: float | None = None
-    uncast: float | None = None
+    plain: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +50,13 @@ class Work:
     """Size of its input, in units of ``--size``."""
 
     @property
+    def plain(self) -> str:
+        """The contestant that does the same without a cast or adapter, if there is one."""
+        return UNMERGED if self.source == LORA else UNCAST if "--dtype" in self.options else ""
+
+    @property
     def contestants(self) -> tuple[str, ...]:
-        uncast = UNCAST if "--dtype" in self.options else ""
-        return tuple(filter(None, (OURS, COPY, uncast, self.peer)))
+        return tuple(filter(None, (OURS, COPY, self.plain, self.peer)))
 
     def command(self, contestant: str, source: Path, copied: Path, out: Path, *, synced: bool) -> list[str]:
         """The contestant's command line; `cp -r` copies `copied`, and the others write files into the folder `out`."""
@@ -57,10 +65,15 @@ class Work:
         if contestant in peers.COMMANDS:
             return peers.COMMANDS[contestant](source, out)
         options = self._options(contestant, ("--to", "--state", "--world-size", "--dtype", "--recipe"))
-        return [*_ckpt_tools("convert", self._input(source), out / self.output), *options, *["--fsync"] * synced]
+        is_merge = contestant == OURS and self.source == LORA
+        inputs = (source / "base", source / "adapter") if is_merge else (self._input(source),)
+        words = _ckpt_tools("merge-lora" if is_merge else "convert", *inputs, out / self.output)
+        return [*words, *options, *["--fsync"] * synced]
 
     def verification(self, contestant: str, source: Path, out: Path) -> list[str]:
         """The command line that compares the output with the source's tensors bit for bit."""
+        if self.source == LORA and contestant != UNMERGED:
+            return peers.function("check_merged")(source, out)
         options, written = self._options(contestant, ("--dtype", "--state", "--recipe")), out / self.output
         return [*_ckpt_tools("verify", self._input(source), written if written.exists() else out), *options]
 
@@ -70,11 +83,13 @@ class Work:
         return [word for pair in pairs if (contestant, pair[0]) != (UNCAST, "--dtype") for word in pair]
 
     def _input(self, source: Path) -> Path:
+        if self.source == LORA:
+            return source / "base"
         return peers.only_file(source) if self.source in ("safetensors", "torch") else source
 
 
-def _ckpt_tools(command: str, source: Path, target: Path) -> list[str]:
-    return [sys.executable, "-m", "ckpt_tools", command, str(source), str(target), "--quiet"]
+def _ckpt_tools(command: str, *places: Path) -> list[str]:
+    return [sys.executable, "-m", "ckpt_tools", command, *map(str, places), "--quiet"]
 
 
 def _copy(copied: Path, out: Path, *, synced: bool) -> list[str]:
@@ -87,7 +102,7 @@ def _copy(copied: Path, out: Path, *, synced: bool) -> list[str]:
 _EXPORT = Target(copy=TO_COPY, copy_synced=TO_COPY_SYNCED, peer=TO_PEER)
 _AS_FILE = replace(_EXPORT, peer=None)
 _OF_PEER = Target(peer=TO_PEER)
-_CAST = Target(peer=TO_PEER, uncast=1.2)
+_CAST = Target(peer=TO_PEER, plain=1.2)
 
 _OF_ONE_SIZE = (
     Work(
@@ -158,6 +173,15 @@ _OF_ONE_SIZE = (
         ".",
         Target(copy=1.3),
         options="--to safetensors --recipe qwen3_moe",
+    ),
+    Work(
+        "lora",
+        "safetensors in bf16 and a LoRA adapter of rank 16 → safetensors, merged",
+        LORA,
+        ".",
+        Target(plain=1.5, peer=TO_PEER),
+        "merge_and_unload",
+        "--to safetensors",
     ),
     Work(
         "tp-safetensors",

@@ -20,6 +20,7 @@ from ckpt_tools.core.options import (
     ConvertKeywords,
     ConvertOptions,
     LoadableKeywords,
+    MergeKeywords,
     ReadKeywords,
     ReadOptions,
     Request,
@@ -313,6 +314,47 @@ def reshard(
 
     request = Request(src=src, dst=dst, keeps_format=True, world_size=world_size, state=state, **options)
     return run_conversion(request)
+
+
+@public
+@written_out(MergeKeywords, Request)
+def merge_lora(
+    base: str | Path, adapter: str | Path, dst: str | Path, **options: Unpack[MergeKeywords]
+) -> ConvertReport:
+    """Write the model at ``base`` with a LoRA adapter of PEFT merged into it, as ``merge_and_unload`` computes it.
+
+    Each weight becomes ``W + scale * B A``, computed in fp32 and cast once to the dtype of the base model. Only
+    weights are written.
+
+    Args:
+        base: The base model: a checkpoint of any format.
+        adapter: A folder of PEFT, or a training state of any format that has an adapter in it.
+        dst: As for ``convert``.
+        to: As for ``convert``.
+        adapter_name: The name of the adapter, if the training state has several.
+        config: A folder with the base model's ``config.json``, with ``adapter_config.json``, or with both. Default: the
+            files beside ``base`` and ``adapter``.
+        from_, tag, model_key, optim_key, param_order, weights: As for ``convert``, of ``base``.
+        All others: As for ``convert``. ``strip`` and ``recipe`` come before the merge, the other options that name
+            tensors after it.
+
+    Returns:
+        A ``ConvertReport``.
+
+    Raises:
+        UsageError: the adapter is for another model, or there is not exactly one.
+        UnsupportedError: the adapter is not of LoRA, or more than ``W + scale * B A``; the base model is quantized.
+        CkptError: As ``convert`` does.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.merge_lora("model.safetensors", "adapter", "merged.safetensors")
+        >>> [note.what for note in report.notes if note.outcome.value == "merged"]
+        ['1 tensor']
+    """
+    from ckpt_tools.conversion import run_conversion
+
+    return run_conversion(Request(src=base, dst=dst, adapter=adapter, state="model", **options))
 
 
 @public

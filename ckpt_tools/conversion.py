@@ -29,7 +29,7 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import written_format
 from ckpt_tools.planning.plan import REMOTE_BYTES, CopyRules, Figures, Plan, make_plan, reading_bytes
 from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
-from ckpt_tools.reading.model_files import find_model_files, missing_note, with_model_files
+from ckpt_tools.reading.model_files import config_in, find_model_files, missing_note, with_model_files
 from ckpt_tools.runs.opening import likeness, named, read_checkpoint
 from ckpt_tools.signals import held_back
 from ckpt_tools.stores.destination import Claim, Place
@@ -45,9 +45,11 @@ from ckpt_tools.stores.urls import (
     implied_format,
     is_remote,
     open_place,
+    open_source,
 )
 
 if TYPE_CHECKING:
+    from ckpt_tools.lora.merge import Merge
     from ckpt_tools.reading.recipe_step import RecipeStep
     from ckpt_tools.recipes.like import Like
     from ckpt_tools.recipes.report import UsedRecipe
@@ -186,7 +188,8 @@ def run_conversion(request: Request) -> ConvertReport:
 def _pool(request: Request) -> WorkerPool:
     from ckpt_tools.transfer.workers import WorkerPool
 
-    check_storage_options(request.storage_options, request.src, request.dst, request.config, request.like)
+    urls = (request.src, request.dst, request.config, request.like, request.adapter)
+    check_storage_options(request.storage_options, *urls)
     return WorkerPool.choose(request.runner, request.address, request.workers, request.src, request.dst)
 
 
@@ -201,6 +204,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     writer = None if request.keeps_format else _writer(_target(request, place.name), place.name)
     source, manifest = read_checkpoint(src, request.reading, format_name=request.from_, storage_options=stores)
     check_apart(src, dst, stores)
+    merge, source, request = _merge(request, src, source, manifest)
     source_format, reading, has_weights = manifest.format, reading_bytes(manifest), holds_weights(manifest.tensors)
     writer = writer or _same_writer(manifest, place.name)
     whole = is_whole(request, writer)
@@ -215,6 +219,11 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     writing = _write_options(place.form, manifest, request)
     if like is not None:
         writing = replace(writing, shard_map=like.reference.files)
+    if writer.asks_adapter_config:
+        from ckpt_tools.reading.adapter import adapter_config
+
+        text = adapter_config(src, source, manifest, request.config, stores)
+        writing = replace(writing, adapter_config=text)
     if writer.asks_model_type:
         writing = replace(writing, model_config=_model_config(src, source, manifest, request))
     mapped = None if recipe is None else partial(_mapped, recipe, request)
@@ -227,10 +236,11 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         holds_masters=writer.holds_masters,
         kept=writer.kept_entries,
         recipe=mapped,
+        merge=merge,
         like=like,
     )
     manifest = made.manifest
-    if recipe is not None or like is not None:
+    if recipe is not None or merge is not None or like is not None:
         from ckpt_tools.transfer.computing import with_made_files
 
         source = replace(source, store=with_made_files(source.store, manifest))
@@ -250,7 +260,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         is_limit=request.memory is not None,
         wanted_bytes=_wanted_bytes(place, layout),
         reading_bytes=reading,
-        remote_bytes=remote_bytes(src, dst),
+        remote_bytes=remote_bytes(src, dst, request.adapter or dst),
         copies=_copies(source, place),
     )
     figures = plan.figures()
@@ -277,6 +287,29 @@ def _check_dtypes(manifest: Manifest, writer: Format) -> None:
         if not entry.dtype.is_of_torch:
             instead = f"write {option('to', 'safetensors')}, or exclude it"
             raise UnsupportedError(f"{writer.name} does not support {entry.dtype.value}; {instead}", key=str(key))
+
+
+def _merge(
+    request: Request, src: str | Path, source: Source, manifest: Manifest
+) -> tuple[Merge | None, Source, Request]:
+    """The step that merges the adapter, the source that has its files too, and the request, whose ``config`` is that of
+    the base model alone."""
+    if request.adapter is None:
+        return None, source, request
+    from ckpt_tools.lora.merge import Merge
+    from ckpt_tools.reading.adapter import open_adapter
+
+    stores = request.storage_options
+    check_apart(request.adapter, request.dst, stores)
+    on_its_own = stores if is_remote(request.adapter) else None
+    beside = read_checkpoint(request.adapter, ReadOptions(), storage_options=on_its_own)
+    opened = open_adapter(request, *beside, source.store)
+    config = request.config
+    if config is not None and config_in(open_source(config, stores if is_remote(config) else None)) is None:
+        request = replace(request, config=None)
+    found = find_model_files(src, source, manifest, config=request.config, storage_options=stores)
+    merge = Merge(opened.adapter, opened.config, {} if found is None else found.config)
+    return merge, replace(source, store=opened.store), request
 
 
 def _check_quantized(manifest: Manifest, options: ConvertOptions) -> None:
@@ -309,6 +342,8 @@ def _with_model_files(
 ) -> tuple[Source, Layout, frozenset[str]]:
     """A folder of weights with the files that say what the model is, the source that has them too, and their names."""
     storage_options = options.storage_options
+    if writer.asks_adapter_config:
+        return source, layout, frozenset()
     is_folder = "config" in writer.writing_options and not isinstance(place.form, SingleFile)
     if not is_folder:
         if options.config is not None and not options.needs_config:

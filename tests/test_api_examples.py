@@ -25,8 +25,8 @@ VERBS = [name for name in ckpt_tools.__all__ if name.islower() and not name.star
 
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the examples name: a file, another with one tensor changed, a run of two ranks, a recipe, a
-    key."""
+    """A folder with what the examples name: a file, another with one tensor changed, a run of two ranks, a recipe, an
+    adapter, a key."""
     monkeypatch.chdir(tmp_path)
     tensors = {
         "encoder.weight": np.arange(32, dtype=np.float32).reshape(4, 8),
@@ -39,6 +39,11 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         '{left = {"encoder.weight" = "(top:2 rest:2) W"}, right = {"encoder.top" = "top W", "encoder.rest" = "rest W"}}'
     )
     Path("halves.toml").write_text(f'left = "whole"\nright = "cut"\nothers = "same"\nmap = [{line}]\n')
+    Path("adapter").mkdir()
+    matrices = {"lora_A": np.ones((2, 8), np.float32), "lora_B": np.ones((4, 2), np.float32)}
+    named = {f"base_model.model.encoder.{name}.weight": matrix for name, matrix in matrices.items()}
+    save_file(named, "adapter/adapter_model.safetensors")
+    Path("adapter/adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
     torch.save({"model": {"w": torch.ones(3)}, "trainer": _foreign_object()}, "foreign.pt")
     key = ec.generate_private_key(ec.SECP256R1())
     private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.quick
 
 PACKAGES = (
     "core",
+    "lora",
     "recipes",
     "planning",
     "stores",

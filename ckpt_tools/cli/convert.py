@@ -148,6 +148,42 @@ def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen
     _show_done(report, as_json)
 
 
+@click.command("merge-lora", cls=options.Grouped)
+@click.argument("base", metavar="BASE")
+@click.argument("adapter", metavar="ADAPTER")
+@_destination
+@options.storage
+@_to
+@_world_size
+@click.option(
+    "--adapter", "adapter_name", metavar="NAME", help="The name of the adapter, if the training state has several."
+)
+@options.reading
+@options.choosing
+@_max_shard_size
+@click.option(
+    "--config",
+    metavar="DIR",
+    help="The folder with config.json, adapter_config.json or both. Default: beside BASE and ADAPTER.",
+)
+@_writing
+@options.as_json
+@options.talking
+def merge_lora_command(base: str, adapter: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Write a base model with a LoRA adapter of PEFT merged into it.
+
+    ADAPTER is a folder of PEFT, or a training state of any format with an adapter in it. Each weight becomes
+    W + scale B A, in fp32, and is then cast to its dtype in BASE.
+
+    Example: ckpt-tools merge-lora llama adapter merged --to safetensors
+    """
+    from ckpt_tools import merge_lora
+
+    with progress("merging", quiet=quiet) as on_progress:
+        report = merge_lora(base, adapter, dst, on_progress=on_progress, **chosen)
+    _show_done(report, as_json)
+
+
 def _show_plan(report: PlanReport, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())

@@ -28,6 +28,7 @@ COMMANDS = {
     "consolidate": Home(
         "convert", "Write the model's weights alone, as safetensors or in the format that DST's ending implies."
     ),
+    "merge-lora": Home("convert", "Write a base model with a LoRA adapter of PEFT merged into it."),
     "make-loadable": Home(
         "convert", "Write a file of torch.save again, so that torch.load(weights_only=True) takes it."
     ),

@@ -48,13 +48,15 @@ def apply_options(
     holds_masters: bool,
     kept: tuple[str, ...] = (),
     recipe: Step | None = None,
+    merge: Step | None = None,
     like: Likeness | None = None,
 ) -> Applied:
     """The manifest as ``options`` make it.
 
     ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights.
     ``kept`` are entries that are written with the weights also if no other state is. ``recipe`` is the step of
-    ``options.strip`` and ``options.recipe``; options that name tensors name those that it makes. ``like`` comes last,
+    ``options.strip`` and ``options.recipe``; options that name tensors name those that it makes. ``merge`` is the step
+    that merges an adapter into these. ``like`` comes last,
     so that the other options can leave out or rename what does not fit.
 
     Raises:
@@ -62,9 +64,10 @@ def apply_options(
     """
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
     manifest, notes = _taken(manifest, notes, _copying(options, whole, holds_masters, kept))
-    if recipe is not None:
-        manifest, more = recipe(manifest)
-        notes += more
+    for step in (recipe, merge):
+        if step is not None:
+            manifest, more = step(manifest)
+            notes += more
     if like is not None:
         manifest = replace(manifest, left_out=manifest.left_out | like.excluded)
     manifest, notes = _taken(manifest, notes, _choosing(options))

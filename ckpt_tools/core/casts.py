@@ -46,18 +46,23 @@ def check_cast(source: DType, target: DType) -> None:
         raise UnsupportedError(f"casting {source.value} to {target.value} is not supported")
 
 
-def cast_into(elements: NDArray[Any], source: DType, out: memoryview, target: DType, *, plus: int = 0) -> None:
+def cast_into(
+    elements: NDArray[Any], source: DType, out: memoryview, target: DType, *, plus: int | NDArray[np.float32] = 0
+) -> None:
     """Write ``elements``, whose bytes are ``source``, as ``target`` into ``out``, which has exactly their room.
 
-    ``plus`` is added in float32, or in float64 to float64.
+    ``plus``, a number or one for each element, is added in float32, or in float64 to float64. Of an array only the
+    memory is used afterwards.
     """
     values = elements.view(to_numpy(source))
     result = np.frombuffer(out, dtype=to_numpy(target))
     with np.errstate(over="ignore", invalid="ignore"):
-        if plus:
-            wide: NDArray[Any] = values.astype(np.float64 if source is DType.FLOAT64 else np.float32)
-            wide += plus
-            _convert(wide, result, target)
+        if not isinstance(plus, int) or plus:
+            wide = np.dtype(np.float64 if source is DType.FLOAT64 else np.float32)
+            room = next((each for each in (result, plus) if isinstance(each, np.ndarray) and each.dtype == wide), None)
+            total = np.add(values, plus, out=room, dtype=wide)
+            if total is not result:
+                _convert(total, result, target)
             return
         if source is DType.FLOAT16 or (source is DType.BFLOAT16 and target is DType.FLOAT16):
             # One look-up an element is 2.5 times as fast as numpy's arithmetic: 6 GB/s of float32 written.

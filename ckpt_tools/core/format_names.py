@@ -42,6 +42,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     "torch": BuiltIn(
         "torch.format:TorchFormat", (".pt", ".pth", ".bin", ".ckpt", ".bin.index.json"), (".pt", ".pth", ".bin")
     ),
+    "peft": BuiltIn("peft.format:PeftFormat"),
     "gguf": BuiltIn("gguf.format:GgufFormat", (".gguf",), (".gguf",)),
     "npz": BuiltIn("npz.format:NpzFormat", (".npz",), (".npz",)),
 }

@@ -132,8 +132,8 @@ class Computed(ABC):
 
     @property
     def working_bytes(self) -> int:
-        """The most memory that a piece of ``MAX_PIECE`` elements takes, its parts included, but not ``out``."""
-        return 4 << 20
+        """The most memory that a piece of ``MAX_PIECE`` elements takes, with its parts and with one that is kept."""
+        return 6 << 20
 
     @property
     def num_bytes(self) -> int:

@@ -19,6 +19,8 @@ class Outcome(Enum):
     """Written in another element type."""
     DEFAULTED = "defaulted"
     """It is in the output, and it is not the source's: a stated value was used."""
+    MERGED = "merged"
+    """It is in the output as an adapter changes it."""
     KEPT = "kept"
     """It is in the output as the source has it, which may not be what is expected."""
     DROPPED = "dropped"

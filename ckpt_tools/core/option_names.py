@@ -11,7 +11,19 @@ from contextlib import contextmanager
 from typing import Literal, TypeAlias, get_args
 
 WrittenFormat: TypeAlias = Literal[
-    "safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "sharded", "megatron", "meta", "gguf", "npz"
+    "safetensors",
+    "torch",
+    "dcp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "universal",
+    "sharded",
+    "megatron",
+    "meta",
+    "gguf",
+    "npz",
+    "peft",
 ]
 """What ``to`` accepts."""
 ReadFormat: TypeAlias = Literal[
@@ -29,6 +41,7 @@ ReadFormat: TypeAlias = Literal[
     "gguf",
     "npz",
     "orbax",
+    "peft",
 ]
 """What ``from_`` accepts; ``deepspeed`` is any ZeRO stage."""
 State: TypeAlias = Literal["model", "all"]
@@ -49,8 +62,14 @@ DEFAULT_MEMORY = "512MiB"
 DEFAULT_RUNNER: Runner = "threads"
 
 _ARGUMENTS = {"src": "SRC", "dst": "DST", "run": "RUN", "a": "A", "b": "B", "url": "URL"}
+_ARGUMENTS |= {"base": "BASE", "adapter": "ADAPTER"}
 """Parameters that are places, given without a flag."""
-_FLAGS = {"from_": "--from", "storage_options": "--storage-option", "tensors": "inspect --tensors"}
+_FLAGS = {
+    "from_": "--from",
+    "storage_options": "--storage-option",
+    "adapter_name": "--adapter",
+    "tensors": "inspect --tensors",
+}
 """Flags that are not named as their parameter is."""
 _PARAMETERS = {"tensors": "inspect(...).tensors"}
 """What Python has in the place of an option of the command line."""

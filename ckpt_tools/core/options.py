@@ -86,12 +86,11 @@ class SelectKeywords(ReadKeywords, total=False):
     config: str | Path | None
 
 
-class ReshardKeywords(SelectKeywords, total=False):
-    """Keywords of every function that converts."""
+class WriteKeywords(SelectKeywords, total=False):
+    """Keywords of every function that writes a checkpoint from another."""
 
     dtype: DTypeLike | None
     buffers: Sequence[str]
-    like: str | Path | None
     max_shard_size: str | int | None
     memory: str | int | None
     workers: int | None
@@ -103,6 +102,20 @@ class ReshardKeywords(SelectKeywords, total=False):
     strict: bool
     fsync: bool
     checksum: bool
+
+
+class ReshardKeywords(WriteKeywords, total=False):
+    """Keywords of every function that converts."""
+
+    like: str | Path | None
+
+
+class MergeKeywords(WriteKeywords, total=False):
+    """Keywords of ``merge_lora``."""
+
+    to: WrittenFormat | None
+    world_size: int | None
+    adapter_name: str | None
 
 
 class ConsolidateKeywords(ReshardKeywords, total=False):
@@ -212,13 +225,16 @@ class ConvertOptions:
 class Request(ConvertOptions):
     """One conversion, checked as far as possible without opening ``src`` or ``dst``.
 
-    With ``keeps_format`` the format of the source is written, and ``to`` is not given.
+    With ``keeps_format`` the format of the source is written, and ``to`` is not given. ``adapter`` is merged into what
+    is written.
     """
 
     src: str | Path
     dst: str | Path
     to: str | None = None
     keeps_format: bool = False
+    adapter: str | Path | None = None
+    adapter_name: str | None = None
     memory: str | int | None = None
     workers: int | None = None
     runner: str = DEFAULT_RUNNER
@@ -297,6 +313,7 @@ class WriteOptions:
     DeepSpeed checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None
     leaves it to the writer. ``model_config`` is the content of ``config.json``, where the writer asks for it.
     ``shard_map`` names the files of a folder of safetensors for tensors by name, if no size is given.
+    ``adapter_config`` is the content of ``adapter_config.json``, where the writer asks for it.
     """
 
     file_name: str | None = None
@@ -307,6 +324,7 @@ class WriteOptions:
     optim_key: str | None = None
     model_config: Mapping[str, Any] = field(default_factory=dict)
     shard_map: Mapping[str, str] = field(default_factory=dict)
+    adapter_config: bytes = b""
 
     @property
     def model_type(self) -> str | None:

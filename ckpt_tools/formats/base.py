@@ -47,6 +47,9 @@ class Format:
     asks_model_type: bool = False
     """Whether ``layout`` uses ``WriteOptions.model_config`` or ``model_type``, for which ``config.json`` is read."""
 
+    asks_adapter_config: bool = False
+    """Whether ``layout`` uses ``WriteOptions.adapter_config``. No other file that describes a model is then written."""
+
     @property
     def reads(self) -> bool:
         return type(self).read is not Format.read

@@ -83,7 +83,7 @@ def find_model_files(
     """
     if config is not None:
         return _named(config, source, storage_options)
-    for prefix in _prefixes(manifest.stored_files):
+    for prefix in folders_around(manifest.stored_files):
         found = _in(source, prefix)
         if found is not None:
             return found
@@ -93,7 +93,7 @@ def find_model_files(
 def config_beside(source: Source, manifest: Manifest) -> Mapping[str, Any]:
     """The content of ``config.json`` in the folder ``source`` of ``manifest``; empty if there is none, or it cannot be
     read."""
-    for prefix in _prefixes(manifest.stored_files):
+    for prefix in folders_around(manifest.stored_files):
         with suppress(CkptError):
             found = config_in(source, prefix)
             if found is not None:
@@ -137,7 +137,7 @@ def missing_note(source: Source, manifest: Manifest) -> Note | None:
     return Note(Outcome.MISSING, CONFIG, why)
 
 
-def _prefixes(files: Iterable[str]) -> Iterator[str]:
+def folders_around(files: Iterable[str]) -> Iterator[str]:
     """The folder that holds all the files, and those above it, the nearest first; of each also ``huggingface``."""
     folders = [path.split("/")[:-1] for path in files]
     common = []
@@ -188,7 +188,7 @@ def _named(folder: str | Path, source: Source, storage_options: StorageOptions) 
 
 def _near(url: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles | None:
     """Files in the folder of a single file, or above a folder: looked up by name, because that folder may be large."""
-    base, is_above = _folder_near(url, source)
+    base, is_above = folder_near(url, source)
     if base is None:
         return None
 
@@ -216,7 +216,7 @@ def _readable(opened: Source) -> Mapping[str, Any] | None:
         return None
 
 
-def _folder_near(url: str | Path, source: Source) -> tuple[str | None, bool]:
+def folder_near(url: str | Path, source: Source) -> tuple[str | None, bool]:
     """The folder, and whether it is the one above a folder."""
     text = str(url).rstrip("/") if is_remote(url) else str(Path(url).expanduser().absolute())
     base, _, name = text.rpartition("/")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,10 @@ def with_made_files(store: Store, manifest: Manifest) -> Store:
 @dataclass(slots=True)
 class ComputedStore(MakingStore):
     """``store`` with a file for each of ``computed``. Threads may share it. Each keeps the last parts that it read,
-    because neighbouring pieces often need the same."""
+    because neighbouring pieces often need the same, and the last piece of which only a part was asked for.
+
+    Pieces are the same ones whatever part of a file is read, so the elements are the same too.
+    """
 
     store: Store
     computed: Mapping[str, Computed]
@@ -49,14 +53,34 @@ class ComputedStore(MakingStore):
         return self.store.cost(path, num_bytes) if found is None else round(num_bytes * found.cost)
 
     def _make(self, path: str, first: int, last: int, buffer: memoryview) -> None:
-        found = self.computed[path]
-        elements = np.frombuffer(buffer, to_numpy(found.dtype))
-        done = 0
-        for start in range(first, last, MAX_PIECE):
-            for box in from_flat(start, min(start + MAX_PIECE, last), found.shape):
-                parts = [self._part(path, number, region) for number, region in enumerate(found.regions(box))]
-                found.compute(box, parts, elements[done : done + box.numel].reshape(box.shape))
-                done += box.numel
+        numel = prod(self.computed[path].shape)
+        elements = np.frombuffer(buffer, to_numpy(self.computed[path].dtype))
+        for begin in range(first - first % MAX_PIECE, last, MAX_PIECE):
+            end = min(begin + MAX_PIECE, numel)
+            start, stop = max(begin, first), min(end, last)
+            wanted = elements[start - first : stop - first]
+            if (start, stop) == (begin, end):
+                self._compute(path, begin, wanted)
+            else:
+                wanted[:] = self._piece(path, begin, end)[start - begin : stop - begin]
+
+    def _piece(self, path: str, begin: int, end: int) -> NDArray[Any]:
+        """A whole piece, until this thread asks for another."""
+        known = getattr(self._kept, "piece", None)
+        if known is not None and known[:2] == (path, begin):
+            return known[2]  # type: ignore[no-any-return]
+        self._kept.piece = None
+        piece = np.empty(end - begin, to_numpy(self.computed[path].dtype))
+        self._compute(path, begin, piece)
+        self._kept.piece = path, begin, piece
+        return piece
+
+    def _compute(self, path: str, begin: int, out: NDArray[Any]) -> None:
+        found, done = self.computed[path], 0
+        for box in from_flat(begin, begin + len(out), found.shape):
+            parts = [self._part(path, number, region) for number, region in enumerate(found.regions(box))]
+            found.compute(box, parts, out[done : done + box.numel].reshape(box.shape))
+            done += box.numel
 
     def _part(self, path: str, number: int, region: Box) -> NDArray[Any]:
         """A region of an operand."""
@@ -65,7 +89,10 @@ class ComputedStore(MakingStore):
         if known is not None and known[:2] == (path, region):
             return known[2]
         entry = self.computed[path].operands[number]
-        part = np.empty(region.shape, to_numpy(entry.dtype))
+        dtype = to_numpy(entry.dtype)
+        is_alike = known is not None and (known[2].shape, known[2].dtype) == (region.shape, dtype)
+        part = known[2] if known is not None and is_alike else np.empty(region.shape, dtype)
+        parts.pop(number, None)
         self._reader.read(entry, region, entry.shape, 0, region.numel, part.reshape(-1).view(np.uint8).data)
         parts[number] = path, region, part
         return part

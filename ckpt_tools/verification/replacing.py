@@ -18,6 +18,7 @@ from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_shown
 from ckpt_tools.stores.present import NOTHING, Present, listed
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import ELSEWHERE
+from ckpt_tools.trainers.transformers import ADAPTER
 from ckpt_tools.verification.digests import is_list, place_in
 from ckpt_tools.verification.signing import is_signature
 
@@ -38,7 +39,7 @@ def replaced_files(place: Place, written: Iterable[str]) -> Mapping[str, int]:
     own = _own_files(present, place.url)
     if own:
         # What says what the model is, if the output has the same: no such file is removed without a new one.
-        own |= {path for path in written if is_model_file(path)}
+        own |= {path for path in written if is_model_file(path) or path == ADAPTER}
     files = {path: size for path, size in present.files.items() if path in own}
     others = present.beyond(files)
     if others and not files:

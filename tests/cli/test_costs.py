@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,11 @@ def cost(*words: str | Path) -> float:
     return min(ours for ours, _ in pairs) / min(bare for _, bare in pairs)
 
 
-def sparse_safetensors(path: Path, num_tensors: int, num_elements: int) -> Path:
+def sparse_safetensors(path: Path, num_tensors: int, *shape: int) -> Path:
     """A file of zeros that takes no room."""
-    size = 4 * num_elements
+    size = 4 * prod(shape)
     header = {
-        f"layers.{n}.weight": {"dtype": "F32", "shape": [num_elements], "data_offsets": [n * size, (n + 1) * size]}
+        f"layers.{n}.weight": {"dtype": "F32", "shape": list(shape), "data_offsets": [n * size, (n + 1) * size]}
         for n in range(num_tensors)
     }
     text = json.dumps(header).encode()

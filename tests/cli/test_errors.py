@@ -73,6 +73,7 @@ OF_EMPTY_FOLDERS: dict[str, list[str]] = {
     "convert": ["E", "OUT.pt"],
     "reshard": ["E", "OUT", "--world-size", "2"],
     "consolidate": ["E", "OUT.safetensors"],
+    "merge-lora": ["E", "E", "OUT.pt"],
     "make-loadable": ["E", "OUT.pt"],
     "verify": ["E"],
     "diff": ["E", "E"],

@@ -43,6 +43,7 @@ APPLY_ALWAYS = {
     "output": "where the digests go",
     "private_key": "required",
     "runner": "where the work is done",
+    "adapter_name": "an adapter of another name is an error",
     "as_json": "how the result is printed",
     "quiet": "no progress and no line about retries",
     "tensors": "lists more",

@@ -22,7 +22,8 @@ from ckpt_tools.verification.report import Aspect
 from fixtures.corpus import layouts, make
 
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
-TARGETS: tuple[WrittenFormat, ...] = get_args(WrittenFormat)
+TARGETS: tuple[WrittenFormat, ...] = tuple(each for each in get_args(WrittenFormat) if each != "peft")
+"""A folder of PEFT holds an adapter alone."""
 
 ALWAYS = {
     ("accelerate-ddp-safetensors", "dcp"),

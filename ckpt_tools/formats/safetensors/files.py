@@ -242,7 +242,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     options = replace(options, shard_map={}) if whole else options
     parts = _parts({name: entry for name, (_, entry) in contents.items()}, options)
     files = [
-        _file_layout(name, {n: contents[n] for n in part}, entries.aliases, {} if number else state)
+        file_layout(name, {n: contents[n] for n in part}, entries.aliases, {} if number else state)
         for number, (name, part) in enumerate(parts.items())
     ]
     index = [index_layout(INDEX_NAME, parts, {})] if len(parts) > 1 or _needs_index(parts, options) else []
@@ -267,10 +267,13 @@ def _needs_index(parts: Mapping[str, object], options: WriteOptions) -> bool:
     return options.file_name is None and MODEL_NAME not in parts
 
 
-def _file_layout(
+def file_layout(
     path: str, part: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], state: Mapping[str, str]
 ) -> FileLayout:
-    """Wide elements first, so that every tensor is aligned to its own width; three bytes are aligned anywhere."""
+    """A file of the tensors in ``part``, with ``aliases`` and ``state`` in its metadata.
+
+    Wide elements come first, so that every tensor is aligned to its own width; three bytes are aligned anywhere.
+    """
     from ckpt_tools.core.layout import FileLayout, Literal, Payload
 
     ordered = dict(sorted(part.items(), key=lambda item: -_alignment(item[1][1].dtype)))

@@ -1,0 +1,38 @@
+"""``adapter_model.safetensors`` and ``adapter_config.json``, as PEFT's ``save_pretrained`` (0.21) writes them."""
+
+from __future__ import annotations
+
+from ckpt_tools.core.layout import FileLayout, Layout, Literal
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
+from ckpt_tools.core.options import WriteOptions
+from ckpt_tools.core.wording import count
+from ckpt_tools.formats.safetensors.files import file_layout
+from ckpt_tools.lora.adapter import adapter_names, chosen, named_weights, weight_keys
+from ckpt_tools.lora.config import parse_config
+from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.trainers.transformers import ADAPTER
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    """The adapter in ``manifest``, under the names that PEFT gives it in a file.
+
+    Raises:
+        UsageError: there is no adapter, or there are several. UnsupportedError: it is not of LoRA.
+    """
+    config = parse_config(parse_json(options.adapter_config, ADAPTER), ADAPTER)
+    names = named_weights(manifest)
+    own = chosen(manifest, config, None, f"leave out the others, such as with {option('exclude', '*.NAME.*')}")
+    keys = weight_keys(manifest)
+    written = {name: keys[old] for old, name in adapter_names(names, own, config).items()}
+    left = len(names) - len(written)
+    why = "the folder of an adapter holds nothing else"
+    notes = (
+        (Note(Outcome.DROPPED, f"{count(left, 'tensor')} of the base model", why, left, asked=True),) if left else ()
+    )
+    part = {name: (key, manifest.tensors[key]) for name, key in written.items()}
+    settings = FileLayout(ADAPTER, (Literal(options.adapter_config),))
+    return Layout((settings, file_layout(WEIGHTS, part, {}, {})), notes)

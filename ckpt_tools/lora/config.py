@@ -1,0 +1,185 @@
+"""``adapter_config.json`` of PEFT: the settings that decide what an adapter adds to a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from typing import Any
+
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import MalformedError, UnsupportedError
+
+EMBEDDING_LAYERS = ("embed_tokens", "lm_head")
+"""``EMBEDDING_LAYER_NAMES`` of PEFT: if one is among ``target_modules``, ``save_pretrained`` writes embeddings too."""
+
+_HANDLED = {
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+    "bias",
+    "lora_bias",
+    "target_modules",
+    "target_parameters",
+    "modules_to_save",
+    "init_lora_weights",
+}
+
+_NEUTRAL = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+"""Keys that do not change what is merged: the tensors themselves tell which modules have an adapter, and the others are
+for training."""
+
+_REFUSED = {
+    "use_dora": "DoRA",
+    "alora_invocation_tokens": "activated LoRA, which cannot be merged",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "layer_replication": "layers that share the weights of the base model",
+    "megatron_config": "layers of Megatron",
+    "monteclora_config": "MonteCLoRA",
+    "trainable_token_indices": "trainable tokens",
+    "use_bdlora": "block-diagonal LoRA",
+    "use_qalora": "QALoRA",
+    "velora_config": "VeLoRA",
+}
+"""Keys whose values change what is merged, by the methods that they switch on."""
+
+_CHANGES_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
+"""Beginnings of ``init_lora_weights`` with which the base model's own weights are changed before training."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """Settings of an adapter of LoRA. ``bias`` says which biases were trained: none, all or lora_only."""
+
+    rank: int = 8
+    alpha: float = 8
+    is_rank_stabilized: bool = False
+    rank_pattern: Mapping[str, int] | None = None
+    alpha_pattern: Mapping[str, float] | None = None
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    target_parameters: tuple[str, ...] = ()
+    saves_embeddings: bool = False
+    is_language_model: bool = False
+    methods: tuple[str, ...] = ()
+    """Settings with which an adapter cannot be merged."""
+
+    def ranked(self, key: str) -> tuple[int, float]:
+        """Rank and scale of the module or parameter ``key``, by the first pattern that its name ends with."""
+        rank = _by_pattern(self.rank_pattern, key, self.rank)
+        alpha = _by_pattern(self.alpha_pattern, key, self.alpha)
+        return rank, alpha / sqrt(rank) if self.is_rank_stabilized else alpha / rank
+
+
+def parse_config(content: Any, path: str) -> AdapterConfig:
+    """The settings in the content of the file ``path``.
+
+    Raises:
+        MalformedError: a value is not of its type. UnsupportedError: it is not of LoRA.
+    """
+    if not isinstance(content, dict):
+        raise MalformedError("it is not a JSON object", path=path)
+    kind = content.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedError(f"the adapter's peft_type is {kind!r}; only LORA is supported", path=path)
+    embeddings = content.get("target_modules")
+    return AdapterConfig(
+        rank=_number(content, "r", 8, path, whole=True),
+        alpha=_number(content, "lora_alpha", 8, path),
+        is_rank_stabilized=bool(content.get("use_rslora")),
+        rank_pattern=_pattern(content, "rank_pattern", path, whole=True),
+        alpha_pattern=_pattern(content, "alpha_pattern", path),
+        fan_in_fan_out=bool(content.get("fan_in_fan_out")),
+        bias=str(content.get("bias") or "none"),
+        target_parameters=_names(content, "target_parameters", path),
+        saves_embeddings=isinstance(embeddings, str) or bool({*(embeddings or ())} & {*EMBEDDING_LAYERS}),
+        is_language_model=content.get("task_type") in ("CAUSAL_LM", "SEQ_2_SEQ_LM"),
+        methods=tuple(_methods(content)),
+    )
+
+
+def check_mergeable(config: AdapterConfig, path: str) -> None:
+    """Raises UnsupportedError for settings with which an adapter is more than ``W + scale B A``."""
+    if config.methods:
+        raise UnsupportedError(f"the adapter cannot be merged: {'; '.join(config.methods)}", path=path)
+    if config.bias not in ("none", "all", "lora_only"):
+        raise UnsupportedError(f"the adapter cannot be merged: bias is {config.bias!r}", path=path)
+
+
+def _methods(content: Mapping[str, Any]) -> list[str]:
+    found = [f"{key} is set ({what})" for key, what in _REFUSED.items() if content.get(key)]
+    init = content.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+        found.append(f"init_lora_weights is {init!r}, which changed the base model's weights before training")
+    unknown = [
+        key for key, value in content.items() if value and key not in _HANDLED | _NEUTRAL and key not in _REFUSED
+    ]
+    return found + ([f"{listed(unknown)} of its settings may change the result and is not known"] if unknown else [])
+
+
+def _number(content: Mapping[str, Any], key: str, default: int, path: str, *, whole: bool = False) -> Any:
+    return _checked(content.get(key, default), key, path, whole=whole)
+
+
+def _checked(value: Any, what: str, path: str, *, whole: bool) -> Any:
+    kinds: tuple[type, ...] = (int,) if whole else (int, float)
+    if type(value) not in kinds or not isfinite(value) or (whole and value < 1):
+        raise MalformedError(f"{what} is {value!r}, and not a {'rank' if whole else 'number'}", path=path)
+    return value
+
+
+def _pattern(content: Mapping[str, Any], key: str, path: str, *, whole: bool = False) -> dict[str, Any]:
+    found = content.get(key) or {}
+    if not isinstance(found, dict):
+        raise MalformedError(f"{key} is not a JSON object", path=path)
+    for pattern, value in found.items():
+        _checked(value, f"{key} of {pattern!r}", path, whole=whole)
+        try:
+            re.compile(_ending(pattern))
+        except (re.error, RecursionError, OverflowError) as error:
+            raise MalformedError(f"{key}: {pattern!r} is not a regular expression ({error})", path=path) from error
+    return found
+
+
+def _names(content: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
+    found = content.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise MalformedError(f"{key} is not a list of names", path=path)
+    return tuple(found)
+
+
+def _ending(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, key: str, default: Any) -> Any:
+    """PEFT's ``get_pattern_key``: a pattern is a regular expression for the end of a name, or for all of it."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(_ending(pattern), key):
+            return value
+    return (patterns or {}).get(key, default)

@@ -1,0 +1,391 @@
+"""A model with an adapter merged into it: what PEFT's ``merge_and_unload`` computes, as entries of a manifest.
+
+A weight becomes ``W + scale * B A``, where ``scale`` is ``alpha / r`` or ``alpha / sqrt(r)``. Nothing is computed here:
+a tensor's elements become those of a computed file, in fp32, and reading casts them once to the dtype of the base.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.casts import CASTABLE
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.literals import literal_file
+from ckpt_tools.core.manifest import Equal, Kind, Manifest, StateKey, TensorEntry, computed_file
+from ckpt_tools.core.matching import nearest_names
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.quantized import is_quantized
+from ckpt_tools.core.shards import ByteRange, ShardTable
+from ckpt_tools.core.transforms import Transformed
+from ckpt_tools.core.wording import count, listed
+from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.lora.adapter import Adapter, base_of
+from ckpt_tools.lora.config import EMBEDDING_LAYERS, AdapterConfig
+from ckpt_tools.lora.names import BIAS, EMBEDDING, MATRICES, bare_module
+from ckpt_tools.lora.product import Factor, Product, WithProduct
+
+TRANSPOSED_LINEAR = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
+"""``model_type`` of transformers (5.23) whose layers are ``Conv1D``, which keeps ``[in, out]``."""
+
+TRANSPOSED_EXPERTS = frozenset({"aria", "aria_text", "gpt_oss", "openai_privacy_filter"})
+"""``model_type`` of transformers (5.23) whose experts keep ``[E, in, out]`` (``is_transposed``)."""
+
+INPUT_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared", "tokens_embed")
+
+_ONE = literal_file("one of an adapter's bias")
+_ONE_TABLE = ShardTable.whole((1,), DType.FLOAT32, ByteRange(_ONE, 0, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """The step of a conversion that merges ``adapter``. ``model`` is the content of the base model's ``config.json``,
+    empty if there is none."""
+
+    adapter: Adapter
+    config: AdapterConfig
+    model: Mapping[str, Any]
+
+    def __call__(self, manifest: Manifest) -> Transformed:
+        """``manifest`` with the adapter merged.
+
+        Raises:
+            UsageError: the adapter is of another model. UnsupportedError: the weights cannot be merged.
+        """
+        manifest = base_of(manifest)
+        saved, dropped, must_equal = self._saved(manifest)
+        weights = {key.fqn: entry for key, entry in manifest.tensors.items()} | saved
+        products = dict(self._products(manifest, weights))
+        computed = {computed_file(name): _added(name, weights[name], product) for name, product in products.items()}
+        merged = {name: _merged(weights[name], computed_file(name)) for name in products}
+        tensors = {**manifest.tensors, **{StateKey(name): entry for name, entry in (saved | merged).items()}}
+        made = replace(
+            manifest,
+            tensors=tensors,
+            literals={**manifest.literals, _ONE: struct.pack("<f", 1)},
+            computed={**manifest.computed, **computed},
+            must_equal=(*manifest.must_equal, *must_equal),
+        )
+        return made, tuple(self._notes(manifest, saved, merged, dropped))
+
+    def _notes(
+        self,
+        manifest: Manifest,
+        saved: Mapping[str, TensorEntry],
+        merged: Mapping[str, TensorEntry],
+        dropped: list[str],
+    ) -> Iterator[Note]:
+        size = sum(entry.num_bytes for entry in merged.values())
+        yield Note(Outcome.MERGED, count(len(merged), "tensor"), "the adapter is added", len(merged), size, asked=True)
+        for name, entry in saved.items():
+            before, stored = manifest.tensors.get(StateKey(name)), entry.shards.dtype
+            cast = f", cast from {stored.value} to {entry.dtype.value}" if stored is not entry.dtype else ""
+            why = "is not in the base model" if before is None else "replaces that of the base model"
+            yield Note(Outcome.MERGED, name, f"the adapter's own {why}{cast}", asked=True)
+        for name in dropped:
+            yield Note(Outcome.DROPPED, name, "tied to the embeddings, whose bits it has", asked=True)
+
+    # What replaces tensors
+
+    def _saved(self, manifest: Manifest) -> tuple[dict[str, TensorEntry], list[str], list[Equal]]:
+        """Tensors that the adapter holds whole; names of those that are tied and left out, and pairs to compare."""
+        found: dict[str, TensorEntry] = {}
+        dropped, pairs = [], []
+        for name, entry in self.adapter.saved.items():
+            before = manifest.tensors.get(StateKey(name))
+            other = self._tied_to(manifest, name)
+            if other is not None:
+                twin = self.adapter.saved.get(other) or self._twin(name, entry)
+                if twin is None:
+                    raise UnsupportedError(_ties(name, other), key=name)
+                pairs.append(Equal(f"{name} and {other} of the adapter, which the base model ties", entry, twin))
+            if before is None and other is not None:
+                dropped.append(name)
+                continue
+            found[name] = entry if before is None else _like(name, entry, before)
+        return found, dropped, pairs
+
+    def _twin(self, name: str, entry: TensorEntry) -> TensorEntry | None:
+        """The other of head and embeddings that the adapter holds, by its shape."""
+        found = [each for other, each in self.adapter.saved.items() if other != name and each.shape == entry.shape]
+        return found[0] if len(found) == 1 else None
+
+    def _tied_to(self, manifest: Manifest, name: str) -> str | None:
+        """The tensor whose bytes ``name`` shares in the base model; the head's is not named there."""
+        aliases = manifest.aliases
+        if name in aliases:
+            return aliases[name]
+        owned = next((alias for alias, owner in aliases.items() if owner == name), None)
+        if owned is not None:
+            return owned
+        leaf = name.removesuffix(".weight").rpartition(".")[2]
+        weights = {key.fqn: entry for key, entry in manifest.tensors.items()}
+        if leaf in INPUT_EMBEDDINGS and self._is_tied(name, weights):
+            return "the head"
+        is_head = leaf == "lm_head" and name not in weights and self.model.get("tie_word_embeddings")
+        return "the embeddings" if is_head else None
+
+    def _is_tied(self, name: str, weights: Mapping[str, TensorEntry]) -> bool:
+        """Whether the embeddings ``name`` are the head too: as ``config.json`` says, else unless there is another
+        tensor of their shape, in a model that predicts tokens."""
+        stated = self.model.get("tie_word_embeddings")
+        if name not in weights or any(
+            other != name and entry.shape == weights[name].shape for other, entry in weights.items()
+        ):
+            return False
+        return bool(stated) if stated is not None else self.config.is_language_model
+
+    # What is added
+
+    def _products(self, manifest: Manifest, weights: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Product]]:
+        targets = self._targets(weights)
+        self._check_fits(targets, weights)
+        orientations = self._orientations(targets, weights)
+        for module, name in targets.items():
+            parts, weight = self.adapter.parts[module], weights[name]
+            other = self._tied_to(manifest, name)
+            if other is not None:
+                raise UnsupportedError(_ties(name, other), key=name)
+            key = name if _is_parameter(self.config, name) else bare_module(module)
+            rank, scale = self.config.ranked(key)
+            yield name, self._product(name, weight, parts, rank, scale, orientations)
+            if BIAS in parts:
+                bias = f"{bare_module(module)}.bias"
+                if bias not in weights:
+                    raise UnsupportedError(f"the adapter adds to {bias}, which the base model does not have", key=bias)
+                yield bias, _bias(bias, weights[bias], parts[BIAS], scale)
+
+    def _targets(self, weights: Mapping[str, TensorEntry]) -> dict[str, str]:
+        """The tensor that each module's matrices are added to."""
+        found: dict[str, str] = {}
+        groups: dict[str, list[str]] = {}
+        for module in self.adapter.parts:
+            groups.setdefault(bare_module(module), []).append(module)
+        for bare, modules in groups.items():
+            names = [name for name in weights if name.rpartition(".")[0] == bare and _is_parameter(self.config, name)]
+            if names:
+                found |= self._parameters(bare, modules, names, weights)
+            elif len(modules) == 1:
+                found[modules[0]] = f"{bare}.weight"
+            else:
+                raise UnsupportedError(f"the adapter has several pairs of matrices for {bare}", key=bare)
+        return found
+
+    def _parameters(
+        self, bare: str, modules: list[str], names: list[str], weights: Mapping[str, TensorEntry]
+    ) -> dict[str, str]:
+        """The parameter that each nested pair of a module is for. PEFT nests them in the order in which the model's
+        code defines them, which no file tells, so shapes decide."""
+        fits = {module: [n for n in names if self._fits(module, weights[n].shape)] for module in modules}
+        if any(len(found) != 1 for found in fits.values()) or len({*map(tuple, fits.values())}) < len(modules):
+            shown = ", ".join(f"{name} {list(weights[name].shape)}" for name in names)
+            raise UnsupportedError(
+                f"the shapes do not tell which matrices of {bare} are for which of {shown}", key=bare
+            )
+        return {module: found[0] for module, found in fits.items()}
+
+    def _fits(self, module: str, shape: Shape) -> bool:
+        first, second = (self.adapter.parts[module].get(part) for part in MATRICES)
+        if first is None or second is None or len(first.shape) != 2 or len(second.shape) != 2 or len(shape) < 2:
+            return False
+        return tuple(shape[-2:]) in ((second.shape[0], first.shape[1]), (first.shape[1], second.shape[0]))
+
+    def _check_fits(self, targets: Mapping[str, str], weights: Mapping[str, TensorEntry]) -> None:
+        """Raises UsageError or UnsupportedError if a module has no weight in the base model."""
+        missing = {module: name for module, name in targets.items() if name not in weights}
+        for module, name in missing.items():
+            bare = bare_module(module)
+            if f"{bare}.in_proj_weight" in weights:
+                raise UnsupportedError(f"{bare} is a MultiheadAttention of torch, which is not supported", key=bare)
+            packed = [other for other in weights if other.startswith((f"{bare}.", f"{bare}_"))]
+            if any(is_quantized(other, weights[other].dtype) for other in packed):
+                raise UnsupportedError(f"{bare} is quantized in the base model; dequantize it first", key=bare)
+            if name == "lm_head.weight" and self.model.get("tie_word_embeddings"):
+                raise UnsupportedError(_ties(name, "the embeddings"), key=name)
+        if missing:
+            first = next(iter(missing.values()))
+            which = "none" if len(missing) == len(targets) else f"{len(missing):,}"
+            of = f"{which} of the adapter's {count(len(targets), 'module')}"
+            fit = "fits" if which == "none" else "do not fit"
+            raise UsageError(
+                f"the adapter is for another model: {of} {fit} the base model, which has no {first}; "
+                f"{nearest_names(first, weights)}"
+            )
+
+    def _orientations(self, targets: Mapping[str, str], weights: Mapping[str, TensorEntry]) -> dict[int, set[bool]]:
+        """Whether the weights that are not square are transposed, by the number of dims."""
+        found: dict[int, set[bool]] = {2: set(), 3: set()}
+        for module, name in targets.items():
+            parts, shape = self.adapter.parts[module], weights[name].shape
+            first, second = (parts.get(part) for part in MATRICES)
+            if first is None or second is None or len(shape) not in found or len(first.shape) != 2:
+                continue
+            if (pair := (second.shape[0], first.shape[1])) in (shape[-2:], shape[:-3:-1]) and pair[0] != pair[1]:
+                found[len(shape)].add(pair != shape[-2:])
+        return found
+
+    def _product(
+        self,
+        name: str,
+        weight: TensorEntry,
+        parts: Mapping[str, TensorEntry],
+        rank: int,
+        scale: float,
+        orientations: Mapping[int, set[bool]],
+    ) -> Product:
+        """The product that is added to ``weight``.
+
+        Raises:
+            UnsupportedError: the weight cannot be added to, or shapes do not fit it.
+        """
+        _check_dtypes(name, weight, parts)
+        pair = EMBEDDING if EMBEDDING[0] in parts or EMBEDDING[1] in parts else MATRICES
+        lacking = [part for part in pair if part not in parts]
+        if lacking:
+            raise UsageError(f"the adapter has no {listed(lacking)} for {name}")
+        a, b = (parts[part] for part in pair)
+        shape = weight.shape
+        if pair == EMBEDDING:
+            _check_shapes(name, shape, (a, b), ((rank, shape[0]), (shape[1], rank)) if len(shape) == 2 else None)
+            return _of_matrices(a, b, is_transposed=True, scale=scale)
+        if len(shape) == 3 and _is_parameter(self.config, name):
+            return self._of_experts(name, shape, a, b, rank, scale, orientations[3])
+        if len(shape) == 2:
+            straight, turned = ((rank, shape[1]), (shape[0], rank)), ((rank, shape[0]), (shape[1], rank))
+            is_transposed = (a.shape, b.shape) == turned
+            _check_shapes(name, shape, (a, b), turned if is_transposed else straight)
+            if shape[0] == shape[1]:
+                is_parameter = _is_parameter(self.config, name)
+                is_transposed = not is_parameter and self._is_square_transposed(name, orientations[2])
+            return _of_matrices(a, b, is_transposed=is_transposed, scale=scale)
+        kernel = (1,) * (len(shape) - 2)
+        _check_shapes(name, shape, (a, b), ((rank, *shape[1:]), (*shape[:1], rank, *kernel)) if shape[2:] else None)
+        columns = prod(shape[1:])
+        left, right = Factor(b, (1, shape[0], rank), (0, 1, 2)), Factor(a, (1, rank, columns), (0, 1, 2))
+        return Product(left, right, scale)
+
+    def _is_square_transposed(self, name: str, others: set[bool]) -> bool:
+        """Whether a square weight is of ``Conv1D``, which its shape does not tell."""
+        model_type = self.model.get("model_type")
+        if isinstance(model_type, str):
+            return model_type in TRANSPOSED_LINEAR
+        if others - {self.config.fan_in_fan_out}:
+            raise UnsupportedError(
+                f"it is square, and whether it is [out, in] or [in, out] is not known: {_NEEDS_CONFIG}", key=name
+            )
+        return self.config.fan_in_fan_out
+
+    def _of_experts(
+        self, name: str, shape: Shape, a: TensorEntry, b: TensorEntry, rank: int, scale: float, others: set[bool]
+    ) -> Product:
+        """Experts in one tensor: ``A`` has a block of ``rank`` rows for each expert; in the columns of ``B`` the expert
+        is the fast index."""
+        stack, rows, columns = shape
+        if (a.shape, b.shape) == ((rank * stack, columns), (rows, rank * stack)):
+            is_transposed = False
+        else:
+            is_transposed = True
+            _check_shapes(name, shape, (a, b), ((rank * stack, rows), (columns, rank * stack)))
+        if rows == columns:
+            is_transposed = self._are_square_experts_transposed(name, others)
+        if is_transposed:
+            left = Factor(a, (stack, rank, rows), (0, 2, 1))
+            return Product(left, Factor(b, (columns, rank, stack), (2, 1, 0)), scale)
+        left = Factor(b, (rows, rank, stack), (2, 0, 1))
+        return Product(left, Factor(a, (stack, rank, columns), (0, 1, 2)), scale)
+
+    def _are_square_experts_transposed(self, name: str, others: set[bool]) -> bool:
+        model_type = self.model.get("model_type")
+        if len(others) == 1:
+            return next(iter(others))
+        if not isinstance(model_type, str):
+            raise UnsupportedError(
+                f"its matrices are square, and whether they are [out, in] or [in, out] is not known: {_NEEDS_CONFIG}",
+                key=name,
+            )
+        return model_type in TRANSPOSED_EXPERTS
+
+
+_NEEDS_CONFIG = "the base model has no config.json"
+
+
+def _ties(name: str, other: str) -> str:
+    return (
+        f"the base model ties {name} to {other}, and the adapter changes {name} alone; untie the base model first "
+        "(tie_word_embeddings=False, with both tensors)"
+    )
+
+
+def _is_parameter(config: AdapterConfig, name: str) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in config.target_parameters)
+
+
+def _check_dtypes(name: str, weight: TensorEntry, parts: Mapping[str, TensorEntry]) -> None:
+    if weight.dtype not in CASTABLE:
+        raise UnsupportedError(f"it is {weight.dtype.value} in the base model; dequantize it first", key=name)
+    for part, entry in parts.items():
+        if entry.dtype not in CASTABLE - {DType.FLOAT64}:
+            raise UnsupportedError(f"{part} of the adapter is {entry.dtype.value}", key=name)
+
+
+def _check_shapes(
+    name: str, shape: Shape, pair: tuple[TensorEntry, TensorEntry], wanted: tuple[Shape, Shape] | None
+) -> None:
+    """Raises UsageError unless both matrices have the shapes that are wanted; None if none would fit."""
+    found = tuple(entry.shape for entry in pair)
+    if found != wanted:
+        shown = " and ".join(str(list(each)) for each in found)
+        instead = " and ".join(str(list(each)) for each in wanted) if wanted else "matrices"
+        raise UsageError(
+            f"the adapter is for another model: its A and B for {name} are {shown}, and by {list(shape)} in the base "
+            f"model and the rank in adapter_config.json they would be {instead}"
+        )
+
+
+def _of_matrices(a: TensorEntry, b: TensorEntry, *, is_transposed: bool, scale: float) -> Product:
+    """``B A``, or its transpose."""
+    (rank, inner), (outer, _) = a.shape, b.shape
+    first, second = Factor(b, (1, outer, rank), (0, 1, 2)), Factor(a, (1, rank, inner), (0, 1, 2))
+    if is_transposed:
+        first, second = Factor(a, (1, rank, inner), (0, 2, 1)), Factor(b, (1, outer, rank), (0, 2, 1))
+    return Product(first, second, scale)
+
+
+def _bias(name: str, weight: TensorEntry, bias: TensorEntry, scale: float) -> Product:
+    """``lora_bias``: the bias of B is added to that of the module, times the scale."""
+    if weight.shape != bias.shape or len(bias.shape) != 1:
+        raise UsageError(f"the adapter is for another model: its bias for {name} is {list(bias.shape)}")
+    one = TensorEntry((1,), DType.FLOAT32, Kind.EXTRA, _ONE_TABLE)
+    return Product(Factor(bias, (1, bias.numel, 1), (0, 1, 2)), Factor(one, (1, 1, 1), (0, 1, 2)), scale)
+
+
+def _like(name: str, entry: TensorEntry, before: TensorEntry) -> TensorEntry:
+    """A tensor of the adapter in the place of one of the base model, in its dtype."""
+    if entry.shape != before.shape:
+        advice = "resize the base model's vocabulary first" if _is_embedding(name) else "it is for another model"
+        raise UsageError(f"{name} is {list(entry.shape)} in the adapter and {list(before.shape)} in the base; {advice}")
+    if entry.dtype is not before.dtype and not {entry.dtype, before.dtype} <= CASTABLE:
+        raise UnsupportedError(
+            f"it is {before.dtype.value} in the base and {entry.dtype.value} in the adapter", key=name
+        )
+    return replace(entry.cast(before.dtype), kind=before.kind)
+
+
+def _is_embedding(name: str) -> bool:
+    return name.removesuffix(".weight").rpartition(".")[2] in (*INPUT_EMBEDDINGS, *EMBEDDING_LAYERS)
+
+
+def _added(name: str, entry: TensorEntry, product: Product) -> WithProduct:
+    if entry.plus:
+        raise UnsupportedError("something else is added to it already", key=name)
+    return WithProduct.of(entry, product)
+
+
+def _merged(entry: TensorEntry, file: str) -> TensorEntry:
+    """The tensor whose elements are those of the computed ``file``."""
+    wide = DType.FLOAT64 if entry.dtype is DType.FLOAT64 else DType.FLOAT32
+    return replace(entry, shards=ShardTable.whole(entry.shape, wide, ByteRange(file, 0, entry.numel * wide.item_bytes)))

@@ -1,0 +1,173 @@
+"""``merge-lora`` against PEFT's ``merge_and_unload``, on models of transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import ckpt_tools
+from tests.cli.test_costs import sparse_safetensors, used
+from tests.lora import models
+
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def recipe_of(case: models.Case) -> Mapping[str, Any]:
+    """transformers saves experts one by one, and PEFT's parameters are those of the model in memory."""
+    return {"recipe": "qwen3_moe", "inverse": True} if case.model is models.qwen3_moe else {}
+
+
+def is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(BITS[one.dtype]), other.view(BITS[other.dtype]))
+
+
+def largest_terms(case: models.Case, folder: Path) -> dict[str, float]:
+    """For each weight that an adapter is added to, the largest of its elements and of ``scale * |B| |A|``: PEFT's own
+    merge of a model whose elements are all positive."""
+    for name in ("base/model.safetensors", "adapter/adapter_model.safetensors"):
+        tensors = {key: tensor.abs().float() for key, tensor in load_file(folder / name).items()}
+        (folder / "positive" / name).parent.mkdir(parents=True)
+        save_file(tensors, folder / "positive" / name, metadata={"format": "pt"})
+        for config in (folder / name).parent.glob("*.json"):
+            (folder / "positive" / config.relative_to(folder)).write_bytes(config.read_bytes())
+    merged = models.merged_by_peft(folder / "positive", torch.float32)
+    return {name: float(tensor.abs().max()) for name, tensor in merged.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", models.CASES)
+def test_the_model_is_the_one_that_peft_merges(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """To the last bit where BLAS adds up in the order of torch's, else within one unit in the last place of the terms:
+    numpy's BLAS has another order. PEFT rounds what it adds to embeddings and experts of 16 bits once more."""
+    case = models.CASES[name]
+    wanted = models.made(case, tmp_path, dtype)
+    ckpt_tools.merge_lora(
+        tmp_path / "base", tmp_path / "adapter", tmp_path / "out", to="safetensors", **recipe_of(case)
+    )
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {*wanted} - {*found} <= {"lm_head.weight"}
+    assert {*found} <= {*wanted}
+    bounds = largest_terms(case, tmp_path)
+    changed = 0
+    for key, tensor in found.items():
+        off = (tensor.double() - wanted[key].double()).abs().max()
+        assert tensor.dtype == wanted[key].dtype
+        assert off <= torch.finfo(dtype).eps * bounds[key], key
+        assert dtype is torch.bfloat16 or (tensor == wanted[key]).float().mean() > 0.75, key
+        changed += not is_equal(tensor, load_base(tmp_path, case)[key])
+    assert changed
+
+
+def test_layers_of_convolutions(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = models.Convolutions()
+    torch.save(model.state_dict(), tmp_path / "base.pt")
+    config = LoraConfig(r=4, target_modules=["line", "dot", "square", "cube"], init_lora_weights=False)
+    adapted = get_peft_model(model, config)
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    wanted = adapted.merge_and_unload().state_dict()
+    ckpt_tools.merge_lora(tmp_path / "base.pt", tmp_path / "adapter", tmp_path / "out.safetensors")
+    found, before = load_file(tmp_path / "out.safetensors"), torch.load(tmp_path / "base.pt")
+    assert {*found} == {*wanted}
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=2**-22)
+        assert name.endswith("bias") is torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch", "zero3", "universal", "npz", "megatron"])
+def test_any_format_is_written_and_read(to: str, tmp_path: Path) -> None:
+    case = models.CASES["linear"]
+    models.made(case, tmp_path)
+    options: dict[str, Any] = {"to": to, "world_size": 2} if to in ("dcp", "zero3") else {"to": to}
+    ckpt_tools.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "once.safetensors")
+    ckpt_tools.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", **options)
+    assert ckpt_tools.verify(tmp_path / "out", tmp_path / "once.safetensors").equal
+    ckpt_tools.convert(tmp_path / "base", tmp_path / "other", **options)
+    ckpt_tools.convert(tmp_path / "adapter" / "adapter_model.safetensors", tmp_path / "adapter.pt")
+    ckpt_tools.merge_lora(
+        tmp_path / "other", tmp_path / "adapter.pt", tmp_path / "again.safetensors", config=tmp_path / "adapter"
+    )
+    assert ckpt_tools.verify(tmp_path / "again.safetensors", tmp_path / "once.safetensors").equal
+
+
+@pytest.mark.parametrize("options", [{"memory": "127MB", "workers": 1}, {"workers": 3, "max_shard_size": "50KB"}])
+def test_elements_do_not_depend_on_how_the_work_is_cut(options: Mapping[str, Any], tmp_path: Path) -> None:
+    """A tensor of several tiles, and one whose rows are longer than a tile."""
+    torch.manual_seed(0)
+    sizes = {"wide": (3, 300_000), "tall": (40_000, 30), "odd": (1031, 517)}
+    base = {f"{name}.weight": torch.randn(size) for name, size in sizes.items()}
+    adapter: dict[str, Tensor] = {}
+    for name, (rows, columns) in sizes.items():
+        adapter |= {f"{name}.lora_A.weight": torch.randn(11, columns), f"{name}.lora_B.weight": torch.randn(rows, 11)}
+    write(tmp_path, base, adapter, r=11)
+    merge(tmp_path, "plain")
+    merge(tmp_path, "cut", to="safetensors", **options)
+    assert ckpt_tools.verify(tmp_path / "cut", tmp_path / "plain.safetensors").equal
+    found = load_file(tmp_path / "plain.safetensors")
+    for name in sizes:
+        b, a = (adapter[f"{name}.lora_{part}.weight"].double() for part in "BA")
+        wanted = base[f"{name}.weight"].double() + b @ a * (8 / 11)
+        bound = 2**-21 * (b.abs() @ a.abs() + base[f"{name}.weight"].abs())
+        assert bool(((found[f"{name}.weight"].double() - wanted).abs() <= bound).all())
+
+
+def test_a_dtype_is_cast_to_once(tmp_path: Path) -> None:
+    """The sum is rounded, and not first the weight."""
+    base = {"a.weight": torch.full((2, 2), 1 + 2**-8)}
+    write(
+        tmp_path,
+        base,
+        {"a.lora_A.weight": torch.full((1, 2), 2.0**-8), "a.lora_B.weight": torch.ones(2, 1)},
+        r=1,
+        lora_alpha=1,
+    )
+    merge(tmp_path, "out", dtype="bfloat16")
+    assert load_file(tmp_path / "out.safetensors")["a.weight"].tolist() == [[1 + 2**-7] * 2] * 2
+
+
+def write(folder: Path, base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], **settings: Any) -> None:
+    """A base model of any tensors, and the folder of an adapter."""
+    save_file(dict(base), folder / "base.safetensors")
+    (folder / "adapter").mkdir(exist_ok=True)
+    named = {f"base_model.model.{name}": tensor for name, tensor in adapter.items()}
+    save_file(named, folder / "adapter" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "lora_alpha": 8, **settings}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+
+
+def merge(folder: Path, name: str, **options: Any) -> None:
+    out = folder / (name if "to" in options else f"{name}.safetensors")
+    ckpt_tools.merge_lora(folder / "base.safetensors", folder / "adapter", out, **options)
+
+
+def load_base(folder: Path, case: models.Case) -> dict[str, Tensor]:
+    if not (folder / "live.safetensors").exists():
+        ckpt_tools.convert(folder / "base", folder / "live.safetensors", **recipe_of(case))
+    return load_file(folder / "live.safetensors")
+
+
+@pytest.mark.parametrize("options", [(), ("--memory", "80MB", "--workers", "1"), ("--workers", "8")], ids=str)
+def test_memory_is_what_the_plan_says_and_not_the_models_size(options: tuple[str, ...], tmp_path: Path) -> None:
+    """A model of 400 MB in a file of holes, and matrices of 3 MB."""
+    rows, columns, rank = 8192, 4096, 64
+    adapter = {f"layers.{n}.lora_A.weight": torch.ones(rank, columns) for n in range(3)}
+    adapter |= {f"layers.{n}.lora_B.weight": torch.ones(rows, rank) for n in range(3)}
+    write(tmp_path, {"a": torch.ones(1)}, adapter, r=rank)
+    sparse_safetensors(tmp_path / "base.safetensors", 3, rows, columns)
+    words = ["merge-lora", tmp_path / "base.safetensors", tmp_path / "adapter", *options]
+    command = [sys.executable, "-m", "ckpt_tools", *words, tmp_path / "out.safetensors", "--json"]
+    report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    planned = report["plan"]["peak_memory_bytes"]
+    measured = used(*words, tmp_path / "again.safetensors").peak_bytes
+    assert measured <= planned <= 1.5 * measured
+    assert planned <= (80e6 if "80MB" in options else 200e6)

@@ -1,0 +1,243 @@
+"""Adapters and base models that cannot be merged are refused by name, before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from torch import Tensor
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, DifferenceError, MalformedError, UnsupportedError, UsageError
+from ckpt_tools.lora import config
+
+A, B = torch.ones(2, 4), torch.ones(6, 2)
+BASE = {"model.q.weight": torch.zeros(6, 4), "model.q.bias": torch.zeros(6)}
+ADAPTER = {"base_model.model.model.q.lora_A.weight": A, "base_model.model.model.q.lora_B.weight": B}
+EMBEDDINGS = {"model.embed_tokens.weight": torch.zeros(9, 4)}
+
+
+def refused(
+    folder: Path,
+    error: type[CkptError],
+    said: str,
+    *,
+    base: Mapping[str, Tensor] = BASE,
+    adapter: Mapping[str, Tensor] = ADAPTER,
+    model: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> None:
+    (folder / "base").mkdir()
+    (folder / "adapter").mkdir()
+    save_file(dict(base), folder / "base" / "model.safetensors")
+    apart = {name: tensor.clone() for name, tensor in adapter.items()}
+    save_file(apart, folder / "adapter" / "adapter_model.safetensors")
+    if model is not None:
+        (folder / "base" / "config.json").write_text(json.dumps(model))
+    found = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, **settings}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(found))
+    with pytest.raises(error, match=said):
+        ckpt_tools.merge_lora(folder / "base", folder / "adapter", folder / "out", to="safetensors", **(options or {}))
+    assert not (folder / "out").exists()
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "another method": ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
+    "DoRA": ({"use_dora": True}, "use_dora is set \\(DoRA\\)"),
+    "activated": ({"alora_invocation_tokens": [1]}, "activated LoRA"),
+    "replicated layers": ({"layer_replication": [[0, 1]]}, "layer_replication"),
+    "tokens": ({"trainable_token_indices": [1]}, "trainable tokens"),
+    "changed base": ({"init_lora_weights": "pissa_niter_16"}, "pissa_niter_16.*changed the base"),
+    "of a later version": ({"use_something_new": True}, "use_something_new of its settings may change the result"),
+    "no bias known": ({"bias": "some"}, "bias is 'some'"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(name: str, tmp_path: Path) -> None:
+    settings, said = SETTINGS[name]
+    refused(tmp_path, UnsupportedError, said, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"r": 0}, "r is 0, and not a rank"),
+        ({"lora_alpha": "much"}, "lora_alpha is 'much', and not a number"),
+        ({"rank_pattern": {"(": 2}}, "rank_pattern: '\\(' is not a regular expression"),
+        ({"alpha_pattern": [1]}, "alpha_pattern is not a JSON object"),
+        ({"target_parameters": "experts"}, "target_parameters is not a list"),
+    ],
+)
+def test_malformed_settings(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    refused(tmp_path, MalformedError, said, **settings)
+
+
+def test_every_setting_of_peft_has_a_rule() -> None:
+    known = config._HANDLED | config._NEUTRAL | config._REFUSED.keys()
+    fields = {each.name for each in dataclasses.fields(LoraConfig) if each.init}
+    assert fields - known == set()
+
+
+TENSORS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
+    "empty": (UsageError, {"adapter": {"x": A}}, "holds no adapter: no tensor is called lora_A or lora_B"),
+    "of Megatron": (UsageError, {"adapter": {"a.adapter.linear_in.weight": A}}, "adapters of Megatron"),
+    "without A": (UsageError, {"adapter": {"model.q.lora_B.weight": B}}, "no lora_A.weight for model.q.weight"),
+    "without B": (UsageError, {"adapter": {"model.q.lora_A.weight": A}}, "no lora_B.weight for model.q.weight"),
+    "of another model": (
+        UsageError,
+        {"base": {"model.k.weight": torch.zeros(6, 4)}},
+        "for another model: none of the adapter's 1 module fits the base model, which has no model.q.weight",
+    ),
+    "of a larger model": (UsageError, {"base": {"model.q.weight": torch.zeros(8, 4)}}, r"are \[2, 4\] and \[6, 2\]"),
+    "of another rank": (UsageError, {"r": 3}, r"by \[6, 4\] in the base model and the rank in adapter_config.json"),
+    "KaSA": (UnsupportedError, {"adapter": ADAPTER | {"model.q.lora_diag.weight": A}}, "model.q.lora_diag.weight"),
+    "quantized": (
+        UnsupportedError,
+        {"base": {"model.q.weight": torch.zeros(6, 4, dtype=torch.int8)}},
+        "int8 in the base model; dequantize it first",
+    ),
+    "packed": (
+        UnsupportedError,
+        {"base": {"model.q.qweight": torch.zeros(6, 4, dtype=torch.int32), "model.q.scales": torch.zeros(6)}},
+        "model.q is quantized in the base model",
+    ),
+    "attention of torch": (
+        UnsupportedError,
+        {"base": {"model.q.in_proj_weight": torch.zeros(6, 4)}},
+        "MultiheadAttention",
+    ),
+    "no bias": (
+        UnsupportedError,
+        {"adapter": ADAPTER | {"model.q.lora_B.bias": torch.ones(6)}, "base": {"model.q.weight": torch.zeros(6, 4)}},
+        "adds to model.q.bias, which the base model does not have",
+    ),
+    "another vocabulary": (
+        UsageError,
+        {
+            "base": BASE | {"lm_head.weight": torch.zeros(9, 4)},
+            "adapter": ADAPTER | {"lm_head.weight": torch.zeros(10, 4)},
+        },
+        r"lm_head.weight is \[10, 4\] in the adapter and \[9, 4\] in the base; resize",
+    ),
+    "tied head": (
+        UnsupportedError,
+        {
+            "base": EMBEDDINGS,
+            "adapter": {"lm_head.lora_A.weight": A, "lm_head.lora_B.weight": torch.ones(9, 2)},
+            "model": {"model_type": "llama", "tie_word_embeddings": True},
+        },
+        "ties lm_head.weight to the embeddings",
+    ),
+    "tied embeddings": (
+        UnsupportedError,
+        {
+            "base": EMBEDDINGS,
+            "adapter": {
+                "model.embed_tokens.lora_embedding_A": torch.ones(2, 9),
+                "model.embed_tokens.lora_embedding_B": torch.ones(4, 2),
+            },
+            "task_type": "CAUSAL_LM",
+        },
+        "ties model.embed_tokens.weight to the head",
+    ),
+    "tied embeddings, saved": (
+        UnsupportedError,
+        {
+            "base": BASE | EMBEDDINGS,
+            "adapter": ADAPTER | {"model.embed_tokens.weight": torch.ones(9, 4)},
+            "model": {"model_type": "llama", "tie_word_embeddings": True},
+        },
+        "ties model.embed_tokens.weight to the head",
+    ),
+    "a head unlike the embeddings": (
+        DifferenceError,
+        {
+            "base": BASE | EMBEDDINGS,
+            "adapter": ADAPTER
+            | {"model.embed_tokens.weight": torch.ones(9, 4), "lm_head.weight": torch.full((9, 4), 2.0)},
+            "model": {"model_type": "llama", "tie_word_embeddings": True},
+        },
+        "which the base model ties: their bits differ",
+    ),
+    "square and unknown": (
+        UnsupportedError,
+        {
+            "base": {"a.weight": torch.zeros(4, 4), "b.weight": torch.zeros(4, 6)},
+            "adapter": {
+                "a.lora_A.weight": A,
+                "a.lora_B.weight": torch.ones(4, 2),
+                "b.lora_A.weight": A,
+                "b.lora_B.weight": B,
+            },
+        },
+        "a.weight: it is square",
+    ),
+    "experts that are alike": (
+        UnsupportedError,
+        {
+            "base": {"e.w1": torch.zeros(2, 6, 4), "e.w3": torch.zeros(2, 6, 4)},
+            "adapter": {
+                "e.lora_A.weight": torch.ones(4, 4),
+                "e.lora_B.weight": torch.ones(6, 4),
+                "e.base_layer.lora_A.weight": torch.ones(4, 4),
+                "e.base_layer.lora_B.weight": torch.ones(6, 4),
+            },
+            "target_parameters": ["e.w1", "e.w3"],
+        },
+        "the shapes do not tell which matrices of e are for which of e.w1",
+    ),
+    "square experts of an unknown model": (
+        UnsupportedError,
+        {
+            "base": {"e.w": torch.zeros(2, 4, 4)},
+            "adapter": {"e.lora_A.weight": torch.ones(4, 4), "e.lora_B.weight": torch.ones(4, 4)},
+            "target_parameters": ["e.w"],
+        },
+        "e.w: its matrices are square",
+    ),
+    "several adapters": (
+        UsageError,
+        {"adapter": {"model.q.lora_A.one.weight": A, "model.q.lora_A.two.weight": A}},
+        r"several adapters \(one, two\); choose one with adapter_name",
+    ),
+    "an unknown name": (
+        UsageError,
+        {"adapter": {"model.q.lora_A.one.weight": A}, "options": {"adapter_name": "two"}},
+        "no adapter 'two'; the checkpoint has one",
+    ),
+    "a name where there is none": (UsageError, {"options": {"adapter_name": "two"}}, "without names of adapters"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors(name: str, tmp_path: Path) -> None:
+    error, given, said = TENSORS[name]
+    refused(tmp_path, error, said, **given)
+
+
+def test_no_settings(tmp_path: Path) -> None:
+    save_file(BASE, tmp_path / "base.safetensors")
+    (tmp_path / "adapter").mkdir()
+    save_file(ADAPTER, tmp_path / "adapter" / "adapter.safetensors")
+    with pytest.raises(UsageError, match=r"no adapter_config.json beside .*adapter; name the folder .* with config="):
+        ckpt_tools.merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
+
+
+def test_the_output_is_neither_of_the_sources(tmp_path: Path) -> None:
+    save_file(BASE, tmp_path / "base.safetensors")
+    (tmp_path / "adapter").mkdir()
+    save_file(ADAPTER, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+    with pytest.raises(ckpt_tools.DestinationExistsError, match="source"):
+        ckpt_tools.merge_lora(
+            tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "adapter", to="safetensors", overwrite=True
+        )

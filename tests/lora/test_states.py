@@ -1,0 +1,143 @@
+"""Adapters in training states: merged, and written alone as PEFT writes them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import ckpt_tools
+from ckpt_tools.errors import UsageError
+from fixtures import launch
+from tests.lora import models, runs
+from tests.lora.models import CASES, Case
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(torch.arange(8)[None]).logits
+    return found
+
+
+SAVED = {
+    **CASES,
+    "DoRA": Case(models.llama, {"target_modules": ["q_proj"], "r": 4, "use_dora": True}),
+    "a pattern": Case(models.llama, {"target_modules": r".*\.(embed_tokens|q_proj)", "r": 4}),
+    "biases of all": Case(models.llama, {"target_modules": ["q_proj"], "bias": "all"}, {"attention_bias": True}),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_the_adapter_is_written_as_peft_writes_it(name: str, tmp_path: Path) -> None:
+    case = SAVED[name]
+    with warnings.catch_warnings(action="ignore"):
+        model = models.adapted(case, tmp_path)
+        model.save_pretrained(tmp_path / "adapter")
+    torch.save({"module": model.state_dict()}, tmp_path / "run.pt")
+    ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", to="peft", config=tmp_path / "adapter")
+    found, wanted = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "adapter"))
+    assert {*found} == {*wanted}
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in found.items())
+    with warnings.catch_warnings(action="ignore"):
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        loaded = PeftModel.from_pretrained(base, tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("name", ["linear", "biases", "saved", "embeddings", "conv1d", "experts"])
+def test_a_state_is_merged_into_its_own_base(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    with warnings.catch_warnings(action="ignore"):
+        model = models.adapted(case, tmp_path)
+        model.save_pretrained(tmp_path / "adapter")
+    run, once = tmp_path / "run.pt", tmp_path / "once.safetensors"
+    torch.save(model.state_dict(), run)
+    recipe: dict[str, Any] = {"recipe": "qwen3_moe", "inverse": True} if name == "experts" else {}
+    ckpt_tools.merge_lora(tmp_path / "base", tmp_path / "adapter", once, **recipe)
+    ckpt_tools.merge_lora(tmp_path / "base", run, tmp_path / "a.safetensors", config=tmp_path / "adapter", **recipe)
+    ckpt_tools.merge_lora(run, run, tmp_path / "b.safetensors", config=tmp_path / "adapter")
+    assert ckpt_tools.verify(tmp_path / "a.safetensors", once).equal
+    names = {*load_file(once)}
+    assert {*load_file(tmp_path / "b.safetensors")} >= names
+    assert ckpt_tools.verify(tmp_path / "b.safetensors", once, include=sorted(names)).equal
+
+
+def test_the_folder_of_an_adapter_is_replaced_and_has_digests(tmp_path: Path) -> None:
+    model = models.adapted(CASES["linear"], tmp_path)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    torch.save(model.state_dict(), tmp_path / "run.pt")
+    options: dict[str, Any] = {"to": "peft", "config": tmp_path / "adapter", "checksum": True}
+    ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", **options)
+    ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", **options, overwrite=True)
+    assert ckpt_tools.verify(tmp_path / "out").equal
+    assert ckpt_tools.verify(tmp_path / "out", tmp_path / "adapter").equal
+    assert ckpt_tools.inspect(tmp_path / "out", from_="peft").num_tensors == 28
+
+
+def test_one_of_several_adapters(tmp_path: Path) -> None:
+    model = models.adapted(CASES["linear"], tmp_path)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(str(tmp_path / "adapter"))
+    torch.save(model.state_dict(), tmp_path / "run.pt")
+    base, run = tmp_path / "base", tmp_path / "run.pt"
+    config = {"config": tmp_path / "adapter"}
+    with pytest.raises(UsageError, match=r"several adapters \(default, other\); leave out the others"):
+        ckpt_tools.convert(run, tmp_path / "out", to="peft", **config)
+    ckpt_tools.convert(run, tmp_path / "out", to="peft", exclude=["*.other.*"], **config)
+    wanted = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert {*found} == {*wanted}
+    ckpt_tools.merge_lora(base, run, tmp_path / "a.safetensors", adapter_name="default", **config)
+    ckpt_tools.merge_lora(base, tmp_path / "adapter", tmp_path / "b.safetensors")
+    assert ckpt_tools.verify(tmp_path / "a.safetensors", tmp_path / "b.safetensors").equal
+
+
+def test_a_state_without_an_adapter(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.ones(2)}, tmp_path / "run.pt")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(UsageError, match="holds no adapter"):
+        ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", to="peft")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_with_layers_injected_by_transformers(tmp_path: Path) -> None:
+    """``add_adapter`` of transformers puts no prefix before names."""
+    torch.manual_seed(0)
+    model = models.llama()
+    model.save_pretrained(tmp_path / "base")
+    model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    torch.save(model.state_dict(), tmp_path / "run.pt")
+    ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", to="peft", config=tmp_path / "adapter")
+    found, wanted = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "adapter"))
+    assert {*found} == {*wanted}
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in found.items())
+
+
+@pytest.mark.parametrize("job", [runs.save_fsdp2, runs.save_zero3], ids=["FSDP2", "ZeRO-3"])
+def test_two_ranks_that_trained_an_adapter(job: Callable[[str], None], tmp_path: Path) -> None:
+    """PEFT loads the adapter that is taken out of the whole state, and merges it as it is merged here."""
+    launch.pool(2).run(job, str(tmp_path))
+    base, run = tmp_path / "base", tmp_path / "run"
+    ckpt_tools.convert(run, tmp_path / "out", to="peft", config=tmp_path / "settings")
+    found, wanted = (
+        load_file(tmp_path / "out" / "adapter_model.safetensors"),
+        load_file(tmp_path / "wanted.safetensors"),
+    )
+    assert {*found} == {*wanted}
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    assert any(bool(tensor.any()) for name, tensor in found.items() if "lora_B" in name)
+    with warnings.catch_warnings(action="ignore"):
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out")
+    trained = logits(model)
+    ckpt_tools.merge_lora(base, run, tmp_path / "merged", to="safetensors", config=tmp_path / "settings")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), trained, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(model.merge_and_unload()), trained, rtol=1e-5, atol=1e-5)
