@@ -24,6 +24,7 @@ from ckpt_tools.trainers.accelerate import refuse_several
 from ckpt_tools.trainers.megatron_lm import TRACKER
 from ckpt_tools.trainers.names import optimizer_of
 from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
+from ckpt_tools.trainers.verl import refuse_parts
 
 if TYPE_CHECKING:
     from ckpt_tools.reading.recipe_step import RecipeStep
@@ -40,6 +41,7 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     """
     with _errors_explained(source):
         refuse_several(source, options.tag)
+        refuse_parts(source)
         prefix = _prefix_of_halves(source) if format_name in (None, "dcp") else None
         reader = find_format(source, format_name) if prefix is None else read_format("dcp")
     with _errors_explained(source, reader if format_name is None and prefix is None else None):

@@ -26,6 +26,7 @@ NAMES = (
     "consolidated.00.pth", "consolidated.01.pth",
     "config.json", "README.md", "model.gguf", "model-00001-of-00002.gguf", "model.npz", "weights.npz",
     "_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "mp_rank_00/model_optim_rng.pt", "distrib_optim.pt",
+    "checkpoint_metadata.json",
 )  # fmt: skip
 
 RANKS = ("model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_0_rank{}.bin")

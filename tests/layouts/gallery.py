@@ -69,6 +69,7 @@ FAMILIES = {
     "DeepSpeed": "Folders of `save_checkpoint` ([DeepSpeed](formats/deepspeed.md)) and universal checkpoints "
     "([universal](formats/universal.md)).",
     "Megatron": "Folders of Megatron-LM and of what is built on it ([Megatron](formats/megatron.md)).",
+    "nanotron": "Folders of Hugging Face's nanotron ([nanotron](formats/nanotron.md)).",
     "Quantized weights": "Models whose weights are packed. The tensors are copied as they are.",
     "llama.cpp": "[GGUF](formats/gguf.md) files.",
     "MLX": "Models of Apple's MLX ([MLX](formats/mlx.md)).",

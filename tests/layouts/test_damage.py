@@ -98,17 +98,18 @@ _LAST_SHARD = ("*shard-00002-*", "if one after shard-00001-")
 UNPROVABLE = {"dcp-hf-pieces": _LAST_SHARD, "torchtitan-hf": _LAST_SHARD}
 """Layouts of which a file can be missing without a trace, that file, and the note that says so."""
 
-NAMELESS = ("__*_*.distcp", "zero/*/*.pt")
-"""Files of equal sizes that do not say which ones they are: the items of a DCP have neither names nor checksums, and a
-universal checkpoint says the parameter in the name of the folder alone. Swapped with another of its kind, such a file
-is that other."""
+NAMELESS = ("__*_*.distcp", "zero/*/*.pt", "model/model/*/model_*.safetensors", "optimizer/optimizer_pp-*.pt")
+"""Files of equal sizes that do not say which ones they are: the items of a DCP have neither names nor checksums, a
+universal checkpoint and nanotron say the parameter in the name of the folder alone, and nanotron the ranks of an
+optimizer in the name of the file. Swapped with another of its kind, such a file is that other."""
 
 
 def is_nameless(damage: Damage, folder: Path) -> bool:
     """Whether nothing in two files that were swapped tells them apart."""
     files = (damage.file, damage.other)
     alike = any(all(fnmatchcase(file, f"*{kind}") for file in files) for kind in NAMELESS)
-    same_slot = damage.file.endswith(".distcp") or Path(files[0]).name == Path(files[1]).name
+    is_of_rank = damage.file.endswith(".distcp") or "/optimizer_pp-" in damage.file or "_pp-rank-" in damage.file
+    same_slot = is_of_rank or Path(files[0]).name == Path(files[1]).name
     return alike and same_slot and len({(folder / file).stat().st_size for file in files}) == 1
 
 

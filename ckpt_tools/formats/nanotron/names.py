@@ -19,7 +19,7 @@ VERSIONS = ("1.2", "1.3", "1.4", "1.5")
 _RANKS = (
     r"_pp-rank-(?P<pp>\d{1,6})-of-\d{1,6}_tp-rank-(?P<tp>\d{1,6})-of-\d{1,6}(?:_exp-rank-(?P<exp>\d{1,6})-of-\d{1,6})?"
 )
-_WEIGHT = re.compile(rf"model/(?P<folder>.+)/model_(?P<last>[^/]+?)(?:{_RANKS})?\.safetensors")
+_WEIGHT = re.compile(rf"model/(?P<folder>.+)/model_(?P<last>(?:(?!_pp-)[\w-])+)(?:{_RANKS})?\.safetensors")
 _OPTIMIZER = re.compile(
     r"optimizer/optimizer_pp-(?P<pp>\d{1,6})-of-(?P<pps>\d{1,6})(?:_dp-(?P<dp>\d{1,6})-of-(?P<dps>\d{1,6}))?"
     r"_tp-(?P<tp>\d{1,6})-of-(?P<tps>\d{1,6})_exp-(?P<exp>\d{1,6})-of-(?P<exps>\d{1,6})\.pt"

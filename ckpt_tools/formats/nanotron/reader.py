@@ -149,8 +149,18 @@ class _Contents:
                     raise type(error)(
                         error.message, path=error.path or self.prefix + path, key=error.key or about.name
                     ) from error
+        self._check_order()
         if not self.parts:
             raise IncompleteError("there are no files of tensors below it", path=f"{self.prefix}model")
+
+    def _check_order(self) -> None:
+        """The parts of a tensor follow its ranks: the optimizer's files name the rank alone. Raises MalformedError."""
+        before: dict[tuple[str, int | None], tuple[int, ...]] = {}
+        for about in sorted((each for each in self.parts if each.tp is not None), key=lambda each: each.tp or 0):
+            start = self.parts[about].pairs[0][1].start
+            if start <= before.get((about.name, about.exp), (-1,)):
+                raise MalformedError("its parts are not in the order of the ranks in the files' names", key=about.name)
+            before[about.name, about.exp] = start
 
     def _read_weight(self, path: str, about: WeightFile) -> None:
         header = read_header(self.source, path)

@@ -321,6 +321,7 @@ FUZZED: dict[str, Callable[[], Files]] = {
     "megatron": lambda: of_corpus("megatron-weights"),
     "zstd": lambda: of_corpus("dcp-zstd"),
     "accelerate": lambda: of_corpus("accelerate-ddp-bin"),
+    "nanotron": lambda: of_corpus("nanotron"),
     "orbax": lambda: of_corpus("orbax"),
 }
 """Those, and other carriers, which the fuzzer changes."""

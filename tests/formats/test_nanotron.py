@@ -1,0 +1,153 @@
+"""nanotron's boxes and intervals, and what is refused by name. The corpus compares whole checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import ckpt_tools
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.shards import ByteRange
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.nanotron.geometry import Part, interval
+from fixtures import corpus
+from fixtures.corpus.nanotron import EMBEDDING
+
+RANKS = "pp-rank-0-of-2_tp-rank-0-of-2"
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    return shutil.copytree(corpus.make("nanotron").folder, tmp_path / "run/3")
+
+
+def embedding(folder: Path) -> Path:
+    return folder.joinpath("model", *EMBEDDING.split(".")[:-1], f"model_weight_{RANKS}.safetensors")
+
+
+def rewritten(path: Path, **metadata: str) -> None:
+    with safetensors.safe_open(path, "pt") as file:
+        data, found = file.get_tensor("data"), dict(file.metadata())
+    safetensors.torch.save_file({"data": data}, path, metadata=found | metadata)
+
+
+class TestGeometry:
+    def test_each_element_of_an_interval_goes_to_its_place(self) -> None:
+        """Columns 2:4 of rows 0:2 and 3:5 of a tensor, cut anywhere."""
+        part = Part.read("0,2,None|None,None,None#0,2,None|2,4,None;2,4,1|0,2,None#3,5,None|2,4,None", (6, 5), (4, 2))
+        whole = np.zeros((6, 5), np.int64)
+        whole[np.ix_([0, 1, 3, 4], [2, 3])] = np.arange(1, 9).reshape(4, 2)
+        for cut in range(9):
+            found = np.zeros((6, 5), np.int64)
+            for start, stop in ((0, cut), (cut, 8)):
+                for shard in part.shards(start, stop, ByteRange("f", start, stop), 1):
+                    box, at = shard.box, shard.at.start
+                    strides = shard.strides or (box.shape[1], 1)
+                    for i, j in np.ndindex(*box.shape):
+                        place = box.start[0] + i, box.start[1] + j
+                        assert found[place] == 0
+                        found[place] = 1 + at + i * strides[0] + j * strides[1]
+            assert np.array_equal(found, whole)
+
+    def test_columns_of_a_rank_are_strided(self) -> None:
+        part = Part.read("None,None,None|0,1,None#None,None,None|3,4,None", (2, 4), (2, 3))
+        (shard,) = part.shards(0, 6, ByteRange("f", 0, 24), 4)
+        assert (shard.box, shard.at.start, shard.at.stop, shard.strides) == (Box((0, 3), (2, 4)), 0, 16, (3, 1))
+
+    @pytest.mark.parametrize("numel", [1, 2, 7, 8, 9])
+    def test_intervals_are_those_of_numpys_array_split(self, numel: int) -> None:
+        expected = [part.tolist() for part in np.array_split(np.arange(numel), 4)]
+        assert [list(range(*interval(numel, rank, 4))) for rank in range(4)] == expected
+
+    @pytest.mark.parametrize(
+        ("pairs", "error"),
+        [
+            ("0,4,2|None,None,None#0,2,None|None,None,None", UnsupportedError),
+            ("0,5,None|None,None,None#0,5,None|None,None,None", MalformedError),
+            ("0,2,None|None,None,None#0,3,None|None,None,None", MalformedError),
+            ("0,2,None#0,2,None", MalformedError),
+            ("", MalformedError),
+            ("a,b,c|None,None,None#0,2,None|None,None,None", MalformedError),
+        ],
+    )
+    def test_slices_that_are_no_boxes(self, pairs: str, error: type[CkptError]) -> None:
+        with pytest.raises(error):
+            Part.read(pairs, (8, 2), (4, 2))
+
+
+class TestFolders:
+    def test_latest_txt_chooses(self, step: Path) -> None:
+        shutil.copytree(step, step.parent / "10")
+        with pytest.raises(UnsupportedError, match="several checkpoints here"):
+            ckpt_tools.inspect(step.parent)
+        (step.parent / "latest.txt").write_text("3\n")
+        found = ckpt_tools.inspect(step.parent)
+        assert (found.format, found.step, found.world_size) == ("nanotron", 3, 12)
+        (step.parent / "latest.txt").write_text("4")
+        with pytest.raises(IncompleteError, match=r"latest\.txt: it names '4'"):
+            ckpt_tools.inspect(step.parent)
+
+    def test_what_is_not_read_is_named(self, step: Path) -> None:
+        (step / "random").mkdir()
+        (step / "random/tp-0-of-2_dp-0-of-3_pp-0-of-2.pt").touch()
+        (step / "model_config.json").write_text("{}")
+        assert {note.what for note in ckpt_tools.inspect(step).notes} == {"random", "model_config.json"}
+
+
+class TestRefused:
+    @pytest.mark.parametrize("version", ["1.1", "1.6", "2"])
+    def test_another_version(self, step: Path, version: str) -> None:
+        rewritten(embedding(step), version=version)
+        with pytest.raises(UnsupportedError, match=rf"version '{version}' of nanotron's format"):
+            ckpt_tools.inspect(step)
+
+    def test_another_version_of_the_checkpoint(self, step: Path) -> None:
+        (step / "checkpoint_metadata.json").write_text(json.dumps({"version": "1.0"}))
+        with pytest.raises(UnsupportedError, match=r"checkpoint_metadata\.json: it has version '1\.0'"):
+            ckpt_tools.inspect(step)
+
+    def test_a_missing_rank(self, step: Path) -> None:
+        embedding(step).unlink()
+        with pytest.raises(CkptError, match=EMBEDDING):
+            ckpt_tools.inspect(step)
+
+    def test_ranks_in_another_order(self, step: Path) -> None:
+        one = embedding(step)
+        other = one.with_name(one.name.replace("tp-rank-0", "tp-rank-1"))
+        for source, target in ((one, "x"), (other, one), (one.with_name("x"), other)):
+            source.rename(one.with_name(target) if isinstance(target, str) else target)
+        with pytest.raises(MalformedError, match="not in the order of the ranks"):
+            ckpt_tools.inspect(step)
+
+    def test_a_missing_file_of_the_optimizer(self, step: Path) -> None:
+        (step / "optimizer/optimizer_pp-1-of-2_dp-2-of-3_tp-0-of-2_exp-0-of-1.pt").unlink()
+        with pytest.raises(IncompleteError, match="it has 11 of the 12 files of the optimizer's ranks"):
+            ckpt_tools.inspect(step)
+
+    def test_intervals_of_another_rule(self, step: Path) -> None:
+        path = step / "optimizer/optimizer_config.json"
+        config = json.loads(path.read_text())
+        config["configs"]["param_name_to_dp_rank_offsets"][EMBEDDING]["0"] = ["0", "13"]
+        path.write_text(json.dumps(config))
+        with pytest.raises(UnsupportedError, match=r"its interval .* is \['0', '13'\], and by nanotron's rule"):
+            ckpt_tools.inspect(step)
+
+    @pytest.mark.parametrize("change", ["name", "size", "more"])
+    def test_state_that_is_not_understood(self, step: Path, change: str) -> None:
+        path = step / "optimizer/optimizer_pp-0-of-2_dp-0-of-3_tp-0-of-2_exp-0-of-1.pt"
+        found = torch.load(path)
+        if change == "name":
+            del found["names"][0]
+        elif change == "size":
+            found["state"][0]["exp_avg"] = torch.zeros(3)
+        else:
+            found["grad_scaler"] = {}
+        torch.save(found, path)
+        with pytest.raises(CkptError, match=r"optimizer_pp-0-of-2"):
+            ckpt_tools.inspect(step)
