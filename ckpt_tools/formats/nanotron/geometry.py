@@ -1,4 +1,4 @@
-"""Where the elements of a rank's tensor are in the whole tensor.
+"""Places of the elements of a rank's tensor in the whole tensor.
 
 ``local_global_slices_pairs`` in the metadata of a file is ``LOCAL#GLOBAL;...``, and each side has a slice ``start,stop,
 step`` for each dim, with ``|`` between (nanotron, parallel/parameters.py, SlicesPair). Rows of several projections in

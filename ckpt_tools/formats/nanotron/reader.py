@@ -212,7 +212,7 @@ class _Contents:
         return wanted
 
     def _offsets(self) -> Mapping[str, Any]:
-        """What rank 0 says of its own parameters: those of the first pipeline stage, with ZeRO-1."""
+        """Intervals of ZeRO-1 that rank 0 states: those of the first pipeline stage."""
         configs = self._json(OPTIMIZER_CONFIG).get("configs")
         found = configs.get("param_name_to_dp_rank_offsets") if isinstance(configs, dict) else None
         if not isinstance(found, dict):
