@@ -6,6 +6,7 @@ keep them, and saved by the frameworks' own functions: files and bytes are those
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks.inputs import NUM_EXPERTS, NUM_HEADS, Llama
+from fixtures import megatron as mg
 from fixtures.launch import Pool
 
 BUILD_SECONDS, STEP = 1500, 7.0
@@ -127,6 +129,31 @@ def build_dcp_experts(out: str, llama: Llama) -> None:
     save({"model": get_model_state_dict(sharded(empty_experts(llama)))}, checkpoint_id=out)
 
 
+def build_megatron(out: str, llama: Llama) -> None:
+    """A torch_dist with all layers in one tensor each, of pipeline parallelism."""
+    weight, stack, hidden, layer = mg.Weight, llama.layers, llama.hidden, f"{mg.LAYER}."
+    weights = {
+        "embedding.word_embeddings.weight": weight((llama.vocab, hidden)),
+        f"{layer}self_attention.linear_qkv.layer_norm_weight": weight((stack, hidden), stacked=1),
+        f"{layer}self_attention.linear_qkv.weight": weight((stack, 3 * hidden, hidden), stacked=1),
+        f"{layer}self_attention.linear_proj.weight": weight((stack, hidden, hidden), stacked=1),
+        f"{layer}mlp.linear_fc1.layer_norm_weight": weight((stack, hidden), stacked=1),
+        f"{layer}mlp.linear_fc1.weight": weight((stack, 2 * llama.ffn, hidden), stacked=1),
+        f"{layer}mlp.linear_fc2.weight": weight((stack, hidden, llama.ffn), stacked=1),
+        "decoder.final_layernorm.weight": weight((hidden,)),
+        "output_layer.weight": weight((llama.vocab, hidden)),
+    }
+    grid = mg.Grid(1, dist.get_world_size(), 1)
+    tensors = {
+        name: mg.declared(name, each, grid, lambda index, each=each: fill(torch.empty(each.shape[len(index) :])))
+        for name, each in weights.items()
+    }
+    args = argparse.Namespace(
+        num_attention_heads=NUM_HEADS, num_query_groups=NUM_HEADS, kv_channels=hidden // NUM_HEADS
+    )
+    mg.save_state(Path(out), {"tensors": tensors, "args": args, "iteration": int(STEP), "checkpoint_version": 3.0})
+
+
 def build_hf_weights(out: str, llama: Llama) -> None:
     weights = get_model_state_dict(sharded_model(llama))
     save(weights, storage_writer=HuggingFaceStorageWriter(out, save_distributed=True))
@@ -204,6 +231,7 @@ BUILDERS: dict[str, Callable[[str, Llama], None]] = {
     "dcp8": build_dcp,
     "dcp-weights": build_dcp_weights,
     "dcp-experts": build_dcp_experts,
+    "megatron": build_megatron,
     "hf-weights": build_hf_weights,
     "tp-weights": build_tp_weights,
     "zero2": partial(build_zero, 2),

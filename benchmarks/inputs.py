@@ -75,6 +75,7 @@ KINDS = {
     "dcp8": Kind(STATE_BYTES, 8),
     "dcp-weights": Kind(WEIGHT_BYTES),
     "dcp-experts": Kind(WEIGHT_BYTES),  # DCP of a mixture of experts, all experts of a layer in two tensors
+    "megatron": Kind(WEIGHT_BYTES),  # torch_dist of pipeline parallelism, all layers in one tensor
     "hf-weights": Kind(WEIGHT_BYTES),  # safetensors shards of DCP's Hugging Face writer
     "tp-weights": Kind(WEIGHT_BYTES),  # DCP, every matrix cut along its inner axis
     "zero2": Kind(14),  # bf16 with fp32 masters and AdamW

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import peers
 from benchmarks.peers import WEIGHTS
+
+ROPE = Path(__file__).with_name("rope.toml")
 
 OURS, COPY = "ckpt-tools", "cp -r"
 UNCAST, UNMERGED = "ckpt-tools without the cast", "ckpt-tools without the adapter"
@@ -78,7 +81,7 @@ class Work:
         return [*_ckpt_tools("verify", self._input(source), written if written.exists() else out), *options]
 
     def _options(self, contestant: str, names: tuple[str, ...]) -> list[str]:
-        words = self.options.split()
+        words = shlex.split(self.options)
         pairs = (pair for pair in zip(words[::2], words[1::2], strict=True) if pair[0] in names)
         return [word for pair in pairs if (contestant, pair[0]) != (UNCAST, "--dtype") for word in pair]
 
@@ -182,6 +185,22 @@ _OF_ONE_SIZE = (
         Target(plain=1.5, peer=TO_PEER),
         "merge_and_unload",
         "--to safetensors",
+    ),
+    Work(
+        "megatron-hub",
+        "Megatron-Core torch_dist of stacked layers, 4 ranks → safetensors of the hub",
+        "megatron",
+        ".",
+        Target(copy=1.3),
+        options="--to safetensors --recipe megatron_llama",
+    ),
+    Work(
+        "rope-hub",
+        "DCP, 4 ranks, rows of query and key in pairs → safetensors with halves",
+        "dcp-weights",
+        ".",
+        Target(copy=2.0),
+        options=f"--to safetensors --recipe {shlex.quote(str(ROPE))}",
     ),
     Work(
         "tp-safetensors",

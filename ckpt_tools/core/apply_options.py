@@ -64,10 +64,7 @@ def apply_options(
     """
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
     manifest, notes = _taken(manifest, notes, _copying(options, whole, holds_masters, kept))
-    for step in (recipe, merge):
-        if step is not None:
-            manifest, more = step(manifest)
-            notes += more
+    manifest, notes = _taken(manifest, notes, [step for step in (recipe, merge) if step is not None])
     if like is not None:
         manifest = replace(manifest, left_out=manifest.left_out | like.excluded)
     manifest, notes = _taken(manifest, notes, _choosing(options))

@@ -19,6 +19,8 @@ from torchvision.models import VisionTransformer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, ViTConfig, ViTModel
 
 from ckpt_tools.recipes.reading import parse_recipe
+from fixtures import launch
+from fixtures import megatron_models as mm
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recipes.md"
@@ -67,7 +69,14 @@ def vision_transformers(folder: Path) -> None:
     torch.save(old, folder / "vit-0.12.pth")
 
 
-SOURCES: tuple[Callable[[Path], None], ...] = (mixture_of_experts, vision_transformers)
+def megatron_runs(folder: Path) -> None:
+    """Dense models that megatron-core trained, and configurations of transformers."""
+    for name, model_type in (("qwen3", "qwen3"), ("gemma3", "gemma3_text"), ("gpt2", "gpt2")):
+        (folder / name).mkdir()
+        launch.pool(1).run(mm.produce, model_type, {}, "bf16", "stacked", "", folder / name)
+
+
+SOURCES: tuple[Callable[[Path], None], ...] = (mixture_of_experts, vision_transformers, megatron_runs)
 
 
 def blocks(language: str, page: Path = PAGE) -> list[str]:

@@ -324,3 +324,19 @@ class TestLinesOfOtherPlaces:
     def test_what_is_no_table_is_refused(self) -> None:
         with pytest.raises(UsageError, match=r"write \[\[again\]\]"):
             parse_recipe('again = ["a"]\n[[map]]\nleft = "a"\nright = "b"\n', "r", "r.toml")
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_left_side_without_ties_gets_no_tied_name(has_head: bool) -> None:
+    text = (
+        'left_ties = false\ntied = { head = "embed" }\n'
+        '[[map]]\nleft = "e"\nright = "embed"\n[[map]]\nleft = "h"\nright = "head"\noptional = true\n'
+    )
+    arrays = {key("embed"): numbers(3, 2)} | ({key("head"): numbers(3, 2)} if has_head else {})
+    manifest, _ = stored(arrays)
+    made, _ = apply_recipe(manifest, parse_recipe(text, "r", "r.toml").inverse(), {"tie_word_embeddings": True})
+    assert [str(name) for name in made.tensors] == ["e"] and not made.aliases
+    # Both are compared before anything is written.
+    assert len(made.must_equal) == has_head
+    back, _ = apply_recipe(made, parse_recipe(text, "r", "r.toml"), {"tie_word_embeddings": True})
+    assert back.aliases == {"head": "embed"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
 from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
-from ckpt_tools.formats.megatron.names import is_expert, num_dims, state_of
+from ckpt_tools.formats.megatron.names import extra_states, is_expert, num_dims, state_of
 from ckpt_tools.formats.megatron.reader import boxes, piece_shape
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures import corpus, launch
@@ -408,6 +409,23 @@ class TestWritten:
         manifest, found = contents(tmp_path / "out")
         assert set(found) == {StateKey("w"), *(StateKey("w", slot) for slot in state)}
         assert manifest.groups[0].options == {name: value for name, value in groups[0].items() if name != "params"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "pieces"),
+    [
+        ("decoder.layers.mlp.linear_fc2.bias", (2, 8), ["shard_0_2", "shard_1_2"]),
+        ("decoder.layers.1.mlp.linear_fc2.bias", (8,), ["shard_0_1"]),
+        ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (1, 2, 8, 4), ["shard_0.0_1.2", "shard_0.1_1.2"]),
+        ("decoder.layers.1.mlp.experts.experts.0.linear_fc2.weight", (8, 4), ["shard_0_1"]),
+        ("decoder.layers.0.mixer.in_proj.weight.z", (8, 4), ["shard_0_1"]),
+        ("decoder.layers.0.mixer.A_log", (8,), []),
+        ("embedding.word_embeddings.weight", (8, 4), []),
+    ],
+)
+def test_objects_that_modules_ask_for(name: str, shape: tuple[int, ...], pieces: list[str]) -> None:
+    module = re.split(r"\.(?:weight|bias)", name)[0]
+    assert extra_states({name: shape}) == [f"{module}._extra_state/{piece}" for piece in pieces]
 
 
 class TestResumed:
