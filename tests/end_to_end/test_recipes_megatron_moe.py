@@ -28,7 +28,9 @@ OF_FP32 = 2.0**-23
 """What adding 1 in fp32 and taking it off again changes in such a norm."""
 
 RECIPES = {
+    "deepseek_v2": "deepseek_v3",
     "deepseek_v3-no-lora": "deepseek_v3",
+    "glm4_moe_lite": "deepseek_v3",
     "qwen3_moe-dense": "qwen3_moe",
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",

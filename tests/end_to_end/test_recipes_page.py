@@ -19,7 +19,7 @@ from torchvision.models import VisionTransformer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, ViTConfig, ViTModel
 
 from ckpt_tools.recipes.reading import parse_recipe
-from fixtures import launch
+from fixtures import launch, megatron_moe_models
 from fixtures import megatron_models as mm
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,18 @@ def megatron_runs(folder: Path) -> None:
         launch.pool(1).run(mm.produce, model_type, {}, "bf16", "stacked", "", folder / name)
 
 
-SOURCES: tuple[Callable[[Path], None], ...] = (mixture_of_experts, vision_transformers, megatron_runs)
+def megatron_mixtures(folder: Path) -> None:
+    """Runs of megatron-core, with a configuration of transformers' model beside each."""
+    names = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "nemotron_h")
+    launch.pool(1).run(megatron_moe_models.produce, names, folder / "runs")
+
+
+SOURCES: tuple[Callable[[Path], None], ...] = (
+    mixture_of_experts,
+    vision_transformers,
+    megatron_runs,
+    megatron_mixtures,
+)
 
 
 def blocks(language: str, page: Path = PAGE) -> list[str]:
