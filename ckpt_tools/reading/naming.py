@@ -22,6 +22,7 @@ from ckpt_tools.core.names import (
 )
 from ckpt_tools.stores.source import Source
 
+_STACKED = re.compile(r'^stacked\s*=\s*\{\s*(left|right)\s*=\s*\["([^"]+)"\]', re.MULTILINE)
 _RIGHT = re.compile(r"^right\s*=.*$", re.MULTILINE)
 
 _BUILT_IN = Path(__file__).parents[1] / "recipes" / "builtin"
@@ -63,8 +64,11 @@ def _likely(names: Collection[str]) -> Iterator[Path]:
     shapes = set(map(unnumbered, names))
     for path in sorted(_BUILT_IN.glob("*.toml")):
         head, *lines = path.read_text().split("[[map]]")
-        # Layers that are stacked are tensors of another name.
-        if any(_may_take(_needed(lines), side, shapes, f"stacked = {{ {side} " in head) for side in ("left", "right")):
+        stacked = _STACKED.search(head)
+        if any(
+            _may_take(_needed(lines), side, shapes, stacked[2] if stacked is not None and stacked[1] == side else None)
+            for side in ("left", "right")
+        ):
             yield path
 
 
@@ -75,10 +79,18 @@ def _needed(lines: Collection[str]) -> list[str]:
     return [line for line in lines if not any(text in line for text in no)]
 
 
-def _may_take(lines: Collection[str], side: str, names: Collection[str], is_stacked: bool) -> bool:
+def _may_take(lines: Collection[str], side: str, names: Collection[str], stacked: str | None) -> bool:
+    """``stacked`` is the beginning of names that layers stacked in one tensor have without its variable."""
     patterns = [pattern for line in lines for pattern in _patterns(line, side)]
-    checked = [each for each in patterns if not is_stacked or "{" not in each]
-    return any("{" in each for each in patterns) and all(_may_match(pattern, names) for pattern in checked)
+    return any("{" in each for each in patterns) and all(
+        _may_match(pattern, names)
+        or (stacked is not None and pattern.startswith(stacked) and _may_match(_stacked(pattern, stacked), names))
+        for pattern in patterns
+    )
+
+
+def _stacked(pattern: str, stacked: str) -> str:
+    return stacked.partition("{")[0] + pattern.removeprefix(stacked)
 
 
 def _patterns(line: str, side: str) -> list[str]:
@@ -94,4 +106,10 @@ def _may_match(pattern: str, names: Collection[str]) -> bool:
     if "{" not in pattern:
         return pattern in names
     head, *middle, tail = re.split(r"\{[^}]*\}", pattern)
-    return any(name.startswith(head) and name.endswith(tail) and all(part in name for part in middle) for name in names)
+    return any(
+        len(name) >= len(head) + len(tail)
+        and name.startswith(head)
+        and name.endswith(tail)
+        and all(part in name for part in middle)
+        for name in names
+    )
