@@ -108,6 +108,7 @@ class _Maker:
         for group in self.grouped.groups:
             self.mapped[id(group)] = self._map(group, shapes)
         self._check_names()
+        self.equal += self._copies()
 
     def with_companions(self, made: Manifest, before: Manifest, carried: Mapping[str, str]) -> Manifest:
         """``made`` with the tensors ``carried`` of ``before``, each beside the quantized weight that needs it."""
@@ -164,6 +165,18 @@ class _Maker:
         if any(not _OF_MUON.isdisjoint(group.options) for group in self.source.groups) and self._has_new_shapes():
             why = "Muon orthogonalizes each tensor as a whole, and tensors of other shapes are updated in another way"
             yield Note(Outcome.KEPT, "optimizer state of Muon", why)
+
+    def _copies(self) -> Iterable[Equal]:
+        """Names that are dropped because they repeat another, each with that one. Raises UnsupportedError."""
+        for name in self.grouped.dropped if self.recipe.is_inverse else ():
+            owners = (owner for pattern, owner in self.recipe.copies.items() if pattern.match(name) is not None)
+            copy, owner = self.source.tensors.get(StateKey(name)), next(owners, "")
+            owned = self.source.tensors.get(StateKey(owner))
+            if copy is None or owned is None:
+                continue
+            if copy.shape != owned.shape or copy.dtype is not owned.dtype:
+                raise UnsupportedError(f"{name} is a copy of {owner} by the recipe, and differs in shape or dtype")
+            yield Equal(f"{name} and {owner}, which it repeats", owned, copy)
 
     def _has_new_shapes(self) -> bool:
         return any(not group.line.is_renaming for group in self.grouped.groups)

@@ -37,6 +37,7 @@ _TOP = (
     "again",
     "drop",
     "tied",
+    "copies",
     "tied_by_default",
     "left_ties",
     "stacked",
@@ -88,6 +89,7 @@ def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
     drop = _table(table, "drop")
     _check_keys(drop, _SIDES, "[drop]")
     left, right = (_texts(drop, side) for side in _SIDES)
+    copies = {NamePattern(copy): owner for copy, owner in _owners(table, "copies").items()}
     tables = [*enumerate(lines, 1), *_repeated(table, lines)]
     made = tuple(_numbered(_line, line, number) for number, line in tables)
     stacks = _stacks(table)
@@ -106,8 +108,9 @@ def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
         source=_text(table, "source"),
         keeps_others=others == "same",
         bindings=bindings,
-        drops=(tuple(map(NamePattern, left)), tuple(map(NamePattern, right))),
-        tied=_tied(_table(table, "tied")),
+        drops=(tuple(map(NamePattern, left)), (*map(NamePattern, right), *copies)),
+        tied=_owners(table, "tied"),
+        copies=copies,
         tied_by_default=_texts(table, "tied_by_default"),
         left_ties=_flag(table, "left_ties", default=True),
         text=text,
@@ -229,11 +232,13 @@ def _check_variables(bindings: Collection[Binding], lines: Collection[Line]) -> 
             )
 
 
-def _tied(table: Mapping[str, Any]) -> Mapping[str, str]:
-    for alias, owner in table.items():
-        if not isinstance(owner, str) or owner in table or alias == owner:
-            raise UsageError(f"[tied] {alias} = {owner!r} is not the name of a tensor that owns its bytes")
-    return dict(table)
+def _owners(table: Mapping[str, Any], key: str) -> Mapping[str, str]:
+    """Names and those that own their bytes. Raises UsageError."""
+    found = _table(table, key)
+    for alias, owner in found.items():
+        if not isinstance(owner, str) or owner in found or alias == owner:
+            raise UsageError(f"[{key}] {alias} = {owner!r} is not the name of a tensor that owns its bytes")
+    return dict(found)
 
 
 def _check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> None:

@@ -302,9 +302,9 @@ class Recipe:
     ``keeps_others``, a tensor that no line names keeps its name. ``drops`` are patterns of names that the other side
     does not have; ``tied`` maps names of the right side to those that own the bytes, if ``config.json`` ties them.
     Models of ``tied_by_default`` are tied unless it says that they are not. Without ``left_ties`` the left side has no
-    names for what is tied. ``text`` is the file's. ``stacked`` are the
-    lines for a side that holds all layers as one tensor, each where the line for single layers is; empty if neither
-    side does.
+    names for what is tied. ``copies`` are patterns of names of the right side that repeat another of it, and that the
+    left side does not have. ``text`` is the file's. ``stacked`` are the lines for a side that holds all layers as one
+    tensor, each where the line for single layers is; empty if neither side does.
     """
 
     name: str
@@ -320,6 +320,7 @@ class Recipe:
     bindings: tuple[Binding, ...] = ()
     drops: tuple[tuple[NamePattern, ...], tuple[NamePattern, ...]] = ((), ())
     tied: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[NamePattern, str] = field(default_factory=dict)
     tied_by_default: tuple[str, ...] = ()
     left_ties: bool = True
     text: str = ""

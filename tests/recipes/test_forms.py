@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckpt_tools.core.manifest import ParamGroup
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import DifferenceError, UnsupportedError, UsageError
 from ckpt_tools.recipes import apply_recipe
 from ckpt_tools.recipes.reading import parse_recipe
 from tests.recipes.test_apply import Arrays, key, mapped, numbers, stored
@@ -340,3 +340,28 @@ def test_a_left_side_without_ties_gets_no_tied_name(has_head: bool) -> None:
     assert len(made.must_equal) == has_head
     back, _ = apply_recipe(made, parse_recipe(text, "r", "r.toml"), {"tie_word_embeddings": True})
     assert back.aliases == {"head": "embed"}
+
+
+COPIES = """
+copies = { "h.{layer}.embed" = "e" }
+[[map]]
+left = "embed"
+right = "e"
+"""
+
+
+class TestCopies:
+    def test_they_are_left_out_and_not_given_back(self) -> None:
+        arrays = {key("e"): numbers(3, seed=1), key("h.4.embed"): numbers(3, seed=1)}
+        _, found = mapped(COPIES, arrays, inverse=True)
+        assert [str(name) for name in found] == ["embed"]
+        _, back = mapped(COPIES, found)
+        assert [str(name) for name in back] == ["e"]
+
+    def test_one_that_differs_is_refused(self) -> None:
+        with pytest.raises(DifferenceError, match=r"h\.4\.embed and e, which it repeats"):
+            mapped(COPIES, {key("e"): numbers(3), key("h.4.embed"): numbers(3, seed=1)}, inverse=True)
+
+    def test_another_shape_is_refused(self) -> None:
+        with pytest.raises(UnsupportedError, match=r"h\.4\.embed is a copy of e by the recipe, and differs in shape"):
+            mapped(COPIES, {key("e"): numbers(3), key("h.4.embed"): numbers(4)}, inverse=True)

@@ -132,7 +132,7 @@ def declared_forms(names: Iterable[str]) -> dict[str, bool]:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether it is a router's correction bias, which is no parameter and stays fp32 in a model of 16 bits.
+    """Whether it is a router's correction bias: a buffer that stays fp32 in a model of 16 bits.
 
     Source: megatron-core 0.16.1, ``transformer/moe/router.py``, ``_maintain_float32_expert_bias``.
     """
