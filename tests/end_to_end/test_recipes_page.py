@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -69,6 +70,13 @@ def vision_transformers(folder: Path) -> None:
     torch.save(old, folder / "vit-0.12.pth")
 
 
+def torchtitan(folder: Path) -> None:
+    """A checkpoint that torchtitan wrote, and the configuration of its model."""
+    with zipfile.ZipFile(ROOT / "tests/corpus/trainers/torchtitan_llama.zip") as archive:
+        archive.extractall(folder / "titan")
+    (folder / "titan/dcp").rename(folder / "titan/step-2")
+
+
 def megatron_runs(folder: Path) -> None:
     """Dense models that megatron-core trained, and configurations of transformers."""
     for name, model_type in (("qwen3", "qwen3"), ("gemma3", "gemma3_text"), ("gpt2", "gpt2")):
@@ -87,6 +95,7 @@ SOURCES: tuple[Callable[[Path], None], ...] = (
     vision_transformers,
     megatron_runs,
     megatron_mixtures,
+    torchtitan,
 )
 
 
