@@ -48,7 +48,7 @@ class Grouped:
 
     @cached_property
     def state_group_of(self) -> Mapping[str, Group]:
-        """As ``group_of``, for optimizer state."""
+        """The group of each name for its optimizer state."""
         of_state = (group for group in self.groups if group.line.of_state)
         return {**self.group_of, **{name: group for group in of_state for name in group.sources.values()}}
 

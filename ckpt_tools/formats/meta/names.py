@@ -25,7 +25,7 @@ _AXES = {
 """``ColumnParallelLinear`` cuts rows of the weight, ``RowParallelLinear`` its columns."""
 
 _COPIED = ("norm", "attention_norm", "ffn_norm", "rope")
-"""Modules of which every rank has the whole."""
+"""Modules that every rank has whole."""
 
 
 def file_name(rank: int) -> str:
@@ -46,8 +46,8 @@ def check_ranks(files: Collection[str]) -> None:
 
 
 def axis_of(name: str, shape: Shape, width: int | None) -> int | None:
-    """The axis along which ranks cut a tensor, of which each has ``shape``; None if each has the whole. ``width`` is
-    that of the model: Llama 1 and 2 cut columns of the embedding, and Llama 3 its rows.
+    """The axis along which ranks cut a tensor; None if each rank has the whole. ``shape`` is that of one rank's part.
+    ``width`` is that of the model: Llama 1 and 2 cut columns of the embedding, and Llama 3 its rows.
 
     Raises:
         UnsupportedError: the name is none of Llama's.
