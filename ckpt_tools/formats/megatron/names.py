@@ -170,6 +170,9 @@ def extra_states(weights: Mapping[str, Shape]) -> list[str]:
         found = _IN_MODULE.fullmatch(name)
         if found is not None:
             grids[found[1]] = shape[: len(shape) - num_dims(name, len(shape))]
+    if "decoder.final_norm" in grids and "output_layer.weight" in weights:
+        # Of hybrid models; GPTModel asks for none of its head.
+        grids["output_layer"] = ()
     attention = {
         f"{module.removesuffix('linear_proj')}core_attention": grid
         for module, grid in grids.items()
