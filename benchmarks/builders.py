@@ -129,6 +129,10 @@ def build_dcp_experts(out: str, llama: Llama) -> None:
     save({"model": get_model_state_dict(sharded(empty_experts(llama)))}, checkpoint_id=out)
 
 
+def _filled_part(shape: tuple[int, ...], index: tuple[int, ...]) -> Tensor:
+    return fill(torch.empty(shape[len(index) :]))
+
+
 def build_megatron(out: str, llama: Llama) -> None:
     """A torch_dist with all layers in one tensor each, of pipeline parallelism."""
     weight, stack, hidden, layer = mg.Weight, llama.layers, llama.hidden, f"{mg.LAYER}."
@@ -144,10 +148,7 @@ def build_megatron(out: str, llama: Llama) -> None:
         "output_layer.weight": weight((llama.vocab, hidden)),
     }
     grid = mg.Grid(1, dist.get_world_size(), 1)
-    tensors = {
-        name: mg.declared(name, each, grid, lambda index, each=each: fill(torch.empty(each.shape[len(index) :])))
-        for name, each in weights.items()
-    }
+    tensors = {name: mg.declared(name, each, grid, partial(_filled_part, each.shape)) for name, each in weights.items()}
     args = argparse.Namespace(
         num_attention_heads=NUM_HEADS, num_query_groups=NUM_HEADS, kv_channels=hidden // NUM_HEADS
     )

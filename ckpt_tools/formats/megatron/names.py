@@ -120,8 +120,8 @@ def is_of_buckets(key: str) -> bool:
 
 
 def declared_forms(names: Iterable[str]) -> dict[str, bool]:
-    """How Megatron's modules have to declare their tensors for these to be their names: flags of ``content_metadata``,
-    which Megatron-LM and Megatron-Bridge pass to them.
+    """Flags of ``content_metadata`` with which Megatron's modules declare their tensors under these names. Megatron-LM
+    and Megatron-Bridge pass them to the modules.
 
     Source: megatron-core 0.16.1, ``transformer/transformer_block.py``, ``transformer/mlp.py`` and
     ``transformer/moe/experts.py``, ``sharded_state_dict``.

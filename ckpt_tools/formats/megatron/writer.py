@@ -337,7 +337,7 @@ def _is_of(group: Mapping[str, Any], kind: float) -> bool:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a step depends on: options without those that Megatron knows its groups by."""
+    """Options that a step depends on, without those by which Megatron recognises its groups."""
     return {name: value for name, value in group.items() if name.removeprefix("pre_") not in _DEFAULTS}
 
 
