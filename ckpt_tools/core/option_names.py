@@ -41,6 +41,7 @@ ReadFormat: TypeAlias = Literal[
     "gguf",
     "npz",
     "orbax",
+    "nanotron",
     "peft",
 ]
 """What ``from_`` accepts; ``deepspeed`` is any ZeRO stage."""

@@ -97,4 +97,4 @@ class WithProduct(Computed):
     @property
     def working_bytes(self) -> int:
         factors = sum(each.numel for each in self.operands[1:])
-        return 3 * factors * 4 + 4 * MAX_PIECE * self.dtype.item_bytes
+        return 2 * factors * 4 + 4 * MAX_PIECE * self.dtype.item_bytes

@@ -72,7 +72,7 @@ def params_json(config: Mapping[str, Any]) -> bytes | None:
 
 
 def _feed_forward(dim: int, width: int) -> Mapping[str, Any]:
-    """Numbers from which Meta's code computes ``width``: two thirds of four times ``dim``, times a factor, rounded up."""
+    """Numbers from which Meta's code computes ``width``: 2/3 of 4 times ``dim``, times a factor, rounded up."""
     multiple = next(each for each in (256, 128, 64, 32, 16, 8, 4, 2, 1) if width % each == 0)
     base = int(2 * (4 * dim) / 3)
     if -(-base // multiple) * multiple == width:

@@ -141,7 +141,7 @@ class TestGroups:
 
     def test_what_is_not_guessed_is_said(self, tmp_path: Path) -> None:
         """Two groups that differ in their learning rate alone, one of them without a rule."""
-        run = shutil.copytree(corpus.make("megatron-experts").folder, tmp_path / "run")
+        run = shutil.copytree(corpus.make("megatron").folder, tmp_path / "run")
         path = run / FOLDER / "common.pt"
         common = torch.load(path, weights_only=False)
         common["optimizer"]["optimizer"]["param_groups"][1]["lr_mult"] = 0.1
@@ -293,7 +293,7 @@ class TestHostile:
             ckpt_tools.inspect(run)
 
     def test_state_without_a_weight(self, tmp_path: Path) -> None:
-        run = shutil.copytree(corpus.make("megatron-experts").folder, tmp_path / "run")
+        run = shutil.copytree(corpus.make("megatron").folder, tmp_path / "run")
         path = run / FOLDER / ".metadata"
         index = pickle.loads(path.read_bytes())
         del index.state_dict_metadata["output_layer.weight"]
