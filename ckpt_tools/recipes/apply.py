@@ -245,9 +245,9 @@ class _Maker:
         """Raises UsageError if two tensors become one name, or the way back would read a name as another."""
         back, slots = self.recipe.inverse(), self._slots()
         origin = {StateKey(name, slot): name for name in self.grouped.kept for slot in slots[name, None]}
-        for mapped in self.mapped.values():
+        for group, mapped in self.mapped.items():
             first = next(iter(mapped.group.sources.values()))
-            here = {slot for name in mapped.group.sources.values() for slot in slots[name, id(mapped.group)]}
+            here = {slot for name in mapped.group.sources.values() for slot in slots[name, group]}
             for key in (StateKey(name, slot) for name in mapped.targets.values() for slot in here):
                 if key in origin:
                     raise UsageError(
