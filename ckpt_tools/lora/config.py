@@ -163,7 +163,32 @@ def _pattern(content: Mapping[str, Any], key: str, path: str, *, whole: bool = F
             re.compile(_ending(pattern))
         except (re.error, RecursionError, OverflowError) as error:
             raise MalformedError(f"{key}: {pattern!r} is not a regular expression ({error})", path=path) from error
+        if not _is_quick(pattern):
+            why = "may take hours to match; write it with fewer repetitions and alternatives"
+            raise UnsupportedError(f"{key}: {pattern!r} {why}", path=path)
     return found
+
+
+MAX_KEY = 256
+"""The longest name of a module that a pattern is matched with."""
+
+MAX_TRIALS = 1e8
+
+
+def _is_quick(pattern: str) -> bool:
+    """False if trying all ways to match a name of ``MAX_KEY`` letters may take more than ``MAX_TRIALS`` steps.
+
+    Each repetition can end at any letter, and each group take any of its alternatives. A repeated group is refused,
+    and so is what begins with ``(?`` but for ``(?:``.
+    """
+    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern).replace("(?:", "(")
+    if re.search(r"\)[*+{]|\(\?", plain):
+        return False
+    choices = plain.count("(") + plain.count("?")
+    alternatives = choices + plain.count("|") + plain.count("?")
+    repetitions = len(re.findall(r"[*+{]", plain))
+    ways = (alternatives / choices) ** choices if choices else 1 + plain.count("|")
+    return bool(MAX_KEY ** (1 + repetitions) * ways <= MAX_TRIALS)
 
 
 def _names(content: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
@@ -178,7 +203,13 @@ def _ending(pattern: str) -> str:
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, key: str, default: Any) -> Any:
-    """PEFT's ``get_pattern_key``: a pattern is a regular expression for the end of a name, or for all of it."""
+    """PEFT's ``get_pattern_key``: a pattern is a regular expression for the end of a name, or for all of it.
+
+    Raises:
+        UnsupportedError: the name is too long to try patterns.
+    """
+    if patterns and len(key) > MAX_KEY:
+        raise UnsupportedError("the name is too long for a pattern of ranks", key=key)
     for pattern, value in (patterns or {}).items():
         if re.match(_ending(pattern), key):
             return value

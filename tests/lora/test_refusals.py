@@ -17,6 +17,7 @@ from torch import Tensor
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DifferenceError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.lora import config
+from ckpt_tools.lora.config import parse_config
 
 A, B = torch.ones(2, 4), torch.ones(6, 2)
 BASE = {"model.q.weight": torch.zeros(6, 4), "model.q.bias": torch.zeros(6)}
@@ -79,6 +80,16 @@ def test_settings(name: str, tmp_path: Path) -> None:
 )
 def test_malformed_settings(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     refused(tmp_path, MalformedError, said, **settings)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)" * 30, "a?" * 30 + "a" * 30, "(?=(a*)*)b", ".*.*.*b"])
+def test_patterns_that_may_not_end(pattern: str, tmp_path: Path) -> None:
+    refused(tmp_path, UnsupportedError, "may take hours to match", rank_pattern={pattern: 2})
+
+
+@pytest.mark.parametrize("pattern", [r"layers\.(0|1|2|30|31)\.(self_attn|mlp)\..*", r"layers\.\d+\.(?:q|k|v)_proj"])
+def test_patterns_that_people_write(pattern: str) -> None:
+    assert parse_config({"peft_type": "LORA", "rank_pattern": {pattern: 2}}, "a.json").rank_pattern == {pattern: 2}
 
 
 def test_every_setting_of_peft_has_a_rule() -> None:
