@@ -60,9 +60,15 @@ def apply_options(
     so that the other options can leave out or rename what does not fit.
 
     Raises:
-        UsageError: the options do not fit this checkpoint or each other.
+        UsageError: the options do not fit this checkpoint or each other. UnsupportedError: all state is written of
+        weights and optimizer state under different names, and there is no recipe to join them.
     """
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
+    if manifest.parted:
+        if recipe is None and whole:
+            raise transforms.parted_error(manifest)
+        manifest, notes = _taken(manifest, notes, [] if recipe is None else [recipe])
+        recipe = None
     manifest, notes = _taken(manifest, notes, _copying(options, whole, holds_masters, kept))
     manifest, notes = _taken(manifest, notes, [step for step in (recipe, merge) if step is not None])
     if like is not None:

@@ -231,7 +231,8 @@ class Manifest:
     tensors that cannot be read, and that the options did not choose. ``archives`` are zips within files, in which
     tensors lie as in a file of their own: the objects of a DCP. ``must_equal`` are pairs to compare before anything is
     written. ``computed`` are tensors as files that are nowhere, as ``literals`` are: their elements are computed when
-    they are read.
+    they are read. ``parted`` is empty, or says where weights are and where optimizer state is under other names than
+    theirs: a recipe joins them.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
@@ -253,6 +254,7 @@ class Manifest:
     archives: tuple[ByteRange, ...] = ()
     must_equal: tuple[Equal, ...] = ()
     computed: Mapping[str, Computed] = field(default_factory=dict)
+    parted: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

@@ -9,8 +9,9 @@ from math import isfinite
 from typing import Any, ClassVar
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorRef
-from ckpt_tools.core.notes import Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.showing import Jsonable, Shown, json_of
+from ckpt_tools.core.transforms import parted_error
 from ckpt_tools.core.values import GlobalRef, Opaque, StoredTensor
 from ckpt_tools.core.wording import one_line
 
@@ -147,11 +148,15 @@ def summarize(
         groups=tuple(GroupSummary(len(group.params), shown.of(group.options)) for group in manifest.groups),
         aliases=dict(manifest.aliases),
         extras={name: shown.of(value) for name, value in manifest.extra.items()},
-        notes=manifest.notes,
+        notes=(*manifest.notes, *_parted(manifest)),
         naming=naming,
         wrapping=wrapping,
         tensors=tensors,
     )
+
+
+def _parted(manifest: Manifest) -> list[Note]:
+    return [Note(Outcome.KEPT, "optimizer state", parted_error(manifest).message)] if manifest.parted else []
 
 
 def _epoch(extra: Mapping[str, Any]) -> int | float | None:

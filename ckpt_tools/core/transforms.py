@@ -53,11 +53,19 @@ def _no_weights(manifest: Manifest) -> str:
     return f"none of its tensors is known to be a weight: {count(len(others), 'tensor')} in other entries ({names})"
 
 
+def parted_error(manifest: Manifest) -> UnsupportedError:
+    """The refusal of the whole state of a ``parted`` manifest."""
+    way = f"join them with {option('recipe')}, or take the weights alone with {option('state', 'model')}"
+    return UnsupportedError(f"{manifest.parted}; {way}")
+
+
 def one_copy(manifest: Manifest, *, weights: str) -> Transformed:
     """The whole state with one copy of each parameter, for formats that keep no fp32 masters beside the weights.
 
-    ``weights`` chooses it, as in ``model_only``.
+    ``weights`` chooses it, as in ``model_only``. Raises UnsupportedError if the masters have other names.
     """
+    if manifest.parted:
+        raise parted_error(manifest)
     kept = {key: entry for key, entry in manifest.tensors.items() if key.slot != MASTER}
     if weights == "model":
         masters = [entry for key, entry in manifest.tensors.items() if key.slot == MASTER]

@@ -12,7 +12,7 @@ from ckpt_tools.core.applicability import Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.wording import newest
-from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError
+from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, UnsupportedError
 from ckpt_tools.formats.applicability import READING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
@@ -24,7 +24,7 @@ from ckpt_tools.trainers.accelerate import refuse_several
 from ckpt_tools.trainers.megatron_lm import TRACKER
 from ckpt_tools.trainers.names import optimizer_of
 from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
-from ckpt_tools.trainers.verl import refuse_parts
+from ckpt_tools.trainers.verl import CONTENTS, Parts, find_parts
 
 if TYPE_CHECKING:
     from ckpt_tools.reading.recipe_step import RecipeStep
@@ -41,16 +41,34 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     """
     with _errors_explained(source):
         refuse_several(source, options.tag)
-        refuse_parts(source)
+        parts = find_parts(source)
+        if parts is not None:
+            manifest, own = _read_parts(source, parts, format_name)
+    if parts is None:
+        source, manifest, own = _read_one(source, options, format_name)
+    manifest = enriched(manifest, source, own)
+    return replace(source, store=Overlay(source.store, manifest.literals)), manifest
+
+
+def _read_parts(source: Source, parts: Parts, format_name: str | None) -> tuple[Manifest, frozenset[str]]:
+    """Weights and optimizer of a checkpoint of verl, and its files that hold no tensor."""
+    if format_name not in (None, "megatron"):
+        what = "it lists the parts of a checkpoint of verl, which are read as megatron"
+        raise UnsupportedError(what, path=f"{parts.home}{CONTENTS}")
+    from ckpt_tools.reading.parts import read_parts
+
+    return read_parts(source, parts)
+
+
+def _read_one(source: Source, options: ReadOptions, format_name: str | None) -> tuple[Source, Manifest, frozenset[str]]:
+    """The source whose files the manifest of a checkpoint of one format names, the manifest, and its other files."""
+    with _errors_explained(source):
         prefix = _prefix_of_halves(source) if format_name in (None, "dcp") else None
         reader = find_format(source, format_name) if prefix is None else read_format("dcp")
     with _errors_explained(source, reader if format_name is None and prefix is None else None):
         manifest, own = _read(reader, source, prefix, options)
         _refuse_others(source, manifest, options)
-    own |= reader.own_files(source, manifest)
-    source = reader.served(source, manifest)
-    manifest = enriched(manifest, source, own)
-    return replace(source, store=Overlay(source.store, manifest.literals)), manifest
+    return reader.served(source, manifest), manifest, own | reader.own_files(source, manifest)
 
 
 def _read(reader: Format, source: Source, prefix: str | None, options: ReadOptions) -> tuple[Manifest, frozenset[str]]:

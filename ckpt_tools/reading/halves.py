@@ -41,8 +41,9 @@ def read_halves(source: Source, prefix: str, options: ReadOptions) -> Manifest:
     folder = f"{prefix}optim/"
     files = {path: size for path, size in source.files.items() if path.startswith(folder)}
     optim = read_manifest(read_format("dcp"), replace(source, files=files), options)
-    model = _model(source, f"{prefix}model/")
-    _check_names(optim, model, prefix)
+    model = read_in(source, f"{prefix}model/")
+    refuse_weights(optim, f"{prefix}optim/.metadata")
+    check_names(optim, model, f"{prefix}optim/.metadata", f"{prefix}model")
     state = optim.tree or StateTree((), None)
     tree = StateTree(("model",), state.optim or ("optim",), state.is_flattened, state.extras)
     joined = replace(
@@ -56,8 +57,8 @@ def read_halves(source: Source, prefix: str, options: ReadOptions) -> Manifest:
     return replace(joined, notes=(*joined.notes, *_beside(source, prefix, joined)))
 
 
-def _model(source: Source, folder: str) -> Manifest:
-    """The manifest of the model, with the names that its files have in the whole source."""
+def read_in(source: Source, folder: str) -> Manifest:
+    """The model in safetensors in ``folder``, with the names that its files have in the whole source."""
     files = {path[len(folder) :]: size for path, size in source.files.items() if path.startswith(folder)}
     try:
         manifest = read_manifest(read_format("safetensors"), part_of(source, folder[:-1], files), ReadOptions())
@@ -71,18 +72,22 @@ def _moved(entry: TensorEntry, prefix: str) -> TensorEntry:
     return replace(entry, shards=entry.shards.below(prefix))
 
 
-def _check_names(optim: Manifest, model: Manifest, prefix: str) -> None:
-    """Raises UnsupportedError unless every parameter that the optimizer knows is a weight of the same shape."""
+def refuse_weights(optim: Manifest, path: str) -> None:
+    """Raises UnsupportedError if the optimizer at ``path`` has weights beside it."""
     if any(key.slot == WEIGHT for key in optim.of_kind(Kind.PARAMETER, Kind.BUFFER)):
-        raise UnsupportedError("there are weights here and in the folder of the model", path=f"{prefix}optim/.metadata")
+        raise UnsupportedError("there are weights here and in the folder of the model", path=path)
+
+
+def check_names(optim: Manifest, model: Manifest, path: str | None, folder: str) -> None:
+    """Raises UnsupportedError unless every parameter that the optimizer at ``path`` knows is a weight of the same shape
+    in ``folder``."""
     state = optim.of_kind(Kind.STATE)
     unknown = sorted({key.fqn for key, entry in state.items() if not _fits(key, entry, model.tensors)})
     if unknown:
         raise UnsupportedError(
-            f"the optimizer's parameters {listed(unknown)} are not in {prefix}model under these names and shapes (the "
-            f"model was saved under other names, such as those of Hugging Face); name {prefix}model for the weights "
-            "alone",
-            path=f"{prefix}optim/.metadata",
+            f"the optimizer's parameters {listed(unknown)} are not in {folder} under these names and shapes (the "
+            f"model was saved under other names, such as those of Hugging Face); name {folder} for the weights alone",
+            path=path,
         )
 
 

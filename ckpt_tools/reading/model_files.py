@@ -83,7 +83,7 @@ def find_model_files(
     """
     if config is not None:
         return _named(config, source, storage_options)
-    for prefix in folders_around(manifest.stored_files):
+    for prefix in folders_around(_files_of_weights(manifest)):
         found = _in(source, prefix)
         if found is not None:
             return found
@@ -93,7 +93,7 @@ def find_model_files(
 def config_beside(source: Source, manifest: Manifest) -> Mapping[str, Any]:
     """The content of ``config.json`` in the folder ``source`` of ``manifest``; empty if there is none, or it cannot be
     read."""
-    for prefix in folders_around(manifest.stored_files):
+    for prefix in folders_around(_files_of_weights(manifest)):
         with suppress(CkptError):
             found = config_in(source, prefix)
             if found is not None:
@@ -135,6 +135,12 @@ def missing_note(source: Source, manifest: Manifest) -> Note | None:
         return None
     why = f"not found beside the source, and from_pretrained needs it; name its folder with {option('config')}"
     return Note(Outcome.MISSING, CONFIG, why)
+
+
+def _files_of_weights(manifest: Manifest) -> frozenset[str]:
+    """Files of the store that hold weights; if these are computed, or there are none, those of all tensors."""
+    found = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
+    return frozenset().union(*found) & manifest.stored_files or manifest.stored_files
 
 
 def folders_around(files: Iterable[str]) -> Iterator[str]:

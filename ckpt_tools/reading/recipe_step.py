@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.manifest import Kind, Manifest
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.transforms import Transformed
+from ckpt_tools.errors import UsageError
+from ckpt_tools.reading.halves import check_names
 from ckpt_tools.reading.model_files import config_in, find_model_files
 from ckpt_tools.reading.own_sizes import own_config
 from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
+from ckpt_tools.recipes.apply import with_ties
 from ckpt_tools.recipes.families import is_known
 from ckpt_tools.recipes.prefixes import strip
 from ckpt_tools.recipes.report import UsedRecipe
@@ -54,6 +57,10 @@ class RecipeStep:
         return None if self.recipe is None else UsedRecipe.of(self.recipe)
 
     def __call__(self, manifest: Manifest) -> Transformed:
+        """Raises UsageError if the recipe does not fit; UnsupportedError if it does not lead the optimizer state of a
+        ``parted`` checkpoint to names and shapes of its weights."""
+        if manifest.parted and self.recipe is not None:
+            return self._joined(manifest, self.recipe)
         notes: tuple[Note, ...] = ()
         if self.dequantizes:
             from ckpt_tools.recipes.dequantize import dequantize
@@ -66,3 +73,42 @@ class RecipeStep:
             manifest, more = apply_recipe(manifest, self.recipe, self.config)
             notes += more
         return manifest, notes
+
+    def _joined(self, manifest: Manifest, recipe: Recipe) -> Transformed:
+        """Weights and optimizer state under the names of the weights, then under those that ``recipe`` leads to."""
+        weights, notes = replace(self, recipe=None)(_part(manifest, is_state=False))
+        state, more, way = self._with_names_of_weights(_part(manifest, is_state=True), recipe)
+        check_names(state, weights, None, "the weights")
+        joined = replace(
+            weights,
+            tensors={**weights.tensors, **state.tensors},
+            groups=state.groups,
+            literals={**weights.literals, **state.literals},
+            must_equal=(*weights.must_equal, *state.must_equal),
+        )
+        notes += more
+        if way is recipe:
+            return with_ties(joined, recipe, self.config), notes
+        joined, more = apply_recipe(joined, recipe, self.config)
+        return joined, notes + more
+
+    def _with_names_of_weights(self, state: Manifest, recipe: Recipe) -> tuple[Manifest, tuple[Note, ...], Recipe]:
+        """Optimizer state after the recipe, or after its inverse if it is the weights that the recipe takes, and which
+        of the two it was."""
+        step = replace(self, dequantizes=False)
+        try:
+            return *step(state), recipe
+        except UsageError as error:
+            back = recipe.inverse()
+            try:
+                return *replace(step, recipe=back)(state), back
+            except UsageError:
+                raise error from None
+
+
+def _part(manifest: Manifest, *, is_state: bool) -> Manifest:
+    """The optimizer state of a checkpoint, or all else."""
+    tensors = {key: entry for key, entry in manifest.tensors.items() if (entry.kind is Kind.STATE) is is_state}
+    if is_state:
+        return replace(manifest, tensors=tensors, aliases={}, parted="")
+    return replace(manifest, tensors=tensors, groups=(), parted="")

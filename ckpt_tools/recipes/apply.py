@@ -48,7 +48,7 @@ def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] |
         UnsupportedError: a tensor cannot follow, such as optimizer state of another shape than its weight.
     """
     # Ties are those of the recipe's right side.
-    source = _with_ties(manifest, recipe, config) if recipe.is_inverse else manifest
+    source = with_ties(manifest, recipe, config) if recipe.is_inverse else manifest
     env = from_config(recipe.bindings, config)
     recipe = chosen_form(recipe.with_sizes(env), _in_order(source))
     source, carried = _without_companions(source, recipe)
@@ -58,7 +58,7 @@ def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] |
     made, notes = maker.manifest(), tuple(maker.notes())
     if carried:
         made = maker.with_companions(made, manifest, carried)
-    return made if recipe.is_inverse else _with_ties(made, recipe, config), notes
+    return made if recipe.is_inverse else with_ties(made, recipe, config), notes
 
 
 def _without_companions(manifest: Manifest, recipe: Recipe) -> tuple[Manifest, Mapping[str, str]]:
@@ -445,7 +445,7 @@ def _is_same_range(one: TensorEntry, other: TensorEntry) -> bool:
     )
 
 
-def _with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | None) -> Manifest:
+def with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | None) -> Manifest:
     """The manifest, in the names of the recipe's right side, with its ties, if the configuration of the model says that
     it has them. There the tied name has no bytes of its own; on the way back it is given, since a live model has it,
     unless the left side has no such names.

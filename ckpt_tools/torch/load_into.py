@@ -9,7 +9,7 @@ anything is loaded.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -103,6 +103,8 @@ def load_into(
     source, manifest = read_checkpoint(url, options, format_name=chosen.from_, storage_options=stores)
     check_reading(manifest, options)
     recipe = recipe_step(url, source, manifest, chosen)
+    if optimizer is None and recipe is None:
+        manifest = replace(manifest, parted="")  # The weights alone.
     manifest, _ = transforms.without_wrappers(manifest)
     manifest = apply_options(manifest, chosen, whole=True, holds_masters=False, recipe=recipe).manifest
     store = with_made_files(source.store, manifest)

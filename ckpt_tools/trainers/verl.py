@@ -7,10 +7,10 @@ which is written last, says which part is where.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers import megatron_lm
 from ckpt_tools.trainers.record import Trainer
@@ -36,33 +36,68 @@ VERL = Trainer(
 )
 
 
-def refuse_parts(source: Source) -> None:
-    """Raises UnsupportedError, with what to name instead, if the folder is of verl's layout 2: parts of a checkpoint
-    are checkpoints of their own, whose names differ where the weights are in Hugging Face's. MalformedError if the file
-    of contents is not one."""
-    path = next((each for each in source.files if each.rpartition("/")[2] == CONTENTS), None)
-    if path is None:
-        return
-    folder = path.removesuffix(CONTENTS)
-    contents = _contents(source, path)
-    model, optimizer = (contents.get(each, {}) for each in ("model", "optimizer"))
-    weights = model.get("path")
-    advice = "it states no weights" if weights is None else f"name {folder}{weights} for the weights alone"
-    if not optimizer:
-        raise UnsupportedError(f"it lists the parts of a checkpoint of verl, one folder each; {advice}", path=path)
-    names = "Hugging Face's names" if model.get("format") == "huggingface" else "Megatron-Core's names"
-    raise UnsupportedError(
-        f"it lists the parts of a checkpoint of verl: weights in {weights} under {names}, and the optimizer in "
-        f"{optimizer.get('path')} under Megatron-Core's names; joining them is not supported; {advice}",
-        path=path,
-    )
+FORMATS = {"huggingface": "safetensors", "megatron_dist_checkpoint": "megatron"}
+"""The format of a part by verl's term for it."""
 
 
-def _contents(source: Source, path: str) -> Mapping[str, Mapping[str, Any]]:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of a checkpoint of layout 2. ``home`` is the folder of all, a prefix of paths; ``weights`` and
+    ``optimizer`` are folders, which end in a slash; None if there is no optimizer."""
+
+    home: str
+    weights: str
+    format: str
+    optimizer: str | None
+    step: int | None
+
+
+def find_parts(source: Source) -> Parts | None:
+    """The parts of a checkpoint of verl's layout 2; None if ``source`` is not one.
+
+    Raises:
+        SeveralCheckpointsError: there are several. MalformedError: the file of contents is not one.
+        UnsupportedError: there are no weights, weights of an adapter, or weights of an unknown format.
+    """
+    found = [each for each in source.files if each.rpartition("/")[2] == CONTENTS]
+    if not found:
+        return None
+    if len(found) > 1:
+        names = ", ".join(each.rpartition("/")[0] or "the folder itself" for each in sorted(found))
+        raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
+    (path,) = found
+    step, contents = _contents(source, path)
+    home, model, optimizer = path.removesuffix(CONTENTS), contents.get("model", {}), contents.get("optimizer", {})
+    if not model:
+        raise UnsupportedError("it states no weights, and parts of a checkpoint of verl are read with them", path=path)
+    weights = _folder(source, path, model)
+    form = model.get("format")
+    if form not in FORMATS:
+        raise UnsupportedError(f"weights of the format {form!r:.80} are not supported", path=path)
+    if "peft_adapters" in contents:
+        advice = f"name {weights} for the weights of the base model alone"
+        raise UnsupportedError(
+            f"the optimizer is that of an adapter of PEFT, which is not supported; {advice}", path=path
+        )
+    return Parts(home, weights, FORMATS[form], _folder(source, path, optimizer) if optimizer else None, step)
+
+
+def _folder(source: Source, path: str, part: dict[str, Any]) -> str:
+    """The folder of a part of the file of contents at ``path``. Raises MalformedError if there is none."""
+    home, name = path.removesuffix(CONTENTS), part.get("path")
+    folder = f"{home}{name}/"
+    if not isinstance(name, str) or not any(each.startswith(folder) for each in source.files):
+        raise MalformedError(f"it states a part in {name!r:.80}, and there is no such folder", path=path)
+    return folder
+
+
+def _contents(source: Source, path: str) -> tuple[int | None, dict[str, dict[str, Any]]]:
+    """The step and the parts."""
     from ckpt_tools.serialization.strict_json import parse_json
 
     found = parse_json(source.read_all(path, limit_bytes=MAX_CONTENTS_BYTES), path)
     contents = found.get("contents") if isinstance(found, dict) else None
     if not isinstance(contents, dict) or not all(isinstance(part, dict) for part in contents.values()):
         raise MalformedError("it does not state the contents of a checkpoint of verl", path=path)
-    return contents
+    step = found.get("global_step")
+    return step if type(step) is int and step >= 0 else None, contents

@@ -188,12 +188,18 @@ def compare_all(
     Raises:
         CkptError: bytes cannot be read. UsageError: no tensor is selected.
     """
+    recipe = recipe_step(url, *a, options)
+    joining: tuple[Note, ...] = ()
+    if recipe is not None and a[1].parted:
+        joined, joining = recipe(a[1])
+        a, recipe = (replace(a[0], store=with_made_files(a[0].store, joined)), joined), None
+        check_equal(joined, a[0].store)
     has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
     is_both = all(has_masters) and options.state != "model"
     has_recipe = options.needs_config
     check(DIFFING, options.given, case_of(a[1], "", keeps_both=is_both, whole=True, has_recipe=has_recipe))
     manifests, notes = _comparable([a[1], b[1]], options)
-    recipe = recipe_step(url, *a, options)
+    notes = joining + notes
     stores = [source.store for source, _ in (a, b)]
     if recipe is not None:
         manifests[0], more = recipe(manifests[0])

@@ -48,8 +48,9 @@ _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 Inner = dict[StateKey, TensorLeaf]
 
 
-def read(source: Source) -> Manifest:
-    return _Contents.of(find_folder(source)).manifest()
+def read(source: Source, *, is_optimizer: bool = False) -> Manifest:
+    """The checkpoint; of one that ``is_optimizer``, state whose weights are elsewhere. Raises CkptError."""
+    return _Contents.of(find_folder(source), is_optimizer=is_optimizer).manifest()
 
 
 def own_files(source: Source) -> frozenset[str]:
@@ -73,9 +74,10 @@ class _Contents:
     archives: list[ByteRange] = field(default_factory=list)
     """The items of tensors that are stored flattened."""
     notes: list[Note] = field(default_factory=list)
+    is_optimizer: bool = False
 
     @classmethod
-    def of(cls, folder: Folder) -> _Contents:
+    def of(cls, folder: Folder, *, is_optimizer: bool) -> _Contents:
         index = read_index(folder.source, folder.metadata)
         for name, reason in index.unread.items():
             raise UnsupportedError(reason, path=folder.metadata, key=name)
@@ -84,7 +86,7 @@ class _Contents:
         own = _object(folder.source, OWN_ITEM, index, inner)[0] if OWN_ITEM in index.objects else {}
         if not isinstance(own, dict):
             raise MalformedError("it does not hold the dict that ckpt-tools writes", path=folder.metadata, key=OWN_ITEM)
-        return cls(folder, index, common, inner, own)
+        return cls(folder, index, common, inner, own, is_optimizer=is_optimizer)
 
     def manifest(self) -> Manifest:
         self._refuse_layer_wise()
@@ -123,7 +125,7 @@ class _Contents:
     def _states(self) -> dict[str, State]:
         found = {key: state for key in self.index.tensors if (state := state_of(key)) is not None}
         for key, state in found.items():
-            if state.name not in self.index.tensors:
+            if state.name not in self.index.tensors and not self.is_optimizer:
                 raise UnsupportedError(
                     f"it is optimizer state of {state.name!r}, but there is no such tensor; its name is not one of "
                     "those that are read",
@@ -188,7 +190,7 @@ class _Contents:
         return extra
 
     def _groups(self, entries: Mapping[StateKey, TensorEntry]) -> list[ParamGroup]:
-        trained = self._trained()
+        trained = self._trained(entries)
         if not trained:
             return []
         groups = self.common.groups
@@ -231,12 +233,15 @@ class _Contents:
             self.notes.append(Note(Outcome.DEFAULTED, what, why, len(trained)))
         return members or [[each.name for each in trained], *([] for _ in groups[1:])]
 
-    def _trained(self) -> list[Parameter]:
-        """The parameters that have optimizer state, in the order of the weights."""
+    def _trained(self, entries: Mapping[StateKey, TensorEntry]) -> list[Parameter]:
+        """The parameters that have optimizer state, in the order of the weights, or of their names without these."""
         chains: dict[str, int | None] = {}
         for state in self._states.values():
             if chains.setdefault(state.name, state.chain) != state.chain:
                 raise MalformedError("two optimizers have state of this parameter", key=state.name)
+        if self.is_optimizer:
+            dims = {key.fqn: len(entry.shape) for key, entry in entries.items() if entry.shape}
+            return [Parameter(name, dims.get(name, 0), chains[name]) for name in sorted(chains)]
         aliases = self._aliases()
         return [
             Parameter(name, len(self.index.tensors[name].shape), chains[name])

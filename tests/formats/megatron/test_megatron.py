@@ -20,7 +20,14 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import GlobalRef, Opaque
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
+from ckpt_tools.errors import (
+    CkptError,
+    IncompleteError,
+    MalformedError,
+    SeveralCheckpointsError,
+    SourceNotFoundError,
+    UnsupportedError,
+)
 from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
 from ckpt_tools.formats.megatron.names import extra_states, is_expert, num_dims, state_of
 from ckpt_tools.formats.megatron.reader import boxes, piece_shape
@@ -452,42 +459,70 @@ class TestResumed:
 
 
 class TestPartsOfVerl:
-    """Layout 2 of verl's Megatron backend, whose file of contents is as it writes it."""
+    """Layout 2 of verl's Megatron backend, whose file of contents is as it writes it. Genuine ones, with an optimizer,
+    are in ``tests/end_to_end/test_verl_parts.py``."""
 
-    def folder(self, root: Path, model: str, form: str, *, has_optimizer: bool = True) -> Path:
+    def folder(self, root: Path, optimizer: str | None = None) -> Path:
         actor = root / "global_step_5/actor"
         shutil.copytree(corpus.make("megatron-weights").folder / FOLDER, actor / "model/dist_ckpt")
-        shutil.copytree(corpus.make("megatron-experts").folder / FOLDER, actor / "optimizer/dist_ckpt")
-        optimizer = {"path": "optimizer/dist_ckpt", "format": "megatron_dist_checkpoint"}
-        contents = {"model": {"path": model, "format": form}} | ({"optimizer": optimizer} if has_optimizer else {})
-        about = {"schema_version": 2, "framework": "megatron", "global_step": 5, "contents": contents}
-        (actor / "ckpt_contents.json").write_text(json.dumps(about))
+        parts = {"model": "model/dist_ckpt"}
+        if optimizer is not None:
+            shutil.copytree(corpus.make(optimizer).folder / FOLDER, actor / "optimizer/dist_ckpt")
+            parts["optimizer"] = "optimizer/dist_ckpt"
+        self.write(actor, {name: {"path": path, "format": "megatron_dist_checkpoint"} for name, path in parts.items()})
         return actor
 
-    @pytest.mark.parametrize(
-        ("model", "form", "names"),
-        [
-            ("model/huggingface", "huggingface", "Hugging Face's"),
-            ("model/dist_ckpt", "megatron_dist_checkpoint", "Megatron-Core's"),
-        ],
-    )
-    def test_both_names_are_told(self, tmp_path: Path, model: str, form: str, names: str) -> None:
-        actor = self.folder(tmp_path, model, form)
-        told = rf"{model} under {names} names, and the optimizer in optimizer/dist_ckpt under Megatron-Core's names"
-        with pytest.raises(UnsupportedError, match=rf"{told}; .*name {model} for the weights alone"):
-            ckpt_tools.inspect(actor)
-        with pytest.raises(UnsupportedError, match=f"name actor/{model} for the weights alone"):
+    def write(self, actor: Path, contents: dict[str, Any]) -> None:
+        about = {"schema_version": 2, "framework": "megatron", "global_step": 5, "contents": contents}
+        (actor / "ckpt_contents.json").write_text(json.dumps(about))
+
+    def test_weights_without_an_optimizer(self, tmp_path: Path) -> None:
+        actor = self.folder(tmp_path)
+        found = ckpt_tools.inspect(actor.parent)
+        assert (found.format, found.step) == ("megatron", 5)
+        report = ckpt_tools.diff(actor, actor / "model/dist_ckpt", state="model")
+        assert report.equal and report.num_tensors == 10
+
+    def test_other_formats_are_not_looked_for(self, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedError, match="read as megatron"):
+            ckpt_tools.inspect(self.folder(tmp_path), from_="dcp")
+
+    def test_an_optimizer_with_weights_of_its_own(self, tmp_path: Path) -> None:
+        with pytest.raises(UnsupportedError, match="there are weights here and in the folder of the model"):
+            ckpt_tools.inspect(self.folder(tmp_path, "megatron-experts"))
+
+    def test_actor_and_critic(self, tmp_path: Path) -> None:
+        actor = self.folder(tmp_path)
+        shutil.copytree(actor, actor.parent / "critic")
+        with pytest.raises(SeveralCheckpointsError, match=r"there are several checkpoints here \(.*actor.*critic"):
             ckpt_tools.inspect(actor.parent)
 
-    def test_a_part_is_read_by_itself(self, tmp_path: Path) -> None:
-        actor = self.folder(tmp_path, "model/dist_ckpt", "megatron_dist_checkpoint", has_optimizer=False)
-        with pytest.raises(UnsupportedError, match="one folder each; name model/dist_ckpt for the weights alone"):
+    @pytest.mark.parametrize(
+        ("contents", "why"),
+        [
+            ({"optimizer": {"path": "model/dist_ckpt"}}, "it states no weights"),
+            (
+                {"model": {"path": "model/dist_ckpt", "format": "zarr"}},
+                "weights of the format 'zarr' are not supported",
+            ),
+        ],
+    )
+    def test_parts_that_are_not_read(self, contents: dict[str, Any], why: str, tmp_path: Path) -> None:
+        actor = self.folder(tmp_path)
+        self.write(actor, contents)
+        with pytest.raises(UnsupportedError, match=why):
             ckpt_tools.inspect(actor)
-        assert ckpt_tools.inspect(actor / "model/dist_ckpt").format == "megatron"
+
+    @pytest.mark.parametrize("name", ["model/other", "../model/dist_ckpt", 3, None])
+    def test_a_part_that_is_not_there(self, name: Any, tmp_path: Path) -> None:
+        actor = self.folder(tmp_path)
+        self.write(actor, {"model": {"path": name, "format": "megatron_dist_checkpoint"}})
+        with pytest.raises(MalformedError, match="there is no such folder"):
+            ckpt_tools.inspect(actor)
 
     @pytest.mark.parametrize("text", ["[]", "{", '{"contents": [1]}', '{"contents": {"model": 1}}'])
     def test_a_damaged_list(self, tmp_path: Path, text: str) -> None:
-        actor = self.folder(tmp_path, "model/huggingface", "huggingface")
+        actor = self.folder(tmp_path)
         (actor / "ckpt_contents.json").write_text(text)
         with pytest.raises(MalformedError, match=r"ckpt_contents\.json"):
             ckpt_tools.inspect(actor)
