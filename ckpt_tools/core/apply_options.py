@@ -65,10 +65,10 @@ def apply_options(
     """
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
     if manifest.parted:
-        if recipe is None and whole:
-            raise transforms.parted_error(manifest)
         manifest, notes = _taken(manifest, notes, [] if recipe is None else [recipe])
         recipe = None
+        if manifest.parted and whole:
+            raise transforms.parted_error(manifest)
     manifest, notes = _taken(manifest, notes, _copying(options, whole, holds_masters, kept))
     manifest, notes = _taken(manifest, notes, [step for step in (recipe, merge) if step is not None])
     if like is not None:

@@ -28,25 +28,25 @@ def read_parts(source: Source, parts: Parts) -> tuple[Manifest, frozenset[str]]:
     """
     weights = _weights(source, parts)
     own = {each for each in source.files if each.startswith((parts.weights, parts.optimizer or parts.weights))}
-    left = "the random states of ranks are not read"
-    notes = [Note(Outcome.DROPPED, each, left) for each in (f"{parts.home}extra",) if _is_folder(source, each)]
-    found = _with_step(replace(weights, notes=(*weights.notes, *notes)), parts.step)
+    extra = f"{parts.home}extra/"
+    if any(each.startswith(extra) for each in source.files):
+        note = Note(Outcome.DROPPED, extra[:-1], "the random states of ranks are not read")
+        weights = replace(weights, notes=(*weights.notes, note))
+    found = _with_step(weights, parts.step)
     if parts.optimizer is not None:
-        files = {path: size for path, size in source.files.items() if path.startswith(parts.optimizer)}
-        optim = read(replace(source, files=files), is_optimizer=True)
+        optim = read(_below(source, parts.optimizer), is_optimizer=True)
         found = _together(found, optim, parts)
     return found, frozenset(own | {f"{parts.home}{CONTENTS}"})
 
 
-def _is_folder(source: Source, name: str) -> bool:
-    return any(each.startswith(f"{name}/") for each in source.files)
+def _below(source: Source, folder: str) -> Source:
+    return replace(source, files={path: size for path, size in source.files.items() if path.startswith(folder)})
 
 
 def _weights(source: Source, parts: Parts) -> Manifest:
     if parts.format == "safetensors":
         return read_in(source, parts.weights)
-    files = {path: size for path, size in source.files.items() if path.startswith(parts.weights)}
-    return read_manifest(read_format(parts.format), replace(source, files=files), ReadOptions())
+    return read_manifest(read_format(parts.format), _below(source, parts.weights), ReadOptions())
 
 
 def _with_step(manifest: Manifest, step: int | None) -> Manifest:

@@ -144,6 +144,9 @@ class TestWeightsOfTheHub:
         with pytest.raises(UnsupportedError) as caught:
             ckpt_tools.convert(saved.hub, tmp_path / "no", to="dcp")
         assert caught.value.message == APART
+        for to in ("dcp", "zero1", "megatron"):
+            with pytest.raises(UnsupportedError, match="join them with"):
+                ckpt_tools.convert(saved.hub, tmp_path / "no", to=to, strip="auto")
         assert not (tmp_path / "no").exists()
         ckpt_tools.convert(saved.hub, tmp_path / "out", to="safetensors", state="model")
         found, wanted = load_file(tmp_path / "out/model.safetensors"), load_file(saved.hub / HUB / "model.safetensors")
@@ -173,6 +176,8 @@ class TestWeightsOfTheHub:
         optimizer = torch.optim.AdamW([{"params": group} for group in groups])
         with pytest.raises(CkptError, match="join them with"):
             ckpt_tools.load_into(model, optimizer, saved.hub)
+        with pytest.raises(CkptError, match="join them with"):
+            ckpt_tools.storage_reader(saved.hub)
         ckpt_tools.load_into(model, optimizer, saved.hub, **RECIPE)
         assert len(optimizer.state) == len(wanted)
 
