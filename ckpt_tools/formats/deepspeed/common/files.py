@@ -246,8 +246,6 @@ class OptimStates:
     def of(cls, file: File) -> OptimStates:
         own = file.get("optimizer_state_dict", dict)
         stage = _stage(own, file.path)
-        if own.get("ds_zero_partition_groups") is not None:
-            raise UnsupportedError("its experts are partitioned over groups of their own (AutoEP)", path=file.path)
         name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         masters = _flat_tensors(checked(own, name, list, file.path), name, file.path)
         states, groups = _optimizer(own, stage, len(masters), file.path)

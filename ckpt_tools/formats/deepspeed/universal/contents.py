@@ -19,6 +19,7 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import Opaque, StoredTensor, Value, brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked
+from ckpt_tools.formats.deepspeed.common.fused_experts import LEFT_OUT
 from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, is_round_robin, other_shape
 from ckpt_tools.formats.deepspeed.common.partition import original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
@@ -48,7 +49,7 @@ class Contents:
         """Raises FormatError where the files contradict themselves."""
         tensors = {key: entry for name in self._names() for key, entry in self._of(name)}
         groups = tuple(self._group(number, group) for number, group in enumerate(self.group_values))
-        self.extras.add_model(self.model.file)
+        self.extras.add_model(self.model.file, without=LEFT_OUT if self.slots.fused else ())
         self.extras.add_optimizer(self.optimizer, self.optimizer.content)
         if self.files.tag:
             self.extras.values.setdefault("deepspeed", {})["tag"] = self.files.tag

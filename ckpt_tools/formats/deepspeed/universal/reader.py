@@ -12,6 +12,7 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, stages_of
+from ckpt_tools.formats.deepspeed.common.fused_experts import Fused
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
 from ckpt_tools.formats.deepspeed.common.tags import choose_tag, folder_of
 from ckpt_tools.formats.deepspeed.names import LATEST_UNIVERSAL, MASTER_FILE, is_model, universal_folders
@@ -35,12 +36,16 @@ def read(source: Source, options: ReadOptions) -> Manifest:
             path=first.path,
         )
     model = ModelStates.of(first)
-    check_experts(model)
+    fused = Fused.of(first)
+    names = frozenset(fused.names(model))
+    if not names:
+        check_experts(model)
+    model = fused.whole(model)
     parts = (model, *(ModelStates.of(File.open(source, path)) for path in files.model_parts))
     check_parts(model, len(parts))
     others = files.model[1:] if any(map(prod, model.frozen_shapes.values())) else ()
     models = (model, *(ModelStates.of(File.open(source, path)) for path in others))
-    return Contents(files, models, File.open(source, files.optimizer), Slots(source), parts).manifest()
+    return Contents(files, models, File.open(source, files.optimizer), Slots(source, fused=names), parts).manifest()
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:

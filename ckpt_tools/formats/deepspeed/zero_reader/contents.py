@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import ClassVar
 
 import numpy as np
 
@@ -60,6 +61,7 @@ class Contents:
     extras: Extras = field(default_factory=Extras)
     literals: dict[str, bytes] = field(default_factory=dict)
     part: str = ""
+    left_out: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     def manifest(self) -> Manifest:
         """Raises FormatError where the files contradict themselves."""
@@ -264,7 +266,7 @@ class Contents:
         return found
 
     def _gather_extras(self) -> None:
-        self.extras.add_model(self.model.file, without=("optimizer",))
+        self.extras.add_model(self.model.file, without=self.left_out)
         self.extras.add_optimizer(self.optim.file, self.optim.own)
         for rank, state in self.partitions.rest:
             assert state.file is not None, "other state is read with its file"

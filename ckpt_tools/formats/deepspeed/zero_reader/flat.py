@@ -49,6 +49,17 @@ class Pieces:
     flats: Ints
     offsets: Ints
 
+    def followed_by(self, other: Pieces) -> Pieces:
+        """The pieces of a tensor whose next rows are another's."""
+        return Pieces(
+            numel=self.numel + other.numel,
+            ranks=np.concatenate([self.ranks, other.ranks]),
+            starts=np.concatenate([self.starts, other.starts + self.numel]),
+            stops=np.concatenate([self.stops, other.stops + self.numel]),
+            flats=np.concatenate([self.flats, other.flats]),
+            offsets=np.concatenate([self.offsets, other.offsets]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Flats:
@@ -137,18 +148,25 @@ def share(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
-def locate_params(param_shapes: Sequence[Mapping[str, Shape]], masters: Flats) -> dict[str, Pieces]:
+def locate_params(
+    param_shapes: Sequence[Mapping[str, Shape]], masters: Flats, counts: Sequence[int] | None = None
+) -> dict[str, Pieces]:
     """The pieces of every parameter that has elements, in stage 3. Raises MalformedError if the partitions are not
     those of these parameters.
 
     stage3.py: a rank has a cut of ``share`` elements of each parameter; ``fp32_flat_groups`` has one vector a
-    sub-group, and ``param_shapes`` lists the parameters in the same order. As in zero_to_fp32.py (``GatheredTensor``),
+    sub-group, and ``param_shapes`` lists the parameters in the same order. ``counts`` are the ranks over which each of
+    its lists is cut, all of them if it is None. As in zero_to_fp32.py (``GatheredTensor``),
     the cuts of a rank follow each other through all its vectors, so that a cut may be in two of them.
     """
-    world_size = len(masters.files)
+    counts = [len(masters.files)] * len(param_shapes) if counts is None else counts
     bounds = np.concatenate([[0], np.cumsum(masters.numels[0])])
-    numels = {name: prod(shape) for shapes in param_shapes for name, shape in shapes.items()}
-    saved, stated = bounds[-1], sum(share(numel, world_size) for numel in numels.values())
+    numels = {
+        name: (prod(shape), ranks)
+        for ranks, shapes in zip(counts, param_shapes, strict=True)
+        for name, shape in shapes.items()
+    }
+    saved, stated = bounds[-1], sum(share(numel, ranks) for numel, ranks in numels.values())
     if saved != stated:
         message = f"its partitions have {saved:,} elements, but param_shapes states {stated:,}"
         raise MalformedError(message, path=masters.files[0])
@@ -160,10 +178,10 @@ def locate_params(param_shapes: Sequence[Mapping[str, Shape]], masters: Flats) -
         raise MalformedError(message, path=masters.files[rank])
     found: dict[str, Pieces] = {}
     cursor = 0
-    for name, numel in numels.items():
+    for name, (numel, ranks) in numels.items():
         if numel:
-            found[name] = cut_pieces(cursor, numel, world_size, bounds)
-        cursor += share(numel, world_size)
+            found[name] = cut_pieces(cursor, numel, ranks, bounds)
+        cursor += share(numel, ranks)
     return found
 
 

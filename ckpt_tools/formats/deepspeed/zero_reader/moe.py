@@ -32,7 +32,7 @@ from ckpt_tools.formats.deepspeed.zero_reader.experts import Experts, local_coun
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces, cut_group, locate_group, partition_size
 from ckpt_tools.formats.deepspeed.zero_reader.joining import comparable
 from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles, TagFiles
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import Mapped, read_partitions, slice_mappings
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import Mapped, Partitions, read_partitions, slice_mappings
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
 from ckpt_tools.stores.source import Source
 
@@ -57,11 +57,12 @@ def read(source: Source, tags: Sequence[TagFiles], files: ExpertFiles) -> Manife
     model = ModelStates.of(File.open(source, tags[0].models(optim.stage)[0]))
     check_parts(model, 1)
     refuse_experts(model)
-    _check_ranks(tags[0], model, optim)
+    check_ranks(tags[0], model, optim)
     return _contents(source, tags[0].optim, model, optim, files).manifest()
 
 
-def _check_ranks(files: TagFiles, model: ModelStates, optim: OptimStates) -> None:
+def check_ranks(files: TagFiles, model: ModelStates, optim: OptimStates) -> None:
+    """Raises FormatError where the files are not those of all ranks, or the optimizer is one that is not read."""
     world_size, path = model.file.content.get("dp_world_size"), model.file.path
     if type(world_size) is not int or not 0 < world_size <= 1 << 24:
         raise MalformedError("it does not state the number of ranks (dp_world_size)", path=path)
@@ -78,6 +79,20 @@ def _check_ranks(files: TagFiles, model: ModelStates, optim: OptimStates) -> Non
 def _contents(
     source: Source, paths: tuple[str, ...], model: ModelStates, optim: OptimStates, files: ExpertFiles
 ) -> ExpertContents:
+    partitions, said = mapped_partitions(source, paths, optim)
+    layers = open_layers(source, model, files)
+    ranks = {flat: len(paths) // parts for flat, parts in enumerate(optim.partition_counts)}
+    experts = Experts(layers, local_counts(layers, model, _spread(model, ranks, optim.file.path)))
+    whole = experts.whole(model)
+    return ExpertContents(
+        source, whole, optim, (model.file.path,), partitions, experts=experts, local=model, num_ranks=ranks, said=said
+    )
+
+
+def mapped_partitions(
+    source: Source, paths: Sequence[str], optim: OptimStates
+) -> tuple[Partitions, list[list[Mapped]]]:
+    """All ranks, and their ``param_slice_mappings``. Raises FormatError as ``read_partitions`` does."""
     said: list[list[Mapped]] = []
 
     def visit(states: OptimStates) -> None:
@@ -89,14 +104,7 @@ def _contents(
             )
         said.append(slice_mappings(states.file))
 
-    partitions = read_partitions(source, paths, optim, visit)
-    layers = open_layers(source, model, files)
-    ranks = {flat: len(paths) // parts for flat, parts in enumerate(optim.partition_counts)}
-    experts = Experts(layers, local_counts(layers, model, _spread(model, ranks, optim.file.path)))
-    whole = experts.whole(model)
-    return ExpertContents(
-        source, whole, optim, (model.file.path,), partitions, experts=experts, local=model, num_ranks=ranks, said=said
-    )
+    return read_partitions(source, paths, optim, visit), said
 
 
 def _spread(model: ModelStates, ranks: Mapping[int, int], path: str) -> dict[str, int]:
@@ -131,8 +139,9 @@ class ExpertContents(Contents):
         found: dict[str, Pieces] = {}
         for flat, shapes in enumerate(self.local.param_shapes):
             for rank in range(self.num_ranks[flat]):
-                own = self._located(flat, shapes, self._ranks(flat, rank))
-                found |= {self.experts.whole_name(name, rank): pieces for name, pieces in own.items()}
+                for name, pieces in self._located(flat, shapes, self._ranks(flat, rank)).items():
+                    whole = self.experts.whole_name(name, rank)
+                    found[whole] = found[whole].followed_by(pieces) if whole in found else pieces
         return {name: found[name] for shapes in self.model.param_shapes for name in shapes if name in found}
 
     def _located(self, flat: int, shapes: Mapping[str, Shape], ranks: Ints) -> dict[str, Pieces]:
@@ -197,11 +206,14 @@ class ExpertContents(Contents):
         """The scalars of the first rank that has these experts."""
         flat = int(pieces.flats[0])
         expert_ranks = self._expert_ranks(flat, is_data_first=self._is_data_first)
-        first = int(np.flatnonzero(expert_ranks == expert_ranks[int(pieces.ranks[0])])[0])
-        if first not in self._others:
-            found = self._scalars_of_rank(first) if first else self.scalars
-            self._others[first] = self.scalars if self._are_equal(found, self.scalars) else found
-        return self._others[first]
+        return self._scalars_from(int(np.flatnonzero(expert_ranks == expert_ranks[int(pieces.ranks[0])])[0]))
+
+    def _scalars_from(self, rank: int) -> Scalars:
+        """Those of a rank; ``scalars`` itself where they are equal."""
+        if rank not in self._others:
+            found = self._scalars_of_rank(rank) if rank else self.scalars
+            self._others[rank] = self.scalars if self._are_equal(found, self.scalars) else found
+        return self._others[rank]
 
     def _are_equal(self, one: Scalars, other: Scalars) -> bool:
         """Whether all scalars are equal, so that a value that all ranks have is read from one place."""

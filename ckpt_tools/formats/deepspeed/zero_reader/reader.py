@@ -11,11 +11,12 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
+from ckpt_tools.formats.deepspeed.common.fused_experts import Fused
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
 from ckpt_tools.formats.deepspeed.common.tags import choose_tag, folder_of
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
 from ckpt_tools.formats.deepspeed.names import LATEST, SCRIPTS, is_native, tag_folders
-from ckpt_tools.formats.deepspeed.zero_reader import locate, moe, pipeline, stage0
+from ckpt_tools.formats.deepspeed.zero_reader import autoep, locate, moe, pipeline, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
 from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
@@ -35,7 +36,8 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     if layers:
         return pipeline.read(source, tags, layers, _check_stage)
     if experts.weights or experts.optim:
-        return moe.read(source, tags, experts)
+        fused = Fused.of(File.open(source, tags[0].models(0)[0]))
+        return autoep.read(source, tags, experts, fused) if fused.layers else moe.read(source, tags, experts)
     parts = [_part(source, files) for files in tags]
     first = parts[0].model
     check_parts(first, len(parts))
@@ -66,6 +68,8 @@ def _part(source: Source, files: TagFiles) -> Contents | stage0.Contents:
     if optim.stage == 3:
         _check_count(paths, optim)
     model = ModelStates.of(File.open(source, paths[0]))
+    if (fused := Fused.of(model.file)).layers:
+        return autoep.partitioned(source, files, model, optim, fused)
     _check_model(model, optim)
     return Contents(source, model, optim, paths, read_partitions(source, files.optim, optim))
 
