@@ -138,7 +138,9 @@ class Fused:
 def _layer(found: Value, path: str) -> FusedLayer:
     """One of ``ds_autoep_layers``."""
     values = found if isinstance(found, dict) else {}
-    numbers: Any = [values.get(name) for name in ("moe_layer_id", "num_experts", "num_local_experts", "ep_size", "ep_rank")]
+    numbers: Any = [
+        values.get(name) for name in ("moe_layer_id", "num_experts", "num_local_experts", "ep_size", "ep_rank")
+    ]
     module, prefix = values.get("module_path"), values.get("expert_key_prefix")
     if not are_naturals(numbers) or not isinstance(module, str) or not isinstance(prefix, str):
         raise MalformedError(f"its {LAYERS} has no numbers of experts", path=path)
@@ -164,7 +166,7 @@ def _is_even(placement: Value, num_local: int, num_ranks: int) -> bool:
 
 
 def _empty(model: ModelStates) -> StoredTensor:
-    """A tensor without elements of the dtype of all weights that train. Raises UnsupportedError if they have several."""
+    """A tensor without elements, of the dtype of what trains. Raises UnsupportedError if there are several."""
     found = [value for name in model.trainable if isinstance(value := model.module.get(name), StoredTensor)]
     if len({value.dtype for value in found}) != 1:
         raise UnsupportedError(

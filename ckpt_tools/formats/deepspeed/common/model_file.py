@@ -19,17 +19,14 @@ def check_names(model: ModelStates) -> None:
         raise IncompleteError("it is in param_shapes but not in module", path=model.file.path, key=min(missing))
 
 
-def refuse_experts(model: ModelStates) -> None:
-    """Raises UnsupportedError for the file of a run with experts that AutoEP distributed."""
-    content = model.file.content
-    if content.get("ds_autoep_layers") or content.get("autoep_layers"):
-        raise UnsupportedError("it is of a run with experts (AutoEP), which is not supported", path=model.file.path)
-
-
 def check_experts(model: ModelStates) -> None:
     """Raises IncompleteError for the file of a run with ``deepspeed.moe`` layers that does not have all experts.
-    ckpt-tools writes them into the model's file, DeepSpeed into files of their own."""
-    refuse_experts(model)
+    ckpt-tools writes them into the model's file, DeepSpeed into files of their own. Raises UnsupportedError for one that
+    AutoEP distributed."""
+    if model.file.content.get("ds_autoep_layers") or model.file.content.get("autoep_layers"):
+        raise UnsupportedError(
+            "it is of a run with experts (AutoEP) of a kind that is not supported", path=model.file.path
+        )
     counts = model.file.content.get("num_experts")
     numbers = [count for count in counts if type(count) is int] if isinstance(counts, list) else []
     found = {parts[:2] for name in model.module if (parts := split_expert(name))}

@@ -147,7 +147,9 @@ class Slots:
         shape; UnsupportedError if it belongs to an expert."""
         content = self._open(path)
         if content.is_expert and split_expert(fqn) is None and fqn not in self.fused:
-            raise MalformedError("it is of experts, but the model's file has none of this name", path=path, key=fqn)
+            raise UnsupportedError(
+                "it is of experts (AutoEP), and the model's file has no experts of this name", path=path, key=fqn
+            )
         tensor = content.tensor(path)
         if tuple(tensor.shape) == shape:
             return TensorLeaf.of(tensor, path, content.start).shards

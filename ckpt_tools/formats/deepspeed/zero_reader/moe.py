@@ -23,7 +23,7 @@ from ckpt_tools.core.shards import Ints
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
-from ckpt_tools.formats.deepspeed.common.model_file import check_parts, is_round_robin, refuse_experts
+from ckpt_tools.formats.deepspeed.common.model_file import check_parts, is_round_robin
 from ckpt_tools.formats.deepspeed.common.partition import is_muon, original_order
 from ckpt_tools.formats.deepspeed.names import expert_optim_name, of_rank, split_expert
 from ckpt_tools.formats.deepspeed.zero_reader import locate, stage0
@@ -56,7 +56,6 @@ def read(source: Source, tags: Sequence[TagFiles], files: ExpertFiles) -> Manife
         raise MalformedError("it is of a run without ZeRO, perhaps from an earlier save", path=files.optim[0])
     model = ModelStates.of(File.open(source, tags[0].models(optim.stage)[0]))
     check_parts(model, 1)
-    refuse_experts(model)
     check_ranks(tags[0], model, optim)
     return _contents(source, tags[0].optim, model, optim, files).manifest()
 
@@ -252,7 +251,6 @@ def _without_zero(source: Source, tag: TagFiles, files: ExpertFiles) -> Manifest
     file = stage0.open_whole(source, tag)
     model = ModelStates.without_zero(file)
     check_parts(model, 1)
-    refuse_experts(model)
     layers = open_layers(source, model, files)
     if file.content.get("optimizer") is not None and not files.optim:
         raise IncompleteError(

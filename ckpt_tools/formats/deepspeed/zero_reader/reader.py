@@ -91,6 +91,12 @@ def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
 
 def _check_model(model: ModelStates, optim: OptimStates) -> None:
     check_experts(model)
+    if optim.own.get(autoep.GROUPS) is not None:
+        raise UnsupportedError(
+            "its experts are partitioned over groups of their own (AutoEP), and the model's file has no "
+            "ds_autoep_layers",
+            path=optim.file.path,
+        )
     world_size = model.file.content.get("dp_world_size", optim.world_size)
     if world_size != optim.world_size:
         raise MalformedError(

@@ -240,7 +240,7 @@ REFUSED: dict[str, Change] = {
         UnsupportedError,
         "pipeline",
     ),
-    "AutoEP layers": (STAGE1, MODEL1, lambda v: {**v, "ds_autoep_layers": [{}]}, UnsupportedError, "AutoEP"),
+    "AutoEP layers": (STAGE1, MODEL1, lambda v: {**v, "ds_autoep_layers": [{}]}, MalformedError, "ds_autoep_layers"),
     "older AutoEP layers": (STAGE1, MODEL1, lambda v: {**v, "autoep_layers": [{}]}, UnsupportedError, "AutoEP"),
     "no groups": (STAGE1, OPTIMIZER, lambda v: {"ds_version": "0"}, MalformedError, "param_groups"),
     "group of nothing": (STAGE1, OPTIMIZER, lambda v: {"param_groups": [{}]}, MalformedError, "no 'params'"),

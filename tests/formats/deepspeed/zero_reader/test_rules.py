@@ -464,7 +464,7 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
     "NVMe": (3, add(f"{TAG}/offloaded_tensors/rank0/1.tensor.swp"), UnsupportedError, "NVMe"),
     "mp_world_size": (2, in_model(mp_world_size=2), IncompleteError, "mp_rank_01 is missing"),
     "pp_degree": (2, in_model(checkpoint_parallel_dimensions={"pp_degree": 2}), UnsupportedError, "pipeline"),
-    "AutoEP layers": (2, in_model(ds_autoep_layers=[{}]), UnsupportedError, "AutoEP"),
+    "AutoEP layers": (2, in_model(ds_autoep_layers=[{}]), MalformedError, "ds_autoep_layers"),
     "older AutoEP layers": (2, in_model(autoep_layers=[{}]), UnsupportedError, "AutoEP"),
     "AutoEP partitions": (3, in_optim(ds_zero_partition_groups=[{}]), UnsupportedError, "AutoEP"),
     "expert partitions": (2, in_optim(partition_count=[3, 1]), IncompleteError, "no files of experts"),
