@@ -21,8 +21,8 @@ def check_names(model: ModelStates) -> None:
 
 def check_experts(model: ModelStates) -> None:
     """Raises IncompleteError for the file of a run with ``deepspeed.moe`` layers that does not have all experts.
-    ckpt-tools writes them into the model's file, DeepSpeed into files of their own. Raises UnsupportedError for one that
-    AutoEP distributed."""
+    ckpt-tools writes them into the model's file, DeepSpeed into files of their own. Raises UnsupportedError for a run
+    of AutoEP."""
     if model.file.content.get("ds_autoep_layers") or model.file.content.get("autoep_layers"):
         raise UnsupportedError(
             "it is of a run with experts (AutoEP) of a kind that is not supported", path=model.file.path
