@@ -4,7 +4,7 @@ AutoEP replaces the MoE block of a transformers model by a layer whose experts a
 and ``w3``, each ``[experts, ...]`` (deepspeed/moe/ep_experts.py). Expert-parallel rank e of N has the e-th of N equal
 runs of experts, under the same names (``expert_placement``). ``param_shapes`` has the shapes of rank 0's. ``module``
 has no experts, and has the router under two names (engine.py ``_save_moe_checkpoint``, auto_ep_layer.py ``setattr(self,
-alias_target, self.router)``), of which DeepSpeed does not list the second as shared.
+alias_target, self.router)``). DeepSpeed does not list the second as shared.
 """
 
 from __future__ import annotations
