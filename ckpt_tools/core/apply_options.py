@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from ckpt_tools.core import transforms
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Note, without_gone
+from ckpt_tools.core.notes import Note, Outcome, without_gone
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.transforms import Transformed
 
@@ -70,7 +70,10 @@ def apply_options(
         if manifest.parted and whole:
             raise transforms.parted_error(manifest)
     manifest, notes = _taken(manifest, notes, _copying(options, whole, holds_masters, kept))
-    manifest, notes = _taken(manifest, notes, [step for step in (recipe, merge) if step is not None])
+    for step in (recipe, merge):
+        if step is not None:
+            manifest, more = step(manifest)
+            notes = (*(note for note in notes if not _is_refuted(note, more)), *more)
     if like is not None:
         manifest = replace(manifest, left_out=manifest.left_out | like.excluded)
     manifest, notes = _taken(manifest, notes, _choosing(options))
@@ -97,6 +100,12 @@ def _taken(manifest: Manifest, notes: tuple[Note, ...], steps: Iterable[Step]) -
         manifest, more = step(manifest)
         notes += more
     return manifest, without_gone(notes, before, _items(manifest))
+
+
+def _is_refuted(note: Note, later: Collection[Note]) -> bool:
+    """True if a part that was kept is left out by a recipe, as rows that are padding are."""
+    is_left_out = any(each.outcome is Outcome.DROPPED and each.what.endswith(f" of {note.what}") for each in later)
+    return note.outcome is Outcome.KEPT and is_left_out
 
 
 def _copying(options: ConvertOptions, whole: bool, holds_masters: bool, kept: tuple[str, ...]) -> list[Step]:
