@@ -29,7 +29,7 @@ SAMPLE = [
 ]
 WRITERS = [
     *("safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "gguf", "npz", "megatron", "sharded"),
-    "meta",
+    *("meta", "peft"),
 ]
 OPTIONS: Mapping[str, dict[str, Any]] = {
     "as it is": {},

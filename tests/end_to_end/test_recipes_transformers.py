@@ -146,7 +146,7 @@ def _exchange(path: Path) -> None:
 
 
 def _has_recipe(model_type: str) -> bool:
-    return any(model_type in recipe.models for recipe in list_recipes())
+    return any(model_type in recipe.known_as for recipe in list_recipes())
 
 
 def test_the_hub_folder_is_that_of_save_pretrained(trained: Trained, tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ REFUSALS = (
     r"in one of float32, bfloat16 and float16.*choose one with dtype=",
     r"(GGUF does not support|numpy has no) \w+; .*exclude it",
     r"GGUF holds at most 4 dimensions",
+    r"it is none of Llama's, so it is not known how ranks cut it",
 )
 """The sentences by which a writer refuses a checkpoint that can be read. Each says what to do."""
 

@@ -12,7 +12,8 @@ import ckpt_tools
 from ckpt_tools.formats.index import built_in
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-WRITTEN = [each.name for each in built_in() if each.writes]
+WRITTEN = [each.name for each in built_in() if each.writes and not each.asks_adapter_config]
+"""A folder of PEFT is safetensors by its files."""
 SHOWN = dict.fromkeys(["zero1", "zero2", "zero3"], "deepspeed")
 """The stage is in the files; ``ls`` reads names."""
 

@@ -49,5 +49,7 @@ def test_a_model_of_the_wrong_side_is_refused(tmp_path: Path) -> None:
 
 def test_config_is_for_a_recipe(tmp_path: Path) -> None:
     moe.write(tmp_path)
-    with pytest.raises(UsageError, match=r"config= is for the sizes of a recipe, with recipe=; no recipe is named"):
+    with pytest.raises(
+        UsageError, match=r"config= is for the sizes of a recipe, with recipe=, and for dequantize=; no recipe"
+    ):
         ckpt_tools.load_into(moe.Fused(), None, tmp_path / "fused.pt", config=tmp_path)

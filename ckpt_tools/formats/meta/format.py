@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import Saved
 
 
 class MetaFormat(Format):
@@ -28,6 +29,11 @@ class MetaFormat(Format):
         from ckpt_tools.formats.meta.names import files_of
 
         return bool(files_of(source.files))
+
+    def is_named(self, saved: Saved) -> bool:
+        from ckpt_tools.formats.meta.names import files_of
+
+        return bool(files_of(saved.files))
 
     def read(self, source: Source, options: ReadOptions) -> Manifest:
         from ckpt_tools.formats.meta.reader import read
