@@ -31,7 +31,7 @@ def with_made_files(store: Store, manifest: Manifest) -> Store:
 @dataclass(slots=True)
 class ComputedStore(MakingStore):
     """``store`` with a file for each of ``computed``. Threads may share it. Each keeps the last parts that it read,
-    because neighbouring pieces often need the same, and the last piece of which only a part was asked for.
+    because neighbouring pieces often need the same, and the last piece that was not read to its end.
 
     Pieces are the same ones whatever part of a file is read, so the elements are the same too.
     """

@@ -93,7 +93,6 @@ def compressed(form: str, weights: dict[str, Any], dtype: torch.dtype, shape: tu
 def test_compressed_tensors_decompresses_to_the_same_bits(
     group: str, shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
 
     form, weights = GROUPS[group]

@@ -337,7 +337,7 @@ def _is_of(group: Mapping[str, Any], kind: float) -> bool:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that a step depends on, without those by which Megatron recognises its groups."""
+    """The options on which a step depends. Those that only identify a group in Megatron are left out."""
     return {name: value for name, value in group.items() if name.removeprefix("pre_") not in _DEFAULTS}
 
 
