@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.showing import Jsonable, Shown, json_of
-from ckpt_tools.core.transforms import parted_error
 from ckpt_tools.core.values import GlobalRef, Opaque, StoredTensor
 from ckpt_tools.core.wording import one_line
 
@@ -156,7 +155,11 @@ def summarize(
 
 
 def _parted(manifest: Manifest) -> list[Note]:
-    return [Note(Outcome.KEPT, "optimizer state", parted_error(manifest).message)] if manifest.parted else []
+    if not manifest.parted:
+        return []
+    from ckpt_tools.core.transforms import parted_error
+
+    return [Note(Outcome.KEPT, "optimizer state", parted_error(manifest).message)]
 
 
 def _epoch(extra: Mapping[str, Any]) -> int | float | None:

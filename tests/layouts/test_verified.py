@@ -42,6 +42,7 @@ ALWAYS = {
 REFUSALS = (
     r"say which they are with param_order=.*state='model'",
     r"in one of float32, bfloat16 and float16.*choose one with dtype=",
+    r"in one of float32, bfloat16 and float16.*dequantize the weights with dequantize=True",
     r"(GGUF does not support|numpy has no) \w+; .*exclude it",
     r"GGUF holds at most 4 dimensions",
     r"it is none of Llama's, so it is not known how ranks cut it",
