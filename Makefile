@@ -44,20 +44,14 @@ browser:
 test: check browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# The full matrix of formats and world sizes, with its table, every damage to every layout of the corpus, the casts of
-# all 2**32 float32 patterns, a kill at every system call that writes, 3,000 calls that fail, 20,000 random trees around
-# a destination, kills of conversions on Ray and of training runs, every strategy of training, both notebooks, a minute
-# of 64 clients of the service, 20,000 hostile files and a million mutated ones under real loaders, a million pickles beside
-# both of CPython's unpicklers, and every extra installed from the package index.
+# All tests, and all of what `make test` has a sample of: the full matrix of formats and world sizes, with its table,
+# every recipe, every damage to every layout of the corpus, the casts of all 2**32 float32 patterns, a kill at every
+# system call that writes, random trees around a destination, kills of conversions on Ray and of training runs, every
+# strategy of training, both notebooks, a minute of 64 clients of the service, 20,000 hostile files and a million mutated
+# ones under real loaders, a million pickles beside both of CPython's unpicklers, and every extra installed from the
+# package index. Some hours.
 soak: $(STAMP)
-	$(BIN)/python -m pytest tests/end_to_end/test_matrix.py tests/end_to_end/test_exactness.py tests/end_to_end/crashes tests/stores/test_s3_faults.py \
-		tests/end_to_end/overwrite tests/transfer/runners/test_ray_signals.py tests/training/loop/test_stopping.py \
-		tests/training/loop/test_kills.py tests/training/loop/test_checkpointing.py tests/training/engines/test_strategies.py \
-		tests/training/engines/test_pipeline.py tests/training/engines/test_experts.py tests/training/engines/test_compile.py tests/inference/serving/test_storm.py tests/training/test_notebooks.py \
-		tests/serialization/test_differential.py tests/verification/scan tests/layouts \
-		tests/formats/megatron --soak -m "not soak" -q --timeout=3600
-	$(BIN)/python -m pytest --soak -m soak -q --timeout=3600
-	$(BIN)/python -m pytest tests/packaging --soak -q --timeout=3600
+	$(BIN)/python -m pytest --soak -q --timeout=3600
 
 # A million damaged checkpoints through every reader, in as many processes as there are processors; a quarter of an
 # hour of one. ARGS as `python -m tests.end_to_end.fuzzing --help` says.
