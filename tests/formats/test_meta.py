@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DifferenceError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.meta.params import params_json
 
 HEADS, GROUPS, WIDTH, HIDDEN, TOKENS = 4, 2, 32, 48, 40
 COLUMNS = ("wo", "w2")
@@ -141,6 +142,13 @@ def test_params_json_gives_the_width_of_the_feed_forward(dim: int, width: int, t
     assert multiple * ((hidden + multiple - 1) // multiple) == width
     assert (params["n_heads"], params["n_kv_heads"], params["n_layers"], params["vocab_size"]) == (4, 2, 2, TOKENS)
     assert (params["norm_eps"], params["rope_theta"], params["use_scaled_rope"]) == (1e-5, 500000.0, True)
+
+
+@pytest.mark.parametrize("size", [0, -1, 10**400, 0.5, None, "32"])
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "num_attention_heads"])
+def test_params_json_is_not_made_of_sizes_that_no_model_has(key: str, size: Any) -> None:
+    made = params_json({**CONFIG, key: size})
+    assert made is None or (key == "intermediate_size" and "multiple_of" not in json.loads(made))
 
 
 def without(rank: int, folder: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.meta.names import PARAMS
@@ -27,6 +27,9 @@ CONFIG_KEYS = {
     "norm_eps": "rms_norm_eps",
 }
 """The key of ``config.json`` for each of Meta's names."""
+
+MAX_SIZE = 1 << 31
+"""A larger size is that of no model."""
 
 
 def own_params(source: Source) -> Mapping[str, Any]:
@@ -48,13 +51,13 @@ def own_sizes(source: Source) -> Mapping[str, Any]:
     tokenizer tells."""
     params = own_params(source)
     known = {key: params.get(name) for name, key in CONFIG_KEYS.items()}
-    return {key: size for key, size in known.items() if type(size) is int and size > 0}
+    return {key: size for key, size in known.items() if _is_size(size)}
 
 
 def params_json(config: Mapping[str, Any]) -> bytes | None:
     """``params.json`` of a model with this ``config.json``; None if it lacks a size."""
     sizes = {name: config[key] for name, key in CONFIG_KEYS.items() if type(config.get(key)) in (int, float)}
-    if any(type(size) is not int for name, size in sizes.items() if name != "norm_eps"):
+    if not all(_is_size(size) for name, size in sizes.items() if name != "norm_eps"):
         return None
     if not {"dim", "n_layers", "n_heads", "vocab_size"} <= sizes.keys():
         return None
@@ -64,11 +67,15 @@ def params_json(config: Mapping[str, Any]) -> bytes | None:
     theta = rope.get("rope_theta", config.get("rope_theta"))
     found = {
         **sizes,
-        **(_feed_forward(sizes["dim"], width) if type(width) is int and width > 0 else {}),
+        **(_feed_forward(sizes["dim"], width) if _is_size(width) else {}),
         **({} if theta is None else {"rope_theta": theta}),
         **({"use_scaled_rope": True} if rope.get("rope_type") == "llama3" else {}),
     }
     return (json.dumps(found, indent=2) + "\n").encode()
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 < value < MAX_SIZE
 
 
 def _feed_forward(dim: int, width: int) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from fixtures.corpus import make
 from tests.end_to_end.fuzzing import corpus
+from tests.formats import test_meta
 from tests.formats.deepspeed import zero_files
 
 Files = dict[str, bytes]
@@ -287,10 +288,21 @@ def gguf() -> Files:
         return {"model.gguf": path.read_bytes()}
 
 
+def meta() -> Files:
+    parts = test_meta.cut(test_meta.model(), 2, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        return files_in(test_meta.write(Path(folder), parts))
+
+
 def of_corpus(name: str) -> Files:
     """What a framework wrote for the corpus of layouts."""
-    source = make(name).source
-    return {str(path.relative_to(source)): path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()}
+    return files_in(make(name).source)
+
+
+def files_in(folder: Path) -> Files:
+    """All files but programs and pages, which no reader opens."""
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix not in (".py", ".md")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 SEEDS: dict[str, Callable[[], Files]] = {
@@ -321,7 +333,10 @@ FUZZED: dict[str, Callable[[], Files]] = {
     "megatron": lambda: of_corpus("megatron-weights"),
     "zstd": lambda: of_corpus("dcp-zstd"),
     "accelerate": lambda: of_corpus("accelerate-ddp-bin"),
+    "meta": meta,
     "nanotron": lambda: of_corpus("nanotron"),
+    "autoep": lambda: of_corpus("deepspeed-autoep-zero2-fp32"),
+    "peft": lambda: of_corpus("hf-peft-lora"),
     "orbax": lambda: of_corpus("orbax"),
 }
 """Those, and other carriers, which the fuzzer changes."""

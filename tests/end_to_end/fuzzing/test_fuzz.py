@@ -18,7 +18,7 @@ from tests.end_to_end.fuzzing.target import execute
 SAMPLE = 3000
 """Executions; a million take a quarter of an hour."""
 
-MAX_CORPUS_BYTES = 200_000
+MAX_CORPUS_BYTES = 400_000
 
 
 @pytest.fixture
