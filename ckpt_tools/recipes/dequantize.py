@@ -218,6 +218,8 @@ def _scaled(
     """The weight ``name`` of a module times ``scale``, whose blocks have the shape ``wanted`` where that fits, and else
     the shape that divides the weight evenly. ``columns`` are the values in a row, if they do not fill its elements."""
     entry = module.tensors[name]
+    if not entry.shape:
+        raise module.refused(name, "it is a single number")
     per_element = entry.dtype.item_bytes * 8 // values.bits
     shape = (*entry.shape[:-1], entry.shape[-1] * per_element if columns is None else columns)
     blocks = _blocks(shape, scale.shape, wanted)
@@ -242,7 +244,7 @@ def _blocks(shape: Shape, grid: Shape, wanted: Shape | None) -> Shape | None:
                 blocks.append(max(1, extent))
             elif block and -(-extent // block) == number:
                 blocks.append(block)
-            elif not block and extent % number == 0 and extent:
+            elif not block and number and extent and extent % number == 0:
                 blocks.append(extent // number)
         if len(blocks) == len(shape):
             return tuple(blocks)
@@ -251,6 +253,12 @@ def _blocks(shape: Shape, grid: Shape, wanted: Shape | None) -> Shape | None:
 
 def _is_one(entry: TensorEntry) -> bool:
     return entry.numel == 1
+
+
+def _pair(block: Any) -> Shape | None:
+    """The rows and columns of a block as the config has them; None if these are no two sizes."""
+    is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    return tuple(block) if is_pair else None
 
 
 def _fp8(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made | None:
@@ -265,12 +273,11 @@ def _fp8(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made |
         why = f"{dtype.value} without scales" if values else dtype.value
         raise module.refused(name, f"it is {why}")
     block = quantization.get("weight_block_size")
-    is_pair = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
-    if block is not None and not is_pair:
+    wanted = _pair(block)
+    if block is not None and wanted is None:
         raise module.refused(name, f"weight_block_size is {block!r}")
     if len(scale.shape) < 2 and not _is_one(scale):
         raise module.refused(name, f"its scales are of shape {list(scale.shape)}")
-    wanted = (int(block[0]), int(block[1])) if block is not None else None
     return name, _scaled(module, name, values, scale, wanted=wanted)
 
 
@@ -393,16 +400,18 @@ def _naive(module: _Module, name: str, quantization: Mapping[str, Any]) -> Scale
     zero = module.take("weight_zero_point", dtypes=frozenset({DType.INT8}))
     if scale is None or (not _is_one(scale) and len(scale.shape) != len(entry.shape)):
         raise module.refused(name, "its scales are missing, or of other dims")
+    if len(entry.shape) < 2:
+        raise module.refused(name, f"its shape {list(entry.shape)} is not that of a matrix")
     if zero is not None and zero.shape != scale.shape:
         raise module.refused(name, f"its zero points {list(zero.shape)} and scales {list(scale.shape)} do not fit")
-    block, group = weights.get("block_structure"), weights.get("group_size")
-    by_strategy: dict[Any, Shape | None] = {
-        "block": tuple(block) if isinstance(block, list) else None,
+    group, strategy = weights.get("group_size"), str(weights.get("strategy"))
+    by_strategy: dict[str, Shape | None] = {
+        "block": _pair(weights.get("block_structure")),
         "group": (1, group) if isinstance(group, int) and group > 0 else None,
         "channel": (1, 0),
         "tensor": (0, 0),
     }
-    wanted = by_strategy.get(weights.get("strategy"))
+    wanted = by_strategy.get(strategy)
     dtype = DType.BFLOAT16 if scale.dtype is DType.UINT8 else scale.dtype
     found = _scaled(
         module,
@@ -418,7 +427,7 @@ def _naive(module: _Module, name: str, quantization: Mapping[str, Any]) -> Scale
         block not in (wish or extent, extent)
         for block, wish, extent in zip(found.blocks[-2:], wanted, found.shape[-2:], strict=True)
     ):
-        raise module.refused(name, f"its scales {list(scale.shape)} are not those of {weights.get('strategy')}")
+        raise module.refused(name, f"its scales {list(scale.shape)} are not those of {strategy}")
     return found
 
 

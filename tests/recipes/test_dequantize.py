@@ -310,6 +310,11 @@ def weight_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return bytes_of(shape or (4, 16)).view(dtype)
 
 
+def scheme(**weights: Any) -> dict[str, Any]:
+    """``quantization_config`` of compressed-tensors with one group."""
+    return {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
+
+
 REFUSED: dict[str, tuple[Tensors, Mapping[str, Any] | None, tuple[str, ...]]] = {
     "no config": ({"m.weight": weight_of(E4M3)}, None, ("needs the quantization_config", "--config")),
     "nothing": ({"m.weight": torch.ones(2)}, fp8(), ("no tensor is quantized",)),
@@ -359,15 +364,12 @@ REFUSED: dict[str, tuple[Tensors, Mapping[str, Any] | None, tuple[str, ...]]] = 
     ),
     "a group of another width": (
         {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(4, 1)},
-        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}},
+        scheme(num_bits=4, type="int"),
         ("m.weight", "no group, or several"),
     ),
     "a strategy that the shapes contradict": (
         {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(4, 2)},
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
-        },
+        scheme(num_bits=8, type="float", strategy="channel"),
         ("m.weight", "channel"),
     ),
     "rotated weights": (
@@ -381,11 +383,37 @@ REFUSED: dict[str, tuple[Tensors, Mapping[str, Any] | None, tuple[str, ...]]] = 
             "m.weight_scale": torch.ones(4, 1),
             "m.weight_zero_point": torch.ones(1, 1, dtype=torch.int32),
         },
-        {
-            "quant_method": "compressed-tensors",
-            "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}},
-        },
+        scheme(num_bits=4, type="int", strategy="channel"),
         ("m.weight_packed", "zero points"),
+    ),
+    "a packed number": (
+        {
+            "m.weight_packed": bytes_of(()),
+            "m.weight_scale": weight_of(E4M3),
+            "m.weight_global_scale": torch.ones(1),
+        },
+        scheme(num_bits=4, type="float", group_size=16),
+        ("m.weight_packed", "single number"),
+    ),
+    "a strategy that is no name": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(4, 1)},
+        scheme(num_bits=8, type="float", strategy={}),
+        ("m.weight", "are not those of {}"),
+    ),
+    "a block that is no two sizes": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(1, 1)},
+        scheme(num_bits=8, type="float", strategy="block", block_structure=[32, "a", 1]),
+        ("m.weight", "are not those of block"),
+    ),
+    "a vector": (
+        {"m.weight": weight_of(E4M3, 4), "m.weight_scale": torch.ones(1)},
+        scheme(num_bits=8, type="float", strategy="tensor"),
+        ("m.weight", "not that of a matrix"),
+    ),
+    "scales without rows": (
+        {"m.weight_packed": bytes_of((4, 16)), "m.weight_scale": torch.empty(0, 1, dtype=torch.uint8)},
+        scheme(num_bits=4, type="float", group_size=32),
+        ("m.weight_packed", "do not fit"),
     ),
 }
 
@@ -407,8 +435,6 @@ def test_what_is_not_known_whole_is_refused_by_name(
 
 def test_names_of_two_tensors_that_become_one_are_refused(tmp_path: Path) -> None:
     tensors = {"m.weight_packed": bytes_of((4, 8)), "m.weight": torch.ones(4, 16), "m.weight_scale": bytes_of((4, 1))}
-    weights = {"num_bits": 4, "type": "float", "group_size": 32}
-    settings = {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
-    source = write_model(tmp_path / "in", tensors, settings)
+    source = write_model(tmp_path / "in", tensors, scheme(num_bits=4, type="float", group_size=32))
     with pytest.raises(UnsupportedError, match=r"m\.weight_packed would become m\.weight"):
         ckpt_tools.convert(source, tmp_path / "out.safetensors", dequantize=True)
