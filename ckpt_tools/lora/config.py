@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import sqrt
 from typing import Any
 
 from ckpt_tools.core.wording import listed
@@ -13,6 +13,9 @@ from ckpt_tools.errors import MalformedError, UnsupportedError
 
 EMBEDDING_LAYERS = ("embed_tokens", "lm_head")
 """``EMBEDDING_LAYER_NAMES`` of PEFT: if one is among ``target_modules``, ``save_pretrained`` writes embeddings too."""
+
+MAX_NUMBER = 1e30
+"""A larger rank or ``alpha`` is that of no adapter."""
 
 _HANDLED = {
     "peft_type",
@@ -107,7 +110,8 @@ def parse_config(content: Any, path: str) -> AdapterConfig:
     kind = content.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(f"the adapter's peft_type is {kind!r}; only LORA is supported", path=path)
-    embeddings = content.get("target_modules")
+    targets = content.get("target_modules")
+    modules = [] if isinstance(targets, str) else _names(content, "target_modules", path)
     return AdapterConfig(
         rank=_number(content, "r", 8, path, whole=True),
         alpha=_number(content, "lora_alpha", 8, path),
@@ -117,7 +121,7 @@ def parse_config(content: Any, path: str) -> AdapterConfig:
         fan_in_fan_out=bool(content.get("fan_in_fan_out")),
         bias=str(content.get("bias") or "none"),
         target_parameters=_names(content, "target_parameters", path),
-        saves_embeddings=isinstance(embeddings, str) or bool({*(embeddings or ())} & {*EMBEDDING_LAYERS}),
+        saves_embeddings=isinstance(targets, str) or bool({*modules} & {*EMBEDDING_LAYERS}),
         is_language_model=content.get("task_type") in ("CAUSAL_LM", "SEQ_2_SEQ_LM"),
         methods=tuple(_methods(content)),
     )
@@ -148,7 +152,7 @@ def _number(content: Mapping[str, Any], key: str, default: int, path: str, *, wh
 
 def _checked(value: Any, what: str, path: str, *, whole: bool) -> Any:
     kinds: tuple[type, ...] = (int,) if whole else (int, float)
-    if type(value) not in kinds or not isfinite(value) or (whole and value < 1):
+    if type(value) not in kinds or not -MAX_NUMBER < value < MAX_NUMBER or (whole and value < 1):
         raise MalformedError(f"{what} is {value!r}, and not a {'rank' if whole else 'number'}", path=path)
     return value
 
@@ -192,7 +196,9 @@ def _is_quick(pattern: str) -> bool:
 
 
 def _names(content: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
-    found = content.get(key) or []
+    found = content.get(key)
+    if found is None:
+        return ()
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise MalformedError(f"{key} is not a list of names", path=path)
     return tuple(found)

@@ -222,7 +222,9 @@ class Merge:
         for module, name in targets.items():
             parts, shape = self.adapter.parts[module], weights[name].shape
             first, second = (parts.get(part) for part in MATRICES)
-            if first is None or second is None or len(shape) not in found or len(first.shape) != 2:
+            if first is None or second is None or len(shape) not in found:
+                continue
+            if not len(first.shape) == len(second.shape) == 2:
                 continue
             if (pair := (second.shape[0], first.shape[1])) in (shape[-2:], shape[:-3:-1]) and pair[0] != pair[1]:
                 found[len(shape)].add(pair != shape[-2:])

@@ -76,6 +76,9 @@ def test_settings(name: str, tmp_path: Path) -> None:
         ({"rank_pattern": {"(": 2}}, "rank_pattern: '\\(' is not a regular expression"),
         ({"alpha_pattern": [1]}, "alpha_pattern is not a JSON object"),
         ({"target_parameters": "experts"}, "target_parameters is not a list"),
+        ({"target_modules": 2}, "target_modules is not a list"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000.*, and not a number"),
+        ({"alpha_pattern": {"q": 1e31}}, "not a number"),
     ],
 )
 def test_malformed_settings(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -103,6 +106,11 @@ TENSORS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
     "of Megatron": (UsageError, {"adapter": {"a.adapter.linear_in.weight": A}}, "adapters of Megatron"),
     "without A": (UsageError, {"adapter": {"model.q.lora_B.weight": B}}, "no lora_A.weight for model.q.weight"),
     "without B": (UsageError, {"adapter": {"model.q.lora_A.weight": A}}, "no lora_B.weight for model.q.weight"),
+    "of other dims": (
+        UsageError,
+        {"adapter": {"model.q.lora_A.weight": A, "model.q.lora_B.weight": torch.zeros(6)}},
+        "for another model: its A and B for model.q.weight are",
+    ),
     "of another model": (
         UsageError,
         {"base": {"model.k.weight": torch.zeros(6, 4)}},
