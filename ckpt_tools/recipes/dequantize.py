@@ -256,7 +256,7 @@ def _is_one(entry: TensorEntry) -> bool:
 
 
 def _pair(block: Any) -> Shape | None:
-    """The rows and columns of a block as the config has them; None if these are no two sizes."""
+    """The rows and columns of a block in the config; None if it is not a list of two sizes."""
     is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     return tuple(block) if is_pair else None
 
