@@ -1,19 +1,26 @@
-"""Writes the checkpoints of tests/corpus/trainers: genuine tiny models of torchtitan and OLMo-core, trained two steps.
+"""Writes the checkpoints of tests/corpus/trainers: genuine tiny models of each trainer's own code, trained two steps.
 
-Run it with both libraries installed (torchtitan of 2026-08, OLMo-core of 2026-06): ``python
-scripts/trainer_checkpoints.py FOLDER``. Each zip has the DCP of model and optimizer, ``config.json`` of the same model
-in transformers, and the logits of ``TOKENS`` by the library's own model. Attention is computed in plain torch, because
-torchtitan's flex attention has no gradient on the CPU.
+``python scripts/trainer_checkpoints.py FOLDER NAME...`` with the trainer on the path: torchtitan of 2026-08, OLMo-core
+of 2026-06, NeMo Automodel 36044ad3 of 2026-08; for prime-rl 559b4477 of 2026-08 its own sources, those of its package
+``prime-rl-configs``, and torchtitan 23e4dfc, on which it depends. Each zip has the DCP of model and optimizer,
+``config.json`` of the same model in transformers, and the logits of ``TOKENS`` by the trainer's own model.
+
+No GPU is needed. Attention is computed in plain torch: torchtitan's flex attention has no gradient on the CPU, and
+prime-rl has flash attention alone. Automodel's gpt-oss keeps its flex attention and has random gradients.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -63,6 +70,15 @@ class Made:
     state: Callable[[torch.optim.Optimizer], dict[str, Any]]
 
 
+def named_state(model: nn.Module) -> Callable[[torch.optim.Optimizer], dict[str, Any]]:
+    def state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        optim = get_optimizer_state_dict(model, optimizer, options=flat)
+        return {"model": get_model_state_dict(model), "optim": optim}
+
+    return state
+
+
 def titan(config: Any, other: transformers.PretrainedConfig) -> Made:
     from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
     from torchtitan.models.common import attention
@@ -84,11 +100,15 @@ def titan(config: Any, other: transformers.PretrainedConfig) -> Made:
     return Made(model, forward, other, state)
 
 
-def _attention(self: Any, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, **_: Any) -> Tensor:
+def _attention(
+    self: Any, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int = -1, **_: Any
+) -> Tensor:
     q, k, v = (each.transpose(0, 1) for each in (q, k, v))
     k, v = (each.repeat_interleave(len(q) // len(k), 0) for each in (k, v))
     scores = q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores + torch.full(scores.shape[1:], torch.finfo(scores.dtype).min).triu(1)
+    if window >= 0:
+        scores = scores + torch.full(scores.shape[1:], torch.finfo(scores.dtype).min).tril(-window - 1)
     return (torch.softmax(scores, -1) @ v).transpose(0, 1)
 
 
@@ -214,31 +234,127 @@ def olmo(*, is_after: bool, **more: Any) -> Made:
         rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
     )
 
-    def state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        flat = StateDictOptions(flatten_optimizer_state_dict=True)
-        optim = get_optimizer_state_dict(model, optimizer, options=flat)
-        return {"model": get_model_state_dict(model), "optim": optim}
+    return Made(model, lambda tokens: model(tokens[None])[0], other, named_state(model))
 
-    return Made(model, lambda tokens: model(tokens[None])[0], other, state)
+
+SHARED = {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+ROPE = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+
+
+def mixture(family: str) -> transformers.PretrainedConfig:
+    """The ``config.json`` of a mixture of experts by its class in transformers."""
+    more: dict[str, dict[str, Any]] = {
+        "Qwen3Moe": {**ROPE, "num_experts": 4, "head_dim": 8},
+        "DeepseekV3": {**ROPE, **LATENT},
+        "Glm4Moe": {**SHARED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
+        "Afmoe": {
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "head_dim": 8,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "MiniMaxM2": {"num_local_experts": 4, "head_dim": 8, "rotary_dim": 4},
+        "GptOss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4},
+    }
+    made: transformers.PretrainedConfig = getattr(transformers, f"{family}Config")(
+        **{**SIZES, **EXPERTS, **more[family]}
+    )
+    made.architectures = [f"{family}ForCausalLM"]
+    return made
+
+
+def prime_rl(family: str) -> Made:
+    import prime_rl.trainer
+    from torchtitan.experiments.kernels.moe import indices
+
+    # The package's __init__ imports all models, of which some need libraries for GPUs.
+    models = sys.modules["prime_rl.trainer.models"] = ModuleType("prime_rl.trainer.models")
+    models.__path__ = [f"{path}/models" for path in prime_rl.trainer.__path__]
+    flash = sys.modules["flash_attn"] = ModuleType("flash_attn")
+    flash.__spec__ = ModuleSpec("flash_attn", None)
+    flash.__dict__["flash_attn_varlen_func"] = _varlen_attention
+    indices.fill_indices_wrapper = indices.fill_indices_cpu
+    histogram = torch.histc  # of whole numbers on GPUs alone
+    torch.histc = lambda values, **keys: histogram(values.float(), **keys).to(values.dtype)
+    other = mixture(family)
+    module = importlib.import_module(f"prime_rl.trainer.models.{other.model_type}")
+    config = getattr(module, f"{family}Config")(**{**other.to_dict(), "use_grouped_mm": False})
+    config._attn_implementation = "flash_attention_2"
+    model = getattr(module, f"{family}ForCausalLM")(config)
+    importlib.import_module("prime_rl.trainer.models.layers.lm_head").inject_prime_lm_head(model)
+    for parameter in model.parameters():  # prime-rl loads its weights and leaves them empty here
+        nn.init.ones_(parameter) if parameter.ndim == 1 else nn.init.normal_(parameter, std=0.1)
+    return Made(
+        model,
+        lambda tokens: model(tokens[None], seq_lens=torch.tensor([len(tokens)]))["logits"][0],
+        other,
+        named_state(model),
+    )
+
+
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, causal: bool, window_size: Any = (-1, -1)) -> Tensor:
+    assert causal
+    return _attention(None, q, k, v, window=window_size[0])
+
+
+def automodel(family: str) -> Made:
+    torch.cuda.current_device = lambda: 0
+    from nemo_automodel.components.attention.flex_attention import FlexAttention
+    from nemo_automodel.components.models.common import BackendConfig
+    from torch.nn.attention.flex_attention import flex_attention
+
+    FlexAttention.flex_attn = staticmethod(flex_attention)  # not compiled
+
+    other = mixture(family)
+    other.torch_dtype = "float32"
+    module = importlib.import_module(f"nemo_automodel.components.models.{other.model_type}.model")
+    backend = BackendConfig(
+        attn="flex" if family == "GptOss" else "sdpa",
+        linear="torch",
+        experts="torch",
+        dispatcher="torch",
+        rms_norm="torch",
+    )
+    model = getattr(module, f"{family}ForCausalLM")(other, backend=backend)
+    model.initialize_weights(buffer_device=torch.device("cpu"), dtype=torch.float32)
+
+    def forward(tokens: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and family != "GptOss"):
+            found = model(tokens[None])
+        return getattr(found, "logits", found)[0]
+
+    return Made(model, forward, other, named_state(model))
 
 
 MODELS: dict[str, Callable[[], Made]] = {
     "torchtitan_llama": titan_llama,
     "torchtitan_qwen3_moe": titan_qwen3_moe,
     "torchtitan_deepseek_v3": titan_deepseek_v3,
-    "olmo_core_olmo2": lambda: olmo(is_after=True, qk_norm=True),
-    "olmo_core_llama": lambda: olmo(is_after=False),
+    "olmo_core_olmo2": partial(olmo, is_after=True, qk_norm=True),
+    "olmo_core_llama": partial(olmo, is_after=False),
+    "prime_rl_qwen3_moe": partial(prime_rl, "Qwen3Moe"),
+    "prime_rl_glm4_moe": partial(prime_rl, "Glm4Moe"),
+    "prime_rl_afmoe": partial(prime_rl, "Afmoe"),
+    "prime_rl_minimax_m2": partial(prime_rl, "MiniMaxM2"),
+    "automodel_qwen3_moe": partial(automodel, "Qwen3Moe"),
+    "automodel_glm4_moe": partial(automodel, "Glm4Moe"),
+    "automodel_deepseek_v3": partial(automodel, "DeepseekV3"),
+    "automodel_gpt_oss": partial(automodel, "GptOss"),
 }
 
 
 def trained(made: Made) -> torch.optim.Optimizer:
     for name, parameter in made.model.named_parameters():
-        if "norm" in name:
+        if "norm" in name or parameter.ndim == 1:
             parameter.data += torch.randn_like(parameter) / 8
     optimizer = torch.optim.AdamW(list(made.model.named_parameters()), lr=1e-3)
     for step in range(2):
         tokens = torch.randint(0, VOCABULARY, (13,), generator=torch.Generator().manual_seed(step))
-        nn.functional.cross_entropy(made.forward(tokens[:-1]), tokens[1:]).backward()
+        loss = nn.functional.cross_entropy(made.forward(tokens[:-1]), tokens[1:])
+        if loss.requires_grad:
+            loss.backward()
         for parameter in made.model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.randn_like(parameter) / 64
@@ -251,10 +367,10 @@ def write(name: str, target: Path) -> None:
     torch.manual_seed(0)
     made = MODELS[name]()
     optimizer = trained(made)
-    is_told = "deepseek" in name
     for buffer_name, buffer in made.model.named_buffers():
-        if "expert_bias" in buffer_name:
-            buffer.copy_(torch.randn_like(buffer) / 8 if is_told else torch.zeros_like(buffer))
+        if "expert_bias" in buffer_name or "correction_bias" in buffer_name:
+            # transformers' Qwen3-MoE has none.
+            buffer.copy_(torch.zeros_like(buffer) if "qwen3" in name else torch.randn_like(buffer) / 8)
     with TemporaryDirectory() as folder:
         root = Path(folder)
         dcp.save(made.state(optimizer), checkpoint_id=root / "dcp", no_dist=True)
@@ -267,5 +383,5 @@ def write(name: str, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    for model_name in MODELS:
+    for model_name in sys.argv[2:] or MODELS:
         write(model_name, Path(sys.argv[1]))
