@@ -182,7 +182,10 @@ class Rules:
             for pattern in entry["patterns"]:
                 if self._compiled(pattern).match(name):
                     return self._by_sub_params(name, pattern, entry, shapes)
-        dim = 1 if self._matches(ROWS, name) else 0
+        return self.along(name, shapes, 1 if self._matches(ROWS, name) else 0)
+
+    def along(self, name: str, shapes: Sequence[Shape], dim: int) -> Join:
+        """Parts of ``shapes``, one after another along ``dim``."""
         self._check_others(name, shapes, dim)
         return self._sub_params(name, shapes, dim, [[shape[dim] for shape in shapes]])
 

@@ -2,32 +2,36 @@
 
 Stages 1 and 2 have a file for each expert, and partitions as runs with ``deepspeed.moe`` layers have. Stage 3 has the
 experts in the partitions alone, and cuts a rank's over the ranks that hold the same ones (stage3.py
-``_zero3_partition_group_metadata``).
+``_zero3_partition_group_metadata``). Without ZeRO there is a file for each expert, and for each expert-parallel rank
+one of its whole optimizer, which numbers its parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import ClassVar
 
 import numpy as np
 
-from ckpt_tools.core.boxes import Box
-from ckpt_tools.core.manifest import Kind, Manifest, TensorEntry
+from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.manifest import Equal, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Ints, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.fused_experts import LEFT_OUT, Fused, FusedLayer
-from ckpt_tools.formats.deepspeed.names import expert_name
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import Join, Rules
+from ckpt_tools.formats.deepspeed.names import expert_name, expert_optim_name
+from ckpt_tools.formats.deepspeed.zero_reader import stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Scalars
 from ckpt_tools.formats.deepspeed.zero_reader.experts import Experts
 from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces, locate_params
+from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
 from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles, TagFiles
-from ckpt_tools.formats.deepspeed.zero_reader.moe import ExpertContents, check_ranks, mapped_partitions
+from ckpt_tools.formats.deepspeed.zero_reader.moe import ExpertContents, RankContents, check_ranks, mapped_partitions
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.stores.source import Source
 
@@ -103,10 +107,10 @@ class PartitionedContents(FusedContents):
 
 
 def expert_weights(
-    source: Source, fused: Fused, model: ModelStates, files: ExpertFiles
+    source: Source, fused: Fused, model: ModelStates, files: ExpertFiles, rank: int | None = None
 ) -> tuple[dict[str, ShardTable], dict[str, tuple[StoredTensor, File]]]:
-    """The tensors of experts from their files, and the first expert's part of each. Raises FormatError if a file is
-    missing or is not of its expert."""
+    """The tensors of experts from their files, all or those of one expert-parallel rank, and the first expert's part of
+    each. Raises FormatError if a file is missing or is not of its expert."""
     shapes = {**model.trainable, **model.frozen_shapes}
     names = fused.names(model)
     tables: dict[str, ShardTable] = {}
@@ -120,10 +124,13 @@ def expert_weights(
         )
     for layer in fused.layers:
         own = [name for name in names if fused.layer_of(name) is layer]
-        opened = [File.open(source, files.weights[layer.number, number]) for number in range(layer.num_experts)]
-        parts = [_parts(file, number, layer, own) for number, file in enumerate(opened)]
+        numbers = range(layer.num_experts)
+        if rank is not None:
+            numbers = numbers[rank * layer.num_local : (rank + 1) * layer.num_local]
+        opened = [File.open(source, files.weights[layer.number, number]) for number in numbers]
+        parts = [_parts(file, number, layer, own) for number, file in zip(numbers, opened, strict=True)]
         for name in own:
-            shape = (layer.num_experts, *shapes[name][1:])
+            shape = (len(numbers), *shapes[name][1:])
             tables[name] = _stacked(shape, [each[name] for each in parts], opened, name)
             first[name] = parts[0][name], opened[0]
     return tables, first
@@ -169,10 +176,7 @@ def read(source: Source, tags: Sequence[TagFiles], files: ExpertFiles, fused: Fu
     if len(tags) > 1:
         raise UnsupportedError(f"it is {_FOLDED}", path=tags[1].models(0)[0])
     if not tags[0].optim:
-        raise UnsupportedError(
-            "it is of a run with experts (AutoEP) without ZeRO, which is not supported; save it with ZeRO stage 1",
-            path=fused.path,
-        )
+        return _without_zero(source, tags[0], files, fused)
     optim = OptimStates.of(File.open(source, tags[0].optim[0]))
     if optim.stage > 2 or files.optim:
         raise MalformedError(
@@ -197,6 +201,73 @@ def read(source: Source, tags: Sequence[TagFiles], files: ExpertFiles, fused: Fu
         said=said,
         weights=tables,
     ).manifest()
+
+
+@dataclass(kw_only=True)
+class FusedRank(RankContents):
+    """Without ZeRO: the weights of one expert-parallel rank, and its optimizer. ``weights`` are its experts."""
+
+    fused: Fused
+    weights: Mapping[str, ShardTable]
+    left_out = FusedContents.left_out
+
+    def _weights(self, ties: Mapping[str, str]) -> Iterator[tuple[StateKey, TensorEntry]]:
+        for key, entry in super()._weights(ties):
+            table = self.weights.get(key.fqn)
+            yield key, entry if table is None else TensorEntry(table.shape, table.dtype, Kind.PARAMETER, table)
+
+    def _is_own(self, name: str, *, is_expert: bool) -> bool:
+        return (name in self.weights) == is_expert
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRules(Rules):
+    """Experts are cut along their first dim, and all else is on every rank."""
+
+    fused: Fused
+
+    def join(self, name: str, shapes: Sequence[Shape]) -> Join:
+        return self.along(name, shapes, 0) if self.fused.layer_of(name) else self.replicated(name, shapes)
+
+
+def _without_zero(source: Source, tag: TagFiles, files: ExpertFiles, fused: Fused) -> Manifest:
+    file = stage0.open_whole(source, tag)
+    num_ranks = fused.layers[0].num_ranks
+    if file.content.get("optimizer") is not None and len(files.optim) != num_ranks:
+        raise IncompleteError(
+            f"the files of the optimizers of {count(num_ranks, 'expert-parallel rank')} are not all there",
+            path=files.prefix + expert_optim_name(min(len(files.optim), num_ranks - 1)),
+        )
+    saved = [stage0.Saved.of(File.open(source, path)) for path in files.optim] or [stage0.Saved(file)] * num_ranks
+    model = replace(ModelStates.without_zero(file), param_shapes=(_local_shapes(source, fused, files),))
+    parts = []
+    for rank, each in enumerate(saved):
+        tables, values = expert_weights(source, fused, model, files, rank)
+        own = replace(fused.whole(model, values), param_shapes=())
+        parts.append(FusedRank(own, each, part=f"rank{rank}.", rank=rank, fused=fused, weights=tables).manifest())
+    joined = Joining(parts, ExpertRules({}, fused.path, fused), of="expert-parallel rank").manifest()
+    literals = {name: data for part in parts for name, data in part.literals.items()}
+    equal = tuple(_equal_numbers(parts, fused))
+    return replace(joined, world_size=parts[0].world_size, literals=literals, must_equal=equal)
+
+
+def _equal_numbers(parts: Sequence[Manifest], fused: Fused) -> Iterator[Equal]:
+    """The steps of experts, which are one number of one tensor."""
+    for key, entry in parts[0].tensors.items():
+        if entry.kind is Kind.STATE and not entry.shape and fused.layer_of(key.fqn):
+            for rank, part in enumerate(parts[1:], 1):
+                yield Equal(f"{key} of expert-parallel ranks 0 and {rank}", entry, part.tensors[key])
+
+
+def _local_shapes(source: Source, fused: Fused, files: ExpertFiles) -> dict[str, Shape]:
+    """The shapes of one rank's experts, which no file states without ZeRO, by the first expert of each layer."""
+    found: dict[str, Shape] = {}
+    for layer in fused.layers:
+        path = files.weights.get((layer.number, 0))
+        for name, value in (File.open(source, path).content if path else {}).items():
+            if isinstance(name, str) and name.startswith(layer.prefix) and isinstance(value, StoredTensor):
+                found[name.removesuffix(".0")] = (layer.num_local, *value.shape)
+    return found
 
 
 def partitioned(

@@ -18,10 +18,11 @@ from ckpt_tools.formats.deepspeed.common.tensor_parallel import Join, Rules, who
 
 @dataclass
 class Joining:
-    """The parts of all ranks while they are joined."""
+    """The parts of all ranks, each ``of`` one, while they are joined."""
 
     parts: Sequence[Manifest]
     rules: Rules
+    of: str = "tensor-parallel rank"
     joins: dict[str, Join] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
 
@@ -34,11 +35,11 @@ class Joining:
             ("parameter groups", [[group.params for group in part.groups] for part in self.parts]),
             ("step", [part.step for part in self.parts]),
             ("data-parallel world size", [part.world_size for part in self.parts]),
-            of="tensor-parallel rank",
+            of=self.of,
             path=self.rules.path,
         )
         tensors = {key: self._joined(key, entry) for key, entry in first.tensors.items()}
-        notes = differing([part.extra for part in self.parts], "the tensor-parallel ranks", "ranks")
+        notes = differing([part.extra for part in self.parts], f"the {self.of}s", "ranks")
         return replace(
             first,
             tensors=tensors,

@@ -292,10 +292,9 @@ def _num_ranks(saved: Sequence[stage0.Saved], files: ExpertFiles) -> int:
 
 
 @dataclass(kw_only=True)
-class ExpertRank(stage0.Contents):
+class RankContents(stage0.Contents):
     """The optimizer of one expert-parallel rank."""
 
-    experts: Experts
     rank: int
 
     remedy = "resume the run and save it with ZeRO stage 1"
@@ -322,6 +321,14 @@ class ExpertRank(stage0.Contents):
         raise UnsupportedError(
             "its fp32 masters are flat vectors without names; save with ZeRO stage 1", path=self.saved.file.path
         )
+
+    def _is_own(self, name: str, *, is_expert: bool) -> bool:
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class ExpertRank(RankContents):
+    experts: Experts
 
     def _is_own(self, name: str, *, is_expert: bool) -> bool:
         found = split_expert(name)

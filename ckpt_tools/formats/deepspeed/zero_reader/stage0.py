@@ -176,6 +176,7 @@ class Contents:
     part: str = ""
     optimizer: str = "optimizer"
 
+    left_out: ClassVar[tuple[str, ...]] = ("optimizer",)
     remedy: ClassVar[str] = (
         "resume the run and save it with ZeRO stage 1, or with an optimizer that was made from model.named_parameters()"
     )
@@ -318,7 +319,7 @@ class Contents:
         return ParamGroup(tuple(names), self.extras.options(number, options, self.saved.file))
 
     def _gather_extras(self) -> None:
-        self.extras.add_model(self.model.file, without=("optimizer",))
+        self.extras.add_model(self.model.file, without=self.left_out)
         if self.saved.wrapper:
             dynamic = self.saved.wrapper.get("dynamic_loss_scale") is True
             scaler = {name: self.saved.wrapper[name] for name in _SCALER if name in self.saved.wrapper}

@@ -11,7 +11,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.core.manifest import MASTER, StateKey
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import DifferenceError, IncompleteError, MalformedError, UnsupportedError
 from fixtures import launch
 from fixtures.corpus import deepspeed_moe, make
 from fixtures.truth import State
@@ -154,6 +154,28 @@ def test_without_zero_masters_that_are_not_proven_are_refused(tmp_path: Path) ->
     changed(EXPERT_OPTIM.format(1), reverse)(native / "global_step4")
     with pytest.raises(UnsupportedError, match=r"its fp32 masters lie under numbers.*save it with ZeRO stage 1"):
         contents(native)
+
+
+@pytest.mark.parametrize("missing", [(0,), (1,), (0, 1)])
+def test_autoep_without_zero_every_rank_has_an_optimizer(missing: tuple[int, ...], tmp_path: Path) -> None:
+    native = copied_run("deepspeed-autoep-bf16", tmp_path)
+    for rank in missing:
+        (native / "global_step4" / EXPERT_OPTIM.format(rank)).unlink()
+    with pytest.raises(IncompleteError, match=r"expp_rank_\d.*(missing|not all there)"):
+        contents(native)
+
+
+def test_autoep_without_zero_steps_of_experts_must_be_equal(tmp_path: Path) -> None:
+    native = copied_run("deepspeed-autoep-bf16", tmp_path)
+
+    def delay(content: Any) -> None:
+        inner = content["optimizer"]["optimizer_state_dict"]
+        (experts,) = (group["params"] for group in inner["param_groups"] if group.get("moe"))
+        inner["state"][experts[1]]["step"] -= 1
+
+    changed(EXPERT_OPTIM.format(1), delay)(native / "global_step4")
+    with pytest.raises(DifferenceError, match="expert-parallel ranks 0 and 1"):
+        ckpt_tools.convert(native, tmp_path / "out", to="dcp")
 
 
 def test_names_and_order_are_those_of_a_model_with_all_experts(native: Path) -> None:
