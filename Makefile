@@ -8,6 +8,9 @@ STAMP  := $(VENV)/.installed
 SUDO   := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 .DEFAULT_GOAL := test
 export PYTHON
+# Each of the thousands of processes that the tests and the demo start would compile what it imports, were Python told to
+# write no bytecode: `import torch` takes twice as long then.
+export PYTHONDONTWRITEBYTECODE :=
 
 install: $(STAMP)
 
