@@ -15,13 +15,10 @@ import torch
 import ckpt_tools
 import fixtures
 from fixtures.store import Fixture
+from tests.support.sweep import swept
 from tests.support.truth import Truth, assert_same_bits, dtype_of
 
 TRAINED = [f for f in fixtures.CORE if f.kind.startswith(("fsdp2", "zero"))]
-
-
-def name_of(fixture: Fixture) -> str:
-    return f"{fixture.kind}-{fixture.case}-{fixture.world_size}"
 
 
 def expected(truth: Truth) -> dict[str, np.ndarray]:
@@ -50,7 +47,7 @@ READ: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {".safetensors": from
 
 
 @pytest.mark.parametrize("suffix", READ)
-@pytest.mark.parametrize("fixture", TRAINED, ids=name_of)
+@pytest.mark.parametrize("fixture", swept(TRAINED))
 def test_weights_have_the_bits_the_framework_gathered(
     fixture: Fixture, suffix: str, tmp_path: Path, checkpoint: Any
 ) -> None:

@@ -16,6 +16,7 @@ from fixtures import launch
 from fixtures.store import Fixture
 from fixtures.truth import raw_bytes
 from tests.conftest import Resume
+from tests.support.sweep import name_of, swept
 from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
 Checkpoint = Callable[[str, str, int], Fixture]
@@ -28,11 +29,7 @@ MODEL_ONLY = ("fsdp2-model", "fsdp2-hf")
 TORCH_FILES = tuple(f for f in fixtures.CORE if f.kind in ("torch", "torch-legacy"))
 
 
-def name_of(wanted: Fixture) -> str:
-    return f"{wanted.kind}-{wanted.case}-{wanted.world_size}"
-
-
-@pytest.mark.parametrize("wanted", RESUMABLE, ids=name_of)
+@pytest.mark.parametrize("wanted", swept(RESUMABLE))
 def test_resumes_in_its_own_framework(wanted: Fixture, checkpoint: Checkpoint, resume: Resume) -> None:
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
     truth = Truth.load(made.root)
@@ -62,9 +59,12 @@ def _trained(truth: Truth) -> dict[tuple[str, str], np.ndarray]:
     return {key: tensor for key, tensor in truth.tensors.items() if key[0] in trained}
 
 
-def test_losses_depend_on_neither_framework_nor_stage_nor_world_size(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("some", [fixtures.SAMPLE, pytest.param(fixtures.CORE, marks=pytest.mark.soak)], ids=len)
+def test_losses_depend_on_neither_framework_nor_stage_nor_world_size(
+    some: tuple[Fixture, ...], checkpoint: Checkpoint
+) -> None:
     """The premise of comparing a converted run's losses with those of the run it came from."""
-    wanted = [f for f in RESUMABLE if f.case == "awkward" and f.kind not in ("fsdp2-bf16", *MODEL_ONLY)]
+    wanted = [f for f in RESUMABLE if f in some and f.case == "awkward" and f.kind not in ("fsdp2-bf16", *MODEL_ONLY)]
     for dtype in ("bf16", "fp16", "fp32"):
         made = [checkpoint(f.kind, f.case, f.world_size) for f in wanted if _dtype(f.kind) == dtype]
         losses = np.array([Truth.load(f.root).facts["losses"] for f in made])

@@ -44,6 +44,7 @@ from tests.serialization.archives import zipped
 from tests.serialization.hostile import sample
 from tests.serialization.hostile_run import Carrier
 from tests.serialization.test_hostile_pickles import BOMBS, DEEP
+from tests.support.sweep import swept
 
 ROOT = Path(__file__).parents[2]
 Checkpoint = Callable[[str, str, int], Fixture]
@@ -187,15 +188,12 @@ TORCH_SCRIPT = "torch-script"
 """The one kind that is a program, and said to be one."""
 
 
-def test_what_frameworks_wrote_is_clean(checkpoint: Checkpoint) -> None:
-    """Every fixture: torch, DCP in all layouts, DeepSpeed in all stages, transformers with its arguments and RNG."""
-    alarms = []
-    for wanted in fixtures.CORE:
-        report = ckpt_tools.scan(checkpoint(wanted.kind, wanted.case, wanted.world_size).checkpoint)
-        if wanted.kind != TORCH_SCRIPT and not report.clean:
-            alarms.append((wanted, report.findings))
-        assert report.num_pickles or wanted.kind.startswith((TORCH_SCRIPT, "safetensors", "transformers", "fsdp2-hf"))
-    assert alarms == []
+@pytest.mark.parametrize("wanted", swept(fixtures.CORE))
+def test_what_frameworks_wrote_is_clean(wanted: Fixture, checkpoint: Checkpoint) -> None:
+    """Torch, DCP in all layouts, DeepSpeed in all stages, transformers with its arguments and RNG."""
+    report = ckpt_tools.scan(checkpoint(wanted.kind, wanted.case, wanted.world_size).checkpoint)
+    assert wanted.kind == TORCH_SCRIPT or report.clean, report.findings
+    assert report.num_pickles or wanted.kind.startswith((TORCH_SCRIPT, "safetensors", "transformers", "fsdp2-hf"))
 
 
 def test_a_torchscript_archive_is_a_program(checkpoint: Checkpoint) -> None:

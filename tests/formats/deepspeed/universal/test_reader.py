@@ -20,6 +20,7 @@ from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 from fixtures.store import Fixture
 from tests.support.manifests import assert_holds, gathered
+from tests.support.sweep import swept
 from tests.support.truth import Truth, assert_same_bits
 
 Checkpoint = Callable[[str, str, int], Fixture]
@@ -32,7 +33,7 @@ def read(folder: Path, tag: str | None = None) -> Manifest:
     return UniversalFormat().read(Source.open(LocalStore(folder)), ReadOptions(tag=tag))
 
 
-@pytest.mark.parametrize("wanted", WANTED, ids=lambda f: f"{f.kind}-{f.case}-{f.world_size}")
+@pytest.mark.parametrize("wanted", swept(WANTED))
 def test_reads_what_deepspeed_holds(wanted: Fixture, checkpoint: Checkpoint) -> None:
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
     assert_read(made.checkpoint, Truth.load(made.root))

@@ -18,6 +18,7 @@ from ckpt_tools.stores.source import Source
 from fixtures import launch, recipe, zero
 from fixtures.store import Fixture
 from tests.support.manifests import assert_holds, gathered, groups_of
+from tests.support.sweep import swept
 from tests.support.truth import Truth, assert_same_bits
 from tests.support.zero_flavours import Changed
 
@@ -37,7 +38,7 @@ def read(folder: Path, tag: str | None = None) -> Manifest:
     return DeepSpeedFormat().read(Source.open(LocalStore(folder)), ReadOptions(tag=tag))
 
 
-@pytest.mark.parametrize("wanted", WANTED, ids=lambda f: f"{f.kind}-{f.case}-{f.world_size}")
+@pytest.mark.parametrize("wanted", swept(WANTED))
 def test_reads_what_deepspeed_holds(wanted: Fixture, checkpoint: Callable[[str, str, int], Fixture]) -> None:
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
     assert_read(made.checkpoint, Truth.load(made.root), stage=int(wanted.kind[4]))
