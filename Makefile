@@ -43,9 +43,10 @@ browser:
 	@command -v chromium >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends chromium; } || \
 		echo 'Chromium is not installed and could not be: tests/inference/serving/http/test_page.py will fail; install it by hand.'
 
-# Two processes at a time, each with whole files of tests, so that what a file's tests share is made once.
+# Two processes at a time, each with whole files of tests, so that what a file's tests share is made once, in the
+# order of tests/conftest.py.
 test: check browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # All tests, and all of what `make test` has a sample of: the full matrix of formats and world sizes, with its table,
 # every recipe, every damage to every layout of the corpus, the casts of all 2**32 float32 patterns, a kill at every

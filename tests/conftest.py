@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 QUICK = "quick"
+ORDER = (
+    "layouts/test_corpus.py",
+    "end_to_end/test_convert.py",
+    "training",
+    "inference",
+    "packaging",
+    "transfer",
+    "cli",
+    "benchmarks",
+    "verification",
+)
+"""What comes first, of ``tests``: the files that make the checkpoints which others read, one for each process of
+pytest-xdist; then the folders with long files, so that no process is left without work at the end. The files of a
+folder follow one another, because they share pools of ranks."""
 NO_GPU = "not run: torch finds no GPU on this machine"
 
 
@@ -55,11 +70,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for_soak = [item for item in items if item.get_closest_marker("soak")]
     if for_soak and not config.getoption("--soak"):
         config.hook.pytest_deselected(items=for_soak)
-        items[:] = [item for item in items if item not in for_soak]
+        items[:] = [item for item in items if not item.get_closest_marker("soak")]
+    items.sort(key=lambda item: _place(item.path))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not importlib.import_module("torch").cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@cache
+def _place(file: Path) -> int:
+    """Of the first in ``ORDER`` that the file is or lies in; all others come after them, in their own order."""
+    folder = Path(__file__).parent
+    return next((place for place, name in enumerate(ORDER) if file.is_relative_to(folder / name)), len(ORDER))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
