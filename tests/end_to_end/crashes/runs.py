@@ -66,7 +66,10 @@ class Ended:
 
 
 class Runs:
-    """A process that runs the command line, in ``folder``, with these variables added to its environment."""
+    """A process that runs the command line, in ``folder``, with these variables added to its environment.
+
+    It neither reads nor writes bytecode: a run makes the same calls whatever was imported before.
+    """
 
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
@@ -78,7 +81,12 @@ class Runs:
             stdout=subprocess.PIPE,
             text=True,
             cwd=root,
-            env={**os.environ, **(environment or {})},
+            env={
+                **os.environ,
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
+                **(environment or {}),
+            },
         )
 
     def close(self) -> None:
