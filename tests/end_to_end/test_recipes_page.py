@@ -70,11 +70,12 @@ def vision_transformers(folder: Path) -> None:
     torch.save(old, folder / "vit-0.12.pth")
 
 
-def torchtitan(folder: Path) -> None:
-    """A checkpoint that torchtitan wrote, and the configuration of its model."""
-    with zipfile.ZipFile(ROOT / "tests/corpus/trainers/torchtitan_llama.zip") as archive:
-        archive.extractall(folder / "titan")
-    (folder / "titan/dcp").rename(folder / "titan/step-2")
+def trainers(folder: Path) -> None:
+    """Checkpoints that torchtitan and OLMo-core wrote, and the configurations of their models."""
+    for name, of in (("titan", "torchtitan_llama"), ("olmo", "olmo_core_olmo2")):
+        with zipfile.ZipFile(ROOT / f"tests/corpus/trainers/{of}.zip") as archive:
+            archive.extractall(folder / name)
+        (folder / name / "dcp").rename(folder / name / "step-2")
 
 
 def megatron_runs(folder: Path) -> None:
@@ -95,7 +96,7 @@ SOURCES: tuple[Callable[[Path], None], ...] = (
     vision_transformers,
     megatron_runs,
     megatron_mixtures,
-    torchtitan,
+    trainers,
 )
 
 
