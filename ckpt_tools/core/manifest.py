@@ -131,6 +131,16 @@ class Computed(ABC):
         may be used again: they must not be changed."""
 
     @property
+    def piece(self) -> int:
+        """Elements that are computed at once, ``MAX_PIECE`` at most: whole rows, matrices and so on, where they fit."""
+        unit = 1
+        for extent in reversed(self.shape):
+            if not 0 < unit * extent <= MAX_PIECE:
+                break
+            unit *= extent
+        return MAX_PIECE // unit * unit
+
+    @property
     def working_bytes(self) -> int:
         """The most memory that a piece of ``MAX_PIECE`` elements takes, with its parts and with one that is kept."""
         return 6 << 20

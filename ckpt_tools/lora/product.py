@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -66,26 +67,27 @@ class WithProduct(Computed):
     def of(cls, weight: TensorEntry, product: Product) -> WithProduct:
         """``weight`` with ``product`` added."""
         dtype = DType.FLOAT64 if weight.dtype is DType.FLOAT64 else DType.FLOAT32
+        is_widened = dtype is DType.FLOAT32 and weight.shards.dtype is DType.BFLOAT16  # by numpy, while it adds
+        operand = weight.cast(DType.BFLOAT16 if is_widened else dtype)
         factors = (product.left.entry.cast(DType.FLOAT32), product.right.entry.cast(DType.FLOAT32))
-        return cls(weight.shape, dtype, (weight.cast(dtype), *factors), product)
+        return cls(weight.shape, dtype, (operand, *factors), product)
 
     def regions(self, box: Box) -> Sequence[Box]:
         return (box, *(Box.whole(each.shape) for each in self.operands[1:]))
 
     def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-        weight, sums = parts[0].reshape(-1), out.reshape(-1)
         left, right = self.product.left.of(parts[1]), self.product.right.of(parts[2])
-        scale, done = np.float32(self.product.scale), 0
+        added = out.reshape(-1) if out.dtype == np.float32 else np.empty(out.size, np.float32)
+        done = 0
         with np.errstate(over="ignore", invalid="ignore"):
             for matrices, rows, columns in self._blocks(box):
                 one, other = left[matrices, rows], right[matrices, :, columns]
-                count = one.shape[0] * one.shape[1] * other.shape[2]
-                added = sums[done : done + count] if sums.dtype == np.float32 else np.empty(count, np.float32)
-                np.matmul(one, other, out=added.reshape(*one.shape[:2], other.shape[2]))
-                if scale != 1:
-                    added *= scale
-                np.add(weight[done : done + count], added, out=sums[done : done + count])
-                done += count
+                dims = (*one.shape[:2], other.shape[2])
+                np.matmul(one, other, out=added[done : done + prod(dims)].reshape(dims))
+                done += prod(dims)
+            if self.product.scale != 1:
+                added *= np.float32(self.product.scale)
+            np.add(parts[0], added.reshape(out.shape), out=out, dtype=out.dtype)
 
     def _blocks(self, box: Box) -> Iterator[tuple[slice, slice, slice]]:
         """The consecutive elements of ``box`` as boxes of the product."""

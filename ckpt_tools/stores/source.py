@@ -89,6 +89,10 @@ class Store(ABC):
         read."""
         return num_bytes
 
+    def piece(self, path: str) -> int:
+        """Elements of a file that are made at once; 1 of a stored one."""
+        return 1
+
     def prefetch(self, path: str, start: int, stop: int) -> None:  # noqa: B027 - nothing to do is the default
         """This thread is about to read most of these bytes: a distant store may read them at once.
 
@@ -137,6 +141,10 @@ class StoreWrapper(Store):
     def cost(self, path: str, num_bytes: int) -> int:
         store, name = self._behind(path)
         return store.cost(name, num_bytes)
+
+    def piece(self, path: str) -> int:
+        store, name = self._behind(path)
+        return store.piece(name)
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
         store, name = self._behind(path)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box, from_flat
 from ckpt_tools.core.dtypes import to_numpy
-from ckpt_tools.core.manifest import MAX_PIECE, Computed, Manifest
+from ckpt_tools.core.manifest import Computed, Manifest
 from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.wrappers import MakingStore, Overlay
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -31,7 +31,8 @@ def with_made_files(store: Store, manifest: Manifest) -> Store:
 @dataclass(slots=True)
 class ComputedStore(MakingStore):
     """``store`` with a file for each of ``computed``. Threads may share it. Each keeps the last parts that it read,
-    because neighbouring pieces often need the same, and the last piece that was not read to its end.
+    because neighbouring pieces often need the same, and for all threads the last piece that it was asked for a part of:
+    tasks cut pieces, and the next task is another thread's.
 
     Pieces are the same ones whatever part of a file is read, so the elements are the same too.
     """
@@ -40,23 +41,30 @@ class ComputedStore(MakingStore):
     computed: Mapping[str, Computed]
     _reader: TensorReader = field(init=False, repr=False)
     _kept: threading.local = field(default_factory=threading.local, init=False, repr=False)
+    _begun: dict[int, tuple[tuple[str, int], NDArray[Any]]] = field(default_factory=dict, init=False, repr=False)
+    _costs: dict[str, float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._reader = TensorReader(self.store, SCRATCH_BYTES)
+        self._costs = {path: each.cost for path, each in self.computed.items()}
 
     @property
     def made(self) -> Mapping[str, Computed]:
         return self.computed
 
     def cost(self, path: str, num_bytes: int) -> int:
+        cost = self._costs.get(path)
+        return self.store.cost(path, num_bytes) if cost is None else round(num_bytes * cost)
+
+    def piece(self, path: str) -> int:
         found = self.computed.get(path)
-        return self.store.cost(path, num_bytes) if found is None else round(num_bytes * found.cost)
+        return self.store.piece(path) if found is None else found.piece
 
     def _make(self, path: str, first: int, last: int, buffer: memoryview) -> None:
-        numel = prod(self.computed[path].shape)
-        elements = np.frombuffer(buffer, to_numpy(self.computed[path].dtype))
-        for begin in range(first - first % MAX_PIECE, last, MAX_PIECE):
-            end = min(begin + MAX_PIECE, numel)
+        found = self.computed[path]
+        elements = np.frombuffer(buffer, to_numpy(found.dtype))
+        for begin in range(first - first % found.piece, last, found.piece):
+            end = min(begin + found.piece, prod(found.shape))
             start, stop = max(begin, first), min(end, last)
             wanted = elements[start - first : stop - first]
             if (start, stop) == (begin, end):
@@ -65,14 +73,14 @@ class ComputedStore(MakingStore):
                 wanted[:] = self._piece(path, begin, end)[start - begin : stop - begin]
 
     def _piece(self, path: str, begin: int, end: int) -> NDArray[Any]:
-        """A whole piece, until this thread asks for another."""
-        known = getattr(self._kept, "piece", None)
-        if known is not None and known[:2] == (path, begin):
-            return known[2]  # type: ignore[no-any-return]
-        self._kept.piece = None
+        """A whole piece, until the thread that computed it computes another."""
+        for known, piece in list(self._begun.values()):
+            if known == (path, begin):
+                return piece
+        self._begun.pop(threading.get_ident(), None)
         piece = np.empty(end - begin, to_numpy(self.computed[path].dtype))
         self._compute(path, begin, piece)
-        self._kept.piece = path, begin, piece
+        self._begun[threading.get_ident()] = (path, begin), piece
         return piece
 
     def _compute(self, path: str, begin: int, out: NDArray[Any]) -> None:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, from_flat, is_row_major
+from ckpt_tools.core.boxes import (
+    Box,
+    Shape,
+    contiguous_strides,
+    flat_index,
+    from_flat,
+    is_contiguous,
+    is_row_major,
+)
 from ckpt_tools.core.casts import MAX_CAST_BYTES, cast_into
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing
@@ -86,9 +94,7 @@ class TensorReader:
             self._gather(hits(entry.shards, box, shape, start, stop), out)
             return
         item = entry.dtype.item_bytes
-        step = min(MAX_CAST_BYTES, self.scratch_bytes) // entry.shards.dtype.item_bytes
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
+        for first, last in self._blocks(entry, box, shape, start, stop):
             self._cast_block(entry, box, shape, first, last, out[(first - start) * item : (last - start) * item])
 
     def as_stored_range(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> ByteRange | None:
@@ -117,6 +123,17 @@ class TensorReader:
     def locate(self, file: str) -> ServiceFile | None:
         """Location of a file in a service that can copy it; else None."""
         return self.store.locate(file)
+
+    def _blocks(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Blocks to be cast, which end where the pieces of a computed tensor do."""
+        step = min(MAX_CAST_BYTES, self.scratch_bytes) // entry.shards.dtype.item_bytes
+        piece = self.store.piece(entry.shards.files[0])
+        ahead = 0
+        if 1 < piece <= step and is_contiguous(box, shape):
+            step -= step % piece
+            ahead = (flat_index(box.start, shape) + start) % step
+        for first in range(start - ahead, stop, step):
+            yield max(first, start), min(first + step, stop)
 
     def _cast_block(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
         stored = entry.shards.dtype

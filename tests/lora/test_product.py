@@ -46,7 +46,7 @@ def test_any_interval_of_any_box(data: st.DataObject) -> None:
     geometry, box, start, stop = data.draw(wishes(shape))
     expected = wanted.astype(np.float32).reshape(geometry)[index(box)].reshape(-1)[start:stop].tobytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(computing, "MAX_PIECE", data.draw(st.integers(1, 30)))
+        patch.setattr("ckpt_tools.core.manifest.MAX_PIECE", data.draw(st.integers(1, 30)))
         made_files = computing.with_made_files(store, Manifest("test", {}, computed={"computed:w": made}))
         reader = TensorReader(made_files, scratch_bytes=data.draw(st.integers(16, 200)))
         assert read(reader, entry, box, geometry, start, stop) == expected

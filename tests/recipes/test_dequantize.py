@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 import ckpt_tools
 from ckpt_tools.cli.main import main
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.transfer import computing
 from tests.support.quantized import (
     Tensors,
     bytes_of,
@@ -39,7 +38,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 @pytest.fixture(params=[37, 1 << 18], ids=["small pieces", "whole pieces"])
 def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elements computed at once: the edges of small pieces lie within rows, blocks and bytes."""
-    monkeypatch.setattr(computing, "MAX_PIECE", request.param)
+    monkeypatch.setattr("ckpt_tools.core.manifest.MAX_PIECE", request.param)
 
 
 def blocks_of(matrix: NDArray[np.float32], block: tuple[int, int], shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -19,7 +19,6 @@ from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.planning.plan import Plan, make_plan
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.transfer import computing
 from ckpt_tools.transfer.computing import with_made_files
 from ckpt_tools.transfer.journal import fingerprint
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -69,7 +68,7 @@ def store(manifest: Manifest, numbers: tuple[NDArray[np.float32], NDArray[np.flo
 def test_any_range_of_bytes_is_that_of_the_whole(
     store: Any, numbers: Any, manifest: Manifest, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(computing, "MAX_PIECE", piece)
+    monkeypatch.setattr("ckpt_tools.core.manifest.MAX_PIECE", piece)
     whole = np.outer(*numbers).tobytes()
     name = next(iter(manifest.computed))
     assert store.list()[name] == len(whole)

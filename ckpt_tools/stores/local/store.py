@@ -50,10 +50,11 @@ def reporting(what: str, path: str | Path | None) -> Iterator[None]:
 class _Descriptor:
     """An open file, closed when the last thread lets go of it."""
 
-    __slots__ = ("number",)
+    __slots__ = ("number", "path")
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, FileNotFoundError also for what is no regular file: opening a pipe would wait forever."""
+        self.path = path
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(self.number).st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -113,11 +114,11 @@ class LocalStore(FillableStore):
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         descriptor = self._descriptor(path)
         done = 0
-        with reporting("reading failed", self.root / path):
+        with reporting("reading failed", descriptor.path):
             while done < len(buffer):
                 count = os.preadv(descriptor.number, [buffer[done:]], start + done)
                 if count == 0:
-                    raise IncompleteError(f"the file ends at byte {start + done:,}", path=str(self.root / path))
+                    raise IncompleteError(f"the file ends at byte {start + done:,}", path=str(descriptor.path))
                 done += count
 
     def _descriptor(self, path: str) -> _Descriptor:
