@@ -128,7 +128,12 @@ class Computed(ABC):
     @abstractmethod
     def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """The elements of ``box`` into ``out``, which has its shape. ``parts`` are the regions of the operands, which
-        may be used again: they must not be changed."""
+        may be used again: they must not be changed. If ``casts``, ``out`` may be of another type than ``dtype``."""
+
+    @property
+    def casts(self) -> bool:
+        """True if ``compute`` casts to the type of ``out``, to the bits that casting its result would give."""
+        return False
 
     @property
     def piece(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box, Shape, flat_index, from_flat
+from ckpt_tools.core.casts import cast_into
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MAX_PIECE, Computed, TensorEntry
 
@@ -53,6 +55,20 @@ class Product:
         return (*self.left.dims[:2], self.right.dims[2])
 
 
+class _Scratch(threading.local):
+    """Memory of a thread. To allocate it for each product would take as long as the product: its pages are new."""
+
+    memory = np.empty(0, np.float32)
+
+    def of(self, numel: int) -> NDArray[np.float32]:
+        if len(self.memory) < numel:
+            self.memory = np.empty(numel, np.float32)
+        return self.memory[:numel]
+
+
+_SCRATCH = _Scratch()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WithProduct(Computed):
     """The first operand and the elements of ``product``, added in fp32, or in float64 to float64.
@@ -75,10 +91,13 @@ class WithProduct(Computed):
     def regions(self, box: Box) -> Sequence[Box]:
         return (box, *(Box.whole(each.shape) for each in self.operands[1:]))
 
+    @property
+    def casts(self) -> bool:
+        return True
+
     def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         left, right = self.product.left.of(parts[1]), self.product.right.of(parts[2])
-        added = out.reshape(-1) if out.dtype == np.float32 else np.empty(out.size, np.float32)
-        done = 0
+        added, done = _SCRATCH.of(box.numel), 0
         with np.errstate(over="ignore", invalid="ignore"):
             for matrices, rows, columns in self._blocks(box):
                 one, other = left[matrices, rows], right[matrices, :, columns]
@@ -87,7 +106,8 @@ class WithProduct(Computed):
                 done += prod(dims)
             if self.product.scale != 1:
                 added *= np.float32(self.product.scale)
-            np.add(parts[0], added.reshape(out.shape), out=out, dtype=out.dtype)
+        weight, room = (each.reshape(-1).view(np.uint8) for each in (parts[0], out))
+        cast_into(weight, self.operands[0].dtype, room.data, DType(out.dtype.name), plus=added)
 
     def _blocks(self, box: Box) -> Iterator[tuple[slice, slice, slice]]:
         """The consecutive elements of ``box`` as boxes of the product."""

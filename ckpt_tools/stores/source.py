@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Protocol
 
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
 
 Buffer = bytes | bytearray | memoryview
@@ -89,9 +90,14 @@ class Store(ABC):
         read."""
         return num_bytes
 
-    def piece(self, path: str) -> int:
-        """Elements of a file that are made at once; 1 of a stored one."""
-        return 1
+    def make(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
+        """Elements ``[first, last)`` of a file that is made as it is read, as ``dtype``, into ``out``; False, and
+        nothing, if they are to be read and cast.
+
+        Raises:
+            IncompleteError, StoreError: as ``read_into``.
+        """
+        return False
 
     def prefetch(self, path: str, start: int, stop: int) -> None:  # noqa: B027 - nothing to do is the default
         """This thread is about to read most of these bytes: a distant store may read them at once.
@@ -142,9 +148,9 @@ class StoreWrapper(Store):
         store, name = self._behind(path)
         return store.cost(name, num_bytes)
 
-    def piece(self, path: str) -> int:
+    def make(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
         store, name = self._behind(path)
-        return store.piece(name)
+        return store.make(name, first, last, dtype, out)
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
         store, name = self._behind(path)

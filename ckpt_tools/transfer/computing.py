@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box, from_flat
-from ckpt_tools.core.dtypes import to_numpy
+from ckpt_tools.core.dtypes import DType, to_numpy
 from ckpt_tools.core.manifest import Computed, Manifest
 from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.wrappers import MakingStore, Overlay
@@ -56,35 +56,42 @@ class ComputedStore(MakingStore):
         cost = self._costs.get(path)
         return self.store.cost(path, num_bytes) if cost is None else round(num_bytes * cost)
 
-    def piece(self, path: str) -> int:
+    def make(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
         found = self.computed.get(path)
-        return self.store.piece(path) if found is None else found.piece
+        if found is None or not found.casts:
+            return self.store.make(path, first, last, dtype, out)
+        self._fill(found, path, first, np.frombuffer(out, to_numpy(dtype)))
+        return True
 
     def _make(self, path: str, first: int, last: int, buffer: memoryview) -> None:
         found = self.computed[path]
-        elements = np.frombuffer(buffer, to_numpy(found.dtype))
-        for begin in range(first - first % found.piece, last, found.piece):
-            end = min(begin + found.piece, prod(found.shape))
+        self._fill(found, path, first, np.frombuffer(buffer, to_numpy(found.dtype)))
+
+    def _fill(self, found: Computed, path: str, first: int, elements: NDArray[Any]) -> None:
+        """Elements of a computed file from number ``first`` on."""
+        last, numel, step = first + len(elements), prod(found.shape), found.piece
+        for begin in range(first - first % step, last, step):
+            end = min(begin + step, numel)
             start, stop = max(begin, first), min(end, last)
             wanted = elements[start - first : stop - first]
             if (start, stop) == (begin, end):
-                self._compute(path, begin, wanted)
+                self._compute(found, path, begin, wanted)
             else:
-                wanted[:] = self._piece(path, begin, end)[start - begin : stop - begin]
+                wanted[:] = self._piece(found, path, begin, end, wanted.dtype)[start - begin : stop - begin]
 
-    def _piece(self, path: str, begin: int, end: int) -> NDArray[Any]:
+    def _piece(self, found: Computed, path: str, begin: int, end: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """A whole piece, until the thread that computed it computes another."""
         for known, piece in list(self._begun.values()):
-            if known == (path, begin):
+            if known == (path, begin) and piece.dtype == dtype:
                 return piece
         self._begun.pop(threading.get_ident(), None)
-        piece = np.empty(end - begin, to_numpy(self.computed[path].dtype))
-        self._compute(path, begin, piece)
+        piece = np.empty(end - begin, dtype)
+        self._compute(found, path, begin, piece)
         self._begun[threading.get_ident()] = (path, begin), piece
         return piece
 
-    def _compute(self, path: str, begin: int, out: NDArray[Any]) -> None:
-        found, done = self.computed[path], 0
+    def _compute(self, found: Computed, path: str, begin: int, out: NDArray[Any]) -> None:
+        done = 0
         for box in from_flat(begin, begin + len(out), found.shape):
             parts = [self._part(path, number, region) for number, region in enumerate(found.regions(box))]
             found.compute(box, parts, out[done : done + box.numel].reshape(box.shape))

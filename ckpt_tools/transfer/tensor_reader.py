@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import (
-    Box,
-    Shape,
-    contiguous_strides,
-    flat_index,
-    from_flat,
-    is_contiguous,
-    is_row_major,
-)
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, from_flat, is_row_major
 from ckpt_tools.core.casts import MAX_CAST_BYTES, cast_into
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing
@@ -94,8 +86,23 @@ class TensorReader:
             self._gather(hits(entry.shards, box, shape, start, stop), out)
             return
         item = entry.dtype.item_bytes
-        for first, last in self._blocks(entry, box, shape, start, stop):
-            self._cast_block(entry, box, shape, first, last, out[(first - start) * item : (last - start) * item])
+        step = min(MAX_CAST_BYTES, self.scratch_bytes) // entry.shards.dtype.item_bytes
+        if not self._is_made(entry, box, shape, start, stop, out):
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                self._cast_block(entry, box, shape, first, last, out[(first - start) * item : (last - start) * item])
+
+    def _is_made(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> bool:
+        """``read``, by the store where it makes the elements in the dtype that is wanted; else False."""
+        if entry.plus or len(entry.shards) != 1:
+            return False
+        match hits(entry.shards, box, shape, start, stop):
+            case [FlatHit(at, start=first, stop=last)]:
+                before = at.start // entry.shards.dtype.item_bytes
+                if self.store.make(at.file, before + first, before + last, entry.dtype, out):
+                    self._count(at.file, (last - first) * entry.shards.dtype.item_bytes)
+                    return True
+        return False
 
     def as_stored_range(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> ByteRange | None:
         """The bytes that ``read`` with the same arguments would give, where they are one range of one stored file.
@@ -123,17 +130,6 @@ class TensorReader:
     def locate(self, file: str) -> ServiceFile | None:
         """Location of a file in a service that can copy it; else None."""
         return self.store.locate(file)
-
-    def _blocks(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Blocks to be cast, which end where the pieces of a computed tensor do."""
-        step = min(MAX_CAST_BYTES, self.scratch_bytes) // entry.shards.dtype.item_bytes
-        piece = self.store.piece(entry.shards.files[0])
-        ahead = 0
-        if 1 < piece <= step and is_contiguous(box, shape):
-            step -= step % piece
-            ahead = (flat_index(box.start, shape) + start) % step
-        for first in range(start - ahead, stop, step):
-            yield max(first, start), min(first + step, stop)
 
     def _cast_block(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
         stored = entry.shards.dtype
@@ -196,7 +192,10 @@ class TensorReader:
             self._inflating.read_into(file, start, buffer)
             return
         self.store.read_into(file, start, buffer)
-        num_bytes = self.store.cost(file, len(buffer))
+        self._count(file, len(buffer))
+
+    def _count(self, file: str, num_bytes: int) -> None:
+        num_bytes = self.store.cost(file, num_bytes)
         self._buffers.bytes_read = self.bytes_read_here + num_bytes
         with self._lock:
             self._bytes_read += num_bytes
