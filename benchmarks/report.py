@@ -208,8 +208,9 @@ def _details(result: Result) -> Iterator[str]:
     source, copied = (f"{about[name] / 1e9:.2f} GB" for name in ("source_bytes", "copied_bytes"))
     yield f"\n## {result.work.about}\n"
     yield f"Source {source}; `cp -r` copies {copied} in {about['copied_files']:,} files.\n"
-    header = "who | cache | fsync | median | min | runs | / cp | CPU | memory | calls read, wrote | disk read | equal"
-    yield from markdown(header, (_detail_cells(result, row) for row in result.rows), texts=(0, 1, 2, 11))
+    header = "who | cache | fsync | median | min | runs | / cp | / plain | CPU | memory | calls read, wrote"
+    header += " | disk read | equal"
+    yield from markdown(header, (_detail_cells(result, row) for row in result.rows), texts=(0, 1, 2, 12))
 
 
 def _detail_cells(result: Result, row: Row) -> Iterator[str]:
@@ -217,12 +218,13 @@ def _detail_cells(result: Result, row: Row) -> Iterator[str]:
     yield row.cache
     yield "yes" if row.synced else ""
     if not row.runs:
-        yield from (row.reason, *("",) * 8)
+        yield from (row.reason, *("",) * 9)
         return
     yield f"{row.seconds:.2f} s"
     yield f"{min(run['seconds'] for run in row.runs):.2f} s"
     yield str(len(row.runs))
-    yield _times(result.ratio(row.contestant, COPY, row.cache, synced=row.synced))
+    for other in (COPY, result.work.plain):
+        yield _times(result.ratio(row.contestant, other, row.cache, synced=row.synced))
     yield f"{row.median('cpu_seconds'):.2f} s"
     yield _megabytes(row)
     yield f"{row.median('called_read_bytes') / 1e9:.2f}, {row.median('called_write_bytes') / 1e9:.2f} GB"

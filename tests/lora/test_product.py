@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, TensorEntry
 from ckpt_tools.core.shards import ByteRange, ShardTable
@@ -68,3 +69,10 @@ def test_a_bit_does_not_depend_on_what_is_read_with_it() -> None:
         part = bytearray(count)
         made_files.read_into("computed:w", start, memoryview(part))
         assert part == whole[start : start + count]
+    sums = np.frombuffer(whole, np.float32)
+    entry = TensorEntry(made.shape, DType.BFLOAT16, Kind.PARAMETER, made.table("computed:w"))
+    rounded = sums.astype(ml_dtypes.bfloat16)
+    reader = TensorReader(made_files, scratch_bytes=1 << 20)
+    for start, stop in ((0, 5), (899, 907), (250_000, 630_000), (0, sums.size)):
+        found = read(reader, entry, Box.whole(made.shape), made.shape, start, stop)
+        assert found == rounded[start:stop].tobytes()
