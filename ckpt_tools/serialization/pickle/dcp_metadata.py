@@ -93,7 +93,8 @@ class ChunkStorageMetadata(Record):
         self.set(offsets, sizes)
 
     def set(self, offsets: Size, sizes: Size) -> None:
-        """Fill the fields. Raises MalformedError."""
+        """Fill the fields. Megatron-FSDP has tuples in them (uneven_dtensor.py). Raises MalformedError."""
+        offsets, sizes = (Size(each) if type(each) is tuple else each for each in (offsets, sizes))
         if type(offsets) is not Size or type(sizes) is not Size or len(offsets) != len(sizes):
             raise _wrong("ChunkStorageMetadata")
         self.offsets = offsets
