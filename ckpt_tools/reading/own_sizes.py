@@ -7,12 +7,13 @@ the model's configuration in ``run_config.yaml`` beside the weights (megatron-co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.values import Opaque
-from ckpt_tools.errors import MalformedError
+from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.meta.params import own_sizes
 from ckpt_tools.stores.source import Source
 
@@ -64,11 +65,33 @@ def own_config(source: Source, manifest: Manifest) -> Mapping[str, Any] | None:
     return found or None
 
 
+_FC1 = re.compile(r".*\.linear_fc1\.weight\d*")
+
+
+def refuse_parts_of_ranks(source: Source, manifest: Manifest) -> None:
+    """Raises UnsupportedError for a DCP of Megatron that has gate and up of each tensor parallel rank in turn.
+
+    Megatron-FSDP splits the fused weight of SwiGLU alone (megatron-core 0.16.1, fsdp_dtensor_checkpoint.py).
+    """
+    if manifest.format != "dcp":
+        return
+    said = _arguments(manifest) or _run_config(source)
+    ranks = said.get("tensor_model_parallel_size", 1)
+    name = next((key.fqn for key in manifest.tensors if _FC1.fullmatch(key.fqn)), None)
+    if name is not None and ranks != 1 and True in (said.get("gated_linear_unit"), said.get("quick_geglu")):
+        raise UnsupportedError(
+            f"its rows are gate and up of {ranks} tensor parallel ranks in turn, which recipes do not read; save it "
+            "with --ckpt-format torch_dist",
+            key=name,
+        )
+
+
 def _arguments(manifest: Manifest) -> Mapping[str, Any]:
     common = manifest.extra.get("megatron", {})
     first = common.get("common") if isinstance(common, Mapping) else None
-    args = first[0].get("args") if isinstance(first, tuple) and first and isinstance(first[0], Mapping) else None
-    return args.attributes if isinstance(args, Opaque) else {}
+    state = first[0] if isinstance(first, tuple) and first else manifest.extra
+    args = state.get("args") if isinstance(state, Mapping) else None
+    return args.attributes if isinstance(args, Opaque) and "num_attention_heads" in args.attributes else {}
 
 
 def _run_config(source: Source) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.errors import UsageError
 from ckpt_tools.reading.halves import check_names
 from ckpt_tools.reading.model_files import config_in, find_model_files
-from ckpt_tools.reading.own_sizes import own_config
+from ckpt_tools.reading.own_sizes import own_config, refuse_parts_of_ranks
 from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
 from ckpt_tools.recipes.apply import with_ties
 from ckpt_tools.recipes.families import is_known
@@ -43,6 +43,8 @@ class RecipeStep:
             return cls(False, options.strip, None, None)
         stores = options.storage_options
         recipe = None if options.recipe is None else load_recipe(options.recipe, inverse=options.inverse)
+        if recipe is not None:
+            refuse_parts_of_ranks(source, manifest)
         found = find_model_files(url, source, manifest, config=options.config, storage_options=stores)
         config = None if found is None else found.config
         if config is None and options.like is not None:

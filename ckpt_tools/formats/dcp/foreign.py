@@ -31,17 +31,9 @@ _ADVICE = (
 )
 
 
-_SAVE_AGAIN = "supported; save it with --ckpt-format torch_dist, or without the optimizer (--no-save-optim)"
-
-_OTHERS = {
-    "param_to_group_meta": "it is a checkpoint of Megatron-FSDP (fsdp_dtensor), whose optimizer names parameters "
-    "otherwise than the model does, which is not ",
-    "fp32_from_fp16_params": "it is a checkpoint of Megatron-LM (torch_dcp) in 16 bit, whose fp32 masters have no "
-    "names, which is not ",
-}
-"""Other checkpoints of Megatron by a part of a path: Megatron-FSDP keeps the options of each parameter (megatron-core
-0.16.1, distrib_optimizer.py, ``sharded_param_state_fsdp_dtensor``); ``torch_dcp`` of a run in 16 bit keeps its fp32
-masters as lists without names (optimizer/optimizer.py, ``Float16OptimizerWithFloat16Params``)."""
+_LISTS = "fp32_from_fp16_params"
+"""A part of paths in ``torch_dcp`` of a run in 16 bit, whose fp32 masters are lists without names (megatron-core
+0.16.1, optimizer/optimizer.py, ``Float16OptimizerWithFloat16Params``)."""
 
 
 def refuse_megatron(source: Source, metadata: Iterable[str], index: Index) -> None:
@@ -50,10 +42,14 @@ def refuse_megatron(source: Source, metadata: Iterable[str], index: Index) -> No
     sign = next((path for path in metadata if path in known), None)
     if sign is not None:
         raise UnsupportedError(f"{_ADVICE}read it with {option('from_', 'megatron')}", path=sign)
-    for part, reason in _OTHERS.items():
-        name = next((name for name, path in index.paths.items() if part in path), None)
-        if name is not None:
-            raise UnsupportedError(reason + _SAVE_AGAIN, path=next(iter(metadata)), key=name)
+    name = next((name for name, path in index.paths.items() if _LISTS in path), None)
+    if name is not None:
+        raise UnsupportedError(
+            "it is a checkpoint of Megatron-LM (torch_dcp) in 16 bit, whose fp32 masters have no names, which is not "
+            "supported; save it with --ckpt-format torch_dist, or without the optimizer (--no-save-optim)",
+            path=next(iter(metadata)),
+            key=name,
+        )
     name = next((name for name in index.objects if _SHARDED_OBJECT.fullmatch(name)), None)
     if name is not None or index.mcore_data is not None:
         raise UnsupportedError(

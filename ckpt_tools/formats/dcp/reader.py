@@ -19,6 +19,7 @@ from ckpt_tools.errors import MalformedError, errors_name
 from ckpt_tools.formats.dcp.folders import metadata_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, most_ranks, read_index
+from ckpt_tools.formats.dcp.megatron_fsdp import of_weights
 from ckpt_tools.formats.dcp.names import is_of_dcp, is_of_one_rank
 from ckpt_tools.formats.dcp.rank_indexes import merged
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
@@ -50,6 +51,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         else:
             found.add(fqn, path, place.archive.value, place)
     with errors_name(paths[0]):
+        found = of_weights(found, literals)
         manifest = manifest_of(
             found.leaves(is_ordered=index.is_ordered),
             format_name="dcp",
