@@ -19,7 +19,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.complete import is_shown_by_reading
 from ckpt_tools.formats.index import find_format, read_manifest
-from ckpt_tools.reading.enrich import enriched
+from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.runs.completeness import format_of, problem_of, world_size_of
 from ckpt_tools.runs.report import RunCheckpoint, RunListing
 from ckpt_tools.stores.source import Source
@@ -91,7 +91,7 @@ def read(saved: Saved) -> tuple[Format, Manifest]:
 
 
 def _enriched(saved: Saved) -> Manifest:
-    return enriched(read(saved)[1], saved.source)
+    return read_source(saved.source, ReadOptions())[1]
 
 
 def _shown(source: Source, url: str, member: Member) -> RunCheckpoint:

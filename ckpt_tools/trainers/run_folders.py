@@ -17,6 +17,7 @@ from ckpt_tools.core.wording import natural
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import PARTS, TAGS
 from ckpt_tools.trainers.saved import ITSELF, Saved
+from ckpt_tools.trainers.verl import CONTENTS
 
 _KEY = r"(?:global[-_]?step|step|iter(?:ation)?|checkpoint|ckpt|epoch|ep|batch|ba)"
 _NUMBER = rf"{_KEY}[-_=]?\d{{1,15}}"
@@ -159,12 +160,14 @@ def is_carrier(path: str) -> bool:
 def members(files: Mapping[str, int]) -> list[Member]:
     """The checkpoints in a run whose files are ``files``, but for the run itself; the newest first."""
     named = _named_folders(files)
+    parted = {parent_of(path) for path in files if path.rpartition("/")[2] == CONTENTS}
     owners: dict[str, bool] = {}
     plain: set[str] = set()
     for folder in {parent_of(path) for path in files if is_carrier(path)} - {""}:
         owner = next((each for each in path_of(folder) if each in named), None)
         if owner is None:
-            plain |= {folder} if _is_shown(folder) else set()
+            whole = next((each for each in ("", *path_of(folder)) if each in parted), folder)
+            plain |= {whole} if _is_shown(whole) else set()
         elif _is_shown(parent_of(owner)):
             owners[owner] = not is_unfinished(owner.rpartition("/")[2])
     singles = _single_files(files, owners)

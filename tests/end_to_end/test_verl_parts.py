@@ -109,6 +109,18 @@ def assert_same(one: Path, other: Path) -> None:
     assert [name for name, tensor in left.items() if not torch.equal(tensor, right[name])] == []
 
 
+@pytest.mark.parametrize("kind", ["hub", "core"])
+def test_ls_lists_the_parts_as_one_checkpoint(kind: str, saved: Saved, tmp_path: Path) -> None:
+    actor: Path = getattr(saved, kind)
+    shutil.copytree(actor, tmp_path / "run" / "actor")
+    shutil.copytree(actor, tmp_path / "run" / "critic")
+    for run, names in ((actor, {"."}), (tmp_path / "run", {"actor", "critic"})):
+        found = ckpt_tools.ls(run).checkpoints
+        assert {each.name for each in found} == names
+        assert all(each.problem is None and each.step == mm.STEPS for each in found)
+        assert {each.format for each in found} == {"megatron"}
+
+
 class TestWeightsOfTheHub:
     def test_a_recipe_joins_them(self, each: Saved, tmp_path: Path) -> None:
         ckpt_tools.convert(each.run, tmp_path / "whole", to="dcp", **RECIPE)
