@@ -25,8 +25,6 @@ from tests.support.commands import all_commands
 
 Paths = Mapping[str, Path]
 
-CONVERTING = ("convert", "plan", "reshard", "consolidate")
-
 APPLY_ALWAYS = {
     "from_": "names the reader, which refuses what is not of its format",
     "to": "names the writer",
