@@ -27,6 +27,14 @@ SIGNALS = {
     signal.SIGHUP: (129, "Stopped by SIGHUP"),
 }
 EACH = pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+ONE_OR_EACH = pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=() if number == signal.SIGTERM else pytest.mark.soak, id=number.name)
+        for number in SIGNALS
+    ],
+)
+"""One in ``make test``, each in ``make soak``."""
 
 SLACK_SECONDS = 10.0
 """What a busy machine adds."""
@@ -98,7 +106,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, folder / "converted"
 
 
-@EACH
+@ONE_OR_EACH
 def test_with_resume_the_same_command_goes_on(
     number: signal.Signals, undisturbed: tuple[Path, Path], out: Path, started: Started
 ) -> None:

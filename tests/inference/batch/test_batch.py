@@ -318,11 +318,11 @@ def wait_for_rows(path: Path, process: subprocess.Popen[str]) -> None:
     ("module", "number", "code"),
     [
         (BATCH, signal.SIGKILL, -9),
-        (BATCH, signal.SIGTERM, 143),
+        pytest.param(BATCH, signal.SIGTERM, 143, marks=pytest.mark.soak),
         (BATCH, signal.SIGINT, 130),
-        (BATCH, signal.SIGHUP, 129),
+        pytest.param(BATCH, signal.SIGHUP, 129, marks=pytest.mark.soak),
         (CKPT_TOOLS_PREDICT, signal.SIGTERM, 143),
-        (CKPT_TOOLS_PREDICT, signal.SIGINT, 130),
+        pytest.param(CKPT_TOOLS_PREDICT, signal.SIGINT, 130, marks=pytest.mark.soak),
     ],
 )
 def test_a_run_that_is_ended_keeps_what_it_predicted(
