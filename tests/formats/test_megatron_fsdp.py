@@ -189,14 +189,21 @@ def test_transformers_computes_the_same_logits(trained: Trained, tmp_path: Path)
 OPTIONS = {"lr": 0.1, "weight_decay": 0.0, "step": 3}
 
 
-def save(folder: Path, weights: Mapping[str, Any], state: Mapping[str, Any], groups: list[str], **args: Any) -> Path:
+def save(
+    folder: Path,
+    weights: Mapping[str, Any],
+    state: Mapping[str, Any],
+    groups: list[str],
+    options: Mapping[str, Any] = OPTIONS,
+    **args: Any,
+) -> Path:
     """A checkpoint of Megatron-FSDP that no run of it here would write."""
     tree = {
         "args": argparse.Namespace(ckpt_format="fsdp_dtensor", **args),
         "model": {f"module.{name}": torch.full(shape, 2.0) for name, shape in weights.items()},
         "optimizer": {
             "state": {f"module.module.{name}": slots for name, slots in state.items()},
-            "param_to_group_meta": {f"module.module.{name}": OPTIONS for name in groups},
+            "param_to_group_meta": {f"module.module.{name}": options for name in groups},
         },
     }
     dcp.save(tree, checkpoint_id=folder, no_dist=True)
@@ -254,6 +261,7 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"weights": {"a": (2, 3), "b": (2, 3)}, "state": {"b": moments(2, 3)}},
     ),
     "group without a weight": ("does not have this parameter of param_to_group_meta", {"groups": ["a", "b"]}),
+    "a step that float32 cannot count": ("its step .* is not a whole number up to", {"options": {"step": 10**400}}),
     "pipeline stages": ("of one stage alone", {"pipeline_model_parallel_size": 2}),
 }
 

@@ -44,6 +44,9 @@ _PARTS = (
 """What turns the name of a part into that of the parameter that was split: SwiGLU, gated delta nets, latent attention
 with one down projection, which has the norm before it."""
 
+MAX_STEP = 1 << 24
+"""Steps become float32, as torch's Adam counts them: it has no larger whole number whose neighbours it has too."""
+
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16)
 """Dtypes of moments that stand for themselves: others have a scale, which the checkpoint does not hold
 (TransformerEngine, pytorch/optimizers/fused_adam.py, ``_scales``)."""
@@ -203,10 +206,10 @@ class _Renaming:
             own = dict(sorted(options[whole].items()))
             step = own.pop("step", None)
             groups.setdefault(distinct.number(own), ([], own))[0].append(fqn)
-            if type(step) is int and fqn in self.trained and fqn not in self.stepped:
+            if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
+                raise UnsupportedError(f"its step in {SIGN} is not a whole number up to {MAX_STEP:,}", key=fqn)
+            if step is not None and fqn in self.trained and fqn not in self.stepped:
                 steps[fqn] = step
-            elif step is not None and type(step) is not int:
-                raise UnsupportedError(f"its step in {SIGN} is not a whole number", key=fqn)
         if unused:
             raise UnsupportedError(f"the model does not have this parameter of {SIGN}", key=min(unused))
         return list(groups.values()), steps
