@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,15 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.nanotron.geometry import Part, interval
 from fixtures import corpus
 from fixtures.corpus.nanotron import EMBEDDING
+from tests.layouts.contents import contents, of_tensor
 
+CORPUS = Path(__file__).parents[1] / "corpus" / "trainers"
 RANKS = "pp-rank-0-of-2_tp-rank-0-of-2"
 
 
@@ -35,6 +39,20 @@ def rewritten(path: Path, **metadata: str) -> None:
     with safetensors.safe_open(path, "pt") as file:
         data, found = file.get_tensor("data"), dict(file.metadata())
     safetensors.torch.save_file({"data": data}, path, metadata=found | metadata)
+
+
+@pytest.mark.parametrize("name", ["nanotron_fp32", "nanotron_tied"])
+def test_genuine_checkpoints_are_read_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """nanotron's own code wrote them (scripts/nanotron_checkpoints.py), and torch's AdamW alone the truth."""
+    with zipfile.ZipFile(CORPUS / f"{name}.zip") as archive:
+        archive.extractall(tmp_path)
+    _, found = contents(tmp_path / "2")
+    truth = {
+        StateKey(fqn, slot): of_tensor(each)
+        for fqn, slots in torch.load(tmp_path / "truth.pt").items()
+        for slot, each in slots.items()
+    }
+    assert found == truth
 
 
 class TestGeometry:
