@@ -216,7 +216,7 @@ class Rank:
 
     @torch.no_grad()
     def gather(self, optimizer: Any) -> None:
-        """What nanotron's does with a collective that gloo lacks."""
+        """Gathers the parts of all ranks, as nanotron does with a collective that gloo lacks."""
         from nanotron import distributed
 
         for name, parameter in self.named:
