@@ -269,7 +269,7 @@ def prime_rl(family: str) -> Made:
     import prime_rl.trainer
     from torchtitan.experiments.kernels.moe import indices
 
-    # The package's __init__ imports all models, of which some need libraries for GPUs.
+    # The package's __init__ imports all models, and some need libraries for GPUs.
     models = sys.modules["prime_rl.trainer.models"] = ModuleType("prime_rl.trainer.models")
     models.__path__ = [f"{path}/models" for path in prime_rl.trainer.__path__]
     flash = sys.modules["flash_attn"] = ModuleType("flash_attn")
