@@ -10,6 +10,7 @@ Without ZeRO each expert-parallel rank has a file of its whole optimizer, which 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -292,7 +293,7 @@ def _num_ranks(saved: Sequence[stage0.Saved], files: ExpertFiles) -> int:
 
 
 @dataclass(kw_only=True)
-class RankContents(stage0.Contents):
+class RankContents(stage0.Contents, ABC):
     """The optimizer of one expert-parallel rank."""
 
     rank: int
@@ -322,8 +323,9 @@ class RankContents(stage0.Contents):
             "its fp32 masters are flat vectors without names; save with ZeRO stage 1", path=self.saved.file.path
         )
 
+    @abstractmethod
     def _is_own(self, name: str, *, is_expert: bool) -> bool:
-        raise NotImplementedError
+        """Whether this rank has the parameter, as one of its experts or as one of all others."""
 
 
 @dataclass(kw_only=True)
