@@ -6,10 +6,9 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import UsageError
-
 from ..common.name_options import AS_IT_IS, Reading
 from ..models.config_folder import digest_of_config
+from ..models.options import ModelOptions
 from .rows import Columns, Kind
 
 if TYPE_CHECKING:
@@ -41,22 +40,20 @@ class Job:
         """Load the model. Sets the number of torch threads of this process."""
         import torch
 
-        from ..models.predictor import load_predictor
+        from ..models.predictor import loaded, name_of
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        try:
-            torch.device(self.device or "cpu")
-        except RuntimeError as error:
-            raise UsageError(f"--device {self.device} is not a device of torch") from error
-        return load_predictor(
-            self.model,
+        return loaded(self.model, name_of(self.model), self.options())
+
+    def options(self) -> ModelOptions:
+        return ModelOptions(
             architecture=self.architecture,
             device=self.device or "cpu",
-            fast=self.fast,
+            reading=self.reading,
+            exact="off" if self.fast else "full",
             embeddings=self.embeddings,
             max_new_tokens=self.max_new_tokens,
-            **self.reading.given(),
         )
 
     def digest(self) -> str:

@@ -12,14 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
-import torch
-from torch import Tensor
-
 from ckpt_tools.errors import FormatError
 
 from ..common.garbage import libraries_left_alone
+from ..models import results
 from ..models.predictor import Predictor
-from ..models.results import Prediction, TensorSpec
+from ..models.results import BYTES, Prediction, TensorSpec
 from .items import Item, Pixels, content_of
 from .rows import Row, is_finite
 
@@ -27,7 +25,7 @@ AHEAD = 3  # windows decoded ahead of the one being predicted
 PASSES = 16  # forward passes per window: enough for small costs per window, and for several texts of one length
 WINDOW_BYTES = 4 << 20  # limit of a window of large inputs, which then has fewer passes
 READERS = 8  # decoding threads: more than processors, because reading from a store mostly waits
-Decoded = tuple[Item, Tensor | str, int | None]
+Decoded = tuple[Item, results.Item | str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ def truths_of(predictor: Predictor) -> Truths:
 
 
 def takes_texts(predictor: Predictor) -> bool:
-    return predictor.inputs[0].datatype == "BYTES"
+    return predictor.inputs[0].datatype == BYTES
 
 
 def window_of(predictor: Predictor) -> int:
@@ -121,8 +119,8 @@ def _decode(item: Item, predictor: Predictor, truths: Truths, spec: TensorSpec) 
     try:
         truth = truths.of(item.truth)
         if isinstance(item.content, Pixels) and _is_input(item.content, spec):
-            return item, torch.from_numpy(item.content.values), truth
-        data, name = content_of(item, takes_texts=spec.datatype == "BYTES")
+            return item, item.content.values, truth
+        data, name = content_of(item, takes_texts=spec.datatype == BYTES)
         return item, predictor.decode(data, name), truth
     except FormatError as error:
         return item, writable(str(error)), truth

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from ckpt_tools.credentials import without_secrets
 
@@ -99,4 +100,6 @@ class Columns:
 
 def is_finite(found: Prediction) -> bool:
     """Whether all numbers are finite; others have no representation in JSON. Damaged weights give them."""
-    return math.isfinite(sum(found.probabilities or found.embedding or ()))
+    return all(
+        column.dtype.kind != "f" or bool(np.isfinite(found[name]).all()) for name, column in found.columns.items()
+    )

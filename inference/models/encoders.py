@@ -16,13 +16,15 @@ from torch import Tensor
 from ckpt_tools.errors import UsageError
 
 from .image_labels import image_task
-from .task import MAX_BATCH, Task, device_of
+from .passes import Passes
+from .prediction import device_of
+from .task import Task
 from .texts import TextLabels, Tokens
 
 MASK = "attention_mask"
 
 
-def encoder_of(model: Any, folder: Path, *, is_exact: bool) -> Task:
+def encoder_of(model: Any, folder: Path, *, passes: Passes) -> Task:
     """The task of an image or text encoder. Raises UsageError if it takes something else, or consists of several
     models. FormatError if the files beside the weights do not say how an input is prepared."""
     takes = model.main_input_name
@@ -31,36 +33,34 @@ def encoder_of(model: Any, folder: Path, *, is_exact: bool) -> Task:
             f"a {type(model).__name__} is not an encoder of images alone or of texts alone, so it is not clear what an "
             "embedding is; load it with inference.load_model"
         )
-    return _of_texts(model, folder, is_exact) if takes == "input_ids" else _of_images(model, folder, is_exact)
+    return _of_texts(model, folder, passes) if takes == "input_ids" else _of_images(model, folder, passes)
 
 
-def _of_images(model: Any, folder: Path, is_exact: bool) -> Task:
+def _of_images(model: Any, folder: Path, passes: Passes) -> Task:
     def embeddings(images: Tensor) -> Tensor:
         return _pooled(model(pixel_values=images), None)
 
-    found = image_task(model, embeddings, folder, num_classes=0, labels=None, is_exact=is_exact)
+    found = image_task(model, embeddings, folder, num_classes=0, labels=None, passes=passes)
     like = next(model.parameters())
     with torch.inference_mode():
         example = embeddings(torch.zeros(1, *found.shape, device=like.device, dtype=like.dtype))
     return replace(found, num_features=example.shape[1])
 
 
-def _of_texts(model: Any, folder: Path, is_exact: bool) -> Task:
+def _of_texts(model: Any, folder: Path, passes: Passes) -> Task:
     tokens = Tokens.from_folder(model, folder)
     taken = signature(model.forward).parameters
-    task = TextEncoder(model, replace(tokens, fields=tuple(f for f in tokens.fields if f in taken)), None, is_exact)
-    (example,) = task._forward(task.decode(b"a", "a text").unsqueeze(0))
+    tokens = replace(tokens, fields=tuple(field for field in tokens.fields if field in taken))
+    if tokens.tokenizer.pad_token_id is None or MASK not in tokens.fields:
+        passes = replace(passes, full=1)
+    task = TextEncoder(model, tokens, None, passes)
+    (example,) = task._forward(torch.from_numpy(task.decode(b"a", "a text")).unsqueeze(0))
     return replace(task, num_features=len(example))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextEncoder(TextLabels):
     """Embeds texts. Without a padding token or attention mask, one text at a time."""
-
-    @property
-    def max_batch(self) -> int:
-        has_padding = self.tokens.tokenizer.pad_token_id is not None and MASK in self.tokens.fields
-        return MAX_BATCH if has_padding else 1
 
     @torch.inference_mode()
     def _forward(self, batch: Tensor) -> Tensor:

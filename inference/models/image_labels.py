@@ -4,45 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, UsageError
 
 from ..common.errors import one_line
-from .prediction import Activation, activation_of, answers, decoded, embeddings_of, labels_of_config
-from .results import BATCH, Prediction, TensorSpec
-from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, in_passes
+from .images import ImageReading, max_pixels_of
+from .passes import InPasses, Passes
+from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
+from .results import BATCH, Array, Columns, Item, TensorSpec
+from .task import check_inputs, check_labels, classifier_outputs
 
-Prepare = Callable[[Image.Image], Tensor]  # from an opened image to float32 [channels, height, width]
+Prepare = Callable[[Image.Image], Tensor]  # from an upright image in RGB to float32 [channels, height, width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ImageLabels:
+class ImageLabels(InPasses):
     """Classifies images, float32 of ``shape``. ``logits`` is the forward pass of a batch. With ``num_features`` the
     model has no head and gives embeddings of that size."""
 
     model: nn.Module
     logits: Callable[[Tensor], Tensor]
-    prepare: Prepare
+    transform: Prepare
     shape: tuple[int, ...]
     num_classes: int
     labels: tuple[str, ...] | None
+    passes: Passes
     activation: Activation = "softmax"
-    is_exact: bool = True
     num_features: int | None = None
+    is_upright: bool = False
 
     def __post_init__(self) -> None:
         check_labels(self.labels, self.num_classes)
-
-    @property
-    def max_batch(self) -> int:
-        return MAX_BATCH
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -52,15 +52,19 @@ class ImageLabels:
     def outputs(self) -> tuple[TensorSpec, ...]:
         return classifier_outputs(self.num_classes, self.num_features)
 
-    def decode(self, data: bytes, name: str) -> Tensor:
-        return decoded(BytesIO(data), name, self.prepare)
+    @property
+    def reading(self) -> ImageReading:
+        return ImageReading("RGB", None, self.is_upright, max_pixels_of(prod(self.shape[1:])))
 
-    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
-        if not inputs:
-            return []
-        check_inputs(inputs, torch.float32, self.shape)
-        images = torch.stack(list(inputs))
-        logits = in_passes(images, self._forward, max_batch=self.max_batch, is_exact=self.is_exact)
+    def decode(self, data: bytes, name: str) -> Array:
+        return self.prepare(self.reading.pixels(data, name))
+
+    def prepare(self, pixels: Array) -> Array:
+        return self.transform(Image.fromarray(pixels)).numpy()
+
+    def predict(self, inputs: Sequence[Item]) -> Columns:
+        check_inputs(inputs, np.float32, self.shape)
+        logits = self.passes.run(torch.from_numpy(np.stack(inputs)), self._forward, self._random)
         return answers(logits, self.activation) if self.num_features is None else embeddings_of(logits)
 
     @torch.inference_mode()
@@ -68,8 +72,11 @@ class ImageLabels:
         like = next(self.model.parameters())
         return self.logits(images.to(like.device, like.dtype)).float().cpu()
 
+    def _random(self, many: int) -> Tensor:
+        return torch.randn(many, *self.shape, generator=torch.Generator().manual_seed(0))
 
-def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
+
+def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, *, passes: Passes) -> ImageLabels:
     """A torchvision classifier, with the class names of its weights if their number fits. Raises UsageError if the
     model is not a classifier of images."""
     from torchvision.models import get_model_weights
@@ -80,21 +87,19 @@ def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, 
     transforms = known.transforms()
     if not isinstance(transforms, ImageClassification):
         raise UsageError(f"torchvision:{name} does not classify images, which is what can be predicted here")
-    return _classifier(
-        model, lambda image: transforms(image.convert("RGB")), known.meta["categories"], labels, is_exact
-    )
+    return _classifier(model, transforms, known.meta["categories"], labels, passes)
 
 
-def of_timm(model: nn.Module, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
+def of_timm(model: nn.Module, labels: tuple[str, ...] | None, *, passes: Passes) -> ImageLabels:
     """A timm classifier, with the preprocessing of its configuration."""
     from timm import data
 
     transform = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
-    return _classifier(model, lambda image: transform(image.convert("RGB")), (), labels, is_exact)
+    return _classifier(model, transform, (), labels, passes)
 
 
 def _classifier(
-    model: nn.Module, prepare: Prepare, known: Sequence[str], labels: tuple[str, ...] | None, is_exact: bool
+    model: nn.Module, prepare: Prepare, known: Sequence[str], labels: tuple[str, ...] | None, passes: Passes
 ) -> ImageLabels:
     """A classifier whose shapes are found by one forward pass."""
     example = prepare(Image.new("RGB", (64, 64)))
@@ -103,10 +108,10 @@ def _classifier(
         num_classes = model(example.unsqueeze(0).to(like.device, like.dtype)).shape[1]
     if labels is None and len(known) == num_classes:
         labels = tuple(known)
-    return ImageLabels(model, model, prepare, tuple(example.shape), num_classes, labels, is_exact=is_exact)
+    return ImageLabels(model, model, prepare, tuple(example.shape), num_classes, labels, passes)
 
 
-def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *, is_exact: bool) -> ImageLabels:
+def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *, passes: Passes) -> ImageLabels:
     """A transformers image classifier. Raises FormatError as ``image_task``; or the model has no classes."""
     found = image_task(
         model,
@@ -114,7 +119,7 @@ def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *,
         folder,
         num_classes=model.config.num_labels,
         labels=labels or labels_of_config(model.config),
-        is_exact=is_exact,
+        passes=passes,
     )
     return replace(found, activation=activation_of(model.config))
 
@@ -126,7 +131,7 @@ def image_task(
     *,
     num_classes: int,
     labels: tuple[str, ...] | None,
-    is_exact: bool,
+    passes: Passes,
 ) -> ImageLabels:
     """The task of a transformers image model, with the image processor beside the weights. Raises FormatError if there
     are no such settings."""
@@ -141,8 +146,7 @@ def image_task(
         ) from error
 
     def prepare(image: Image.Image) -> Tensor:
-        upright = ImageOps.exif_transpose(image).convert("RGB")
-        return processor(images=upright, return_tensors="pt")["pixel_values"][0]
+        return processor(images=image, return_tensors="pt")["pixel_values"][0]
 
     shape = tuple(prepare(Image.new("RGB", (64, 64))).shape)
-    return ImageLabels(model, forward, prepare, shape, num_classes, labels, is_exact=is_exact)
+    return ImageLabels(model, forward, prepare, shape, num_classes, labels, passes, is_upright=True)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import ckpt_tools
 from ckpt_tools.arguments import public
 from ckpt_tools.errors import FormatError, UsageError
@@ -20,13 +22,18 @@ from ..common.name_options import Reading
 from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
 from .config_folder import CONFIG, config_folder, read_config
 from .loading import filled
+from .options import Exact, ModelOptions
+from .results import BYTES, Item, rows_of
 from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec
+from .task import MAX_BATCH
 from .task import Task as Task
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
+
+    from .passes import Passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +78,28 @@ class Predictor:
         """Whether an answer has the same bits whatever else is in the batch."""
         return self.task.is_exact
 
-    def decode(self, data: bytes, name: str) -> Tensor:
-        """Decode an image file or a text in UTF-8 to one input of the model.
+    @property
+    def batch_sizes(self) -> Mapping[str, tuple[int, ...]]:
+        """Sizes of forward passes by the shape of an input, as far as they are known."""
+        return self.task.batch_sizes
+
+    def decode(self, data: bytes, name: str) -> Item:
+        """Decode an image file or a text in UTF-8 to one input of the model, an array.
 
         Raises:
             FormatError: the bytes are not such a thing. One sentence, which begins with ``name``.
         """
         return self.task.decode(data, name)
 
-    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
-        """Predict each input, in order. An input is a result of ``decode``, or a row of a tensor of ``inputs``.
+    def predict(self, inputs: Sequence[Item]) -> list[Prediction]:
+        """Predict each input, in order. An input is a result of ``decode``, or a row of an array or CPU tensor of
+        ``inputs``; of a model with several, a tuple of rows.
 
         Raises:
             FormatError: an input has another shape or dtype than the model takes.
         """
-        return self.task.predict(inputs)
+        rows = [each if isinstance(each, tuple) else np.asarray(each) for each in inputs]
+        return list(rows_of(self.task.predict(rows))) if rows else []
 
 
 @public
@@ -98,7 +112,8 @@ def load_predictor(
     labels: Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-    fast: bool = False,
+    exact: Exact = "full",
+    max_batch: int | None = None,
     embeddings: bool = False,
     max_new_tokens: int | None = None,
     model_key: str | None = None,
@@ -119,7 +134,11 @@ def load_predictor(
         labels: Class names in order. Default: those that come with the model, if any.
         dtype: dtype of the parameters. Default: the architecture's own.
         device: Device of the model.
-        fast: Variable batch sizes; the last bits of an answer may depend on the other inputs of its batch.
+        exact: ``"full"`` fills each forward pass to ``max_batch`` inputs, so that an answer has the same bits whatever
+            else is predicted with it. ``"buckets"`` also uses smaller passes, of sizes that gave the same bits for
+            random inputs. ``"off"`` has passes of any size; the last bits may depend on the other inputs.
+        max_batch: The most inputs of a forward pass. Default: as many as training evaluates with, or 8. Another number
+            may change the last bits of all answers.
         embeddings: Give embeddings: the input of a classifier's last layer, or the pooled output of an encoder of
             transformers without a head, else the mean over its tokens.
         max_new_tokens: Maximum number of generated tokens. Default: what ``generation_config.json``
@@ -131,6 +150,7 @@ def load_predictor(
         UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
         CkptError: as ``ckpt_tools.load_into`` says.
     """
+    ModelOptions(exact=exact, max_batch=max_batch)
     if architecture is not None:
         Architecture.parse(architecture)
     reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse).given()
@@ -139,12 +159,46 @@ def load_predictor(
         chosen = architecture_of(architecture, folder)
         model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
         options = TaskOptions(
-            chosen, folder, None if labels is None else tuple(labels), not fast, max_new_tokens, embeddings
+            chosen, folder, None if labels is None else tuple(labels), exact, max_batch, max_new_tokens, embeddings
         )
         digest, task = digest_of(model), task_of(model, options)
         task = as_embeddings(task) if embeddings else task
+        if exact == "buckets":
+            _measure(task)
     identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
     return Predictor(name or name_of(url), identity, task)
+
+
+def loaded(url: str, name: str, options: ModelOptions) -> Predictor:
+    """As :func:`load_predictor`, with options that another process gave. Raises UsageError too if the dtype or the
+    device is none of torch's."""
+    import torch
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype, None)
+    if options.dtype is not None and not isinstance(dtype, torch.dtype):
+        raise UsageError(f"--dtype {options.dtype} is not a dtype of torch")
+    try:
+        device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise UsageError(f"--device {options.device} is not a device of torch") from error
+    return load_predictor(
+        url,
+        name=name,
+        architecture=options.architecture,
+        dtype=dtype,
+        device=device,
+        exact=options.exact,
+        max_batch=options.max_batch,
+        embeddings=options.embeddings,
+        max_new_tokens=options.max_new_tokens,
+        **options.reading.given(),
+    )
+
+
+def _measure(task: Task) -> None:
+    """Predict once, so that the sizes of forward passes are known before the first request."""
+    (spec, *_) = task.inputs
+    task.predict([task.decode(b"a", "a text") if spec.datatype == BYTES else spec.zeros()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +208,16 @@ class TaskOptions:
     architecture: Architecture
     folder: Path | None
     labels: tuple[str, ...] | None
-    is_exact: bool
+    exact: Exact
+    max_batch: int | None
     max_new_tokens: int | None
     embeddings: bool = False
+
+    def passes(self, full: int = MAX_BATCH) -> Passes:
+        """The forward passes of a task that has ``full`` inputs in each by default."""
+        from .passes import Passes
+
+        return Passes(self.max_batch or full, self.exact)
 
 
 def task_of(model: nn.Module, options: TaskOptions) -> Task:
@@ -170,9 +231,9 @@ def task_of(model: nn.Module, options: TaskOptions) -> Task:
     if library == HUGGING_FACE:
         return _task_of_transformers(model, options)
     if library == "torchvision":
-        return image_labels.of_torchvision(model, options.architecture.name, labels, is_exact=options.is_exact)
+        return image_labels.of_torchvision(model, options.architecture.name, labels, passes=options.passes())
     if library == "timm":
-        return image_labels.of_timm(model, labels, is_exact=options.is_exact)
+        return image_labels.of_timm(model, labels, passes=options.passes())
     raise UsageError(
         f"{library}:{options.architecture.name} builds a model, but does not say how an input is prepared for it; "
         "load it with inference.load_model"
@@ -187,13 +248,15 @@ def _task_of_training(model: nn.Module, options: TaskOptions) -> Task:
         from .ours import OurTexts
         from .texts import NEW_TOKENS
 
-        return OurTexts(model, facts.experts > 0, options.max_new_tokens or NEW_TOKENS, options.is_exact)
+        passes = replace(options.passes(), full=1) if facts.experts else options.passes()
+        return OurTexts(model, passes, options.max_new_tokens or NEW_TOKENS)
+    from ..common.training_package import evaluation
     from .ours import OurImages
 
     _check_our_preparation(options.folder)
     stated = read_config(options.folder).get("labels")
     labels = options.labels or (tuple(map(str, stated)) if isinstance(stated, list) else None)
-    return OurImages(model, labels, options.is_exact)
+    return OurImages(model, labels, options.passes(evaluation.CHUNK))
 
 
 def _task_of_transformers(model: nn.Module, options: TaskOptions) -> Task:
@@ -202,20 +265,18 @@ def _task_of_transformers(model: nn.Module, options: TaskOptions) -> Task:
     kind, folder = type(model).__name__, options.folder
     assert folder is not None
     if kind.endswith("ForImageClassification"):
-        return image_labels.of_transformers(model, folder, options.labels, is_exact=options.is_exact)
+        return image_labels.of_transformers(model, folder, options.labels, passes=options.passes())
     if kind.endswith("ForSequenceClassification"):
-        return texts.TextLabels.from_folder(model, folder, options.labels, is_exact=options.is_exact)
+        return texts.TextLabels.from_folder(model, folder, options.labels, passes=options.passes())
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
-        return texts.TextWriter.from_folder(
-            model, folder, max_new_tokens=options.max_new_tokens, is_exact=options.is_exact
-        )
+        return texts.TextWriter.from_folder(model, folder, options.passes(), max_new_tokens=options.max_new_tokens)
     if not kind.endswith("Model"):
         raise UsageError(
             f"a {kind} does not label images or texts, and does not continue texts; load it with inference.load_model"
         )
     if not options.embeddings:
         raise UsageError(f"a {kind} has no head, so it gives embeddings alone: ckpt-tools predict --embeddings")
-    return encoders.encoder_of(model, folder, is_exact=options.is_exact)
+    return encoders.encoder_of(model, folder, passes=options.passes())
 
 
 def _check_our_preparation(folder: Path | None) -> None:
@@ -242,7 +303,7 @@ def as_embeddings(task: Task) -> Task:
     if task.num_features is not None:
         return task
     num_classes = next(spec.shape[1] for spec in task.outputs if spec.name == "probabilities")
-    return replace(task, num_features=_take_head(task.model, num_classes), labels=None)
+    return replace(task, num_features=_take_head(task.model, num_classes), labels=None, passes=replace(task.passes))
 
 
 def _take_head(model: nn.Module, num_classes: int) -> int:

@@ -1,31 +1,125 @@
-"""The prediction for one input, and input and output tensors in the terms of the Open Inference Protocol."""
+"""Inputs and predictions as arrays of numpy, and their tensors in the terms of the Open Inference Protocol."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+Item = Array | tuple[Array, ...]
+"""One input of a model, without the batch dimension; a tuple for a model with several input tensors."""
+
+Columns = Mapping[str, Array]
+"""Outputs by name for some rows, each [n, ...]; texts are an array of objects."""
+
+BYTES = "BYTES"
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    **{
+        f"{sign}INT{bits}": np.dtype(f"<{'u' if sign else 'i'}{bits // 8}")
+        for sign in ("", "U")
+        for bits in (8, 16, 32, 64)
+    },
+    **{f"FP{bits}": np.dtype(f"<f{bits // 8}") for bits in (16, 32, 64)},
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""Element types in memory and in the binary extension: little-endian. ``BYTES`` elements have a length prefix."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Prediction:
-    """One prediction: class ``label`` and the probability of each class, or a ``text``, or an ``embedding``."""
+    """Row ``number`` of the outputs. A classifier has the outputs ``label`` and ``probabilities``, a language model has
+    ``text``, an encoder ``embedding``; other models have outputs of their own. Equal if all outputs have the same
+    bits."""
 
-    label: int | None = None
-    probabilities: tuple[float, ...] | None = None
-    text: str | None = None
-    embedding: tuple[float, ...] | None = None
+    columns: Columns
+    number: int = 0
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Faster pickling: a sixth of the dataclass's time."""
-        return Prediction, (self.label, self.probabilities, self.text, self.embedding)
+    @classmethod
+    def of(cls, **outputs: Any) -> Prediction:
+        """A prediction with these outputs. Floats become FP32, and texts objects."""
+        return cls({name: _column([value]) for name, value in outputs.items()})
 
-    def __post_init__(self) -> None:
-        assert (self.label is None) == (self.probabilities is None)
-        assert self.label is not None or self.text is not None or self.embedding is not None
+    def __getitem__(self, name: str) -> Any:
+        """The output as an array or a scalar of numpy, or as a text. KeyError if the model has none of this name."""
+        return self.columns[name][self.number]
+
+    def _plain(self, name: str) -> Any:
+        if name not in self.columns:
+            return None
+        found = self[name]
+        return found.tolist() if isinstance(found, np.ndarray | np.generic) else found
+
+    @property
+    def label(self) -> int | None:
+        """Number of the predicted class, of a classifier."""
+        return self._plain("label")
+
+    @property
+    def probabilities(self) -> tuple[float, ...] | None:
+        """Probability of each class, of a classifier."""
+        found = self._plain("probabilities")
+        return None if found is None else tuple(found)
+
+    @property
+    def text(self) -> str | None:
+        return self._plain("text")
+
+    @property
+    def embedding(self) -> tuple[float, ...] | None:
+        found = self._plain("embedding")
+        return None if found is None else tuple(found)
+
+    def shown(self) -> dict[str, Any]:
+        """The outputs as plain values of Python, nested lists for tensors."""
+        return {name: self._plain(name) for name in self.columns}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Prediction) and self._bits() == other._bits()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._bits().items()))
+
+    def __repr__(self) -> str:
+        return f"Prediction({', '.join(f'{name}={value!r}' for name, value in self.shown().items())})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Only this row, not those of the whole batch."""
+        return Prediction, ({name: column[self.number : self.number + 1] for name, column in self.columns.items()},)
+
+    def _bits(self) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+        rows = {name: np.asarray(self[name]) for name in self.columns}
+        return {
+            name: (str(row.dtype), row.shape, str(row).encode() if row.dtype == object else row.tobytes())
+            for name, row in rows.items()
+        }
 
 
-Datatype = Literal["FP32", "UINT8", "INT64", "BYTES"]
+def _column(values: Sequence[Any]) -> Array:
+    if isinstance(values[0], str):
+        return texts(values)
+    found = np.asarray(values)
+    return found.astype(np.float32) if found.dtype.kind == "f" else found
+
+
+def texts(values: Sequence[str]) -> Array:
+    """A column of texts."""
+    found = np.empty(len(values), object)
+    found[:] = values
+    return found
+
+
+def rows_of(columns: Columns) -> Iterator[Prediction]:
+    """Each row of ``columns``."""
+    return (Prediction(columns, number) for number in range(len(next(iter(columns.values())))))
+
 
 BATCH = -1  # the batch dimension, or any size
 
@@ -33,19 +127,23 @@ BATCH = -1  # the batch dimension, or any size
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, datatype and shape; the first dimension is the batch. A ``BYTES`` input has one text in UTF-8 per element,
-    which ``Predictor.decode`` turns into an input of ``Predictor.predict``. An output has the name of a field of
-    ``Prediction``."""
+    which ``Predictor.decode`` turns into an input of ``Predictor.predict``."""
 
     name: str
-    datatype: Datatype
+    datatype: str
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
         assert self.shape[:1] == (BATCH,), self.shape
+        assert self.datatype == BYTES or self.datatype in DTYPES, self.datatype
 
     @property
     def row_bytes(self) -> int | None:
         """Bytes of one row; None if rows differ in size."""
-        if self.datatype == "BYTES" or BATCH in self.shape[1:]:
+        if self.datatype == BYTES or BATCH in self.shape[1:]:
             return None
-        return prod(self.shape[1:]) * {"FP32": 4, "UINT8": 1, "INT64": 8}[self.datatype]
+        return prod(self.shape[1:]) * DTYPES[self.datatype].itemsize
+
+    def zeros(self) -> Array:
+        """One row of zeros, with one element in each dimension of any size."""
+        return np.zeros([max(1, size) for size in self.shape[1:]], DTYPES[self.datatype])

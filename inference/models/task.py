@@ -1,16 +1,16 @@
-"""The protocol of tasks (from bytes to predictions), and functions that tasks share."""
+"""The protocol of tasks (from bytes to predictions), and checks that tasks share; without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor, nn
+import numpy as np
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from .results import BATCH, Prediction, TensorSpec
+from .images import ImageReading
+from .results import BATCH, Columns, Item, TensorSpec
 
 MAX_BATCH = 8  # inputs per forward pass of library models
 
@@ -24,8 +24,9 @@ def classifier_outputs(num_classes: int, num_features: int | None) -> tuple[Tens
 
 class Task(Protocol):
     """Maps bytes to inputs, and inputs to predictions. ``labels`` are the class names, if known. ``max_batch`` is the
-    number of inputs in each forward pass. If ``is_exact``, each pass has that number, so that an answer has the same
-    bits whatever else is in the batch."""
+    most inputs of a forward pass, and ``batch_sizes`` the sizes of passes by the shape of an input, as far as they are
+    known. If ``is_exact``, an answer has the same bits whatever else is in the batch. ``reading`` is how image files
+    are decoded, None for other inputs."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]: ...
@@ -37,36 +38,32 @@ class Task(Protocol):
     def max_batch(self) -> int: ...
     @property
     def is_exact(self) -> bool: ...
+    @property
+    def batch_sizes(self) -> Mapping[str, tuple[int, ...]]: ...
+    @property
+    def reading(self) -> ImageReading | None: ...
 
-    def decode(self, data: bytes, name: str) -> Tensor:
+    def decode(self, data: bytes, name: str) -> Item:
         """Decode one input, without the batch dimension. Raises FormatError, with ``name`` in it."""
 
-    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
-        """Predict each input, in order. Raises FormatError for another shape or dtype."""
+    def prepare(self, pixels: np.ndarray) -> Item:
+        """The input of an image that ``reading`` decoded."""
+
+    def predict(self, inputs: Sequence[Item]) -> Columns:
+        """Predict each input, at least one, in order. Raises FormatError for another shape or dtype."""
 
 
-def in_passes(rows: Tensor, forward: Callable[[Tensor], Tensor], *, max_batch: int, is_exact: bool) -> Tensor:
-    """``forward`` on batches of ``rows``. An exact pass is padded with copies of its last row."""
-
-    def one_pass(chunk: Tensor) -> Tensor:
-        missing = max_batch - len(chunk) if is_exact else 0
-        return forward(torch.cat([chunk, chunk[-1:].expand(missing, *chunk.shape[1:])]))[: len(chunk)]
-
-    return torch.cat([one_pass(chunk) for chunk in rows.split(max_batch)])
-
-
-def check_inputs(inputs: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def check_inputs(inputs: Sequence[Item], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
     """Raises FormatError for another dtype or shape; -1 in ``shape`` is any size except 0."""
-    for number, tensor in enumerate(inputs):
-        if tensor.dtype == dtype and tensor.shape == shape:
-            continue
-        fits = tensor.dim() == len(shape) and all(
-            have == want or (want == BATCH and have) for have, want in zip(tensor.shape, shape, strict=True)
+    for number, given in enumerate(inputs):
+        if not isinstance(given, np.ndarray):
+            raise FormatError(f"input {number} is {type(given).__name__}; the model takes arrays")
+        fits = given.ndim == len(shape) and all(
+            have == want or (want == BATCH and have) for have, want in zip(given.shape, shape, strict=True)
         )
-        if tensor.dtype != dtype or not fits:
+        if given.dtype != dtype or not fits:
             raise FormatError(
-                f"input {number} is {_words(tensor.dtype)} {list(tensor.shape)}; "
-                f"the model takes {_words(dtype)} {list(shape)}"
+                f"input {number} is {given.dtype} {list(given.shape)}; the model takes {np.dtype(dtype)} {list(shape)}"
             )
 
 
@@ -82,11 +79,3 @@ def text_of(data: bytes, name: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"{name} is not a text in UTF-8 (byte {error.start})") from error
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
-def _words(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

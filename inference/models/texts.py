@@ -6,27 +6,29 @@ An input is int64 [fields, tokens]: a row for each field that the tokenizer give
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
 from ..common.errors import one_line
-from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
-from .results import BATCH, Prediction, TensorSpec
-from .task import MAX_BATCH, check_inputs, check_labels, classifier_outputs, device_of, in_passes, text_of
+from .passes import InPasses, Passes
+from .prediction import Activation, activation_of, answers, device_of, embeddings_of, labels_of_config
+from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, texts
+from .task import check_inputs, check_labels, classifier_outputs, text_of
 
 BUCKET = 16  # classified texts are padded to a multiple of it, by their own length, not by others in the batch
 NEW_TOKENS = 64  # default of new tokens without ``max_new_tokens`` in generation_config.json
 VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "vocab.txt", "vocab.bpe"})
 
-Group = Callable[[Tensor], int]
+Group = Callable[[Array], int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,10 +54,10 @@ class Tokens:
         fields = tuple(tokenizer("a" if len(tokenizer) else "").keys())
         return cls(tokenizer, fields, _limit(model.config, tokenizer))
 
-    def of(self, data: bytes, name: str) -> Tensor:
+    def of(self, data: bytes, name: str) -> Array:
         """Tokenize a text. Raises FormatError if not UTF-8, no tokens, or too many for the model."""
         encoded = self.tokenizer(text_of(data, name), verbose=False)
-        rows = torch.tensor([encoded[field] for field in self.fields], dtype=torch.int64)
+        rows = np.array([encoded[field] for field in self.fields], np.int64)
         num_tokens = rows.shape[1]
         if not num_tokens:
             raise FormatError(f"{name} is an empty text")
@@ -67,14 +69,20 @@ class Tokens:
         """int64 [n, fields, tokens] as arguments by field name."""
         return {field: batch[:, number] for number, field in enumerate(self.fields)}
 
-    def check(self, inputs: Sequence[Tensor]) -> None:
-        check_inputs(inputs, torch.int64, (len(self.fields), BATCH))
+    def check(self, inputs: Sequence[Item]) -> None:
+        check_inputs(inputs, np.int64, (len(self.fields), BATCH))
 
-    def padded(self, rows: Tensor, length: int) -> Tensor:
+    def random(self, many: int, length: int) -> Tensor:
+        """Inputs of random tokens without padding, int64 [many, fields, length]."""
+        ids = torch.randint(len(self.tokenizer), (many, length), generator=torch.Generator().manual_seed(0))
+        values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return torch.stack([values.get(field, torch.zeros_like(ids)) for field in self.fields], 1)
+
+    def padded(self, rows: Array, length: int) -> Array:
         """One input, padded at its end with the tokenizer's padding."""
         encoded = {field: rows[number].tolist() for number, field in enumerate(self.fields)}
         found = self.tokenizer.pad(encoded, padding="max_length", max_length=length, padding_side="right")
-        return torch.tensor([found[field] for field in self.fields], dtype=torch.int64)
+        return np.array([found[field] for field in self.fields], np.int64)
 
 
 def _limit(config: Any, tokenizer: Any) -> int | None:
@@ -84,51 +92,48 @@ def _limit(config: Any, tokenizer: Any) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextLabels:
+class TextLabels(InPasses):
     """Classifies texts. Without a padding token, one text at a time."""
 
     model: Any
     tokens: Tokens
     labels: tuple[str, ...] | None
-    is_exact: bool = True
+    passes: Passes
     activation: Activation = "softmax"
     num_features: int | None = None
 
-    inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", "BYTES", (BATCH,)),)
+    inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
 
     def __post_init__(self) -> None:
         check_labels(self.labels, self.model.config.num_labels)
 
     @classmethod
-    def from_folder(cls, model: Any, folder: Path, labels: tuple[str, ...] | None, *, is_exact: bool) -> TextLabels:
+    def from_folder(cls, model: Any, folder: Path, labels: tuple[str, ...] | None, passes: Passes) -> TextLabels:
         tokens = Tokens.from_folder(model, folder)
-        return cls(model, tokens, labels or labels_of_config(model.config), is_exact, activation_of(model.config))
-
-    @property
-    def max_batch(self) -> int:
-        has_padding = self.tokens.tokenizer.pad_token_id is not None and self.model.config.pad_token_id is not None
-        return MAX_BATCH if has_padding else 1
+        if tokens.tokenizer.pad_token_id is None or model.config.pad_token_id is None:
+            passes = replace(passes, full=1)
+        return cls(model, tokens, labels or labels_of_config(model.config), passes, activation_of(model.config))
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
         return classifier_outputs(self.model.config.num_labels, self.num_features)
 
-    def decode(self, data: bytes, name: str) -> Tensor:
+    def decode(self, data: bytes, name: str) -> Array:
         return self.tokens.of(data, name)
 
-    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
+    def predict(self, inputs: Sequence[Item]) -> Columns:
         self.tokens.check(inputs)
         return grouped(inputs, self._length, self._predict_group)
 
-    def _length(self, rows: Tensor) -> int:
+    def _length(self, rows: Array) -> int:
         length = rows.shape[1]
         if self.max_batch == 1:
             return length
         return min(-(-length // BUCKET) * BUCKET, self.tokens.limit or length + BUCKET)
 
-    def _predict_group(self, inputs: Sequence[Tensor], length: int) -> Iterable[Prediction]:
-        batch = torch.stack([self.tokens.padded(rows, length) if rows.shape[1] < length else rows for rows in inputs])
-        logits = in_passes(batch, self._forward, max_batch=self.max_batch, is_exact=self.is_exact)
+    def _predict_group(self, inputs: Sequence[Array], length: int) -> Columns:
+        batch = np.stack([self.tokens.padded(rows, length) if rows.shape[1] < length else rows for rows in inputs])
+        logits = self.passes.run(torch.from_numpy(batch), self._forward, lambda many: self.tokens.random(many, length))
         return answers(logits, self.activation) if self.num_features is None else embeddings_of(logits)
 
     @torch.inference_mode()
@@ -137,53 +142,55 @@ class TextLabels:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextWriter:
+class TextWriter(InPasses):
     """Continues texts with the most probable token each time; texts of one length share a batch."""
 
     model: Any
     tokens: Tokens
     settings: Any
-    is_exact: bool = True
+    passes: Passes
 
-    inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", "BYTES", (BATCH,)),)
-    outputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", "BYTES", (BATCH,)),)
+    inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
+    outputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
     labels: ClassVar[None] = None
 
     @classmethod
-    def from_folder(cls, model: Any, folder: Path, *, max_new_tokens: int | None, is_exact: bool) -> TextWriter:
+    def from_folder(cls, model: Any, folder: Path, passes: Passes, *, max_new_tokens: int | None) -> TextWriter:
         tokens = Tokens.from_folder(model, folder)
-        return cls(model, tokens, _settings(model, folder, tokens.tokenizer, max_new_tokens), is_exact)
+        return cls(model, tokens, _settings(model, folder, tokens.tokenizer, max_new_tokens), passes)
 
-    @property
-    def max_batch(self) -> int:
-        return MAX_BATCH
-
-    def decode(self, data: bytes, name: str) -> Tensor:
+    def decode(self, data: bytes, name: str) -> Array:
         found = self.tokens.of(data, name)
         if found.shape[1] == self.tokens.limit:
             raise FormatError(f"{name} has {found.shape[1]:,} tokens, which is all that the model takes")
         return found
 
-    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
+    def predict(self, inputs: Sequence[Item]) -> Columns:
         self.tokens.check(inputs)
         return grouped(inputs, lambda rows: rows.shape[1], self._predict_group)
 
-    def _predict_group(self, inputs: Sequence[Tensor], length: int) -> Iterable[Prediction]:
-        for start in range(0, len(inputs), self.max_batch):
-            chunk = list(inputs[start : start + self.max_batch])
-            missing = self.max_batch - len(chunk) if self.is_exact else 0
-            written = self._written(torch.stack([*chunk, *chunk[-1:] * missing]))
-            yield from (Prediction(text=self._text(row[length:])) for row in written[: len(chunk)])
+    def _predict_group(self, inputs: Sequence[Array], length: int) -> Columns:
+        rows = torch.from_numpy(np.stack(inputs))
+        chunks = self.passes.chunks(rows, self._first_logits, lambda many: self.tokens.random(many, length))
+        written = [(self._generated(chunk).sequences, kept) for chunk, kept in chunks]
+        return {"text": texts([self._text(row[length:]) for found, kept in written for row in found[:kept].cpu()])}
+
+    def _first_logits(self, batch: Tensor) -> Tensor:
+        """Logits of the first two new tokens, float [n, 2, values]: of a pass over the text, and of one token."""
+        found = self._generated(batch, max_new_tokens=2, min_new_tokens=2, output_logits=True)
+        return torch.stack(found.logits, 1)
 
     @torch.inference_mode()
-    def _written(self, batch: Tensor) -> Tensor:
+    def _generated(self, batch: Tensor, **changes: Any) -> Any:
         settings = copy(self.settings)
+        settings.update(return_dict_in_generate=True, **changes)
         if self.tokens.limit is not None:
             settings.max_new_tokens = min(settings.max_new_tokens, self.tokens.limit - batch.shape[2])
+            settings.min_new_tokens = min(settings.min_new_tokens or 0, settings.max_new_tokens)
         fields = self.tokens.named(batch.to(device_of(self.model)))
         # What a model that continues a text does not take.
         fields.pop("token_type_ids", None)
-        return self.model.generate(**fields, generation_config=settings).cpu()
+        return self.model.generate(**fields, generation_config=settings)
 
     def _text(self, row: Tensor) -> str:
         """The text up to the end token; what follows pads it to the longest text of the batch."""
@@ -214,16 +221,11 @@ def _settings(model: Any, folder: Path, tokenizer: Any, max_new_tokens: int | No
     return found
 
 
-def grouped(
-    inputs: Sequence[Tensor], group: Group, answer: Callable[[Sequence[Tensor], int], Iterable[Prediction]]
-) -> list[Prediction]:
-    """Predictions in input order; inputs of one group are predicted together."""
-    numbers: Mapping[int, list[int]] = defaultdict(list)
+def grouped(inputs: Sequence[Any], group: Group, answer: Callable[[Sequence[Array], int], Columns]) -> Columns:
+    """Outputs in the order of the inputs; inputs of one group are predicted together."""
+    numbers: dict[int, list[int]] = defaultdict(list)
     for number, rows in enumerate(inputs):
         numbers[group(rows)].append(number)
-    found = {
-        number: prediction
-        for size, members in numbers.items()
-        for number, prediction in zip(members, answer([inputs[n] for n in members], size), strict=True)
-    }
-    return [found[number] for number in range(len(inputs))]
+    found = [answer([inputs[number] for number in members], size) for size, members in numbers.items()]
+    order = np.argsort([number for members in numbers.values() for number in members])
+    return {name: np.concatenate([columns[name] for columns in found])[order] for name in found[0]}

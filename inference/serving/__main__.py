@@ -24,7 +24,7 @@ with killed_by_interrupts():
 
     import ckpt_tools
     from ckpt_tools.arguments import public
-    from ckpt_tools.errors import CkptError, FormatError, StoreError, UsageError
+    from ckpt_tools.errors import FormatError, StoreError, UsageError
 
     from ..common.errors import printable, report_errors
     from ..common.name_options import AS_IT_IS, Reading, reading_options
@@ -44,10 +44,10 @@ with killed_by_interrupts():
     )
 
 if TYPE_CHECKING:
-    import torch
     from fastapi import FastAPI
 
-    from .repository import Load, Source
+    from ..models.options import Exact, ModelOptions
+    from .repository import Load, Repository, Source
 
 NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
 
@@ -82,6 +82,8 @@ class Options:
     certfile: Path | None = None
     keyfile: Path | None = None
     device: str | None = None
+    exact: Exact = "buckets"
+    max_batch: int | None = None
     runner: Literal["local", "ray"] = "local"
     replicas: int | None = None
     min_replicas: int | None = None
@@ -98,6 +100,7 @@ class Options:
             raise UsageError(f"--threads is a number from 1, not {self.threads}")
         if self.keyfile is not None and self.certfile is None:
             raise UsageError("--keyfile needs --certfile")
+        self.model_options()
         self._check_replicas()
         if self.runner == "ray":
             self._check_ray()
@@ -141,7 +144,12 @@ class Options:
     def sources(self) -> list[Source]:
         from .repository import Source
 
-        return [Source(name, url) for name, url in self.named()]
+        return [Source(name, url, self.model_options()) for name, url in self.named()]
+
+    def model_options(self) -> ModelOptions:
+        from ..models.options import ModelOptions
+
+        return ModelOptions(self.architecture, self.device, self.reading, self.exact, self.max_batch)
 
     def hosts(self, bound: socket.socket) -> frozenset[str] | None:
         """Values of the Host header to accept: on loopback only these; elsewhere all (None) unless some are given."""
@@ -154,14 +162,6 @@ class Options:
         pass wait for each other by spinning: if one has to give way to the threads that read requests, the others burn
         what those need, and a forward pass takes many times as long."""
         return self.threads or max(1, len(os.sched_getaffinity(0)) - 1)
-
-    def torch_device(self) -> torch.device:
-        import torch
-
-        try:
-            return torch.device(self.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-        except RuntimeError as error:
-            raise UsageError(f"--device {self.device} is not a device of torch") from error
 
     def check(self) -> None:
         """Check the certificate and the headers of the models. Raises ``CkptError``."""
@@ -191,20 +191,23 @@ def _check_certificate(certificate: Path, key: Path | None) -> None:
 @public
 def create_app(model: str | Path) -> FastAPI:
     """The ASGI application over a checkpoint, loaded into this process now. Raises ``CkptError`` as ``load_model``."""
-    from ..models.predictor import load_predictor
+    from ..models.predictor import loaded
 
     options = Options([str(model)], Settings())
-    device = options.torch_device()
-    return application(options, lambda url, name: load_predictor(url, name=name, device=device))
+    return application(options, lambda source: loaded(source.url, source.name, source.options))
 
 
-def application(options: Options, load: Load, grpc: Listening | None = None) -> FastAPI:
-    """The application over models that ``load`` loads. ``grpc`` is served while the application runs."""
+def application(
+    options: Options, load: Load, grpc: Listening | None = None, made: Callable[[Repository], None] = lambda _: None
+) -> FastAPI:
+    """The application over models that ``load`` loads. ``grpc`` is served while the application runs. ``made`` is
+    called with the repository before models are loaded."""
     from .http import app
     from .repository import Repository
     from .watching import Watcher
 
-    repository = Repository(options.sources(), load)
+    repository = Repository(options.sources(), load, max_delay=options.settings.max_queue_delay)
+    made(repository)
     # Before the models are loaded: what it sees then is what is loaded.
     watcher = None if options.watch is None else Watcher(repository, options.watch, tell)
     repository.load_all()
@@ -216,20 +219,22 @@ def tell(sentence: str) -> None:
 
 
 @dataclass(slots=True)
-class _Ended:
-    """Handler for the end of the models' process, which may come before there is a server to stop."""
+class _Restarts:
+    """Tells the repository, once there is one, that the process of the models ended, and that it runs again."""
 
-    error: CkptError | None = None
-    fail: Callable[[CkptError], None] | None = None
+    repository: Repository | None = None
 
-    def __call__(self, error: CkptError) -> None:
-        self.error = error
-        self.pass_on(self.fail)
+    def know(self, repository: Repository) -> None:
+        self.repository = repository
 
-    def pass_on(self, fail: Callable[[CkptError], None] | None) -> None:
-        self.fail = fail
-        if fail and self.error:
-            fail(self.error)
+    def ended(self, reason: str) -> None:
+        if self.repository is not None and not self.repository.is_closed:
+            tell(f"{reason}; it is started again")
+            self.repository.lost(reason)
+
+    def started(self) -> None:
+        if self.repository is not None:
+            self.repository.reload(tell)
 
 
 @click.command(cls=commands.Command, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
@@ -255,6 +260,20 @@ class _Ended:
 )
 @click.option("--watch", type=float, metavar="SECONDS", help="Check for a newer checkpoint every SECONDS and load it.")
 @click.option("--timeout", type=float, default=30.0, help="Seconds that a request may wait for the model.")
+@click.option(
+    "--exact",
+    type=click.Choice(["buckets", "full", "off"]),
+    default="buckets",
+    help="Forward passes: of sizes found equal at load, all of the full size, or of any size.",
+)
+@click.option("--max-batch", type=int, metavar="N", help="Most inputs of a forward pass.  [default: 30 or 8]")
+@click.option(
+    "--max-queue-delay",
+    type=float,
+    default=0.0,
+    metavar="SECONDS",
+    help="Seconds that inputs wait for more while the model is idle.",
+)
 @click.option("--drain", type=float, default=0.0, help="Seconds to keep serving after SIGTERM, reporting not ready.")
 @click.option("--token", type=click.Path(path_type=Path), metavar="FILE", help="File with the required bearer token.")
 @click.option("--certfile", type=click.Path(path_type=Path), help="TLS certificate (PEM): serve HTTPS.")
@@ -270,6 +289,7 @@ def main(
     model: str | None,
     models: tuple[str, ...],
     timeout: float,
+    max_queue_delay: float,
     drain: float,
     token: Path | None,
     access_log: bool,
@@ -283,7 +303,9 @@ def main(
     """
     with report_errors():
         word = None if token is None else read_token(token)
-        settings = Settings(timeout=timeout, drain=drain, token=word, has_access_log=access_log)
+        settings = Settings(
+            timeout=timeout, max_queue_delay=max_queue_delay, drain=drain, token=word, has_access_log=access_log
+        )
         named = (*([model] if model else []), *models)
         run(Options(named, settings, reading=Reading.taken_from(others), **others))
 
@@ -313,8 +335,7 @@ def _serve_on_ray(options: Options) -> None:
         raise UsageError(f"--runner ray needs the package {error.name}; {how}") from error
 
     settings = replace(options.settings, hosts=hosts)
-    model = options.architecture, options.reading, options.torch_device().type
-    served = ray.Served(tuple(options.sources()), settings, *model, options.threads or 1)
+    served = ray.Served(tuple(options.sources()), settings, options.threads or 1)
     replicas = ray.Replicas(options.least_replicas, options.most_replicas)
     ray.run(served, replicas, options.host, port, lambda: click.echo(f"serving on {url}"))
 
@@ -328,14 +349,13 @@ def _serve(options: Options, bound: socket.socket, grpc: Listening | None) -> No
         if grpc is not None:
             click.echo(f"serving gRPC on {grpc.address}")
 
-    ended, device = _Ended(), str(options.torch_device())
-    with RemoteModels.running(options.architecture, options.reading, device, options.num_threads(), ended) as models:
+    restarts = _Restarts()
+    with RemoteModels.running(options.num_threads(), restarts.ended, restarts.started) as models:
         from .http.server import server_of
 
-        app = application(options, models.load, grpc)
+        app = application(options, models.load, grpc, restarts.know)
         listen(bound, options.host)
         server = server_of(app, announce, options.settings.drain, options.certfile, options.keyfile)
-        ended.pass_on(server.fail)
         server.serve_on(bound)
 
 

@@ -1,9 +1,8 @@
 """Request batching: a bounded queue in front of the model, and the counters of each version of a model.
 
 While the model is busy, requests wait, and the next forward pass takes as many as fit; none waits for a batch to fill
-up. A model in another process gets a full batch before it is done with the previous one, so that it never waits. A
-forward pass has a fixed shape, so other requests in the batch change no bit of an answer (see
-:mod:`training.loop.evaluation`), and thirty waiting images cost as much as one.
+up, unless ``max_delay`` says so. A model in another process gets a full batch before it is done with the previous one,
+so that it never waits. Other requests in the batch change no bit of an answer (:mod:`..models.passes`).
 """
 
 from __future__ import annotations
@@ -51,9 +50,10 @@ class _Waiting(Generic[Item, Result]):
 class Batcher(Generic[Item, Result]):
     """Runs ``work`` on batches of at most ``max_batch`` items; it returns a result for each, in order.
 
-    At most ``max_waiting`` items wait. ``observe`` is called after each call of ``work``. With two or more threads, a
-    full batch is handed to ``work`` while it is busy. Use as a context manager: its threads end with the block, after
-    the work they have begun.
+    At most ``max_waiting`` items wait. A batch that is not full begins ``max_delay`` seconds after its first item came,
+    or when the model is done with the one before, if that is later. ``observe`` is called after each call of ``work``.
+    With two or more threads, a full batch is handed to ``work`` while it is busy. Use as a context manager: its threads
+    end with the block, after the work they have begun.
     """
 
     work: Callable[[Sequence[Item]], Sequence[Result]]
@@ -61,6 +61,7 @@ class Batcher(Generic[Item, Result]):
     max_waiting: int
     observe: Callable[[Execution], None] = lambda _: None
     num_threads: int = 1
+    max_delay: float = 0.0
     _queue: deque[_Waiting[Item, Result]] = field(default_factory=deque, init=False, repr=False)
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False, repr=False)
     _is_closed: bool = field(default=False, init=False, repr=False)
@@ -148,14 +149,22 @@ class Batcher(Generic[Item, Result]):
     def _next_batch(self) -> list[_Waiting[Item, Result]]:
         """The longest waiting items, as soon as a batch may start; empty at the end."""
         with self._changed:
-            self._changed.wait_for(self._may_take)
+            while not self._may_take():
+                self._changed.wait(self._seconds_to_wait())
             self._num_at_work += 1
             return [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
 
     def _may_take(self) -> bool:
         """While the model is busy, only a full batch may start."""
         is_full = len(self._queue) >= self.max_batch
-        return is_full or self._is_closed or (bool(self._queue) and not self._num_at_work)
+        is_due = bool(self._queue) and not self._num_at_work and not self._seconds_to_wait()
+        return is_full or self._is_closed or is_due
+
+    def _seconds_to_wait(self) -> float | None:
+        """Seconds until the first item has waited long enough; None without an item, or without such a limit."""
+        if not self._queue or self._num_at_work or not self.max_delay:
+            return None
+        return max(0.0, self._queue[0].since + self.max_delay - time.perf_counter()) or None
 
     def _answer(self, batch: Sequence[_Waiting[Item, Result]]) -> None:
         if not batch:

@@ -8,34 +8,18 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import orjson
-import torch
-from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
 from ..models.predictor import Prediction, Predictor, TensorSpec
-
-BYTES = "BYTES"
-
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    "BOOL": np.dtype(np.bool_),
-    **{
-        f"{sign}INT{bits}": np.dtype(f"<{'u' if sign else 'i'}{bits // 8}")
-        for sign in ("", "U")
-        for bits in (8, 16, 32, 64)
-    },
-    **{f"FP{bits}": np.dtype(f"<f{bits // 8}") for bits in (16, 32, 64)},
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
-"""Element types in memory and in the binary extension: little-endian. ``BYTES`` elements have a length prefix."""
+from ..models.results import BYTES, DTYPES, Array, Item, texts
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**40  # limit of one dimension; products of larger sizes would overflow
@@ -67,7 +51,7 @@ class InferRequest:
     """A valid request: one item per row of its input; ``timeout`` in seconds."""
 
     id: str | None
-    items: tuple[Tensor, ...]
+    items: tuple[Item, ...]
     outputs: tuple[WantedOutput, ...]
     timeout: float | None = None
 
@@ -116,16 +100,31 @@ def _split(body: bytes, json_bytes: str | None) -> tuple[bytes, bytes]:
     return body[: int(json_bytes)], body[int(json_bytes) :]
 
 
-def _items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, max_rows: int) -> tuple[Tensor, ...]:
-    if len(inputs) != len(predictor.inputs):
-        raise BadRequestError(f"the request has {len(inputs)} inputs; the model takes {_names(predictor.inputs)}")
-    (spec,) = predictor.inputs
-    given = _object(inputs[0], "an input")
+def _items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, max_rows: int) -> tuple[Item, ...]:
+    """One item for each row. Inputs may be in any order, and binary data are in theirs."""
+    given = [_object(each, "an input") for each in inputs]
+    specs = {spec.name: spec for spec in predictor.inputs}
+    if len(given) != len(specs):
+        raise BadRequestError(f"the request has {len(given)} inputs; the model takes {_names(predictor.inputs)}")
+    found: dict[str, tuple[Item, ...]] = {}
+    for each in given:
+        name = each.get("name")
+        if not isinstance(name, str) or name not in specs or name in found:
+            raise BadRequestError(f"the input is called {_shown(name)}; the model takes {_names(predictor.inputs)}")
+        found[name], binary = _input(each, specs[name], binary, predictor, max_rows)
+    if binary:
+        raise BadRequestError(f"{len(binary)} bytes follow the binary data of the inputs")
+    columns = [found[name] for name in specs]
+    if len({len(column) for column in columns}) > 1:
+        raise BadRequestError("the inputs have different numbers of rows")
+    return columns[0] if len(columns) == 1 else tuple(zip(*columns, strict=True))
+
+
+def _input(
+    given: Json, spec: TensorSpec, binary: memoryview, predictor: Predictor, max_rows: int
+) -> tuple[tuple[Item, ...], memoryview]:
+    """The rows of one input, and the binary data that follow its own."""
     _known(given, TENSOR_FIELDS, "an input")
-    if given.get("name") != spec.name:
-        raise BadRequestError(
-            f"the input is called {_shown(given.get('name'))}; the model takes {_names(predictor.inputs)}"
-        )
     shape = _shape(given, spec, max_rows)
     if given.get("datatype") != spec.datatype:
         raise BadRequestError(
@@ -133,9 +132,7 @@ def _items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, m
         )
     size = _parameters(given, f"the input {spec.name}").get("binary_data_size")
     used = 0 if size is None else _binary_size(size, spec, binary)
-    if len(binary) != used:
-        raise BadRequestError(f"{len(binary) - used} bytes follow the binary data of the inputs")
-    return _rows(given, shape, spec, None if size is None else binary[:used], predictor)
+    return _rows(given, shape, spec, None if size is None else binary[:used], predictor), binary[used:]
 
 
 def _binary_size(size: object, spec: TensorSpec, binary: memoryview) -> int:
@@ -148,7 +145,7 @@ def _binary_size(size: object, spec: TensorSpec, binary: memoryview) -> int:
 
 def _rows(
     given: Json, shape: tuple[int, ...], spec: TensorSpec, binary: memoryview | None, predictor: Predictor
-) -> tuple[Tensor, ...]:
+) -> tuple[Item, ...]:
     if binary is None and "data" not in given:
         raise BadRequestError(f"the input {spec.name} has neither data nor the parameter binary_data_size")
     if binary is not None and "data" in given:
@@ -164,7 +161,8 @@ def _rows(
     rows = _array_of_json(given, shape, spec) if binary is None else _array_of_binary(binary, shape, spec)
     if rows.dtype.kind not in "biu" and not np.isfinite(rows.astype(np.float64)).all():
         raise BadRequestError(f"the input {spec.name} has elements that are NaN or infinite in {spec.datatype}")
-    return tuple(_tensor(rows).unbind())
+    # An aligned copy, which the model may keep.
+    return tuple(rows.copy())
 
 
 def _shape(given: Json, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
@@ -183,7 +181,7 @@ def _shape(given: Json, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _array_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpec) -> np.ndarray[Any, Any]:
+def _array_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpec) -> Array:
     dtype = DTYPES[spec.datatype]
     if len(binary) != prod(shape) * dtype.itemsize:
         raise BadRequestError(
@@ -195,7 +193,7 @@ def _array_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpe
     return np.frombuffer(binary, dtype).reshape(shape)
 
 
-def _array_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> np.ndarray[Any, Any]:
+def _array_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> Array:
     values = _flat(given, shape, spec)
     dtype = DTYPES[spec.datatype]
     by_kind: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}}
@@ -256,13 +254,6 @@ def _texts_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> lis
     if not all(isinstance(value, str) for value in values):
         raise BadRequestError(f"the data of the input {spec.name} has elements that are not texts")
     return [value.encode("utf-8", "surrogatepass") for value in values]
-
-
-def _tensor(rows: np.ndarray[Any, Any]) -> Tensor:
-    """An aligned copy, which the model may keep."""
-    if rows.dtype == DTYPES["BF16"]:
-        return torch.from_numpy(rows.view(np.int16).copy()).view(torch.bfloat16)
-    return torch.from_numpy(rows.copy())
 
 
 def _outputs(request: Json, is_binary: bool, predictor: Predictor) -> tuple[WantedOutput, ...]:
@@ -328,28 +319,23 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One output for all rows of a request."""
+    """One output for all rows of a request, [rows, ...]; texts are objects."""
 
     spec: TensorSpec
-    values: Sequence[Any]
+    values: Array
 
     @property
     def shape(self) -> list[int]:
-        inner = np.shape(self.values[0]) if self.spec.datatype != BYTES else ()
-        return [len(self.values), *inner]
+        return list(self.values.shape)
 
     def flat(self) -> list[Any]:
-        if isinstance(self.values[0], tuple | list):
-            return [each for value in self.values for each in value]
-        return list(self.values)
+        return self.values.reshape(-1).tolist()
 
     def binary(self) -> bytes:
         """The elements in the binary extension's format."""
-        datatype: str = self.spec.datatype
-        if datatype == BYTES:
+        if self.spec.datatype == BYTES:
             return joined_texts([str(value).encode() for value in self.flat()])
-        wide = np.float64 if datatype == "BF16" else None
-        return np.asarray(self.values, wide).astype(DTYPES[datatype]).tobytes()
+        return self.values.astype(DTYPES[self.spec.datatype], copy=False).tobytes()
 
 
 def joined_texts(texts: Iterable[bytes]) -> bytes:
@@ -359,7 +345,8 @@ def joined_texts(texts: Iterable[bytes]) -> bytes:
 
 def column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> Column:
     """A requested output, from one prediction per row."""
-    return Column(wanted.spec, [getattr(prediction, wanted.spec.name) for prediction in predictions])
+    rows = [prediction[wanted.spec.name] for prediction in predictions]
+    return Column(wanted.spec, texts(rows) if wanted.spec.datatype == BYTES else np.stack(rows))
 
 
 def infer_response(request: InferRequest, predictions: Sequence[Prediction], name: str, version: str) -> Body:

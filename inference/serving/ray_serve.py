@@ -21,9 +21,8 @@ from ray import serve
 from ckpt_tools.errors import FormatError, StoreError
 from ckpt_tools.signals import held_back, starting_processes
 
-from ..common.name_options import Reading
 from ..common.training_package import launchers
-from ..models.predictor import Predictor, load_predictor
+from ..models.predictor import Predictor, loaded
 from .http.middleware import Traffic
 from .metrics import Snapshot
 from .refusals import Refused
@@ -64,22 +63,25 @@ class Served:
 
     sources: tuple[Source, ...]
     settings: Settings
-    architecture: str | None
-    reading: Reading
-    device: str
     threads: int
     digests: tuple[str, ...] = ()
 
-    def load(self, url: str, name: str) -> Predictor:
+    @property
+    def num_gpus(self) -> int:
+        import torch
+
+        device = self.sources[0].options.device
+        return int(torch.cuda.is_available() if device is None else device.startswith("cuda"))
+
+    def load(self, source: Source) -> Predictor:
         import torch
 
         torch.set_num_threads(self.threads)
-        names = self.reading.given()
-        return load_predictor(url, name=name, architecture=self.architecture, device=self.device, **names)
+        return loaded(source.url, source.name, source.options)
 
     def known(self) -> Served:
         """With the digests of the weights. Loads the models, so that one that cannot be served fails here."""
-        found = tuple(self.load(each.url, each.name).identity.digest for each in self.sources)
+        found = tuple(self.load(each).identity.digest for each in self.sources)
         return replace(self, digests=found)
 
 
@@ -203,7 +205,7 @@ def _start(served: Served, replicas: Replicas, host: str, port: int) -> None:
         name=APPLICATION,
         max_ongoing_requests=MAX_WAITING,
         graceful_shutdown_timeout_s=GRACE_SECONDS,
-        ray_actor_options={"num_cpus": served.threads, "num_gpus": int(served.device.startswith("cuda"))},
+        ray_actor_options={"num_cpus": served.threads, "num_gpus": served.num_gpus},
         **replicas.options(),
     )
     try:

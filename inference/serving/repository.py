@@ -12,27 +12,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from ckpt_tools.errors import CkptError, UsageError
 
+from ..models.options import DEFAULTS, ModelOptions
 from ..models.predictor import Prediction, Predictor
+from ..models.results import Item
 from .batching import Batcher, Statistics
 
 MAX_WAITING = 256
 """Rows that may wait for one model, about nine forward passes. With a full queue, clients get 503 at once."""
 
 READY, LOADING, UNAVAILABLE = "READY", "LOADING", "UNAVAILABLE"
+LONGEST_DELAY = 30.0  # seconds between attempts to load a model again
 UNLOADED = "unloaded"  # reason of a model that was unloaded on request
-Load = Callable[[str, str], Predictor]  # loads the model at a URL under a name
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """``NAME=URL`` of the command line. Several with one name are versions of one model."""
+    """``NAME=URL`` of the command line, and how it is loaded. Several with one name are versions of one model."""
 
     name: str
     url: str
+    options: ModelOptions = DEFAULTS
+
+
+Load = Callable[[Source], Predictor]  # loads the model at a source
 
 
 class UnknownModelError(Exception):
@@ -40,7 +44,15 @@ class UnknownModelError(Exception):
 
 
 class NotReadyError(Exception):
-    """The model exists and is not loaded."""
+    """The model exists and is not loaded; ``is_unloaded`` if somebody asked for that."""
+
+    def __init__(self, name: str, *, is_unloaded: bool) -> None:
+        super().__init__(f"the model {name} is {'not loaded' if is_unloaded else 'being loaded'}")
+        self.is_unloaded = is_unloaded
+
+
+class ModelsEndedError(CkptError):
+    """The process of the models ended. The message says how; it is started again."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,17 +62,17 @@ class Version:
     name: str
     number: int
     predictor: Predictor
-    batcher: Batcher[Tensor, Prediction]
+    batcher: Batcher[Item, Prediction]
     statistics: Statistics
     loaded_at: float = field(default_factory=time.time)
     num_users: int = 0
     is_retired: bool = False
 
     @classmethod
-    def of(cls, name: str, number: int, predictor: Predictor, max_waiting: int) -> Version:
+    def of(cls, name: str, number: int, predictor: Predictor, max_waiting: int, max_delay: float) -> Version:
         counts = Statistics()
         threads = 2 if predictor.is_elsewhere else 1
-        batcher = Batcher(predictor.predict, predictor.max_batch, max_waiting, counts.executed, threads)
+        batcher = Batcher(predictor.predict, predictor.max_batch, max_waiting, counts.executed, threads, max_delay)
         return cls(name, number, predictor, batcher.__enter__(), counts)
 
 
@@ -88,15 +100,22 @@ class Entry:
 class Repository:
     """All models of the service. Methods are thread-safe; :meth:`load` blocks while it reads."""
 
-    def __init__(self, sources: Sequence[Source], load: Load, *, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(
+        self, sources: Sequence[Source], load: Load, *, max_waiting: int = MAX_WAITING, max_delay: float = 0.0
+    ) -> None:
         if not sources:
             raise UsageError("there is no model to serve; name one")
         self.slots = tuple(Slot(source) for source in sources)
         self._load = load
-        self._max_waiting = max_waiting
+        self._max_waiting, self._max_delay = max_waiting, max_delay
         self._numbers: dict[str, int] = {}
-        self._batchers: list[Batcher[Tensor, Prediction]] = []
+        self._batchers: list[Batcher[Item, Prediction]] = []
         self._lock = threading.Lock()
+        self._closing = threading.Event()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closing.is_set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -121,7 +140,7 @@ class Repository:
         """Load what is at the source now, without serving it. Raises ``CkptError``; the old version keeps answering."""
         slot.state = READY if slot.version else LOADING
         try:
-            return self._load(slot.source.url, slot.source.name)
+            return self._load(slot.source)
         except CkptError as error:
             slot.state = READY if slot.version else UNAVAILABLE
             slot.reason = f"the last load failed ({type(error).__name__}); the log of the service says why"
@@ -132,7 +151,34 @@ class Repository:
         name = slot.source.name
         with self._lock:
             number = self._numbers[name] = self._numbers.get(name, 0) + 1
-        self._put(slot, Version.of(name, number, predictor, self._max_waiting))
+        self._put(slot, Version.of(name, number, predictor, self._max_waiting, self._max_delay))
+
+    def lost(self, reason: str) -> None:
+        """Drop all models, because the process that held them ended. :meth:`reload` loads them again."""
+        for slot in self.slots:
+            if slot.version is not None:
+                self._put(slot, None)
+                slot.state, slot.reason = LOADING, reason
+
+    def reload(self, tell: Callable[[str], None]) -> None:
+        """Load all models that were lost, again and again until each is loaded. ``tell`` is called with a sentence for
+        each that cannot be loaded. Returns early if the process ends again."""
+        # One that the ended process had just loaded came in after the others were dropped.
+        self.lost("the process of the models is started again")
+        delay, told = 1.0, set[str]()
+        while lost := [slot for slot in self.slots if slot.version is None and slot.reason != UNLOADED]:
+            for slot in lost:
+                try:
+                    self.renew(slot)
+                except ModelsEndedError:
+                    return
+                except CkptError as error:
+                    if (sentence := f"{slot.source.name} cannot be loaded again: {error}") not in told:
+                        told.add(sentence)
+                        tell(sentence)
+            if any(slot.version is None for slot in lost) and self._closing.wait(delay):
+                return
+            delay = min(2 * delay, LONGEST_DELAY)
 
     def unload(self, name: str) -> None:
         """Stop serving a model; requests that have begun are answered. Raises ``UnknownModelError``."""
@@ -143,6 +189,7 @@ class Repository:
 
     def close(self) -> None:
         """Unload everything and wait for running batches: a thread still in torch at exit would abort the process."""
+        self._closing.set()
         for slot in self.slots:
             self._put(slot, None)
         for batcher in self._batchers:
@@ -197,7 +244,7 @@ class Repository:
     def _version(self, name: str, number: str | None) -> Version:
         loaded = [slot.version for slot in self._slots_of(name) if slot.version is not None]
         if not loaded:
-            raise NotReadyError(f"the model {name} is not loaded")
+            raise NotReadyError(name, is_unloaded=all(slot.reason == UNLOADED for slot in self._slots_of(name)))
         if number is None:
             return max(loaded, key=lambda each: each.number)
         for version in loaded:

@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError
 
-from ..models.predictor import Prediction, TensorSpec
+from ..models.predictor import Prediction, Predictor, TensorSpec
+from ..models.results import BYTES, Item
 from .batching import Counts, QueueFullError
+from .decoding import MAX_WAITING_LARGE, Decoders
 from .http.middleware import Traffic
 from .metrics import Snapshot
 from .protocol import BadRequestError, InferRequest, tensor_metadata
 from .refusals import RETRY_AFTER, Refused
-from .repository import NotReadyError, Repository, UnknownModelError, Version
+from .repository import ModelsEndedError, NotReadyError, Repository, UnknownModelError, Version
 from .settings import Settings
 
 LOG = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class Service:
         self._snapshots_of_all = snapshots_of_all
         # One thread for loads, which leaves the event loop's threads to requests.
         self.loader = ThreadPoolExecutor(1, "loader")
+        self.decoders = Decoders()
 
     def server(self) -> Json:
         return {"name": "ckpt-tools", "version": ckpt_tools.__version__, "extensions": EXTENSIONS}
@@ -67,7 +68,7 @@ class Service:
         try:
             return self.repository.version(name, number)
         except (UnknownModelError, NotReadyError) as error:
-            raise Refused(404, str(error)) from error
+            raise not_there(error) from error
 
     def metadata(self, name: str, number: str | None) -> Json:
         version = self.version(name, number)
@@ -137,6 +138,18 @@ class Service:
             answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
             return render(asked, answers, version)
 
+    async def decode(self, predictor: Predictor, data: bytes, name: str) -> Item:
+        """One input of the model, of an image file or a text. Raises ``Refused``: 400, 503 and 504 as
+        :func:`predictions`."""
+        with refusing(self.settings.timeout, MAX_WAITING_LARGE, "large images wait to be decoded"):
+            async with asyncio.timeout(self.settings.timeout):
+                return await self.decoders.decode(predictor, data, name)
+
+    def close(self) -> None:
+        """Unload all models, once requests are answered."""
+        self.decoders.close()
+        self.repository.close()
+
     def index(self, *, only_ready: bool) -> list[Json]:
         return [asdict(entry) for entry in self.repository.index() if entry.state == "READY" or not only_ready]
 
@@ -172,7 +185,14 @@ def holding(
             with _counted(version):
                 yield version
     except (UnknownModelError, NotReadyError) as error:
-        raise Refused(404, str(error)) from error
+        raise not_there(error) from error
+
+
+def not_there(error: UnknownModelError | NotReadyError) -> Refused:
+    """503 for a model that is about to be loaded again, 404 for the others."""
+    if isinstance(error, NotReadyError) and not error.is_unloaded:
+        return Refused(503, f"{error}; try again", RETRY_AFTER)
+    return Refused(404, str(error))
 
 
 @contextmanager
@@ -193,31 +213,48 @@ def _reason(error: BaseException) -> str:
     return {503: "REJECTED", 504: "REJECTED", 500: "BACKEND"}.get(status, "OTHER")
 
 
-async def predictions(version: Version, items: Sequence[Tensor], seconds: float) -> list[Prediction]:
-    """The answer for each item. Raises Refused: 503 if the queue is full, 504 if the model takes longer than
-    ``seconds``, 400 if it does not take such items, 500 if it fails."""
+async def predictions(version: Version, items: Sequence[Item], seconds: float) -> list[Prediction]:
+    """The answer for each item. Raises Refused: 503 if the queue is full or the process of the models ended, 504 if the
+    model takes longer than ``seconds``, 400 if it does not take such items, 500 if it fails."""
+    with refusing(seconds, version.batcher.max_waiting, "inputs wait for the model"):
+        try:
+            async with asyncio.timeout(seconds):
+                return await version.batcher.submit_all(items)
+        except (QueueFullError, TimeoutError, FormatError, ModelsEndedError):
+            raise
+        except Exception as error:
+            LOG.error("the model %s, version %d, failed", version.name, version.number, exc_info=error)
+            raise Refused(500, "the model failed on this request; the log of the service says why") from error
+
+
+@contextmanager
+def refusing(seconds: float, most: int, what: str) -> Iterator[None]:
+    """Maps errors of the block to ``Refused``. ``most`` is the length of its queue, of ``what``."""
     try:
-        async with asyncio.timeout(seconds):
-            return await version.batcher.submit_all(items)
+        yield
     except QueueFullError as error:
-        most = version.batcher.max_waiting
-        raise Refused(503, f"{most} inputs wait for the model, which is the limit; try again", RETRY_AFTER) from error
+        raise Refused(503, f"{most} {what}, which is the limit; try again", RETRY_AFTER) from error
     except TimeoutError as error:
         raise Refused(504, f"the model did not answer within {seconds:g} seconds") from error
     except FormatError as error:
         raise Refused(400, error.message) from error
-    except Exception as error:
-        LOG.error("the model %s, version %d, failed", version.name, version.number, exc_info=error)
-        raise Refused(500, "the model failed on this request; the log of the service says why") from error
+    except ModelsEndedError as error:
+        raise ended(error) from error
+
+
+def ended(error: ModelsEndedError) -> Refused:
+    return Refused(503, f"{error.message}; it is started again", RETRY_AFTER)
 
 
 async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferRequest:
     try:
-        if num_bytes > LARGE_REQUEST or any(spec.datatype == "BYTES" for spec in version.predictor.inputs):
+        if num_bytes > LARGE_REQUEST or any(spec.datatype == BYTES for spec in version.predictor.inputs):
             return await asyncio.to_thread(parse, version)
         return parse(version)
     except BadRequestError as error:
         raise Refused(400, str(error)) from error
+    except ModelsEndedError as error:
+        raise ended(error) from error
 
 
 def identity(version: Version) -> Json:

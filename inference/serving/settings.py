@@ -22,7 +22,8 @@ MAX_TOKEN_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of the command line. ``timeout`` is the longest wait for the model in seconds. Without a ``token``,
+    """Settings of the command line. ``timeout`` is the longest wait for the model in seconds, and ``max_queue_delay``
+    how long a batch waits to be filled while the model is idle. Without a ``token``,
     every client is accepted.
 
     After a signal the service keeps serving for ``drain`` seconds and reports not ready, so that a load balancer stops
@@ -33,6 +34,7 @@ class Settings:
     """
 
     timeout: float = 30.0
+    max_queue_delay: float = 0.0
     body_seconds: float = BODY_SECONDS
     drain: float = 0.0
     token: str | None = None
@@ -40,7 +42,12 @@ class Settings:
     hosts: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        for option, seconds, may_be_0 in (("--timeout", self.timeout, False), ("--drain", self.drain, True)):
+        given = (
+            ("--timeout", self.timeout, False),
+            ("--drain", self.drain, True),
+            ("--max-queue-delay", self.max_queue_delay, True),
+        )
+        for option, seconds, may_be_0 in given:
             if not 0 <= seconds < 1e9 or not (seconds or may_be_0):
                 raise UsageError(f"{option} is a number of seconds, not {seconds:g}")
 

@@ -11,7 +11,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from ...models.predictor import Prediction, Predictor
-from ..protocol import BYTES, MAX_DIMENSIONS, BadRequestError, InferRequest, Json, column, fitting_request, joined_texts
+from ...models.results import BYTES
+from ..protocol import MAX_DIMENSIONS, BadRequestError, InferRequest, Json, column, fitting_request, joined_texts
 from ..repository import Version
 
 DESCRIPTORS = Path(__file__).with_name("open_inference.desc")

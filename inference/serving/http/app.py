@@ -5,7 +5,6 @@ Nothing that is posted is ever written to the disk.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from importlib.util import find_spec
@@ -21,11 +20,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from torch import Tensor
-
-from ckpt_tools.errors import FormatError
 
 from ...models.predictor import Prediction, Predictor
+from ...models.results import BYTES, Item
 from ..metrics import CONTENT_TYPE, exposition
 from ..refusals import Refused, answer
 from ..repository import Repository
@@ -97,13 +94,13 @@ def create_app(
         with background or nullcontext():
             async with calls:
                 yield
-        repository.close()
+        service.close()
 
     async def predict(request: Request) -> Response:
         form = await read_form(request)
         name = the_model(repository, request.query_params.get("model"))
         with holding(repository, request.scope["state"], name, None) as version:
-            item = await read_item(form, version.predictor)
+            item = await read_item(form, version.predictor, service)
             (prediction,) = await predictions(version, [item], chosen.timeout)
         headers = {"X-Model-Name": version.name, "X-Model-Version": str(version.number)}
         return JSONResponse(shown(prediction, version.predictor), headers=headers)
@@ -153,8 +150,7 @@ def the_model(repository: Repository, name: str | None) -> str:
 
 def shown(prediction: Prediction, predictor: Predictor) -> dict[str, object]:
     """Fields of the prediction, and the name of its label if known."""
-    fields = ("label", "probabilities", "text", "embedding")
-    found = {name: getattr(prediction, name) for name in fields if getattr(prediction, name) is not None}
+    found = prediction.shown()
     if predictor.labels and prediction.label is not None:
         found["name"] = predictor.labels[prediction.label]
     return found
@@ -172,15 +168,15 @@ async def read_form(request: Request) -> FormData:
         raise Refused(400, "the connection was closed before the whole form was there") from error
 
 
-async def read_item(form: FormData, predictor: Predictor) -> Tensor:
+async def read_item(form: FormData, predictor: Predictor, service: Service) -> Item:
     """The model's input in a form: an image, or a text for a text model. Raises ``Refused`` 422, 413 or 400."""
-    if predictor.inputs[0].datatype == "BYTES":
+    if predictor.inputs[0].datatype == BYTES:
         text = the_field(form, "text", str, HOW_TO_POST_TEXT)
-        return await decoded(predictor, text.encode("utf-8", "surrogatepass"), "the posted text")
+        return await service.decode(predictor, text.encode("utf-8", "surrogatepass"), "the posted text")
     image = the_field(form, "image", UploadFile, HOW_TO_POST)
     if (image.size or 0) > MAX_UPLOAD_BYTES:
         raise Refused(413, TOO_LARGE)
-    return await decoded(predictor, await image.read(), image.filename or "the posted file")
+    return await service.decode(predictor, await image.read(), image.filename or "the posted file")
 
 
 def the_field(form: FormData, name: str, kind: type[Result], how: str) -> Result:
@@ -193,10 +189,3 @@ def the_field(form: FormData, name: str, kind: type[Result], how: str) -> Result
     if not items or not isinstance(items[0][1], kind):
         raise Refused(422, how)
     return items[0][1]
-
-
-async def decoded(predictor: Predictor, data: bytes, name: str) -> Tensor:
-    try:
-        return await asyncio.to_thread(predictor.decode, data, name)
-    except FormatError as error:
-        raise Refused(400, str(error)) from error

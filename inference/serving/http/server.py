@@ -16,7 +16,6 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ckpt_tools.errors import CkptError
 from ckpt_tools.signals import STOPPING, Stopped
 
 from ...common.garbage import settle
@@ -86,17 +85,14 @@ class Server(uvicorn.Server):
 
     stopped_by: int | None = None
     stops_at: float | None = None
-    failed: CkptError | None = None
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, drain: float, announce: Callable[[], None]) -> None:
         super().__init__(config)
         self.traffic, self.drain, self.announce = app.state.traffic, drain, announce
 
     def serve_on(self, listening: socket.socket) -> None:
-        """Serve until a signal. Raises :class:`Stopped` then, or the error given to :meth:`fail`."""
+        """Serve until a signal. Raises :class:`Stopped` then."""
         self.run(sockets=[listening])
-        if self.failed is not None:
-            raise self.failed
         if self.stopped_by:
             raise Stopped(self.stopped_by)
 
@@ -105,11 +101,6 @@ class Server(uvicorn.Server):
         settle()
         if self.started:
             self.announce()
-
-    def fail(self, error: CkptError) -> None:
-        """Shut down at once, from any thread, because the models are gone. :meth:`serve_on` raises the error."""
-        self.failed, self.traffic.is_draining = error, True
-        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.traffic.is_draining = True

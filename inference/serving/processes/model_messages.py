@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...models.results import Array, Item
+
 if TYPE_CHECKING:
-    from ...common.name_options import Reading
+    from ...models.images import ImageReading
+    from ...models.options import ModelOptions
     from ...models.predictor import Identity, Predictor
     from ...models.results import TensorSpec
 
@@ -22,9 +25,7 @@ class Load:
     number: int
     url: str
     name: str
-    architecture: str | None
-    reading: Reading
-    device: str
+    options: ModelOptions
     threads: int
 
 
@@ -38,19 +39,35 @@ class Loaded:
     labels: tuple[str, ...] | None
     max_batch: int
     is_exact: bool
+    reading: ImageReading | None
 
     @classmethod
     def of(cls, predictor: Predictor) -> Loaded:
         task = predictor.task
-        return cls(predictor.identity, task.inputs, task.outputs, task.labels, task.max_batch, task.is_exact)
+        facts = task.inputs, task.outputs, task.labels, task.max_batch, task.is_exact, task.reading
+        return cls(predictor.identity, *facts)
 
 
 @dataclass(frozen=True, slots=True)
 class Predict:
-    """Predict these inputs with model ``number``, in order."""
+    """Predict inputs with model ``number``, in order: as one array for each input tensor, or if they differ in shape or
+    dtype as they are."""
 
     number: int
-    inputs: Sequence[np.ndarray]
+    inputs: tuple[Array, ...] | Sequence[Item]
+    is_joined: bool
+
+    @classmethod
+    def of(cls, number: int, inputs: Sequence[Item]) -> Predict:
+        rows = [each if isinstance(each, tuple) else (each,) for each in inputs]
+        if len({tuple((part.shape, part.dtype) for part in row) for row in rows}) > 1:
+            return cls(number, inputs, is_joined=False)
+        return cls(number, tuple(map(np.stack, zip(*rows, strict=True))), is_joined=True)
+
+    def items(self) -> Sequence[Item]:
+        if not self.is_joined:
+            return self.inputs
+        return list(self.inputs[0]) if len(self.inputs) == 1 else list(zip(*self.inputs, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +77,24 @@ class Decode:
     number: int
     data: bytes
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Make an input of model ``number`` of the pixels of an image."""
+
+    number: int
+    pixels: Array
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """Sizes of the forward passes of model ``number``, by the shape of an input."""
+
+    number: int
+
+
+Request = Load | Predict | Decode | Prepare | BatchSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.signals import STOPPING
 
 from ...common.garbage import settle
-from .model_messages import Broken, Decode, Load, Loaded, Predict
+from .model_messages import BatchSizes, Broken, Decode, Load, Loaded, Predict, Prepare, Request
 
 if TYPE_CHECKING:
     from ...models.predictor import Predictor
@@ -65,18 +65,20 @@ class Models:
             del model
             settle()
 
-    def _try(self, asked: Load | Predict | Decode) -> Any:
+    def _try(self, asked: Request) -> Any:
         try:
-            import torch
-
+            if isinstance(asked, Load):
+                return self._load(asked)
+            model = self._found[asked.number]
             match asked:
-                case Load():
-                    return self._load(asked)
-                case Predict(number, inputs):
-                    model, given = self._found[number], [torch.from_numpy(each) for each in inputs]
-                    return model.thread.submit(model.predictor.predict, given).result()
-                case Decode(number, data, name):
-                    return self._found[number].predictor.decode(data, name).numpy()
+                case Predict():
+                    return model.thread.submit(model.predictor.task.predict, asked.items()).result()
+                case Decode():
+                    return model.predictor.decode(asked.data, asked.name)
+                case Prepare():
+                    return model.predictor.task.prepare(asked.pixels)
+                case BatchSizes():
+                    return model.predictor.batch_sizes
         except (CkptError, ImportError) as error:
             return error
         except Exception:
@@ -85,13 +87,10 @@ class Models:
     def _load(self, asked: Load) -> Loaded:
         import torch
 
-        from ...models.predictor import load_predictor
+        from ...models.predictor import loaded
 
         torch.set_num_threads(asked.threads)
-        names = asked.reading.given()
-        found = load_predictor(
-            asked.url, name=asked.name, architecture=asked.architecture, device=asked.device, **names
-        )
+        found = loaded(asked.url, asked.name, asked.options)
         self._found[asked.number] = Model(found)
         settle()
         return Loaded.of(found)

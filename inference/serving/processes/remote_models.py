@@ -1,4 +1,4 @@
-"""The service's side of the models' process (:mod:`.model_process`)."""
+"""The service's side of the models' process (:mod:`.model_process`), which is started again when it ends."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -18,52 +19,37 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ckpt_tools.errors import CkptError
-
-from ...common.name_options import Reading
+from ...models.images import ImageReading
 from ...models.predictor import Predictor
-from ...models.results import Prediction, TensorSpec
-from .model_messages import Broken, Decode, Load, Loaded, Predict
+from ...models.results import Array, Columns, Item, TensorSpec
+from ..repository import ModelsEndedError, Source
+from .model_messages import BatchSizes, Broken, Decode, Load, Loaded, Predict, Prepare, Request
 
 MODULE = f"{__package__}.model_process"
 
 END_SECONDS = 5.0
+FIRST_DELAY, LAST_DELAY = 0.1, 30.0
+"""Seconds before the process is started again; twice as many each time that it ended soon."""
+
+SOON_SECONDS = 60.0
 
 
 class BrokenModelError(Exception):
     """Unexpected error of a model; the text is the traceback in its process."""
 
 
-@dataclass(slots=True)
-class RemoteModels:
-    """The process, started by :meth:`running`. Methods may be called from any thread."""
+@dataclass(eq=False, slots=True)
+class Process:
+    """A started process, the connection that it accepts others by, and connections that no thread uses."""
 
-    architecture: str | None
-    reading: Reading
-    device: str
-    threads: int
-    _process: subprocess.Popen[bytes]
-    _control: Connection
-    _connecting: threading.Lock = field(default_factory=threading.Lock)
-    _free: deque[Connection] = field(default_factory=deque)
-    _numbers: Iterator[int] = field(default_factory=count)
-    _is_closed: bool = False
+    process: subprocess.Popen[bytes]
+    control: Connection
+    connecting: threading.Lock = field(default_factory=threading.Lock)
+    free: deque[Connection] = field(default_factory=deque)
 
     @classmethod
-    @contextmanager
-    def running(
-        cls,
-        architecture: str | None,
-        reading: Reading,
-        device: str,
-        threads: int,
-        ended: Callable[[CkptError], None],
-    ) -> Iterator[RemoteModels]:
-        """The process, started now and ended with the block. A thread calls ``ended`` if it ends before. Raises OSError
-        if it cannot be started."""
+    def start(cls) -> Process:
+        """Raises OSError if it cannot be started."""
         ours, its = Pipe()
         with its:
             process = subprocess.Popen(
@@ -75,44 +61,26 @@ class RemoteModels:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(part).absolute()) for part in sys.path)},
             )
-        found = cls(architecture, reading, device, threads, process, ours)
-        threading.Thread(target=found._watch, args=(ended,), name="models", daemon=True).start()
-        try:
-            yield found
-        finally:
-            found._close()
+        return cls(process, ours)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def load(self, url: str, name: str) -> Predictor:
-        """As :func:`.predictor.load_predictor`. The model stays loaded as long as the result is referenced."""
-        number, connection = next(self._numbers), self._connect()
-        asked = Load(number, url, name, self.architecture, self.reading, self.device, self.threads)
-        found: Loaded = self._ask(connection, asked)
-        facts = found.inputs, found.outputs, found.labels, found.max_batch, found.is_exact
-        return Predictor(name, found.identity, RemoteTask(*facts, self, number, connection), is_elsewhere=True)
-
-    def ask(self, asked: Decode | Predict) -> Any:
-        """Send a request over a connection that no other thread uses, and return the reply."""
-        try:
-            connection = self._free.pop()
-        except IndexError:
-            connection = self._connect()
-        try:
-            return self._ask(connection, asked)
-        finally:
-            self._free.append(connection)
-
-    def _connect(self) -> Connection:
+    def connect(self) -> Connection:
         ours, its = Pipe()
-        with its, self._connecting, self._speaking():
-            self._control.send(True)
-            send_handle(self._control, its.fileno(), self.pid)
+        with its, self.connecting, self._speaking():
+            self.control.send(True)
+            send_handle(self.control, its.fileno(), self.process.pid)
         return ours
 
-    def _ask(self, connection: Connection, asked: Load | Decode | Predict) -> Any:
+    def ask(self, asked: Request) -> Any:
+        """Send a request over a connection that no other thread uses, and return the reply."""
+        try:
+            connection = self.free.pop()
+        except IndexError:
+            connection = self.connect()
+        found = self.ask_by(connection, asked)
+        self.free.append(connection)
+        return found
+
+    def ask_by(self, connection: Connection, asked: Request) -> Any:
         with self._speaking():
             connection.send(asked)
             found = connection.recv()
@@ -127,47 +95,118 @@ class RemoteModels:
         try:
             yield
         except (EOFError, OSError) as error:
-            raise CkptError(f"the process of the models {self._how()}") from error
+            raise ModelsEndedError(self.how()) from error
 
-    def _how(self) -> str:
+    def how(self) -> str:
+        """How it ended, as a sentence."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        code = self._process.returncode
+            self.process.wait(END_SECONDS)
+        code = self.process.returncode
         if code is not None and code < 0:
-            return f"was ended by {Signals(-code).name}"
-        return "does not answer" if code is None else f"ended with code {code}"
+            return f"the process of the models was ended by {Signals(-code).name}"
+        return f"the process of the models {'does not answer' if code is None else f'ended with code {code}'}"
 
-    def _watch(self, ended: Callable[[CkptError], None]) -> None:
-        self._process.wait()
-        if not self._is_closed:
-            ended(CkptError(f"the process of the models {self._how()}"))
-
-    def _close(self) -> None:
-        self._is_closed = True
-        self._control.close()
+    def end(self) -> None:
+        self.control.close()
         try:
-            self._process.wait(END_SECONDS)
+            self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass(eq=False, slots=True)
+class RemoteModels:
+    """The models of a service, in a process started by :meth:`running`. Methods may be called from any thread.
+
+    When the process ends, ``ended`` is called with the reason, and ``started`` once it runs again, without models.
+    """
+
+    threads: int
+    ended: Callable[[str], None]
+    started: Callable[[], None]
+    _process: Process
+    _numbers: Iterator[int] = field(default_factory=count)
+    _closing: threading.Event = field(default_factory=threading.Event)
+
+    @classmethod
+    @contextmanager
+    def running(cls, threads: int, ended: Callable[[str], None], started: Callable[[], None]) -> Iterator[RemoteModels]:
+        """The process, started now and ended with the block. Raises OSError if it cannot be started."""
+        found = cls(threads, ended, started, Process.start())
+        threading.Thread(target=found._keep, name="models", daemon=True).start()
+        try:
+            yield found
+        finally:
+            found._closing.set()
+            found._process.end()
+
+    @property
+    def pid(self) -> int:
+        return self._process.process.pid
+
+    def load(self, source: Source) -> Predictor:
+        """As :func:`.predictor.load_predictor`. The model stays loaded as long as the result is referenced. Raises
+        ModelsEndedError if the process ends meanwhile."""
+        process, number = self._process, next(self._numbers)
+        connection = process.connect()
+        asked = Load(number, source.url, source.name, source.options, self.threads)
+        found: Loaded = process.ask_by(connection, asked)
+        facts = found.inputs, found.outputs, found.labels, found.max_batch, found.is_exact, found.reading
+        task = RemoteTask(*facts, process, number, connection)
+        return Predictor(source.name, found.identity, task, is_elsewhere=True)
+
+    def _keep(self) -> None:
+        """Start the process again each time it ends."""
+        delay = FIRST_DELAY
+        while True:
+            began = time.monotonic()
+            self._process.process.wait()
+            if self._closing.is_set():
+                return
+            self.ended(self._process.how())
+            delay = min(2 * delay, LAST_DELAY) if time.monotonic() - began < SOON_SECONDS else FIRST_DELAY
+            if self._closing.wait(delay):
+                return
+            self._process = Process.start()
+            if self._closing.is_set():
+                self._process.end()
+                return
+            self.started()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteTask:
-    """The task of a model in the other process, which keeps it until ``connection`` is closed."""
+    """The task of a model in the other process, which keeps it until ``connection`` is closed. Images are decoded in
+    this process."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     labels: tuple[str, ...] | None
     max_batch: int
     is_exact: bool
-    models: RemoteModels
+    reading: ImageReading | None
+    process: Process
     number: int
     connection: Connection
 
-    def decode(self, data: bytes, name: str) -> Tensor:
-        return torch.from_numpy(self.models.ask(Decode(self.number, data, name)))
+    @property
+    def batch_sizes(self) -> Mapping[str, tuple[int, ...]]:
+        found: Mapping[str, tuple[int, ...]] = self.process.ask(BatchSizes(self.number))
+        return found
 
-    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
-        found: list[Prediction] = self.models.ask(Predict(self.number, [each.numpy() for each in inputs]))
+    def decode(self, data: bytes, name: str) -> Item:
+        if self.reading is None:
+            found: Item = self.process.ask(Decode(self.number, data, name))
+            return found
+        return self.prepare(self.reading.pixels(data, name))
+
+    def prepare(self, pixels: Array) -> Item:
+        if self.reading is not None and self.reading.is_input:
+            return pixels
+        found: Item = self.process.ask(Prepare(self.number, pixels))
+        return found
+
+    def predict(self, inputs: Sequence[Item]) -> Columns:
+        found: Columns = self.process.ask(Predict.of(self.number, inputs))
         return found

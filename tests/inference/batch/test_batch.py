@@ -265,7 +265,7 @@ def test_what_a_kill_left_is_replaced_if_asked(forms: Path, image_folder: Path, 
 
 def write_one(writer: Writer) -> None:
     writer.begin(Run("model", "input", "options"), Columns("label", None, 1), lambda row: None)
-    writer.write([Row("a", Prediction(0, (1.0,)), None, None)])
+    writer.write([Row("a", Prediction.of(label=0, probabilities=(1.0,)), None, None)])
 
 
 def test_a_second_run_on_the_same_file_is_refused(forms: Path, image_folder: Path, tmp_path: Path) -> None:

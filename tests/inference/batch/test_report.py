@@ -38,10 +38,10 @@ def found(judged: tuple[Numbers, Numbers, Numbers]) -> dict[str, Any]:
     """What the report says of them, and of three rows that must change nothing: two bad ones, one of unknown truth."""
     tally = Tally()
     for number, (truth, label, row) in enumerate(zip(*judged, strict=True)):
-        tally.add(Row(str(number), Prediction(int(label), tuple(row.tolist())), int(truth), None))
+        tally.add(Row(str(number), Prediction.of(label=int(label), probabilities=row.numpy()), int(truth), None))
     tally.add(Row("bad", None, 1, "is not an image file"))
     tally.add(Row("bad too", None, None, "is not an image file"))
-    tally.add(Row("unknown", Prediction(0, (1.0,) * NUM_CLASSES), None, None))
+    tally.add(Row("unknown", Prediction.of(label=0, probabilities=(1.0,) * NUM_CLASSES), None, None))
     return figures(tally, names_of(tally, ("a", "b", "c", "d", "e", "f")))
 
 
@@ -94,7 +94,7 @@ def test_a_calibration_by_hand() -> None:
     tally = Tally()
     cases = [(0.95, True)] * 3 + [(0.95, False), (0.6, False), (1.0, True), (1.0, False)]
     for sure, is_right in cases:
-        tally.add(Row("x", Prediction(0, (sure, 1 - sure)), 0 if is_right else 1, None))
+        tally.add(Row("x", Prediction.of(label=0, probabilities=(sure, 1 - sure)), 0 if is_right else 1, None))
     found = figures(tally, names_of(tally, None))
     assert found["expected_calibration_error"] == pytest.approx((1.8 + 0.6) / 7)
     assert [each["predictions"] for each in found["calibration"]] == [0] * 9 + [1] + [0] * 4 + [6]

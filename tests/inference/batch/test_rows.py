@@ -38,7 +38,7 @@ def predictions(draw: st.DrawFn) -> Prediction:
     """The label is one of the most probable, not always the first of them."""
     found = draw(PROBABILITIES)
     label = draw(st.sampled_from([n for n, each in enumerate(found) if each == max(found)]))
-    return Prediction(label, tuple(found))
+    return Prediction.of(label=label, probabilities=tuple(found))
 
 
 @given(st.text(), predictions(), st.none() | st.integers(0, 999), st.integers(1, 15), st.booleans())
@@ -50,7 +50,11 @@ def test_a_line_is_the_row_in_json(name: str, found: Prediction, truth: int | No
 
 @pytest.mark.parametrize(
     ("kind", "found", "error"),
-    [("label", None, "why"), ("text", Prediction(text="a"), None), ("embedding", Prediction(embedding=(0.1,)), None)],
+    [
+        ("label", None, "why"),
+        ("text", Prediction.of(text="a"), None),
+        ("embedding", Prediction.of(embedding=(0.1,)), None),
+    ],
 )
 def test_a_line_of_another_kind_is_too(kind: str, found: Prediction | None, error: str | None) -> None:
     columns, row = Columns(kind, None, 5), Row("a", found, None, error)  # type: ignore[arg-type]
@@ -58,7 +62,7 @@ def test_a_line_of_another_kind_is_too(kind: str, found: Prediction | None, erro
 
 
 def test_half_of_a_surrogate_pair_is_written_as_its_escape() -> None:
-    columns, row = Columns("label", ("\ud800",), 5), Row("a", Prediction(0, (1.0,)), None, None)
+    columns, row = Columns("label", ("\ud800",), 5), Row("a", Prediction.of(label=0, probabilities=(1.0,)), None, None)
     assert is_line_of(columns, row)
     assert b"\\ud800" in columns.line(row)
 
@@ -75,9 +79,9 @@ def test_the_most_probable_come_first_and_of_equals_the_label_then_the_lower_num
 
 def test_a_row_counts_the_same_when_it_is_read_back() -> None:
     rows = [
-        Row("a", Prediction(1, (0.25, 0.75)), 1, None),
-        Row("b", Prediction(0, (0.5, 0.5)), 1, None),
-        Row("c", Prediction(0, (0.5, 0.5)), None, None),
+        Row("a", Prediction.of(label=1, probabilities=(0.25, 0.75)), 1, None),
+        Row("b", Prediction.of(label=0, probabilities=(0.5, 0.5)), 1, None),
+        Row("c", Prediction.of(label=0, probabilities=(0.5, 0.5)), None, None),
         Row("d", None, 1, "why"),
     ]
     made, written, columns = Tally(), Tally(), Columns("label", None, 5)

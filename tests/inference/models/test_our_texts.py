@@ -62,7 +62,7 @@ def test_a_text_is_continued_as_by_the_model_itself(run: Path) -> None:
 
 
 def test_it_writes_as_many_bytes_as_other_models_write_tokens(run: Path) -> None:
-    (prediction,) = load_predictor(run).task.predict([torch.tensor([65])])
+    (prediction,) = load_predictor(run).predict([torch.tensor([65])])
     model = inference.load_model(run)
     assert prediction.text == continued(model, "A", 64)
 

@@ -33,7 +33,7 @@ class Stamped(OurImages):
 
     def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
         self.may_answer.wait(60)
-        return [Prediction(self.stamp, (float(self.stamp),)) for _ in inputs]
+        return [Prediction.of(label=self.stamp, probabilities=(float(self.stamp),)) for _ in inputs]
 
 
 @dataclass

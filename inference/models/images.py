@@ -1,0 +1,95 @@
+"""From the bytes of an image file to its pixels, without torch.
+
+A small file may unpack to gigabytes, so sizes are known before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from math import ceil, prod, sqrt
+from typing import IO, Literal
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from ckpt_tools.errors import FormatError
+
+from .results import Array
+
+MAX_PIXELS = 4096**2  # default limit, for models that take less than a 64th of it
+MAX_FILE_PIXELS = 64_000_000  # limit of a JPEG file, which may be decoded at a fraction of its size
+LARGE_PIXELS = 2048**2  # decoded one at a time by the service
+
+JPEG_SCALES = (2, 4, 8)  # what the decoder can divide sizes by, as it reads
+
+# Pillow warns of images that it would still decode; here they are refused.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageReading:
+    """How an image file becomes pixels: in ``mode``, upright as its EXIF says, and scaled to ``size`` (width, height)
+    if that is given. Larger images than ``max_pixels`` are refused. A larger JPEG file is decoded at a half, a fourth
+    or an eighth of its size, as Pillow's ``draft`` does. ``is_input`` if the pixels are an input of the model."""
+
+    mode: Literal["L", "RGB"]
+    size: tuple[int, int] | None = None
+    is_upright: bool = False
+    max_pixels: int = MAX_PIXELS
+    is_input: bool = False
+
+    def pixels(self, data: bytes, name: str) -> Array:
+        """Decode an image in any format of Pillow: uint8 [height, width] or [height, width, 3].
+
+        Raises ``FormatError`` with ``name`` if the bytes are not an image, are truncated, or unpack to too many pixels.
+        """
+        with _opened(BytesIO(data), name) as image:
+            self._fit(image, name)
+            upright = ImageOps.exif_transpose(image) if self.is_upright else image
+            found = upright.convert(self.mode)
+            if self.size is not None and found.size != self.size:
+                found = found.resize(self.size, Image.Resampling.BILINEAR)
+            return np.array(found, dtype=np.uint8)
+
+    def _fit(self, image: Image.Image, name: str) -> None:
+        before, most = image.size, self.max_pixels
+        if image.format == "JPEG" and most < prod(before) <= MAX_FILE_PIXELS:
+            scale = next((each for each in JPEG_SCALES if each >= sqrt(prod(before) / most)), JPEG_SCALES[-1])
+            image.draft(None, (ceil(before[0] / scale), ceil(before[1] / scale)))
+        if prod(image.size) > most:
+            raise FormatError(f"{name} has {before[0]}x{before[1]} pixels, more than {most} in all")
+
+
+def max_pixels_of(model_pixels: int) -> int:
+    """The default limit for a model that takes images of ``model_pixels``."""
+    return max(MAX_PIXELS, 64 * model_pixels)
+
+
+def num_pixels(data: bytes) -> int:
+    """Pixels that the header of an image file states; 0 if it is none that can be read."""
+    try:
+        with Image.open(BytesIO(data)) as image:
+            return prod(image.size)
+    except Exception:
+        # Said when it is decoded.
+        return 0
+
+
+@contextmanager
+def _opened(file: IO[bytes], name: str) -> Iterator[Image.Image]:
+    try:
+        with Image.open(file) as image:
+            yield image
+    except FormatError:
+        raise
+    except UnidentifiedImageError as error:
+        raise FormatError(f"{name} is not an image file that can be read") from error
+    except Image.DecompressionBombError as error:
+        raise FormatError(f"{name} unpacks to too many pixels") from error
+    except Exception as error:
+        # The decoders of Pillow raise whatever they stumble over: OSError, SyntaxError, struct.error, IndexError, ...
+        raise FormatError(f"{name} is a damaged image file ({error})") from error

@@ -1,0 +1,36 @@
+"""Options of a loaded model, equal in the process that asks for it and in the one that loads it; without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ckpt_tools.errors import UsageError
+
+from ..common.name_options import AS_IT_IS, Reading
+
+Exact = Literal["buckets", "full", "off"]
+"""``full``: every pass has the full size. ``buckets``: also smaller ones that were found equal. ``off``: any size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """As the arguments of ``load_predictor``. Without a ``device``, the first GPU if there is one, else the CPU."""
+
+    architecture: str | None = None
+    device: str | None = None
+    reading: Reading = AS_IT_IS
+    exact: Exact = "full"
+    max_batch: int | None = None
+    dtype: str | None = None
+    embeddings: bool = False
+    max_new_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.exact not in get_args(Exact):
+            raise UsageError(f"exact is buckets, full or off, not {self.exact}")
+        if self.max_batch is not None and self.max_batch < 1:
+            raise UsageError(f"a forward pass has at least one row, not {self.max_batch}")
+
+
+DEFAULTS = ModelOptions()

@@ -1,0 +1,100 @@
+"""Forward passes of sizes whose answers have the same bits.
+
+For another number of rows a matrix product may use another kernel and round differently. A pass of the full size is
+what answers are defined by. Smaller passes are used where they gave the same bits for random rows: evidence, no proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .images import ImageReading
+from .options import Exact
+from .results import Array, Item
+
+Forward = Callable[[Tensor], Tensor]  # of rows [n, ...], with the first dimension kept
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passes:
+    """Divides rows into passes of at most ``full`` rows, padded with copies of the last row to a size of ``exact``."""
+
+    full: int
+    exact: Exact = "full"
+    _sizes: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, ...]]:
+        """Sizes of passes by the shape of a row, for the shapes that were predicted."""
+        return dict(self._sizes)
+
+    def run(self, rows: Tensor, forward: Forward, random: Callable[[int], Tensor]) -> Tensor:
+        """``forward`` of ``rows``. ``random`` makes that many rows of the same shape, with values such as the model
+        takes."""
+        chunks = self.chunks(rows, forward, random)
+        return torch.cat([forward(chunk)[:kept] for chunk, kept in chunks])
+
+    def chunks(self, rows: Tensor, probe: Forward, random: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, int]]:
+        """The rows of each pass, and how many of them are not padding. ``probe`` is a forward pass whose bits are
+        compared."""
+        for chunk in rows.split(self.full):
+            missing = self._fitting(chunk, probe, random) - len(chunk)
+            yield torch.cat([chunk, chunk[-1:].expand(missing, *chunk.shape[1:])]), len(chunk)
+
+    def _fitting(self, chunk: Tensor, probe: Forward, random: Callable[[int], Tensor]) -> int:
+        if self.exact == "off":
+            return len(chunk)
+        shape = "x".join(map(str, chunk.shape[1:]))
+        if shape not in self._sizes:
+            self._sizes[shape] = agreeing(probe, random(self.full)) if self.exact == "buckets" else (self.full,)
+        return next(size for size in self._sizes[shape] if size >= len(chunk))
+
+
+class InPasses:
+    """The properties of a task that follow from its ``passes``, for a task without images."""
+
+    __slots__ = ()
+
+    passes: Passes
+
+    @property
+    def reading(self) -> ImageReading | None:
+        return None
+
+    @property
+    def max_batch(self) -> int:
+        return self.passes.full
+
+    @property
+    def is_exact(self) -> bool:
+        return self.passes.exact != "off"
+
+    @property
+    def batch_sizes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.passes.sizes
+
+    def prepare(self, pixels: Array) -> Item:
+        raise NotImplementedError
+
+
+@torch.inference_mode()
+def agreeing(forward: Forward, rows: Tensor) -> tuple[int, ...]:
+    """Powers of two below ``len(rows)`` as whose passes the first and the last of ``rows`` have the bits of one pass of
+    all, and ``len(rows)``."""
+    full = len(rows)
+    whole = forward(rows)
+    smaller = [2**power for power in range(full.bit_length()) if 2**power < full]
+    return (*(size for size in smaller if _agrees(forward, rows, whole, size)), full)
+
+
+def _agrees(forward: Forward, rows: Tensor, whole: Tensor, size: int) -> bool:
+    starts = {0, len(rows) - size}
+    return all(_bits(forward(rows[at : at + size])) == _bits(whole[at : at + size]) for at in starts)
+
+
+def _bits(found: Tensor) -> bytes:
+    return found.contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -1,0 +1,57 @@
+"""Decoding of what is posted: in threads, and large images one at a time, so that memory is bounded and small ones need
+not wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ..models.images import LARGE_PIXELS, num_pixels
+from ..models.predictor import Predictor
+from ..models.results import Item
+from .batching import QueueFullError
+
+TINY_BYTES, TINY_PIXELS = 2**14, 2**14
+"""Limits of an image that is decoded at once: a thread would cost more than the decoder."""
+
+NUM_THREADS = 4
+MAX_WAITING_LARGE = 16  # each holds its file in memory
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False, slots=True)
+class Decoders:
+    """Threads for images and texts, and one for large images."""
+
+    _usual: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "decode"))
+    _large: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "decode-large"))
+    _num_large: int = 0
+
+    async def decode(self, predictor: Predictor, data: bytes, name: str) -> Item:
+        """As ``predictor.decode``. Raises QueueFullError if too many large images wait."""
+        reading = predictor.task.reading
+        if reading is None:
+            return await self._run(self._usual, lambda: predictor.decode(data, name))
+        size = num_pixels(data)
+        if reading.is_input and len(data) <= TINY_BYTES and size <= TINY_PIXELS:
+            return predictor.decode(data, name)
+        if size <= LARGE_PIXELS:
+            return await self._run(self._usual, lambda: predictor.decode(data, name))
+        if self._num_large >= MAX_WAITING_LARGE:
+            raise QueueFullError
+        self._num_large += 1
+        try:
+            return await self._run(self._large, lambda: predictor.decode(data, name))
+        finally:
+            self._num_large -= 1
+
+    async def _run(self, pool: ThreadPoolExecutor, decode: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(pool, decode)
+
+    def close(self) -> None:
+        for pool in (self._usual, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)
