@@ -33,11 +33,13 @@ Group = Callable[[Array], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """Tokenizes texts. ``limit`` is the most tokens that the model takes, if any."""
+    """Tokenizes texts. ``limit`` is the most tokens that the model takes, if any; ``num_known`` is the number of token
+    ids that the model and the tokenizer know."""
 
     tokenizer: Any
     fields: tuple[str, ...]
     limit: int | None
+    num_known: int
 
     @classmethod
     def from_folder(cls, model: Any, folder: Path) -> Tokens:
@@ -52,7 +54,8 @@ class Tokens:
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             raise FormatError(f"there is no usable tokenizer beside the weights ({one_line(error)})") from error
         fields = tuple(tokenizer("a" if len(tokenizer) else "").keys())
-        return cls(tokenizer, fields, _limit(model.config, tokenizer))
+        num_known = min(len(tokenizer), getattr(model.config, "vocab_size", None) or 1)
+        return cls(tokenizer, fields, _limit(model.config, tokenizer), num_known)
 
     def of(self, data: bytes, name: str) -> Array:
         """Tokenize a text. Raises FormatError if not UTF-8, no tokens, or too many for the model."""
@@ -74,7 +77,7 @@ class Tokens:
 
     def random(self, many: int, length: int) -> Tensor:
         """Inputs of random tokens without padding, int64 [many, fields, length]."""
-        ids = torch.randint(len(self.tokenizer), (many, length), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(self.num_known, (many, length), generator=torch.Generator().manual_seed(0))
         values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return torch.stack([values.get(field, torch.zeros_like(ids)) for field in self.fields], 1)
 

@@ -14,6 +14,7 @@ PROGRAM = """
 import importlib, sys
 for name in {missing!r}:
     sys.modules[name] = None
+sys.path.insert(0, {folder!r})
 try:
     importlib.import_module("inference.{command}.__main__").main(sys.argv[1:])
 finally:
@@ -21,9 +22,12 @@ finally:
 """
 
 
-def run(command: str, *args: object, missing: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """The command in a fresh interpreter without some packages; the last line is what was imported of ``HEAVY``."""
-    program = PROGRAM.format(missing=missing, command=command, heavy=HEAVY)
+def run(
+    command: str, *args: object, missing: tuple[str, ...] = (), folder: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """The command in a fresh interpreter without some packages; the last line is what was imported of ``HEAVY``.
+    Modules in ``folder`` come first, also in processes that it starts."""
+    program = PROGRAM.format(missing=missing, command=command, heavy=HEAVY, folder=folder)
     words = [sys.executable, "-c", program, *map(str, args)]
     return subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
 
@@ -74,11 +78,16 @@ def test_options_are_checked_before_torch_is_imported(
         ("serving", "python_multipart"),
     ],
 )
-def test_a_missing_package_is_one_sentence(command: str, package: str, forms: Path, tmp_path: Path) -> None:
+def test_a_missing_package_is_one_sentence(
+    command: str, package: str, forms: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # The process of the models has only what it finds in folders.
+    hiding = tmp_path_factory.mktemp("hiding")
+    (hiding / f"{package}.py").write_text(f"raise ModuleNotFoundError({package!r}, name={package!r})")
     out = ["--input=digits", f"--output={tmp_path / 'x.parquet'}"] if command == "batch" else ["--port=0"]
     missing = (package, "multipart") if package == "python_multipart" else (package,)
     model = ["--model"] if command == "batch" else []
-    done = run(command, *model, forms / "model.pt", *out, missing=missing)
+    done = run(command, *model, forms / "model.pt", *out, missing=missing, folder=str(hiding))
     assert done.returncode == 2
     assert done.stderr == (
         f"error: this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'\n"

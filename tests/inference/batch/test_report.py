@@ -38,7 +38,7 @@ def found(judged: tuple[Numbers, Numbers, Numbers]) -> dict[str, Any]:
     """What the report says of them, and of three rows that must change nothing: two bad ones, one of unknown truth."""
     tally = Tally()
     for number, (truth, label, row) in enumerate(zip(*judged, strict=True)):
-        tally.add(Row(str(number), Prediction.of(label=int(label), probabilities=row.numpy()), int(truth), None))
+        tally.add(Row(str(number), Prediction.of(label=int(label), probabilities=row), int(truth), None))
     tally.add(Row("bad", None, 1, "is not an image file"))
     tally.add(Row("bad too", None, None, "is not an image file"))
     tally.add(Row("unknown", Prediction.of(label=0, probabilities=(1.0,) * NUM_CLASSES), None, None))

@@ -102,8 +102,8 @@ def test_pixels_are_the_input_that_their_png_is_decoded_to(forms: Path, digits: 
         data, name = content_of(item, takes_texts=False)
         assert data.startswith(b"\x89PNG")
         assert not isinstance(found, str)
-        assert found.equal(predictor.decode(data, name))
-        assert found.equal(digits.pixels[int(item.name)])
+        assert np.array_equal(found, predictor.decode(data, name))
+        assert np.array_equal(found, digits.pixels[int(item.name)])
 
 
 def test_pixels_of_another_size_go_the_way_of_an_image_file(forms: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -137,3 +138,20 @@ def test_a_batch_or_a_queue_of_nothing_is_refused() -> None:
     for sizes in ({"max_batch": 0, "max_waiting": 1}, {"max_batch": 1, "max_waiting": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             Batcher(Work(), **sizes)
+
+
+def test_an_idle_model_waits_for_more_as_long_as_it_is_told() -> None:
+    async def run() -> None:
+        work = Work()
+        work.may_go_on.set()
+        with Batcher(work, max_batch=3, max_waiting=10, max_delay=0.3) as batcher:
+            began = time.monotonic()
+            assert await asyncio.gather(*await waiting(batcher, 1, 2)) == [2, 4]
+            assert time.monotonic() - began >= 0.3
+            full = await waiting(batcher, 3, 4, 5)
+            began = time.monotonic()
+            assert await asyncio.gather(*full) == [6, 8, 10]
+            assert time.monotonic() - began < 0.3
+        assert work.batches == [[1, 2], [3, 4, 5]]
+
+    asyncio.run(run())

@@ -188,7 +188,9 @@ def test_a_body_that_does_not_come_is_refused(forms: Path) -> None:
     from inference.serving.settings import Settings
     from tests.inference.serving.test_serve import plain_uvicorn_of
 
-    repository = Repository([Source("m", str(forms / "model.pt"))], lambda url, name: load_predictor(url, name=name))
+    repository = Repository(
+        [Source("m", str(forms / "model.pt"))], lambda source: load_predictor(source.url, name=source.name)
+    )
     repository.load_all()
     with plain_uvicorn_of(create_app(repository, Settings(body_seconds=0.5))) as url:
         port = int(url.rpartition(":")[2])

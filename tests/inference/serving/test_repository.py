@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from ckpt_tools.errors import FormatError, UsageError
 from inference.models.ours import OurImages
-from inference.models.predictor import Prediction, Predictor, load_predictor
+from inference.models.predictor import Predictor, load_predictor
+from inference.models.results import Columns, Item
 from inference.serving.__main__ import Options
 from inference.serving.repository import NotReadyError, Repository, Source, UnknownModelError
 from inference.serving.settings import Settings
@@ -31,9 +33,10 @@ class Stamped(OurImages):
     stamp: int = 0
     may_answer: threading.Event = field(default_factory=threading.Event)
 
-    def predict(self, inputs: Sequence[Tensor]) -> list[Prediction]:
+    def predict(self, inputs: Sequence[Item]) -> Columns:
         self.may_answer.wait(60)
-        return [Prediction.of(label=self.stamp, probabilities=(float(self.stamp),)) for _ in inputs]
+        stamps = np.full(len(inputs), self.stamp)
+        return {"label": stamps, "probabilities": stamps[:, None].astype(np.float32)}
 
 
 @dataclass
@@ -45,13 +48,13 @@ class Loader:
     fails: bool = False
     may_answer: threading.Event = field(default_factory=threading.Event)
 
-    def __call__(self, url: str, name: str) -> Predictor:
+    def __call__(self, source: Source) -> Predictor:
         if self.fails:
-            raise FormatError(f"{url} is damaged")
+            raise FormatError(f"{source.url} is damaged")
         self.loads += 1
         assert isinstance(self.template.task, OurImages)
         task = Stamped(self.template.task.model, stamp=self.loads, may_answer=self.may_answer)
-        return replace(self.template, name=name, task=task)
+        return replace(self.template, name=source.name, task=task)
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +196,8 @@ def run_folder(weights: dict[str, Tensor], tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def load(url: str, name: str) -> Predictor:
-    return load_predictor(url, name=name)
+def load(source: Source) -> Predictor:
+    return load_predictor(source.url, name=source.name)
 
 
 def test_a_newer_checkpoint_of_a_run_is_loaded(run_folder: Path, weights: dict[str, Tensor]) -> None:
