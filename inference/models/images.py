@@ -55,6 +55,15 @@ class ImageReading:
                 found = found.resize(self.size, Image.Resampling.BILINEAR)
             return np.array(found, dtype=np.uint8)
 
+    def num_pixels(self, data: bytes) -> int:
+        """Pixels that :meth:`pixels` decodes, by the header of the file; 0 for a file that it refuses by its header."""
+        try:
+            with Image.open(BytesIO(data)) as image:
+                most = MAX_FILE_PIXELS if image.format == "JPEG" else self.max_pixels
+                return prod(image.size) if prod(image.size) <= most else 0
+        except Exception:
+            return 0
+
     def _fit(self, image: Image.Image, name: str) -> None:
         before, most = image.size, self.max_pixels
         if image.format == "JPEG" and most < prod(before) <= MAX_FILE_PIXELS:
@@ -67,16 +76,6 @@ class ImageReading:
 def max_pixels_of(model_pixels: int) -> int:
     """The default limit for a model that takes images of ``model_pixels``."""
     return max(MAX_PIXELS, 64 * model_pixels)
-
-
-def num_pixels(data: bytes) -> int:
-    """Pixels that the header of an image file states; 0 if it is none that can be read."""
-    try:
-        with Image.open(BytesIO(data)) as image:
-            return prod(image.size)
-    except Exception:
-        # Said when it is decoded.
-        return 0
 
 
 @contextmanager

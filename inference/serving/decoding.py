@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..models.images import LARGE_PIXELS, num_pixels
+from ..models.images import LARGE_PIXELS
 from ..models.predictor import Predictor
 from ..models.results import Item
 from .batching import QueueFullError
@@ -36,7 +36,7 @@ class Decoders:
         reading = predictor.task.reading
         if reading is None:
             return await self._run(self._usual, lambda: predictor.decode(data, name))
-        size = num_pixels(data)
+        size = reading.num_pixels(data)
         if reading.is_input and len(data) <= TINY_BYTES and size <= TINY_PIXELS:
             return predictor.decode(data, name)
         if size <= LARGE_PIXELS:

@@ -2,72 +2,61 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from benchmarks.inference import KIND, SERVE, reported
 from benchmarks.journal import Journal
-from benchmarks.load import put_on, request, written
-from benchmarks.serving import JSON, LOOP, Turn
+from benchmarks.serving import BINARY, EIGHT, JSON, LOOP, ONE, PNG, ROW, Loaded, Requests, Turn
 
-STATUS = {b"good": 200, b"bad": 503}
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(STATUS[body])
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+SAID = """Running 5s test @ http://127.0.0.1:35583
+  1 threads and 64 connections
+  Thread Stats   Avg      Stdev     Max   +/- Stdev
+    Latency   112.62ms   41.09ms 401.20ms   71.20%
+  Latency Distribution
+     50%  950.00us
+     75%   60.00ms
+     90%  101.00ms
+     99%    1.25s
+  2667 requests in 5.00s, 1.02MB read
+{more}Requests/sec:    533.48
+Transfer/sec:    208.40KB
+"""
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join()
+def test_what_wrk_says_is_read() -> None:
+    assert Loaded.of(SAID.format(more="")) == Loaded(2667, 533.48, 0.00095, 1.25)
 
 
-def asking(body: bytes) -> bytes:
-    return request("/", body, "text/plain")
+@pytest.mark.parametrize(
+    "more", ["  Non-2xx or 3xx responses: 3\n", "  Socket errors: connect 0, read 2, write 0, timeout 0\n"]
+)
+def test_an_answer_that_is_an_error_ends_the_measurement(more: str) -> None:
+    with pytest.raises(SystemExit, match="not every request was answered: " + more.strip()[:12]):
+        Loaded.of(SAID.format(more=more))
 
 
-def test_the_clients_count_answers_that_are_whole(port: int) -> None:
-    found = put_on(port, [asking(b"good")], 4, 0.5)
-    assert 0 < len(found.seconds) <= found.asked
-    assert found.answers == {0: b"good".hex()}
-    assert all(0 < each < found.ended - found.began + 2 for each in found.seconds)
-
-
-def test_an_answer_that_is_an_error_ends_the_measurement(port: int, tmp_path: Path) -> None:
-    file = written([asking(b"good"), asking(b"bad")], tmp_path / "requests")
-    command = [sys.executable, "-m", "benchmarks.load", str(port), str(file), "2", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "the service answered HTTP/1.1 503 Service Unavailable\n")
+def test_any_byte_can_be_asked() -> None:
+    script = Requests("/p", [bytes([0, 34, 92]), b"a"], {"A": "b"}).script()
+    assert script.startswith('local bodies, n = {"\\000\\034\\092","\\097"}, 0\nwrk.method = "POST"\n')
+    assert 'wrk.headers["A"] = "b"\n' in script
 
 
 def test_the_table_compares_the_service_round_by_round(tmp_path: Path) -> None:
-    rates = {LOOP: (1000, 100), JSON: (900, 90), "LitServe": (300, 30)}
+    rates = {
+        LOOP: (1000, 100), ROW: (200, 200), JSON: (900, 90), BINARY: (900, 90), PNG: (500, 50), EIGHT: (400, 40),
+        ONE: (100, 10), "LitServe": (300, 30),
+    }  # fmt: skip
     found = {who: [asdict(Turn(rate, 0.05, 0.08, 0.001, 4 * 10**8)) for rate in each] for who, each in rates.items()}
     journal = Journal(tmp_path / "results.jsonl")
     journal.add({"kind": KIND, "code": "x", "works": [SERVE], "found": found, "missing": ["BentoML"]})
     lines = reported(journal)
-    assert "| bare loop | 550 | 0.90 | 0.85 | 50 ms | 80 ms | 1.00 ms | 400 MB |" in lines
-    assert "| LitServe | 165 | 3.00 | 1.5 | 50 ms | 80 ms | 1.00 ms | 400 MB |" in lines
-    assert "| BentoML: not installed | | | | | | | |" in lines
+    assert "| bare loop | 550 | 50.0 ms | 80.0 ms | 1.00 ms | 400 MB |" in lines
+    assert "| BentoML: not installed | | | | | |" in lines
+    assert "| ours, PNG / bare loop | 0.50 | at least 0.6 |" in lines
+    assert "| ours, JSON / LitServe | 3.00 | at least 1.5 |" in lines
+    assert "| ours, JSON, 8 clients / ours, JSON, 1 client | 4.00 | at least 3 |" in lines
+    assert "| p50 of ours, JSON, 1 client | 50.0 ms | at most 103.0 ms |" in lines
+    assert "| memory above LitServe's | 0 MB | at most 100 MB |" in lines

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ckpt_tools.errors import FormatError
-from inference.models.images import MAX_PIXELS, ImageReading, max_pixels_of, num_pixels
+from inference.models.images import MAX_PIXELS, ImageReading, max_pixels_of
 
 pytestmark = pytest.mark.quick
 
@@ -75,9 +75,13 @@ def test_what_is_no_image_is_refused_in_one_sentence(data: bytes) -> None:
 
 
 def test_the_size_is_known_without_decoding() -> None:
-    assert num_pixels(encoded(gradient(9, 6), "png")) == 54
-    assert num_pixels(encoded(gradient(9, 6), "png")[:60]) == 54
-    assert num_pixels(b"text") == 0
+    reading = ImageReading("L", max_pixels=54)
+    assert reading.num_pixels(encoded(gradient(9, 6), "png")) == 54
+    assert reading.num_pixels(encoded(gradient(9, 6), "png")[:60]) == 54
+    assert reading.num_pixels(encoded(gradient(90, 60), "jpeg")) == 5400
+    # Refused by their heads, so that nothing of them is decoded.
+    assert reading.num_pixels(encoded(gradient(9, 7), "png")) == 0
+    assert reading.num_pixels(b"text") == 0
 
 
 def test_a_model_of_large_images_has_a_higher_limit() -> None:

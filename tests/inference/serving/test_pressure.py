@@ -5,16 +5,20 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+from PIL import Image
 from torch import Tensor
 
 from inference.models.predictor import load_predictor
 from inference.serving.http.app import create_app
 from inference.serving.repository import Repository, Source
 from inference.serving.settings import Settings
+from tests.inference.conftest import running_service
 from tests.inference.serving.test_repository import Loader
 from tests.inference.serving.test_serve import plain_uvicorn_of, wait_until
 
@@ -119,3 +123,39 @@ def test_a_load_that_fails_names_no_path(url: str, loader: Loader) -> None:
     assert answer.json()["error"] == "the model m cannot be loaded; the log of the service says why"
     loader.may_answer.set()
     assert ask(url).status_code == 200
+
+
+def png(side: int) -> bytes:
+    file = BytesIO()
+    Image.new("L", (side, side), 7).save(file, "png")
+    return file.getvalue()
+
+
+def posted(url: str, data: bytes) -> httpx.Response:
+    return httpx.post(f"{url}/predict", files={"image": ("a.png", data)}, timeout=300)
+
+
+def test_images_that_unpack_to_much_neither_stall_others_nor_fill_the_memory(forms: Path, tmp_path: Path) -> None:
+    small, large, refused = png(100), png(4096), png(7995)
+    assert len(large) < 2**17
+    with running_service(tmp_path, forms / "model.pt", "--timeout=300") as service, ThreadPoolExecutor(30) as pool:
+        expected = posted(service.url, small).json()
+        before = tree_bytes(service.process.pid)
+        slow = [pool.submit(posted, service.url, large) for _ in range(10)]
+        bombs = [pool.submit(posted, service.url, refused) for _ in range(10)]
+        most = answered = 0
+        while not all(each.done() for each in slow):
+            assert posted(service.url, small).json() == expected
+            answered, most = answered + 1, max(most, tree_bytes(service.process.pid))
+        assert answered > 10
+        # One of 4096 x 4096 in grey, and what its decoder needs; ten at once would be 160 MB.
+        assert most - before < 100 * 2**20
+        assert {each.result().status_code for each in slow} == {200}
+        for each in bombs:
+            detail = each.result().json()["detail"]
+            assert detail == "a.png has 7995x7995 pixels, more than 16777216 in all"
+
+
+def tree_bytes(pid: int) -> int:
+    process = psutil.Process(pid)
+    return sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))
