@@ -51,6 +51,7 @@ class Options:
     quiet: bool
 
     def __post_init__(self) -> None:
+        self.job.options()
         given = {"top": self.top, "workers": self.workers}
         given |= {"threads": self.job.threads, "max-new-tokens": self.job.max_new_tokens}
         for name, value in given.items():
@@ -82,6 +83,7 @@ class Options:
     "--embeddings", is_flag=True, help="Write embeddings: the input of the last layer, or an encoder's output."
 )
 @click.option("--max-new-tokens", type=int, help="Maximum number of generated tokens.")
+@click.option("--max-pixels", type=int, help="Largest image, in pixels.  [default: 4096 x 4096, or by the model]")
 @click.option("--report", metavar="FOLDER", help="Write accuracy, confusion matrix and calibration here.")
 @click.option("--resume", is_flag=True, help="Resume an earlier run that was stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace --output and the rows of an earlier run.")
@@ -118,7 +120,7 @@ def options_of(
     root = None if data_root is None else local_path(data_root, "--data-root", "copy its files to this machine first")
     folder = None if report is None else local_path(report, "--report", "write to a local folder and copy it")
     where = RemoteOutput(output, overwrite, resume) if "://" in output else Output(Path(output), overwrite, resume)
-    names = ("model", "architecture", "device", "threads", "fast", "embeddings", "max_new_tokens")
+    names = ("model", "architecture", "device", "threads", "fast", "embeddings", "max_new_tokens", "max_pixels")
     return Options(
         job=Job(reading=Reading.taken_from(others), **{name: others.pop(name) for name in names}),
         wanted=Wanted(input_url, column, truth, root),

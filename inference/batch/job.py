@@ -27,6 +27,7 @@ class Job:
     fast: bool = False
     embeddings: bool = False
     max_new_tokens: int | None = None
+    max_pixels: int | None = None
     reading: Reading = AS_IT_IS
 
     def settled(self) -> Job:
@@ -54,6 +55,7 @@ class Job:
             exact="off" if self.fast else "full",
             embeddings=self.embeddings,
             max_new_tokens=self.max_new_tokens,
+            max_pixels=self.max_pixels,
         )
 
     def digest(self) -> str:

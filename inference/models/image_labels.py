@@ -40,6 +40,7 @@ class ImageLabels(InPasses):
     activation: Activation = "softmax"
     num_features: int | None = None
     is_upright: bool = False
+    max_pixels: int | None = None
 
     def __post_init__(self) -> None:
         check_labels(self.labels, self.num_classes)
@@ -54,7 +55,8 @@ class ImageLabels(InPasses):
 
     @property
     def reading(self) -> ImageReading:
-        return ImageReading("RGB", None, self.is_upright, max_pixels_of(prod(self.shape[1:])))
+        most = self.max_pixels or max_pixels_of(prod(self.shape[1:]))
+        return ImageReading("RGB", None, self.is_upright, most)
 
     def decode(self, data: bytes, name: str) -> Array:
         return self.prepare(self.reading.pixels(data, name))

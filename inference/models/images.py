@@ -59,14 +59,18 @@ class ImageReading:
         """Pixels that :meth:`pixels` decodes, by the header of the file; 0 for a file that it refuses by its header."""
         try:
             with Image.open(BytesIO(data)) as image:
-                most = MAX_FILE_PIXELS if image.format == "JPEG" else self.max_pixels
+                most = self._max_jpeg if image.format == "JPEG" else self.max_pixels
                 return prod(image.size) if prod(image.size) <= most else 0
         except Exception:
             return 0
 
+    @property
+    def _max_jpeg(self) -> int:
+        return max(MAX_FILE_PIXELS, self.max_pixels)
+
     def _fit(self, image: Image.Image, name: str) -> None:
         before, most = image.size, self.max_pixels
-        if image.format == "JPEG" and most < prod(before) <= MAX_FILE_PIXELS:
+        if image.format == "JPEG" and most < prod(before) <= self._max_jpeg:
             scale = next((each for each in JPEG_SCALES if each >= sqrt(prod(before) / most)), JPEG_SCALES[-1])
             image.draft(None, (ceil(before[0] / scale), ceil(before[1] / scale)))
         if prod(image.size) > most:

@@ -25,12 +25,15 @@ class ModelOptions:
     dtype: str | None = None
     embeddings: bool = False
     max_new_tokens: int | None = None
+    max_pixels: int | None = None
 
     def __post_init__(self) -> None:
         if self.exact not in get_args(Exact):
             raise UsageError(f"exact is buckets, full or off, not {self.exact}")
         if self.max_batch is not None and self.max_batch < 1:
             raise UsageError(f"a forward pass has at least one row, not {self.max_batch}")
+        if self.max_pixels is not None and self.max_pixels < 1:
+            raise UsageError(f"an image has at least one pixel, so that --max-pixels is not {self.max_pixels}")
 
 
 DEFAULTS = ModelOptions()

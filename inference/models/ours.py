@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ckpt_tools.errors import FormatError
 
 from ..common.training_package import data, evaluation, language_model, model_names
-from .images import ImageReading
+from .images import MAX_PIXELS, ImageReading
 from .passes import InPasses, Passes
 from .prediction import answers, device_of, embeddings_of
 from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, texts
@@ -32,6 +32,7 @@ class OurImages(InPasses):
     labels: tuple[str, ...] | None = None
     passes: Passes = field(default_factory=lambda: Passes(evaluation.CHUNK))
     num_features: int | None = None
+    max_pixels: int = MAX_PIXELS
     forward: evaluation.Logits = field(init=False)
 
     inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("image", "UINT8", (BATCH, *SIZE)),)
@@ -43,7 +44,7 @@ class OurImages(InPasses):
 
     @property
     def reading(self) -> ImageReading:
-        return ImageReading("L", SIZE, is_input=True)
+        return ImageReading("L", SIZE, max_pixels=self.max_pixels, is_input=True)
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:

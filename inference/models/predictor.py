@@ -116,6 +116,7 @@ def load_predictor(
     max_batch: int | None = None,
     embeddings: bool = False,
     max_new_tokens: int | None = None,
+    max_pixels: int | None = None,
     model_key: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -143,6 +144,8 @@ def load_predictor(
             transformers without a head, else the mean over its tokens.
         max_new_tokens: Maximum number of generated tokens. Default: what ``generation_config.json``
             says, else 64.
+        max_pixels: Largest image file, in pixels. Default: 4096 x 4096, or 64 times what the model takes if that is
+            more. A JPEG file of more is decoded at a half, a fourth or an eighth of its size.
         model_key, include, exclude, rename, key_map, recipe, inverse: As for ``load_model``.
         storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
 
@@ -150,7 +153,7 @@ def load_predictor(
         UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
         CkptError: as ``ckpt_tools.load_into`` says.
     """
-    ModelOptions(exact=exact, max_batch=max_batch)
+    ModelOptions(exact=exact, max_batch=max_batch, max_pixels=max_pixels)
     if architecture is not None:
         Architecture.parse(architecture)
     reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse).given()
@@ -163,6 +166,7 @@ def load_predictor(
         )
         digest, task = digest_of(model), task_of(model, options)
         task = as_embeddings(task) if embeddings else task
+        task = task if max_pixels is None else _limited(task, max_pixels)
         if exact == "buckets":
             _measure(task)
     identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
@@ -191,8 +195,19 @@ def loaded(url: str, name: str, options: ModelOptions) -> Predictor:
         max_batch=options.max_batch,
         embeddings=options.embeddings,
         max_new_tokens=options.max_new_tokens,
+        max_pixels=options.max_pixels,
         **options.reading.given(),
     )
+
+
+def _limited(task: Task, max_pixels: int) -> Task:
+    """The task with another limit of pixels. Raises UsageError if it takes no images."""
+    from .image_labels import ImageLabels
+    from .ours import OurImages
+
+    if not isinstance(task, ImageLabels | OurImages):
+        raise UsageError("--max-pixels is for a model that takes images")
+    return replace(task, max_pixels=max_pixels)
 
 
 def _measure(task: Task) -> None:

@@ -84,6 +84,7 @@ class Options:
     device: str | None = None
     exact: Exact = "buckets"
     max_batch: int | None = None
+    max_pixels: int | None = None
     runner: Literal["local", "ray"] = "local"
     replicas: int | None = None
     min_replicas: int | None = None
@@ -149,7 +150,14 @@ class Options:
     def model_options(self) -> ModelOptions:
         from ..models.options import ModelOptions
 
-        return ModelOptions(self.architecture, self.device, self.reading, self.exact, self.max_batch)
+        return ModelOptions(
+            architecture=self.architecture,
+            device=self.device,
+            reading=self.reading,
+            exact=self.exact,
+            max_batch=self.max_batch,
+            max_pixels=self.max_pixels,
+        )
 
     def hosts(self, bound: socket.socket) -> frozenset[str] | None:
         """Values of the Host header to accept: on loopback only these; elsewhere all (None) unless some are given."""
@@ -274,6 +282,7 @@ class _Restarts:
     metavar="SECONDS",
     help="Seconds that inputs wait for more while the model is idle.",
 )
+@click.option("--max-pixels", type=int, help="Largest image, in pixels.  [default: 4096 x 4096, or by the model]")
 @click.option("--drain", type=float, default=0.0, help="Seconds to keep serving after SIGTERM, reporting not ready.")
 @click.option("--token", type=click.Path(path_type=Path), metavar="FILE", help="File with the required bearer token.")
 @click.option("--certfile", type=click.Path(path_type=Path), help="TLS certificate (PEM): serve HTTPS.")

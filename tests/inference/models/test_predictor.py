@@ -89,3 +89,12 @@ def test_bytes_become_an_input(predictor: Predictor, image_folder: Path, digits:
 def test_labels_have_to_fit(forms: Path) -> None:
     with pytest.raises(UsageError, match="3 labels for the model's 10 classes"):
         load_predictor(forms / "model.pt", labels=["a", "b", "c"])
+
+
+def test_the_limit_of_pixels_can_be_set(forms: Path, image_folder: Path) -> None:
+    data = (image_folder / "000.png").read_bytes()
+    assert load_predictor(forms / "model.pt", max_pixels=784).decode(data, "a.png").shape == (28, 28)  # type: ignore[union-attr]
+    with pytest.raises(FormatError, match=r"^a\.png has 28x28 pixels, more than 783 in all$"):
+        load_predictor(forms / "model.pt", max_pixels=783).decode(data, "a.png")
+    with pytest.raises(UsageError, match="at least one pixel"):
+        load_predictor(forms / "model.pt", max_pixels=0)
