@@ -29,6 +29,13 @@ REQUEST_FIELDS = {"id", "parameters", "inputs", "outputs", "model_name"}
 TENSOR_FIELDS = {"name", "shape", "datatype", "parameters", "data"}
 OUTPUT_FIELDS = {"name", "parameters"}
 
+REQUEST_PARAMETERS = {"timeout", "binary_data_output"}
+INPUT_PARAMETERS = {"binary_data_size"}
+OUTPUT_PARAMETERS = {"binary_data"}
+
+UNSET_PARAMETERS = {"priority", "sequence_id", "sequence_start", "sequence_end", "classification"}
+"""Triton's parameters that change nothing if they are 0, empty or false. Every other value of them is refused."""
+
 TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
 
 Json = dict[str, Any]
@@ -81,9 +88,9 @@ def fitting_request(request: Json, binary: bytes, predictor: Predictor, max_rows
     name = request.get("model_name", predictor.name)
     if name != predictor.name:
         raise BadRequestError(f"the request is to the model {predictor.name}, and its model_name is {_shown(name)}")
-    parameters = _parameters(request, "the request")
+    parameters = _parameters(request, "the request", REQUEST_PARAMETERS)
     items = _items(_list(request, "inputs"), memoryview(binary), predictor, max_rows)
-    outputs = _outputs(request, parameters.get("binary_data_output") is True, predictor)
+    outputs = _outputs(request, _flag(parameters, "binary_data_output", "the request"), predictor)
     if not isinstance(request.get("id", ""), str):
         raise BadRequestError("the id of the request has to be a text")
     return InferRequest(request.get("id"), items, outputs, _timeout(parameters))
@@ -130,7 +137,7 @@ def _input(
         raise BadRequestError(
             f"the input {spec.name} has the datatype {_shown(given.get('datatype'))}; it must be {spec.datatype}"
         )
-    size = _parameters(given, f"the input {spec.name}").get("binary_data_size")
+    size = _parameters(given, f"the input {spec.name}", INPUT_PARAMETERS).get("binary_data_size")
     used = 0 if size is None else _binary_size(size, spec, binary)
     return _rows(given, shape, spec, None if size is None else binary[:used], predictor), binary[used:]
 
@@ -270,10 +277,9 @@ def _output(given: Json, is_binary: bool, predictor: Predictor) -> WantedOutput:
     _known(given, OUTPUT_FIELDS, "an output")
     for spec in predictor.outputs:
         if spec.name == given.get("name"):
-            binary = _parameters(given, f"the output {spec.name}").get("binary_data", is_binary)
-            if not isinstance(binary, bool):
-                raise BadRequestError(f"binary_data of the output {spec.name} has to be true or false")
-            return WantedOutput(spec, binary)
+            where = f"the output {spec.name}"
+            parameters = _parameters(given, where, OUTPUT_PARAMETERS)
+            return WantedOutput(spec, _flag(parameters, "binary_data", where, is_binary))
     raise BadRequestError(
         f"there is no output {_shown(given.get('name'))}; the model gives {_names(predictor.outputs)}"
     )
@@ -287,8 +293,22 @@ def _timeout(parameters: Json) -> float | None:
     return given / 1e6 or None
 
 
-def _parameters(given: Json, where: str) -> Json:
-    return _object(given.get("parameters", {}), f"the parameters of {where}")
+def _parameters(given: Json, where: str, known: set[str]) -> Json:
+    """The ``parameters`` of a request, an input or an output. One that is not ``known`` is refused: its sender expects
+    what it asks for."""
+    found = _object(given.get("parameters", {}), f"the parameters of {where}")
+    for name, value in sorted(found.items()):
+        is_unset = name in UNSET_PARAMETERS and isinstance(value, bool | int | str) and not value
+        if name not in known and not is_unset:
+            raise BadRequestError(f"the parameter {_shown(name)} of {where} is not supported")
+    return found
+
+
+def _flag(parameters: Json, name: str, where: str, default: bool = False) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise BadRequestError(f"{name} of {where} has to be true or false")
+    return value
 
 
 def _object(value: object, where: str) -> Json:

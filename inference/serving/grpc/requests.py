@@ -109,26 +109,40 @@ def infer_request(message: Any, predictor: Predictor, max_rows: int) -> InferReq
     ]
     request: Json = {
         "id": message.id,
-        "parameters": {**_parameters(message.parameters), "binary_data_output": is_raw},
+        "parameters": {"binary_data_output": is_raw, **_parameters(message)},
         "inputs": [given for given, _ in pairs],
-        "outputs": [{"name": output.name} for output in message.outputs],
+        "outputs": [{"name": output.name, "parameters": _parameters(output)} for output in message.outputs],
     }
-    return fitting_request(request, b"".join(data for _, data in pairs), predictor, max_rows)
+    found = fitting_request(request, b"".join(data for _, data in pairs), predictor, max_rows)
+    if len({output.is_binary for output in found.outputs}) > 1:
+        raise BadRequestError("binary_data differs between the outputs; over gRPC all of them are raw, or none is")
+    return found
 
 
-def _parameters(given: Any) -> Json:
-    return {key: getattr(value, value.WhichOneof("parameter_choice") or "string_param") for key, value in given.items()}
+def _parameters(holder: Any) -> Json:
+    """The parameters of a request, an input or an output."""
+    return {
+        key: getattr(value, value.WhichOneof("parameter_choice") or "string_param")
+        for key, value in holder.parameters.items()
+    }
 
 
-def _input(tensor: Any) -> Json:
+def _input(tensor: Any, **parameters: int) -> Json:
+    """The JSON of an input with ``parameters``, which the client's own may not contradict."""
+    given = {**parameters, **_parameters(tensor)}
+    for key, value in parameters.items():
+        if given[key] != value:
+            raise BadRequestError(
+                f"{key} of the input {tensor.name[:60]!r} is {given[key]!r}, and it has {value} bytes"
+            )
     shape = list(tensor.shape[: MAX_DIMENSIONS + 1])
-    return {"name": tensor.name, "datatype": tensor.datatype, "shape": shape}
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": shape, "parameters": given}
 
 
 def _raw_input(tensor: Any, data: bytes) -> tuple[Json, bytes]:
     if tensor.HasField("contents"):
         raise BadRequestError(f"the input {tensor.name[:60]!r} has contents, and the request has raw_input_contents")
-    return {**_input(tensor), "parameters": {"binary_data_size": len(data)}}, data
+    return _input(tensor, binary_data_size=len(data)), data
 
 
 def _typed_input(tensor: Any) -> tuple[Json, bytes]:
@@ -142,7 +156,7 @@ def _typed_input(tensor: Any) -> tuple[Json, bytes]:
         )
     if tensor.datatype == BYTES:
         joined = joined_texts(tensor.contents.bytes_contents)
-        return {**_input(tensor), "parameters": {"binary_data_size": len(joined)}}, joined
+        return _input(tensor, binary_data_size=len(joined)), joined
     return {**_input(tensor), "data": list(getattr(tensor.contents, field)) if field else []}, b""
 
 

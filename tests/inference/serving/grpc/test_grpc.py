@@ -105,6 +105,20 @@ def test_both_forms_give_the_bits_of_http(
     assert not raw.outputs[1].HasField("contents")
 
 
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_the_form_of_the_outputs_can_be_asked_for(channel: grpc.Channel, digits: LabelledImages, is_raw: bool) -> None:
+    """As KServe's client asks, which sends the parameters of HTTP here too."""
+    array = pixels(digits)
+    request = a_request(array, is_raw=not is_raw)
+    set_parameter(request, "binary_data_output", bool_param=is_raw)
+    if not is_raw:
+        set_parameter(request.inputs[0], "binary_data_size", int64_param=array.nbytes)
+    found = call(channel, "ModelInfer", request)
+    expected = call(channel, "ModelInfer", a_request(array, is_raw=is_raw))
+    assert bool(found.raw_output_contents) == is_raw
+    assert found == expected
+
+
 def test_the_metadata_says_which_weights_answer(channel: grpc.Channel, service: Service) -> None:
     found = call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="m"))
     over_http = httpx.get(f"{service.url}/v2/models/m").json()["parameters"]
@@ -154,6 +168,10 @@ ZEROS = np.zeros((1, 28, 28), np.uint8)
 
 def parameter(**value: Any) -> Any:
     return MESSAGES["InferParameter"](**value)
+
+
+def set_parameter(holder: Any, name: str, **value: Any) -> None:
+    holder.parameters[name].MergeFrom(parameter(**value))
 
 
 def with_field(request: Any, change: Callable[[Any], object]) -> Any:
@@ -214,9 +232,49 @@ MISTAKES: dict[str, tuple[Any, grpc.StatusCode, str]] = {
         "there is no output 'logits'; the model gives label, probabilities",
     ),
     "a timeout": (
-        with_field(a_request(ZEROS), lambda each: each.parameters["timeout"].MergeFrom(parameter(string_param="1"))),
+        with_field(a_request(ZEROS), lambda each: set_parameter(each, "timeout", string_param="1")),
         Code.INVALID_ARGUMENT,
         "timeout has to be a number of microseconds",
+    ),
+    "a raw size": (
+        with_field(a_request(ZEROS), lambda each: set_parameter(each.inputs[0], "binary_data_size", int64_param=3)),
+        Code.INVALID_ARGUMENT,
+        "binary_data_size of the input 'image' is 3, and it has 784 bytes",
+    ),
+    "a raw output beside another": (
+        with_field(
+            with_field(a_request(ZEROS), lambda each: each.outputs.add(name="label")),
+            lambda each: set_parameter(each.outputs.add(name="probabilities"), "binary_data", bool_param=False),
+        ),
+        Code.INVALID_ARGUMENT,
+        "over gRPC all of them are raw, or none is",
+    ),
+    "a flag": (
+        with_field(a_request(ZEROS), lambda each: set_parameter(each, "binary_data_output", int64_param=1)),
+        Code.INVALID_ARGUMENT,
+        "binary_data_output of the request has to be true or false",
+    ),
+    **{
+        f"the parameter {name} of the {place}": (
+            with_field(
+                a_request(ZEROS), lambda each, where=where, name=name: where(each).parameters[name].SetInParent()
+            ),
+            Code.INVALID_ARGUMENT,
+            f"the parameter {name!r} of the {place} is not supported",
+        )
+        for name, place, where in (
+            ("shared_memory_region", "input image", lambda each: each.inputs[0]),
+            ("shared_memory_offset", "output label", lambda each: each.outputs.add(name="label")),
+            ("headers", "request", lambda each: each),
+        )
+    },
+    "a class count": (
+        with_field(
+            a_request(ZEROS),
+            lambda each: set_parameter(each.outputs.add(name="label"), "classification", int64_param=3),
+        ),
+        Code.INVALID_ARGUMENT,
+        "the parameter 'classification' of the output label is not supported",
     ),
     "a million tensors": (b"\x2a\x00" * 10**6, Code.INVALID_ARGUMENT, "more than 1000 inputs, outputs and parameters"),
 }

@@ -245,6 +245,47 @@ def test_a_bad_request_is_one_sentence(client: httpx.Client, request_: Any, word
     assert "\n" not in answer.json()["error"]
 
 
+@pytest.mark.parametrize("value", ["region", 5, True, None, {}, [1]])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        *((place, "shared_memory_region") for place in ("input", "output")),
+        *(("request", name) for name in ("priority", "sequence_id", "sequence_start", "sequence_end", "top_k", "")),
+        *(("output", name) for name in ("classification", "binary_data_size")),
+        ("input", "binary_data"),
+    ],
+)
+def test_a_parameter_that_is_not_followed_is_refused(
+    client: httpx.Client, place: str, name: str, value: object
+) -> None:
+    request: dict[str, Any] = {**a_request(ONE), "outputs": [{"name": "label"}]}
+    holder = {"request": request, "input": request["inputs"][0], "output": request["outputs"][0]}[place]
+    holder["parameters"] = {name: value}
+    answer = client.post(INFER, json=request)
+    which = {"request": "the request", "input": "the input image", "output": "the output label"}[place]
+    assert answer.status_code == 400
+    assert answer.json() == {"error": f"the parameter {name!r} of {which} is not supported"}
+
+
+def test_parameters_that_ask_for_nothing_are_taken(client: httpx.Client) -> None:
+    nothing = {"priority": 0, "sequence_id": "", "sequence_start": False, "sequence_end": False, "timeout": 0}
+    request = {**a_request(ONE, parameters={}), "outputs": [{"name": "label", "parameters": {"classification": 0}}]}
+    assert client.post(INFER, json={**request, "parameters": nothing}).status_code == 200
+
+
+@pytest.mark.parametrize(("field", "value"), [("binary_data_output", 1), ("binary_data_output", "true")])
+def test_a_flag_is_true_or_false(client: httpx.Client, field: str, value: object) -> None:
+    answer = client.post(INFER, json={**a_request(ONE), "parameters": {field: value}})
+    assert (answer.status_code, answer.json()["error"]) == (400, f"{field} of the request has to be true or false")
+
+
+@pytest.mark.parametrize("path", ["systemsharedmemory/status", "cudasharedmemory/region/r/register", "trace/setting"])
+def test_tritons_other_extensions_are_not_there(client: httpx.Client, path: str) -> None:
+    for method in ("GET", "POST"):
+        assert client.request(method, f"/v2/{path}").status_code == 404
+    assert client.get("/v2/logging").status_code == 404
+
+
 @pytest.mark.parametrize(
     ("size", "length", "tail", "words"),
     [
