@@ -55,11 +55,14 @@ DEFAULT_NAME = "model"
 
 RAY_EXTRA = "ray-serve"
 
+MODEL_CONTROL = "--model-control"
+
 INSTEAD = {
     "--watch": "its replicas serve the weights of the start",
     "--drain": "Ray answers the requests that were taken, and then ends",
     "--certfile": "Ray's proxy speaks plain HTTP; put a proxy with TLS before it",
     "--access-log": "Ray keeps a log of its own",
+    MODEL_CONTROL: "its replicas serve the weights of the start",
     GRPC_PORT: "Ray's proxy speaks HTTP",
 }
 """Options refused with ``--runner ray``, and what applies instead."""
@@ -123,6 +126,7 @@ class Options:
             "--drain": self.settings.drain > 0,
             "--certfile": self.certfile is not None,
             "--access-log": self.settings.has_access_log,
+            MODEL_CONTROL: self.settings.has_model_control,
             GRPC_PORT: self.grpc_port is not None,
         }
         for option, is_given in given.items():
@@ -285,6 +289,18 @@ class _Restarts:
 @click.option("--max-pixels", type=int, help="Largest image, in pixels.  [default: 4096 x 4096, or by the model]")
 @click.option("--drain", type=float, default=0.0, help="Seconds to keep serving after SIGTERM, reporting not ready.")
 @click.option("--token", type=click.Path(path_type=Path), metavar="FILE", help="File with the required bearer token.")
+@click.option(
+    MODEL_CONTROL,
+    type=click.Choice(["none", "explicit"]),
+    default="none",
+    help="Whether requests may load and unload models.",
+)
+@click.option(
+    "--control-token",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with the bearer token of loads and unloads.  [default: that of --token]",
+)
 @click.option("--certfile", type=click.Path(path_type=Path), help="TLS certificate (PEM): serve HTTPS.")
 @click.option("--keyfile", type=click.Path(path_type=Path), help="TLS private key, if not in --certfile.")
 @click.option("--access-log", is_flag=True, help="Print one line of JSON per request.")
@@ -301,6 +317,8 @@ def main(
     max_queue_delay: float,
     drain: float,
     token: Path | None,
+    model_control: str,
+    control_token: Path | None,
     access_log: bool,
     **others: Any,
 ) -> None:
@@ -311,9 +329,14 @@ def main(
     cannot be listened on, 7 refused as unsafe, 143, 130 and 129 ended by SIGTERM, SIGINT and SIGHUP.
     """
     with report_errors():
-        word = None if token is None else read_token(token)
         settings = Settings(
-            timeout=timeout, max_queue_delay=max_queue_delay, drain=drain, token=word, has_access_log=access_log
+            timeout=timeout,
+            max_queue_delay=max_queue_delay,
+            drain=drain,
+            token=None if token is None else read_token(token),
+            has_model_control=model_control == "explicit",
+            control_token=None if control_token is None else read_token(control_token, "--control-token"),
+            has_access_log=access_log,
         )
         named = (*([model] if model else []), *models)
         run(Options(named, settings, reading=Reading.taken_from(others), **others))

@@ -25,7 +25,6 @@ from ..common.training_package import launchers
 from ..models.predictor import Predictor, loaded
 from .http.middleware import Traffic
 from .metrics import Snapshot
-from .refusals import Refused
 from .repository import MAX_WAITING, Repository, Source
 from .settings import Settings
 
@@ -40,8 +39,6 @@ TELLING_SECONDS = 1.0  # interval at which a replica reports its counts
 FORGOTTEN_SECONDS = 15.0  # a replica without a report for so long has ended; its counts are dropped
 GRACE_SECONDS = 40.0  # time for a stopping replica to answer its requests before it is killed
 CHECK_SECONDS = 0.5
-
-FIXED = "the models of a service on Ray do not change; start it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +83,7 @@ class Served:
 
 
 class FixedRepository(Repository):
-    """Models that cannot be loaded or unloaded while they are served."""
+    """Models of known digests, which are loaded once."""
 
     def __init__(self, served: Served) -> None:
         super().__init__(served.sources, served.load)
@@ -98,12 +95,6 @@ class FixedRepository(Repository):
             if predictor.identity.digest != digest:
                 raise FormatError(f"{slot.source.url} has other weights on another machine, or was replaced meanwhile")
             self.put(slot, predictor)
-
-    def load(self, name: str) -> None:
-        raise Refused(400, FIXED)
-
-    def unload(self, name: str) -> None:
-        raise Refused(400, FIXED)
 
 
 class Tally:

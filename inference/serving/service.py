@@ -18,7 +18,7 @@ from ..models.predictor import Prediction, Predictor, TensorSpec
 from ..models.results import BYTES, Item
 from .batching import Counts, QueueFullError
 from .decoding import MAX_WAITING_LARGE, Decoders
-from .http.middleware import Traffic
+from .http.middleware import Traffic, is_permitted, no_token
 from .metrics import Snapshot
 from .protocol import BadRequestError, InferRequest, tensor_metadata
 from .refusals import RETRY_AFTER, Refused
@@ -27,7 +27,8 @@ from .settings import Settings
 
 LOG = logging.getLogger(__name__)
 
-EXTENSIONS = ["binary_tensor_data", "model_repository", "statistics", "model_configuration"]
+EXTENSIONS = ("binary_tensor_data", "statistics", "model_configuration")
+CONTROL_EXTENSION = "model_repository"
 PLATFORM = "pytorch"
 
 LARGE_REQUEST = 64 * 2**10  # larger requests are parsed in a thread, so that they do not block the event loop
@@ -55,7 +56,15 @@ class Service:
         self.decoders = Decoders()
 
     def server(self) -> Json:
-        return {"name": "ckpt-tools", "version": ckpt_tools.__version__, "extensions": EXTENSIONS}
+        extensions = [*EXTENSIONS, *([CONTROL_EXTENSION] if self.settings.has_model_control else [])]
+        return {"name": "ckpt-tools", "version": ckpt_tools.__version__, "extensions": extensions}
+
+    def check_control(self, authorization: bytes) -> None:
+        """Raises ``Refused``: 401 if this ``Authorization`` has not the token of loads, 400 if models do not change."""
+        if not is_permitted(self.settings.control_token or self.settings.token, authorization):
+            raise no_token(" of --control-token" if self.settings.control_token else "")
+        if not self.settings.has_model_control:
+            raise Refused(400, "models cannot be loaded and unloaded: the service has no --model-control explicit")
 
     def check_ready(self) -> None:
         """Readiness for load balancers: not while draining, and not while a model that should answer is not loaded."""
@@ -164,7 +173,10 @@ class Service:
             LOG.error("%s cannot be loaded: %s", name, error)
             raise Refused(400, f"the model {name} cannot be loaded; the log of the service says why") from error
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, parameters: Json) -> None:
+        """Unload a model. Triton's client always sends ``unload_dependents``; no model here depends on another."""
+        if unknown := sorted(parameters.keys() - {"unload_dependents"}):
+            raise Refused(400, f"the parameter {unknown[0][:60]!r} of an unload is not supported")
         await self._change(self.repository.unload, name)
 
     async def _change(self, change: Callable[[str], None], name: str) -> None:

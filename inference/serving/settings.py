@@ -23,8 +23,11 @@ MAX_TOKEN_BYTES = 4096
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Settings of the command line. ``timeout`` is the longest wait for the model in seconds, and ``max_queue_delay``
-    how long a batch waits to be filled while the model is idle. Without a ``token``,
-    every client is accepted.
+    how long a batch waits to be filled while the model is idle. Without a ``token``, every client is accepted. Raises
+    ``UsageError`` for values that do not fit together.
+
+    With ``has_model_control``, clients may load and unload models. With a ``control_token``, these requests need that
+    one in the place of ``token``.
 
     After a signal the service keeps serving for ``drain`` seconds and reports not ready, so that a load balancer stops
     sending requests.
@@ -38,6 +41,8 @@ class Settings:
     body_seconds: float = BODY_SECONDS
     drain: float = 0.0
     token: str | None = None
+    has_model_control: bool = False
+    control_token: str | None = None
     has_access_log: bool = False
     hosts: frozenset[str] | None = None
 
@@ -50,19 +55,23 @@ class Settings:
         for option, seconds, may_be_0 in given:
             if not 0 <= seconds < 1e9 or not (seconds or may_be_0):
                 raise UsageError(f"{option} is a number of seconds, not {seconds:g}")
+        if self.control_token is not None and not self.has_model_control:
+            raise UsageError("--control-token needs --model-control explicit, without which no model can be loaded")
+        if self.control_token is not None and self.control_token == self.token:
+            raise UsageError("--control-token and --token have the same word; leave --control-token out")
 
 
-def read_token(path: Path) -> str:
+def read_token(path: Path, option: str = "--token") -> str:
     """The bearer token in a file, stripped of white space. Raises ``CkptError``."""
     try:
         with path.open("rb") as file:
             token = file.read(MAX_TOKEN_BYTES + 1).strip()
     except FileNotFoundError as error:
-        raise SourceNotFoundError(f"--token: there is no file {path}") from error
+        raise SourceNotFoundError(f"{option}: there is no file {path}") from error
     except OSError as error:
-        raise StoreError(f"--token: {path} cannot be read ({error.strerror or error})") from error
+        raise StoreError(f"{option}: {path} cannot be read ({error.strerror or error})") from error
     if not token or len(token) > MAX_TOKEN_BYTES or not all(33 <= byte < 127 for byte in token):
-        raise FormatError(f"--token: {path} has to hold one word of ASCII, of at most {MAX_TOKEN_BYTES} bytes")
+        raise FormatError(f"{option}: {path} has to hold one word of ASCII, of at most {MAX_TOKEN_BYTES} bytes")
     return token.decode()
 
 

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 import grpc
 from google.protobuf.json_format import ParseDict
 
-from ..http.middleware import OPEN_PATHS, access_line, is_permitted, request_id_of
+from ..http.middleware import access_line, is_permitted, no_token, request_id_of
 from ..protocol import BadRequestError, InferRequest
 from ..refusals import Refused
 from ..repository import Version
@@ -36,8 +36,11 @@ GRACE_SECONDS = 10.0
 REFUSING_SECONDS = 0.5
 """Time before the end in which new calls get ``UNAVAILABLE``: gRPC itself cancels those that arrive as it stops."""
 
-OPEN_METHODS = {"/v2/health/live": "ServerLive", "/v2/health/ready": "ServerReady"}
-"""Methods without a token, by their HTTP path."""
+OPEN_METHODS = frozenset({"ServerLive", "ServerReady"})
+"""Methods without a token."""
+
+CONTROL_METHODS = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
+"""Methods whose token ``Service`` checks."""
 
 CODES: Mapping[int, grpc.StatusCode] = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -101,6 +104,11 @@ class Call:
     def of(cls, name: str, context: Any) -> Call:
         metadata = dict(context.invocation_metadata() or ())
         return cls(name, context, metadata, request_id_of(metadata.get("x-request-id", "")))
+
+    @property
+    def authorization(self) -> bytes:
+        given = self.metadata.get("authorization", "")
+        return given if isinstance(given, bytes) else given.encode()
 
     def log_line(self) -> str:
         return access_line(
@@ -188,10 +196,10 @@ class Calls:
         return response
 
     def _check_sender(self, call: Call) -> None:
-        is_open = call.name in {OPEN_METHODS.get(path) for path in OPEN_PATHS}
-        given = call.metadata.get("authorization", "")
-        if not is_open and not is_permitted(self.settings, given if isinstance(given, bytes) else given.encode()):
-            raise Refused(401, "the call needs the metadata authorization: Bearer TOKEN")
+        if call.name in CONTROL_METHODS:
+            self.service.check_control(call.authorization)
+        elif call.name not in OPEN_METHODS and not is_permitted(self.settings.token, call.authorization):
+            raise no_token()
 
     async def _message(self, call: Call) -> bytes:
         try:
@@ -263,7 +271,7 @@ class Calls:
 
     async def unload(self, request: Any, call: Call) -> Any:
         name = _name_of(request)
-        await self.service.unload(name)
+        await self.service.unload(name, dict(request.parameters))
         return _response(call, {"model_name": name, "isUnloaded": True})
 
 

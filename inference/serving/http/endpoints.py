@@ -101,14 +101,20 @@ class Endpoints:
         return JSONResponse(self.service.index(only_ready=only_ready))
 
     async def load(self, request: Request) -> Response:
-        parameters = (await _json_object(request)).get("parameters") or {}
-        await self.service.load(request.path_params["name"], parameters)
+        await self.service.load(request.path_params["name"], await self._control(request))
         return JSONResponse({})
 
     async def unload(self, request: Request) -> Response:
-        await _json_object(request)
-        await self.service.unload(request.path_params["name"])
+        await self.service.unload(request.path_params["name"], await self._control(request))
         return JSONResponse({})
+
+    async def _control(self, request: Request) -> Json:
+        """The parameters of a load or an unload, of a client that may change the models."""
+        self.service.check_control(request.headers.get("Authorization", "").encode("latin-1"))
+        parameters: object = (await _json_object(request)).get("parameters") or {}
+        if not isinstance(parameters, dict):
+            raise Refused(400, "the parameters have to be a JSON object")
+        return parameters
 
 
 class FastPath:

@@ -27,6 +27,9 @@ STOPPING = "the service is stopping"
 OPEN_PATHS = frozenset({"/", "/healthz", "/v2/health/live", "/v2/health/ready"})
 """Paths without a token: for probes, and for the page, which asks for the token."""
 
+CONTROL_PATH = "/v2/repository/models/"
+"""Paths below it load and unload models; ``Service`` checks their token itself."""
+
 HOST_PORT = re.compile(r":\d*$")
 
 WATCH_SECONDS = 0.05  # delay before watching for a disconnect; most answers are sent before it
@@ -85,19 +88,17 @@ class Middleware:
             return Refused(403, "a page of another origin may not ask this service", CLOSE)
         if is_misnamed(self.settings, headers.get(b"host", b"").decode("latin-1")):
             return Refused(403, "ask this service by its address, as localhost, or by a name of --allow-host", CLOSE)
-        if visit.path not in OPEN_PATHS and not is_permitted(self.settings, headers.get(b"authorization", b"")):
-            how = {**CLOSE, "WWW-Authenticate": "Bearer"}
-            return Refused(401, "the request needs the header Authorization: Bearer TOKEN", how)
+        is_open = visit.path in OPEN_PATHS or visit.path.startswith(CONTROL_PATH)
+        if not is_open and not is_permitted(self.settings.token, headers.get(b"authorization", b"")):
+            return no_token()
         if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
             return too_large(visit.path)
         return None
 
 
-def is_permitted(settings: Settings, authorization: bytes) -> bool:
-    """Whether this ``Authorization`` header has the token."""
-    if settings.token is None:
-        return True
-    return hmac.compare_digest(authorization, f"Bearer {settings.token}".encode())
+def is_permitted(token: str | None, authorization: bytes) -> bool:
+    """Whether this ``Authorization`` header has the token, if one is needed."""
+    return token is None or hmac.compare_digest(authorization, f"Bearer {token}".encode())
 
 
 def is_misnamed(settings: Settings, host: str) -> bool:
@@ -129,6 +130,11 @@ def access_line(begun: float, begun_at: datetime, *, log_fields: Mapping[str, st
             "version": log_fields.get("version"),
         }
     )
+
+
+def no_token(which: str = "") -> Refused:
+    how = {**CLOSE, "WWW-Authenticate": "Bearer"}
+    return Refused(401, f"the request needs the token{which}, as Authorization: Bearer TOKEN", how)
 
 
 def too_large(path: str) -> Refused:

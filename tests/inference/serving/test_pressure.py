@@ -42,7 +42,7 @@ def repository(loader: Loader) -> Iterator[Repository]:
 
 @pytest.fixture
 def url(repository: Repository, loader: Loader) -> Iterator[str]:
-    with plain_uvicorn_of(create_app(repository, Settings(timeout=20))) as url:
+    with plain_uvicorn_of(create_app(repository, Settings(timeout=20, has_model_control=True))) as url:
         yield url
         loader.may_answer.set()
 

@@ -63,7 +63,7 @@ def test_models_do_not_change(verb: str, service: Service) -> None:
     answer = httpx.post(f"{service.url}/v2/repository/models/m/{verb}", timeout=120)
     assert (answer.status_code, answer.json()) == (
         400,
-        {"error": "the models of a service on Ray do not change; start it again"},
+        {"error": "models cannot be loaded and unloaded: the service has no --model-control explicit"},
     )
 
 
@@ -90,6 +90,7 @@ def test_a_request_that_was_taken_is_answered_at_the_end(service: Service, digit
         (["--runner=ray", "--grpc-port=0"], "--grpc-port does not go with --runner ray: Ray's proxy speaks HTTP"),
         (["--runner=ray", "--watch=5"], "--watch does not go with --runner ray"),
         (["--runner=ray", "--drain=5"], "--drain does not go with --runner ray"),
+        (["--runner=ray", "--model-control=explicit"], "--model-control does not go with --runner ray"),
         (["--runner=ray", "--access-log"], "--access-log does not go with --runner ray"),
         (["--runner=ray", "--replicas=0"], "there has to be at least one replica"),
         (["--runner=ray", "--replicas=2", "--max-replicas=3"], "--replicas is a fixed number"),

@@ -83,7 +83,9 @@ def models(weights: dict[str, Tensor], digits: LabelledImages, tmp_path_factory:
 
 @pytest.fixture
 def service(models: Models, tmp_path: Path) -> Iterator[Service]:
-    with running_service(tmp_path / "run", None, f"--model=m={models.file}", "--grpc-port=0") as service:
+    with running_service(
+        tmp_path / "run", None, f"--model=m={models.file}", "--grpc-port=0", "--model-control=explicit"
+    ) as service:
         yield service
 
 

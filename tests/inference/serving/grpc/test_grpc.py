@@ -46,7 +46,7 @@ def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("grpc")
     texts = save_text_model(folder / "texts")
     models = [f"--model=m={forms / 'model.pt'}", f"--model=texts={texts}"]
-    with running_service(folder / "run", None, *models, "--grpc-port=0") as service:
+    with running_service(folder / "run", None, *models, "--grpc-port=0", "--model-control=explicit") as service:
         yield service
 
 
@@ -484,7 +484,7 @@ def test_with_a_token_tls_and_a_log(certificate: Path, forms: Path, tmp_path: Pa
         with grpc.secure_channel(address, credentials) as channel:
             assert call(channel, "ServerReady").ready
             found = refusal(channel, "ServerMetadata", None)
-            assert found == (Code.UNAUTHENTICATED, "the call needs the metadata authorization: Bearer TOKEN")
+            assert found == (Code.UNAUTHENTICATED, "the request needs the token, as Authorization: Bearer TOKEN")
             assert refusal(channel, "ModelInfer", None, metadata=[("authorization", "x")])[0] is Code.UNAUTHENTICATED
             metadata = [("authorization", f"Bearer {TOKEN}"), ("x-request-id", "looked-for")]
             request = a_request(ZEROS, model="model")

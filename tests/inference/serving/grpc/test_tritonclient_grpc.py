@@ -38,7 +38,8 @@ OURS_ALONE = {
 @pytest.fixture(scope="module")
 def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("triton")
-    with running_service(folder, None, f"--model=m={forms / 'model.pt'}", "--grpc-port=0") as service:
+    options = ["--grpc-port=0", "--model-control=explicit"]
+    with running_service(folder, None, f"--model=m={forms / 'model.pt'}", *options) as service:
         yield service
 
 

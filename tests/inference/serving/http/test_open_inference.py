@@ -33,7 +33,7 @@ def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         f"--model={name}={forms / file}"
         for name, file in (("m", "model.safetensors"), ("two", "model.pt"), ("two", "sharded"))
     ]
-    with running_service(folder, None, *args) as service:
+    with running_service(folder, None, "--model-control=explicit", *args) as service:
         yield service
 
 
@@ -73,7 +73,7 @@ def binary(request: dict[str, Any], *tails: bytes) -> tuple[bytes, dict[str, str
 def test_the_server_says_what_it_is(client: httpx.Client) -> None:
     answer = client.get("/v2").json()
     assert answer["name"] == "ckpt-tools"
-    assert "binary_tensor_data" in answer["extensions"]
+    assert answer["extensions"] == ["binary_tensor_data", "statistics", "model_configuration", "model_repository"]
 
 
 @pytest.mark.parametrize(
@@ -389,6 +389,13 @@ def test_models_are_listed_unloaded_and_loaded(client: httpx.Client) -> None:
     assert client.get("/v2/models/two/ready").status_code == 404
     assert client.post("/v2/repository/models/two/load", json={"parameters": {"config": "{}"}}).status_code == 400
     assert client.post("/v2/repository/models/two/load").status_code == 200
+    unknown = client.post("/v2/repository/models/two/unload", json={"parameters": {"force": True}})
+    assert (unknown.status_code, unknown.json()) == (
+        400,
+        {"error": "the parameter 'force' of an unload is not supported"},
+    )
+    for verb in ("load", "unload"):
+        assert client.post(f"/v2/repository/models/two/{verb}", json={"parameters": [1]}).status_code == 400
     assert index()[1:] == [("two", "3", "READY"), ("two", "4", "READY")]
 
 

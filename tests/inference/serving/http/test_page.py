@@ -25,7 +25,8 @@ NAMES = ("NEGATIVE", "NEUTRAL", "POSITIVE")
 def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("page")
     texts = save_text_model(folder / "texts")
-    options = [f"--model=one={forms / 'model.pt'}", f"--model=texts={texts}", f"--model=two={forms / 'sharded'}"]
+    options = ["--model-control=explicit"]
+    options += [f"--model=one={forms / 'model.pt'}", f"--model=texts={texts}", f"--model=two={forms / 'sharded'}"]
     with running_service(folder / "run", None, *options) as service:
         yield service
 

@@ -87,7 +87,7 @@ INFERENCE_RESPONSE: Json = {
 @pytest.fixture(scope="module")
 def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("schema")
-    with running_service(folder, None, f"--model=m={forms / 'model.pt'}") as service:
+    with running_service(folder, None, f"--model=m={forms / 'model.pt'}", "--model-control=explicit") as service:
         yield service
 
 

@@ -17,7 +17,8 @@ from training.data.datasets import LabelledImages
 
 @pytest.fixture(scope="module")
 def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running_service(tmp_path_factory.mktemp("triton"), None, f"--model=m={forms / 'model.pt'}") as service:
+    options = [f"--model=m={forms / 'model.pt'}", "--model-control=explicit"]
+    with running_service(tmp_path_factory.mktemp("triton"), None, *options) as service:
         yield service
 
 

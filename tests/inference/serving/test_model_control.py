@@ -1,0 +1,121 @@
+"""Model control: loads and unloads are off by default, and may need a token of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+
+from inference.models.predictor import load_predictor
+from inference.serving.grpc.requests import METHODS
+from inference.serving.repository import Repository, Source
+from inference.serving.settings import Settings
+from tests.inference.conftest import Service, running_service
+from tests.inference.serving.grpc.test_grpc import a_request, call, refusal, served
+from tests.inference.serving.test_serve import run_serve
+
+ASKING, CHANGING = {"Authorization": "Bearer ask"}, {"Authorization": "Bearer change"}
+VERBS = ("load", "unload")
+OFF = "models cannot be loaded and unloaded: the service has no --model-control explicit"
+Code = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    (folder / "ask").write_text("ask")
+    (folder / "change").write_text("change")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(forms: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    options = [f"--token={tokens / 'ask'}", f"--control-token={tokens / 'change'}", "--model-control=explicit"]
+    with running_service(tmp_path_factory.mktemp("run"), forms / "model.pt", "--grpc-port=0", *options) as service:
+        yield service
+
+
+def change(service: Service, verb: str, headers: dict[str, str], name: str = "model") -> httpx.Response:
+    return httpx.post(f"{service.url}/v2/repository/models/{name}/{verb}", headers=headers, timeout=60)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "unload%0A", "%75nload"])
+@pytest.mark.parametrize("headers", [{}, ASKING, {"Authorization": "change"}, {"Authorization": "Bearer \xff"}])
+def test_without_the_control_token_no_model_changes(service: Service, verb: str, headers: dict[str, str]) -> None:
+    answer = change(service, verb, {key: value.encode("latin-1") for key, value in headers.items()})  # type: ignore[misc]
+    assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+    assert answer.json() == {"error": "the request needs the token of --control-token, as Authorization: Bearer TOKEN"}
+    ready = httpx.get(f"{service.url}/v2/models/model/versions/1/ready", headers=ASKING)
+    assert ready.status_code == 200
+
+
+def test_the_control_token_changes_models_and_does_nothing_else(service: Service) -> None:
+    index = f"{service.url}/v2/repository/index"
+    assert httpx.post(index, headers=CHANGING).status_code == 401
+    assert [each["state"] for each in httpx.post(index, headers=ASKING).json()] == ["READY"]
+    assert change(service, "unload", CHANGING).status_code == 200
+    assert [each["state"] for each in httpx.post(index, headers=ASKING).json()] == ["UNAVAILABLE"]
+    assert change(service, "load", CHANGING, "none").status_code == 404
+    assert change(service, "load", CHANGING).status_code == 200
+    assert "model_repository" in httpx.get(f"{service.url}/v2", headers=ASKING).json()["extensions"]
+
+
+def test_grpc_has_the_same_tokens(service: Service) -> None:
+    infer = a_request(np.zeros((1, 28, 28), np.uint8), model="model")
+    asking, changing = [("authorization", "Bearer ask")], [("authorization", "Bearer change")]
+    with grpc.insecure_channel(service.grpc) as channel:
+        for verb in ("Unload", "Load"):
+            message = METHODS[f"RepositoryModel{verb}"].request(model_name="model")
+            for metadata in ([], asking):
+                code, sentence = refusal(channel, f"RepositoryModel{verb}", message, metadata=metadata)
+                assert (code, "--control-token" in sentence) == (Code.UNAUTHENTICATED, True)
+            assert call(channel, f"RepositoryModel{verb}", message, metadata=changing).model_name == "model"
+        assert refusal(channel, "ModelInfer", infer, metadata=changing)[0] is Code.UNAUTHENTICATED
+        assert call(channel, "ModelInfer", infer, metadata=asking).model_name == "model"
+
+
+def test_by_default_no_model_changes_and_the_index_can_be_read(forms: Path) -> None:
+    from fastapi.testclient import TestClient
+
+    from inference.serving.http.app import create_app
+
+    repository = Repository(
+        [Source("m", str(forms / "model.pt"))], lambda source: load_predictor(source.url, name=source.name)
+    )
+    repository.load_all()
+    with served(repository, Settings()) as channel:
+        assert "model_repository" not in call(channel, "ServerMetadata").extensions
+        for verb in ("Load", "Unload"):
+            message = METHODS[f"RepositoryModel{verb}"].request(model_name="m")
+            assert refusal(channel, f"RepositoryModel{verb}", message) == (Code.INVALID_ARGUMENT, OFF)
+        assert [each.state for each in call(channel, "RepositoryIndex").models] == ["READY"]
+    with TestClient(create_app(repository), base_url="http://127.0.0.1") as client:
+        assert "model_repository" not in client.get("/v2").json()["extensions"]
+        for verb in VERBS:
+            answer = client.post(f"/v2/repository/models/m/{verb}")
+            assert (answer.status_code, answer.json()) == (400, {"error": OFF})
+        assert [each["state"] for each in client.post("/v2/repository/index").json()] == ["READY"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["--control-token={tokens}/change"], 2, "--control-token needs --model-control explicit"),
+        (
+            ["--model-control=explicit", "--token={tokens}/ask", "--control-token={tokens}/ask"],
+            2,
+            "--control-token and --token have the same word",
+        ),
+        (["--model-control=explicit", "--control-token={tokens}/none"], 3, "--control-token: there is no file"),
+        (["--model-control=poll"], 2, "is not one of 'none', 'explicit'"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    words: list[str], code: int, sentence: str, tokens: Path, forms: Path
+) -> None:
+    done = run_serve(forms / "model.pt", *(word.format(tokens=tokens) for word in words))
+    assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr
