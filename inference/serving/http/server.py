@@ -24,12 +24,18 @@ from ..settings import HEAD_SECONDS, MAX_HEAD_BYTES
 GRACE_SECONDS = 10  # time for requests in flight at shutdown; complete ones end well within it
 
 
+class LargeHeadError(Exception):
+    """The head of a request, or its trailer, is larger than ``MAX_HEAD_BYTES``."""
+
+
 class PromptProtocol(HttpToolsProtocol):
     """uvicorn's protocol with a time limit for each head and a size limit for heads and trailers."""
 
     _head: asyncio.TimerHandle | None = None
     _unread = 0
-    """Bytes of head or trailer received since the last body byte."""
+    """Bytes received since the last complete head or body byte: of a head or a trailer whose end is not there yet."""
+    _fields = 0
+    """Bytes of the URL and the headers of this request so far: also of a head that comes in one piece."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,6 +50,25 @@ class PromptProtocol(HttpToolsProtocol):
             self._stop_waiting()
         if self._unread > MAX_HEAD_BYTES:
             self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._fields = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + len(": \r\n"))
+        super().on_header(name, value)
+
+    def _count(self, num_bytes: int) -> None:
+        """Close the connection beyond the limit. The parser ends at the error; uvicorn's answer to it is not sent."""
+        self._fields += num_bytes
+        if self._fields > MAX_HEAD_BYTES:
+            self.transport.close()
+            raise LargeHeadError
 
     def on_headers_complete(self) -> None:
         self._unread = 0

@@ -173,6 +173,49 @@ def test_a_head_without_end_is_cut_off(beginning: bytes, service: Service) -> No
         assert send_until_refused(endless, b"y" * 2**16, 1024) < 32 * 2**20
 
 
+LIMIT = 2**16
+GET = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+CHUNKED = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+CHUNKED += f"Authorization: Bearer {TOKEN}\r\n\r\n0\r\n".encode()
+LARGE = {
+    "one header": GET + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
+    "many headers": GET + b"".join(b"h%d: v\r\n" % number for number in range(10_000)) + b"\r\n",
+    "a path": GET.replace(b"live", b"y" * 100_000) + b"\r\n",
+    "a trailer": CHUNKED + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
+}
+
+
+def sent(connection: socket.socket, data: bytes, size: int) -> bytes:
+    """The answer to ``data``, which is sent in pieces of ``size``; empty if the connection is closed before one."""
+    try:
+        for start in range(0, len(data), size):
+            connection.sendall(data[start : start + size])
+        return read_to_end(connection)
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize("size", [700, 5000, LIMIT - 1, LIMIT + 1, 10**6])
+@pytest.mark.parametrize("which", LARGE)
+def test_a_large_head_is_cut_off_in_pieces_of_any_size(service: Service, which: str, size: int) -> None:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as client:
+        assert sent(client, LARGE[which], size) == b""
+
+
+@pytest.mark.parametrize("size", [700, 10**6])
+def test_a_head_below_the_limit_is_answered(service: Service, size: int) -> None:
+    head = GET + b"".join(b"h%d: %s\r\n" % (number, b"v" * 6000) for number in range(10)) + b"\r\n"
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as client:
+        assert sent(client, head, size).startswith(b"HTTP/1.1 200 ")
+
+
+def test_each_request_of_a_connection_has_the_whole_limit(service: Service) -> None:
+    """Also of requests in one packet."""
+    one = GET.replace(b"Connection: close\r\n", b"") + b"X: " + b"y" * 40_000 + b"\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as client:
+        assert sent(client, one * 3 + GET + b"\r\n", 10**6).count(b"HTTP/1.1 200 ") == 4
+
+
 def test_another_protocol_is_not_taken_up_and_the_request_is_answered(client: httpx.Client) -> None:
     """As curl --http2 asks."""
     given = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAAP__"}
@@ -254,6 +297,10 @@ def test_it_serves_https(certificate: Path, forms: Path, tmp_path: Path) -> None
     with running_service(tmp_path / "tls", forms / "model.pt", *options, scheme="https") as service:
         trusted = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
         assert httpx.get(f"https://localhost:{service.port}/v2", verify=trusted).status_code == 200
+        for size in (700, 10**6):
+            plain = socket.create_connection(("127.0.0.1", service.port), timeout=60)
+            with trusted.wrap_socket(plain, server_hostname="localhost") as client:
+                assert sent(client, LARGE["one header"], size) == b""
 
 
 @pytest.mark.parametrize(
