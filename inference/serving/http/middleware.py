@@ -32,6 +32,8 @@ CONTROL_PATH = "/v2/repository/models/"
 
 HOST_PORT = re.compile(r":\d*$")
 
+CLOSE_HEADER = (b"connection", b"close")
+
 WATCH_SECONDS = 0.05  # delay before watching for a disconnect; most answers are sent before it
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -56,7 +58,7 @@ class Middleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        visit = Visit(scope, receive, send, self.settings.body_seconds)
+        visit = Visit(scope, receive, send, self.settings.body_seconds, self.traffic)
         self.traffic.in_flight += 1
         try:
             await self._answer(visit)
@@ -144,8 +146,8 @@ def too_large(path: str) -> Refused:
 class Visit:
     """State of one request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, body_seconds: float) -> None:
-        self.scope, self._receive, self._send = scope, receive, send
+    def __init__(self, scope: Scope, receive: Receive, send: Send, body_seconds: float, traffic: Traffic) -> None:
+        self.scope, self._receive, self._send, self.traffic = scope, receive, send, traffic
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.begun = time.perf_counter()
@@ -187,6 +189,8 @@ class Visit:
         if message["type"] == "http.response.start":
             self.has_started, self.status = True, message["status"]
             headers = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
+            if self.traffic.is_draining and CLOSE_HEADER not in headers:
+                headers.append(CLOSE_HEADER)  # The client asks another service then.
             message = {**message, "headers": headers}
         else:
             self.bytes_out += len(message.get("body", b""))

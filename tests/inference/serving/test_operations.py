@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import http.client
 import json
 import signal
 import socket
@@ -261,10 +262,20 @@ def test_a_new_checkpoint_of_the_run_is_served(
 
 
 def test_it_is_not_ready_while_it_ends(service: Service, client: httpx.Client) -> None:
-    """The last test of this service: it goes on for two seconds, and answers."""
+    """The last test of this service: it goes on for two seconds. A connection is closed with its answer."""
+    kept = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    kept.request("GET", "/v2/health/live")
+    before = kept.getresponse()
+    assert (before.status, before.getheader("Connection"), before.read()) == (200, None, b'{"live":true}')
     service.process.send_signal(signal.SIGTERM)
     wait_until(lambda: httpx.get(f"{service.url}/v2/health/ready").status_code == 503)
-    assert httpx.get(f"{service.url}/v2/health/live").status_code == 200
+    connection = kept.sock
+    kept.request("GET", "/v2/health/live")
+    last = kept.getresponse()
+    assert (last.status, last.headers.get_all("Connection"), last.read()) == (200, ["close"], b'{"live":true}')
+    assert kept.sock is None and connection is not None
+    for refused in (client.get("/v2", headers={"Authorization": "Bearer x"}), client.get("/none")):
+        assert refused.headers.get_list("Connection") == ["close"]
     assert client.get("/v2").status_code == 200
     assert service.process.wait(60) == 143
 
