@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
@@ -84,26 +85,31 @@ class Service:
         predictor = version.predictor
         return {
             "name": version.name,
-            "versions": [str(each.number) for each in self.repository.versions_of(version.name)],
+            "versions": [str(number) for number in self._numbers(version)],
             "platform": PLATFORM,
             "inputs": [tensor_metadata(spec) for spec in predictor.inputs],
             "outputs": [tensor_metadata(spec) for spec in predictor.outputs],
-            "parameters": {**identity(version), "labels": predictor.labels},
+            "parameters": {**_described(version), "max_batch_size": predictor.max_batch},
         }
 
+    def _numbers(self, version: Version) -> list[int]:
+        return [each.number for each in self.repository.versions_of(version.name)]
+
     def configuration(self, name: str, number: str | None) -> Json:
-        """The fields of Triton's ModelConfig that apply."""
+        """The fields of Triton's ModelConfig that apply. ``dims`` are a shape of the metadata without its first
+        dimension, the batch."""
         version = self.version(name, number)
         predictor = version.predictor
         return {
             "name": version.name,
             "platform": PLATFORM,
             "backend": PLATFORM,
+            "version_policy": {"specific": {"versions": self._numbers(version)}},
             "max_batch_size": predictor.max_batch,
             "input": [_configured(spec) for spec in predictor.inputs],
             "output": [_configured(spec) for spec in predictor.outputs],
             "dynamic_batching": {},
-            "parameters": {key: {"string_value": str(value)} for key, value in identity(version).items()},
+            "parameters": {key: {"string_value": text} for key, text in texts(_described(version)).items()},
         }
 
     async def statistics(self, name: str | None, number: str | None) -> Json:
@@ -269,6 +275,19 @@ async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferReques
         raise ended(error) from error
 
 
+def _described(version: Version) -> Json:
+    return {**identity(version), "labels": version.predictor.labels}
+
+
+def texts(values: Json) -> dict[str, str]:
+    """Values as texts, for messages whose values are texts: what is no text in JSON, and without what is not known."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in values.items()
+        if value is not None
+    }
+
+
 def identity(version: Version) -> Json:
     """The weights that answer. The source is cut to its last two parts: server paths are not exposed."""
     known = version.predictor.identity
@@ -283,7 +302,7 @@ def identity(version: Version) -> Json:
 
 def _configured(spec: TensorSpec) -> Json:
     datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
-    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape[1:]) or [1]}
+    return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape[1:])}
 
 
 def _statistics(version: Version, snapshots: Sequence[Snapshot]) -> Json:

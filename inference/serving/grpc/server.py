@@ -7,7 +7,6 @@ refused here instead of by the library.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -25,7 +24,7 @@ from ..http.middleware import access_line, is_permitted, no_token, request_id_of
 from ..protocol import BadRequestError, InferRequest
 from ..refusals import Refused
 from ..repository import Version
-from ..service import Service
+from ..service import Service, texts
 from ..settings import HEAD_SECONDS, MAX_BODY_BYTES, Listening
 from .requests import METHODS, SERVICE, Method, infer_request, infer_response, parsed
 
@@ -234,12 +233,7 @@ class Calls:
 
     async def metadata(self, request: Any, call: Call) -> Any:
         found = self.service.metadata(*_asked_of(request))
-        known = {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in found["parameters"].items()
-            if value is not None
-        }
-        return _response(call, {**found, "properties": known})
+        return _response(call, {**found, "properties": texts(found["parameters"])})
 
     async def configuration(self, request: Any, call: Call) -> Any:
         return _response(call, {"config": self.service.configuration(*_asked_of(request))})

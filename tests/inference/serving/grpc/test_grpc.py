@@ -119,13 +119,6 @@ def test_the_form_of_the_outputs_can_be_asked_for(channel: grpc.Channel, digits:
     assert found == expected
 
 
-def test_the_metadata_says_which_weights_answer(channel: grpc.Channel, service: Service) -> None:
-    found = call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="m"))
-    over_http = httpx.get(f"{service.url}/v2/models/m").json()["parameters"]
-    assert dict(found.properties) == {key: value for key, value in over_http.items() if value is not None}
-    assert found.properties["digest"].startswith("blake3:")
-
-
 @pytest.mark.parametrize("is_raw", [True, False])
 def test_texts_are_taken(channel: grpc.Channel, service: Service, is_raw: bool) -> None:
     request = MESSAGES["ModelInferRequest"](model_name="texts")

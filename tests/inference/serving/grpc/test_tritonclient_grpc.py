@@ -23,6 +23,7 @@ RENAMED = {
     "InferRequestedOutputTensor": "ModelInferRequest.InferRequestedOutputTensor",
     "InferOutputTensor": "ModelInferResponse.InferOutputTensor",
     "ModelIndex": "RepositoryIndexResponse.ModelIndex",
+    "ModelVersions": "ModelVersionPolicy.Specific",
 }
 """Messages that Triton nests in others."""
 
