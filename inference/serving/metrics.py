@@ -1,18 +1,20 @@
-"""``/metrics`` in Prometheus' text format, with Triton's names where Triton has the metric.
-
-Written here because Prometheus' client appends ``_total`` to counters, which Triton's names do not have.
-"""
+"""``/metrics`` in Prometheus' text format, with Triton's names where Triton has the metric."""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from prometheus_client import generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from .batching import BOUNDS, Counts
 from .http.middleware import Traffic
@@ -20,7 +22,10 @@ from .repository import Repository, Version
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-Samples = Iterable[tuple[Mapping[str, str], float]]
+TOTAL_OF_TRITONS = re.compile(rb"^(# (?:HELP|TYPE) nv_\w+)_total ", re.MULTILINE)
+"""The suffix that Prometheus' client writes in these lines of every counter. Triton's names do not have it."""
+
+Samples = Iterable[tuple[dict[str, str], float]]
 
 COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
     "nv_inference_request_success": ("Successful requests", lambda counts: counts.successes),
@@ -101,84 +106,75 @@ def resident_bytes(process: str) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def exposition(snapshots: Sequence[Snapshot]) -> str:
-    return "".join(_lines(snapshots))
+def exposition(snapshots: Sequence[Snapshot]) -> bytes:
+    return TOTAL_OF_TRITONS.sub(rb"\1 ", generate_latest(_Families(snapshots)))
 
 
-def _lines(snapshots: Sequence[Snapshot]) -> Iterator[str]:
-    labelled = [
-        ({"model": version.name, "version": str(version.number), **_of_worker(each)}, version)
-        for each in snapshots
-        for version in each.versions
-    ]
-    for name, (text, value) in COUNTERS.items():
-        yield from _family(name, "counter", text, [(labels, value(each.counts)) for labels, each in labelled])
-    failures = [
-        ({**labels, "reason": reason}, count)
-        for labels, each in labelled
-        for reason, count in each.counts.failures.items()
-    ]
-    yield from _family("nv_inference_request_failure", "counter", "Failed requests, by reason", failures)
-    pending = [(labels, each.num_waiting) for labels, each in labelled]
-    yield from _family("nv_inference_pending_request_count", "gauge", "Rows that wait for the model", pending)
-    weights = [({**labels, "digest": each.digest, "step": str(each.step)}, 1.0) for labels, each in labelled]
-    yield from _family("ckpt_tools_model_info", "gauge", "Which weights answer", weights)
-    yield from _histogram(labelled)
-    yield from _of_processes(snapshots)
+class _Families(Collector):
+    """Metrics made of snapshots, for one scrape: nothing is kept between scrapes."""
+
+    def __init__(self, snapshots: Sequence[Snapshot]) -> None:
+        self.snapshots = snapshots
+
+    def collect(self) -> Iterator[Metric]:
+        labelled = [
+            ({"model": version.name, "version": str(version.number), **_of_worker(each)}, version)
+            for each in self.snapshots
+            for version in each.versions
+        ]
+        yield from _of_versions(labelled)
+        yield from _of_processes([(_of_worker(each), each) for each in self.snapshots])
 
 
 def _of_worker(snapshot: Snapshot) -> dict[str, str]:
     return {} if snapshot.worker is None else {"worker": str(snapshot.worker)}
 
 
-def _histogram(labelled: list[tuple[dict[str, str], VersionSnapshot]]) -> Iterator[str]:
-    name = "ckpt_tools_request_duration_seconds"
-    yield _head(name, "histogram", "Time of successful requests from head to answer")
+def _of_versions(labelled: Sequence[tuple[dict[str, str], VersionSnapshot]]) -> Iterator[Metric]:
+    for name, (text, value) in COUNTERS.items():
+        yield _family(name, "counter", text, [(labels, value(each.counts)) for labels, each in labelled])
+    failures = [
+        ({**labels, "reason": reason}, count)
+        for labels, each in labelled
+        for reason, count in each.counts.failures.items()
+    ]
+    yield _family("nv_inference_request_failure", "counter", "Failed requests, by reason", failures)
+    pending = [(labels, each.num_waiting) for labels, each in labelled]
+    yield _family("nv_inference_pending_request_count", "gauge", "Rows that wait for the model", pending)
+    weights = [({**labels, "digest": each.digest, "step": str(each.step)}, 1.0) for labels, each in labelled]
+    yield _family("ckpt_tools_model_info", "gauge", "Which weights answer", weights)
+    names = list(labelled[0][0]) if labelled else []
+    text = "Time of successful requests from head to answer"
+    seconds = HistogramMetricFamily("ckpt_tools_request_duration_seconds", text, labels=names)
     for labels, each in labelled:
-        counts = list(accumulate(each.counts.histogram))
-        for bound, count in zip([*map(str, BOUNDS), "+Inf"], counts, strict=True):
-            yield _sample(f"{name}_bucket", {**labels, "le": bound}, count)
-        yield _sample(f"{name}_sum", labels, each.counts.request_ns / 1e9)
-        yield _sample(f"{name}_count", labels, counts[-1])
+        buckets = list(zip([*map(str, BOUNDS), "+Inf"], accumulate(each.counts.histogram), strict=True))
+        seconds.add_metric(list(labels.values()), buckets, each.counts.request_ns / 1e9)
+    yield seconds
 
 
-def _of_processes(snapshots: Sequence[Snapshot]) -> Iterator[str]:
-    labelled = [(_of_worker(each), each) for each in snapshots]
-    answers: dict[str, Callable[[Snapshot], Mapping[Any, int]]] = {
-        "ckpt_tools_http_responses_total": lambda each: each.by_status,
-        "ckpt_tools_grpc_responses_total": lambda each: each.by_code,
+def _of_processes(labelled: Sequence[tuple[dict[str, str], Snapshot]]) -> Iterator[Metric]:
+    answers: dict[str, tuple[str, Callable[[Snapshot], Mapping[Any, int]]]] = {
+        "ckpt_tools_http_responses_total": ("Answers; 499: the client left", lambda each: each.by_status),
+        "ckpt_tools_grpc_responses_total": ("Answers over gRPC", lambda each: each.by_code),
     }
-    texts = ("Answers; 499: the client left", "Answers over gRPC")
-    for (name, counted), text in zip(answers.items(), texts, strict=True):
+    for name, (text, counted) in answers.items():
         samples = [
             ({**labels, "code": str(code)}, count)
             for labels, each in labelled
             for code, count in sorted(counted(each).items())
         ]
-        yield from _family(name, "counter", text, samples)
-    gauges: dict[str, tuple[str, str, Callable[[Snapshot], float]]] = {
-        "ckpt_tools_http_requests_in_flight": ("gauge", "Requests without an answer yet", lambda each: each.in_flight),
-        "process_cpu_seconds_total": ("counter", "Processor time", lambda each: each.cpu_seconds),
-        "process_resident_memory_bytes": ("gauge", "Resident memory", lambda each: each.resident_bytes),
-    }
-    for name, (kind, text, value) in gauges.items():
-        yield from _family(name, kind, text, [(labels, value(each)) for labels, each in labelled])
+        yield _family(name, "counter", text, samples)
+    in_flight = [(labels, each.in_flight) for labels, each in labelled]
+    yield _family("ckpt_tools_http_requests_in_flight", "gauge", "Requests without an answer yet", in_flight)
+    cpu = [(labels, each.cpu_seconds) for labels, each in labelled]
+    yield _family("process_cpu_seconds_total", "counter", "Processor time", cpu)
+    memory = [(labels, each.resident_bytes) for labels, each in labelled]
+    yield _family("process_resident_memory_bytes", "gauge", "Resident memory", memory)
 
 
-def _family(name: str, kind: str, text: str, samples: Samples) -> Iterator[str]:
-    yield _head(name, kind, text)
+def _family(name: str, kind: Literal["counter", "gauge"], text: str, samples: Samples) -> Metric:
+    """A metric whose samples have this very name."""
+    family = Metric(name.removesuffix("_total"), text, kind)
     for labels, value in samples:
-        yield _sample(name, labels, value)
-
-
-def _head(name: str, kind: str, text: str) -> str:
-    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
-
-
-def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
-    shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-    return f"{name}{{{shown}}} {value}\n" if shown else f"{name} {value}\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+        family.add_sample(name, labels, value)
+    return family

@@ -49,10 +49,10 @@ def test_replicas_answer_with_the_predictors_bits(service: Service, forms: Path,
 
 
 def test_the_figures_are_those_of_all_replicas(service: Service) -> None:
-    def counted() -> dict[str, int]:
+    def counted() -> dict[str, float]:
         lines = httpx.get(f"{service.url}/metrics", timeout=120).text.splitlines()
         found = [line for line in lines if line.startswith("nv_inference_request_success{")]
-        return {line.partition('worker="')[2].partition('"')[0]: int(line.split()[-1]) for line in found}
+        return {line.partition('worker="')[2].partition('"')[0]: float(line.split()[-1]) for line in found}
 
     wait_until(lambda: counted().keys() == {"0", "1"} and sum(counted().values()) == NUM_CONNECTIONS)
     assert min(counted().values()) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from inference.models.predictor import load_predictor
 from inference.serving.__main__ import create_app
 from tests.inference.conftest import Service, running_service
 from tests.inference.tiny_models import save_image_model
+from tests.support.imports import ROOT
 from training.data.datasets import LabelledImages
 
 LENGTH = "Inference-Header-Content-Length"
@@ -435,6 +437,28 @@ def test_the_metrics_are_prometheus_and_count(client: httpx.Client) -> None:
     assert value("nv_inference_pending_request_count") == 0
     for part in ("request", "queue", "compute_infer"):
         assert value(f"nv_inference_{part}_duration_us") > 0
+
+
+def test_the_metrics_have_the_documented_names_and_types(client: httpx.Client) -> None:
+    """Triton's counters without the suffix of Prometheus' client, which other counters have."""
+    client.post(INFER, json=a_request(ONE))
+    lines = client.get("/metrics").text.splitlines()
+    types = dict(line.split()[2:] for line in lines if line.startswith("# TYPE "))
+    assert types.keys() == {line.split()[2] for line in lines if line.startswith("# HELP ")}
+    sampled = {re.split(r"[{ ]", line)[0] for line in lines if not line.startswith("#")}
+    parts = ("bucket", "sum", "count")
+    histogram = {f"ckpt_tools_request_duration_seconds_{part}" for part in parts}
+    assert sampled - histogram == types.keys() - {
+        "ckpt_tools_request_duration_seconds",
+        "ckpt_tools_grpc_responses_total",
+    }
+    assert histogram < sampled
+    gauges = ("pending_request_count", "model_info", "requests_in_flight", "resident_memory_bytes")
+    kinds = {name: "gauge" if name.endswith(gauges) else "counter" for name in types}
+    assert types == {**kinds, "ckpt_tools_request_duration_seconds": "histogram"}
+    documented = re.findall(r"`((?:nv|ckpt_tools|process)_\w+)`", (ROOT / "docs/inference.md").read_text())
+    assert len(set(documented) & types.keys()) > 11
+    assert set(documented) <= types.keys() | {"ckpt_tools_inference"}
 
 
 def test_statistics_are_tritons(client: httpx.Client) -> None:
