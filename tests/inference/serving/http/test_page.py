@@ -18,6 +18,7 @@ from tests.inference.tiny_models import save_text_model
 
 ANSWERED = "document.querySelector('#answered-by').textContent.includes(' ms')"
 ANSWER = "document.querySelector('#answer').textContent"
+LONG = "black-and-tan coonhound, of the species canis lupus familiaris, as others say"
 NAMES = ("NEGATIVE", "NEUTRAL", "POSITIVE")
 
 
@@ -25,8 +26,11 @@ NAMES = ("NEGATIVE", "NEUTRAL", "POSITIVE")
 def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("page")
     texts = save_text_model(folder / "texts")
+    config = save_text_model(folder / "long") / "config.json"
+    config.write_text(config.read_text().replace("NEGATIVE", LONG).replace("POSITIVE", "x" * 70))
     options = ["--model-control=explicit"]
     options += [f"--model=one={forms / 'model.pt'}", f"--model=texts={texts}", f"--model=two={forms / 'sharded'}"]
+    options.append(f"--model=long={config.parent}")
     with running_service(folder / "run", None, *options) as service:
         yield service
 
@@ -90,7 +94,7 @@ def test_it_says_which_checkpoint_answers(browser: Browser, service: Service) ->
     assert known["digest"] in shown
     assert known["source"] in shown
     offered = browser.evaluate("[...document.querySelector('#model').options].map((each) => each.value)")
-    assert offered == ["one", "texts", "two"]
+    assert offered == ["one", "texts", "two", "long"]
 
 
 def test_a_drawing_is_answered(browser: Browser) -> None:
@@ -104,6 +108,57 @@ def test_a_drawing_is_answered(browser: Browser) -> None:
     assert answered(browser).isdigit()
     assert browser.evaluate("document.querySelectorAll('#probabilities tbody tr').length") == 10
     assert browser.evaluate("document.querySelectorAll('tr.best').length") == 1
+
+
+SEVEN = ((0.2, 0.2), (0.8, 0.2), (0.45, 0.9))
+
+
+def drawn(browser: Browser, scale: float, right: float, down: float) -> list[str]:
+    """What the page says of a seven of this size at this place."""
+    browser.evaluate(
+        "document.querySelector('#clear').click(); document.querySelector('#answered-by').textContent = ''"
+    )
+    left, top, size = browser.evaluate(
+        "['x', 'y', 'width'].map((each) => document.querySelector('#canvas').getBoundingClientRect()[each])"
+    )
+    browser.draw(*((left + size * (x * scale + right), top + size * (y * scale + down)) for x, y in SEVEN))
+    browser.evaluate("document.querySelector('#ask-drawing').click()")
+    answered(browser)
+    rows = "[...document.querySelectorAll('#probabilities tbody tr')].map((each) => each.innerText)"
+    return [str(row) for row in browser.evaluate(rows)]
+
+
+def test_a_drawing_in_a_corner_is_answered_as_one_in_the_middle(browser: Browser) -> None:
+    """The class by class probabilities are the same. Its size does not matter either."""
+    middle = drawn(browser, 0.5, 0.25, 0.25)
+    assert drawn(browser, 0.5, -0.0625, -0.0625) == drawn(browser, 0.5, 0.5, 0.375) == middle
+    assert drawn(browser, 0.25, 0, 0.75) == drawn(browser, 1, 0, 0) == middle
+
+
+def test_a_drawing_fills_the_image(browser: Browser) -> None:
+    """As those of the training do: at the top and at the bottom, and the same at both sides."""
+    drawn(browser, 0.25, 0, 0)
+    lit = browser.evaluate(
+        """(() => {
+            const sheet = prepared(), pixels = sheet.getContext("2d").getImageData(0, 0, 280, 280).data;
+            const lit = [...Array(280 * 280).keys()].filter((each) => pixels[4 * each] > 127);
+            const columns = lit.map((each) => each % 280);
+            const rows = [Math.min(...lit), Math.max(...lit)].map((each) => Math.floor(each / 280));
+            const sides = [Math.min, Math.max].map((end) => columns.reduce((one, other) => end(one, other)));
+            return [...rows, ...sides, lit.length / 280 / 280];
+        })()"""
+    )
+    top, bottom, left, right, share = lit
+    assert (top, bottom) == (0, 279)
+    assert abs(left - (279 - right)) <= 1
+    assert 0.2 < share < 0.4
+
+
+def test_a_dot_is_asked_about_too(browser: Browser) -> None:
+    browser.evaluate("document.querySelector('#clear').click()")
+    browser.evaluate("line({x: 3, y: 9}, {x: 3, y: 9})")
+    lit = browser.evaluate("[...prepared().getContext('2d').getImageData(140, 140, 1, 1).data]")
+    assert lit == [255, 255, 255, 255]
 
 
 def test_a_chosen_and_a_dropped_image_are_answered_as_by_the_service(
@@ -195,6 +250,33 @@ def test_it_fits_and_can_be_read(browser: Browser, width: int, scheme: str, tmp_
     assert len(colours) > 30
     weak = [each for each in colours if contrast(each[1], each[2]) < 4.5]
     assert weak == []
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_long_labels_leave_room_for_the_bars(browser: Browser, width: int, tmp_path: Path) -> None:
+    browser.resize(width, 900, "light")
+    choose(browser, "long")
+    browser.wait_for("!document.querySelector('#text-input').hidden")
+    browser.evaluate("document.querySelector('#text').value = 'a very good film'")
+    browser.evaluate("document.querySelector('#ask-text').click()")
+    answered(browser)
+    rows = browser.evaluate(
+        """[...document.querySelectorAll("#probabilities tbody tr")].map((row) => {
+            const [label, number, bar] = [...row.children].map((each) => each.getBoundingClientRect());
+            const fill = row.querySelector(".bar div").getBoundingClientRect();
+            const shown = [row.children[0].textContent, parseFloat(row.children[1].textContent)];
+            return [...shown, bar.width, fill.width, bar.right];
+        })"""
+    )
+    assert [row[0] for row in rows] == [LONG, "NEUTRAL", "x" * 70]
+    for _, percent, bar, fill, right in rows:
+        assert bar >= 100
+        assert abs(fill - (bar - 6.4) * percent / 100) < 3
+        assert right <= width
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    browser.screenshot(tmp_path / "page.png")
+    choose(browser, "one")
+    browser.wait_for("document.querySelector('#text-input').hidden")
 
 
 def contrast(one: str, other: str) -> float:
