@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -116,7 +116,7 @@ def create_app(
     for kind in (Refused, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
 
-    @app.get("/", include_in_schema=False)
+    @app.get("/")
     async def page() -> HTMLResponse:
         return HTMLResponse(text, headers=PAGE_HEADERS)
 
@@ -124,7 +124,7 @@ def create_app(
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(exposition(await service.snapshots()), media_type=CONTENT_TYPE)
 

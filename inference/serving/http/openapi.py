@@ -1,4 +1,4 @@
-"""OpenAPI description of the Open Inference Protocol's paths, added to FastAPI's own."""
+"""OpenAPI description of every path: requests, answers, and the refusals that each path has."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+
+from .middleware import OPEN_PATHS
 
 Json = dict[str, Any]
 
@@ -83,7 +85,8 @@ REFUSALS: Mapping[int, str] = {
     408: "The request took too long to arrive",
     413: "The request is too large",
     415: "A compression that is not known",
-    500: "The model failed",
+    422: "The form does not hold one image or one text",
+    500: "The model, or the service, failed",
     503: "Too many inputs wait, or the service is stopping",
     504: "The model took too long",
 }
@@ -102,7 +105,15 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str | None, str, str]] = {
     ("post", "/repository/models/{name}/load"): (None, "Nothing", "Load or reload a model"),
     ("post", "/repository/models/{name}/unload"): (None, "Nothing", "Unload a model"),
 }
-"""Schemas of request and response, and summary, by method and path."""
+"""Schemas of request and response, and summary, by method and path of the protocol."""
+
+PLAIN: Mapping[str, tuple[str, Json, str]] = {
+    "/": ("text/html", TEXT, "Page for people"),
+    "/healthz": ("application/json", _object({"status": TEXT}, closed=True), "Liveness"),
+    "/metrics": ("text/plain", TEXT, "Metrics for Prometheus"),
+    "/openapi.json": ("application/json", FREE, "This document"),
+}
+"""Media type and schema of the response, and summary, of the other paths."""
 
 FORM: Json = {
     "content": {
@@ -116,17 +127,24 @@ FORM: Json = {
 
 
 def describe(app: FastAPI) -> None:
-    """Add the protocol's paths to the app's ``/openapi.json``."""
+    """Describe all paths in the app's ``/openapi.json``."""
 
     def openapi() -> Json:
         if app.openapi_schema is None:
-            found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            found.setdefault("components", {}).setdefault("schemas", {}).update(SCHEMAS)
-            found["paths"].update({"/predict": {"post": _predict()}, **_paths()})
+            found = get_openapi(title=app.title, version=app.version, routes=[])
+            found["paths"] = {**_plain_paths(), "/predict": {"post": _predict()}, **_paths()}
+            found["components"] = {"schemas": SCHEMAS}
             app.openapi_schema = found
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _plain_paths() -> Json:
+    return {
+        path: {"get": {"summary": summary, "responses": _responses(path, "get", {media: {"schema": schema}})}}
+        for path, (media, schema, summary) in PLAIN.items()
+    }
 
 
 def _predict() -> Json:
@@ -135,11 +153,7 @@ def _predict() -> Json:
         "operationId": "predict",
         "parameters": [{"name": "model", "in": "query", "required": False, "schema": TEXT}],
         "requestBody": FORM,
-        "responses": {
-            "200": {"description": "The answer", "content": _json("Answer")},
-            **_refusals("Detail"),
-            "422": {"description": "The form does not hold one image or one text", "content": _json("Detail")},
-        },
+        "responses": _responses("/predict", "post", _json("Answer")),
     }
 
 
@@ -158,10 +172,7 @@ def _operation(path: str, method: str, summary: str, answer: str, asked: str | N
     found: Json = {
         "summary": summary,
         "operationId": "_".join([method, *(part.strip("{}") for part in path.split("/") if part)]),
-        "responses": {
-            "200": {"description": "The answer", "content": _json(answer)},
-            **_refusals("Error"),
-        },
+        "responses": _responses(path, method, _json(answer)),
     }
     names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
     if names:
@@ -171,8 +182,24 @@ def _operation(path: str, method: str, summary: str, answer: str, asked: str | N
     return found
 
 
-def _refusals(schema: str) -> Json:
-    return {str(code): {"description": text, "content": _json(schema)} for code, text in REFUSALS.items()}
+def _responses(path: str, method: str, content: Json) -> Json:
+    """The answer, and each refusal that this path has."""
+    is_form = path == "/predict"
+    applies = {
+        401: path not in OPEN_PATHS,
+        **dict.fromkeys((400, 408), method == "post"),
+        404: is_form or "{name}" in path,
+        415: method == "post" and not is_form,
+        422: is_form,
+        504: is_form or path.endswith("/infer"),
+    }
+    schema = "Error" if path.startswith("/v2") else "Detail"
+    refusals = {
+        str(code): {"description": text, "content": _json(schema)}
+        for code, text in REFUSALS.items()
+        if applies.get(code, True)
+    }
+    return {"200": {"description": "The answer", "content": content}, **refusals}
 
 
 def _json(schema: str) -> Json:
