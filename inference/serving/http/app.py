@@ -5,6 +5,7 @@ Nothing that is posted is ever written to the disk.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, nullcontext
 from importlib.util import find_spec
@@ -44,6 +45,8 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 
+# It warns of each damaged form, so that any client could fill the log.
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 if not (find_spec("python_multipart") or find_spec("multipart")):
     # starlette finds this out only when a form comes in.
     raise ModuleNotFoundError("No module named 'python_multipart'", name="python_multipart")
@@ -106,7 +109,7 @@ def create_app(
         return JSONResponse(shown(prediction, version.predictor), headers=headers)
 
     endpoints, text = Endpoints(service), PAGE.read_text(encoding="utf-8")
-    app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None)
+    app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.traffic = traffic
     app.answer = Middleware(FastPath(app.through_fastapi, endpoints, refuse), chosen, traffic)
     # Not FastAPI's own kind of route: that costs much of the processor time of an answer.

@@ -155,6 +155,13 @@ def test_a_body_that_is_not_a_form_is_refused(client: httpx.Client, content_type
     assert "form field named image" in response.json()["detail"]
 
 
+def test_a_damaged_form_is_refused_and_fills_no_log(client: httpx.Client, service: Service) -> None:
+    headers = {"Content-Type": "multipart/form-data; boundary=edge"}
+    for body in (BEGINNING[1:], BEGINNING + b"x\r\n--edge", BEGINNING.replace(b"\r\n", b"\n")):
+        assert client.post("/predict", content=body, headers=headers).status_code in {400, 422}
+    assert service.log.read_text() == ""
+
+
 def test_the_form_is_described(client: httpx.Client) -> None:
     described = client.get("/openapi.json").json()["paths"]["/predict"]["post"]["requestBody"]
     assert {*described["content"]["multipart/form-data"]["schema"]["properties"]} == {"image", "text"}

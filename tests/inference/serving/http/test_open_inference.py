@@ -342,6 +342,8 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         ("POST", "/v2/repository/models/none/load", 404),
         ("POST", "/v2/repository/models/none/unload", 404),
         ("GET", "/v2/nothing", 404),
+        ("GET", "/v2/models/m/", 404),
+        ("POST", "/v2/models/m/infer/", 404),
         ("GET", "/v2/models/m/infer", 405),
         ("POST", "/v2/models/m", 405),
     ],
