@@ -80,26 +80,34 @@ class Service:
         except (UnknownModelError, NotReadyError) as error:
             raise not_there(error) from error
 
-    def metadata(self, name: str, number: str | None) -> Json:
-        version = self.version(name, number)
-        predictor = version.predictor
+    async def metadata(self, name: str, number: str | None) -> Json:
+        with self._held(name, number) as version:
+            described, predictor = await _described(version), version.predictor
         return {
             "name": version.name,
             "versions": [str(number) for number in self._numbers(version)],
             "platform": PLATFORM,
             "inputs": [tensor_metadata(spec) for spec in predictor.inputs],
             "outputs": [tensor_metadata(spec) for spec in predictor.outputs],
-            "parameters": {**_described(version), "max_batch_size": predictor.max_batch},
+            "parameters": {**described, "max_batch_size": predictor.max_batch},
         }
+
+    @contextmanager
+    def _held(self, name: str, number: str | None) -> Iterator[Version]:
+        try:
+            with self.repository.hold(name, number) as version:
+                yield version
+        except (UnknownModelError, NotReadyError) as error:
+            raise not_there(error) from error
 
     def _numbers(self, version: Version) -> list[int]:
         return [each.number for each in self.repository.versions_of(version.name)]
 
-    def configuration(self, name: str, number: str | None) -> Json:
+    async def configuration(self, name: str, number: str | None) -> Json:
         """The fields of Triton's ModelConfig that apply. ``dims`` are a shape of the metadata without its first
         dimension, the batch."""
-        version = self.version(name, number)
-        predictor = version.predictor
+        with self._held(name, number) as version:
+            described, predictor = await _described(version), version.predictor
         return {
             "name": version.name,
             "platform": PLATFORM,
@@ -109,7 +117,7 @@ class Service:
             "input": [_configured(spec) for spec in predictor.inputs],
             "output": [_configured(spec) for spec in predictor.outputs],
             "dynamic_batching": {},
-            "parameters": {key: {"string_value": text} for key, text in texts(_described(version)).items()},
+            "parameters": {key: {"string_value": text} for key, text in texts(described).items()},
         }
 
     async def statistics(self, name: str | None, number: str | None) -> Json:
@@ -275,8 +283,14 @@ async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferReques
         raise ended(error) from error
 
 
-def _described(version: Version) -> Json:
-    return {**identity(version), "labels": version.predictor.labels}
+async def _described(version: Version) -> Json:
+    """What metadata and configuration both say of a model. Raises ``Refused`` 503 if its process has ended."""
+    try:
+        sizes = await asyncio.to_thread(lambda: version.predictor.batch_sizes)
+    except ModelsEndedError as error:
+        raise ended(error) from error
+    batch_sizes = {shape: list(found) for shape, found in sizes.items()}
+    return {**identity(version), "labels": version.predictor.labels, "batch_sizes": batch_sizes}
 
 
 def texts(values: Json) -> dict[str, str]:

@@ -232,11 +232,11 @@ class Calls:
         return _response(call, self.service.server())
 
     async def metadata(self, request: Any, call: Call) -> Any:
-        found = self.service.metadata(*_asked_of(request))
+        found = await self.service.metadata(*_asked_of(request))
         return _response(call, {**found, "properties": texts(found["parameters"])})
 
     async def configuration(self, request: Any, call: Call) -> Any:
-        return _response(call, {"config": self.service.configuration(*_asked_of(request))})
+        return _response(call, {"config": await self.service.configuration(*_asked_of(request))})
 
     async def statistics(self, request: Any, call: Call) -> Any:
         return _response(call, await self.service.statistics(request.name or None, request.version or None))

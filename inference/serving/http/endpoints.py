@@ -71,13 +71,13 @@ class Endpoints:
         return JSONResponse({"ready": True})
 
     async def metadata(self, request: Request) -> Response:
-        return JSONResponse(self.service.metadata(*_asked_of(request)))
+        return JSONResponse(await self.service.metadata(*_asked_of(request)))
 
     async def model_ready(self, request: Request) -> Response:
         return JSONResponse({"name": self.service.version(*_asked_of(request)).name, "ready": True})
 
     async def configuration(self, request: Request) -> Response:
-        return JSONResponse(self.service.configuration(*_asked_of(request)))
+        return JSONResponse(await self.service.configuration(*_asked_of(request)))
 
     async def statistics(self, request: Request) -> Response:
         found = request.path_params

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def repository(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Reposit
     }
     images = [Source("image", str(forms / name)) for name in ("model.pt", "model.safetensors")]
     others = [Source(name, str(path)) for name, path in sources.items()]
-    repository = Repository([*images, *others], lambda source: load_predictor(source.url, name=source.name))
+    load = partial(load_predictor, exact="buckets")
+    repository = Repository([*images, *others], lambda source: load(source.url, name=source.name))
     repository.load_all()
     return repository
 
@@ -103,6 +105,8 @@ def test_the_weights_and_labels_are_the_same(client: TestClient, channel: grpc.C
     known = client.get(f"/v2/models/{name}").json()["parameters"]
     assert known["labels"] == LABELS.get(name)
     assert known["digest"].startswith("blake3:")
+    assert all(sizes[-1] == known["max_batch_size"] for sizes in known["batch_sizes"].values())
+    assert (name == "image") <= ("28x28" in known["batch_sizes"])
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in known.items()}
     texts = {key: value for key, value in texts.items() if known[key] is not None}
     assert over_grpc(channel, "ModelMetadata", name)["properties"] == texts
