@@ -162,6 +162,17 @@ def test_a_damaged_form_is_refused_and_fills_no_log(client: httpx.Client, servic
     assert service.log.read_text() == ""
 
 
+def test_damaged_metadata_of_an_image_fills_no_log(client: httpx.Client, service: Service) -> None:
+    file = io.BytesIO()
+    Image.new("L", (28, 28)).save(file, "TIFF")
+    for place in (4, 9, 14, 26, 27):
+        damaged = bytearray(file.getvalue())
+        damaged[place] = 255
+        answer = client.post("/predict", files={"image": ("a.tiff", bytes(damaged))})
+        assert answer.status_code in {200, 400}
+    assert service.log.read_text() == ""
+
+
 def test_the_form_is_described(client: httpx.Client) -> None:
     described = client.get("/openapi.json").json()["paths"]["/predict"]["post"]["requestBody"]
     assert {*described["content"]["multipart/form-data"]["schema"]["properties"]} == {"image", "text"}
