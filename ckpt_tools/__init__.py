@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         RecipeMap as RecipeMap,
         UsedRecipe as UsedRecipe,
     )
+    from ckpt_tools.runs.fingerprint import Fingerprint as Fingerprint, fingerprint as fingerprint
     from ckpt_tools.runs.pruning import Pruned as Pruned, PruneReport as PruneReport
     from ckpt_tools.runs.report import RunCheckpoint as RunCheckpoint, RunListing as RunListing
     from ckpt_tools.serialization.loadable import LeftOut as LeftOut, Replaced as Replaced
@@ -132,6 +133,7 @@ _HOMES = {
     "torch.storage_reader": ("storage_reader",),
     "verification.deviation": ("Deviation",),
     "verification.report": ("Aspect", "Difference", "VerifyReport"),
+    "runs.fingerprint": ("Fingerprint", "fingerprint"),
     "runs.pruning": ("PruneReport", "Pruned"),
     "verification.scan.findings": ("Danger", "Finding", "ScanReport"),
     "verification.signing": ("SignReport",),

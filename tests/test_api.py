@@ -40,7 +40,8 @@ COMMANDS = [name for name, command in BY_NAME.items() if not isinstance(command,
 
 VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, function_of(name)) for name in [*COMMANDS, "open"]}
 """By command."""
-FUNCTIONS = {**VERBS, **{name: getattr(ckpt_tools, name) for name in ("load_into", "storage_reader", "claim")}}
+BESIDE_COMMANDS = ("load_into", "storage_reader", "claim", "fingerprint")
+FUNCTIONS = {**VERBS, **{name: getattr(ckpt_tools, name) for name in BESIDE_COMMANDS}}
 
 ONLY_PRINTED = {"form", "as_json", "quiet", "tensors", "dry_run", "top", "list_all"}
 """Options of commands about how a result is printed; ``convert --dry-run`` is ``plan``."""

@@ -77,6 +77,15 @@ class Store(ABC):
         """
         return None
 
+    def changed(self, path: str) -> float | None:
+        """When a file was last written, renamed or given other times, in seconds since 1970 by the clock of the file
+        system; None if the store cannot tell.
+
+        Raises:
+            IncompleteError, StoreError: as ``read_into``.
+        """
+        return None
+
     def hidden(self) -> Mapping[str, int]:
         """The files in hidden folders, as ``list`` gives the others. Raises as ``list``."""
         return {}
@@ -139,6 +148,10 @@ class StoreWrapper(Store):
     def modified(self, path: str) -> float | None:
         store, name = self._behind(path)
         return store.modified(name)
+
+    def changed(self, path: str) -> float | None:
+        store, name = self._behind(path)
+        return store.changed(name)
 
     def locate(self, path: str) -> ServiceFile | None:
         store, name = self._behind(path)

@@ -80,6 +80,7 @@ class FsspecStore(Store):
     only: str | None = None
     query: str = field(default="", repr=False)
     _times: dict[str, float] = field(default_factory=dict, repr=False)
+    _versions: dict[str, str] = field(default_factory=dict, repr=False)
     _hidden: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -113,7 +114,12 @@ class FsspecStore(Store):
             found = self.fs.find(self.root, detail=True)
             names = {str(path).removeprefix(self.root).lstrip("/"): info for path, info in found.items()}
         self._times = {name: when for name, info in names.items() if (when := _time_of(info)) is not None}
+        self._versions = {name: _version_of(info) for name, info in names.items()}
         return {name: size_of(info, self.url) for name, info in names.items()}
+
+    def version(self, path: str) -> str:
+        """That in the listing."""
+        return self._versions.get(path, "")
 
     def modified(self, path: str) -> float | None:
         """The time in the listing."""
@@ -157,6 +163,16 @@ def size_of(info: Mapping[str, Any], url: str) -> int:
 
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 """What file systems call the time at which a file was written; ``created`` is what stores say that never change one."""
+
+
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "version_id", "blob_id", "ino")
+"""What file systems call that which another content of a file changes."""
+
+
+def _version_of(info: Mapping[str, Any]) -> str:
+    """Empty if the file system says nothing but the size."""
+    found = [str(info[name]) for name in (*_VERSIONS, *_TIMES) if info.get(name)]
+    return " ".join([*found, str(info.get("size"))]) if found else ""
 
 
 def _time_of(info: Mapping[str, Any]) -> float | None:

@@ -150,11 +150,17 @@ class LocalStore(FillableStore):
         return root.parent.parent if root.parent.name == "snapshots" else root
 
     def version(self, path: str) -> str:
-        """When the file was last written, and its size."""
+        """When the file was last written and changed, its inode and its size. ``cp -p`` and ``rsync -t`` set the time
+        of writing, and cannot set that of the change."""
         file = self.root / checked_name(path)
         with _needing(file, "reading the file's size failed"):
             found = file.stat()
-            return f"{found.st_mtime_ns} {found.st_size}"
+            return f"{found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino} {found.st_size}"
+
+    def changed(self, path: str) -> float | None:
+        file = self.root / checked_name(path)
+        with _needing(file, "reading the file's time failed"):
+            return file.stat().st_ctime
 
     def modified(self, path: str) -> float | None:
         file = self.root / checked_name(path)

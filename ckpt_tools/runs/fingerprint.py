@@ -1,0 +1,126 @@
+"""The public ``fingerprint``: the state of a checkpoint's files, by which a change of one of them is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.arguments import public
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import FormatError, IncompleteError, UnsafeError, UsageError
+from ckpt_tools.reading.model_files import is_model_file
+from ckpt_tools.runs.opening import named, read_checkpoint
+from ckpt_tools.stores.marker_files import DIGESTS_NAME, is_marker
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import StorageOptions, check_storage_options, open_source
+from ckpt_tools.trainers.names import marks_unfinished
+from ckpt_tools.trainers.run_folders import files_of_others, is_carrier, is_tag, parent_of, path_of
+
+GONE = "gone"
+"""The state of a file that was removed after it was listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The state of the files of the checkpoint at ``url``. Two that are equal: none of the files was written, replaced,
+    added or removed in between.
+
+    ``files`` has a text for each file: size, times of writing and of the change, and inode; in a store, what it says of
+    them, such as the ETag. ``changed`` is when the last of them changed, in seconds since 1970 by the clock of the file
+    system; None for stores.
+    """
+
+    src: str | Path
+    url: str
+    files: Mapping[str, str] = field(repr=False)
+    changed: float | None
+    _used: frozenset[str] | None = field(repr=False, compare=False)
+    """The files with tensors; None if they are not known."""
+
+    def again(self, *, storage_options: Mapping[str, Any] | None = None) -> Fingerprint:
+        """The state now, for which no file is read, unless ``RUN@latest`` means another checkpoint now.
+
+        Raises:
+            SourceNotFoundError, StoreError: as ``fingerprint``.
+        """
+        url = named(self.src, storage_options)
+        if str(url) != self.url:
+            return fingerprint(self.src, storage_options=storage_options)
+        return _of(self.src, url, _states(open_source(url, storage_options)), self._used)
+
+
+@public
+def fingerprint(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> Fingerprint:
+    """The state of the files of the checkpoint at ``src``, also of one that cannot be read. Only headers are read.
+
+    Look before and after reading a checkpoint that another program may replace: if the two differ, what was read may be
+    of neither. Files of other checkpoints in the same folder and logs do not count; unfinished copies do.
+
+    Args:
+        src, storage_options: As for ``inspect``.
+
+    Returns:
+        A ``Fingerprint``, to be compared with that of ``again()``.
+
+    Raises:
+        SourceNotFoundError: nothing is at ``src``.
+        StoreError: the disk or the network failed.
+
+    Example:
+        >>> import ckpt_tools
+        >>> before = ckpt_tools.fingerprint("run")
+        >>> before == before.again()
+        True
+    """
+    check_storage_options(storage_options, src)
+    url = named(src, storage_options)
+    states = _states(open_source(url, storage_options))  # before anything is read
+    return _of(src, url, states, _used(url, storage_options) if len(states) > 1 else frozenset(states))
+
+
+def _used(url: str | Path, storage_options: StorageOptions) -> frozenset[str] | None:
+    """The files with tensors; None for a checkpoint that is damaged, or of which a tree or a tag has to be named."""
+    try:
+        return read_checkpoint(url, ReadOptions(), storage_options=storage_options)[1].stored_files
+    except (FormatError, UnsafeError, UsageError):
+        return None
+
+
+def _states(source: Source) -> dict[str, tuple[str, float | None]]:
+    """The version of every file, and when it changed."""
+    return {path: _state(source, path) for path in {**source.files, **source.store.hidden()}}
+
+
+def _state(source: Source, path: str) -> tuple[str, float | None]:
+    try:
+        return source.store.version(path), source.store.changed(path)
+    except IncompleteError:
+        return GONE, None
+
+
+def _of(
+    src: str | Path, url: str | Path, states: Mapping[str, tuple[str, float | None]], used: frozenset[str] | None
+) -> Fingerprint:
+    found = {path: state for path, state in states.items() if _counts(path) or path in (used or ())}
+    if used is not None:
+        others = {*files_of_others(dict.fromkeys(states, 0), used), *_of_other_tags(states, used)}
+        found = {path: state for path, state in found.items() if path not in others}
+    times = [when for _, when in found.values() if when is not None]
+    files = {path: version for path, (version, _) in sorted(found.items())}
+    return Fingerprint(src, str(url), files, max(times, default=None), used)
+
+
+def _counts(path: str) -> bool:
+    """Whether it may be a file of the checkpoint by its name, or an unfinished copy of one, whose name is hidden."""
+    name = path.rpartition("/")[2]
+    is_unfinished = marks_unfinished(name) or any(part.startswith(".") for part in path.split("/"))
+    return is_unfinished or is_carrier(path) or is_marker(path) or is_model_file(name) or name == DIGESTS_NAME
+
+
+def _of_other_tags(files: Collection[str], used: Collection[str]) -> Iterator[str]:
+    """Files of DeepSpeed's tags that hold nothing of what is read."""
+    tags = {folder: path for path in files for folder in path_of(parent_of(path)) if is_tag(folder)}
+    idle = tuple(f"{tag}/" for tag in tags if not any(path.startswith(f"{tag}/") for path in used))
+    return (path for path in files if path.startswith(idle))
