@@ -32,7 +32,7 @@ class Fingerprint:
     system; None for stores.
     """
 
-    src: str | Path
+    src: str | Path = field(compare=False)
     url: str
     files: Mapping[str, str] = field(repr=False)
     changed: float | None

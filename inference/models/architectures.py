@@ -34,6 +34,9 @@ OURS = "ours"
 HUGGING_FACE = "hf"
 LIBRARIES = ("torchvision", "timm")
 
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "image_size", "patch_size")
+"""Sizes in the configurations of transformers, under their common names."""
+
 HOW_TO_NAME = "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME or module:function"
 
 
@@ -92,7 +95,9 @@ class Architecture:
         try:
             with _unfilled():
                 return self._made(library)
-        except (ValueError, RuntimeError, TypeError) as error:
+        except ImportError:
+            raise
+        except Exception as error:
             raise UsageError(f"{self.library} cannot build {self.name}: {one_line(error)}") from error
 
     def _made(self, library: Any) -> nn.Module:
@@ -173,10 +178,23 @@ def _transformers_model(folder: Path | None, dtype: torch.dtype | None) -> nn.Mo
         )
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
+        _check_sizes(config)
         with _default_dtype(dtype or getattr(config, "dtype", None)), _unfilled():
             return model_class(config)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except ImportError:
+        raise
+    except Exception as error:
         raise FormatError(f"{folder / CONFIG} is not usable: {one_line(error)}") from error
+
+
+def _check_sizes(config: Any) -> None:
+    """Raises ValueError for a size that makes a model of no use, which transformers may build."""
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        for name in SIZES:
+            value = getattr(part, name, None)
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, str) or (isinstance(each, int | float) and each <= 0):
+                    raise ValueError(f"{name} is {value!r}, and not a number from 1")
 
 
 def _unfilled() -> AbstractContextManager[Any]:

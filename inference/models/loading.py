@@ -19,6 +19,7 @@ from ..common.name_options import Reading
 from .architectures import architecture_of
 from .config_folder import config_folder
 from .programs import PROGRAMS, SCRIPTED, check_asked, load_program
+from .steady import CheckpointFiles, steadily
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,7 @@ def load_model(
         UsageError: there is no such architecture, its package is not installed, or options do not fit.
         FormatError: the checkpoint cannot be read, or is of another model: names of tensors that are missing, that the
             model does not have, or that have another shape are listed.
+        StoreError: files of the checkpoint changed while they were read, each time of several.
         CkptError: as ``ckpt_tools.load_into`` says.
 
     Example:
@@ -78,20 +80,26 @@ def load_model(
     """
     reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse).given()
     if isinstance(model, str) and model in PROGRAMS:
+        program = model
         if reading or dtype is not None:
             raise UsageError(
-                f"{PROGRAMS[model]} has its own names and dtypes; leave out {', '.join(reading) or 'dtype'}"
+                f"{PROGRAMS[program]} has its own names and dtypes; leave out {', '.join(reading) or 'dtype'}"
             )
-        return load_program(model, url, device, storage_options)
+        return steadily(url, storage_options, lambda _: load_program(program, url, device, storage_options))
     check_asked(url)
-    if model is None or isinstance(model, str):
-        with config_folder(url, storage_options) as folder:
-            built = architecture_of(model, folder).build(folder, dtype).to(device=device)
-    else:
-        from .uninitialized import made_real
 
-        built = made_real(model, device).to(device=device, dtype=dtype)
-    return filled(built, url, storage_options, reading)
+    def load(files: CheckpointFiles) -> nn.Module:
+        found = files.weights.url
+        if model is None or isinstance(model, str):
+            with config_folder(found, storage_options) as folder:
+                built = architecture_of(model, folder).build(folder, dtype).to(device=device)
+        else:
+            from .uninitialized import made_real
+
+            built = made_real(model, device).to(device=device, dtype=dtype)
+        return filled(built, found, storage_options, reading)
+
+    return steadily(url, storage_options, load)
 
 
 def filled(
@@ -129,7 +137,12 @@ def _by_names_of_transformers(
     with ckpt_tools.open(url, storage_options=storage_options) as checkpoint:
         found = {name: checkpoint[name].torch() for name in checkpoint}
     made, report = type(model).from_pretrained(
-        None, config=model.config, state_dict=found, dtype=model.dtype, output_loading_info=True
+        None,
+        config=model.config,
+        state_dict=found,
+        dtype=model.dtype,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
     )
     if any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")):
         return None

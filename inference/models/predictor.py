@@ -26,6 +26,7 @@ from .options import Exact, ModelOptions
 from .results import BYTES, Item, rows_of
 from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec
+from .steady import CheckpointFiles, steadily
 from .task import MAX_BATCH
 from .task import Task as Task
 
@@ -50,12 +51,14 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictor:
-    """A loaded model and its name. One in another process (``is_elsewhere``) takes inputs while it is busy."""
+    """A loaded model and its name. One in another process (``is_elsewhere``) takes inputs while it is busy. ``files``
+    is the state of the files that it was loaded from."""
 
     name: str
     identity: Identity
     task: Task
     is_elsewhere: bool = False
+    files: CheckpointFiles | None = None
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -157,20 +160,24 @@ def load_predictor(
     if architecture is not None:
         Architecture.parse(architecture)
     reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse).given()
-    summary = ckpt_tools.inspect(url, storage_options=storage_options)
-    with config_folder(summary.source, storage_options) as folder:
-        chosen = architecture_of(architecture, folder)
-        model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
-        options = TaskOptions(
-            chosen, folder, None if labels is None else tuple(labels), exact, max_batch, max_new_tokens, embeddings
-        )
-        digest, task = digest_of(model), task_of(model, options)
-        task = as_embeddings(task) if embeddings else task
-        task = task if max_pixels is None else _limited(task, max_pixels)
-        if exact == "buckets":
-            _measure(task)
-    identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
-    return Predictor(name or name_of(url), identity, task)
+
+    def load(files: CheckpointFiles) -> Predictor:
+        summary = ckpt_tools.inspect(files.weights.url, storage_options=storage_options)
+        with config_folder(summary.source, storage_options) as folder:
+            chosen = architecture_of(architecture, folder)
+            model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
+            options = TaskOptions(
+                chosen, folder, None if labels is None else tuple(labels), exact, max_batch, max_new_tokens, embeddings
+            )
+            digest, task = digest_of(model), task_of(model, options)
+            task = as_embeddings(task) if embeddings else task
+            task = task if max_pixels is None else _limited(task, max_pixels)
+            if exact == "buckets":
+                _measure(task)
+        identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
+        return Predictor(name or name_of(url), identity, task, files=files)
+
+    return steadily(url, storage_options, load)
 
 
 def loaded(url: str, name: str, options: ModelOptions) -> Predictor:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ...models.options import ModelOptions
     from ...models.predictor import Identity, Predictor
     from ...models.results import TensorSpec
+    from ...models.steady import CheckpointFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,13 @@ class Loaded:
     max_batch: int
     is_exact: bool
     reading: ImageReading | None
+    files: CheckpointFiles | None
 
     @classmethod
     def of(cls, predictor: Predictor) -> Loaded:
         task = predictor.task
         facts = task.inputs, task.outputs, task.labels, task.max_batch, task.is_exact, task.reading
-        return cls(predictor.identity, *facts)
+        return cls(predictor.identity, *facts, predictor.files)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ class RemoteModels:
         found: Loaded = process.ask_by(connection, asked)
         facts = found.inputs, found.outputs, found.labels, found.max_batch, found.is_exact, found.reading
         task = RemoteTask(*facts, process, number, connection)
-        return Predictor(source.name, found.identity, task, is_elsewhere=True)
+        return Predictor(source.name, found.identity, task, is_elsewhere=True, files=found.files)
 
     def _keep(self) -> None:
         """Start the process again each time it ends."""

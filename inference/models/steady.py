@@ -1,0 +1,84 @@
+"""One rule for all that load a model: nothing is made of a checkpoint whose files changed while they were read.
+
+The state of every file is looked at before and after reading. If the two differ, the checkpoint is read again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, StoreError
+
+from .config_folder import CONFIG, PLACES, digest_of_config
+
+Result = TypeVar("Result")
+
+PAUSES = 0.1, 0.4, 1.6  # seconds before the second, third and fourth reading
+TICK_SECONDS = 0.05  # a file system's clock advances every 1 to 10 ms: two changes within a tick have the same time
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """The state of a checkpoint's files, and a digest of ``config.json`` and its companions if these are not beside the
+    weights. Two that are equal: nothing changed in between."""
+
+    weights: ckpt_tools.Fingerprint
+    beside: str | None
+
+    @classmethod
+    def at(cls, url: str | Path, options: Mapping[str, Any] | None = None) -> Self:
+        """The state now. Raises ``CkptError`` as ``ckpt_tools.fingerprint``."""
+        weights = ckpt_tools.fingerprint(url, storage_options=options)
+        if weights.changed is not None and abs(time.time() - weights.changed) < TICK_SECONDS:
+            time.sleep(TICK_SECONDS)
+            weights = weights.again(storage_options=options)
+        return cls(weights, _digest_beside(weights, options))
+
+    def again(self, options: Mapping[str, Any] | None = None) -> Self:
+        """The same files now. Raises ``CkptError`` as ``Fingerprint.again``."""
+        weights = self.weights.again(storage_options=options)
+        return replace(self, weights=weights, beside=_digest_beside(weights, options))
+
+    def is_unchanged(self, options: Mapping[str, Any] | None) -> bool:
+        """Whether the files are as they were. ``RUN@latest`` may mean another checkpoint by now."""
+        here = replace(self, weights=replace(self.weights, src=self.weights.url))
+        try:
+            return here.again(options) == self
+        except CkptError as error:
+            if isinstance(error, StoreError):
+                raise
+            return False
+
+
+def steadily(url: str | Path, options: Mapping[str, Any] | None, read: Callable[[CheckpointFiles], Result]) -> Result:
+    """The result of ``read``, during which no file of the checkpoint changed. ``read`` is called up to four times.
+
+    Raises:
+        StoreError: the files changed each time. CkptError: as ``read``, and if the state of the files is not known.
+    """
+    for pause in (*PAUSES, 0.0):
+        files = CheckpointFiles.at(url, options)
+        try:
+            result = read(files)
+        except Exception:
+            # A file that is still being written may be no file of its format.
+            if files.is_unchanged(options):
+                raise
+        else:
+            if files.is_unchanged(options):
+                return result
+            del result  # its memory, before it is read again
+        time.sleep(pause)
+    raise StoreError(
+        f"{url}: files changed while they were read, {len(PAUSES) + 1} times in a row; try again when it is written"
+    )
+
+
+def _digest_beside(weights: ckpt_tools.Fingerprint, options: Mapping[str, Any] | None) -> str | None:
+    inside = (f"{place}/{CONFIG}".lstrip("/") for place in PLACES if place != "..")
+    return None if any(path in weights.files for path in inside) else digest_of_config(weights.url, options)

@@ -1,0 +1,190 @@
+"""A checkpoint that is replaced while it is read is read again, or refused; what is loaded was saved so."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import inference
+from ckpt_tools.errors import FormatError, StoreError
+from inference.models import steady
+from inference.models.predictor import load_predictor
+from tests.inference.conftest import write_sharded
+from tests.inference.tiny_models import save_image_model
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def write_two(folder: Path, value: float) -> Path:
+    """Two shards of a tensor each, and their index."""
+    folder.mkdir(exist_ok=True)
+    for name, shard in zip(("a", "b"), SHARDS, strict=True):
+        save_file({f"{name}.weight": torch.full((4, 4), value)}, folder / shard)
+    index = {"weight_map": {"a.weight": SHARDS[0], "b.weight": SHARDS[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.fixture
+def architecture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]], str]:
+    """Names an architecture which calls a function with the number of the reading, before weights are read."""
+
+    def made(on_reading: Callable[[int], None]) -> str:
+        readings = itertools.count(1)
+
+        def build() -> nn.Module:
+            on_reading(next(readings))
+            return nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("a", "b")})
+
+        module = types.ModuleType("architecture_of_this_test")
+        module.build = build  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return f"{module.__name__}:build"
+
+    return made
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_read_again(
+    tmp_path: Path, architecture: Callable[[Callable[[int], None]], str]
+) -> None:
+    """The first reading is of one new shard, the second of both."""
+    model, new = write_two(tmp_path / "model", 1), write_two(tmp_path / "new", 2)
+
+    def replace(reading: int) -> None:
+        if reading <= 2:
+            shutil.copy2(new / SHARDS[reading - 1], model / SHARDS[reading - 1])
+
+    loaded = inference.load_model(model, model=architecture(replace))
+    assert {name: tensor.unique().tolist() for name, tensor in loaded.state_dict().items()} == {
+        "a.weight": [2.0],
+        "b.weight": [2.0],
+    }
+
+
+def test_a_checkpoint_that_keeps_changing_is_refused(
+    tmp_path: Path, architecture: Callable[[Callable[[int], None]], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steady, "PAUSES", (0.0, 0.0, 0.0))
+    model, readings = write_two(tmp_path / "model", 1), list[int]()
+
+    def replace(reading: int) -> None:
+        readings.append(reading)
+        write_two(model, reading)
+
+    with pytest.raises(StoreError) as refused:
+        inference.load_model(model, model=architecture(replace))
+    assert str(refused.value) == (
+        f"{model}: files changed while they were read, 4 times in a row; try again when it is written"
+    )
+    assert (readings, refused.value.exit_code) == ([1, 2, 3, 4], 5)
+
+
+def test_an_error_of_a_half_written_file_is_no_answer(
+    tmp_path: Path, architecture: Callable[[Callable[[int], None]], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steady, "PAUSES", (0.4, 0.0, 0.0))
+    model = write_two(tmp_path / "model", 1)
+    whole = (model / SHARDS[1]).read_bytes()
+
+    def write(reading: int) -> None:
+        if reading == 1:
+            (model / SHARDS[1]).write_bytes(whole[:20])
+            threading.Timer(0.25, lambda: (model / SHARDS[1]).write_bytes(whole)).start()
+
+    loaded = inference.load_model(model, model=architecture(write))
+    assert loaded.state_dict()["b.weight"].unique().tolist() == [1.0]
+    (model / SHARDS[1]).write_bytes(whole[:20])
+    with pytest.raises(FormatError, match="model-00002-of-00002"):
+        inference.load_model(model, model=architecture(lambda _: None))
+
+
+def test_config_json_belongs_to_the_checkpoint(tmp_path: Path) -> None:
+    """In the folder above, which is not the checkpoint's own."""
+    (tmp_path / "run").mkdir()
+    weights = write_two(tmp_path / "run" / "step-1", 1)
+    (tmp_path / "run" / "config.json").write_text('{"labels": ["one"]}')
+    before = steady.CheckpointFiles.at(weights)
+    assert before.is_unchanged(None)
+    (tmp_path / "run" / "notes.md").write_text("no file of the model")
+    assert before.is_unchanged(None)
+    (tmp_path / "run" / "config.json").write_text('{"labels": ["two"]}')
+    assert not before.is_unchanged(None)
+
+
+def test_a_newer_checkpoint_of_the_run_is_no_change_of_this_one(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_two(tmp_path / "run" / "step-1", 1)
+    before = steady.CheckpointFiles.at(f"{tmp_path}/run@latest")
+    write_two(tmp_path / "run" / "step-2", 2)
+    assert before.is_unchanged(None)
+    assert before.again() != before
+
+
+def test_predictors_of_a_folder_that_is_replaced_have_weights_that_were_saved(
+    tmp_path: Path, weights: dict[str, Tensor]
+) -> None:
+    """Both shards are written again and again, by a copy with the times of the original. Half of one is refused."""
+    kinds = [weights, {name: tensor + 1 for name, tensor in weights.items()}]
+    for number, each in enumerate(kinds):
+        write_sharded(tmp_path / str(number), each)
+    saved = {load_predictor(tmp_path / str(number)).identity.digest for number in range(2)}
+    shutil.copytree(tmp_path / "0", tmp_path / "model")
+    ending = threading.Event()
+
+    def replace() -> None:
+        for number in itertools.cycle((1, 0)):
+            for shard in SHARDS:
+                shutil.copy2(tmp_path / str(number) / shard, tmp_path / "model" / shard)
+            if ending.wait(0.35):
+                return
+
+    def loaded() -> Iterator[str]:
+        with suppress(FormatError, StoreError):
+            yield load_predictor(tmp_path / "model").identity.digest
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        found = [digest for _ in range(20) for digest in loaded()]
+    finally:
+        ending.set()
+        thread.join()
+    assert len(found) > 1
+    assert set(found) <= saved
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("num_attention_heads", value) for value in (0, -2, 5, "2", None)),
+        *(("hidden_size", value) for value in (0, -24, "24", 24.5, None)),
+        *(("num_hidden_layers", value) for value in (0, -1, "2")),
+        *(("patch_size", value) for value in (0, -8, "8")),
+    ],
+)
+@pytest.mark.parametrize("load", [inference.load_model, inference.load_predictor])
+def test_a_number_that_makes_no_sense_is_an_error_of_config_json(
+    key: str, value: object, load: Callable[[Path], object], tmp_path: Path
+) -> None:
+    folder = save_image_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(FormatError) as refused:
+        load(folder)
+    assert type(refused.value) is FormatError
+    assert str(refused.value).startswith(
+        (f"{folder / 'config.json'} is not usable: ", f"{folder}: the checkpoint does not fit the model")
+    )
+    assert "\n" not in str(refused.value)
