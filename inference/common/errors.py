@@ -27,11 +27,10 @@ def report_errors() -> Iterator[None]:
     except CkptError as error:
         _exit(f"error: {error}", error, error.exit_code)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in OUR_PACKAGES:
+        missing = _missing_package(error)
+        if missing is None:
             raise
-        how = f"this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'"
-        _exit(f"error: {how}", error, UsageError.exit_code)
+        _exit(f"error: {missing}", error, UsageError.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _exit(f"error: {where}{error.strerror or error}", error, StoreError.exit_code)
@@ -44,6 +43,31 @@ def printable(text: str) -> str:
     """``text`` without credentials, and with control characters as escapes, because file names come from outside."""
     text = without_secrets(text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def as_ckpt_error(error: Exception, url: str) -> CkptError:
+    """An error that no code foresaw, while the model at ``url`` was loaded, as one with a sentence."""
+    missing = _missing_package(error)
+    if missing is not None:
+        return UsageError(missing)
+    if isinstance(error, OSError):
+        return StoreError(f"{url} cannot be loaded: {one_line(error)}")
+    return CkptError(f"{url} cannot be loaded: {as_sentence(error)}")
+
+
+def as_sentence(error: Exception) -> str:
+    """The text of an error in one line; of one that no code foresaw with its type, which a traceback ends with."""
+    if isinstance(error, CkptError):
+        return str(error)
+    *others, last = str(error).strip().splitlines() or [""]
+    return last.strip() if others else f"{type(error).__name__}: {last.strip()}".removesuffix(": ")
+
+
+def _missing_package(error: Exception) -> str | None:
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if not package or package in OUR_PACKAGES:
+        return None
+    return f"this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'"
 
 
 def one_line(error: BaseException) -> str:

@@ -57,6 +57,8 @@ RAY_EXTRA = "ray-serve"
 
 MODEL_CONTROL = "--model-control"
 
+QUIET_SECONDS = 10.0
+
 INSTEAD = {
     "--watch": "its replicas serve the weights of the start",
     "--drain": "Ray answers the requests that were taken, and then ends",
@@ -79,6 +81,7 @@ class Options:
     grpc_port: int | None = None
     allowed: Sequence[str] = ()
     watch: float | None = None
+    quiet_time: float | None = None
     architecture: str | None = None
     reading: Reading = AS_IT_IS
     threads: int | None = None
@@ -100,6 +103,10 @@ class Options:
             raise UsageError("there is no model to serve; name one, as MODEL or by --model NAME=URL")
         if self.watch is not None and not self.watch > 0:
             raise UsageError(f"--watch is a number of seconds above 0, not {self.watch:g}")
+        if self.quiet_time is not None and not 0 <= self.quiet_time < 1e9:
+            raise UsageError(f"--quiet-time is a number of seconds, not {self.quiet_time:g}")
+        if self.quiet_time is not None and self.watch is None:
+            raise UsageError("--quiet-time needs --watch")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads is a number from 1, not {self.threads}")
         if self.keyfile is not None and self.certfile is None:
@@ -220,8 +227,10 @@ def application(
 
     repository = Repository(options.sources(), load, max_delay=options.settings.max_queue_delay)
     made(repository)
-    # Before the models are loaded: what it sees then is what is loaded.
-    watcher = None if options.watch is None else Watcher(repository, options.watch, tell)
+    watcher = None
+    if options.watch is not None:
+        quiet = QUIET_SECONDS if options.quiet_time is None else options.quiet_time
+        watcher = Watcher(repository, options.watch, quiet, tell)
     repository.load_all()
     return app.create_app(repository, options.settings, background=watcher, grpc=grpc)
 
@@ -271,6 +280,12 @@ class _Restarts:
     help="Host name to accept in requests; can be repeated. On loopback, only localhost is accepted by default.",
 )
 @click.option("--watch", type=float, metavar="SECONDS", help="Check for a newer checkpoint every SECONDS and load it.")
+@click.option(
+    "--quiet-time",
+    type=float,
+    metavar="SECONDS",
+    help="With --watch: load a checkpoint once no file of it has changed for SECONDS.  [default: 10]",
+)
 @click.option("--timeout", type=float, default=30.0, help="Seconds that a request may wait for the model.")
 @click.option(
     "--exact",

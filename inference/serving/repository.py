@@ -14,15 +14,18 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.errors import CkptError, UsageError
 
+from ..common.errors import as_ckpt_error
 from ..models.options import DEFAULTS, ModelOptions
 from ..models.predictor import Prediction, Predictor
 from ..models.results import Item
+from ..models.steady import CheckpointFiles
 from .batching import Batcher, Statistics
 
 MAX_WAITING = 256
 """Rows that may wait for one model, about nine forward passes. With a full queue, clients get 503 at once."""
 
 READY, LOADING, UNAVAILABLE = "READY", "LOADING", "UNAVAILABLE"
+WAITING_SECONDS = 0.5  # between looks at files of a model that may not be loaded yet
 LONGEST_DELAY = 30.0  # seconds between attempts to load a model again
 UNLOADED = "unloaded"  # reason of a model that was unloaded on request
 
@@ -78,10 +81,12 @@ class Version:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """A source and the version that answers for it, if any; ``reason`` why there is none, or none newer."""
+    """A source and the version that answers for it, if any; ``reason`` why there is none, or none newer. ``files`` is
+    the state of the files that the last version was loaded from."""
 
     source: Source
     version: Version | None = None
+    files: CheckpointFiles | None = None
     state: str = UNAVAILABLE
     reason: str = ""
     is_changing: threading.Lock = field(default_factory=threading.Lock)
@@ -107,6 +112,7 @@ class Repository:
             raise UsageError("there is no model to serve; name one")
         self.slots = tuple(Slot(source) for source in sources)
         self._load = load
+        self.load_quiet: Callable[[Slot], bool] = self._load_now  # loads if nothing has changed for some time
         self._max_waiting, self._max_delay = max_waiting, max_delay
         self._numbers: dict[str, int] = {}
         self._batchers: list[Batcher[Item, Prediction]] = []
@@ -122,14 +128,19 @@ class Repository:
         return tuple(dict.fromkeys(slot.source.name for slot in self.slots))
 
     def load_all(self) -> None:
-        """Load all models. Raises ``CkptError`` for the first that cannot be loaded."""
+        """Load all models, each once it may be. Raises ``CkptError`` for the first that cannot be loaded."""
         for slot in self.slots:
-            self.renew(slot)
+            while not self.load_quiet(slot):
+                time.sleep(WAITING_SECONDS)
 
     def load(self, name: str) -> None:
         """(Re)load all versions of a model. ``UnknownModelError`` or ``CkptError``; old versions keep answering."""
         for slot in self._slots_of(name):
             self.renew(slot)
+
+    def _load_now(self, slot: Slot) -> bool:
+        self.renew(slot)
+        return True
 
     def renew(self, slot: Slot) -> None:
         """Load what is at the source now, then replace the version that answers. As :meth:`load`."""
@@ -137,14 +148,27 @@ class Repository:
             self.put(slot, self.read(slot))
 
     def read(self, slot: Slot) -> Predictor:
-        """Load what is at the source now, without serving it. Raises ``CkptError``; the old version keeps answering."""
+        """Load what is at the source now, without serving it. Raises ``CkptError``, whatever the loader raises; the old
+        version keeps answering."""
         slot.state = READY if slot.version else LOADING
         try:
             return self._load(slot.source)
-        except CkptError as error:
-            slot.state = READY if slot.version else UNAVAILABLE
-            slot.reason = f"the last load failed ({type(error).__name__}); the log of the service says why"
-            raise
+        except Exception as error:
+            self.note_failure(slot, "load", error)
+            if isinstance(error, CkptError):
+                raise
+            raise as_ckpt_error(error, slot.source.url) from error
+
+    def note_failure(self, slot: Slot, what: str, error: Exception) -> None:
+        """State and reason of a model of which the last ``what`` failed."""
+        slot.state = READY if slot.version else UNAVAILABLE
+        slot.reason = f"the last {what} failed ({type(error).__name__}); the log of the service says why"
+
+    def forget_failure(self, slot: Slot) -> None:
+        """The model that answers is the one at the source."""
+        with self._lock:
+            if slot.version is not None:
+                slot.reason = ""
 
     def put(self, slot: Slot, predictor: Predictor) -> None:
         """Serve ``predictor`` as the next version of the model."""
@@ -152,6 +176,7 @@ class Repository:
         with self._lock:
             number = self._numbers[name] = self._numbers.get(name, 0) + 1
         self._put(slot, Version.of(name, number, predictor, self._max_waiting, self._max_delay))
+        slot.files = predictor.files
 
     def lost(self, reason: str) -> None:
         """Drop all models, because the process that held them ended. :meth:`reload` loads them again."""
@@ -169,7 +194,7 @@ class Repository:
         while lost := [slot for slot in self.slots if slot.version is None and slot.reason != UNLOADED]:
             for slot in lost:
                 try:
-                    self.renew(slot)
+                    self.load_quiet(slot)
                 except ModelsEndedError:
                     return
                 except CkptError as error:

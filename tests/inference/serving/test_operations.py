@@ -44,7 +44,14 @@ def run_folder(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def service(run_folder: Path, token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    options = ["--watch=0.2", f"--token={token_file}", "--access-log", "--timeout=0.000001", "--drain=2"]
+    options = [
+        "--watch=0.2",
+        "--quiet-time=0.2",
+        f"--token={token_file}",
+        "--access-log",
+        "--timeout=0.000001",
+        "--drain=2",
+    ]
     options.append("--allow-host=Allowed.example")
     folder = tmp_path_factory.mktemp("operations")
     with running_service(folder, None, f"--model=m={run_folder}@latest", *options) as service:
@@ -333,7 +340,15 @@ def test_a_certificate_that_cannot_be_used_stops_the_start(
 
 @pytest.mark.parametrize(
     "options",
-    [["--watch=0"], ["--watch=nan"], ["--timeout=0"], ["--timeout=nan"], ["--drain=-1"], ["--threads=0"]],
+    [
+        ["--watch=0"],
+        ["--watch=nan"],
+        ["--quiet-time=-1", "--watch=1"],
+        ["--timeout=0"],
+        ["--timeout=nan"],
+        ["--drain=-1"],
+        ["--threads=0"],
+    ],
 )
 def test_a_number_that_makes_no_sense_is_refused(options: list[str], forms: Path) -> None:
     done = run_serve(forms / "model.pt", "--port=0", *options)

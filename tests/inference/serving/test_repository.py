@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import itertools
+import shutil
+import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,14 +18,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ckpt_tools.errors import FormatError, UsageError
+from ckpt_tools.errors import FormatError, StoreError, UsageError
 from inference.models.ours import OurImages
 from inference.models.predictor import Predictor, load_predictor
 from inference.models.results import Columns, Item
 from inference.serving.__main__ import Options
-from inference.serving.repository import NotReadyError, Repository, Source, UnknownModelError
+from inference.serving.repository import Load, NotReadyError, Repository, Slot, Source, UnknownModelError
 from inference.serving.settings import Settings
 from inference.serving.watching import Watcher
+from tests.inference.conftest import write_sharded
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,64 +203,260 @@ def load(source: Source) -> Predictor:
     return load_predictor(source.url, name=source.name)
 
 
+def watched(url: object, load: Load, told: list[str], quiet: float = 0.0) -> tuple[Repository, Watcher, Slot]:
+    """A model that is loaded, and its watcher, which looks when the test has it look."""
+    repository = Repository([Source("m", str(url))], load)
+    watcher = Watcher(repository, 0.2, quiet, told.append)
+    repository.load_all()
+    return repository, watcher, repository.slots[0]
+
+
 def test_a_newer_checkpoint_of_a_run_is_loaded(run_folder: Path, weights: dict[str, Tensor]) -> None:
     told: list[str] = []
-    repository = Repository([Source("m", f"{run_folder}@latest")], load)
-    watcher = Watcher(repository, 60, told.append)
-    repository.load_all()
-    slot, first = repository.slots[0], repository.version("m").predictor.identity.digest
-    watcher.visit(0, slot)
-    watcher.visit(0, slot)
+    repository, watcher, slot = watched(f"{run_folder}@latest", load, told)
+    first = repository.version("m").predictor.identity.digest
+    watcher.visit(slot)
     assert repository.version("m").number == 1
     (run_folder / ".step-3.partial").mkdir()
     write_checkpoint(run_folder, weights, 2)
-    watcher.visit(0, slot)
-    assert repository.version("m").number == 1, "one look is not enough"
-    watcher.visit(0, slot)
+    watcher.visit(slot)
+    watcher.visit(slot)
     assert repository.version("m").number == 2
     assert repository.version("m").predictor.identity.digest != first
     assert told == [f"m: serves {run_folder / 'step-2'}"]
     repository.close()
 
 
+def test_a_folder_is_loaded_once_nothing_has_changed_for_the_quiet_time(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """One shard is replaced, and half a second later the other, by copies with the times of the originals."""
+    folder, new, told = tmp_path / "model", tmp_path / "new", list[str]()
+    write_sharded(folder, weights)
+    write_sharded(new, {name: tensor + 1 for name, tensor in weights.items()})
+    time.sleep(1)
+    repository, watcher, slot = watched(folder, load, told, quiet=0.8)
+    old = repository.version("m").predictor.identity.digest
+    for shard in sorted(new.glob("*.safetensors")):
+        subprocess.run(["cp", "-p", shard, folder], check=True)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            watcher.visit(slot)
+            assert repository.version("m").predictor.identity.digest == old
+    time.sleep(0.5)
+    watcher.visit(slot)
+    assert repository.version("m").predictor.identity.digest == load_predictor(new).identity.digest
+    assert told == [f"m: serves {folder}"]
+    repository.close()
+
+
+def test_the_first_load_waits_for_the_quiet_time_too(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    file, told, begun = tmp_path / "model.safetensors", list[str](), time.time()
+    save_file(weights, file)
+    repository, _, _ = watched(file, load, told, quiet=1)
+    assert time.time() - begun >= 1
+    assert told == [f"m: waits until {file} has not changed for 1 seconds"]
+    begun = time.time()
+    again, _, _ = watched(file, load, told, quiet=1)
+    assert time.time() - begun < 1
+    repository.close()
+    again.close()
+
+
+def test_models_of_a_process_that_ended_are_loaded_as_they_were_or_once_it_is_quiet(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """The process ends while a copy over the folder is under way: one shard of it is there."""
+    folder, new, told = tmp_path / "model", tmp_path / "new", list[str]()
+    write_sharded(folder, weights)
+    write_sharded(new, {name: tensor + 1 for name, tensor in weights.items()})
+    saved = [load_predictor(each).identity.digest for each in (folder, new)]
+    time.sleep(0.5)
+    repository, _, slot = watched(folder, load, told, quiet=0.8)
+    repository.lost("the process of the models was ended by SIGKILL")
+    begun = time.monotonic()
+    repository.reload(told.append)
+    assert (repository.version("m").predictor.identity.digest, time.monotonic() - begun < 1) == (saved[0], True)
+
+    first, second = sorted(new.glob("*.safetensors"))
+    shutil.copy2(first, folder)
+    repository.lost("the process of the models was ended by SIGKILL")
+    copying = threading.Timer(0.4, lambda: shutil.copy2(second, folder))
+    copying.start()
+    repository.reload(told.append)
+    assert repository.version("m").predictor.identity.digest == saved[1]
+    assert told[-1:] == [f"m: waits until {folder} has not changed for 0.8 seconds"]
+    assert slot.version is not None
+    repository.close()
+
+
 def test_a_file_that_is_replaced_is_loaded_again_and_a_damaged_one_is_not(
     weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    file, told = tmp_path / "model.safetensors", []
+    """A damaged one is tried once, until it changes."""
+    file, told, loads = tmp_path / "model.safetensors", list[str](), list[str]()
     save_file(weights, file)
-    repository = Repository([Source("m", str(file))], load)
-    watcher = Watcher(repository, 60, told.append)
-    repository.load_all()
-    file.write_bytes(b"damaged")
-    for _ in range(3):
-        watcher.visit(0, repository.slots[0])
-    assert (repository.version("m").number, told) == (1, [])
+
+    def counted(source: Source) -> Predictor:
+        loads.append(source.url)
+        return load(source)
+
+    repository, watcher, slot = watched(file, counted, told)
     save_file({"another.model": torch.ones(3)}, file)
     for _ in range(3):
-        watcher.visit(0, repository.slots[0])
-    assert repository.version("m").number == 1
+        watcher.visit(slot)
+        time.sleep(0.3)
+    assert (repository.version("m").number, len(loads)) == (1, 2)
     assert [line.partition(": /")[0] for line in told] == [
         "m: the new checkpoint cannot be loaded, the old one keeps answering"
     ]
+    assert (slot.state, slot.reason) == ("READY", "the last load failed (FormatError); the log of the service says why")
     save_file({**weights, "heads.head.bias": weights["heads.head.bias"] + 1}, file)
-    os.utime(file, (time.time() + 10,) * 2)
-    for _ in range(3):
-        watcher.visit(0, repository.slots[0])
+    watcher.visit(slot)
+    watcher.visit(slot)
+    assert (repository.version("m").number, len(loads), slot.reason) == (2, 3, "")
+    repository.close()
+
+
+def test_an_incomplete_checkpoint_is_not_loaded(run_folder: Path, weights: dict[str, Tensor]) -> None:
+    told: list[str] = []
+    folder = run_folder / "step-1"
+    repository, watcher, slot = watched(folder, load, told)
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, folder / "model.safetensors")
+    (folder / "optimizer.pt.incomplete").touch()
+    watcher.visit(slot)
+    assert (repository.version("m").number, told) == (
+        1,
+        [
+            f"m: the new checkpoint cannot be loaded, the old one keeps answering: {folder} is not complete: "
+            "the file optimizer.pt.incomplete marks it as unfinished"
+        ],
+    )
+    (folder / "optimizer.pt.incomplete").unlink()
+    watcher.visit(slot)
+    watcher.visit(slot)
     assert repository.version("m").number == 2
+    repository.close()
+
+
+@dataclass
+class Failing:
+    """Loads once, and then fails so many times with ``error``."""
+
+    error: Exception
+    failures: int
+    loads: list[float] = field(default_factory=list)
+
+    def __call__(self, source: Source) -> Predictor:
+        self.loads.append(time.monotonic())
+        if 1 < len(self.loads) <= 1 + self.failures:
+            raise self.error
+        return load(source)
+
+
+def test_a_load_that_failed_for_the_networks_sake_is_tried_again_after_a_growing_time(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """The files stay as they are."""
+    file, told = tmp_path / "model.safetensors", list[str]()
+    save_file(weights, file)
+    failing = Failing(StoreError("the store does not answer"), 3)
+    repository, watcher, slot = watched(file, failing, told)
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, file)
+    end = time.monotonic() + 60
+    while repository.version("m").number == 1 and time.monotonic() < end:
+        watcher.visit(slot)
+        if slot.reason:
+            assert slot.reason == "the last load failed (StoreError); the log of the service says why"
+        time.sleep(0.02)
+    pauses = [after - before for before, after in itertools.pairwise(failing.loads[1:])]
+    assert [pause >= least for pause, least in zip(pauses, (0.4, 0.8, 1.6), strict=True)] == [True] * 3
+    assert (repository.version("m").number, slot.reason) == (2, "")
+    assert told == [
+        "m: the new checkpoint cannot be loaded, the old one keeps answering: the store does not answer",
+        f"m: serves {file}",
+    ]
+    repository.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "sentence"),
+    [
+        (ZeroDivisionError("integer modulo by zero"), "ZeroDivisionError", "ZeroDivisionError: integer modulo by zero"),
+        (MemoryError(), "MemoryError", "MemoryError"),
+        (RuntimeError("Traceback:\n  at a line\nKeyError: 'x'"), "RuntimeError", "KeyError: 'x'"),
+    ],
+)
+def test_an_unforeseen_error_is_told_and_watching_goes_on(
+    error: Exception, name: str, sentence: str, weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    file, told = tmp_path / "model.safetensors", list[str]()
+    save_file(weights, file)
+    repository, watcher, slot = watched(file, Failing(error, 1), told)
+    with watcher:
+        save_file({name: tensor + 1 for name, tensor in weights.items()}, file)
+        until(lambda: len(told) > 0)
+        assert answer(repository, "m") in range(10)
+        assert (slot.state, slot.reason) == ("READY", f"the last load failed ({name}); the log of the service says why")
+        until(lambda: repository.version("m").number == 2)
+    assert told == [
+        f"m: the new checkpoint cannot be loaded, the old one keeps answering: {file} cannot be loaded: {sentence}",
+        f"m: serves {file}",
+    ]
+    repository.close()
+
+
+def test_a_source_that_is_gone_is_told_once_and_looked_at_again(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    file, told = tmp_path / "model.safetensors", list[str]()
+    save_file(weights, file)
+    repository, watcher, slot = watched(file, load, told)
+    file.rename(tmp_path / "away")
+    for _ in range(3):
+        watcher.visit(slot)
+    assert told == [f"m: {file} cannot be looked at: there is no file or folder {file}"]
+    assert (
+        slot.reason == "the last look at the checkpoint failed (SourceNotFoundError); the log of the service says why"
+    )
+    (tmp_path / "away").rename(file)
+    watcher.visit(slot)
+    watcher.visit(slot)
+    assert (answer(repository, "m") in range(10), slot.reason) == (True, "")
+    repository.close()
+
+
+def test_a_model_that_was_unloaded_stays_so(weights: dict[str, Tensor], tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(weights, file)
+    repository, watcher, slot = watched(file, load, [])
+    repository.unload("m")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, file)
+    watcher.visit(slot)
+    watcher.visit(slot)
+    assert slot.version is None
     repository.close()
 
 
 def test_it_looks_by_itself(run_folder: Path, weights: dict[str, Tensor]) -> None:
     repository = Repository([Source("m", f"{run_folder}@latest")], load)
-    watcher = Watcher(repository, 0.05, print)
+    watcher = Watcher(repository, 0.05, 0.1, print)
     repository.load_all()
     with watcher:
         write_checkpoint(run_folder, weights, 2)
-        end = time.monotonic() + 60
-        while repository.version("m").number == 1 and time.monotonic() < end:
-            time.sleep(0.02)
-    assert repository.version("m").number == 2
+        until(lambda: repository.version("m").number == 2)
     repository.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert is_so()
+
+
+@pytest.mark.parametrize(("watch", "quiet"), [(1, -1), (1, float("nan")), (None, 1)])
+def test_a_quiet_time_of_no_use_is_refused(watch: float | None, quiet: float) -> None:
+    with pytest.raises(UsageError, match="--quiet-time"):
+        Options(["a"], Settings(), watch=watch, quiet_time=quiet)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])

@@ -32,6 +32,7 @@ from inference.batch import __main__ as batch
 from inference.serving.__main__ import create_app
 from inference.serving.settings import MAX_UPLOAD_BYTES, bind, listen
 from tests.inference.conftest import CKPT_TOOLS_SERVE, SERVE, Service, running_service
+from tests.inference.tiny_models import save_text_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -300,6 +301,25 @@ def test_a_client_that_goes_away_leaves_no_traceback(service: Service, client: h
 def run_serve(*args: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "inference.serving", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("module", [["inference.serving", "--port=0"], ["inference.batch", "--input=x.txt"]])
+def test_a_configuration_that_makes_no_sense_is_one_sentence(module: list[str], tmp_path: Path) -> None:
+    folder = save_text_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
+    (tmp_path / "x.txt").write_text("good")
+    output = ["--output=x.jsonl"] if "inference.batch" in module else []
+    command = [sys.executable, "-m", *module, "--model", folder, *output]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path, env=environment
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        4,
+        f"error: {folder / 'config.json'} is not usable: num_attention_heads is 0, and not a number from 1",
+    )
+    assert "Traceback" not in done.stderr
 
 
 def test_a_bad_model_stops_the_start(tmp_path: Path) -> None:
