@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from ckpt_tools.torch.load_into import load_into as load_into
     from ckpt_tools.torch.storage_reader import storage_reader as storage_reader
     from ckpt_tools.verification.deviation import Deviation as Deviation
+    from ckpt_tools.verification.digest_files import recorded_digests as recorded_digests
+    from ckpt_tools.verification.digests import Digest as Digest
     from ckpt_tools.verification.report import Aspect as Aspect, Difference as Difference, VerifyReport as VerifyReport
     from ckpt_tools.verification.scan.findings import Danger as Danger, Finding as Finding, ScanReport as ScanReport
     from ckpt_tools.verification.signing import SignReport as SignReport
@@ -132,6 +134,8 @@ _HOMES = {
     "torch.load_into": ("load_into",),
     "torch.storage_reader": ("storage_reader",),
     "verification.deviation": ("Deviation",),
+    "verification.digest_files": ("recorded_digests",),
+    "verification.digests": ("Digest",),
     "verification.report": ("Aspect", "Difference", "VerifyReport"),
     "runs.fingerprint": ("Fingerprint", "fingerprint"),
     "runs.pruning": ("PruneReport", "Pruned"),

@@ -40,7 +40,7 @@ COMMANDS = [name for name, command in BY_NAME.items() if not isinstance(command,
 
 VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, function_of(name)) for name in [*COMMANDS, "open"]}
 """By command."""
-BESIDE_COMMANDS = ("load_into", "storage_reader", "claim", "fingerprint")
+BESIDE_COMMANDS = ("load_into", "storage_reader", "claim", "fingerprint", "recorded_digests")
 FUNCTIONS = {**VERBS, **{name: getattr(ckpt_tools, name) for name in BESIDE_COMMANDS}}
 
 ONLY_PRINTED = {"form", "as_json", "quiet", "tensors", "dry_run", "top", "list_all"}

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.arguments import public
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
 from ckpt_tools.reading.checkpoint import read_source
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import named, read_checkpoint
 from ckpt_tools.stores.destination import Claim, Destination, Place
-from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
+from ckpt_tools.stores.marker_files import DIGESTS_NAME, DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NOTHING
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, open_place, open_source
+from ckpt_tools.stores.urls import StorageOptions, check_storage_options, open_place, open_source
 from ckpt_tools.trainers.names import is_optimizer
 from ckpt_tools.verification import digests
-from ckpt_tools.verification.digests import Digests
+from ckpt_tools.verification.digests import Digest, Digests
 
 OnTotal = Callable[[int], digests.OnBytes]
 """Told how many bytes there are to hash, gives what is to hear of them."""
@@ -46,6 +48,43 @@ def stored_digests(source: Source, manifest: Manifest, storage_options: StorageO
         return read_digests(digests_url(source, manifest), storage_options)
     except SourceNotFoundError:
         return None
+
+
+@public
+def recorded_digests(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> Mapping[str, Digest]:
+    """The digests of the weights that lie with the checkpoint at ``src``, as ``checksum`` and ``convert`` with
+    ``checksum`` write them. Nothing is compared; ``verify`` does that.
+
+    Args:
+        src, storage_options: As for ``inspect``.
+
+    Returns:
+        By name, ``Digest`` objects with ``dtype``, ``shape``, ``xxh3_128`` and ``blake3``: of the fp32 master, if the
+        weight has one. Empty if there is no list. For a file at a web address it is not looked for.
+
+    Raises:
+        CkptError: As ``inspect`` does; or the list cannot be read.
+
+    Example:
+        >>> import ckpt_tools
+        >>> _ = ckpt_tools.checksum("model.safetensors")
+        >>> digest = ckpt_tools.recorded_digests("model.safetensors")["encoder.weight"]
+        >>> digest.shape, len(digest.xxh3_128)
+        ((4, 8), 32)
+    """
+    check_storage_options(storage_options, src)
+    url = named(src, storage_options)
+    files = open_source(url, storage_options).files
+    is_one = len(files) == 1
+    if str(url).startswith(("http://", "https://")) if is_one else not any(_is_list(path) for path in files):
+        return {}
+    source, manifest = read_checkpoint(url, ReadOptions(), storage_options=storage_options)
+    listed = digests.one_copy(stored_digests(source, manifest, storage_options) or {}, weights=MASTER)
+    return {key.fqn: digest for key, digest in listed.items() if key.slot == WEIGHT}
+
+
+def _is_list(path: str) -> bool:
+    return path.rpartition("/")[2] == DIGESTS_NAME
 
 
 def digests_url(source: Source, manifest: Manifest) -> str:

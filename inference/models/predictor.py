@@ -21,7 +21,7 @@ from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
 from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
 from .config_folder import CONFIG, config_folder, read_config
-from .loading import filled
+from .loading import bytes_of, filled
 from .options import Exact, ModelOptions
 from .results import BYTES, Item, rows_of
 from .results import Prediction as Prediction
@@ -346,13 +346,12 @@ def _take_head(model: nn.Module, num_classes: int) -> int:
 
 def digest_of(model: nn.Module) -> str:
     """BLAKE3 of the state dict, sorted by name: name, dtype, shape and bytes of each tensor."""
-    import torch
     from blake3 import blake3
 
     found = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        found.update(bytes_of(tensor))
     return f"blake3:{found.hexdigest()}"
 
 

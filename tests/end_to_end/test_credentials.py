@@ -93,6 +93,7 @@ FUNCTIONS: dict[str, Callable[[str, str, dict[str, Any]], object]] = {
     "clean": lambda url, _, more: ckpt_tools.clean(url, **more),
     "prune": lambda url, _, more: ckpt_tools.prune(url, keep_last=1, **more),
     "claim": lambda url, _, more: claimed(url, more),
+    "recorded_digests": lambda url, _, more: ckpt_tools.recorded_digests(url, **more),
     "fingerprint": lambda url, _, more: ckpt_tools.fingerprint(url, **more),
     "load_into": lambda url, _, more: ckpt_tools.load_into(torch.nn.Linear(2, 2), None, url, **more),
     "storage_reader": lambda url, _, more: ckpt_tools.storage_reader(url, **more).read_metadata(),

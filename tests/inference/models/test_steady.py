@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import ckpt_tools
 import inference
 from ckpt_tools.errors import FormatError, StoreError
 from inference.models import steady
@@ -163,6 +164,40 @@ def test_predictors_of_a_folder_that_is_replaced_have_weights_that_were_saved(
         thread.join()
     assert len(found) > 1
     assert set(found) <= saved
+
+
+@pytest.mark.parametrize("load", [inference.load_model, inference.load_predictor])
+def test_weights_that_are_not_those_of_the_list_of_digests_are_refused(
+    load: Callable[[Path], object], weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """A copy over the folder stopped in the middle: half of the weights are old, and nothing changes any more."""
+    model, new = tmp_path / "model", tmp_path / "new"
+    write_sharded(model, weights)
+    write_sharded(new, {name: tensor + 1 for name, tensor in weights.items()})
+    for folder in (model, new):
+        ckpt_tools.checksum(folder)
+    load(model)
+    shutil.copy2(new / SHARDS[1], model / SHARDS[1])
+    with pytest.raises(FormatError) as refused:
+        load(model)
+    name = next(name for name in weights if name >= sorted(weights)[len(weights) // 2])
+    assert str(refused.value) == (
+        f"{model}: {name} is not as the list of digests says that lies with it; ckpt-tools verify compares all"
+    )
+    for file in (SHARDS[0], "ckpt-tools.digests.json"):
+        shutil.copy2(new / file, model / file)
+    load(model)
+
+
+def test_a_cast_or_renamed_tensor_is_not_compared_with_the_list(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a.weight": torch.ones(2, 2), "b.weight": torch.zeros(2, 2)}, file)
+    ckpt_tools.checksum(file)
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("a", "b")})
+    swapped = inference.load_model(file, model=model, rename=["^a=c", "^b=a", "^c=b"])
+    assert swapped.state_dict()["a.weight"].tolist() == [[0, 0], [0, 0]]
+    half = inference.load_model(file, model=model, dtype=torch.bfloat16)
+    assert half.state_dict()["a.weight"].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(
