@@ -51,7 +51,8 @@ test: check browser
 # All tests, and all of what `make test` has a sample of: the full matrix of formats and world sizes, with its table,
 # every recipe, every damage to every layout of the corpus, the casts of all 2**32 float32 patterns, a kill at every
 # system call that writes, random trees around a destination, kills of conversions on Ray and of training runs, every
-# strategy of training, both notebooks, a minute of 64 clients of the service, 20,000 hostile files and a million mutated
+# strategy of training, both notebooks, a minute of 64 clients of the service, a minute of checkpoints that are replaced
+# under it, 20,000 hostile files and a million mutated
 # ones under real loaders, a million pickles beside both of CPython's unpicklers, and every extra installed from the
 # package index. Some hours.
 soak: $(STAMP)
