@@ -15,7 +15,7 @@ with killed_by_interrupts():
     import socket
     import ssl
     from collections.abc import Callable, Sequence
-    from contextlib import ExitStack
+    from contextlib import ExitStack, nullcontext
     from dataclasses import dataclass, replace
     from pathlib import Path
     from typing import TYPE_CHECKING, Any, Literal
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from ..models.options import Exact, ModelOptions
     from .repository import Load, Repository, Source
+    from .watching import Watcher
 
 NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
 
@@ -60,11 +61,10 @@ MODEL_CONTROL = "--model-control"
 QUIET_SECONDS = 10.0
 
 INSTEAD = {
-    "--watch": "its replicas serve the weights of the start",
     "--drain": "Ray answers the requests that were taken, and then ends",
     "--certfile": "Ray's proxy speaks plain HTTP; put a proxy with TLS before it",
     "--access-log": "Ray keeps a log of its own",
-    MODEL_CONTROL: "its replicas serve the weights of the start",
+    MODEL_CONTROL: "its replicas all serve the same weights, which --watch replaces",
     GRPC_PORT: "Ray's proxy speaks HTTP",
 }
 """Options refused with ``--runner ray``, and what applies instead."""
@@ -129,7 +129,6 @@ class Options:
 
     def _check_ray(self) -> None:
         given = {
-            "--watch": self.watch is not None,
             "--drain": self.settings.drain > 0,
             "--certfile": self.certfile is not None,
             "--access-log": self.settings.has_access_log,
@@ -169,6 +168,13 @@ class Options:
             max_batch=self.max_batch,
             max_pixels=self.max_pixels,
         )
+
+    def watcher(self, repository: Repository) -> Watcher | None:
+        """What looks for newer checkpoints of these models, which are not loaded yet."""
+        from .watching import Watcher
+
+        quiet = QUIET_SECONDS if self.quiet_time is None else self.quiet_time
+        return None if self.watch is None else Watcher(repository, self.watch, quiet, tell)
 
     def hosts(self, bound: socket.socket) -> frozenset[str] | None:
         """Values of the Host header to accept: on loopback only these; elsewhere all (None) unless some are given."""
@@ -223,14 +229,10 @@ def application(
     called with the repository before models are loaded."""
     from .http import app
     from .repository import Repository
-    from .watching import Watcher
 
     repository = Repository(options.sources(), load, max_delay=options.settings.max_queue_delay)
     made(repository)
-    watcher = None
-    if options.watch is not None:
-        quiet = QUIET_SECONDS if options.quiet_time is None else options.quiet_time
-        watcher = Watcher(repository, options.watch, quiet, tell)
+    watcher = options.watcher(repository)
     repository.load_all()
     return app.create_app(repository, options.settings, background=watcher, grpc=grpc)
 
@@ -384,7 +386,14 @@ def _serve_on_ray(options: Options) -> None:
     settings = replace(options.settings, hosts=hosts)
     served = ray.Served(tuple(options.sources()), settings, options.threads or 1)
     replicas = ray.Replicas(options.least_replicas, options.most_replicas)
-    ray.run(served, replicas, options.host, port, lambda: click.echo(f"serving on {url}"))
+    ray.run(
+        served,
+        replicas,
+        options.host,
+        port,
+        lambda: click.echo(f"serving on {url}"),
+        lambda models: options.watcher(models) or nullcontext(),
+    )
 
 
 def _serve(options: Options, bound: socket.socket, grpc: Listening | None) -> None:

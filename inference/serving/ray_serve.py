@@ -1,7 +1,8 @@
 """The service on a Ray cluster: Ray Serve's proxy takes requests, and replicas hold the models and answer.
 
-All replicas serve the weights that were there at the start; one that finds others does not begin. They cannot be
-reloaded, because Ray starts and ends replicas at any time, and could not reload all at once.
+The process of the command loads each model once, to know the digest of its weights, and forgets it. All replicas serve
+these weights; one that finds others does not begin. With ``--watch`` this process looks for newer checkpoints, and
+deploys the application again with new digests and version numbers: Ray then replaces the replicas one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from ..common.training_package import launchers
 from ..models.predictor import Predictor, loaded
 from .http.middleware import Traffic
 from .metrics import Snapshot
-from .repository import MAX_WAITING, Repository, Source
+from .repository import MAX_WAITING, READY, Repository, Slot, Source
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -55,13 +56,22 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """The weights at a source (with the URL that ``RUN@latest`` meant) and the number of their version."""
+
+    source: Source
+    digest: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """Arguments of each replica, sent to its process."""
 
     sources: tuple[Source, ...]
     settings: Settings
     threads: int
-    digests: tuple[str, ...] = ()
+    known: tuple[Known, ...] = ()
 
     @property
     def num_gpus(self) -> int:
@@ -76,24 +86,56 @@ class Served:
         torch.set_num_threads(self.threads)
         return loaded(source.url, source.name, source.options)
 
-    def known(self) -> Served:
-        """With the digests of the weights. Loads the models, so that one that cannot be served fails here."""
-        found = tuple(self.load(each).identity.digest for each in self.sources)
-        return replace(self, digests=found)
+
+class KnownModels(Repository):
+    """The models in the process of the command: what is known of each, and none of them loaded for long. ``deploy`` is
+    called when the models of running replicas have changed."""
+
+    def __init__(self, served: Served, deploy: Callable[[Served], None]) -> None:
+        super().__init__(served.sources, served.load)
+        self.served, self._deploy = served, deploy
+        self.is_deployed = False
+        self._known: dict[Slot, Known] = {}
+
+    def is_answering(self, slot: Slot) -> bool:
+        return slot in self._known
+
+    def put(self, slot: Slot, predictor: Predictor) -> None:
+        """Take note of the weights. Raises StoreError if replicas with them do not start."""
+        before = self._known.get(slot)
+        number = 1 + max(
+            (each.number for each in self._known.values() if each.source.name == predictor.name), default=0
+        )
+        source = replace(slot.source, url=predictor.identity.source)
+        self._known[slot] = Known(source, predictor.identity.digest, number)
+        try:
+            if self.is_deployed:
+                self.deploy()
+        except StoreError:
+            assert before is not None
+            self._known[slot] = before
+            raise
+        slot.files, slot.state, slot.reason = predictor.files, READY, ""
+
+    def deploy(self) -> None:
+        """Start replicas with the weights that are known, or replace those that run. Raises StoreError."""
+        self._deploy(replace(self.served, known=tuple(self._known[slot] for slot in self.slots)))
+        self.is_deployed = True
 
 
 class FixedRepository(Repository):
-    """Models of known digests, which are loaded once."""
+    """Models of a replica: of known digests, which are loaded once."""
 
     def __init__(self, served: Served) -> None:
-        super().__init__(served.sources, served.load)
-        self._digests = served.digests
+        super().__init__([each.source for each in served.known], served.load)
+        self._known = served.known
 
     def load_all(self) -> None:
-        for slot, digest in zip(self.slots, self._digests, strict=True):
+        for slot, known in zip(self.slots, self._known, strict=True):
             predictor = self.read(slot)
-            if predictor.identity.digest != digest:
+            if predictor.identity.digest != known.digest:
                 raise FormatError(f"{slot.source.url} has other weights on another machine, or was replaced meanwhile")
+            self._numbers[slot.source.name] = known.number - 1
             self.put(slot, predictor)
 
 
@@ -170,23 +212,42 @@ def application(served: Served, tally: Any) -> Application:
     return app
 
 
-def run(served: Served, replicas: Replicas, host: str, port: int, announce: Callable[[], None]) -> None:
-    """Serve until a stop signal. Raises CkptError if a model cannot be served, or replicas do not start."""
-    known = served.known()
+def run(
+    served: Served,
+    replicas: Replicas,
+    host: str,
+    port: int,
+    announce: Callable[[], None],
+    watching: Callable[[Repository], AbstractContextManager[object]],
+) -> None:
+    """Serve until a stop signal. ``watching`` is called before models are loaded, and entered once replicas run. Raises
+    CkptError if a model cannot be served, or replicas do not start."""
+    tally: Any = None
+
+    def deploy(known: Served) -> None:
+        _deploy(known, replicas, tally)
+
+    models = KnownModels(served, deploy)
+    watcher = watching(models)
+    models.load_all()
     with launchers.cluster(replicas.most * served.threads):
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
-            _start(known, replicas, host, port)
+            tally = ray.remote(num_cpus=0)(Tally).remote()
+            with starting_processes():
+                serve.start(http_options={"host": host, "port": port})
+            models.deploy()
             announce()
-            threading.Event().wait()
+            with watcher:
+                threading.Event().wait()
         finally:
             # A second signal waits: requests that were taken are being answered.
             with held_back():
                 _end()
 
 
-def _start(served: Served, replicas: Replicas, host: str, port: int) -> None:
-    tally = ray.remote(num_cpus=0)(Tally).remote()
+def _deploy(served: Served, replicas: Replicas, tally: Any) -> None:
+    """Start replicas, or replace the running ones: Ray does that one after the other, each after it has answered."""
 
     def build() -> Application:  # Ray accepts only a function as a builder of applications.
         return application(served, tally)
@@ -201,7 +262,6 @@ def _start(served: Served, replicas: Replicas, host: str, port: int) -> None:
     )
     try:
         with starting_processes():
-            serve.start(http_options={"host": host, "port": port})
             serve.run(made.bind(), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         raise StoreError(f"the replicas do not start on this cluster ({str(error).splitlines()[0][:200]})") from error

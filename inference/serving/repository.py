@@ -159,15 +159,18 @@ class Repository:
                 raise
             raise as_ckpt_error(error, slot.source.url) from error
 
+    def is_answering(self, slot: Slot) -> bool:
+        return slot.version is not None
+
     def note_failure(self, slot: Slot, what: str, error: Exception) -> None:
         """State and reason of a model of which the last ``what`` failed."""
-        slot.state = READY if slot.version else UNAVAILABLE
+        slot.state = READY if self.is_answering(slot) else UNAVAILABLE
         slot.reason = f"the last {what} failed ({type(error).__name__}); the log of the service says why"
 
     def forget_failure(self, slot: Slot) -> None:
         """The model that answers is the one at the source."""
         with self._lock:
-            if slot.version is not None:
+            if self.is_answering(slot):
                 slot.reason = ""
 
     def put(self, slot: Slot, predictor: Predictor) -> None:

@@ -91,9 +91,9 @@ class Watcher:
 
     def visit(self, slot: Slot) -> None:
         """Check once, and load a new checkpoint. A model that was unloaded stays so. Raises nothing."""
-        version = slot.version
-        if version is None:
+        if not self.repository.is_answering(slot):
             return
+        version = slot.version
         try:
             waiting = self._look(slot)
         except Exception as error:
@@ -115,7 +115,7 @@ class Watcher:
             waiting = self._waiting[slot] = Waiting(files, time.monotonic())
         return waiting
 
-    def _load(self, slot: Slot, version: Version, waiting: Waiting) -> None:
+    def _load(self, slot: Slot, version: Version | None, waiting: Waiting) -> None:
         name, url = slot.source.name, waiting.files.weights.url
         try:
             with slot.is_changing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import tempfile
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.torch import save_file
+from torch import Tensor
 
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import Service, running_service
@@ -22,12 +25,18 @@ NUM_CONNECTIONS = 24
 
 
 @pytest.fixture(scope="module")
-def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def model_file(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that a test replaces."""
+    return Path(shutil.copy(forms / "model.safetensors", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def service(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The last test ends it. Ray's sockets want a short path."""
-    model = f"--model=m={forms / 'model.safetensors'}"
+    options = [f"--model=m={model_file}", "--runner=ray", "--replicas=2", "--watch=0.2", "--quiet-time=0.5"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", tempfile.gettempdir())
-        with running_service(tmp_path_factory.mktemp("ray"), None, model, "--runner=ray", "--replicas=2") as service:
+        with running_service(tmp_path_factory.mktemp("ray"), None, *options) as service:
             yield service
 
 
@@ -67,6 +76,31 @@ def test_models_do_not_change(verb: str, service: Service) -> None:
     )
 
 
+def test_a_new_checkpoint_is_rolled_out_and_no_request_is_lost(
+    service: Service, model_file: Path, forms: Path, weights: dict[str, Tensor], digits: LabelledImages
+) -> None:
+    """A damaged file comes first, which leaves the replicas as they are."""
+    old, given = load_predictor(forms / "model.safetensors"), asked(digits.pixels[0].flatten().tolist())
+    model_file.write_bytes(b"damaged")
+    wait_until(lambda: "m: the new checkpoint cannot be loaded, the old one keeps" in service.log.read_text())
+    save_file({name: tensor * 0.9 for name, tensor in weights.items()}, model_file)
+    new = load_predictor(model_file)
+    rows = {
+        version: predictor.predict([digits.pixels[0]])[0].probabilities
+        for version, predictor in (("1", old), ("2", new))
+    }
+    answers, end = [], time.monotonic() + 240
+    while time.monotonic() < end and f"m: serves {model_file}" not in service.log.read_text():
+        answers.append(httpx.post(f"{service.url}/v2/models/m/infer", json=given, timeout=120))
+    answers += [httpx.post(f"{service.url}/v2/models/m/infer", json=given, timeout=120) for _ in range(8)]
+    assert {answer.status_code for answer in answers} == {200}
+    found = [(answer.json()["model_version"], tuple(answer.json()["outputs"][1]["data"])) for answer in answers]
+    assert set(found) == set(rows.items())
+    assert {version for version, _ in found[-8:]} == {"2"}
+    metadata = httpx.get(f"{service.url}/v2/models/m", timeout=120).json()
+    assert (metadata["versions"], metadata["parameters"]["digest"]) == (["2"], new.identity.digest)
+
+
 def test_a_request_that_was_taken_is_answered_at_the_end(service: Service, digits: LabelledImages) -> None:
     """The half of it that came before the signal is in a replica."""
     body = json.dumps(asked(digits.pixels[0].flatten().tolist())).encode()
@@ -88,7 +122,7 @@ def test_a_request_that_was_taken_is_answered_at_the_end(service: Service, digit
     ("words", "sentence"),
     [
         (["--runner=ray", "--grpc-port=0"], "--grpc-port does not go with --runner ray: Ray's proxy speaks HTTP"),
-        (["--runner=ray", "--watch=5"], "--watch does not go with --runner ray"),
+        (["--runner=ray", "--quiet-time=5"], "--quiet-time needs --watch"),
         (["--runner=ray", "--drain=5"], "--drain does not go with --runner ray"),
         (["--runner=ray", "--model-control=explicit"], "--model-control does not go with --runner ray"),
         (["--runner=ray", "--access-log"], "--access-log does not go with --runner ray"),
