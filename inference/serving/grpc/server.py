@@ -256,6 +256,8 @@ class Calls:
         )
 
     async def index(self, request: Any, call: Call) -> Any:
+        if request.repository_name:
+            raise Refused(400, "the models are in one repository, which has no name; leave repository_name out")
         return _response(call, {"models": self.service.index(only_ready=request.ready)})
 
     async def load(self, request: Any, call: Call) -> Any:

@@ -95,7 +95,7 @@ class Endpoints:
         return await self.service.infer(name, number, parse, _inferred, num_bytes=len(body), log_fields=state)
 
     async def index(self, request: Request) -> Response:
-        only_ready = (await _json_object(request)).get("ready", False)
+        only_ready = (await _json_object(request, "ready")).get("ready", False)
         if not isinstance(only_ready, bool):
             raise Refused(400, "ready has to be true or false")
         return JSONResponse(self.service.index(only_ready=only_ready))
@@ -111,7 +111,7 @@ class Endpoints:
     async def _control(self, request: Request) -> Json:
         """The parameters of a load or an unload, of a client that may change the models."""
         self.service.check_control(request.headers.get("Authorization", "").encode("latin-1"))
-        parameters: object = (await _json_object(request)).get("parameters") or {}
+        parameters: object = (await _json_object(request, "parameters")).get("parameters") or {}
         if not isinstance(parameters, dict):
             raise Refused(400, "the parameters have to be a JSON object")
         return parameters
@@ -182,7 +182,8 @@ def _inflated(body: bytes, path: str) -> bytes:
     return found
 
 
-async def _json_object(request: Request) -> Json:
+async def _json_object(request: Request, field: str) -> Json:
+    """The body, an object with at most this field. Raises ``Refused``."""
     body = await read_body(request)
     try:
         found = json.loads(body or b"{}")
@@ -190,4 +191,6 @@ async def _json_object(request: Request) -> Json:
         raise Refused(400, "the request is not JSON") from error
     if not isinstance(found, dict):
         raise Refused(400, "the request has to be a JSON object")
+    if unknown := sorted(found.keys() - {field}):
+        raise Refused(400, f"the request has the unknown field {unknown[0][:60]!r}")
     return found

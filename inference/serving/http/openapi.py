@@ -68,7 +68,8 @@ SCHEMAS: Mapping[str, Json] = {
     "InferResponse": _object(
         {"model_name": TEXT, "model_version": TEXT, "outputs": _list(_ref("ResponseOutput"))}, {"id": TEXT}
     ),
-    "IndexRequest": _object({}, {"ready": {"type": "boolean"}}),
+    "IndexRequest": _object({}, {"ready": {"type": "boolean"}}, closed=True),
+    "ControlRequest": _object({}, {"parameters": FREE}, closed=True),
     "Index": _list(_object({"name": TEXT, "version": TEXT, "state": TEXT, "reason": TEXT})),
     "Live": _object({"live": {"type": "boolean"}}),
     "Ready": _object({"ready": {"type": "boolean"}}, {"name": TEXT}),
@@ -102,8 +103,8 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str | None, str, str]] = {
     ("get", "/models/{name}/config"): (None, "Configuration", "Configuration of a model, in Triton's form"),
     ("post", "/models/{name}/infer"): ("InferRequest", "InferResponse", "Predictions of a model"),
     ("post", "/repository/index"): ("IndexRequest", "Index", "The models and their states"),
-    ("post", "/repository/models/{name}/load"): (None, "Nothing", "Load or reload a model"),
-    ("post", "/repository/models/{name}/unload"): (None, "Nothing", "Unload a model"),
+    ("post", "/repository/models/{name}/load"): ("ControlRequest", "Nothing", "Load or reload a model"),
+    ("post", "/repository/models/{name}/unload"): ("ControlRequest", "Nothing", "Unload a model"),
 }
 """Schemas of request and response, and summary, by method and path of the protocol."""
 

@@ -145,6 +145,12 @@ def test_kserves_place_of_a_models_name_is_understood(channel: grpc.Channel) -> 
     assert call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="m")).versions != before
 
 
+def test_a_repository_has_no_name(channel: grpc.Channel) -> None:
+    code, sentence = refusal(channel, "RepositoryIndex", METHODS["RepositoryIndex"].request(repository_name="other"))
+    assert (code, "leave repository_name out" in sentence) == (Code.INVALID_ARGUMENT, True)
+    assert call(channel, "RepositoryIndex", METHODS["RepositoryIndex"].request(ready=True)).models
+
+
 def test_answers_are_counted(channel: grpc.Channel, service: Service) -> None:
     refusal(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="none"))
     call(channel, "ServerLive")

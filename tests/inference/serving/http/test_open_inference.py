@@ -398,6 +398,9 @@ def test_models_are_listed_unloaded_and_loaded(client: httpx.Client) -> None:
         400,
         {"error": "the parameter 'force' of an unload is not supported"},
     )
+    for path in ("index", "models/two/load", "models/two/unload"):
+        answer = client.post(f"/v2/repository/{path}", json={"force": True})
+        assert (answer.status_code, answer.json()) == (400, {"error": "the request has the unknown field 'force'"})
     for verb in ("load", "unload"):
         assert client.post(f"/v2/repository/models/two/{verb}", json={"parameters": [1]}).status_code == 400
     assert index()[1:] == [("two", "3", "READY"), ("two", "4", "READY")]
