@@ -1,11 +1,12 @@
 """Architectures: the module for a checkpoint's weights, from this package, a library, or the user.
 
-A checkpoint has no code. The architecture comes from a ``config.json`` of transformers or of our training beside the
-weights, or from the user:
+A checkpoint has no code. The architecture comes from a ``config.json`` of transformers, of timm or of our training
+beside the weights, or from the user:
 
 - ``ours``: the Vision Transformer of the training package, and ``ours:NAME`` another of its models
 - ``hf``: the class that ``config.json`` names, of transformers, without any code of the folder (``trust_remote_code``)
-- ``torchvision:NAME`` and ``timm:NAME``, with arguments as in ``torchvision:resnet18?num_classes=10``
+- ``torchvision:NAME`` and ``timm:NAME``, with arguments as in ``torchvision:resnet18?num_classes=10``; timm's own
+  ``config.json`` beside the weights adds arguments, preparation and labels
 - ``module:function``: a function of the user's own that is called without arguments and returns the module
 """
 
@@ -76,7 +77,7 @@ class Architecture:
         if self.library == HUGGING_FACE:
             return _transformers_model(folder, dtype)
         if self.library in LIBRARIES:
-            return self._of_library().to(dtype=dtype)
+            return self._of_library(folder).to(dtype=dtype)
         return self._of_user().to(dtype=dtype)
 
     def _of_training(self) -> nn.Module:
@@ -90,20 +91,34 @@ class Architecture:
     def our_name(self) -> str:
         return self.name or "vit"
 
-    def _of_library(self) -> nn.Module:
+    def _of_library(self, folder: Path | None) -> nn.Module:
         library = _imported("torchvision.models" if self.library == "torchvision" else "timm", self.library)
+        source = self._folder_of_timm(folder) if self.library == "timm" else None
         try:
             with _unfilled():
-                return self._made(library)
+                return self._made(library, source)
         except ImportError:
             raise
         except Exception as error:
+            if source is not None:
+                raise FormatError(f"{source / CONFIG}: timm cannot build {self.name}: {one_line(error)}") from error
             raise UsageError(f"{self.library} cannot build {self.name}: {one_line(error)}") from error
 
-    def _made(self, library: Any) -> nn.Module:
+    def _folder_of_timm(self, folder: Path | None) -> Path | None:
+        """``folder`` if its ``config.json`` is of timm. Raises UsageError if it is of another model of timm."""
+        stated = read_config(folder).get("architecture")
+        if not _is_of_timm(stated):
+            return None
+        # A name may end in a tag of weights: resnet18.a1_in1k
+        if stated != self.name.partition(".")[0]:
+            raise UsageError(f"{folder}/{CONFIG} says that the weights are of timm:{stated}, not of timm:{self.name}")
+        return folder
+
+    def _made(self, library: Any, source: Path | None) -> nn.Module:
         if self.library == "torchvision":
             return library.get_model(self.name, weights=None, **_no_backbone(library, self.name), **self.arguments)
-        return library.create_model(self.name, pretrained=False, **self.arguments)
+        name = self.name if source is None else f"local-dir:{source}"
+        return library.create_model(name, pretrained=False, **self.arguments)
 
     def _of_user(self) -> nn.Module:
         from torch import nn
@@ -136,15 +151,21 @@ def architecture_of(text: str | None, folder: Path | None) -> Architecture:
 
 
 def _named_in(config: Mapping[str, Any], path: str) -> Architecture:
-    """Architecture of training's ``config.json``. A function is refused: a file beside weights chooses no code."""
+    """Architecture of timm's or training's ``config.json``. A function is refused: a file beside weights chooses no
+    code."""
     text = config["architecture"]
     try:
-        found = Architecture.parse(str(text))
+        found = Architecture("timm", text) if _is_of_timm(text) else Architecture.parse(str(text))
     except UsageError as error:
         raise FormatError(f"{path} names {text!r}, which is not an architecture") from error
     if found.library not in (OURS, *LIBRARIES):
         raise FormatError(f"{path} names the function {text}; a file beside weights does not choose code, so name it")
     return found
+
+
+def _is_of_timm(text: object) -> bool:
+    """Whether ``architecture`` in ``config.json`` is a bare name, as timm writes it."""
+    return isinstance(text, str) and text.isidentifier() and text not in (OURS, HUGGING_FACE)
 
 
 def _arguments(text: str, query: str) -> dict[str, Any]:

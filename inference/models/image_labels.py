@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -13,16 +13,16 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ckpt_tools.errors import FormatError, UsageError
+from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..common.errors import one_line
-from .images import ImageReading, max_pixels_of
+from .images import ImageReading, Mode, max_pixels_of
 from .passes import InPasses, Passes
 from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
 from .results import BATCH, Array, Columns, Item, TensorSpec
 from .task import check_inputs, check_labels, classifier_outputs
 
-Prepare = Callable[[Image.Image], Tensor]  # from an upright image in RGB to float32 [channels, height, width]
+Prepare = Callable[[Image.Image], Tensor]  # from an image in ``mode`` to float32 [channels, height, width]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +41,7 @@ class ImageLabels(InPasses):
     num_features: int | None = None
     is_upright: bool = False
     max_pixels: int | None = None
+    mode: Mode = "RGB"
 
     def __post_init__(self) -> None:
         check_labels(self.labels, self.num_classes)
@@ -56,7 +57,7 @@ class ImageLabels(InPasses):
     @property
     def reading(self) -> ImageReading:
         most = self.max_pixels or max_pixels_of(prod(self.shape[1:]))
-        return ImageReading("RGB", None, self.is_upright, most)
+        return ImageReading(self.mode, None, self.is_upright, most)
 
     def decode(self, data: bytes, name: str) -> Array:
         return self.prepare(self.reading.pixels(data, name))
@@ -92,25 +93,59 @@ def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, 
     return _classifier(model, transforms, known.meta["categories"], labels, passes)
 
 
-def of_timm(model: nn.Module, labels: tuple[str, ...] | None, *, passes: Passes) -> ImageLabels:
-    """A timm classifier, with the preprocessing of its configuration."""
+def of_timm(model: Any, labels: tuple[str, ...] | None, *, passes: Passes, embeddings: bool = False) -> ImageLabels:
+    """A timm classifier, with the preprocessing and the class names of its configuration. Raises UsageError if it has
+    no classes and ``embeddings`` are not asked for. FormatError if the configuration does not fit the model."""
     from timm import data
 
-    transform = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
-    return _classifier(model, transform, (), labels, passes)
+    # A wrapper that gives maps of features alone has no such attribute.
+    num_classes = getattr(model, "num_classes", None)
+    if num_classes == 0 and not embeddings:
+        raise UsageError("the model has no classes, so it gives embeddings alone: ckpt-tools predict --embeddings")
+    try:
+        settings = data.resolve_model_data_config(model)
+        transform = data.create_transform(**settings, is_training=False)
+        mode: Mode = "L" if settings["input_size"][0] == 1 else "RGB"
+        known = _labels_of_timm(model.pretrained_cfg, num_classes or 0)
+        found = _classifier(model, transform, known, labels, passes, mode)
+    except CkptError:
+        raise
+    except Exception as error:
+        # timm's functions raise whatever a setting makes them stumble over.
+        raise FormatError(f"timm's preparation of images is not usable ({one_line(error)})") from error
+    return replace(found, num_features=found.num_classes) if num_classes == 0 else found
+
+
+def _labels_of_timm(config: Mapping[str, Any], num_classes: int) -> tuple[str, ...]:
+    """Class names in ``label_names``, which is a list, or has numbers as keys and may have gaps."""
+    from timm.data import CustomDatasetInfo
+
+    if not config.get("label_names"):
+        return ()
+    names = CustomDatasetInfo(config["label_names"])
+    return tuple(names.index_to_label_name(number) for number in range(num_classes) if names.has_label(number))
 
 
 def _classifier(
-    model: nn.Module, prepare: Prepare, known: Sequence[str], labels: tuple[str, ...] | None, passes: Passes
+    model: nn.Module,
+    prepare: Prepare,
+    known: Sequence[str],
+    labels: tuple[str, ...] | None,
+    passes: Passes,
+    mode: Mode = "RGB",
 ) -> ImageLabels:
-    """A classifier whose shapes are found by one forward pass."""
-    example = prepare(Image.new("RGB", (64, 64)))
+    """A classifier whose shapes are found by one forward pass. Raises UsageError if it gives anything but a row of
+    numbers for an image."""
+    example = prepare(Image.new(mode, (64, 64)))
     like = next(model.parameters())
     with torch.inference_mode():
-        num_classes = model(example.unsqueeze(0).to(like.device, like.dtype)).shape[1]
+        logits = model(example.unsqueeze(0).to(like.device, like.dtype))
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        raise UsageError("the model does not give a number for each class; load it with inference.load_model")
+    num_classes = logits.shape[1]
     if labels is None and len(known) == num_classes:
         labels = tuple(known)
-    return ImageLabels(model, model, prepare, tuple(example.shape), num_classes, labels, passes)
+    return ImageLabels(model, model, prepare, tuple(example.shape), num_classes, labels, passes, mode=mode)
 
 
 def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *, passes: Passes) -> ImageLabels:

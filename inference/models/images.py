@@ -26,6 +26,8 @@ LARGE_PIXELS = 2048**2  # decoded one at a time by the service
 
 JPEG_SCALES = (2, 4, 8)  # what the decoder can divide sizes by, as it reads
 
+Mode = Literal["L", "RGB"]
+
 # Pillow warns of images that it would still decode, and of damaged metadata: any client could fill the log.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
@@ -36,7 +38,7 @@ class ImageReading:
     if that is given. Larger images than ``max_pixels`` are refused. A larger JPEG file is decoded at a half, a fourth
     or an eighth of its size, as Pillow's ``draft`` does. ``is_input`` if the pixels are an input of the model."""
 
-    mode: Literal["L", "RGB"]
+    mode: Mode
     size: tuple[int, int] | None = None
     is_upright: bool = False
     max_pixels: int = MAX_PIXELS

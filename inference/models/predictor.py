@@ -255,7 +255,7 @@ def task_of(model: nn.Module, options: TaskOptions) -> Task:
     if library == "torchvision":
         return image_labels.of_torchvision(model, options.architecture.name, labels, passes=options.passes())
     if library == "timm":
-        return image_labels.of_timm(model, labels, passes=options.passes())
+        return image_labels.of_timm(model, labels, passes=options.passes(), embeddings=options.embeddings)
     raise UsageError(
         f"{library}:{options.architecture.name} builds a model, but does not say how an input is prepared for it; "
         "load it with inference.load_model"

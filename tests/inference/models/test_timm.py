@@ -1,0 +1,169 @@
+"""Folders of timm's hub, judged by timm: the same input, the same logits, the same labels, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from timm.models import save_for_hf
+
+import inference
+from ckpt_tools.errors import FormatError, UsageError
+from inference.models.predictor import load_predictor
+
+LABELS = ["cat", "dog", "emu", "fox"]
+OWN = {
+    "input_size": (3, 96, 64),
+    "mean": (0.1, 0.2, 0.3),
+    "std": (0.5, 0.6, 0.7),
+    "interpolation": "bilinear",
+    "crop_pct": 0.8,
+    "crop_mode": "border",
+}
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "its own preparation": ("test_resnet", {}, OWN),
+    "one channel": ("test_resnet", {"in_chans": 1}, {"mean": (0.5,), "std": (0.25,), "crop_mode": "squash"}),
+    "its own arguments": ("test_vit", {"img_size": 64, "depth": 2}, {"crop_pct": 1.0}),
+    "a test size that is not asked for": ("test_convnext", {}, {"test_input_size": (3, 96, 96), "test_crop_pct": 1.0}),
+}
+
+
+def saved(folder: Path, kind: str = "its own preparation", **changed: Any) -> Path:
+    name, arguments, prepared = KINDS[kind]
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4, **arguments)
+    save_for_hf(model, folder, model_config={"label_names": LABELS}, safe_serialization=True)
+    change(folder, lambda config: config["pretrained_cfg"].update(prepared) or config.update(changed))
+    return folder
+
+
+def change(folder: Path, changed: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    changed(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def flatten(folder: Path) -> None:
+    """The layout of timm 0.6 and before: one dictionary, with ``labels``."""
+    found = json.loads((folder / "config.json").read_text())
+    flat = {"architecture": found["architecture"], "labels": found["label_names"], **found["pretrained_cfg"]}
+    (folder / "config.json").write_text(json.dumps(flat))
+
+
+def picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    generator = torch.Generator().manual_seed(width)
+    pixels = torch.randint(0, 256, (9, 9, 3), dtype=torch.uint8, generator=generator).numpy()
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+
+
+PICTURES = (picture(100, 140), picture(300, 64), picture(33, 32, "L"), picture(64, 90, "RGBA"))
+
+
+def assert_as_timm(folder: Path, architecture: str | None = None) -> None:
+    theirs = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    settings = timm.data.resolve_model_data_config(theirs)
+    transform = timm.data.create_transform(**settings, is_training=False)
+    mode = "L" if settings["input_size"][0] == 1 else "RGB"
+    ours = load_predictor(folder, architecture=architecture)
+    assert ours.inputs[0].shape == (-1, *settings["input_size"])
+    assert ours.labels == tuple(theirs.pretrained_cfg["label_names"])
+    loaded = inference.load_model(folder, model=architecture)
+    for each in PICTURES:
+        file = BytesIO()
+        each.save(file, "PNG")
+        decoded, expected = ours.decode(file.getvalue(), "picture"), transform(each.convert(mode))
+        assert torch.from_numpy(decoded).equal(expected)
+        # A pass has as many rows as the predictor's, so that no bit may differ.
+        batch = expected.unsqueeze(0).expand(ours.max_batch, -1, -1, -1)
+        with torch.inference_mode():
+            logits = theirs(batch)
+            assert loaded(batch).equal(logits)
+        assert ours.predict([decoded])[0].probabilities == tuple(logits.softmax(1)[0].tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", [None, "timm:{}", "timm:{}.some_tag"])
+def test_a_folder_of_the_hub_is_read_as_timm_reads_it(kind: str, architecture: str | None, tmp_path: Path) -> None:
+    assert_as_timm(saved(tmp_path / "folder", kind), architecture and architecture.format(KINDS[kind][0]))
+
+
+def test_the_old_layout_is_read_as_timm_reads_it(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "folder")
+    flatten(folder)
+    assert_as_timm(folder)
+    assert_as_timm(folder, "timm:test_resnet")
+
+
+def test_labels_may_be_numbered_and_may_be_missing(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "folder", label_names={"1": "one", "0": "zero", "3": "three", "2": "two"})
+    assert load_predictor(folder).labels == ("zero", "one", "two", "three")
+    change(folder, lambda config: config["label_names"].pop("1"))
+    assert load_predictor(folder).labels is None
+    assert load_predictor(folder, labels=LABELS).labels == tuple(LABELS)
+
+
+def test_another_model_than_config_json_names_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "folder")
+    told = r"/config\.json says that the weights are of timm:test_resnet, not of timm:test_vit$"
+    with pytest.raises(UsageError, match=told):
+        load_predictor(folder, architecture="timm:test_vit")
+    with pytest.raises(UsageError, match=told):
+        inference.load_model(folder, model="timm:test_vit?num_classes=4")
+
+
+def test_a_model_without_classes_gives_embeddings_alone(tmp_path: Path) -> None:
+    model = timm.create_model("test_resnet", num_classes=0).eval()
+    save_for_hf(model, tmp_path / "folder", safe_serialization=True)
+    with pytest.raises(UsageError, match="the model has no classes, so it gives embeddings alone"):
+        load_predictor(tmp_path / "folder")
+    predictor = load_predictor(tmp_path / "folder", embeddings=True)
+    image = torch.rand(3, 160, 160)
+    with torch.inference_mode():
+        expected = model(image.expand(predictor.max_batch, -1, -1, -1))[0]
+    assert predictor.predict([image])[0].embedding == tuple(expected.tolist())
+
+
+def test_arguments_that_the_weights_do_not_have_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "folder")
+    with pytest.raises(FormatError, match="shape mismatch: fc"):
+        load_predictor(folder, architecture="timm:test_resnet?num_classes=7")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"architecture": "no_such_model"}, r"config\.json: timm cannot build no_such_model: Unknown model"),
+        ({"architecture": 7}, r"config\.json names 7, which is not an architecture"),
+        ({"architecture": "resnet18.a1_in1k"}, r"config\.json names 'resnet18\.a1_in1k', which is not an architecture"),
+        ({"model_args": {"no_such_argument": 1}}, "timm cannot build test_resnet: .*no_such_argument"),
+        ({"model_args": {"checkpoint_path": "x"}}, "timm cannot build test_resnet: .*checkpoint_path"),
+        ({"model_args": 7}, "timm cannot build test_resnet: "),
+        ({"pretrained_cfg": 7}, "timm cannot build test_resnet: "),
+        ({"pretrained_cfg": {"no_such_key": 1}}, "timm cannot build test_resnet: .*no_such_key"),
+        ({"pretrained_cfg": {"interpolation": "guess"}}, "timm's preparation of images is not usable .*guess"),
+        ({"pretrained_cfg": {"mean": "abc"}}, "timm's preparation of images is not usable"),
+        ({"pretrained_cfg": {"input_size": [3]}}, "timm cannot build test_resnet: AssertionError"),
+        ({"label_names": [1, 2, 3, 4]}, "is not usable .*must be strings"),
+    ],
+)
+def test_a_config_json_that_timm_cannot_use_is_named(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "folder")
+    change(folder, lambda config: config.update(changed))
+    with pytest.raises(FormatError, match=told):
+        load_predictor(folder)
+
+
+def test_a_model_that_gives_no_classes_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "folder")
+    save_file(timm.create_model("test_resnet", features_only=True).state_dict(), folder / "model.safetensors")
+    change(folder, lambda config: config["model_args"].update(features_only=True))
+    with pytest.raises(UsageError, match="does not give a number for each class"):
+        load_predictor(folder)
