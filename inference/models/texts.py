@@ -20,6 +20,7 @@ from ckpt_tools.errors import FormatError
 
 from ..common.errors import one_line
 from .passes import InPasses, Passes
+from .positions import num_positions, num_words
 from .prediction import Activation, activation_of, answers, device_of, embeddings_of, labels_of_config
 from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, texts
 from .task import check_inputs, check_labels, classifier_outputs, text_of
@@ -33,13 +34,13 @@ Group = Callable[[Array], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """Tokenizes texts. ``limit`` is the most tokens that the model takes, if any; ``num_known`` is the number of token
-    ids that the model and the tokenizer know."""
+    """Tokenizes texts. ``limit`` is the most tokens that the model takes, and ``num_words`` the number of tokens that
+    it knows; None if it does not say so."""
 
     tokenizer: Any
     fields: tuple[str, ...]
     limit: int | None
-    num_known: int
+    num_words: int | None = None
 
     @classmethod
     def from_folder(cls, model: Any, folder: Path) -> Tokens:
@@ -54,18 +55,30 @@ class Tokens:
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             raise FormatError(f"there is no usable tokenizer beside the weights ({one_line(error)})") from error
         fields = tuple(tokenizer("a" if len(tokenizer) else "").keys())
-        num_known = min(len(tokenizer), getattr(model.config, "vocab_size", None) or 1)
-        return cls(tokenizer, fields, _limit(model.config, tokenizer), num_known)
+        stated = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
+        # A tokenizer that states no length has 10**30 there.
+        limits = [int(each) for each in stated if isinstance(each, int) and 0 < each < 10**9]
+        found = cls(tokenizer, fields, None, num_words(model))
+        counted = num_positions(model, found.of(b"a", "a text"), fields) if len(tokenizer) else []
+        return replace(found, limit=min([*limits, *counted], default=None))
 
     def of(self, data: bytes, name: str) -> Array:
-        """Tokenize a text. Raises FormatError if not UTF-8, no tokens, or too many for the model."""
-        encoded = self.tokenizer(text_of(data, name), verbose=False)
+        """Tokenize a text. Raises FormatError if not UTF-8, no tokens, too many for the model, or not known to it."""
+        text = text_of(data, name)
+        try:
+            encoded = self.tokenizer(text, verbose=False)
+        except Exception as error:
+            # Tokenizers in Rust raise Exception itself, such as for a text that their vocabulary lacks.
+            raise FormatError(f"{name} cannot be tokenized ({one_line(error)})") from error
         rows = np.array([encoded[field] for field in self.fields], np.int64)
         num_tokens = rows.shape[1]
         if not num_tokens:
             raise FormatError(f"{name} is an empty text")
         if self.limit is not None and num_tokens > self.limit:
             raise FormatError(f"{name} has {num_tokens:,} tokens; the model takes at most {self.limit:,}")
+        largest = int(rows[self.fields.index("input_ids")].max())
+        if self.num_words is not None and largest >= self.num_words:
+            raise FormatError(f"{name} has the token {largest:,}; the model knows those below {self.num_words:,}")
         return rows
 
     def named(self, batch: Tensor) -> dict[str, Tensor]:
@@ -77,7 +90,8 @@ class Tokens:
 
     def random(self, many: int, length: int) -> Tensor:
         """Inputs of random tokens without padding, int64 [many, fields, length]."""
-        ids = torch.randint(self.num_known, (many, length), generator=torch.Generator().manual_seed(0))
+        known = min(len(self.tokenizer), self.num_words or 1)
+        ids = torch.randint(known, (many, length), generator=torch.Generator().manual_seed(0))
         values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return torch.stack([values.get(field, torch.zeros_like(ids)) for field in self.fields], 1)
 
@@ -86,12 +100,6 @@ class Tokens:
         encoded = {field: rows[number].tolist() for number, field in enumerate(self.fields)}
         found = self.tokenizer.pad(encoded, padding="max_length", max_length=length, padding_side="right")
         return np.array([found[field] for field in self.fields], np.int64)
-
-
-def _limit(config: Any, tokenizer: Any) -> int | None:
-    stated = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
-    # A tokenizer that states no length has 10**30 there.
-    return min((int(each) for each in stated if isinstance(each, int) and 0 < each < 10**9), default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
