@@ -12,8 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 
-from ckpt_tools.errors import FormatError
+from ckpt_tools.errors import CkptError, FormatError, StoreError
 
+from ..common.errors import one_line
 from ..common.garbage import libraries_left_alone
 from ..models import results
 from ..models.predictor import Predictor
@@ -122,8 +123,20 @@ def _decode(item: Item, predictor: Predictor, truths: Truths, spec: TensorSpec) 
             return item, item.content.values, truth
         data, name = content_of(item, takes_texts=spec.datatype == BYTES)
         return item, predictor.decode(data, name), truth
-    except FormatError as error:
-        return item, writable(str(error)), truth
+    except Exception as error:
+        return item, _reason(error, "it cannot be decoded"), truth
+
+
+def _reason(error: Exception, what: str) -> str:
+    """Why an input has no prediction. Raises ``error`` if it is not of this input alone, but of a store or a device."""
+    if isinstance(error, StoreError):
+        raise error
+    if type(error).__name__ == "AcceleratorError":
+        # Of torch: the device takes no more work of this process.
+        raise StoreError(f"the device failed ({one_line(error)})") from error
+    return writable(
+        str(error) if isinstance(error, CkptError) else f"{what} ({type(error).__name__}: {one_line(error)})"
+    )
 
 
 def _is_input(pixels: Pixels, spec: TensorSpec) -> bool:
@@ -132,9 +145,21 @@ def _is_input(pixels: Pixels, spec: TensorSpec) -> bool:
 
 
 def rows_of(window: Sequence[Decoded], predictor: Predictor) -> list[Row]:
-    """Rows with predictions, or with the error of an input that could not be decoded."""
-    predictions = iter(predictor.predict([found for _, found, _ in window if not isinstance(found, str)]))
+    """Rows with predictions, or with the error of an input that could not be decoded or predicted."""
+    predictions = iter(_predictions([found for _, found, _ in window if not isinstance(found, str)], predictor))
     return [_row(item, truth, found if isinstance(found, str) else next(predictions)) for item, found, truth in window]
+
+
+def _predictions(inputs: Sequence[results.Item], predictor: Predictor) -> list[Prediction | str]:
+    """A prediction for each input, or why the model failed on it alone."""
+    try:
+        return [*predictor.predict(inputs)]
+    except Exception as error:
+        reason = _reason(error, "the model failed on it")
+    if len(inputs) == 1:
+        return [reason]
+    half = len(inputs) // 2
+    return [*_predictions(inputs[:half], predictor), *_predictions(inputs[half:], predictor)]
 
 
 def _row(item: Item, truth: int | None, found: Prediction | str) -> Row:
