@@ -18,6 +18,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import TensorEntry
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.quantized import is_small
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.transfer.buffers import populate
@@ -116,7 +117,10 @@ def _read_dtype(filling: TensorFill) -> DType:
         return found
     if not (is_small(stored) and wanted.is_floating_point) and torch.can_cast(torch_dtype(stored), wanted):
         return stored
-    raise UnsupportedError(f"it is stored as {stored.value}, which cannot be cast to {wanted}", key=filling.name)
+    advice = f"; {option('dequantize', True)} uses its scales" if is_small(stored) else ""
+    raise UnsupportedError(
+        f"it is stored as {stored.value}, which cannot be cast to {wanted}{advice}", key=filling.name
+    )
 
 
 def _fill(target: torch.Tensor, tensor_reader: TensorReader, entry: TensorEntry, box: Box) -> None:

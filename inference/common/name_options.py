@@ -23,6 +23,7 @@ class Reading:
     key_map: str | Path | None = None
     recipe: str | Path | None = None
     inverse: bool = False
+    dequantize: bool = False
 
     def given(self) -> dict[str, Any]:
         return {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
@@ -50,6 +51,7 @@ def reading_options(command: Command) -> Command:
             help="Map tensors to the model's, by a built-in recipe (see ckpt-tools recipes) or a TOML file.",
         ),
         click.option("--inverse", is_flag=True, help="Read the recipe from right to left."),
+        click.option("--dequantize", is_flag=True, help="Make floating-point weights of quantized ones."),
     ]
     for option in reversed(options):
         command = option(command)

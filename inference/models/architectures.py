@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.errors import FormatError, UsageError
 
 from ..common.errors import one_line
-from .config_folder import CONFIG, read_config
+from .config_folder import CONFIG, read_config, refuse_quantized
 from .programs import PROGRAMS
 
 if TYPE_CHECKING:
@@ -66,6 +66,12 @@ class Architecture:
         if query and library not in LIBRARIES:
             raise UsageError(f"--architecture {text}: only torchvision and timm take arguments; {HOW_TO_NAME}")
         return cls(library, name, _arguments(text, query))
+
+    def check_plain(self, folder: Path | None, *, dequantize: bool) -> None:
+        """Raises UnsupportedError if transformers' files in ``folder`` say that the weights are quantized, unless these
+        are dequantized."""
+        if self.library == HUGGING_FACE and not dequantize:
+            refuse_quantized(folder)
 
     def build(self, folder: Path | None, dtype: torch.dtype | None = None) -> nn.Module:
         """The module on the CPU, with uninitialized parameters unless a function of the user's made it. ``folder`` has

@@ -6,15 +6,16 @@ They are read from a local folder. Those of a remote checkpoint are copied into 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from blake3 import blake3
 
-from ckpt_tools.errors import FormatError, StoreError
+from ckpt_tools.errors import FormatError, StoreError, UnsupportedError
 
 from ..common.errors import one_line
 from ..common.urls import file_system
@@ -23,33 +24,46 @@ CONFIG = "config.json"
 PLACES = ("", "huggingface", "..")
 """Folders to look in, relative to the folder of the weights; verl uses ``huggingface``."""
 
+ADAPTER = "adapter_config.json"
+BESIDE = ("",)
+
+QUANTIZED = ("quantization_config", "compression_config")
+MODELOPT = "hf_quant_config.json"
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 SUFFIXES = (".json", ".txt", ".model", ".jinja")
 MAX_BYTES = 64 * 2**20  # limit of one file; the largest tokenizers have some 35 MB
 
 
 @contextmanager
-def config_folder(url: str | Path, options: Mapping[str, Any] | None) -> Iterator[Path | None]:
-    """A local folder with ``config.json`` and its companions, within the block; None if there is none. Raises
-    StoreError if a remote one cannot be read. FormatError if ``config.json`` is a huge file."""
+def config_folder(
+    url: str | Path, options: Mapping[str, Any] | None, *, name: str = CONFIG, places: Sequence[str] = PLACES
+) -> Iterator[Path | None]:
+    """A local folder with the file ``name`` and its companions, within the block; None if there is none. ``places`` are
+    looked through in turn. Raises StoreError if a remote one cannot be read."""
     if "://" not in str(url):
-        yield _local(Path(url))
+        yield _local(Path(url), name, places)
         return
     with TemporaryDirectory(prefix="ckpt-tools-config-") as temporary:
-        yield Path(temporary) if _copy(str(url), options or {}, Path(temporary)) else None
+        yield Path(temporary) if _copy(str(url), options or {}, Path(temporary), name, places) else None
 
 
-def _local(path: Path) -> Path | None:
+def _local(path: Path, name: str, places: Sequence[str]) -> Path | None:
     base = path if path.is_dir() else path.parent
-    # The folder above a single file's own says nothing of it.
-    places = PLACES if path.is_dir() else PLACES[:-1]
-    return next((folder for folder in (base / place for place in places) if (folder / CONFIG).is_file()), None)
+    found = (base / place for place in _places_of(places, is_file=not path.is_dir()))
+    return next((folder for folder in found if (folder / name).is_file()), None)
 
 
-def _copy(url: str, options: Mapping[str, Any], into: Path) -> bool:
+def _places_of(places: Sequence[str], *, is_file: bool) -> list[str]:
+    """The folder above a single file's own says nothing of it."""
+    return [place for place in places if not (is_file and place == "..")]
+
+
+def _copy(url: str, options: Mapping[str, Any], into: Path, name: str, places: Sequence[str]) -> bool:
     fs, path = file_system(url, options)
     try:
-        for folder in _remote_folders(fs, path):
-            if fs.isfile(f"{folder}/{CONFIG}"):
+        for folder in _remote_folders(fs, path, places):
+            if fs.isfile(f"{folder}/{name}"):
                 _copy_small(fs, folder, into)
                 return True
     except OSError as error:
@@ -57,10 +71,10 @@ def _copy(url: str, options: Mapping[str, Any], into: Path) -> bool:
     return False
 
 
-def _remote_folders(fs: Any, path: str) -> Iterator[str]:
+def _remote_folders(fs: Any, path: str, places: Sequence[str]) -> Iterator[str]:
     is_file = fs.isfile(path)
     base = path.rpartition("/")[0] if is_file else path
-    for place in PLACES[:-1] if is_file else PLACES:
+    for place in _places_of(places, is_file=is_file):
         yield base.rpartition("/")[0] if place == ".." else f"{base}/{place}".rstrip("/")
 
 
@@ -71,17 +85,49 @@ def _copy_small(fs: Any, folder: str, into: Path) -> None:
             (into / name).write_bytes(fs.cat_file(entry["name"]))
 
 
-def read_config(folder: Path | None) -> dict[str, Any]:
-    """``config.json`` in ``folder``, empty if there is none. Raises FormatError."""
-    if folder is None or not (folder / CONFIG).is_file():
+def read_config(folder: Path | None, name: str = CONFIG) -> dict[str, Any]:
+    """The JSON object in the file ``name`` of ``folder``, empty if there is none. Raises FormatError."""
+    if folder is None or not (folder / name).is_file():
         return {}
     try:
-        found = json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{folder / CONFIG} cannot be read ({one_line(error)})") from error
+        found = json.loads((folder / name).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{folder / name} cannot be read ({one_line(error)})") from error
     if not isinstance(found, dict):
-        raise FormatError(f"{folder / CONFIG} is not a JSON object")
+        raise FormatError(f"{folder / name} is not a JSON object")
     return found
+
+
+def refuse_adapter(url: str | Path, options: Mapping[str, Any] | None) -> None:
+    """Raises UnsupportedError if the weights at ``url`` are an adapter of PEFT, with ``adapter_config.json`` beside."""
+    last = str(url).rstrip("/").rpartition("/")[2]
+    if last.endswith(WEIGHTS) and not last.startswith("adapter_model."):
+        return
+    with config_folder(url, options, name=ADAPTER, places=BESIDE) as folder:
+        settings = read_config(folder, ADAPTER)
+    if not settings:
+        return
+    kind, base = settings.get("peft_type"), settings.get("base_model_name_or_path") or "BASE"
+    way = "merge it with PEFT first"
+    if kind == "LORA":
+        at = str(url)[: -len(last)].rstrip("/") if last.endswith(WEIGHTS) else str(url)
+        way = f"merge it first: ckpt-tools merge-lora {quote(str(base))} {quote(at or '.')} OUT --to safetensors"
+    raise UnsupportedError(f"{url} is an adapter of {base} (PEFT {kind}); {way}")
+
+
+def refuse_quantized(folder: Path | None) -> None:
+    """Raises UnsupportedError if the files in ``folder`` say that the weights are quantized."""
+    found = read_config(folder)
+    text = found.get("text_config")
+    parts = [found, text] if isinstance(text, dict) else [found]
+    stated = next((f"{key} in {CONFIG}" for part in parts for key in QUANTIZED if part.get(key)), None)
+    if stated is None and folder is not None and (folder / MODELOPT).is_file():
+        stated = MODELOPT
+    if stated is not None:
+        raise UnsupportedError(
+            f"{stated} beside the weights says that they are quantized; load them with --dequantize, or write "
+            "floating-point weights first: ckpt-tools convert SRC DST --dequantize"
+        )
 
 
 def digest_of_config(url: str | Path, options: Mapping[str, Any] | None = None) -> str | None:

@@ -6,6 +6,7 @@ a tensor too many or too few is an error that names it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,17 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
 from .architectures import architecture_of
-from .config_folder import config_folder
+from .config_folder import config_folder, refuse_adapter
 from .programs import PROGRAMS, SCRIPTED, check_asked, load_program
 from .steady import CheckpointFiles, steadily
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+LORA = ".lora_A."
+SCALES = re.compile(r"[._](weight_scale|scale_inv|qweight|qzeros|weight_packed|proj_blocks|absmax|SCB)\b")
+"""Names of the tensors without which quantized weights have no meaning, by the libraries that quantize."""
 
 
 @public
@@ -41,6 +46,7 @@ def load_model(
     key_map: str | Path | None = None,
     recipe: str | Path | None = None,
     inverse: bool = False,
+    dequantize: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """The model with the weights of the checkpoint at ``url``, in evaluation mode.
@@ -60,6 +66,8 @@ def load_model(
         include, exclude, rename, key_map: Which tensors of the checkpoint are taken, and their names in the model; as
             for ``ckpt_tools.convert``. ``rename="^model[.]="`` takes a prefix off.
         recipe, inverse: A recipe that maps the checkpoint's tensors to the model's; as for ``ckpt_tools.convert``.
+        dequantize: Make floating-point weights of quantized ones; as for ``ckpt_tools.convert``. Without it, these are
+            refused.
         storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
 
     Returns:
@@ -78,7 +86,7 @@ def load_model(
         >>> model["encoder"].weight[1, :3].tolist()
         [8.0, 9.0, 10.0]
     """
-    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse).given()
+    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize).given()
     if isinstance(model, str) and model in PROGRAMS:
         program = model
         if reading or dtype is not None:
@@ -92,7 +100,9 @@ def load_model(
         found = files.weights.url
         if model is None or isinstance(model, str):
             with config_folder(found, storage_options) as folder:
-                built = architecture_of(model, folder).build(folder, dtype).to(device=device)
+                chosen = architecture_of(model, folder)
+                chosen.check_plain(folder, dequantize=dequantize)
+                built = chosen.build(folder, dtype).to(device=device)
         else:
             from .uninitialized import made_real
 
@@ -115,9 +125,10 @@ def filled(
     except UsageError as error:
         if "does not fit the model" not in error.message:
             raise
+        refuse_adapter(url, storage_options)
         renamed = None if reading else _by_names_of_transformers(model, url, storage_options)
         if renamed is None:
-            raise FormatError(f"{url}: {error.message}") from error
+            raise FormatError(f"{url}: {error.message}{_advice(error.message)}") from error
         return renamed
     except UnsupportedError as error:
         if "TorchScript" in error.message:
@@ -151,6 +162,13 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
+def _advice(message: str) -> str:
+    """What the names that do not fit look like."""
+    if LORA in message:
+        return "; they are those of an adapter of PEFT, which ckpt-tools merge-lora merges into its base model"
+    return "; they are those of quantized weights; load them with --dequantize" if SCALES.search(message) else ""
+
+
 def _by_names_of_transformers(
     model: Any, url: str | Path, storage_options: Mapping[str, Any] | None
 ) -> nn.Module | None:
@@ -160,6 +178,9 @@ def _by_names_of_transformers(
     if not hasattr(model, "_from_config"):
         return None
     with ckpt_tools.open(url, storage_options=storage_options) as checkpoint:
+        # transformers would cast these as well, without their scales.
+        if any(each.dtype_name.startswith(("float8", "float6", "float4", "int8")) for each in checkpoint.values()):
+            return None
         found = {name: checkpoint[name].torch() for name in checkpoint}
     made, report = type(model).from_pretrained(
         None,

@@ -127,6 +127,7 @@ def load_predictor(
     key_map: str | Path | None = None,
     recipe: str | Path | None = None,
     inverse: bool = False,
+    dequantize: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Predictor:
     """The model of the checkpoint at ``url``, ready to answer.
@@ -149,7 +150,7 @@ def load_predictor(
             says, else 64.
         max_pixels: Largest image file, in pixels. Default: 4096 x 4096, or 64 times what the model takes if that is
             more. A JPEG file of more is decoded at a half, a fourth or an eighth of its size.
-        model_key, include, exclude, rename, key_map, recipe, inverse: As for ``load_model``.
+        model_key, include, exclude, rename, key_map, recipe, inverse, dequantize: As for ``load_model``.
         storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
 
     Raises:
@@ -159,12 +160,13 @@ def load_predictor(
     ModelOptions(exact=exact, max_batch=max_batch, max_pixels=max_pixels)
     if architecture is not None:
         Architecture.parse(architecture)
-    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse).given()
+    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize).given()
 
     def load(files: CheckpointFiles) -> Predictor:
         summary = ckpt_tools.inspect(files.weights.url, storage_options=storage_options)
         with config_folder(summary.source, storage_options) as folder:
             chosen = architecture_of(architecture, folder)
+            chosen.check_plain(folder, dequantize=dequantize)
             model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
             options = TaskOptions(
                 chosen, folder, None if labels is None else tuple(labels), exact, max_batch, max_new_tokens, embeddings

@@ -1,0 +1,181 @@
+"""Quantized weights and adapters: the bits of transformers, or an error that names the command that helps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import inference
+from ckpt_tools.errors import FormatError, UnsupportedError
+from inference.batch.__main__ import main
+from tests.inference.tiny_models import save_writer
+from tests.support.quantized import fp8_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+
+def change(folder: Path, **changed: Any) -> Path:
+    """Change ``config.json``; a key that becomes None is removed."""
+    config = json.loads((folder / "config.json").read_text()) | changed
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A writer with the tokenizer of another, quantized by transformers' own code."""
+    folder = fp8_model(tmp_path_factory.mktemp("fp8") / "qwen3")
+    writer = save_writer(tmp_path_factory.mktemp("writer"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(writer / name, folder)
+    return folder
+
+
+@pytest.fixture
+def copied(fp8: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(fp8, tmp_path / "copy")
+
+
+def test_quantized_weights_are_dequantized_as_transformers_does(fp8: Path) -> None:
+    loaded = inference.load_model(fp8, dequantize=True).state_dict()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(fp8, dtype=torch.bfloat16, device_map="cpu").state_dict()
+    assert loaded.keys() == theirs.keys()
+    assert all(loaded[name].view(torch.int16).equal(theirs[name].view(torch.int16)) for name in theirs)
+
+
+def test_they_are_refused_unless_that_is_asked_for(fp8: Path, tmp_path: Path) -> None:
+    told = r"^quantization_config in config\.json .*quantized; load them with --dequantize, or .*ckpt-tools convert SRC"
+    for load in (inference.load_model, inference.load_predictor):
+        with pytest.raises(UnsupportedError, match=told):
+            load(fp8)
+    (tmp_path / "in.txt").write_text("a\n")
+    given = [f"--model={fp8}", f"--input={tmp_path / 'in.txt'}", f"--output={tmp_path / 'out.jsonl'}", "--quiet"]
+    refused = CliRunner().invoke(main, given)
+    assert refused.exit_code == 4
+    assert "load them with --dequantize" in refused.output
+    assert CliRunner().invoke(main, [*given, "--dequantize", "--max-new-tokens=3"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"compression_config": {"quant_method": "compressed-tensors"}},
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+        "hf_quant_config.json",
+    ],
+    ids=["compression_config", "of the text model", "ModelOpt"],
+)
+def test_every_way_to_say_it_is_read(said: Any, copied: Path) -> None:
+    change(copied, quantization_config=None, **({} if isinstance(said, str) else said))
+    if isinstance(said, str):
+        (copied / said).write_text("{}")
+    with pytest.raises(UnsupportedError, match="beside the weights says that they are quantized"):
+        inference.load_model(copied)
+
+
+def test_what_only_the_weights_say_is_refused_too(copied: Path) -> None:
+    change(copied, quantization_config=None)
+    with pytest.raises(FormatError, match=r"weight_scale_inv.*quantized weights; load them with --dequantize$"):
+        inference.load_model(copied)
+    weights = load_file(copied / "model.safetensors")
+    plain = {name: tensor for name, tensor in weights.items() if "scale" not in name}
+    save_file(plain, copied / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"stored as float8_e4m3fn, which cannot be cast to torch\.bfloat16"):
+        inference.load_model(copied)
+
+
+def test_transformers_is_not_asked_to_cast_them(tmp_path: Path) -> None:
+    """Where it renames weights, which it does of BERT's old names."""
+    model = transformers.BertModel(
+        transformers.BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    old = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): tensor for name, tensor in weights.items()}
+    old = {name.replace("LayerNorm.bias", "LayerNorm.beta"): tensor for name, tensor in old.items()}
+    save_file(old, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert inference.load_model(tmp_path).embeddings.LayerNorm.weight.equal(weights["embeddings.LayerNorm.weight"])
+    name = "encoder.layer.0.attention.self.query.weight"
+    save_file(old | {name: old[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match=r"does not fit the model: .*LayerNorm"):
+        inference.load_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_floats_are_cast_as_before(dtype: torch.dtype, tmp_path: Path) -> None:
+    own = nn.Linear(3, 2).to(dtype)
+    save_file(own.state_dict(), tmp_path / "model.safetensors")
+    assert inference.load_model(tmp_path, model=nn.Linear(3, 2)).weight.equal(own.weight.float())  # type: ignore[arg-type]
+
+
+# --- adapters
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder ``base`` and a folder of PEFT's, ``an adapter``, which changes what the base model says."""
+    folder = tmp_path_factory.mktemp("adapted")
+    save_writer(folder / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    torch.manual_seed(1)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    peft.get_peft_model(base, settings).save_pretrained(folder / "an adapter")
+    return folder
+
+
+@pytest.mark.parametrize("what", ["an adapter", "an adapter/adapter_model.safetensors"])
+def test_an_adapter_is_refused_with_the_command_that_merges_it(what: str, adapted: Path, tmp_path: Path) -> None:
+    base, adapter = adapted / "base", adapted / "an adapter"
+    command = f"ckpt-tools merge-lora {base} '{adapter}' OUT --to safetensors"
+    told = f"{adapted / what} is an adapter of {base} (PEFT LORA); merge it first: {command}"
+    for load in (inference.load_model, inference.load_predictor):
+        with pytest.raises(UnsupportedError) as caught:
+            load(adapted / what)
+        assert str(caught.value) == told
+    # The command does what the sentence says.
+    shell = f"{sys.executable} -m {command.replace('ckpt-tools', 'ckpt_tools').replace('OUT', str(tmp_path / 'out'))}"
+    subprocess.run(shell, shell=True, check=True, capture_output=True)
+    expected = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), adapter)
+    merged = expected.merge_and_unload().state_dict()
+    loaded = inference.load_model(tmp_path / "out").state_dict()
+    assert all(loaded[name].allclose(tensor, atol=1e-6) for name, tensor in merged.items())
+
+
+def test_adapters_in_other_places_are_named_too(adapted: Path, tmp_path: Path) -> None:
+    import fsspec
+
+    remote = fsspec.filesystem("memory")
+    for file in (adapted / "an adapter").iterdir():
+        remote.pipe(f"/adapters/one/{file.name}", file.read_bytes())
+    with pytest.raises(UnsupportedError, match=r"^memory://adapters/one is an adapter of .*/base \(PEFT LORA\); merge"):
+        inference.load_predictor("memory://adapters/one")
+    other = shutil.copytree(adapted / "an adapter", tmp_path / "other")
+    settings = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps(settings | {"peft_type": "IA3"}))
+    with pytest.raises(UnsupportedError, match=r"\(PEFT IA3\); merge it with PEFT first$"):
+        inference.load_model(other)
+
+
+def test_a_state_with_an_adapter_is_told_apart_from_another_model(adapted: Path, tmp_path: Path) -> None:
+    adapter = load_file(adapted / "an adapter" / "adapter_model.safetensors")
+    torch.save({"model": adapter}, tmp_path / "state.pt")
+    with pytest.raises(FormatError, match="those of an adapter of PEFT, which ckpt-tools merge-lora merges"):
+        inference.load_model(tmp_path / "state.pt", model=nn.Linear(3, 2))
+
+
+def test_an_adapter_beside_a_whole_model_does_not_refuse_it(adapted: Path, tmp_path: Path) -> None:
+    both = shutil.copytree(adapted / "base", tmp_path / "both")
+    shutil.copytree(adapted / "an adapter", both, dirs_exist_ok=True)
+    assert inference.load_model(both / "model.safetensors")
