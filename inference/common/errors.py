@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import click
 
 from ckpt_tools.credentials import without_secrets
-from ckpt_tools.errors import CkptError, StoreError, UsageError
+from ckpt_tools.errors import CkptError, FormatError, StoreError, UsageError
 from ckpt_tools.signals import exit_code_of, stopping_on_signals
 
 OUR_PACKAGES = frozenset(
@@ -37,6 +37,20 @@ def report_errors() -> Iterator[None]:
     except KeyboardInterrupt as error:
         code = exit_code_of(error)
         _exit(f"stopped by {signal.Signals(code - 128).name}", error, code)
+
+
+@contextmanager
+def errors_of_files(what: str) -> Iterator[None]:
+    """Raises FormatError, ``what`` and the reason, for any error in the block that is not a ``CkptError``. Libraries
+    raise whatever a value in a file makes them stumble over. UsageError if a package is missing."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except ImportError as error:
+        raise UsageError(f"{what}: {one_line(error)}") from error
+    except Exception as error:
+        raise FormatError(f"{what}: {one_line(error)}") from error
 
 
 def printable(text: str) -> str:

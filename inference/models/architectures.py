@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from ..common.errors import one_line
+from ..common.errors import errors_of_files
 from .config_folder import CONFIG, read_config, refuse_quantized
 from .programs import PROGRAMS
 
@@ -101,14 +101,13 @@ class Architecture:
         library = _imported("torchvision.models" if self.library == "torchvision" else "timm", self.library)
         source = self._folder_of_timm(folder) if self.library == "timm" else None
         try:
-            with _unfilled():
+            where = "" if source is None else f" as {source / CONFIG} says"
+            with errors_of_files(f"{self.library} cannot build {self.name}{where}"), _unfilled():
                 return self._made(library, source)
-        except ImportError:
+        except FormatError as error:
+            if source is None:
+                raise UsageError(error.message) from error
             raise
-        except Exception as error:
-            if source is not None:
-                raise FormatError(f"{source / CONFIG}: timm cannot build {self.name}: {one_line(error)}") from error
-            raise UsageError(f"{self.library} cannot build {self.name}: {one_line(error)}") from error
 
     def _folder_of_timm(self, folder: Path | None) -> Path | None:
         """``folder`` if its ``config.json`` is of timm. Raises UsageError if it is of another model of timm."""
@@ -203,15 +202,11 @@ def _transformers_model(folder: Path | None, dtype: torch.dtype | None) -> nn.Mo
             f"{folder / CONFIG} names {names[0]}, which this version of transformers does not have; a class that "
             "comes with the checkpoint is code, and is not run"
         )
-    try:
+    with errors_of_files(f"{folder / CONFIG} is not usable"):
         config = transformers.AutoConfig.from_pretrained(folder)
         _check_sizes(config)
         with _default_dtype(dtype or getattr(config, "dtype", None)), _unfilled():
             return model_class(config)
-    except ImportError:
-        raise
-    except Exception as error:
-        raise FormatError(f"{folder / CONFIG} is not usable: {one_line(error)}") from error
 
 
 def _check_sizes(config: Any) -> None:

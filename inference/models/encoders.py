@@ -19,9 +19,7 @@ from .image_labels import image_task
 from .passes import Passes
 from .prediction import device_of
 from .task import Task
-from .texts import TextLabels, Tokens
-
-MASK = "attention_mask"
+from .texts import MASK, TextLabels, Tokens
 
 
 def encoder_of(model: Any, folder: Path, *, passes: Passes) -> Task:
@@ -51,7 +49,7 @@ def _of_texts(model: Any, folder: Path, passes: Passes) -> Task:
     tokens = Tokens.from_folder(model, folder)
     taken = signature(model.forward).parameters
     tokens = replace(tokens, fields=tuple(field for field in tokens.fields if field in taken))
-    if tokens.tokenizer.pad_token_id is None or MASK not in tokens.fields:
+    if not tokens.has_padding:
         passes = replace(passes, full=1)
     task = TextEncoder(model, tokens, None, passes)
     (example,) = task._forward(torch.from_numpy(task.decode(b"a", "a text")).unsqueeze(0))

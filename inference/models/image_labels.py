@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ckpt_tools.errors import CkptError, FormatError, UsageError
+from ckpt_tools.errors import UsageError
 
-from ..common.errors import one_line
+from ..common.errors import errors_of_files
 from .images import ImageReading, Mode, max_pixels_of
 from .passes import InPasses, Passes
 from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
@@ -102,17 +102,12 @@ def of_timm(model: Any, labels: tuple[str, ...] | None, *, passes: Passes, embed
     num_classes = getattr(model, "num_classes", None)
     if num_classes == 0 and not embeddings:
         raise UsageError("the model has no classes, so it gives embeddings alone: ckpt-tools predict --embeddings")
-    try:
+    with errors_of_files("timm's preparation of images is not usable"):
         settings = data.resolve_model_data_config(model)
         transform = data.create_transform(**settings, is_training=False)
         mode: Mode = "L" if settings["input_size"][0] == 1 else "RGB"
         known = _labels_of_timm(model.pretrained_cfg, num_classes or 0)
         found = _classifier(model, transform, known, labels, passes, mode)
-    except CkptError:
-        raise
-    except Exception as error:
-        # timm's functions raise whatever a setting makes them stumble over.
-        raise FormatError(f"timm's preparation of images is not usable ({one_line(error)})") from error
     return replace(found, num_features=found.num_classes) if num_classes == 0 else found
 
 
@@ -174,16 +169,13 @@ def image_task(
     are no such settings."""
     import transformers
 
-    try:
+    told = "the preparation of images that preprocessor_config.json beside the weights says is not usable"
+    with errors_of_files(told):
         processor = transformers.AutoImageProcessor.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise FormatError(
-            f"the preparation of images that preprocessor_config.json beside the weights says is not usable "
-            f"({one_line(error)})"
-        ) from error
 
     def prepare(image: Image.Image) -> Tensor:
         return processor(images=image, return_tensors="pt")["pixel_values"][0]
 
-    shape = tuple(prepare(Image.new("RGB", (64, 64))).shape)
+    with errors_of_files(told):
+        shape = tuple(prepare(Image.new("RGB", (64, 64))).shape)
     return ImageLabels(model, forward, prepare, shape, num_classes, labels, passes, is_upright=True)

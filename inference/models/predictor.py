@@ -17,6 +17,7 @@ import ckpt_tools
 from ckpt_tools.arguments import public
 from ckpt_tools.errors import FormatError, UsageError
 
+from ..common.errors import errors_of_files
 from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
 from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
@@ -171,11 +172,12 @@ def load_predictor(
             options = TaskOptions(
                 chosen, folder, None if labels is None else tuple(labels), exact, max_batch, max_new_tokens, embeddings
             )
-            digest, task = digest_of(model), task_of(model, options)
-            task = as_embeddings(task) if embeddings else task
-            task = task if max_pixels is None else _limited(task, max_pixels)
-            if exact == "buckets":
-                _measure(task)
+            digest = digest_of(model)
+            with errors_of_files("the files beside the weights do not fit the model"):
+                task = as_embeddings(task_of(model, options)) if embeddings else task_of(model, options)
+                task = task if max_pixels is None else _limited(task, max_pixels)
+                if exact == "buckets":
+                    _measure(task)
         identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
         return Predictor(name or name_of(url), identity, task, files=files)
 

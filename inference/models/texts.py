@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
-from ..common.errors import one_line
+from ..common.errors import errors_of_files
 from .passes import InPasses, Passes
 from .positions import num_positions, num_words
 from .prediction import Activation, activation_of, answers, device_of, embeddings_of, labels_of_config
@@ -27,6 +27,8 @@ from .task import check_inputs, check_labels, classifier_outputs, text_of
 
 BUCKET = 16  # classified texts are padded to a multiple of it, by their own length, not by others in the batch
 NEW_TOKENS = 64  # default of new tokens without ``max_new_tokens`` in generation_config.json
+MASK = "attention_mask"
+GENERATION = "generation_config.json"
 VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "vocab.txt", "vocab.bpe"})
 
 Group = Callable[[Array], int]
@@ -50,27 +52,28 @@ class Tokens:
         if not any(file.name in VOCABULARIES or file.suffix == ".model" for file in folder.iterdir()):
             # transformers would make an empty one.
             raise FormatError("there is no usable tokenizer beside the weights (no file with its vocabulary)")
-        try:
+        with errors_of_files("there is no usable tokenizer beside the weights"):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-            raise FormatError(f"there is no usable tokenizer beside the weights ({one_line(error)})") from error
-        fields = tuple(tokenizer("a" if len(tokenizer) else "").keys())
-        stated = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
-        # A tokenizer that states no length has 10**30 there.
-        limits = [int(each) for each in stated if isinstance(each, int) and 0 < each < 10**9]
-        found = cls(tokenizer, fields, None, num_words(model))
-        counted = num_positions(model, found.of(b"a", "a text"), fields) if len(tokenizer) else []
-        return replace(found, limit=min([*limits, *counted], default=None))
+            fields = tuple(tokenizer("a" if len(tokenizer) else "").keys())
+            stated = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
+            # A tokenizer that states no length has 10**30 there.
+            limits = [int(each) for each in stated if isinstance(each, int) and 0 < each < 10**9]
+            found = cls(tokenizer, fields, None, num_words(model))
+            return replace(found, limit=min([*limits, *found._counted(model)], default=None))
+
+    def _counted(self, model: Any) -> list[int]:
+        try:
+            return num_positions(model, self.of(b"a", "a text"), self.fields)
+        except FormatError:
+            # The vocabulary has no such text.
+            return []
 
     def of(self, data: bytes, name: str) -> Array:
         """Tokenize a text. Raises FormatError if not UTF-8, no tokens, too many for the model, or not known to it."""
         text = text_of(data, name)
-        try:
+        with errors_of_files(f"{name} cannot be tokenized"):
             encoded = self.tokenizer(text, verbose=False)
-        except Exception as error:
-            # Tokenizers in Rust raise Exception itself, such as for a text that their vocabulary lacks.
-            raise FormatError(f"{name} cannot be tokenized ({one_line(error)})") from error
-        rows = np.array([encoded[field] for field in self.fields], np.int64)
+            rows = np.array([encoded[field] for field in self.fields], np.int64)
         num_tokens = rows.shape[1]
         if not num_tokens:
             raise FormatError(f"{name} is an empty text")
@@ -80,6 +83,11 @@ class Tokens:
         if self.num_words is not None and largest >= self.num_words:
             raise FormatError(f"{name} has the token {largest:,}; the model knows those below {self.num_words:,}")
         return rows
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether a text may be padded. Without a mask the model would take the padding for a part of it."""
+        return self.tokenizer.pad_token_id is not None and MASK in self.fields
 
     def named(self, batch: Tensor) -> dict[str, Tensor]:
         """int64 [n, fields, tokens] as arguments by field name."""
@@ -104,7 +112,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextLabels(InPasses):
-    """Classifies texts. Without a padding token, one text at a time."""
+    """Classifies texts. Without a padding token or attention mask, one text at a time."""
 
     model: Any
     tokens: Tokens
@@ -121,7 +129,7 @@ class TextLabels(InPasses):
     @classmethod
     def from_folder(cls, model: Any, folder: Path, labels: tuple[str, ...] | None, passes: Passes) -> TextLabels:
         tokens = Tokens.from_folder(model, folder)
-        if tokens.tokenizer.pad_token_id is None or model.config.pad_token_id is None:
+        if not tokens.has_padding or model.config.pad_token_id is None:
             passes = replace(passes, full=1)
         return cls(model, tokens, labels or labels_of_config(model.config), passes, activation_of(model.config))
 
@@ -216,13 +224,13 @@ def _ends_of(settings: Any) -> list[int]:
 
 
 def _settings(model: Any, folder: Path, tokenizer: Any, max_new_tokens: int | None) -> Any:
-    """generation_config.json without sampling and beam search."""
+    """generation_config.json without sampling and beam search. Raises FormatError."""
     from transformers import GenerationConfig
 
-    try:
-        found = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        found = copy(model.generation_config)
+    found = copy(model.generation_config)
+    if (folder / GENERATION).is_file():
+        with errors_of_files(f"{folder / GENERATION} is not usable"):
+            found = GenerationConfig.from_pretrained(folder)
     found.max_new_tokens = max_new_tokens or found.max_new_tokens or NEW_TOKENS
     found.update(do_sample=False, num_beams=1, num_return_sequences=1, max_length=None, min_length=None)
     found.update(temperature=None, top_p=None, top_k=None)

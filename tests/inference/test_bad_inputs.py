@@ -23,7 +23,7 @@ GOOD = ("a good film [SEP]", "bad [SEP]", "the play was [SEP] not good [SEP]", "
 BAD = {
     "film was bad": "the model failed on it (ValueError: Each example must contain at least one <eos> token.)",
     "alien film [SEP]": "{} has the token 14; the model knows those below 14",
-    "unheard [SEP]": "{} cannot be tokenized (WordLevel error: Missing [UNK] token from the vocabulary)",
+    "unheard [SEP]": "{} cannot be tokenized: WordLevel error: Missing [UNK] token from the vocabulary",
 }
 
 

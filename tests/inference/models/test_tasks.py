@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from io import BytesIO
@@ -103,6 +104,20 @@ def test_a_text_model_answers_as_its_pipeline(problem: str | None, tmp_path: Pat
         assert_scores(ours, predictor.labels, pipeline(text, top_k=3))
     assert len({answer.probabilities for answer in answers}) == len(TEXTS)
     assert_company_changes_nothing(predictor, inputs)
+
+
+def test_a_text_is_not_padded_without_an_attention_mask(tmp_path: Path) -> None:
+    """The model would take the padding for a part of the text; FNet's tokenizer gives none, for example."""
+    folder = save_text_model(tmp_path / "bert")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["model_input_names"] = ["input_ids", "token_type_ids"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    predictor = load_predictor(folder)
+    inputs = decoded(predictor, [text.encode() for text in TEXTS])
+    assert inputs[0].shape == (2, 5)
+    pipeline = transformers.pipeline("text-classification", str(folder), device="cpu")
+    for ours, text in zip(predictor.predict(inputs), TEXTS, strict=True):
+        assert_scores(ours, predictor.labels, pipeline(text, top_k=3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,108 @@
+"""Damaged and senseless files beside the weights: one sentence each, never an error of a library."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import transformers
+from timm.models import save_for_hf
+
+import inference
+from ckpt_tools.errors import CkptError, FormatError
+from inference.models.predictor import load_predictor
+from tests.inference.tiny_models import save_image_model, save_text_model, save_writer
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "images": save_image_model,
+    "texts": save_text_model,
+    "writer": save_writer,
+    "timm": lambda folder: save_for_hf(timm.create_model("test_vit", img_size=64), folder, safe_serialization=True),
+}
+VALUES = (None, True, 0, -1, 3, 2**63, 1e308, float("nan"), "", "x", "../x", "\ud800", [], {}, [None], ["x"], {"a": 1})
+CONFIG, IMAGES, TOKENIZER, TOKENS = "config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("folders")
+    for kind, save in KINDS.items():
+        save(folder / kind)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "changed", "told"),
+    [
+        ("texts", CONFIG, {"num_attention_heads": 0}, r"config\.json is not usable"),
+        ("texts", CONFIG, {"num_hidden_layers": "x"}, r"config\.json is not usable: .*num_hidden_layers"),
+        ("images", CONFIG, {"id2label": 7}, r"config\.json is not usable"),
+        ("images", CONFIG, {"patch_size": 16}, r"does not fit the model: shape mismatch"),
+        ("images", IMAGES, {"size": {"height": 0, "width": 0}}, r"preprocessor_config\.json .* is not usable"),
+        ("images", IMAGES, {"image_mean": [0.5, 0.5]}, r"preprocessor_config\.json .* is not usable"),
+        ("images", IMAGES, {"image_processor_type": 7}, r"preprocessor_config\.json .* is not usable"),
+        ("texts", TOKENIZER, {"post_processor": 7}, r"no usable tokenizer .*PostProcessor"),
+        ("texts", TOKENIZER, {"added_tokens": ["x"]}, r"no usable tokenizer"),
+        ("texts", TOKENS, {"tokenizer_class": 7}, r"no usable tokenizer"),
+        ("writer", "generation_config.json", {"eos_token_id": 0.5}, r"the files beside the weights do not fit|usable"),
+    ],
+)
+def test_a_value_that_a_library_stumbles_over_is_one_sentence(
+    kind: str, file: str, changed: dict[str, Any], told: str, folders: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders / kind, tmp_path / kind)
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changed))
+    with pytest.raises(FormatError, match=told) as caught:
+        load_predictor(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"[" * 100_000, b'{"a": 1'], ids=range(5))
+@pytest.mark.parametrize("file", [CONFIG, IMAGES])
+def test_a_file_that_is_no_json_object_is_one_sentence(data: bytes, file: str, folders: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(folders / "images", tmp_path / "images")
+    (folder / file).write_bytes(data)
+    with pytest.raises(FormatError, match=file):
+        load_predictor(folder)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each value in a tree."""
+    yield at
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:20]) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield from places(each, (*at, key))
+
+
+def changed(tree: Any, chance: random.Random) -> bytes:
+    *way, last = chance.choice([place for place in places(tree) if place])
+    holder = tree
+    for key in way:
+        holder = holder[key]
+    holder[last] = copy.deepcopy(chance.choice(VALUES))
+    return json.dumps(tree).encode()
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.soak if seed else ()) for seed in range(100)])
+def test_no_error_of_a_library_comes_out(seed: int, folders: Path, tmp_path: Path) -> None:
+    chance, codes, verbosity = random.Random(seed), set(), transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    for _ in range(20):
+        folder = shutil.copytree(folders / chance.choice([*KINDS]), tmp_path / "changed")
+        file = chance.choice(sorted(folder.glob("*.json")))
+        file.write_bytes(changed(json.loads(file.read_text()), chance))
+        for load in (inference.load_model, load_predictor):
+            try:
+                load(folder)
+            except CkptError as error:
+                codes.add(error.exit_code)
+        shutil.rmtree(folder)
+    transformers.logging.set_verbosity(verbosity)
+    assert codes <= {2, 4}
