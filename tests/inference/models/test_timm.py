@@ -170,3 +170,12 @@ def test_a_model_that_gives_no_classes_is_refused(tmp_path: Path) -> None:
     change(folder, lambda config: config["model_args"].update(features_only=True))
     with pytest.raises(UsageError, match="does not give a number for each class"):
         load_predictor(folder)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", timm.list_models("test_*"))
+def test_every_small_family_is_read_as_timm_reads_it(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4)
+    save_for_hf(model, tmp_path / "folder", model_config={"label_names": LABELS}, safe_serialization=True)
+    assert_as_timm(tmp_path / "folder")
