@@ -85,9 +85,15 @@ class Tokens:
         return rows
 
     @property
+    def padding(self) -> int | None:
+        """The token that texts are padded with. One that was added for training may be unknown to the model."""
+        found: int | None = self.tokenizer.pad_token_id
+        return found if found is None or self.num_words is None or found < self.num_words else None
+
+    @property
     def has_padding(self) -> bool:
         """Whether a text may be padded. Without a mask the model would take the padding for a part of it."""
-        return self.tokenizer.pad_token_id is not None and MASK in self.fields
+        return self.padding is not None and MASK in self.fields
 
     def named(self, batch: Tensor) -> dict[str, Tensor]:
         """int64 [n, fields, tokens] as arguments by field name."""
@@ -176,7 +182,7 @@ class TextWriter(InPasses):
     @classmethod
     def from_folder(cls, model: Any, folder: Path, passes: Passes, *, max_new_tokens: int | None) -> TextWriter:
         tokens = Tokens.from_folder(model, folder)
-        return cls(model, tokens, _settings(model, folder, tokens.tokenizer, max_new_tokens), passes)
+        return cls(model, tokens, _settings(model, folder, tokens.padding, max_new_tokens), passes)
 
     def decode(self, data: bytes, name: str) -> Array:
         found = self.tokens.of(data, name)
@@ -223,7 +229,7 @@ def _ends_of(settings: Any) -> list[int]:
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
-def _settings(model: Any, folder: Path, tokenizer: Any, max_new_tokens: int | None) -> Any:
+def _settings(model: Any, folder: Path, padding: int | None, max_new_tokens: int | None) -> Any:
     """generation_config.json without sampling and beam search. Raises FormatError."""
     from transformers import GenerationConfig
 
@@ -235,8 +241,7 @@ def _settings(model: Any, folder: Path, tokenizer: Any, max_new_tokens: int | No
     found.update(do_sample=False, num_beams=1, num_return_sequences=1, max_length=None, min_length=None)
     found.update(temperature=None, top_p=None, top_k=None)
     if found.pad_token_id is None:
-        first = next(iter(_ends_of(found)), None)
-        found.pad_token_id = first if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        found.pad_token_id = next(iter(_ends_of(found)), None) if padding is None else padding
     return found
 
 

@@ -106,18 +106,32 @@ def test_a_text_model_answers_as_its_pipeline(problem: str | None, tmp_path: Pat
     assert_company_changes_nothing(predictor, inputs)
 
 
-def test_a_text_is_not_padded_without_an_attention_mask(tmp_path: Path) -> None:
-    """The model would take the padding for a part of the text; FNet's tokenizer gives none, for example."""
+@pytest.mark.parametrize("changed", [{"model_input_names": ["input_ids", "token_type_ids"]}, {"pad_token": "[OWN]"}])
+def test_a_text_is_not_padded_with_what_the_model_does_not_know(changed: dict[str, object], tmp_path: Path) -> None:
+    """Without an attention mask, as of FNet's tokenizer, it would take the padding for a part of the text; and it has
+    no embedding of a token that was added to the tokenizer alone."""
     folder = save_text_model(tmp_path / "bert")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["model_input_names"] = ["input_ids", "token_type_ids"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | changed))
     predictor = load_predictor(folder)
     inputs = decoded(predictor, [text.encode() for text in TEXTS])
-    assert inputs[0].shape == (2, 5)
     pipeline = transformers.pipeline("text-classification", str(folder), device="cpu")
     for ours, text in zip(predictor.predict(inputs), TEXTS, strict=True):
         assert_scores(ours, predictor.labels, pipeline(text, top_k=3))
+
+
+def test_a_writer_is_not_padded_with_a_token_that_it_does_not_know(tmp_path: Path) -> None:
+    folder = save_writer(tmp_path / "llama")
+    expected = load_predictor(folder, max_new_tokens=30)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "<own>"})
+    tokenizer.save_pretrained(folder)
+    predictor = load_predictor(folder, max_new_tokens=30)
+    # Of one length, so that one of them ends before the others of its pass.
+    prompts = [bytes([first, second]) for first in b"abcdefgh" for second in b"stuvwxyz"]
+    found = predictor.predict(decoded(predictor, prompts))
+    assert len({len(answer.text or "") for answer in found}) > 1
+    assert found == expected.predict(decoded(expected, prompts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
