@@ -163,7 +163,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def _advice(message: str) -> str:
-    """What the names that do not fit look like."""
+    """The end of an error whose names are known: those of an adapter, or of quantized weights."""
     if LORA in message:
         return "; they are those of an adapter of PEFT, which ckpt-tools merge-lora merges into its base model"
     return "; they are those of quantized weights; load them with --dequantize" if SCALES.search(message) else ""

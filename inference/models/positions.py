@@ -1,4 +1,4 @@
-"""How many tokens a text model knows and has positions for, which the rows of its tables tell.
+"""Limits of a text model: the tokens that it knows, and the positions that it has.
 
 Models count positions differently: RoBERTa begins behind its padding index, OPT and BART at 2, so that their tables
 have more rows than they take tokens. So two inputs are tried, and the rows looked up for them compared.
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from .results import Array
 
-EXTRA = 2  # tokens by which the second input is longer
+EXTRA = 2  # more tokens in the second input
 
 
 def num_words(model: Any) -> int | None:
