@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import ckpt_tools
@@ -21,7 +22,7 @@ from ckpt_tools.errors import (
 from ..common.errors import as_sentence
 from ..models.predictor import Predictor
 from ..models.steady import CheckpointFiles
-from .repository import ModelsEndedError, Repository, Slot, Version
+from .repository import UNLOADED, ModelsEndedError, Repository, Slot, Version
 
 MAX_RETRY_SECONDS = 300.0
 
@@ -79,7 +80,7 @@ class Watcher:
         waiting = self._look(slot)
         if waiting is None or waiting.is_due(self.quiet) or _age(waiting.files) >= self.quiet:
             with slot.is_changing:
-                return self._serve(slot, self.repository.read(slot), waiting)
+                return slot.reason != UNLOADED and self._serve(slot, self.repository.read(slot), waiting)
         url = slot.source.url
         self._tell(slot, f"{slot.source.name}: waits until {url} has not changed for {self.quiet:g} seconds")
         return False
@@ -87,10 +88,11 @@ class Watcher:
     def _run(self) -> None:
         while not self._ending.wait(min(self.seconds, self.quiet or self.seconds) if self._waiting else self.seconds):
             for slot in self.repository.slots:
-                self.visit(slot)
+                with suppress(Exception):  # of telling, where nobody reads what is told any more
+                    self.visit(slot)
 
     def visit(self, slot: Slot) -> None:
-        """Check once, and load a new checkpoint. A model that was unloaded stays so. Raises nothing."""
+        """Check once, and load a new checkpoint. A model that was unloaded stays so. Raises what ``tell`` raises."""
         if not self.repository.is_answering(slot):
             return
         version = slot.version
@@ -126,7 +128,7 @@ class Watcher:
             return  # All models are loaded again.
         except Exception as error:
             waiting.num_failures += 1
-            again = min(self.seconds * 2**waiting.num_failures, max(self.seconds, MAX_RETRY_SECONDS))
+            again = min(self.seconds * 2 ** min(waiting.num_failures, 20), max(self.seconds, MAX_RETRY_SECONDS))
             lasts = isinstance(error, OF_THE_FILES) and not isinstance(error, IncompleteError)
             waiting.next_try = float("inf") if lasts else time.monotonic() + again
             what = "the new checkpoint cannot be loaded, the old one keeps answering"

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -403,6 +404,32 @@ def test_an_unforeseen_error_is_told_and_watching_goes_on(
         f"m: the new checkpoint cannot be loaded, the old one keeps answering: {file} cannot be loaded: {sentence}",
         f"m: serves {file}",
     ]
+    repository.close()
+
+
+def test_watching_goes_on_after_any_number_of_failures_and_when_nobody_reads_the_log(
+    weights: dict[str, Tensor], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(weights, file)
+
+    def closed(_: str) -> None:
+        raise BrokenPipeError
+
+    failing = Failing(StoreError("the store does not answer"), 2)
+    repository = Repository([Source("m", str(file))], failing)
+    watcher = Watcher(repository, 0.05, 0.0, closed)
+    repository.load_all()
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, file)
+    with suppress(BrokenPipeError):
+        watcher.visit(repository.slots[0])
+    (waiting,) = watcher._waiting.values()
+    waiting.num_failures, waiting.next_try = 10**5, 0.0
+    with watcher:
+        until(lambda: waiting.num_failures == 10**5 + 1)
+        assert waiting.next_try - time.monotonic() < 300
+        waiting.next_try = 0.0
+        until(lambda: repository.version("m").number == 2)
     repository.close()
 
 
