@@ -28,7 +28,8 @@ from inference.models.predictor import load_predictor
 from tests.inference.conftest import Service, running_service, write_sharded
 from training.data.datasets import LabelledImages
 
-QUIET_SECONDS = 1.5
+QUIET_SECONDS = 2.0
+BETWEEN_SECONDS = 0.7  # between the files of a copy in place: long enough to load a checkpoint of two halves
 PAUSE_SECONDS = 0.05  # between the pieces of a copy; far less than the quiet time, also on a machine that is busy
 NUM_PIECES = 3
 NUM_IMAGES = 10
@@ -54,6 +55,7 @@ def in_place(source: Path, folder: Path) -> None:
     for file in sorted(source.iterdir()):
         copied_slowly(file, folder / file.name)
         shutil.copystat(file, folder / file.name)
+        time.sleep(BETWEEN_SECONDS)
 
 
 def renamed(source: Path, folder: Path) -> None:
