@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from ckpt_tools.errors import FormatError
 
 from ..common.training_package import data, evaluation, language_model, model_names
+from .drawing import Draw
+from .generation import EndOfTextError, Generation, Give, GrowingText, Turns
 from .images import MAX_PIXELS, ImageReading
 from .passes import InPasses, Passes
 from .prediction import answers, device_of, embeddings_of
@@ -79,6 +82,7 @@ class OurTexts(InPasses):
     model: nn.Module
     passes: Passes
     new_bytes: int = NEW_TOKENS
+    turns: Turns = field(default_factory=Turns)
 
     inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
     outputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
@@ -94,6 +98,23 @@ class OurTexts(InPasses):
         check_inputs(inputs, np.int64, (BATCH,))
         return grouped([each[-language_model.CONTEXT :] for each in inputs], len, self._continued)
 
+    def generate(self, asked: Generation, give: Give) -> None:
+        """Generate a text with forward passes of one row. A token is a byte, and ``repetition_penalty`` is for the last
+        ``CONTEXT`` of them. Raises FormatError for a chat, or a prompt that ``decode`` refuses."""
+        if not isinstance(asked.prompt, str):
+            raise FormatError("the model has no chat template, so it takes text_input, and no messages")
+        row = self.decode(asked.prompt.encode(), "text_input")[-language_model.CONTEXT :]
+        written, text = torch.from_numpy(row[None]).to(device_of(self.model)), GrowingText(asked, _decoded, give)
+        changes = [each for each in (_penalty(asked), Draw.of(asked, written.device)) if each is not None]
+        with suppress(EndOfTextError):
+            for _ in range(asked.max_tokens or self.new_bytes):
+                scores = self._next_logits(written).float()
+                for change in changes:
+                    scores = change(written, scores)
+                written = torch.cat([written, scores.argmax(-1, keepdim=True)], dim=1)[:, -language_model.CONTEXT :]
+                text.add(int(written[0, -1]))
+        text.finish()
+
     def _continued(self, inputs: Sequence[Array], length: int) -> Columns:
         def random(many: int) -> Tensor:
             return torch.randint(128, (many, length), generator=torch.Generator().manual_seed(0))
@@ -101,14 +122,31 @@ class OurTexts(InPasses):
         rows = torch.from_numpy(np.stack(inputs))
         chunks = self.passes.chunks(rows, lambda given: self._steps(given)[1], random)
         written = torch.cat([self._steps(chunk)[0][:kept] for chunk, kept in chunks])[:, length:]
-        # A text may end within a character.
-        return {"text": texts([bytes(row).decode(errors="replace") for row in written.tolist()])}
+        return {"text": texts([_decoded(row) for row in written.tolist()])}
 
-    @torch.inference_mode()
     def _steps(self, given: Tensor) -> tuple[Tensor, Tensor]:
         """The continued bytes [n, t], and the logits of each step [n, steps, values]."""
         written, logits = given.to(device_of(self.model)), []
         for _ in range(self.new_bytes):
-            logits.append(self.model(written[:, -language_model.CONTEXT :])[:, -1])
+            logits.append(self._next_logits(written))
             written = torch.cat([written, logits[-1].argmax(-1, keepdim=True)], dim=1)
         return written.cpu(), torch.stack(logits, 1)
+
+    @torch.inference_mode()
+    def _next_logits(self, written: Tensor) -> Tensor:
+        """Logits of the next byte, [n, values]."""
+        with self.turns:
+            found: Tensor = self.model(written[:, -language_model.CONTEXT :])[:, -1]
+            return found
+
+
+def _decoded(written: Sequence[int]) -> str:
+    return bytes(written).decode(errors="replace")  # A text may end within a character.
+
+
+def _penalty(asked: Generation) -> Any:
+    if asked.repetition_penalty is None:
+        return None
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    return RepetitionPenaltyLogitsProcessor(asked.repetition_penalty)

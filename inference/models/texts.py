@@ -5,10 +5,12 @@ An input is int64 [fields, tokens]: a row for each field that the tokenizer give
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +21,8 @@ from torch import Tensor
 from ckpt_tools.errors import FormatError
 
 from ..common.errors import errors_of_files
+from .drawing import Draw
+from .generation import Chat, EndOfTextError, Generation, Give, GrowingText, Turns
 from .passes import InPasses, Passes
 from .positions import num_positions, num_words
 from .prediction import Activation, activation_of, answers, device_of, embeddings_of, labels_of_config
@@ -30,6 +34,9 @@ NEW_TOKENS = 64  # default of new tokens without ``max_new_tokens`` in generatio
 MASK = "attention_mask"
 GENERATION = "generation_config.json"
 VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "vocab.txt", "vocab.bpe"})
+
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece: one byte of a character without a token
+CLEANED = 8  # more than the characters that a tokenizer's clean_up_tokenization changes at once
 
 Group = Callable[[Array], int]
 
@@ -72,8 +79,22 @@ class Tokens:
         """Tokenize a text. Raises FormatError if not UTF-8, no tokens, too many for the model, or not known to it."""
         text = text_of(data, name)
         with errors_of_files(f"{name} cannot be tokenized"):
-            encoded = self.tokenizer(text, verbose=False)
-            rows = np.array([encoded[field] for field in self.fields], np.int64)
+            return self._fitting(self.tokenizer(text, verbose=False), name)
+
+    def of_chat(self, messages: Chat) -> Array:
+        """Tokens of messages by the tokenizer's chat template, up to where an answer begins. The template runs in the
+        sandbox of transformers. Raises FormatError if there is no template or it fails, and as :meth:`of`."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise FormatError("the model's tokenizer has no chat template, so it takes text_input, and no messages")
+        quiet = {"verbose": False}
+        with errors_of_files("the chat template does not take these messages"):
+            encoded = self.tokenizer.apply_chat_template(
+                [dict(each) for each in messages], add_generation_prompt=True, return_dict=True, tokenizer_kwargs=quiet
+            )
+        return self._fitting(encoded, "the chat")
+
+    def _fitting(self, encoded: Mapping[str, Sequence[int]], name: str) -> Array:
+        rows = np.array([encoded[field] for field in self.fields], np.int64)
         num_tokens = rows.shape[1]
         if not num_tokens:
             raise FormatError(f"{name} is an empty text")
@@ -108,6 +129,18 @@ class Tokens:
         ids = torch.randint(known, (many, length), generator=torch.Generator().manual_seed(0))
         values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return torch.stack([values.get(field, torch.zeros_like(ids)) for field in self.fields], 1)
+
+    def growing(self, asked: Generation, give: Give) -> GrowingText:
+        """A text that grows by tokens."""
+
+        def decode(tokens: Sequence[int]) -> str:
+            found: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            return found
+
+        def is_byte(token: int) -> bool:
+            return BYTE_TOKEN.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or "") is not None
+
+        return GrowingText(asked, decode, give, is_byte, CLEANED if self.tokenizer.clean_up_tokenization_spaces else 0)
 
     def padded(self, rows: Array, length: int) -> Array:
         """One input, padded at its end with the tokenizer's padding."""
@@ -174,6 +207,7 @@ class TextWriter(InPasses):
     tokens: Tokens
     settings: Any
     passes: Passes
+    turns: Turns = field(default_factory=Turns)
 
     inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
     outputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
@@ -182,13 +216,31 @@ class TextWriter(InPasses):
     @classmethod
     def from_folder(cls, model: Any, folder: Path, passes: Passes, *, max_new_tokens: int | None) -> TextWriter:
         tokens = Tokens.from_folder(model, folder)
-        return cls(model, tokens, _settings(model, folder, tokens.padding, max_new_tokens), passes)
+        settings = _settings(model, folder, tokens.padding, max_new_tokens)
+        return cls(model, tokens, settings, passes, Turns(is_shared=_may_alternate(model, settings)))
 
     def decode(self, data: bytes, name: str) -> Array:
-        found = self.tokens.of(data, name)
-        if found.shape[1] == self.tokens.limit:
-            raise FormatError(f"{name} has {found.shape[1]:,} tokens, which is all that the model takes")
-        return found
+        return self._with_room(self.tokens.of(data, name), name)
+
+    def _with_room(self, rows: Array, name: str) -> Array:
+        if rows.shape[1] == self.tokens.limit:
+            raise FormatError(f"{name} has {rows.shape[1]:,} tokens, which is all that the model takes")
+        return rows
+
+    def generate(self, asked: Generation, give: Give) -> None:
+        """Generate a text by ``generate`` of transformers, with forward passes of one row. Raises FormatError if the
+        model or the chat template does not take the prompt."""
+        if isinstance(asked.prompt, str):
+            rows = self.decode(asked.prompt.encode(), "text_input")
+        else:
+            rows = self._with_room(self.tokens.of_chat(asked.prompt), "the chat")
+        stated = {"max_new_tokens": asked.max_tokens, "repetition_penalty": asked.repetition_penalty}
+        changes = {name: value for name, value in stated.items() if value is not None}
+        draw, text = Draw.of(asked, device_of(self.model)), self.tokens.growing(asked, give)
+        streamer = _Streamer(self.turns, lambda: give(""), text.add, frozenset(_ends_of(self.settings)))
+        with suppress(EndOfTextError):
+            self._generated(torch.from_numpy(rows[None]), streamer, () if draw is None else (draw,), **changes)
+        text.finish()
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         self.tokens.check(inputs)
@@ -206,22 +258,58 @@ class TextWriter(InPasses):
         return torch.stack(found.logits, 1)
 
     @torch.inference_mode()
-    def _generated(self, batch: Tensor, **changes: Any) -> Any:
+    def _generated(
+        self, batch: Tensor, streamer: _Streamer | None = None, logits_processor: Sequence[Draw] = (), **changes: Any
+    ) -> Any:
         settings = copy(self.settings)
         settings.update(return_dict_in_generate=True, **changes)
         if self.tokens.limit is not None:
             settings.max_new_tokens = min(settings.max_new_tokens, self.tokens.limit - batch.shape[2])
-            settings.min_new_tokens = min(settings.min_new_tokens or 0, settings.max_new_tokens)
+        settings.min_new_tokens = min(settings.min_new_tokens or 0, settings.max_new_tokens)
         fields = self.tokens.named(batch.to(device_of(self.model)))
         # What a model that continues a text does not take.
         fields.pop("token_type_ids", None)
-        return self.model.generate(**fields, generation_config=settings)
+        given = streamer or _Streamer(self.turns)
+        with self.turns:
+            return self.model.generate(
+                **fields, generation_config=settings, streamer=given, logits_processor=list(logits_processor)
+            )
 
     def _text(self, row: Tensor) -> str:
         """The text up to the end token; what follows pads it to the longest text of the batch."""
         ends = torch.isin(row, torch.tensor(_ends_of(self.settings))).nonzero()
         kept = row[: int(ends[0])] if len(ends) else row
         return self.tokens.tokenizer.decode(kept, skip_special_tokens=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Streamer:
+    """A streamer of ``generate`` of transformers. It calls ``begin`` before the first forward pass. After each it
+    passes the turn on, and adds the token of the first row to a text. Raises EndOfTextError at one of ``ends``."""
+
+    turns: Turns
+    begin: Callable[[], None] = lambda: None
+    add: Callable[[int], None] = lambda _: None
+    ends: frozenset[int] = frozenset()
+
+    def put(self, tokens: Tensor) -> None:
+        if tokens.ndim > 1:  # the prompt
+            self.begin()
+            return
+        with self.turns.passed_on():
+            if (token := int(tokens[0])) in self.ends:
+                raise EndOfTextError
+            self.add(token)
+
+    def end(self) -> None:
+        pass
+
+
+def _may_alternate(model: Any, settings: Any) -> bool:
+    """Whether generations may take turns. transformers keeps some caches in the model, and on a GPU it changes how the
+    model computes its experts for as long as it generates."""
+    has_experts = any("Expert" in type(module).__name__ for module in model.modules())
+    return settings.cache_implementation in (None, "dynamic") and not (has_experts and device_of(model).type != "cpu")
 
 
 def _ends_of(settings: Any) -> list[int]:

@@ -54,7 +54,24 @@ def save_text_model(folder: Path, *, seed: int = 0, **config: object) -> Path:
     return folder
 
 
-def save_writer(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: object) -> Path:
+CHAT = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
+    "<{{ message.role[0] }}>{{ message.content | trim }}{{ eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+"""A chat template with what those of the hub have: a loop, filters, special tokens, and a role that it refuses."""
+
+
+def save_writer(
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    chat_template: str | None = None,
+    **config: object,
+) -> Path:
     """A model of Llama's kind over bytes; it ends at a token of its own."""
     torch.manual_seed(seed)
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -78,6 +95,8 @@ def save_writer(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float
         )
     ).to(dtype)
     model.save_pretrained(folder)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", chat_template=chat_template
+    )
     fast.save_pretrained(folder)
     return folder
