@@ -6,9 +6,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from ..models.predictor import Prediction, Predictor, TensorSpec
 from ..models.results import BYTES, Item
 from .batching import Counts, QueueFullError
 from .decoding import MAX_WAITING_LARGE, Decoders
+from .generating import GenerateRequest, Generators
 from .http.middleware import Traffic, is_permitted, no_token
 from .metrics import Snapshot
 from .protocol import BadRequestError, InferRequest, tensor_metadata
@@ -54,7 +55,7 @@ class Service:
         self._snapshots_of_all = snapshots_of_all
         # One thread for loads, which leaves the event loop's threads to requests.
         self.loader = ThreadPoolExecutor(1, "loader")
-        self.decoders = Decoders()
+        self.decoders, self.generators = Decoders(), Generators()
 
     def server(self) -> Json:
         extensions = [*EXTENSIONS, *([CONTROL_EXTENSION] if self.settings.has_model_control else [])]
@@ -161,6 +162,27 @@ class Service:
             answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
             return render(asked, answers, version)
 
+    async def generate(
+        self, name: str, number: str | None, body: bytes, *, is_stream: bool, log_fields: MutableMapping[str, str]
+    ) -> AsyncGenerator[Json]:
+        """The answers of Triton's generate extension, at least one, to a request in JSON: the text in pieces for a
+        stream, else at once. ``log_fields`` as for :meth:`infer`."""
+        with holding(self.repository, log_fields, name, number) as version:
+            try:
+                asked = await asyncio.to_thread(GenerateRequest.parse, body, is_stream=is_stream)
+            except FormatError as error:
+                raise Refused(400, error.message) from error
+            seconds = min(self.settings.timeout, asked.timeout or self.settings.timeout)
+            most, until = version.batcher.max_waiting, asyncio.get_running_loop().time() + seconds
+            is_empty = True
+            with refusing(seconds, most, "texts wait to be generated"), logging_failures(version):
+                async with aclosing(self.generators.pieces(version, asked.generation, until)) as pieces:
+                    async for piece in pieces:
+                        yield asked.answer(version, piece)
+                        is_empty = False
+            if is_empty:
+                yield asked.answer(version, "")
+
     async def decode(self, predictor: Predictor, data: bytes, name: str) -> Item:
         """One input of the model, of an image file or a text. Raises ``Refused``: 400, 503 and 504 as
         :func:`predictions`."""
@@ -171,6 +193,7 @@ class Service:
     def close(self) -> None:
         """Unload all models, once requests are answered."""
         self.decoders.close()
+        self.generators.close()
         self.repository.close()
 
     def index(self, *, only_ready: bool) -> list[Json]:
@@ -233,7 +256,7 @@ def _counted(version: Version) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, asyncio.CancelledError):
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
         return "CANCELED"
     status = error.status if isinstance(error, Refused) else 500
     return {503: "REJECTED", 504: "REJECTED", 500: "BACKEND"}.get(status, "OTHER")
@@ -242,15 +265,21 @@ def _reason(error: BaseException) -> str:
 async def predictions(version: Version, items: Sequence[Item], seconds: float) -> list[Prediction]:
     """The answer for each item. Raises Refused: 503 if the queue is full or the process of the models ended, 504 if the
     model takes longer than ``seconds``, 400 if it does not take such items, 500 if it fails."""
-    with refusing(seconds, version.batcher.max_waiting, "inputs wait for the model"):
-        try:
-            async with asyncio.timeout(seconds):
-                return await version.batcher.submit_all(items)
-        except (QueueFullError, TimeoutError, FormatError, ModelsEndedError):
-            raise
-        except Exception as error:
-            LOG.error("the model %s, version %d, failed", version.name, version.number, exc_info=error)
-            raise Refused(500, "the model failed on this request; the log of the service says why") from error
+    with refusing(seconds, version.batcher.max_waiting, "inputs wait for the model"), logging_failures(version):
+        async with asyncio.timeout(seconds):
+            return await version.batcher.submit_all(items)
+
+
+@contextmanager
+def logging_failures(version: Version) -> Iterator[None]:
+    """Maps unexpected errors of the model to ``Refused`` 500, and logs them."""
+    try:
+        yield
+    except (QueueFullError, TimeoutError, FormatError, ModelsEndedError, Refused):
+        raise
+    except Exception as error:
+        LOG.error("the model %s, version %d, failed", version.name, version.number, exc_info=error)
+        raise Refused(500, "the model failed on this request; the log of the service says why") from error
 
 
 @contextmanager

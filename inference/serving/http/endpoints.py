@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +20,7 @@ from ..refusals import CLOSE, Refused
 from ..repository import Version
 from ..service import Service
 from ..settings import MAX_BODY_BYTES
+from .events import EventStream
 from .middleware import too_large
 
 JSON_LENGTH = "Inference-Header-Content-Length"
@@ -51,6 +52,8 @@ class Endpoints:
         }
         posts: dict[str, Handler] = {
             **{f"{base}/infer": self.infer for base in (model, version)},
+            **{f"{base}/generate": self.generate for base in (model, version)},
+            **{f"{base}/generate_stream": self.generate_stream for base in (model, version)},
             "/v2/repository/index": self.index,
             "/v2/repository/models/{name}/load": self.load,
             "/v2/repository/models/{name}/unload": self.unload,
@@ -93,6 +96,20 @@ class Endpoints:
 
         state = request.scope["state"]
         return await self.service.infer(name, number, parse, _inferred, num_bytes=len(body), log_fields=state)
+
+    async def generate(self, request: Request) -> Response:
+        (answer,) = [each async for each in await self._generated(request, is_stream=False)]
+        return JSONResponse(answer)
+
+    async def generate_stream(self, request: Request) -> Response:
+        """Server-sent events. An error before the first is an answer with its status."""
+        answers = await self._generated(request, is_stream=True)
+        return EventStream(await anext(answers), answers, self.service.settings.timeout)
+
+    async def _generated(self, request: Request, *, is_stream: bool) -> AsyncGenerator[Json]:
+        name, number = _asked_of(request)
+        body, state = await read_body(request), request.scope["state"]
+        return self.service.generate(name, number, body, is_stream=is_stream, log_fields=state)
 
     async def index(self, request: Request) -> Response:
         only_ready = (await _json_object(request, "ready")).get("ready", False)

@@ -1,5 +1,5 @@
 """Messages between a service and its models' process. Each request gets one reply: its result, a ``CkptError`` or
-``ImportError`` to raise, or ``Broken``."""
+``ImportError`` to raise, or ``Broken``. Before the reply to ``Generate``, texts are sent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from ...models.results import Array, Item
 
 if TYPE_CHECKING:
+    from ...models.generation import Generation
     from ...models.images import ImageReading
     from ...models.options import ModelOptions
     from ...models.predictor import Identity, Predictor
@@ -90,13 +91,22 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
+class Generate:
+    """Generate a text with model ``number``. Pieces of it are sent, which may be empty, at least one a token; then the
+    reply, None. The generation ends when the connection is closed."""
+
+    number: int
+    asked: Generation
+
+
+@dataclass(frozen=True, slots=True)
 class BatchSizes:
     """Sizes of the forward passes of model ``number``, by the shape of an input."""
 
     number: int
 
 
-Request = Load | Predict | Decode | Prepare | BatchSizes
+Request = Load | Predict | Generate | Decode | Prepare | BatchSizes
 
 
 @dataclass(frozen=True, slots=True)

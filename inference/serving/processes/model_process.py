@@ -26,7 +26,8 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.signals import STOPPING
 
 from ...common.garbage import settle
-from .model_messages import BatchSizes, Broken, Decode, Load, Loaded, Predict, Prepare, Request
+from ...models.generation import Give, generate
+from .model_messages import BatchSizes, Broken, Decode, Generate, Load, Loaded, Predict, Prepare, Request
 
 if TYPE_CHECKING:
     from ...models.predictor import Predictor
@@ -54,7 +55,7 @@ class Models:
                 asked = connection.recv()
                 if isinstance(asked, Load):
                     number = asked.number
-                connection.send(self._try(asked))
+                connection.send(self._try(asked, connection.send))
         except (EOFError, OSError):
             if number is not None:
                 self._drop(number)
@@ -65,7 +66,7 @@ class Models:
             del model
             settle()
 
-    def _try(self, asked: Request) -> Any:
+    def _try(self, asked: Request, give: Give) -> Any:
         try:
             if isinstance(asked, Load):
                 return self._load(asked)
@@ -73,6 +74,8 @@ class Models:
             match asked:
                 case Predict():
                     return model.thread.submit(model.predictor.task.predict, asked.items()).result()
+                case Generate():
+                    return generate(model.predictor.task, asked.asked, give)
                 case Decode():
                     return model.predictor.decode(asked.data, asked.name)
                 case Prepare():

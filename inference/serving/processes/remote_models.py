@@ -19,11 +19,12 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from ...models.generation import Generation, Give
 from ...models.images import ImageReading
 from ...models.predictor import Predictor
 from ...models.results import Array, Columns, Item, TensorSpec
 from ..repository import ModelsEndedError, Source
-from .model_messages import BatchSizes, Broken, Decode, Load, Loaded, Predict, Prepare, Request
+from .model_messages import BatchSizes, Broken, Decode, Generate, Load, Loaded, Predict, Prepare, Request
 
 MODULE = f"{__package__}.model_process"
 
@@ -83,6 +84,10 @@ class Process:
     def ask_by(self, connection: Connection, asked: Request) -> Any:
         with self._speaking():
             connection.send(asked)
+        return self.received(connection)
+
+    def received(self, connection: Connection) -> Any:
+        with self._speaking():
             found = connection.recv()
         if isinstance(found, Broken):
             raise BrokenModelError(found.trace)
@@ -210,3 +215,11 @@ class RemoteTask:
     def predict(self, inputs: Sequence[Item]) -> Columns:
         found: Columns = self.process.ask(Predict.of(self.number, inputs))
         return found
+
+    def generate(self, asked: Generation, give: Give) -> None:
+        """Generate a text over a connection of its own, which is closed if ``give`` raises."""
+        with self.process.connect() as connection:
+            piece = self.process.ask_by(connection, Generate(self.number, asked))
+            while piece is not None:
+                give(piece)
+                piece = self.process.received(connection)

@@ -1,0 +1,163 @@
+"""Generation of texts: the request of Triton's generate extension, and the threads that wait for a model's pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any, TypeVar
+
+import orjson
+
+from ckpt_tools.errors import FormatError
+
+from ..models.generation import LIMITS, Generation, generate, messages_of
+from .batching import Execution, QueueFullError
+from .repository import Version
+
+PARAMETERS = (*LIMITS, "stop", "stream", "timeout")
+MAX_AT_ONCE = 4  # texts that one model generates at a time, a forward pass of each in turn
+
+Json = dict[str, Any]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A valid request; ``timeout`` in seconds."""
+
+    id: str | None
+    generation: Generation
+    timeout: float | None
+
+    @classmethod
+    def parse(cls, body: bytes, *, is_stream: bool) -> GenerateRequest:
+        """Parse JSON. Parameters may also be fields of the request, as Triton has it. Raises FormatError."""
+        try:
+            fields = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise FormatError(f"the request is not JSON: {str(error)[:200]}") from error
+        if not isinstance(fields, dict):
+            raise FormatError("the request has to be a JSON object")
+        number, parameters = fields.pop("id", None), fields.pop("parameters", {})
+        if not isinstance(number, str | None):
+            raise FormatError("the id of the request has to be a text")
+        if not isinstance(parameters, dict):
+            raise FormatError("the parameters of the request have to be a JSON object")
+        prompts = {name: fields.pop(name) for name in ("text_input", "messages") if name in fields}
+        if twice := fields.keys() & parameters:
+            raise FormatError(f"the parameter {min(twice)[:60]} is given twice")
+        return cls(number, *_generation(prompts, fields | parameters, is_stream))
+
+    def answer(self, version: Version, text: str) -> Json:
+        found = {"model_name": version.name, "model_version": str(version.number), "text_output": text}
+        return {"id": self.id, **found} if self.id else found
+
+
+def _generation(prompts: Json, parameters: Json, is_stream: bool) -> tuple[Generation, float | None]:
+    """The request, and its timeout in seconds."""
+    if unknown := sorted(parameters.keys() - set(PARAMETERS)):
+        raise FormatError(f"the parameter {unknown[0][:60]!r} is unknown; there are {', '.join(PARAMETERS)}")
+    if len(prompts) != 1:
+        raise FormatError("the request has to have either text_input or messages")
+    if parameters.pop("stream", is_stream) is not is_stream:
+        raise FormatError(f"stream has to be {str(is_stream).lower()}; only generate_stream streams")
+    prompt = prompts.get("text_input")
+    if "text_input" in prompts and not isinstance(prompt, str):
+        raise FormatError("text_input has to be a text")
+    timeout = parameters.pop("timeout", 0)
+    if type(timeout) is not int or timeout < 0:
+        raise FormatError("timeout has to be a number of microseconds")
+    stop = parameters.pop("stop", ())
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple):
+        raise FormatError("stop has to be a text or a list of texts")
+    generation = Generation(
+        messages_of(prompts["messages"]) if prompt is None else prompt, is_stream, tuple(stops), **parameters
+    )
+    return generation, timeout / 1e6 or None
+
+
+class _GoneError(Exception):
+    """Nothing waits for the text any more."""
+
+
+@dataclass(eq=False, slots=True)
+class _Places:
+    """The places in which a model generates, and the number of requests that have one or wait for one."""
+
+    free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_ONCE))
+    num_asked: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Generators:
+    """Threads in which texts are generated, ``MAX_AT_ONCE`` of a model at a time."""
+
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64, "generate"))
+    _places: dict[Version, _Places] = field(default_factory=dict)
+
+    async def pieces(self, version: Version, asked: Generation, until: float) -> AsyncGenerator[str]:
+        """The text in pieces that are not empty. The generation ends when this iterator is closed. Raises what the
+        model raises, TimeoutError at the time ``until`` of the event loop, and QueueFullError if too many wait."""
+        begun = time.perf_counter()
+        async with self._place(version, until):
+            started = time.perf_counter()
+            loop, queue, is_closed = asyncio.get_running_loop(), asyncio.Queue[str | Exception | None](), Event()
+
+            def tell(found: str | Exception | None) -> None:
+                if is_closed.is_set():
+                    raise _GoneError
+                if found != "":
+                    loop.call_soon_threadsafe(queue.put_nowait, found)
+
+            def work() -> None:
+                try:
+                    generate(version.predictor.task, asked, tell)
+                except _GoneError:
+                    return
+                except Exception as error:
+                    tell(error)
+                else:
+                    tell(None)
+
+            self._threads.submit(work)
+            try:
+                while (found := await _by(until, queue.get())) is not None:
+                    if isinstance(found, Exception):
+                        raise found
+                    if loop.time() > until:  # There was always a piece that the client had not read yet.
+                        raise TimeoutError
+                    yield found
+            finally:
+                is_closed.set()
+            version.statistics.executed(Execution(1, started - begun, time.perf_counter() - started))
+
+    @asynccontextmanager
+    async def _place(self, version: Version, until: float) -> AsyncIterator[None]:
+        places = self._places.setdefault(version, _Places())
+        if places.num_asked >= MAX_AT_ONCE + version.batcher.max_waiting:
+            raise QueueFullError
+        places.num_asked += 1
+        try:
+            await _by(until, places.free.acquire())
+            try:
+                yield
+            finally:
+                places.free.release()
+        finally:
+            places.num_asked -= 1
+            if not places.num_asked:
+                del self._places[version]
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+async def _by(until: float, awaited: Awaitable[Result]) -> Result:
+    async with asyncio.timeout_at(until):
+        return await awaited

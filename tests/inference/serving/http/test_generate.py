@@ -1,0 +1,316 @@
+"""Triton's generate extension: whole texts and streams, judged by the model in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inference.models.generation import LIMITS, Generation
+from inference.models.predictor import Predictor, load_predictor
+from inference.serving.generating import MAX_AT_ONCE, Generators
+from inference.serving.http.app import create_app
+from inference.serving.repository import Repository, Source
+from tests.inference.conftest import Service, running_service
+from tests.inference.models.test_generation import CONVERSATION, text
+from tests.inference.serving.processes.test_remote_models import models_of
+from tests.inference.serving.test_serve import plain_uvicorn_of, wait_until
+from tests.inference.tiny_models import CHAT, save_writer
+from training.models.zoo import spec_of
+
+ENDLESS = {"text_input": "Speak", "max_tokens": 1_000_000}
+"""To our model, which takes texts of any length: minutes of work."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate")
+    save_writer(folder / "llama", chat_template=CHAT)
+    (folder / "ours").mkdir()
+    torch.manual_seed(0)
+    model = spec_of("lm").build()
+    torch.nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]
+    torch.save(model.state_dict(), folder / "ours" / "model.pt")
+    (folder / "ours" / "config.json").write_text('{"architecture": "ours:lm"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def service(folder: Path) -> Iterator[Service]:
+    models = [f"--model={name}={folder / path}" for name, path in (("llama", "llama"), ("ours", "ours/model.pt"))]
+    with running_service(folder / "service", None, *models, "--timeout=60", "--threads=1") as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def writer(folder: Path) -> Predictor:
+    return load_predictor(folder / "llama", exact="buckets")
+
+
+def post(service: Service, asked: Any, path: str = "llama/generate") -> httpx.Response:
+    content = asked if isinstance(asked, bytes) else json.dumps(asked)
+    return httpx.post(f"{service.url}/v2/models/{path}", content=content, timeout=120)
+
+
+def events_of(answer: httpx.Response) -> Iterator[dict[str, str]]:
+    assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    for line in answer.iter_lines():
+        if line:
+            assert line.startswith("data: ")
+            yield json.loads(line.removeprefix("data: "))
+
+
+@contextmanager
+def streaming(service: Service, asked: Mapping[str, Any], model: str = "ours") -> Iterator[Iterator[dict[str, str]]]:
+    url = f"{service.url}/v2/models/{model}/generate_stream"
+    with httpx.stream("POST", url, json=asked, timeout=120) as answer:
+        assert answer.status_code == 200, answer.read()
+        yield events_of(answer)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"temperature": 1.5, "seed": 7},
+        {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 2**63 - 1, "repetition_penalty": 2, "max_tokens": 9},
+        {"stop": ["z", "\ufffd\ufffd"]},
+    ],
+)
+def test_a_text_is_that_of_the_model_whole_and_in_pieces(
+    asked: dict[str, Any], service: Service, writer: Predictor
+) -> None:
+    own = {**asked, "stop": tuple(asked.get("stop", ()))}
+    for prompt in ("Hello", "Größe"):
+        expected = text(writer, prompt, **own)
+        answer = post(service, {"text_input": prompt, "parameters": {**asked, "stream": False}})
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == {"model_name": "llama", "model_version": "1", "text_output": expected}
+        with streaming(service, {"id": "7", "text_input": prompt, **asked, "stream": True}, "llama") as events:
+            found = list(events)
+        assert "".join(each.pop("text_output") for each in found) == expected
+        assert all(each == {"id": "7", "model_name": "llama", "model_version": "1"} for each in found)
+        assert asked.get("stop") or len(found) >= 5
+    versioned = post(service, {"text_input": "Größe", **asked}, "llama/versions/1/generate")
+    assert versioned.json()["text_output"] == expected
+
+
+def test_an_empty_text_is_one_event(service: Service) -> None:
+    first = post(service, {"text_input": "Hello"}).json()["text_output"][0]
+    with streaming(service, {"text_input": "Hello", "stop": first}, "llama") as events:
+        assert [each["text_output"] for each in events] == [""]
+
+
+def test_messages_go_through_the_chat_template(service: Service, writer: Predictor) -> None:
+    answer = post(service, {"messages": CONVERSATION, "temperature": 1, "seed": 0})
+    assert answer.json()["text_output"] == text(writer, CONVERSATION, temperature=1, seed=0)
+
+
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (b"{", "the request is not JSON: "),
+        (b"[]", "the request has to be a JSON object"),
+        (b'{"text_input": "\\ud800"}', "the request is not JSON: "),
+        ({}, "the request has to have either text_input or messages"),
+        ({"text_input": "x", "messages": [USER]}, "the request has to have either text_input or messages"),
+        ({"text_input": 1}, "text_input has to be a text"),
+        ({"text_input": None}, "text_input has to be a text"),
+        ({"text_input": ""}, "text_input is an empty text"),
+        ({"text_input": "x" * 60}, "text_input has 60 tokens; the model takes at most 48"),
+        ({"text_input": "x", "id": 1}, "the id of the request has to be a text"),
+        ({"text_input": "x", "parameters": []}, "the parameters of the request have to be a JSON object"),
+        ({"text_input": "x", "best_of": 2}, "the parameter 'best_of' is unknown; there are max_tokens, temperature, "),
+        ({"text_input": "x", "parameters": {"n": 2}}, "the parameter 'n' is unknown; there are max_tokens, "),
+        ({"text_input": "x", "seed": 1, "parameters": {"seed": 2}}, "the parameter seed is given twice"),
+        ({"text_input": "x", "stream": True}, "stream has to be false; only generate_stream streams"),
+        ({"text_input": "x", "stop": 1}, "stop has to be a text or a list of texts"),
+        ({"text_input": "x", "timeout": -1}, "timeout has to be a number of microseconds"),
+        ({"text_input": "x", "top_k": 3}, "top_k is for sampling, which needs a temperature too"),
+        ({"text_input": "x", "max_tokens": 0}, "max_tokens is 0; it has to be a whole number from 1 to 1000000"),
+        ({"messages": []}, "messages has to be a list with at least one message"),
+        ({"messages": [{**USER, "name": "x"}]}, "message 0 has to be an object with role and content, and nothing"),
+        ({"messages": [USER, {"role": "user", "content": []}]}, "the role and the content of message 1 have to be"),
+        ({"messages": [{**USER, "role": "system"}]}, "the chat template does not take these messages: no system, pl"),
+    ],
+)
+def test_what_is_not_taken_is_refused_with_a_sentence(asked: Any, sentence: str, service: Service) -> None:
+    answer = post(service, asked)
+    assert (answer.status_code, list(answer.json())) == (400, ["error"])
+    assert answer.json()["error"].startswith(sentence)
+    if sentence != "stream has to be false; only generate_stream streams":
+        assert post(service, asked, "llama/generate_stream").json() == answer.json()
+
+
+def test_models_that_are_not_there_or_take_no_chat(service: Service) -> None:
+    assert post(service, {"text_input": "x"}, "nothing/generate_stream").status_code == 404
+    assert post(service, {"text_input": "x"}, "llama/versions/9/generate").status_code == 404
+    answer = post(service, {"messages": [USER]}, "ours/generate")
+    assert (answer.status_code, "has no chat template" in answer.json()["error"]) == (400, True)
+
+
+ANY = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([0, 1, 5, 2**31, 2**63 - 1, 2**64, 0.01, 0.5, 1e-6, 1e300]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=3),
+    st.lists(st.text(max_size=3), max_size=3),
+)
+
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    asked=st.dictionaries(st.sampled_from([*LIMITS, "stop"]), ANY, max_size=4),
+    prompt=st.one_of(st.just("Hello"), st.text(max_size=60)),
+    is_stream=st.booleans(),
+)
+def test_no_parameters_make_the_service_fail(
+    asked: dict[str, Any], prompt: str, is_stream: bool, service: Service
+) -> None:
+    path = "llama/generate_stream" if is_stream else "llama/generate"
+    content = json.dumps({"text_input": prompt, **asked}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    answer = post(service, content, path)
+    if answer.status_code == 400:
+        assert answer.json()["error"]
+    else:
+        assert answer.status_code == 200, answer.text
+        assert b'"error"' not in answer.content
+        assert b'"text_output"' in answer.content
+
+
+def infer(service: Service, model: str = "ours") -> httpx.Response:
+    inputs = [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["Hello"]}]
+    return post(service, {"inputs": inputs}, f"{model}/infer")
+
+
+def processor_seconds(service: Service) -> float:
+    (models,) = models_of(psutil.Process(service.process.pid))
+    return float(sum(models.cpu_times()[:2]))
+
+
+def is_idle(service: Service) -> bool:
+    before = processor_seconds(service)
+    time.sleep(0.3)
+    return processor_seconds(service) - before < 0.03
+
+
+def counted(service: Service) -> tuple[int, int]:
+    """Requests to our model that were answered, and that their clients left."""
+    lines = httpx.get(f"{service.url}/metrics").text.splitlines()
+    ours = [line for line in lines if line.startswith("nv_inference_request") and 'model="ours"' in line]
+    (answered,) = (line for line in ours if line.startswith("nv_inference_request_success"))
+    (left,) = (line for line in ours if 'reason="CANCELED"' in line)
+    return int(float(answered.split()[-1])), int(float(left.split()[-1]))
+
+
+def test_others_are_answered_during_a_stream_and_a_client_that_leaves_ends_it(service: Service) -> None:
+    alone, (answered, left) = infer(service), counted(service)
+    with streaming(service, ENDLESS) as events:
+        assert [len(next(events)["text_output"]) for _ in range(3)] == [1, 1, 1]
+        assert infer(service).json() == alone.json()
+        other = post(service, {"text_input": "Speak"}, "ours/generate").json()["text_output"]
+        assert other
+        assert next(events)["model_name"] == "ours"
+        wait_until(lambda: not is_idle(service))
+    wait_until(lambda: is_idle(service))
+    assert counted(service) == (answered + 2, left + 1)
+
+
+def test_a_text_has_to_be_made_in_time(service: Service) -> None:
+    sentence = {"error": "the model did not answer within 0.3 seconds"}
+    answer = post(service, {**ENDLESS, "timeout": 300_000}, "ours/generate")
+    assert (answer.status_code, answer.json()) == (504, sentence)
+    with streaming(service, {**ENDLESS, "timeout": 300_000}) as events:
+        *pieces, last = events
+    assert pieces
+    assert last == sentence
+    wait_until(lambda: is_idle(service))
+
+
+def test_texts_beyond_the_places_of_a_model_wait_their_time(service: Service) -> None:
+    with ExitStack() as stack:
+        streams = [stack.enter_context(streaming(service, ENDLESS)) for _ in range(MAX_AT_ONCE)]
+        for events in streams:
+            next(events)
+        answer = post(service, {"text_input": "x", "max_tokens": 1, "timeout": 300_000}, "ours/generate")
+        assert answer.status_code == 504
+        assert infer(service).status_code == 200
+        assert post(service, {"text_input": "x"}).status_code == 200
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(post, service, {"text_input": "x", "max_tokens": 1}, "ours/generate")
+            time.sleep(0.2)
+            assert not waiting.done()
+            stack.close()
+            assert waiting.result().status_code == 200
+
+
+def test_a_stream_keeps_the_version_that_it_began_with(folder: Path) -> None:
+    def load(source: Source) -> Predictor:
+        return load_predictor(source.url, name=source.name)
+
+    repository = Repository([Source("m", str(folder / "ours" / "model.pt"))], load)
+    repository.load_all()
+    first = repository.version("m")
+    with plain_uvicorn_of(create_app(repository)) as url:
+        path = f"{url}/v2/models/m/generate_stream"
+        with httpx.stream("POST", path, json={**ENDLESS, "timeout": 2_000_000}, timeout=60) as answer:
+            events = events_of(answer)
+            next(events)
+            repository.load("m")
+            whole = httpx.post(path.removesuffix("_stream"), json={"text_input": "x", "max_tokens": 3}, timeout=60)
+            assert whole.json()["model_version"] == "2"
+            assert first.batcher.is_running
+            *pieces, last = events
+        assert {each["model_version"] for each in pieces} == {"1"}
+        assert last == {"error": "the model did not answer within 2 seconds"}
+        wait_until(lambda: not first.batcher.is_running)
+
+
+def test_a_text_that_is_read_slowly_ends_in_time_too(folder: Path) -> None:
+    repository = Repository([Source("m", str(folder / "ours" / "model.pt"))], lambda each: load_predictor(each.url))
+    repository.load_all()
+    generators = Generators()
+
+    num_read = 0
+
+    async def read() -> None:
+        nonlocal num_read
+        asked, until = Generation("x", True, max_tokens=1_000_000), asyncio.get_running_loop().time() + 0.5
+        async with aclosing(generators.pieces(repository.version("m"), asked, until)) as pieces:
+            async for _ in pieces:
+                num_read += 1
+                await asyncio.sleep(0.05)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(read())
+    assert 0 < num_read <= 10
+    generators.close()
+    repository.close()
+
+
+def test_the_end_of_the_models_process_ends_a_stream_with_an_error(service: Service) -> None:
+    with streaming(service, ENDLESS) as events:
+        next(events)
+        (models,) = models_of(psutil.Process(service.process.pid))
+        models.kill()
+        *_, last = events
+    assert last == {"error": "the process of the models was ended by SIGKILL; it is started again"}
+    answer = post(service, {"text_input": "Hello"}, "llama/generate_stream")
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
