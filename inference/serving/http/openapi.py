@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from ...models.generation import LIMITS, MAX_STOP_LENGTH, MAX_STOPS, Limits
 from .middleware import OPEN_PATHS
 
 Json = dict[str, Any]
@@ -30,6 +31,20 @@ def _list(of: Json) -> Json:
 def _ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
+
+def _number(limits: Limits) -> Json:
+    within: Json = {"minimum": limits.low, "maximum": limits.high}
+    found = {"anyOf": [within, {"enum": list(limits.others)}]} if limits.others else within
+    return {"type": "integer" if limits.is_whole else "number", **found}
+
+
+STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+GENERATION: Mapping[str, Json] = {
+    **{name: _number(limits) for name, limits in LIMITS.items()},
+    "stop": {"anyOf": [STOP, {**_list(STOP), "maxItems": MAX_STOPS}]},
+    "stream": {"type": "boolean"},
+    "timeout": {**NUMBER, "minimum": 0},
+}
 
 SCHEMAS: Mapping[str, Json] = {
     "Answer": _object(
@@ -68,6 +83,28 @@ SCHEMAS: Mapping[str, Json] = {
     "InferResponse": _object(
         {"model_name": TEXT, "model_version": TEXT, "outputs": _list(_ref("ResponseOutput"))}, {"id": TEXT}
     ),
+    "GenerateRequest": {
+        "oneOf": [
+            _object(prompt, {"id": TEXT, "parameters": _ref("GenerateParameters"), **GENERATION}, closed=True)
+            for prompt in (
+                {"text_input": TEXT},
+                {"messages": {**_list(_object({"role": TEXT, "content": TEXT}, closed=True)), "minItems": 1}},
+            )
+        ]
+    },
+    "GenerateParameters": _object({}, GENERATION, closed=True),
+    "GenerateResponse": _object(
+        {"model_name": TEXT, "model_version": TEXT, "text_output": TEXT}, {"id": TEXT}, closed=True
+    ),
+    "Event": _object(
+        {
+            "data": {
+                **TEXT,
+                "contentMediaType": "application/json",
+                "contentSchema": {"oneOf": [_ref("GenerateResponse"), _ref("Error")]},
+            }
+        }
+    ),
     "IndexRequest": _object({}, {"ready": {"type": "boolean"}}, closed=True),
     "ControlRequest": _object({}, {"parameters": FREE}, closed=True),
     "Index": _list(_object({"name": TEXT, "version": TEXT, "state": TEXT, "reason": TEXT})),
@@ -77,6 +114,9 @@ SCHEMAS: Mapping[str, Json] = {
     "Statistics": _object({"model_stats": _list(FREE)}),
     "Nothing": _object({}, closed=True),
 }
+
+MEDIA_TYPES: Mapping[str, str] = {"Event": "text/event-stream"}
+"""Media types of the schemas that are not JSON."""
 
 REFUSALS: Mapping[int, str] = {
     400: "The request does not fit the model, or is damaged",
@@ -102,6 +142,8 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str | None, str, str]] = {
     ("get", "/models/{name}/stats"): (None, "Statistics", "Counts of a model"),
     ("get", "/models/{name}/config"): (None, "Configuration", "Configuration of a model, in Triton's form"),
     ("post", "/models/{name}/infer"): ("InferRequest", "InferResponse", "Predictions of a model"),
+    ("post", "/models/{name}/generate"): ("GenerateRequest", "GenerateResponse", "A text of a language model"),
+    ("post", "/models/{name}/generate_stream"): ("GenerateRequest", "Event", "The same text in pieces, as it grows"),
     ("post", "/repository/index"): ("IndexRequest", "Index", "The models and their states"),
     ("post", "/repository/models/{name}/load"): ("ControlRequest", "Nothing", "Load or reload a model"),
     ("post", "/repository/models/{name}/unload"): ("ControlRequest", "Nothing", "Unload a model"),
@@ -179,7 +221,7 @@ def _operation(path: str, method: str, summary: str, answer: str, asked: str | N
     if names:
         found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
     if asked:
-        found["requestBody"] = {"content": _json(asked), "required": asked == "InferRequest"}
+        found["requestBody"] = {"content": _json(asked), "required": asked in {"InferRequest", "GenerateRequest"}}
     return found
 
 
@@ -192,7 +234,7 @@ def _responses(path: str, method: str, content: Json) -> Json:
         404: is_form or "{name}" in path,
         415: method == "post" and not is_form,
         422: is_form,
-        504: is_form or path.endswith("/infer"),
+        504: is_form or path.endswith(("/infer", "/generate", "/generate_stream")),
     }
     schema = "Error" if path.startswith("/v2") else "Detail"
     refusals = {
@@ -204,4 +246,4 @@ def _responses(path: str, method: str, content: Json) -> Json:
 
 
 def _json(schema: str) -> Json:
-    return {"application/json": {"schema": _ref(schema)}}
+    return {MEDIA_TYPES.get(schema, "application/json"): {"schema": _ref(schema)}}

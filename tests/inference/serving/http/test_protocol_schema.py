@@ -130,7 +130,8 @@ def filled(path: str, name: str = "m", version: str = "1") -> str:
 
 def test_every_path_that_is_told_answers_as_it_is_told(client: httpx.Client, document: Json) -> None:
     told = [(path, method) for path, methods in document["paths"].items() for method in methods]
-    protocols = [(path, method) for path, method in told if path.startswith("/v2") and "unload" not in path]
+    others = ("unload", "generate")  # this model generates no text
+    protocols = [each for each in told if each[0].startswith("/v2") and not any(word in each[0] for word in others)]
     assert len(protocols) == 16
     assert {filled(path) for path, _ in told} > {path.rstrip("/") for path in PROTOCOL}
     pixels = {"name": "image", "shape": [1, 28, 28], "datatype": "UINT8", "data": [0] * 784}
