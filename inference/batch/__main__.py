@@ -18,13 +18,12 @@ with killed_by_interrupts():
 
     import click
 
-    import ckpt_tools
     from ckpt_tools.errors import UsageError
 
     from ..common.errors import report_errors
     from ..common.name_options import Reading, reading_options
     from ..common.training_package import commands
-    from ..models.architectures import Architecture
+    from ..models.architectures import Architecture, check_there
     from .inputs import Inputs, Wanted, after, find_inputs
     from .job import Job, columns_of
     from .output import Output, Run, Writer, open_output
@@ -91,6 +90,7 @@ class Options:
 @click.option("--workers", type=int, help="With --runner ray: number of model replicas.")
 @click.option("--threads", type=int, help="Threads per forward pass.  [default: all processors]")
 @click.option("--device", metavar="TEXT", help="torch device, e.g. cuda:1.  [default: first GPU, else CPU]")
+@click.option("--dtype", metavar="TEXT", help="dtype of the parameters, e.g. bfloat16.  [default: the architecture's]")
 @click.option("--fast", is_flag=True, help="Variable batch sizes; the last bits may differ.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress output.")
 def main(**given: Any) -> None:
@@ -120,7 +120,9 @@ def options_of(
     root = None if data_root is None else local_path(data_root, "--data-root", "copy its files to this machine first")
     folder = None if report is None else local_path(report, "--report", "write to a local folder and copy it")
     where = RemoteOutput(output, overwrite, resume) if "://" in output else Output(Path(output), overwrite, resume)
-    names = ("model", "architecture", "device", "threads", "fast", "embeddings", "max_new_tokens", "max_pixels")
+    names = (
+        "model", "architecture", "device", "dtype", "threads", "fast", "embeddings", "max_new_tokens", "max_pixels",
+    )  # fmt: skip
     return Options(
         job=Job(reading=Reading.taken_from(others), **{name: others.pop(name) for name in names}),
         wanted=Wanted(input_url, column, truth, root),
@@ -139,7 +141,7 @@ def local_path(text: str, option: str, instead: str) -> Path:
 
 def run(options: Options) -> None:
     """Predict, write the output and the report, print a summary. Raises ``BadInputsError`` at the end."""
-    ckpt_tools.inspect(options.job.model)
+    check_there(options.job.model, options.job.architecture)
     if options.report is not None:
         options.report.check()
     output = options.output
@@ -186,8 +188,15 @@ def predict_into(writer: Writer, inputs: Inputs, options: Options) -> tuple[Tall
 
 def _check_fits(predictor: Predictor, inputs: Inputs, columns: Columns) -> None:
     """Raises UsageError if the model does not take such inputs, or has no classes to compare with true labels."""
+    from ..models.tensors import Tensors
     from .pipeline import takes_texts
 
+    if isinstance(predictor.task, Tensors) and predictor.task.files.decode is None:
+        taken = ", ".join(f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in predictor.inputs)
+        raise UsageError(
+            f"the model takes tensors ({taken}), which no image and no text is; serve it, name a module that has a "
+            "function decode, or ask an encoder for --embeddings"
+        )
     if inputs.kind == "image" and takes_texts(predictor):
         raise UsageError("the model takes texts, and the input is images")
     if inputs.has_truth and columns.kind != "label":

@@ -28,6 +28,7 @@ class Job:
     embeddings: bool = False
     max_new_tokens: int | None = None
     max_pixels: int | None = None
+    dtype: str | None = None
     reading: Reading = AS_IT_IS
 
     def settled(self) -> Job:
@@ -53,6 +54,7 @@ class Job:
             device=self.device or "cpu",
             reading=self.reading,
             exact="off" if self.fast else "full",
+            dtype=self.dtype,
             embeddings=self.embeddings,
             max_new_tokens=self.max_new_tokens,
             max_pixels=self.max_pixels,
@@ -67,7 +69,10 @@ class Job:
 
 
 def columns_of(predictor: Predictor, top: int) -> Columns:
+    from ..models.tensors import Tensors
+
     outputs = {spec.name for spec in predictor.outputs}
     kinds: dict[str, Kind] = {"probabilities": "label", "text": "text", "embedding": "embedding"}
-    kind = next(kind for name, kind in kinds.items() if name in outputs)
+    is_free = isinstance(predictor.task, Tensors)
+    kind = "outputs" if is_free else next(kind for name, kind in kinds.items() if name in outputs)
     return Columns(kind, predictor.labels, top)

@@ -278,7 +278,7 @@ def copy_to_parquet(rows: Iterable[bytes], file: BinaryIO, columns: Columns) -> 
     schema, lines = columns.schema(), iter(rows)
     with parquet.ParquetWriter(file, schema) as writer:
         while group := list(islice(lines, ROW_GROUP_ROWS)):
-            writer.write_table(pa.Table.from_pylist([json.loads(line) for line in group], schema=schema))
+            writer.write_table(pa.Table.from_pylist([columns.of_line(line) for line in group], schema=schema))
 
 
 def _keep(output: Output, error: BaseException) -> None:

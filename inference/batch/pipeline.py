@@ -18,7 +18,7 @@ from ..common.errors import one_line
 from ..common.garbage import libraries_left_alone
 from ..models import results
 from ..models.predictor import Predictor
-from ..models.results import BYTES, Prediction, TensorSpec
+from ..models.results import BYTES, Prediction
 from .items import Item, Pixels, content_of
 from .rows import Row, is_finite
 
@@ -111,17 +111,17 @@ def _finish(futures: Iterable[Future[list[Decoded]]]) -> list[Decoded]:
 
 
 def decode_all(items: Sequence[Item], predictor: Predictor) -> list[Decoded]:
-    truths, [spec, *_] = truths_of(predictor), predictor.inputs
-    return [_decode(item, predictor, truths, spec) for item in items]
+    truths = truths_of(predictor)
+    return [_decode(item, predictor, truths) for item in items]
 
 
-def _decode(item: Item, predictor: Predictor, truths: Truths, spec: TensorSpec) -> Decoded:
+def _decode(item: Item, predictor: Predictor, truths: Truths) -> Decoded:
     truth = None
     try:
         truth = truths.of(item.truth)
-        if isinstance(item.content, Pixels) and _is_input(item.content, spec):
+        if isinstance(item.content, Pixels) and _is_input(item.content, predictor):
             return item, item.content.values, truth
-        data, name = content_of(item, takes_texts=spec.datatype == BYTES)
+        data, name = content_of(item, takes_texts=takes_texts(predictor))
         return item, predictor.decode(data, name), truth
     except Exception as error:
         return item, _reason(error, "it cannot be decoded"), truth
@@ -139,9 +139,10 @@ def _reason(error: Exception, what: str) -> str:
     )
 
 
-def _is_input(pixels: Pixels, spec: TensorSpec) -> bool:
+def _is_input(pixels: Pixels, predictor: Predictor) -> bool:
     """Whether the model takes the pixels without preparation."""
-    return spec.datatype == "UINT8" and pixels.values.shape == spec.shape[1:]
+    reading = predictor.task.reading
+    return reading is not None and reading.is_input and pixels.values.shape == predictor.inputs[0].shape[1:]
 
 
 def rows_of(window: Sequence[Decoded], predictor: Predictor) -> list[Row]:

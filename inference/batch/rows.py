@@ -10,12 +10,12 @@ import numpy as np
 
 from ckpt_tools.credentials import without_secrets
 
-from ..models.results import Prediction
+from ..models.results import ANSWER, Prediction
 
 if TYPE_CHECKING:
     import pyarrow
 
-Kind = Literal["label", "text", "embedding"]
+Kind = Literal["label", "text", "embedding", "outputs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class Columns:
             return {"text": None if found is None else found.text}
         if self.kind == "embedding":
             return {"embedding": None if found is None else found.embedding}
+        if self.kind == "outputs":
+            return {"outputs": None if found is None else found.shown()}
         if found is None or found.probabilities is None:
             return {"label": None, "top": None, "probabilities": None}
         return {"label": found.label, "top": self._top(found), "probabilities": found.probabilities}
@@ -69,6 +71,13 @@ class Columns:
         except orjson.JSONEncodeError:
             # A label or a text with half of a surrogate pair, which has no UTF-8. JSON has an escape for it.
             return json.dumps(self.of(row), separators=(",", ":")).encode() + b"\n"
+
+    def of_line(self, line: bytes) -> dict[str, Any]:
+        """The columns of a line, for Parquet, where outputs of any form are a text in JSON."""
+        found: dict[str, Any] = json.loads(line)
+        if found.get("outputs") is not None:
+            found["outputs"] = json.dumps(found["outputs"])
+        return found
 
     def _top(self, found: Prediction) -> list[dict[str, Any]]:
         probabilities = found.probabilities or ()
@@ -94,12 +103,14 @@ class Columns:
             "label": {"label": pa.int64(), "top": pa.list_(one), "probabilities": pa.list_(pa.float64())},
             "text": {"text": pa.string()},
             "embedding": {"embedding": pa.list_(pa.float64())},
+            "outputs": {"outputs": pa.string()},
         }[self.kind]
         return pa.schema({"name": pa.string(), **answer, "truth": pa.int64(), "error": pa.string()})
 
 
 def is_finite(found: Prediction) -> bool:
     """Whether all numbers are finite; others have no representation in JSON. Damaged weights give them."""
-    return all(
-        column.dtype.kind != "f" or bool(np.isfinite(found[name]).all()) for name, column in found.columns.items()
-    )
+    if ANSWER in found.columns:
+        return True
+    values = (np.asarray(found[name]) for name in found.columns)
+    return all(each.dtype.kind not in "fV" or bool(np.isfinite(each.astype(np.float64)).all()) for each in values)

@@ -8,6 +8,8 @@ beside the weights, or from the user:
 - ``torchvision:NAME`` and ``timm:NAME``, with arguments as in ``torchvision:resnet18?num_classes=10``; timm's own
   ``config.json`` beside the weights adds arguments, preparation and labels
 - ``module:function``: a function of the user's own that is called without arguments and returns the module
+- ``torch.export`` and ``torchscript``: the file is a program, which has no weights to be filled; with ``:module``, a
+  module of the user's own says more of it
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ckpt_tools
 from ckpt_tools.errors import FormatError, UsageError
 
-from ..common.errors import errors_of_files
+from ..common.errors import errors_of_files, one_line
 from .config_folder import CONFIG, read_config, refuse_quantized
-from .programs import PROGRAMS
+from .programs import PROGRAMS, check_asked
 
 if TYPE_CHECKING:
     import torch
@@ -38,13 +41,13 @@ LIBRARIES = ("torchvision", "timm")
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "image_size", "patch_size")
 """Sizes in the configurations of transformers, under their common names."""
 
-HOW_TO_NAME = "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME or module:function"
+HOW_TO_NAME = "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME, module:function, torch.export or torchscript"
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A parsed architecture. ``library`` is ``ours``, ``hf``, ``torchvision``, ``timm``, or the user's own module.
-    Raises UsageError if the text is none of these."""
+    """A parsed architecture. ``library`` is ``ours``, ``hf``, ``torchvision``, ``timm``, a kind of program, or the
+    user's own module. Raises UsageError if the text is none of these."""
 
     library: str
     name: str = ""
@@ -53,14 +56,12 @@ class Architecture:
     @classmethod
     def parse(cls, text: str) -> Architecture:
         """Parse ``--architecture``; imports nothing."""
-        if text in PROGRAMS:
-            raise UsageError(
-                f"{PROGRAMS[text]} does not say how an input is prepared for it; load it with inference.load_model"
-            )
-        if text in (OURS, HUGGING_FACE):
+        if text in (OURS, HUGGING_FACE, *PROGRAMS):
             return cls(text)
         library, has_name, rest = text.partition(":")
         name, _, query = rest.partition("?")
+        if library in PROGRAMS and all(part.isidentifier() for part in rest.split(".")):
+            return cls(library, rest)
         if not has_name or not all(part.isidentifier() for part in library.split(".")) or not name:
             raise UsageError(f"--architecture {text} is not an architecture; {HOW_TO_NAME}")
         if query and library not in LIBRARIES:
@@ -92,6 +93,24 @@ class Architecture:
         if self.our_name not in model_names.MODELS:
             raise UsageError(f"--architecture {OURS}:{self.name}: training has no model of its own of this name")
         return zoo.spec_of(self.our_name).build()
+
+    @property
+    def is_program(self) -> bool:
+        """Whether the file is a program, and ``name`` a module of the user's that says more of it, if any."""
+        return self.library in PROGRAMS
+
+    @property
+    def users_module(self) -> Any:
+        """The module of the user's own, None if there is none. Raises UsageError if it cannot be imported."""
+        if self.library in (OURS, HUGGING_FACE, *LIBRARIES):
+            return None
+        name = self.name if self.is_program else self.library
+        try:
+            return _imported(name, name) if name else None
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"the module {name} cannot be imported: {_said(error)}") from error
 
     @property
     def our_name(self) -> str:
@@ -128,14 +147,29 @@ class Architecture:
     def _of_user(self) -> nn.Module:
         from torch import nn
 
-        module = _imported(self.library, self.library)
+        module = self.users_module
         function = getattr(module, self.name, None)
         if not callable(function):
             raise UsageError(f"the module {self.library} has no function {self.name}")
-        model = function()
+        try:
+            model = function()
+        except Exception as error:
+            raise UsageError(f"{self.library}:{self.name} cannot build the model: {_said(error)}") from error
         if not isinstance(model, nn.Module):
             raise UsageError(f"{self.library}:{self.name} returned a {type(model).__name__}, not a torch.nn.Module")
         return model
+
+
+def check_there(url: str, architecture: str | None) -> None:
+    """Raises CkptError if there is no checkpoint that can be read at ``url``. A program is read only when it is run."""
+    if not is_program(architecture):
+        check_asked(url)
+        ckpt_tools.inspect(url)
+
+
+def is_program(architecture: str | None) -> bool:
+    """Whether the user names a kind of program. Raises UsageError if the text is not an architecture."""
+    return architecture is not None and Architecture.parse(architecture).is_program
 
 
 def _no_backbone(library: Any, name: str) -> dict[str, None]:
@@ -236,6 +270,10 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _imported(module: str, package: str) -> Any:

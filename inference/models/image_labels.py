@@ -20,7 +20,7 @@ from .images import ImageReading, Mode, max_pixels_of
 from .passes import InPasses, Passes
 from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
 from .results import BATCH, Array, Columns, Item, TensorSpec
-from .task import check_inputs, check_labels, classifier_outputs
+from .task import Task, check_inputs, check_labels, classifier_outputs
 
 Prepare = Callable[[Image.Image], Tensor]  # from an image in ``mode`` to float32 [channels, height, width]
 
@@ -79,9 +79,9 @@ class ImageLabels(InPasses):
         return torch.randn(many, *self.shape, generator=torch.Generator().manual_seed(0))
 
 
-def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, *, passes: Passes) -> ImageLabels:
-    """A torchvision classifier, with the class names of its weights if their number fits. Raises UsageError if the
-    model is not a classifier of images."""
+def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, *, passes: Passes) -> Task:
+    """A torchvision classifier, with the class names of its weights if their number fits; a model for another task is
+    answered by tensors."""
     from torchvision.models import get_model_weights
     from torchvision.transforms._presets import ImageClassification
 
@@ -89,19 +89,19 @@ def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, 
     known = weights.DEFAULT if hasattr(weights, "DEFAULT") else next(iter(weights))
     transforms = known.transforms()
     if not isinstance(transforms, ImageClassification):
-        raise UsageError(f"torchvision:{name} does not classify images, which is what can be predicted here")
+        from .networks import of_torchvision as by_tensors
+
+        return by_tensors(model, transforms, passes)
     return _classifier(model, transforms, known.meta["categories"], labels, passes)
 
 
-def of_timm(model: Any, labels: tuple[str, ...] | None, *, passes: Passes, embeddings: bool = False) -> ImageLabels:
-    """A timm classifier, with the preprocessing and the class names of its configuration. Raises UsageError if it has
-    no classes and ``embeddings`` are not asked for. FormatError if the configuration does not fit the model."""
+def of_timm(model: Any, labels: tuple[str, ...] | None, *, passes: Passes) -> ImageLabels:
+    """A timm classifier, with the preprocessing and the class names of its configuration; one without classes gives
+    embeddings. Raises FormatError if the configuration does not fit the model."""
     from timm import data
 
     # A wrapper that gives maps of features alone has no such attribute.
     num_classes = getattr(model, "num_classes", None)
-    if num_classes == 0 and not embeddings:
-        raise UsageError("the model has no classes, so it gives embeddings alone: ckpt-tools predict --embeddings")
     with errors_of_files("timm's preparation of images is not usable"):
         settings = data.resolve_model_data_config(model)
         transform = data.create_transform(**settings, is_training=False)

@@ -17,9 +17,9 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
-from .architectures import architecture_of
+from .architectures import Architecture, architecture_of, is_program
 from .config_folder import config_folder, refuse_adapter
-from .programs import PROGRAMS, SCRIPTED, check_asked, load_program
+from .programs import SCRIPTED, check_asked, check_unchanged, load_program
 from .steady import CheckpointFiles, steadily
 
 if TYPE_CHECKING:
@@ -87,13 +87,10 @@ def load_model(
         [8.0, 9.0, 10.0]
     """
     reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize).given()
-    if isinstance(model, str) and model in PROGRAMS:
-        program = model
-        if reading or dtype is not None:
-            raise UsageError(
-                f"{PROGRAMS[program]} has its own names and dtypes; leave out {', '.join(reading) or 'dtype'}"
-            )
-        return steadily(url, storage_options, lambda _: load_program(program, url, device, storage_options))
+    if isinstance(model, str) and is_program(model):
+        kind = Architecture.parse(model).library
+        check_unchanged(kind, reading, dtype)
+        return steadily(url, storage_options, lambda _: load_program(kind, url, device, storage_options).module)
     check_asked(url)
 
     def load(files: CheckpointFiles) -> nn.Module:

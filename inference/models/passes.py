@@ -16,15 +16,19 @@ from .images import ImageReading
 from .options import Exact
 from .results import Array, Item
 
+MAX_SHAPES = 256  # shapes of rows whose sizes of passes are measured, each at its first request
+
 Forward = Callable[[Tensor], Tensor]  # of rows [n, ...], with the first dimension kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """Divides rows into passes of at most ``full`` rows, padded with copies of the last row to a size of ``exact``."""
+    """Divides rows into passes of at most ``full`` rows, padded with copies of the last row to a size of ``exact``, and
+    to at least ``least`` rows."""
 
     full: int
     exact: Exact = "full"
+    least: int = 1
     _sizes: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -41,21 +45,32 @@ class Passes:
     def chunks(self, rows: Tensor, probe: Forward, random: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, int]]:
         """The rows of each pass, and how many of them are not padding. ``probe`` is a forward pass whose bits are
         compared."""
-        for chunk in rows.split(self.full):
-            missing = self._fitting(chunk, probe, random) - len(chunk)
-            yield torch.cat([chunk, chunk[-1:].expand(missing, *chunk.shape[1:])]), len(chunk)
+        shape = "x".join(map(str, rows.shape[1:]))
+        for numbers, kept in self.numbers(len(rows), shape, probe, lambda: random(self.full)):
+            yield rows[numbers], kept
 
-    def _fitting(self, chunk: Tensor, probe: Forward, random: Callable[[int], Tensor]) -> int:
+    def numbers(
+        self, many: int, shape: str, probe: Forward, random: Callable[[], Tensor]
+    ) -> Iterator[tuple[Tensor, int]]:
+        """The numbers of the rows of each pass, for ``many`` rows of ``shape``, and how many of them are not padding.
+        ``probe`` is a forward pass of rows of ``random``, whose bits are compared."""
+        for start in range(0, many, self.full):
+            kept = min(self.full, many - start)
+            size = self._fitting(kept, shape, probe, random)
+            yield torch.arange(start, start + size).clamp(max=start + kept - 1), kept
+
+    def _fitting(self, many: int, shape: str, probe: Forward, random: Callable[[], Tensor]) -> int:
         if self.exact == "off":
-            return len(chunk)
-        shape = "x".join(map(str, chunk.shape[1:]))
+            return max(many, self.least)
+        if shape not in self._sizes and len(self._sizes) >= MAX_SHAPES:
+            return self.full
         if shape not in self._sizes:
             self._sizes[shape] = (self.full,) if self.exact == "full" else self._measured(probe, random)
-        return next(size for size in self._sizes[shape] if size >= len(chunk))
+        return next(size for size in self._sizes[shape] if size >= many)
 
-    def _measured(self, probe: Forward, random: Callable[[int], Tensor]) -> tuple[int, ...]:
+    def _measured(self, probe: Forward, random: Callable[[], Tensor]) -> tuple[int, ...]:
         try:
-            return agreeing(probe, random(self.full))
+            return agreeing(probe, random(), self.least)
         except Exception:
             # A model may take only some of the inputs that have the right shape.
             return (self.full,)
@@ -89,12 +104,12 @@ class InPasses:
 
 
 @torch.inference_mode()
-def agreeing(forward: Forward, rows: Tensor) -> tuple[int, ...]:
-    """Powers of two below ``len(rows)`` as whose passes the first and the last of ``rows`` have the bits of one pass of
-    all, and ``len(rows)``."""
+def agreeing(forward: Forward, rows: Tensor, least: int = 1) -> tuple[int, ...]:
+    """Powers of two from ``least`` and below ``len(rows)`` as whose passes the first and the last of ``rows`` have the
+    bits of one pass of all, and ``len(rows)``."""
     full = len(rows)
     whole = forward(rows)
-    smaller = [2**power for power in range(full.bit_length()) if 2**power < full]
+    smaller = [2**power for power in range(full.bit_length()) if least <= 2**power < full]
     return (*(size for size in smaller if _agrees(forward, rows, whole, size)), full)
 
 
@@ -105,3 +120,10 @@ def _agrees(forward: Forward, rows: Tensor, whole: Tensor, size: int) -> bool:
 
 def _bits(found: Tensor) -> bytes:
     return found.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def packed(outputs: Mapping[str, Tensor]) -> Tensor:
+    """The bytes of several outputs, uint8 [n, bytes]."""
+    many = len(next(iter(outputs.values())))
+    parts = [each.reshape(many, each[0].numel()).contiguous() for each in outputs.values()]
+    return torch.cat([part.view(torch.uint8) for part in parts if part.shape[1]], 1)

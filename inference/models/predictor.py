@@ -24,6 +24,7 @@ from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
 from .config_folder import CONFIG, config_folder, read_config
 from .loading import bytes_of, filled
 from .options import Exact, ModelOptions
+from .programs import SCRIPTED, Program, check_asked, check_unchanged, load_program
 from .results import BYTES, Item, rows_of
 from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from .networks import Description
     from .passes import Passes
 
 
@@ -136,7 +138,9 @@ def load_predictor(
     Args:
         url: A path, or a URL of a store: as for :func:`inference.load_model`.
         name: Name of the model. Default: the last part of ``url``, without its suffix.
-        architecture: As for ``load_model``. Default: as the files beside the weights say.
+        architecture: As for ``load_model``. Default: as the files beside the weights say. The module of
+            ``"module:function"`` has to say by ``inputs`` what the network takes. ``"torchscript:MODULE"`` and
+            ``"torch.export:MODULE"`` name such a module for a program.
         labels: Class names in order. Default: those that come with the model, if any.
         dtype: dtype of the parameters. Default: the architecture's own.
         device: Device of the model.
@@ -159,28 +163,41 @@ def load_predictor(
         CkptError: as ``ckpt_tools.load_into`` says.
     """
     ModelOptions(exact=exact, max_batch=max_batch, max_pixels=max_pixels)
-    if architecture is not None:
-        Architecture.parse(architecture)
+    named = None if architecture is None else Architecture.parse(architecture)
     reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize).given()
+    texts = None if labels is None else tuple(labels)
+    settings = (texts, exact, max_batch, max_new_tokens, embeddings, dtype)
+
+    def settled(task: Task) -> Task:
+        task = as_embeddings(task) if embeddings else task
+        task = task if max_pixels is None else _limited(task, max_pixels)
+        if exact == "buckets":
+            _measure(task)
+        return task
 
     def load(files: CheckpointFiles) -> Predictor:
-        summary = ckpt_tools.inspect(files.weights.url, storage_options=storage_options)
-        with config_folder(summary.source, storage_options) as folder:
-            chosen = architecture_of(architecture, folder)
-            chosen.check_plain(folder, dequantize=dequantize)
-            model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
-            options = TaskOptions(
-                chosen, folder, None if labels is None else tuple(labels), exact, max_batch, max_new_tokens, embeddings
-            )
-            digest = digest_of(model)
-            with errors_of_files("the files beside the weights do not fit the model"):
-                task = as_embeddings(task_of(model, options)) if embeddings else task_of(model, options)
-                task = task if max_pixels is None else _limited(task, max_pixels)
-                if exact == "buckets":
-                    _measure(task)
-        identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
+        if named is not None and named.is_program:
+            program = load_program(named.library, url, device, storage_options)
+            identity = Identity(program.digest, str(url).partition("?")[0], named.library, None, None)
+            task = settled(_task_of_program(program, device, TaskOptions(named, None, *settings)))
+        else:
+            summary = ckpt_tools.inspect(files.weights.url, storage_options=storage_options)
+            with config_folder(summary.source, storage_options) as folder:
+                chosen = architecture_of(architecture, folder)
+                options = TaskOptions(chosen, folder, *settings)
+                options.check()
+                chosen.check_plain(folder, dequantize=dequantize)
+                model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
+                digest = digest_of(model)
+                with errors_of_files("the files beside the weights do not fit the model"):
+                    task = settled(task_of(model, options))
+            identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
         return Predictor(name or name_of(url), identity, task, files=files)
 
+    if named is not None and named.is_program:
+        check_unchanged(named.library, reading, dtype)
+    else:
+        check_asked(url)
     return steadily(url, storage_options, load)
 
 
@@ -222,8 +239,14 @@ def _limited(task: Task, max_pixels: int) -> Task:
 
 
 def _measure(task: Task) -> None:
-    """Predict once, so that the sizes of forward passes are known before the first request."""
-    (spec, *_) = task.inputs
+    """Predict once, so that the sizes of forward passes are known before the first request. Rows of any size are
+    measured when the first one of each shape comes."""
+    from .tensors import Tensors
+
+    if isinstance(task, Tensors):
+        task.measure()
+        return
+    (spec,) = task.inputs
     task.predict([task.decode(b"a", "a text") if spec.datatype == BYTES else spec.zeros()])
 
 
@@ -238,6 +261,20 @@ class TaskOptions:
     max_batch: int | None
     max_new_tokens: int | None
     embeddings: bool = False
+    dtype: torch.dtype | None = None
+
+    def check(self) -> None:
+        """Raises UsageError for a module of the user's own that does not say what its network takes; before weights are
+        read."""
+        if (said := self.description()) is not None:
+            said.needed_inputs()
+
+    def description(self) -> Description | None:
+        """Description of the network in the user's own module; None if there is no such module."""
+        from .networks import Description
+
+        module = self.architecture.users_module
+        return None if module is None else Description.of(module)
 
     def passes(self, full: int = MAX_BATCH) -> Passes:
         """The forward passes of a task that has ``full`` inputs in each by default."""
@@ -249,7 +286,7 @@ class TaskOptions:
 def task_of(model: nn.Module, options: TaskOptions) -> Task:
     """The task of the model. Raises UsageError if such models cannot be predicted with. FormatError if the files beside
     the weights do not say how an input is prepared."""
-    from . import image_labels
+    from . import image_labels, networks
 
     library, labels = options.architecture.library, options.labels
     if library == OURS:
@@ -258,12 +295,22 @@ def task_of(model: nn.Module, options: TaskOptions) -> Task:
         return _task_of_transformers(model, options)
     if library == "torchvision":
         return image_labels.of_torchvision(model, options.architecture.name, labels, passes=options.passes())
+    if library == "timm" and not getattr(model, "num_classes", 0) and not options.embeddings:
+        return networks.of_timm(model, options.passes())
     if library == "timm":
-        return image_labels.of_timm(model, labels, passes=options.passes(), embeddings=options.embeddings)
-    raise UsageError(
-        f"{library}:{options.architecture.name} builds a model, but does not say how an input is prepared for it; "
-        "load it with inference.load_model"
-    )
+        return image_labels.of_timm(model, labels, passes=options.passes())
+    said = options.description()
+    assert said is not None
+    return networks.of_user(model, said, options.passes(), options.dtype)
+
+
+def _task_of_program(program: Program, device: str | torch.device, options: TaskOptions) -> Task:
+    from . import networks
+
+    said, passes = options.description(), options.passes()
+    if program.kind == SCRIPTED:
+        return networks.of_script(program.found, said, passes)
+    return networks.of_export(program.found, device, said, passes)
 
 
 def _task_of_training(model: nn.Module, options: TaskOptions) -> Task:
@@ -286,23 +333,19 @@ def _task_of_training(model: nn.Module, options: TaskOptions) -> Task:
 
 
 def _task_of_transformers(model: nn.Module, options: TaskOptions) -> Task:
-    from . import encoders, image_labels, texts
+    from . import encoders, image_labels, networks, texts
 
     kind, folder = type(model).__name__, options.folder
     assert folder is not None
+    if options.embeddings and kind.endswith("Model") and not kind.endswith("LMHeadModel"):
+        return encoders.encoder_of(model, folder, passes=options.passes())
     if kind.endswith("ForImageClassification"):
         return image_labels.of_transformers(model, folder, options.labels, passes=options.passes())
     if kind.endswith("ForSequenceClassification"):
         return texts.TextLabels.from_folder(model, folder, options.labels, passes=options.passes())
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
         return texts.TextWriter.from_folder(model, folder, options.passes(), max_new_tokens=options.max_new_tokens)
-    if not kind.endswith("Model"):
-        raise UsageError(
-            f"a {kind} does not label images or texts, and does not continue texts; load it with inference.load_model"
-        )
-    if not options.embeddings:
-        raise UsageError(f"a {kind} has no head, so it gives embeddings alone: ckpt-tools predict --embeddings")
-    return encoders.encoder_of(model, folder, passes=options.passes())
+    return networks.of_transformers(model, options.passes())
 
 
 def _check_our_preparation(folder: Path | None) -> None:

@@ -10,9 +10,13 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from zipfile import BadZipFile
+
+from blake3 import blake3
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, UsageError
 
@@ -21,6 +25,7 @@ from ..common.urls import file_system, store_errors
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.export import ExportedProgram
 
 EXPORTED, SCRIPTED = "torch.export", "torchscript"
 SUFFIX = ".pt2"
@@ -28,20 +33,42 @@ SUFFIX = ".pt2"
 PROGRAMS = {EXPORTED: "a program of torch.export", SCRIPTED: "a TorchScript archive"}
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A loaded program: an ExportedProgram or a TorchScript module, and the BLAKE3 of its file."""
+
+    kind: str
+    found: Any
+    digest: str
+
+    @property
+    def module(self) -> nn.Module:
+        found: nn.Module = self.found.module() if self.kind == EXPORTED else self.found
+        return found
+
+
 def load_program(
     kind: str, url: str | Path, device: str | torch.device, storage_options: Mapping[str, Any] | None
-) -> nn.Module:
+) -> Program:
     """Load the program at ``url`` to ``device``. Raises FormatError if it is not such a program. SourceNotFoundError if
     there is no such file."""
     try:
         with _opened(str(url), storage_options) as file, _silenced():
-            return _READERS[kind](file, device)
+            # At once, so that the digest is of what is run.
+            data = file.read()
+            return Program(kind, _READERS[kind](BytesIO(data), device), f"blake3:{blake3(data).hexdigest()}")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise SourceNotFoundError(f"there is no file {url}") from error
     except PermissionError as error:
         raise FormatError(f"{url} cannot be read ({error.strerror})") from error
     except _FAILURES as error:
         raise FormatError(f"{url} is not {PROGRAMS[kind]}, or is damaged") from error
+
+
+def check_unchanged(kind: str, reading: Mapping[str, Any], dtype: object) -> None:
+    """Raises UsageError for options that change tensors, which a program has of its own."""
+    if reading or dtype is not None:
+        raise UsageError(f"{PROGRAMS[kind]} has its own names and dtypes; leave out {', '.join(reading) or 'dtype'}")
 
 
 def check_asked(url: str | Path) -> None:
@@ -53,14 +80,14 @@ def check_asked(url: str | Path) -> None:
         )
 
 
-def _exported(file: BinaryIO, device: str | torch.device) -> nn.Module:
+def _exported(file: BinaryIO, device: str | torch.device) -> ExportedProgram:
     import torch
     from torch.export.passes import move_to_device_pass
 
     program = torch.export.load(file)
     if torch.device(device).type != "cpu":
         program = move_to_device_pass(program, device)
-    return program.module()
+    return program
 
 
 def _scripted(file: BinaryIO, device: str | torch.device) -> nn.Module:
@@ -70,7 +97,7 @@ def _scripted(file: BinaryIO, device: str | torch.device) -> nn.Module:
     return model.eval()
 
 
-_READERS: Mapping[str, Callable[[BinaryIO, str | torch.device], nn.Module]] = {EXPORTED: _exported, SCRIPTED: _scripted}
+_READERS: Mapping[str, Callable[[BinaryIO, str | torch.device], Any]] = {EXPORTED: _exported, SCRIPTED: _scripted}
 
 _FAILURES = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, BadZipFile)
 """Errors of torch's readers, which do not tell a damaged file from another kind of file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,9 +17,11 @@ Item = Array | tuple[Array, ...]
 """One input of a model, without the batch dimension; a tuple for a model with several input tensors."""
 
 Columns = Mapping[str, Array]
-"""Outputs by name for some rows, each [n, ...]; texts are an array of objects."""
+"""Outputs by name for some rows, each [n, ...]; texts are an array of objects, and so are arrays of several shapes."""
 
 BYTES = "BYTES"
+
+ANSWER = "json"  # the output of a user's own ``encode``
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -77,8 +80,11 @@ class Prediction:
         found = self._plain("embedding")
         return None if found is None else tuple(found)
 
-    def shown(self) -> dict[str, Any]:
-        """The outputs as plain values of Python, nested lists for tensors."""
+    def shown(self) -> Any:
+        """The outputs as plain values of Python, nested lists for tensors; or what a user's own ``encode`` made of
+        them."""
+        if ANSWER in self.columns:
+            return json.loads(self[ANSWER])
         return {name: self._plain(name) for name in self.columns}
 
     def __eq__(self, other: object) -> bool:
@@ -88,7 +94,7 @@ class Prediction:
         return hash(tuple(self._bits().items()))
 
     def __repr__(self) -> str:
-        return f"Prediction({', '.join(f'{name}={value!r}' for name, value in self.shown().items())})"
+        return f"Prediction({', '.join(f'{name}={self._plain(name)!r}' for name in self.columns)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Only this row, not those of the whole batch."""
@@ -114,6 +120,23 @@ def texts(values: Sequence[str]) -> Array:
     found = np.empty(len(values), object)
     found[:] = values
     return found
+
+
+def joined(parts: Sequence[Array]) -> Array:
+    """Rows of several arrays one after the other: an array of objects if their shapes differ."""
+    if len(parts) == 1:
+        return parts[0]
+    if len({part.shape[1:] for part in parts}) == 1:
+        return np.concatenate(parts)
+    found = np.empty(sum(map(len, parts)), object)
+    for number, row in enumerate(row for part in parts for row in part):
+        found[number] = row
+    return found
+
+
+def in_order(rows: Array, order: Array) -> Array:
+    """``rows[order]``, without a copy if they are in order already."""
+    return rows if np.array_equal(order, np.arange(len(order))) else rows[order]
 
 
 def rows_of(columns: Columns) -> Iterator[Prediction]:

@@ -36,7 +36,8 @@ OUTPUT_PARAMETERS = {"binary_data"}
 UNSET_PARAMETERS = {"priority", "sequence_id", "sequence_start", "sequence_end", "classification"}
 """Triton's parameters that change nothing if they are 0, empty or false. Every other value of them is refused."""
 
-TO_JSON = json.JSONEncoder(separators=(",", ":")).encode
+TO_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+NOT_FINITE = "the answer has numbers that are NaN or infinite, which JSON does not have; ask for it as binary data"
 
 Json = dict[str, Any]
 
@@ -364,9 +365,15 @@ def joined_texts(texts: Iterable[bytes]) -> bytes:
 
 
 def column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> Column:
-    """A requested output, from one prediction per row."""
+    """A requested output, from one prediction per row. Raises BadRequestError if the rows differ in shape."""
     rows = [prediction[wanted.spec.name] for prediction in predictions]
-    return Column(wanted.spec, texts(rows) if wanted.spec.datatype == BYTES else np.stack(rows))
+    if wanted.spec.datatype == BYTES:
+        return Column(wanted.spec, texts(rows))
+    if len({row.shape for row in rows}) > 1:
+        raise BadRequestError(
+            f"the output {wanted.spec.name} differs in shape between the rows of the request; ask for each by itself"
+        )
+    return Column(wanted.spec, np.stack(rows))
 
 
 def infer_response(request: InferRequest, predictions: Sequence[Prediction], name: str, version: str) -> Body:
@@ -384,7 +391,10 @@ def infer_response(request: InferRequest, predictions: Sequence[Prediction], nam
     answer: Json = {"model_name": name, "model_version": version, "outputs": outputs}
     if request.id:
         answer["id"] = request.id
-    text = TO_JSON(answer).encode()
+    try:
+        text = TO_JSON(answer).encode()
+    except ValueError as error:
+        raise BadRequestError(NOT_FINITE) from error
     return Body(b"".join([text, *tails]), len(text)) if tails else Body(text)
 
 

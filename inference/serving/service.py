@@ -160,7 +160,10 @@ class Service:
             asked = await _parsed(parse, version, num_bytes)
             limits = (self.settings.timeout, asked.timeout, seconds)
             answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
-            return render(asked, answers, version)
+            try:
+                return render(asked, answers, version)
+            except BadRequestError as error:
+                raise Refused(400, str(error)) from error
 
     async def generate(
         self, name: str, number: str | None, body: bytes, *, is_stream: bool, log_fields: MutableMapping[str, str]

@@ -170,6 +170,11 @@ def infer_response(request: InferRequest, predictions: Sequence[Prediction], ver
         output = response.outputs.add(name=found.spec.name, datatype=found.spec.datatype, shape=found.shape)
         if wanted.is_binary:
             response.raw_output_contents.append(found.binary())
+        elif found.spec.datatype not in CONTENTS:
+            raise BadRequestError(
+                f"the output {found.spec.name} is of {found.spec.datatype}, which has no contents; send "
+                "raw_input_contents, which are answered by raw_output_contents"
+            )
         else:
             values = [str(value).encode() for value in found.flat()] if found.spec.datatype == BYTES else found.flat()
             getattr(output.contents, CONTENTS[found.spec.datatype]).extend(values)

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...models.predictor import Prediction, Predictor
 from ...models.results import BYTES, Item
 from ..metrics import CONTENT_TYPE, exposition
+from ..protocol import NOT_FINITE
 from ..refusals import Refused, answer
 from ..repository import Repository
 from ..service import Service, Snapshots, holding, predictions
@@ -106,7 +107,10 @@ def create_app(
             item = await read_item(form, version.predictor, service)
             (prediction,) = await predictions(version, [item], chosen.timeout)
         headers = {"X-Model-Name": version.name, "X-Model-Version": str(version.number)}
-        return JSONResponse(shown(prediction, version.predictor), headers=headers)
+        try:
+            return JSONResponse(shown(prediction, version.predictor), headers=headers)
+        except ValueError as error:
+            raise Refused(400, NOT_FINITE) from error
 
     endpoints, text = Endpoints(service), PAGE.read_text(encoding="utf-8")
     app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None, redirect_slashes=False)

@@ -130,7 +130,8 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
     words = ["--model", folder, "--input", tmp_path / "in.txt", "--output", out, "--quiet"]
     refused = CliRunner().invoke(main, list(map(str, words)))
     assert refused.exit_code == 2
-    assert "a DistilBertModel has no head, so it gives embeddings alone" in refused.stderr
+    assert "takes tensors (input_ids INT64 [-1, -1], attention_mask INT64 [-1, -1])" in refused.stderr
+    assert "or ask an encoder for --embeddings" in refused.stderr
     assert CliRunner().invoke(main, [*map(str, words), "--embeddings"]).exit_code == 6
     first, too_long, last = rows_of(out)
     assert [len(row["embedding"]) for row in (first, last)] == [24, 24]
@@ -145,7 +146,6 @@ def test_what_is_no_single_encoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a T5Model is not an encoder of images alone or of texts alone"):
         load_predictor(folder, embeddings=True)
     transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=20, **SIZES)).save_pretrained(folder)
-    with pytest.raises(UsageError, match=r"a BertForMaskedLM does not .*; load it with inference\.load_model"):
-        load_predictor(folder, embeddings=True)
-    with pytest.raises(UsageError, match="for a model that tells classes apart, and for an encoder without a head"):
-        load_predictor(save_writer(tmp_path / "writer"), embeddings=True)
+    for each in (folder, save_writer(tmp_path / "writer")):
+        with pytest.raises(UsageError, match="for a model that tells classes apart, and for an encoder without a head"):
+            load_predictor(each, embeddings=True)

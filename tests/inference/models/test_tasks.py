@@ -15,7 +15,7 @@ import transformers
 from PIL import Image
 
 import ckpt_tools
-from ckpt_tools.errors import FormatError, UsageError
+from ckpt_tools.errors import FormatError
 from inference.models.predictor import Predictor, TensorSpec, load_predictor
 from inference.models.results import Prediction
 from tests.inference.tiny_models import save_image_model, save_text_model, save_writer
@@ -190,13 +190,6 @@ def test_a_torchvision_model_of_as_many_classes_has_their_names(tmp_path: Path) 
     predictor = load_predictor(tmp_path / "net.pt", architecture="torchvision:squeezenet1_1")
     assert predictor.labels is not None
     assert predictor.labels[:2] == ("tench", "goldfish")
-
-
-def test_what_does_not_classify_is_refused(tmp_path: Path) -> None:
-    own = torchvision.models.get_model("lraspp_mobilenet_v3_large", weights=None, weights_backbone=None)
-    torch.save(own.state_dict(), tmp_path / "x.pt")
-    with pytest.raises(UsageError, match="does not classify images"):
-        load_predictor(tmp_path / "x.pt", architecture="torchvision:lraspp_mobilenet_v3_large")
 
 
 def test_a_folder_without_its_companions_is_refused(tmp_path: Path) -> None:

@@ -119,11 +119,10 @@ def test_another_model_than_config_json_names_is_refused(tmp_path: Path) -> None
         inference.load_model(folder, model="timm:test_vit?num_classes=4")
 
 
-def test_a_model_without_classes_gives_embeddings_alone(tmp_path: Path) -> None:
+def test_a_model_without_classes_gives_embeddings(tmp_path: Path) -> None:
     model = timm.create_model("test_resnet", num_classes=0).eval()
     save_for_hf(model, tmp_path / "folder", safe_serialization=True)
-    with pytest.raises(UsageError, match="the model has no classes, so it gives embeddings alone"):
-        load_predictor(tmp_path / "folder")
+    assert [spec.name for spec in load_predictor(tmp_path / "folder").outputs] == ["output"]
     predictor = load_predictor(tmp_path / "folder", embeddings=True)
     image = torch.rand(3, 160, 160)
     with torch.inference_mode():
@@ -164,12 +163,14 @@ def test_a_config_json_that_timm_cannot_use_is_named(changed: dict[str, Any], to
         load_predictor(folder)
 
 
-def test_a_model_that_gives_no_classes_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_gives_maps_of_features_is_answered_by_tensors(tmp_path: Path) -> None:
     folder = saved(tmp_path / "folder")
     save_file(timm.create_model("test_resnet", features_only=True).state_dict(), folder / "model.safetensors")
     change(folder, lambda config: config["model_args"].update(features_only=True))
+    outputs = load_predictor(folder).outputs
+    assert [spec.name for spec in outputs] == [f"output_{number}" for number in range(len(outputs))]
     with pytest.raises(UsageError, match="does not give a number for each class"):
-        load_predictor(folder)
+        load_predictor(folder, embeddings=True)
 
 
 @pytest.mark.soak

@@ -1,0 +1,591 @@
+"""Networks by tensors in and out, judged bit for bit by the network itself, called with a pass of the same size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+import transformers
+from click.testing import CliRunner
+from pyarrow import parquet
+from safetensors.torch import save_file, save_model
+from torch import Tensor, nn
+from torch.export import Dim
+
+from ckpt_tools.errors import FormatError, UsageError
+from inference.batch.__main__ import main
+from inference.models.loading import load_model
+from inference.models.predictor import Prediction, Predictor, TensorSpec, load_predictor
+
+GENERATOR = np.random.default_rng(0)
+
+Row = tuple[np.ndarray, ...]
+
+
+def in_full_passes(network: Callable[..., Any], rows: Sequence[Row], full: int) -> list[Any]:
+    """What the network gives for each of the rows, which have one shape, in passes filled with copies of the last."""
+    found = []
+    for start in range(0, len(rows), full):
+        chunk = rows[start : start + full]
+        padded = [*chunk, *[chunk[-1]] * (full - len(chunk))]
+        with torch.no_grad():
+            answer = network(*(torch.from_numpy(np.stack(each)) for each in zip(*padded, strict=True)))
+        found += [{name: each[number] for name, each in answer.items()} for number in range(len(chunk))]
+    return found
+
+
+def assert_same_bits(ours: Sequence[Prediction], theirs: Sequence[dict[str, Tensor]]) -> None:
+    for found, expected in zip(ours, theirs, strict=True):
+        assert set(found.columns) == set(expected)
+        for name, each in expected.items():
+            assert (found[name].shape, found[name].tobytes()) == (tuple(each.shape), each.numpy().tobytes())
+
+
+def floats(*shape: int) -> np.ndarray:
+    return GENERATOR.standard_normal(shape).astype(np.float32)
+
+
+def masks(size: int) -> np.ndarray:
+    return GENERATOR.integers(2, size=size).astype(bool)
+
+
+class Pair(nn.Module):
+    """Two inputs, a number, and outputs in a dictionary and a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, values: Tensor, mask: Tensor, scale: int = 2) -> dict[str, Any]:
+        found = self.linear(values) * scale
+        return {"logits": found, "pair": (found.softmax(1), mask.to(torch.int32))}
+
+
+def flat(answer: dict[str, Any]) -> dict[str, Tensor]:
+    return {"logits": answer["logits"], "pair_0": answer["pair"][0], "pair_1": answer["pair"][1]}
+
+
+@pytest.fixture
+def pair() -> Pair:
+    torch.manual_seed(0)
+    return Pair().eval()
+
+
+# --- programs
+
+
+def exported(file: Path, pair: Pair, num_rows: int, shapes: object = None) -> Path:
+    given = (torch.randn(num_rows, 4), torch.ones(num_rows, 5, dtype=torch.bool))
+    torch.export.save(torch.export.export(pair, given, {"scale": 3}, dynamic_shapes=shapes), file)
+    return file
+
+
+def test_a_program_says_itself_what_it_takes_and_gives(pair: Pair, tmp_path: Path) -> None:
+    batch, length = Dim("batch", min=1, max=6), Dim("length", min=2, max=9)
+    shapes = {"values": {0: batch}, "mask": {0: batch, 1: length}, "scale": None}
+    file = exported(tmp_path / "pair.pt2", pair, 3, shapes)
+    predictor = load_predictor(file, architecture="torch.export")
+    assert predictor.inputs == (TensorSpec("values", "FP32", (-1, 4)), TensorSpec("mask", "BOOL", (-1, -1)))
+    assert predictor.outputs == (
+        TensorSpec("logits", "FP32", (-1, 3)),
+        TensorSpec("pair_0", "FP32", (-1, 3)),
+        TensorSpec("pair_1", "INT32", (-1, -1)),
+    )
+    assert (predictor.max_batch, predictor.is_exact, predictor.identity.format) == (6, True, "torch.export")
+    rows = [(floats(4), masks(5 if number % 3 else 3)) for number in range(13)]
+    by_length: dict[int, list[int]] = {}
+    for number, (_, mask) in enumerate(rows):
+        by_length.setdefault(len(mask), []).append(number)
+    ours = predictor.predict(rows)
+    for numbers in by_length.values():
+        theirs = in_full_passes(lambda *given: flat(pair(*given, scale=3)), [rows[n] for n in numbers], 6)
+        assert_same_bits([ours[number] for number in numbers], theirs)
+    for mask in (masks(1), masks(10)):
+        with pytest.raises(FormatError, match=r"dimension 1 of mask has the size .*; the program takes 2 to 9"):
+            predictor.predict([(floats(4), mask)])
+
+
+def test_sizes_that_a_program_wants_equal_are_refused_if_they_are_not(tmp_path: Path) -> None:
+    class Product(nn.Module):
+        def forward(self, one: Tensor, two: Tensor, three: Tensor) -> Tensor:
+            return one * two + three[:, 1:]
+
+    length, batch = Dim("length", max=20), Dim("batch")
+    shapes = ({0: batch, 1: length}, {0: batch, 1: length}, {0: batch, 1: length + 1})
+    program = torch.export.export(
+        Product(), (torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 5)), dynamic_shapes=shapes
+    )
+    torch.export.save(program, tmp_path / "x.pt2")
+    predictor = load_predictor(tmp_path / "x.pt2", architecture="torch.export")
+    (found,) = predictor.predict([(floats(2), floats(2), floats(3))])
+    assert found["output"].shape == (2,)
+    with pytest.raises(FormatError, match="dimension 1 of two has the size 3, and another tensor 2"):
+        predictor.predict([(floats(2), floats(3), floats(3))])
+    with pytest.raises(FormatError, match="dimension 1 of three has the size 4; the program takes 3"):
+        predictor.predict([(floats(2), floats(2), floats(4))])
+
+
+@pytest.mark.parametrize("exact", ["full", "buckets", "off"])
+def test_a_program_of_a_fixed_batch_gets_it(exact: Any, pair: Pair, tmp_path: Path) -> None:
+    file = exported(tmp_path / "pair.pt2", pair, 4)
+    predictor = load_predictor(file, architecture="torch.export", exact=exact)
+    assert predictor.max_batch == 4
+    rows = [(floats(4), masks(5)) for _ in range(6)]
+    assert_same_bits(predictor.predict(rows), in_full_passes(lambda *given: flat(pair(*given, scale=3)), rows, 4))
+
+
+def test_a_program_that_was_made_for_two_rows_or_more_gets_no_single_one(pair: Pair, tmp_path: Path) -> None:
+    """torch may have assumed that no size is 1."""
+    dynamic = {0: Dim.DYNAMIC}
+    file = exported(tmp_path / "x.pt2", pair, 3, {"values": dynamic, "mask": dynamic, "scale": None})
+    predictor = load_predictor(file, architecture="torch.export", exact="buckets")
+    assert min(predictor.batch_sizes["4, 5"]) >= 2
+    rows = [(floats(4), masks(5))]
+    assert_same_bits(predictor.predict(rows), in_full_passes(lambda *given: flat(pair(*given, scale=3)), rows, 8))
+
+
+def test_a_program_without_a_batch_is_refused(tmp_path: Path) -> None:
+    class Sum(nn.Module):
+        def forward(self, values: Tensor) -> Tensor:
+            return values.sum()
+
+    torch.export.save(torch.export.export(Sum(), (torch.ones(3, 4),)), tmp_path / "x.pt2")
+    with pytest.raises(UsageError, match=r"the program's output is \[\]; the first dimension of every"):
+        load_predictor(tmp_path / "x.pt2", architecture="torch.export")
+    with pytest.raises(UsageError, match="has its own names and dtypes; leave out rename"):
+        load_predictor(tmp_path / "x.pt2", architecture="torch.export", rename=["a=b"])
+
+
+def test_a_script_is_described_by_a_module(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(FutureWarning, match="deprecated"):
+        torch.jit.script(nn.Sequential(pair.linear, nn.ReLU())).save(tmp_path / "script.pt")
+    with pytest.raises(UsageError, match=r"does not say the shapes of its inputs; write torchscript:MODULE.* inputs ="):
+        load_predictor(tmp_path / "script.pt", architecture="torchscript")
+    written(tmp_path, "of_script", 'inputs = {"x": ("FP32", [-1, 4])}\noutputs = {"y": ("FP32", [-1, 3])}', monkeypatch)
+    predictor = load_predictor(tmp_path / "script.pt", architecture="torchscript:of_script")
+    rows = [(floats(4),) for _ in range(3)]
+    theirs = in_full_passes(lambda given: {"y": pair.linear(given).relu()}, rows, 8)
+    assert_same_bits(predictor.predict([row[0] for row in rows]), theirs)
+
+
+def test_a_module_says_more_of_a_program(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = exported(tmp_path / "pair.pt2", pair, 1)
+    written(tmp_path, "of_program", "def encode(answer):\n    return sorted(answer)", monkeypatch)
+    predictor = load_predictor(file, architecture="torch.export:of_program")
+    (found,) = predictor.predict([(floats(4), masks(5))])
+    assert found.shown() == ["logits", "pair_0", "pair_1"]
+    with torch.no_grad():
+        given = torch.from_numpy(floats(1, 4)), torch.from_numpy(masks(5))[None]
+        own = load_model(file, model="torch.export:of_program")(*given, scale=3)
+        assert torch.equal(own["logits"], pair(*given, scale=3)["logits"])
+    written(tmp_path, "of_another", 'inputs = {"x": ("FP32", [-1, 4])}', monkeypatch)
+    with pytest.raises(UsageError, match="inputs of of_another is not what the program takes: values FP32"):
+        load_predictor(file, architecture="torch.export:of_another")
+
+
+# --- functions of the user's
+
+
+def written(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the user's, in the way of imports."""
+    (folder / f"{name}.py").write_text(f"import torch\n\n\n{text}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+NETWORK = """
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        y = self.linear(x)
+        {returned}
+
+{more}
+"""
+
+INPUTS = 'inputs = {"x": ("FP32", [-1, 3])}'
+
+
+def own_network(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, returned: str, more: str = INPUTS, **options: Any
+) -> tuple[Predictor, nn.Linear]:
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 2)
+    save_file({f"linear.{name}": each for name, each in linear.state_dict().items()}, folder / "x.safetensors")
+    name = f"own_{len(list(folder.parent.parent.glob('*')))}_{folder.name}"
+    written(folder, name, NETWORK.format(returned=returned, more=more), monkeypatch)
+    return load_predictor(folder / "x.safetensors", architecture=f"{name}:Network", **options), linear
+
+
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        ("return y", ["output"]),
+        ("return y, -y", ["output_0", "output_1"]),
+        ("return y, [-y, y]", ["output_0", "output_1_0", "output_1_1"]),
+        ('return {"a": y, "b": {"c": -y, "d": None}}', ["a", "b_c"]),
+        ('return __import__("collections").namedtuple("T", "p q")(y, -y)', ["p", "q"]),
+        ('return __import__("dataclasses").make_dataclass("D", ["p", "q"])(y, -y)', ["p", "q"]),
+    ],
+)
+def test_outputs_are_named_by_their_keys(
+    returned: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor, linear = own_network(tmp_path, monkeypatch, returned)
+    assert predictor.outputs == tuple(TensorSpec(name, "FP32", (-1, 2)) for name in names)
+    rows = [(floats(3),) for _ in range(9)]
+    (first,) = in_full_passes(lambda x: {"y": linear(x)}, rows[:1], 8)
+    assert predictor.predict([row[0] for row in rows])[0][names[0]].tobytes() == first["y"].numpy().tobytes()
+
+
+def test_outputs_get_the_users_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = f'{INPUTS}\noutputs = {{"up": ("FP32", [-1, 2]), "down": ("FP32", [-1, -1])}}'
+    predictor, linear = own_network(tmp_path, monkeypatch, "return y, -y", more)
+    assert [spec.shape for spec in predictor.outputs] == [(-1, 2), (-1, -1)]
+    row = floats(3)
+    (theirs,) = in_full_passes(lambda x: {"up": linear(x), "down": -linear(x)}, [(row,)], 8)
+    assert_same_bits(predictor.predict([row]), [theirs])
+
+
+@pytest.mark.parametrize(
+    ("returned", "more", "sentence"),
+    [
+        ("return y", "", r'does not say what its network takes; add a line such as inputs = \{"image": \("FP32"'),
+        ("return y", "inputs = 3", "is not a dictionary such as"),
+        ("return y", 'inputs = {"x": ("float", [-1, 3])}', "it is a datatype .* and a shape that begins with -1"),
+        ("return y", 'inputs = {"x": ("FP32", [1, 3])}', "a shape that begins with -1"),
+        ("return y", 'inputs = {"x": ("FP32", [-1, 0])}', "a shape that begins with -1"),
+        ("return y", 'inputs = {"x": ("FP32", [-1, 5])}', r"does not answer random values \(x FP32 \[5\]\): "),
+        ("return y", INPUTS + "\ndecode = 3", "decode of .* is a int, not a function"),
+        ("return y", INPUTS + '\noutputs = {"y": ("FP32", [-1, 3])}', r"outputs says that y is .*; the network gives"),
+        ("return y", INPUTS + '\noutputs = {"a": ("FP32", [-1, 2]), "b": ("FP32", [-1, 2])}', "outputs has a, b"),
+        ("return y.sum()", INPUTS, r"the output output has the shape \[\] for 8 rows; its first dimension has to be"),
+        ("return y, 3", INPUTS, "the output output_1 is of int; outputs are tensors"),
+        ("return y.to(torch.complex64)", INPUTS, r"the output output is of torch\.complex64"),
+        ('return {"a_b": y, "a": {"b": y}}', INPUTS, "two outputs named a_b"),
+        ("return None", INPUTS, "the network has no output"),
+        ('return {"json": y}', INPUTS + "\ndef encode(outputs):\n    return 1", "has an output named json"),
+    ],
+)
+def test_what_is_not_described_well_is_one_sentence(
+    returned: str, more: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        own_network(tmp_path, monkeypatch, returned, more)
+
+
+def test_code_of_the_user_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"weight": torch.ones(1)}, tmp_path / "x.safetensors")
+    for name, text, sentence in (
+        ("own_broken", "1 +", "the module own_broken cannot be imported: SyntaxError: invalid syntax"),
+        ("own_failing", f"{INPUTS}\ndef build():\n    return 1 / 0", "own_failing:build cannot build the model: Zero"),
+    ):
+        written(tmp_path, name, text, monkeypatch)
+        with pytest.raises(UsageError, match=sentence):
+            load_predictor(tmp_path / "x.safetensors", architecture=f"{name}:build")
+
+
+def test_rows_that_depend_on_each_other_are_answered_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor, linear = own_network(tmp_path, monkeypatch, "return y - y.mean(0), y @ y.T")
+    assert predictor.max_batch == 1
+    rows = [floats(3) for _ in range(3)]
+    for row, found in zip(rows, predictor.predict(rows), strict=True):
+        with torch.no_grad():
+            one = linear(torch.from_numpy(row)[None])
+        assert found["output_0"].tolist() == [0.0, 0.0]
+        assert found["output_1"].tobytes() == (one @ one.T)[0].numpy().tobytes()
+
+
+def test_lists_of_rows_have_a_shape_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned = 'return [{"kept": row[row > 0], "all": row} for row in y]'
+    predictor, linear = own_network(tmp_path, monkeypatch, returned)
+    assert predictor.outputs == (TensorSpec("kept", "FP32", (-1, -1)), TensorSpec("all", "FP32", (-1, -1)))
+    rows = [floats(3) for _ in range(20)]
+    found, sizes = predictor.predict(rows), set()
+    for row, each in zip(rows, found, strict=True):
+        with torch.no_grad():
+            (one,) = linear(torch.from_numpy(row)[None])
+        assert_same_bits([each], [{"kept": one[one > 0], "all": one}])
+        sizes.add(len(each["kept"]))
+    assert len(sizes) > 1
+    assert found[0] == predictor.predict(rows[:1])[0]
+
+
+def test_a_network_may_give_the_same_memory_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned = """if not hasattr(self, "memory"):
+            self.memory = torch.empty(8, 2)
+        return self.memory[:len(y)].copy_(y)"""
+    predictor, linear = own_network(tmp_path, monkeypatch, returned)
+    rows = [(floats(3),) for _ in range(20)]
+    theirs = in_full_passes(lambda x: {"output": linear(x)}, rows, 8)
+    assert_same_bits(predictor.predict([row[0] for row in rows]), theirs)
+
+
+def test_a_dtype_is_that_of_inputs_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor, linear = own_network(tmp_path, monkeypatch, "return y", dtype=torch.bfloat16)
+    assert predictor.outputs[0].datatype == "BF16"
+    row = floats(3)
+    with torch.no_grad():
+        theirs = linear.bfloat16()(torch.from_numpy(np.stack([row] * 8)).bfloat16())[0]
+    (found,) = predictor.predict([row])
+    assert found["output"].dtype == ml_dtypes.bfloat16
+    assert found["output"].tobytes() == theirs.view(torch.int16).numpy().tobytes()
+
+
+FUNCTIONS = """
+inputs = {"x": ("FP32", [-1, 3])}
+
+def decode(data):
+    import numpy
+    return numpy.array([float(each) for each in data.split()], numpy.float32)
+
+def encode(outputs):
+    return {"largest": int(outputs["output"].argmax()), "all": outputs["output"].tolist()}
+"""
+
+
+def test_files_are_predicted_by_the_users_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor, linear = own_network(tmp_path, monkeypatch, "return y", FUNCTIONS)
+    (tmp_path / "a.dat").write_text("1 2 3")
+    (tmp_path / "b.dat").write_text("1 2 x")
+    (tmp_path / "c.dat").write_text("1 2")
+    (tmp_path / "names.txt").write_text("a.dat\nb.dat\nc.dat\n")
+    module = next(file.stem for file in tmp_path.glob("own_*.py"))
+    words = ["--model", tmp_path / "x.safetensors", "--architecture", f"{module}:Network", "--quiet"]
+    words += ["--input", tmp_path / "names.txt", "--output"]
+    for out in (tmp_path / "out.jsonl", tmp_path / "out.parquet"):
+        assert CliRunner().invoke(main, [*map(str, words), str(out)]).exit_code == 6
+    with torch.no_grad():
+        (theirs,) = linear(torch.tensor([[1.0, 2.0, 3.0]] * 8))[:1].tolist()
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert rows[0]["outputs"] == {"largest": int(theirs[1] > theirs[0]), "all": theirs}
+    assert "could not convert string to float" in rows[1]["error"]
+    assert "has for x float32 [2]; the model takes FP32 [3]" in rows[2]["error"]
+    table = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert json.loads(table[0]["outputs"]) == rows[0]["outputs"]
+    assert [row["error"] for row in table] == [row["error"] for row in rows]
+    assert predictor.predict([predictor.decode(b"1 2 3", "a")])[0].shown() == rows[0]["outputs"]
+
+
+def test_an_encoder_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = f"{INPUTS}\ndef encode(outputs):\n    return 1 / 0"
+    predictor, _ = own_network(tmp_path, monkeypatch, "return y", more, exact="buckets")
+    assert predictor.batch_sizes["3"][-1] == 8
+    with pytest.raises(UsageError, match="encode does not give JSON: ZeroDivisionError"):
+        predictor.predict([floats(3)])
+
+
+# --- libraries
+
+
+def tensors_of_answer(answer: Any) -> dict[str, Tensor]:
+    return {name: each for name, each in answer.items() if isinstance(each, Tensor)}
+
+
+SIZES = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def tokens(length: int, below: int = 20) -> np.ndarray:
+    return GENERATOR.integers(below, size=length)
+
+
+def t5() -> Any:
+    config = transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def bart() -> Any:
+    config = transformers.BartConfig(
+        vocab_size=20, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, max_position_embeddings=16,
+    )  # fmt: skip
+    return transformers.BartModel(config)
+
+
+def whisper() -> Any:
+    config = transformers.WhisperConfig(
+        vocab_size=20, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, pad_token_id=0,
+        decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, num_mel_bins=4, max_source_positions=6,
+        max_target_positions=9, decoder_start_token_id=1, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def clip() -> Any:
+    text = {"vocab_size": 20, "max_position_embeddings": 9, "eos_token_id": 19, **SIZES}
+    vision = {"image_size": 16, "patch_size": 8, **SIZES}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=6))
+
+
+def bert(kind: str) -> Any:
+    return getattr(transformers, kind)(transformers.BertConfig(vocab_size=20, max_position_embeddings=16, **SIZES))
+
+
+def wav2vec2() -> Any:
+    config = transformers.Wav2Vec2Config(
+        vocab_size=9, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, num_feat_extract_layers=2, **SIZES,
+    )  # fmt: skip
+    return transformers.Wav2Vec2ForCTC(config)
+
+
+def text_row(length: int) -> Row:
+    return tokens(length), np.ones(length, np.int64)
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], Any]
+    rows: Sequence[Row]  # of one shape
+    outputs: tuple[str, ...]
+    full: int = 8
+
+
+CASES: dict[str, Case] = {
+    "t5": Case(t5, [(*text_row(7), tokens(3)) for _ in range(3)], ("logits", "encoder_last_hidden_state")),
+    "bart": Case(
+        bart, [(*text_row(7), tokens(3)) for _ in range(3)], ("last_hidden_state", "encoder_last_hidden_state")
+    ),
+    "whisper": Case(
+        whisper, [(floats(4, 12), tokens(3)) for _ in range(3)], ("logits", "encoder_last_hidden_state")
+    ),
+    "clip": Case(
+        clip,
+        [(tokens(5), floats(3, 16, 16), np.ones(5, np.int64)) for _ in range(3)],
+        ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds"),
+        full=1,
+    ),
+    "token classification": Case(
+        lambda: bert("BertForTokenClassification"), [(*text_row(7), tokens(7, 2)) for _ in range(3)], ("logits",)
+    ),
+    "question answering": Case(
+        lambda: bert("BertForQuestionAnswering"),
+        [(*text_row(7), tokens(7, 2)) for _ in range(3)],
+        ("start_logits", "end_logits"),
+    ),
+    "no head": Case(
+        lambda: bert("BertModel"), [(*text_row(7), tokens(7, 2)) for _ in range(3)],
+        ("last_hidden_state", "pooler_output"),
+    ),
+    "boxes of words": Case(
+        lambda: transformers.LayoutLMForTokenClassification(
+            transformers.LayoutLMConfig(vocab_size=20, max_2d_position_embeddings=20, **SIZES)
+        ),
+        [
+            (tokens(7), GENERATOR.integers(5, size=(7, 4)).cumsum(1), np.ones(7, np.int64), tokens(7, 2))
+            for _ in range(3)
+        ],
+        ("logits",),
+    ),
+    "wav2vec2": Case(wav2vec2, [(floats(400),) for _ in range(3)], ("logits",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_a_model_of_transformers_is_answered_by_its_own_forward(case: Case, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    case.make().save_pretrained(tmp_path)
+    predictor = load_predictor(tmp_path)
+    # A copy: those of from_pretrained lie in the file's own memory, and MKL rounds otherwise for another alignment.
+    own = deepcopy(getattr(transformers, type(case.make()).__name__).from_pretrained(tmp_path)).eval()
+    names = [spec.name for spec in predictor.inputs]
+    theirs = in_full_passes(
+        lambda *given: tensors_of_answer(own(**dict(zip(names, given, strict=True)))), case.rows, case.full
+    )
+    assert tuple(spec.name for spec in predictor.outputs) == case.outputs
+    assert predictor.max_batch == case.full
+    items = [row if len(row) > 1 else row[0] for row in case.rows]
+    ours = predictor.predict(items)
+    assert_same_bits(ours, theirs)
+    assert ours[2] == predictor.predict(items[2:])[0]
+    assert len({each[case.outputs[0]].tobytes() for each in ours}) == 3
+
+
+def test_tokens_that_a_model_has_no_place_for_are_refused(tmp_path: Path) -> None:
+    bert("BertForTokenClassification").save_pretrained(tmp_path)
+    predictor = load_predictor(tmp_path)
+    types = np.zeros(3, np.int64)
+    for ids, mask, sentence in (
+        (tokens(3) + 20, tokens(3), "input_ids has numbers that are not from 0 to 19"),
+        (tokens(3) - 20, tokens(3), "input_ids has numbers that are not from 0 to 19"),
+        (tokens(17), tokens(17), "input_ids has 17 tokens; the model takes at most 16"),
+        (tokens(3), tokens(4), "input_ids and attention_mask and token_type_ids have different numbers of tokens"),
+    ):
+        with pytest.raises(FormatError, match=sentence):
+            predictor.predict([(ids, mask, types)])
+    config = transformers.RobertaConfig(vocab_size=20, max_position_embeddings=16, **SIZES)
+    transformers.RobertaForTokenClassification(config).save_pretrained(tmp_path / "roberta")
+    roberta, types = load_predictor(tmp_path / "roberta"), np.zeros(15, np.int64)
+    assert roberta.predict([(tokens(14), types[1:] + 1, types[1:])])[0]["logits"].shape == (14, 2)
+    with pytest.raises(FormatError, match="input_ids has 15 tokens; the model takes at most 14"):
+        roberta.predict([(tokens(15), types + 1, types)])
+    types = types[:3]
+    with pytest.raises(FormatError, match=r"row 0 has for input_ids float32 \[3\]; the model takes INT64 \[-1\]"):
+        predictor.predict([(floats(3), types, types)])
+
+
+def test_a_model_that_needs_more_is_refused_by_name(tmp_path: Path) -> None:
+    config = transformers.PatchTSTConfig(num_input_channels=1, context_length=8, d_model=8, num_hidden_layers=1)
+    transformers.PatchTSTForRegression(config).save_pretrained(tmp_path)
+    with pytest.raises(
+        UsageError, match="a PatchTSTForRegression takes past_values, which is not known here; build it"
+    ):
+        load_predictor(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", ["features_only=True", "num_classes=0"])
+def test_features_of_timm_are_tensors(arguments: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    options = {"features_only": True} if "only" in arguments else {"num_classes": 0}
+    own = timm.create_model("resnet10t", **options).eval()
+    save_model(own, str(tmp_path / "x.safetensors"))
+    predictor = load_predictor(tmp_path / "x.safetensors", architecture=f"timm:resnet10t?{arguments}", max_batch=2)
+    assert predictor.inputs == (TensorSpec("image", "FP32", (-1, 3, 176, 176)),)
+
+    def named(images: Tensor) -> dict[str, Tensor]:
+        found = own(images)
+        return {f"output_{n}": each for n, each in enumerate(found)} if "only" in arguments else {"output": found}
+
+    rows = [(floats(3, 176, 176),) for _ in range(2)]
+    assert_same_bits(predictor.predict([row[0] for row in rows]), in_full_passes(named, rows, 2))
+
+
+def test_segmentation_of_torchvision(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    own = torchvision.models.get_model("lraspp_mobilenet_v3_large", weights=None, weights_backbone=None).eval()
+    torch.save(own.state_dict(), tmp_path / "x.pt")
+    predictor = load_predictor(tmp_path / "x.pt", architecture="torchvision:lraspp_mobilenet_v3_large", max_batch=2)
+    assert predictor.outputs == (TensorSpec("out", "FP32", (-1, 21, -1, -1)),)
+    rows = [(floats(3, 64, 96),), (floats(3, 96, 64),)]
+    for row, found in zip(rows, predictor.predict([row[0] for row in rows]), strict=True):
+        assert_same_bits([found], in_full_passes(own, [row], 2))
+
+
+def test_detection_of_torchvision(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    name = "ssdlite320_mobilenet_v3_large"
+    own = torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=3).eval()
+    torch.save(own.state_dict(), tmp_path / "x.pt")
+    predictor = load_predictor(tmp_path / "x.pt", architecture=f"torchvision:{name}?num_classes=3")
+    assert {spec.name: spec.shape for spec in predictor.outputs} == {
+        "boxes": (-1, -1, 4), "scores": (-1, -1), "labels": (-1, -1),
+    }  # fmt: skip
+    images = [floats(3, 64, 96), floats(3, 96, 64)]
+    for image, found in zip(images, predictor.predict(images), strict=True):
+        with torch.no_grad():
+            theirs = own([torch.from_numpy(image)])
+        assert_same_bits([found], theirs)
