@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from ckpt_tools.errors import UsageError
 
 from ..common.name_options import AS_IT_IS, Reading
+from .architectures import Architecture
 
 Exact = Literal["buckets", "full", "off"]
 """``full``: every pass has the full size. ``buckets``: also smaller ones that were found equal. ``off``: any size."""
@@ -34,6 +35,10 @@ class ModelOptions:
             raise UsageError(f"a forward pass has at least one row, not {self.max_batch}")
         if self.max_pixels is not None and self.max_pixels < 1:
             raise UsageError(f"an image has at least one pixel, so that --max-pixels is not {self.max_pixels}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise UsageError(f"at least one token is generated, not {self.max_new_tokens}")
+        if self.architecture is not None:
+            Architecture.parse(self.architecture)
 
 
 DEFAULTS = ModelOptions()

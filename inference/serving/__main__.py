@@ -11,7 +11,6 @@ from ckpt_tools.signals import killed_by_interrupts
 
 with killed_by_interrupts():
     import os
-    import re
     import socket
     import ssl
     from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ with killed_by_interrupts():
 
     import click
 
-    import ckpt_tools
     from ckpt_tools.arguments import public
     from ckpt_tools.errors import FormatError, StoreError, UsageError
 
@@ -50,10 +48,6 @@ if TYPE_CHECKING:
     from .repository import Load, Repository, Source
     from .watching import Watcher
 
-NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})=(.+)", re.DOTALL)
-
-DEFAULT_NAME = "model"
-
 RAY_EXTRA = "ray-serve"
 
 MODEL_CONTROL = "--model-control"
@@ -76,6 +70,7 @@ class Options:
 
     models: Sequence[str]
     settings: Settings
+    models_file: Path | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None
@@ -91,6 +86,9 @@ class Options:
     exact: Exact = "buckets"
     max_batch: int | None = None
     max_pixels: int | None = None
+    dtype: str | None = None
+    embeddings: bool = False
+    max_new_tokens: int | None = None
     runner: Literal["local", "ray"] = "local"
     replicas: int | None = None
     min_replicas: int | None = None
@@ -99,7 +97,7 @@ class Options:
     def __post_init__(self) -> None:
         check_port(self.port)
         check_port(self.grpc_port or 0, GRPC_PORT)
-        if not self.models:
+        if not self.models and self.models_file is None:
             raise UsageError("there is no model to serve; name one, as MODEL or by --model NAME=URL")
         if self.watch is not None and not self.watch > 0:
             raise UsageError(f"--watch is a number of seconds above 0, not {self.watch:g}")
@@ -111,7 +109,7 @@ class Options:
             raise UsageError(f"--threads is a number from 1, not {self.threads}")
         if self.keyfile is not None and self.certfile is None:
             raise UsageError("--keyfile needs --certfile")
-        self.model_options()
+        self.sources()
         self._check_replicas()
         if self.runner == "ray":
             self._check_ray()
@@ -148,16 +146,15 @@ class Options:
     def most_replicas(self) -> int:
         return self.least_replicas if self.max_replicas is None else self.max_replicas
 
-    def named(self) -> list[tuple[str, str]]:
-        """Each model's name and URL. An existing path with ``=`` in it is a path."""
-        return [_named(text) for text in self.models]
-
     def sources(self) -> list[Source]:
-        from .repository import Source
+        """The models, each with its options: those of the command line, unless it has its own."""
+        from .sources import source_of, sources_in
 
-        return [Source(name, url, self.model_options()) for name, url in self.named()]
+        defaults = self._model_options()
+        in_file = [] if self.models_file is None else sources_in(self.models_file, defaults)
+        return [*(source_of(text, defaults) for text in self.models), *in_file]
 
-    def model_options(self) -> ModelOptions:
+    def _model_options(self) -> ModelOptions:
         from ..models.options import ModelOptions
 
         return ModelOptions(
@@ -167,6 +164,9 @@ class Options:
             exact=self.exact,
             max_batch=self.max_batch,
             max_pixels=self.max_pixels,
+            dtype=self.dtype,
+            embeddings=self.embeddings,
+            max_new_tokens=self.max_new_tokens,
         )
 
     def watcher(self, repository: Repository) -> Watcher | None:
@@ -192,16 +192,10 @@ class Options:
         """Check the certificate and the headers of the models. Raises ``CkptError``."""
         if self.certfile is not None:
             _check_certificate(self.certfile, self.keyfile)
-        for _, url in self.named():
-            ckpt_tools.inspect(url)
+        from ..models.architectures import check_there
 
-
-def _named(text: str) -> tuple[str, str]:
-    name, equals, url = text.partition("=")
-    if equals and not (name and url) and not Path(text).exists():
-        raise UsageError(f"--model {text} has an empty {'URL' if name else 'NAME'}; it is NAME=URL")
-    match = None if Path(text).exists() else NAMED.fullmatch(text)
-    return (match[1], match[2]) if match else (DEFAULT_NAME, text)
+        for source in self.sources():
+            check_there(source.url, source.options.architecture)
 
 
 def _check_certificate(certificate: Path, key: Path | None) -> None:
@@ -265,9 +259,16 @@ class _Restarts:
 @click.option(
     "--model",
     "models",
-    metavar="[NAME=]URL",
+    metavar="[NAME=]URL[?OPTION=VALUE]",
     multiple=True,
-    help="Model to serve, with its name; can be repeated. The same name again is a newer version of that model.",
+    help="Model to serve, with its name and options; can be repeated. The same name again is a newer version.",
+)
+@click.option(
+    "--models",
+    "models_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="TOML file with a table for each model: url and options.",
 )
 @click.option("--architecture", help="Architecture of the weights: ours, hf, torchvision:NAME, ...")
 @reading_options
@@ -295,6 +296,9 @@ class _Restarts:
     default="buckets",
     help="Forward passes: of sizes found equal at load, all of the full size, or of any size.",
 )
+@click.option("--dtype", metavar="TEXT", help="dtype of the parameters, e.g. bfloat16.  [default: the architecture's]")
+@click.option("--embeddings", is_flag=True, help="Answer with embeddings: the input of a classifier's last layer.")
+@click.option("--max-new-tokens", type=int, metavar="N", help="Most tokens of a continued text.")
 @click.option("--max-batch", type=int, metavar="N", help="Most inputs of a forward pass.  [default: 30 or 8]")
 @click.option(
     "--max-queue-delay",

@@ -77,8 +77,8 @@ class Served:
     def num_gpus(self) -> int:
         import torch
 
-        device = self.sources[0].options.device
-        return int(torch.cuda.is_available() if device is None else device.startswith("cuda"))
+        devices = [source.options.device or ("cuda" if torch.cuda.is_available() else "cpu") for source in self.sources]
+        return int(any(device.startswith("cuda") for device in devices))
 
     def load(self, source: Source) -> Predictor:
         import torch

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from ckpt_tools.errors import CkptError, UsageError
 
 from ..common.errors import as_ckpt_error
-from ..models.options import DEFAULTS, ModelOptions
 from ..models.predictor import Prediction, Predictor
 from ..models.results import Item
 from ..models.steady import CheckpointFiles
 from .batching import Batcher, Statistics
+from .sources import Source as Source
 
 MAX_WAITING = 256
 """Rows that may wait for one model, about nine forward passes. With a full queue, clients get 503 at once."""
@@ -28,15 +28,6 @@ READY, LOADING, UNAVAILABLE = "READY", "LOADING", "UNAVAILABLE"
 WAITING_SECONDS = 0.5  # between looks at files of a model that may not be loaded yet
 LONGEST_DELAY = 30.0  # seconds between attempts to load a model again
 UNLOADED = "unloaded"  # reason of a model that was unloaded on request
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """``NAME=URL`` of the command line, and how it is loaded. Several with one name are versions of one model."""
-
-    name: str
-    url: str
-    options: ModelOptions = DEFAULTS
 
 
 Load = Callable[[Source], Predictor]  # loads the model at a source

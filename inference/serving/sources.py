@@ -1,0 +1,133 @@
+"""Models to serve and the options of each: ``--model NAME=URL?OPTION=VALUE``, and tables of a TOML file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UsageError
+
+from ..models.options import DEFAULTS, ModelOptions
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+NAMED = re.compile(rf"({NAME.pattern})=(.+)", re.DOTALL)
+DEFAULT_NAME = "model"
+
+TEXT, NUMBER, FLAG, TEXTS = "a text", "a number", "true or false", "a list of texts"
+
+KINDS: Mapping[str, str] = {
+    **dict.fromkeys(("architecture", "device", "dtype", "exact", "model_key", "key_map", "recipe"), TEXT),
+    **dict.fromkeys(("max_batch", "max_new_tokens", "max_pixels"), NUMBER),
+    **dict.fromkeys(("embeddings", "inverse", "dequantize"), FLAG),
+    **dict.fromkeys(("include", "exclude", "rename"), TEXTS),
+}
+"""Options of a model, and their values."""
+
+BEGIN = re.compile(rf"[?](?=(?:{'|'.join(KINDS)})=)")
+"""Where the options of a model begin: a URL may have a query of its own before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """``NAME=URL`` of the command line, and how it is loaded. Several with one name are versions of one model."""
+
+    name: str
+    url: str
+    options: ModelOptions = DEFAULTS
+
+
+def source_of(text: str, defaults: ModelOptions) -> Source:
+    """The model of ``[NAME=]URL[?OPTION=VALUE&...]``. A path that exists is a path, also with ``=`` or ``?`` in it.
+    Raises UsageError."""
+    name, equals, url = text.partition("=")
+    is_path = Path(text).exists()
+    if equals and not (name and url) and not is_path:
+        raise UsageError(f"--model {text} has an empty {'URL' if name else 'NAME'}; it is NAME=URL")
+    match = None if is_path else NAMED.fullmatch(text)
+    name, url = (match[1], match[2]) if match else (DEFAULT_NAME, text)
+    if Path(url).exists():
+        return Source(name, url, defaults)
+    begin = BEGIN.search(url)
+    if begin is None and "?" in url and "://" not in url:
+        raise UsageError(f"--model {text}: {_unknown(url.partition('?')[2].partition('=')[0])}")
+    if begin is None:
+        return Source(name, url, defaults)
+    given = _of_query(url[begin.end() :], f"--model {text}")
+    return Source(name, url[: begin.start()], _changed(defaults, given, f"--model {text}"))
+
+
+def _of_query(query: str, where: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in query.split("&"):
+        key, has_value, text = part.partition("=")
+        if key in found and KINDS[key] != TEXTS:
+            raise UsageError(f"{where}: {key} is given twice")
+        if not has_value:
+            raise UsageError(f"{where}: {part!r} is not OPTION=VALUE; write & within a value as %26")
+        value = _value(KINDS.get(key), unquote(text))
+        found[key] = [*found.get(key, []), value] if KINDS.get(key) == TEXTS else value
+    return found
+
+
+def _value(kind: str | None, text: str) -> Any:
+    if kind == NUMBER and text.isascii() and text.isdigit():
+        return int(text)
+    return text == "true" if kind == FLAG and text in ("true", "false") else text
+
+
+def sources_in(file: Path, defaults: ModelOptions) -> list[Source]:
+    """The model of each table of a TOML file: ``url``, and options. Raises SourceNotFoundError, StoreError or
+    FormatError if it cannot be read. UsageError for anything else in it."""
+    try:
+        tables = tomllib.loads(file.read_bytes().decode())
+    except FileNotFoundError as error:
+        raise SourceNotFoundError(f"--models: there is no file {file}") from error
+    except OSError as error:
+        raise StoreError(f"--models: {file} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise FormatError(f"--models: {file} is not TOML ({error})") from error
+    return [_of_table(name, table, defaults, f"--models {file}, {name}") for name, table in tables.items()]
+
+
+def _of_table(name: str, table: object, defaults: ModelOptions, where: str) -> Source:
+    if not isinstance(table, dict) or not isinstance(table.get("url"), str):
+        raise UsageError(f"{where} is not a table with a url")
+    if not NAME.fullmatch(name):
+        raise UsageError(f"{where} is not a name of a model, which has letters, digits, ., _ and -")
+    given = {key: value for key, value in table.items() if key != "url"}
+    return Source(name, table["url"], _changed(defaults, given, where))
+
+
+def _changed(defaults: ModelOptions, given: Mapping[str, Any], where: str) -> ModelOptions:
+    """``defaults`` with other values. Raises UsageError for an unknown option, or a value of another kind."""
+    for key, value in given.items():
+        if key not in KINDS:
+            raise UsageError(f"{where}: {_unknown(key)}")
+        if not _is(KINDS[key], value):
+            raise UsageError(f"{where}: {key} is {KINDS[key]}, not {value!r}")
+    reading: dict[str, Any] = {
+        key: tuple(value) if KINDS[key] == TEXTS else value for key, value in _among(given, defaults.reading)
+    }
+    try:
+        return replace(defaults, reading=replace(defaults.reading, **reading), **dict(_among(given, defaults)))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}") from error
+
+
+def _among(given: Mapping[str, Any], holder: Any) -> Iterable[tuple[str, Any]]:
+    return ((key, value) for key, value in given.items() if key in holder.__dataclass_fields__)
+
+
+def _is(kind: str, value: object) -> bool:
+    if kind == TEXTS:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return type(value) is {TEXT: str, NUMBER: int, FLAG: bool}[kind]
+
+
+def _unknown(key: str) -> str:
+    return f"{key!r} is not an option of a model; there are {', '.join(KINDS)}"
