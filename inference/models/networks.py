@@ -374,7 +374,7 @@ class Facts:
         return cls(config, getattr(config, "vision_config", config), below, tokens)
 
     def counted(self, model: Any, names: Sequence[str]) -> Facts:
-        """With the positions that the tables of a model of one text have, some of which begin behind the padding."""
+        """With the number of positions in the tables of a model of one text, which may begin behind the padding."""
         if "input_ids" not in names or not set(names) <= set(IDS):
             return self
         rows = np.stack([np.full(8, name == "attention_mask", np.int64) for name in names])

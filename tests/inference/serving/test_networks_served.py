@@ -204,6 +204,12 @@ def test_a_file_is_decoded_and_the_answer_encoded_by_the_user(served: Served) ->
     )
 
 
+def test_a_network_does_not_generate_texts(served: Served) -> None:
+    url = f"{served.service.url}/v2/models/scaled/generate"
+    status, found = posted(url, b'{"text_input": "a"}', "application/json")
+    assert status == 400, found
+
+
 def test_what_json_cannot_hold_is_refused_there(served: Served) -> None:
     def asked(mask: list[bool]) -> tuple[int, Any]:
         inputs = [
