@@ -32,7 +32,7 @@ END_SECONDS = 5.0
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0
 """Seconds before the process is started again; twice as many each time that it ended soon."""
 
-SOON_SECONDS = 60.0
+SOON_SECONDS = 10.0
 
 
 class BrokenModelError(Exception):
