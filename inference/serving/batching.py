@@ -1,8 +1,9 @@
 """Request batching: a bounded queue in front of the model, and the counters of each version of a model.
 
 While the model is busy, requests wait, and the next forward pass takes as many as fit; none waits for a batch to fill
-up, unless ``max_delay`` says so. A model in another process gets a full batch before it is done with the previous one,
-so that it never waits. Other requests in the batch change no bit of an answer (:mod:`..models.passes`).
+up, unless ``max_delay`` says so, or the clients of the last batch are about to ask again. A model in another process
+gets a full batch before it is done with the previous one, so that it never waits. Other requests in the batch change no
+bit of an answer (:mod:`..models.passes`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+PATIENCE = 0.25  # part of a batch's time that fewer items wait after it
 
 
 class QueueFullError(Exception):
@@ -68,6 +72,7 @@ class Batcher(Generic[Item, Result]):
     _threads: list[threading.Thread] = field(default_factory=list, init=False, repr=False)
     _num_at_work: int = field(default=0, init=False, repr=False)
     _last_end: float = field(default=0.0, init=False, repr=False)
+    _last: Execution = field(default=Execution(0, 0.0, 0.0), init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_batch < 1 or self.max_waiting < 1:
@@ -161,10 +166,17 @@ class Batcher(Generic[Item, Result]):
         return is_full or self._is_closed or is_due
 
     def _seconds_to_wait(self) -> float | None:
-        """Seconds until the first item has waited long enough; None without an item, or without such a limit."""
-        if not self._queue or self._num_at_work or not self.max_delay:
+        """Seconds until a batch of the items that wait may start; None if it may now, and if none waits.
+
+        Clients that were answered together ask again together. The first of them would get a batch of its own, for
+        which the others had to wait; so fewer items than were in the last batch wait a part of its time.
+        """
+        if not self._queue or self._num_at_work:
             return None
-        return max(0.0, self._queue[0].since + self.max_delay - time.perf_counter()) or None
+        due = self._queue[0].since + self.max_delay
+        if len(self._queue) < self._last.num_items:
+            due = max(due, self._last_end + PATIENCE * self._last.work_seconds)
+        return max(0.0, due - time.perf_counter()) or None
 
     def _answer(self, batch: Sequence[_Waiting[Item, Result]]) -> None:
         if not batch:
@@ -181,7 +193,9 @@ class Batcher(Generic[Item, Result]):
     def _observe(self, batch: Sequence[_Waiting[Item, Result]], begun: float, ended: float) -> None:
         with self._changed:
             begun, self._last_end = max(begun, self._last_end), ended
-        self.observe(Execution(len(batch), sum(begun - waiting.since for waiting in batch), ended - begun))
+            waited = sum(begun - waiting.since for waiting in batch)
+            self._last = Execution(len(batch), waited, ended - begun)
+        self.observe(self._last)
 
     def _fail(self, batch: Sequence[_Waiting[Item, Result]], error: Exception) -> None:
         """Retry each item alone, so that only the one that fails gets the error."""

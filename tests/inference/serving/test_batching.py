@@ -155,3 +155,36 @@ def test_an_idle_model_waits_for_more_as_long_as_it_is_told() -> None:
         assert work.batches == [[1, 2], [3, 4, 5]]
 
     asyncio.run(run())
+
+
+class Slow:
+    """Takes a second for each batch."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def __call__(self, items: Sequence[int]) -> list[int]:
+        self.batches.append(list(items))
+        time.sleep(1)
+        return list(items)
+
+
+def test_clients_that_were_answered_together_are_answered_together_again() -> None:
+    async def run() -> None:
+        work = Slow()
+        with Batcher(work, max_batch=8, max_waiting=10, max_delay=0.2) as batcher:
+            await asyncio.gather(*await waiting(batcher, 1, 2, 3))
+            batcher.max_delay = 0.0
+            first = await waiting(batcher, 4)
+            await asyncio.sleep(0.02)
+            await asyncio.gather(*first, *await waiting(batcher, 5, 6))
+            # One that comes alone waits a quarter of the last batch's second, and the next one not at all.
+            began = time.monotonic()
+            assert await batcher.submit(7) == 7
+            assert 1.2 < time.monotonic() - began < 2
+            began = time.monotonic()
+            assert await batcher.submit(8) == 8
+            assert time.monotonic() - began < 1.2
+        assert work.batches == [[1, 2, 3], [4, 5, 6], [7], [8]]
+
+    asyncio.run(run())
