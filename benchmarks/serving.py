@@ -122,7 +122,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What wrk says of some seconds. Durations in seconds."""
+    """The result of a run of wrk. Durations in seconds."""
 
     many: int
     rate: float
@@ -196,7 +196,7 @@ def as_form(image: Any) -> bytes:
 
 
 def requests_of() -> dict[str, Requests]:
-    """What is asked, by the name of the way."""
+    """The requests of each contestant."""
     given, json_type = images(), {"Content-Type": "application/json"}
     binary_type = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(BINARY_HEAD))}
     form_type = {"Content-Type": "multipart/form-data; boundary=X"}

@@ -1,4 +1,4 @@
-"""The public ``fingerprint``: the state of a checkpoint's files, by which a change of one of them is noticed."""
+"""The public ``fingerprint``: the state of a checkpoint's files, which differs once one of them has changed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def fingerprint(src: str | Path, *, storage_options: Mapping[str, Any] | None = 
 
 
 def _used(url: str | Path, storage_options: StorageOptions) -> frozenset[str] | None:
-    """The files with tensors; None for a checkpoint that is damaged, or of which a tree or a tag has to be named."""
+    """The files with tensors; None for a checkpoint that is damaged, or needs the name of a tree or a tag."""
     try:
         return read_checkpoint(url, ReadOptions(), storage_options=storage_options)[1].stored_files
     except (FormatError, UnsafeError, UsageError):

@@ -16,7 +16,7 @@ Exact = Literal["buckets", "full", "off"]
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """As the arguments of ``load_predictor``. Without a ``device``, the first GPU if there is one, else the CPU."""
+    """Arguments of ``load_predictor``. Without a ``device``, the first GPU if there is one, else the CPU."""
 
     architecture: str | None = None
     device: str | None = None

@@ -202,8 +202,8 @@ def load_predictor(
 
 
 def loaded(url: str, name: str, options: ModelOptions) -> Predictor:
-    """As :func:`load_predictor`, with options that another process gave. Raises UsageError too if the dtype or the
-    device is none of torch's."""
+    """The result of :func:`load_predictor` with options that another process gave. Raises UsageError too if the dtype
+    or the device is none of torch's."""
     import torch
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype, None)

@@ -170,7 +170,7 @@ class Options:
         )
 
     def watcher(self, repository: Repository) -> Watcher | None:
-        """What looks for newer checkpoints of these models, which are not loaded yet."""
+        """The watcher of ``--watch``, for models that are not loaded yet."""
         from .watching import Watcher
 
         quiet = QUIET_SECONDS if self.quiet_time is None else self.quiet_time

@@ -32,7 +32,7 @@ class Decoders:
     _num_large: int = 0
 
     async def decode(self, predictor: Predictor, data: bytes, name: str) -> Item:
-        """As ``predictor.decode``. Raises QueueFullError if too many large images wait."""
+        """The result of ``predictor.decode``, which may raise. Raises QueueFullError if too many large images wait."""
         reading = predictor.task.reading
         if reading is None:
             return await self._run(self._usual, lambda: predictor.decode(data, name))

@@ -38,7 +38,7 @@ class UnknownModelError(Exception):
 
 
 class NotReadyError(Exception):
-    """The model exists and is not loaded; ``is_unloaded`` if somebody asked for that."""
+    """The model exists and is not loaded; ``is_unloaded`` if that was requested."""
 
     def __init__(self, name: str, *, is_unloaded: bool) -> None:
         super().__init__(f"the model {name} is {'not loaded' if is_unloaded else 'being loaded'}")
@@ -154,7 +154,7 @@ class Repository:
         return slot.version is not None
 
     def note_failure(self, slot: Slot, what: str, error: Exception) -> None:
-        """State and reason of a model of which the last ``what`` failed."""
+        """Set state and reason of a model after the last ``what`` failed."""
         slot.state = READY if self.is_answering(slot) else UNAVAILABLE
         slot.reason = f"the last {what} failed ({type(error).__name__}); the log of the service says why"
 

@@ -316,7 +316,7 @@ async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferReques
 
 
 async def _described(version: Version) -> Json:
-    """What metadata and configuration both say of a model. Raises ``Refused`` 503 if its process has ended."""
+    """Facts that metadata and configuration both give of a model. Raises ``Refused`` 503 if its process has ended."""
     try:
         sizes = await asyncio.to_thread(lambda: version.predictor.batch_sizes)
     except ModelsEndedError as error:
@@ -326,7 +326,7 @@ async def _described(version: Version) -> Json:
 
 
 def texts(values: Json) -> dict[str, str]:
-    """Values as texts, for messages whose values are texts: what is no text in JSON, and without what is not known."""
+    """Values for messages that hold only texts: each other value as JSON. Unknown values are left out."""
     return {
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in values.items()

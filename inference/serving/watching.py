@@ -88,7 +88,7 @@ class Watcher:
     def _run(self) -> None:
         while not self._ending.wait(min(self.seconds, self.quiet or self.seconds) if self._waiting else self.seconds):
             for slot in self.repository.slots:
-                with suppress(Exception):  # of telling, where nobody reads what is told any more
+                with suppress(Exception):  # of ``tell``, when standard error is closed
                     self.visit(slot)
 
     def visit(self, slot: Slot) -> None:

@@ -118,7 +118,7 @@ class FsspecStore(Store):
         return {name: size_of(info, self.url) for name, info in names.items()}
 
     def version(self, path: str) -> str:
-        """That in the listing."""
+        """The version in the listing."""
         return self._versions.get(path, "")
 
     def modified(self, path: str) -> float | None:
@@ -170,7 +170,7 @@ _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD
 
 
 def _version_of(info: Mapping[str, Any]) -> str:
-    """Empty if the file system says nothing but the size."""
+    """A text of all that identifies the content of a file; empty if the file system tells only the size."""
     found = [str(info[name]) for name in (*_VERSIONS, *_TIMES) if info.get(name)]
     return " ".join([*found, str(info.get("size"))]) if found else ""
 

@@ -103,7 +103,7 @@ class Process:
             raise ModelsEndedError(self.how()) from error
 
     def how(self) -> str:
-        """How it ended, as a sentence."""
+        """A sentence on how it ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
         code = self.process.returncode
@@ -151,8 +151,8 @@ class RemoteModels:
         return self._process.process.pid
 
     def load(self, source: Source) -> Predictor:
-        """As :func:`.predictor.load_predictor`. The model stays loaded as long as the result is referenced. Raises
-        ModelsEndedError if the process ends meanwhile."""
+        """Load a model, as :func:`.predictor.load_predictor` does. It stays loaded as long as the result is referenced.
+        Raises ModelsEndedError if the process ends meanwhile."""
         process, number = self._process, next(self._numbers)
         connection = process.connect()
         asked = Load(number, source.url, source.name, source.options, self.threads)

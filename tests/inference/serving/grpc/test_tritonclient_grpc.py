@@ -15,6 +15,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from inference.models.predictor import load_predictor
 from inference.serving.grpc.requests import MESSAGES, METHODS, SERVICE
 from tests.inference.conftest import Service, running_service
+from tests.inference.serving.tritons_refusals import UNSUPPORTED, check_classes_and_shared_memory, check_option
 from training.data.datasets import LabelledImages
 
 RENAMED = {
@@ -135,40 +136,15 @@ def test_it_is_told_what_is_wrong(client: grpc.InferenceServerClient) -> None:
         client.infer("m", [given])
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"sequence_id": 7}, "sequence_id"),
-        ({"sequence_id": "seven"}, "sequence_id"),
-        ({"priority": 1}, "priority"),
-        ({"parameters": {"top_k": 3}}, "top_k"),
-    ],
-)
+@pytest.mark.parametrize(("options", "name"), UNSUPPORTED)
 def test_a_parameter_that_is_not_followed_is_refused(
     client: grpc.InferenceServerClient, options: dict[str, Any], name: str
 ) -> None:
-    given = grpc.InferInput("image", [1, 28, 28], "UINT8")
-    given.set_data_from_numpy(np.zeros((1, 28, 28), np.uint8))
-    with pytest.raises(Exception, match=f"the parameter '{name}' of the request is not supported"):
-        client.infer("m", [given], **options)
+    check_option(grpc, client, options, name)
 
 
 def test_classes_and_shared_memory_are_refused(client: grpc.InferenceServerClient) -> None:
-    given = grpc.InferInput("image", [1, 28, 28], "UINT8")
-    given.set_data_from_numpy(np.zeros((1, 28, 28), np.uint8))
-    shared = grpc.InferInput("image", [1, 28, 28], "UINT8")
-    shared.set_shared_memory("region", 784)
-    with pytest.raises(Exception, match="the parameter 'shared_memory_byte_size' of the input image is not supported"):
-        client.infer("m", [shared])
-    to_memory = grpc.InferRequestedOutput("label")
-    to_memory.set_shared_memory("region", 8)
-    with pytest.raises(Exception, match="the parameter 'shared_memory_byte_size' of the output label is not supported"):
-        client.infer("m", [given], outputs=[to_memory])
-    classes = grpc.InferRequestedOutput("probabilities", class_count=3)
-    with pytest.raises(Exception, match="the parameter 'classification' of the output probabilities is not supported"):
-        client.infer("m", [given], outputs=[classes])
-    with pytest.raises(Exception, match=r"UNIMPLEMENTED|Method not found"):
-        client.get_system_shared_memory_status()
+    check_classes_and_shared_memory(grpc, client, r"UNIMPLEMENTED|Method not found")
 
 
 def test_it_manages_the_repository(client: grpc.InferenceServerClient) -> None:

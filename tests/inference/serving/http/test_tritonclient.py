@@ -12,6 +12,7 @@ from tritonclient import http
 
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import Service, running_service
+from tests.inference.serving.tritons_refusals import UNSUPPORTED, check_classes_and_shared_memory, check_option
 from training.data.datasets import LabelledImages
 
 
@@ -70,40 +71,15 @@ def test_it_is_told_what_is_wrong(client: http.InferenceServerClient) -> None:
         client.infer("m", [given])
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"sequence_id": 7}, "sequence_id"),
-        ({"sequence_id": "seven"}, "sequence_id"),
-        ({"priority": 1}, "priority"),
-        ({"parameters": {"top_k": 3}}, "top_k"),
-    ],
-)
+@pytest.mark.parametrize(("options", "name"), UNSUPPORTED)
 def test_a_parameter_that_is_not_followed_is_refused(
     client: http.InferenceServerClient, options: dict[str, Any], name: str
 ) -> None:
-    given = http.InferInput("image", [1, 28, 28], "UINT8")
-    given.set_data_from_numpy(np.zeros((1, 28, 28), np.uint8))
-    with pytest.raises(Exception, match=f"the parameter '{name}' of the request is not supported"):
-        client.infer("m", [given], **options)
+    check_option(http, client, options, name)
 
 
 def test_classes_and_shared_memory_are_refused(client: http.InferenceServerClient) -> None:
-    given = http.InferInput("image", [1, 28, 28], "UINT8")
-    given.set_data_from_numpy(np.zeros((1, 28, 28), np.uint8))
-    shared = http.InferInput("image", [1, 28, 28], "UINT8")
-    shared.set_shared_memory("region", 784)
-    with pytest.raises(Exception, match="the parameter 'shared_memory_byte_size' of the input image is not supported"):
-        client.infer("m", [shared])
-    to_memory = http.InferRequestedOutput("label")
-    to_memory.set_shared_memory("region", 8)
-    with pytest.raises(Exception, match="the parameter 'shared_memory_byte_size' of the output label is not supported"):
-        client.infer("m", [given], outputs=[to_memory])
-    classes = http.InferRequestedOutput("probabilities", class_count=3)
-    with pytest.raises(Exception, match="the parameter 'classification' of the output probabilities is not supported"):
-        client.infer("m", [given], outputs=[classes])
-    with pytest.raises(Exception, match=r"404|Not Found"):
-        client.get_system_shared_memory_status()
+    check_classes_and_shared_memory(http, client, r"404|Not Found")
 
 
 def test_it_manages_the_repository(client: http.InferenceServerClient) -> None:
