@@ -154,29 +154,26 @@ class Batcher(Generic[Item, Result]):
     def _next_batch(self) -> list[_Waiting[Item, Result]]:
         """The longest waiting items, as soon as a batch may start; empty at the end."""
         with self._changed:
-            while not self._may_take():
-                self._changed.wait(self._seconds_to_wait())
+            while (seconds := self._seconds_to_wait()) is None or seconds > 0:
+                self._changed.wait(seconds)
             self._num_at_work += 1
             return [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
 
-    def _may_take(self) -> bool:
-        """While the model is busy, only a full batch may start."""
-        is_full = len(self._queue) >= self.max_batch
-        is_due = bool(self._queue) and not self._num_at_work and not self._seconds_to_wait()
-        return is_full or self._is_closed or is_due
-
     def _seconds_to_wait(self) -> float | None:
-        """Seconds until a batch of the items that wait may start; None if it may now, and if none waits.
+        """Seconds until the next batch may start; None if not before something changes. While the model is busy, only a
+        full batch may start.
 
         Clients that were answered together ask again together. The first of them would get a batch of its own, for
         which the others had to wait; so fewer items than were in the last batch wait a part of its time.
         """
+        if len(self._queue) >= self.max_batch or self._is_closed:
+            return 0.0
         if not self._queue or self._num_at_work:
             return None
         due = self._queue[0].since + self.max_delay
         if len(self._queue) < self._last.num_items:
             due = max(due, self._last_end + PATIENCE * self._last.work_seconds)
-        return max(0.0, due - time.perf_counter()) or None
+        return due - time.perf_counter()
 
     def _answer(self, batch: Sequence[_Waiting[Item, Result]]) -> None:
         if not batch:

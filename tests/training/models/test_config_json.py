@@ -93,7 +93,8 @@ def test_an_image_is_prepared_as_it_says(size: tuple[int, int], mode: str, tmp_p
     plain = image.convert(stated["mode"]).resize((stated["width"], stated["height"]), resample)
     expected = (np.asarray(plain) / 255 - stated["mean"]) / stated["std"]
     decoded = load_predictor(with_weights(tmp_path, "cnn")).decode(file.getvalue(), "image")
-    assert np.allclose(to_input(decoded.unsqueeze(0))[0, 0].numpy(), expected, atol=1e-6)
+    assert isinstance(decoded, np.ndarray)
+    assert np.allclose(to_input(torch.from_numpy(decoded)[None])[0, 0].numpy(), expected, atol=1e-6)
 
 
 def test_another_preparation_than_ours_is_refused(tmp_path: Path) -> None:
