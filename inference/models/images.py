@@ -35,8 +35,9 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 @dataclass(frozen=True, slots=True)
 class ImageReading:
     """Decoding of an image file to pixels: in ``mode``, upright as its EXIF says, and scaled to ``size`` (width,
-    height) if that is given. Larger images than ``max_pixels`` are refused. A larger JPEG file is decoded at a half, a
-    fourth or an eighth of its size, as Pillow's ``draft`` does. ``is_input`` if the pixels are an input of the model."""
+    height) if that is given. Larger images than ``max_pixels`` are refused. A larger JPEG file is decoded at a
+    half, a fourth or an eighth of its size, as Pillow's ``draft`` does. ``is_input`` if the pixels are an input of
+    the model."""
 
     mode: Mode
     size: tuple[int, int] | None = None
