@@ -77,9 +77,11 @@ class Process:
             connection = self.free.pop()
         except IndexError:
             connection = self.connect()
-        found = self.ask_by(connection, asked)
-        self.free.append(connection)
-        return found
+        try:
+            return self.ask_by(connection, asked)
+        finally:
+            # After an end of the process nothing asks this object again.
+            self.free.append(connection)
 
     def ask_by(self, connection: Connection, asked: Request) -> Any:
         with self._speaking():
