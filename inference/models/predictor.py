@@ -86,7 +86,7 @@ class Predictor:
 
     @property
     def batch_sizes(self) -> Mapping[str, tuple[int, ...]]:
-        """Sizes of forward passes by the shape of an input, as far as they are known."""
+        """Sizes of forward passes by the shape of an input, for shapes that were predicted."""
         return self.task.batch_sizes
 
     def decode(self, data: bytes, name: str) -> Item:

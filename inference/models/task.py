@@ -23,10 +23,10 @@ def classifier_outputs(num_classes: int, num_features: int | None) -> tuple[Tens
 
 
 class Task(Protocol):
-    """Maps bytes to inputs, and inputs to predictions. ``labels`` are the class names, if known. ``max_batch`` is the
-    most inputs of a forward pass, and ``batch_sizes`` the sizes of passes by the shape of an input, as far as they are
-    known. If ``is_exact``, an answer has the same bits whatever else is in the batch. ``reading`` is how image files
-    are decoded, None for other inputs."""
+    """Maps bytes to inputs, and inputs to predictions. ``labels`` are the class names, if known. ``max_batch`` is
+    the most inputs of a forward pass, and ``batch_sizes`` the sizes of passes by the shape of an input, for those
+    that were predicted. If ``is_exact``, an answer has the same bits whatever else is in the batch. ``reading`` is
+    how image files are decoded, None for other inputs."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]: ...
