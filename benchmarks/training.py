@@ -205,7 +205,7 @@ def _batches(config: Any, epoch: int) -> Iterator[tuple[Any, Any]]:
 
     from training.data.datasets import load_dataset, to_input
 
-    samples, device = load_dataset(config.dataset, "train", None).first(config.num_samples), _device()
+    samples, device = load_dataset("digits", "train", None).first(config.num_samples), _device()
     assert len(samples) == config.num_samples
     order = torch.randperm(config.num_samples, generator=torch.Generator().manual_seed(epoch))
     share, rank = BATCH // config.num_workers, torch.distributed.get_rank()
@@ -220,9 +220,9 @@ def _bare_fsdp2(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
 
     from training.models.zoo import spec_of
 
-    spec = spec_of(config.model)
-    model = spec.build().to(_device())
-    for block in spec.blocks_of(model):
+    made = spec_of(config).make()
+    model = made.module.to(_device())
+    for block in made.blocks:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
@@ -248,7 +248,7 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     from training.models.zoo import spec_of
 
     join_process_group(_device())
-    model = spec_of(config.model).build()
+    model = spec_of(config).make().module
     options = deepspeed_config(config, config.num_workers)
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -294,7 +294,7 @@ def stall_turns(work: str, asked: Asked, folder: Path) -> Turns:
     from training.loop.saving import Saver
 
     engine = _engine(asked, folder)
-    config, outlet, numbers = engine._config, FolderOutlet(folder), count(1)
+    config, outlet, numbers = engine._config, FolderOutlet(engine._config), count(1)
     background, waiting = (
         Saver(replace(config, async_save=is_async), engine, outlet, lambda: None) for is_async in (True, False)
     )
@@ -328,7 +328,7 @@ def _engine(asked: Asked, folder: Path) -> Any:
     )
     engine: Any = create_engine(config, schedule_for(10, 0.1, "cosine"), _device())
     words = torch.zeros(1, 8, dtype=torch.int64, device=_device())
-    engine.step(words, words)
+    engine.step((words, words))
     return engine
 
 

@@ -29,7 +29,10 @@ def main(**options: Any) -> None:
         from .launchers import launch
 
         result = launch(config)
-    click.echo(f"{result.correct} of {result.total} held-out samples right ({result.accuracy:.4f})")
+    if result.total:
+        click.echo(f"{result.correct} of {result.total} held-out samples right ({result.accuracy:.4f})")
+    else:
+        click.echo("  ".join(f"held-out {name} {value:.4f}" for name, value in result.held_out.items()))
     click.echo(f"checkpoint: {result.checkpoint}")
 
 

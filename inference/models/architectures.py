@@ -7,7 +7,8 @@ beside the weights, or from the user:
 - ``hf``: the class that ``config.json`` names, of transformers, without any code of the folder (``trust_remote_code``)
 - ``torchvision:NAME`` and ``timm:NAME``, with arguments as in ``torchvision:resnet18?num_classes=10``; timm's own
   ``config.json`` beside the weights adds arguments, preparation and labels
-- ``module:function``: a function of the user's own that is called without arguments and returns the module
+- ``module:function``: a function of the user's own, with arguments as above, which returns the module, or a dictionary
+  with it as ``model``, as for training
 - ``torch.export`` and ``torchscript``: the file is a program, which has no weights to be filled; with ``:module``, a
   module of the user's own says more of it
 """
@@ -64,8 +65,6 @@ class Architecture:
             return cls(library, rest)
         if not has_name or not all(part.isidentifier() for part in library.split(".")) or not name:
             raise UsageError(f"--architecture {text} is not an architecture; {HOW_TO_NAME}")
-        if query and library not in LIBRARIES:
-            raise UsageError(f"--architecture {text}: only torchvision and timm take arguments; {HOW_TO_NAME}")
         return cls(library, name, _arguments(text, query))
 
     def check_plain(self, folder: Path | None, *, dequantize: bool) -> None:
@@ -92,7 +91,7 @@ class Architecture:
 
         if self.our_name not in model_names.MODELS:
             raise UsageError(f"--architecture {OURS}:{self.name}: training has no model of its own of this name")
-        return zoo.spec_of(self.our_name).build()
+        return zoo.our_model(self.our_name, **self.arguments)
 
     @property
     def is_program(self) -> bool:
@@ -152,9 +151,11 @@ class Architecture:
         if not callable(function):
             raise UsageError(f"the module {self.library} has no function {self.name}")
         try:
-            model = function()
+            made = function(**self.arguments)
         except Exception as error:
             raise UsageError(f"{self.library}:{self.name} cannot build the model: {_said(error)}") from error
+        # A function for training may return its blocks and its loss too.
+        model = made.get("model") if isinstance(made, Mapping) else made
         if not isinstance(model, nn.Module):
             raise UsageError(f"{self.library}:{self.name} returned a {type(model).__name__}, not a torch.nn.Module")
         return model

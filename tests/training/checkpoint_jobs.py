@@ -6,15 +6,14 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from tests.training.jobs import small_config
-from training.checkpoints import randomness
 from training.config.train_config import TrainConfig
+from training.data import randomness
 from training.launchers.torchrun import run_rank
 
 STOPPED_AFTER = 6
@@ -64,16 +63,15 @@ def draws() -> list[float]:
 
 
 def check_randomness() -> None:
-    """Each rank goes on with its own stream, which no other has."""
-    of_rank = partial(randomness.restore, seed=1, stream=torch.distributed.get_rank())
-    of_rank(None, step=2)
-    draws()
-    saved = randomness.gathered()
-    expected = draws()
-    of_rank(None, step=3)
-    assert draws() != expected
-    of_rank(saved, step=3)
-    assert draws() == expected
+    """Each rank has its own stream at each step, which no other has."""
+
+    def at(step: int) -> list[float]:
+        randomness.begin(1, step, torch.distributed.get_rank())
+        return draws()
+
+    expected = at(2)
+    assert at(3) != expected
+    assert at(2) == expected
     ranks: list[list[float]] = [[]] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, expected)
     assert len({tuple(each) for each in ranks}) == len(ranks)

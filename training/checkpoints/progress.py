@@ -11,13 +11,13 @@ from typing import Any
 class Progress:
     """Position of a run between two optimizer steps. ``epoch`` and ``step`` are numbers of finished ones, ``batch`` the
     number of finished global batches of the current epoch, and ``loss_sum`` the sum of their mean losses. With the seed
-    these determine the next samples. ``rng``: random number generators of all ranks (:mod:`.randomness`)."""
+    these determine the next samples and random numbers. ``data``: state of an iterable dataset, as JSON."""
 
     epoch: int = 0
     step: int = 0
     batch: int = 0
     loss_sum: float = 0.0
-    rng: str | None = None
+    data: str | None = None
 
     def __post_init__(self) -> None:
         assert 0 <= self.epoch <= self.step or (self.epoch, self.step) == (0, 0)
@@ -43,11 +43,11 @@ class Progress:
         epoch, step = entries.get("epoch"), entries.get("step", entries.get("global_step"))
         if type(epoch) is not int or type(step) is not int:
             return None
-        batch, loss_sum, rng = (entries.get(name) for name in ("batch", "loss_sum", "rng"))
+        batch, loss_sum, data = (entries.get(name) for name in ("batch", "loss_sum", "data"))
         return cls(
             epoch,
             step,
             batch=batch if type(batch) is int else 0,
             loss_sum=loss_sum if type(loss_sum) is float else 0.0,
-            rng=rng if type(rng) is str else None,
+            data=data if type(data) is str else None,
         )

@@ -57,7 +57,7 @@ def reworded(message: str, checkpoint: Path | str) -> str:
 
 SETTINGS_ENTRY = "settings"
 
-ORDERING = frozenset({"dataset", "num_samples", "batch_size", "seed"})
+ORDERING = frozenset({"dataset", "dataset_arg", "num_samples", "epoch_steps", "batch_size", "seed"})
 """Settings that determine the samples of each batch."""
 
 
@@ -73,7 +73,7 @@ def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
     read."""
     extra = _extra(checkpoint)
     recorded = _recorded(extra)
-    differing = [name for name, value in recorded.items() if value != getattr(config, name)]
+    differing = [name for name, value in recorded.items() if value != config.settings[name]]
     _check_differing(config, recorded, differing)
     _check_overrides(config, recorded, differing)
     _check_position(config, extra, recorded, differing)
@@ -115,7 +115,7 @@ def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterabl
 def _check_overrides(config: TrainConfig, recorded: Settings, differing: Iterable[str]) -> None:
     same = [name for name in recorded if name not in differing and spelt(name) in config.override]
     if same:
-        value = _shown(getattr(config, same[0]))
+        value = _shown(config.settings[same[0]])
         raise UsageError(
             f"--override {spelt(same[0])} changes nothing: --{spelt(same[0])} is {value} here and in the checkpoint; "
             f"leave it out"
@@ -134,7 +134,7 @@ def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Set
 
 
 def _change(config: TrainConfig, recorded: Settings, name: str) -> str:
-    return f"--{spelt(name)} is {_shown(getattr(config, name))} here and {_shown(recorded[name])} in the checkpoint"
+    return f"--{spelt(name)} is {_shown(config.settings[name])} here and {_shown(recorded[name])} in the checkpoint"
 
 
 def _shown(value: object) -> str:

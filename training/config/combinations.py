@@ -7,6 +7,7 @@ from itertools import chain
 
 from .model_names import MODELS, ModelFacts, facts_of
 from .options import Options, spelt
+from .references import is_function, text_of
 
 FSDP_OPTIONS = ("cpu_offload", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
 
@@ -24,7 +25,7 @@ Rules = Iterator[tuple[str, str]]
 
 
 def _facts(run: Options) -> ModelFacts:
-    facts = facts_of(run.model)
+    facts = facts_of(run.model, run.model_arguments)
     assert facts is not None, "an unknown model breaks an earlier rule"
     return facts
 
@@ -48,13 +49,15 @@ def _strategy(run: Options) -> Rules:
 
 
 def _model(run: Options) -> Rules:
-    if facts_of(run.model) is None:
-        yield "model", f"--model is one of {', '.join(MODELS)} or hf:FOLDER, not {run.model!r}"
+    if facts_of(run.model, {}) is None:
+        yield "model", f"--model is one of {', '.join(MODELS)}, hf:FOLDER or a function, not {run.model!r}"
+    if "own" in (_facts(run).task, "own" if is_function(run.dataset) else ""):
+        return
     is_text = _facts(run).task == "text"
     if is_text and run.dataset != "text":
-        yield "task", f"--model {run.model} learns from text: give --dataset text"
+        yield "task", f"--model {text_of(run.model)} learns from text: give --dataset text"
     if not is_text and run.dataset == "text":
-        yield "task", f"--model {run.model} learns from images, and --dataset is text"
+        yield "task", f"--model {text_of(run.model)} learns from images, and --dataset is text"
 
 
 def _shard_size(run: Options) -> Rules:
@@ -91,9 +94,9 @@ def _tensor(run: Options) -> Rules:
     if run.tp > 1 and not _is_fully_sharded(run):
         yield "tp strategy", f"--tp goes together with FSDP2, and --strategy is {run.sharding.name}"
     if run.tp > 1 and heads == 0:
-        yield "tp model", f"--tp is for --model lm; the layers of {run.model} cannot be split"
-    if heads % run.tp:
-        yield "tp heads", f"--tp {run.tp} does not divide the {heads} heads of --model {run.model}"
+        yield "tp model", f"--tp is for --model lm; the layers of {text_of(run.model)} cannot be split"
+    if run.tp > 1 and heads % run.tp:
+        yield "tp heads", f"--tp {run.tp} does not divide the {heads} heads of --model {text_of(run.model)}"
     if run.num_workers % run.tp:
         yield "tp workers", f"--tp {run.tp} does not divide --num-workers {run.num_workers}"
 
@@ -105,9 +108,9 @@ def _pipeline(run: Options) -> Rules:
     if run.pp_schedule == "gpipe" and not _is_torch(run):
         yield "pp-schedule", f"--pp-schedule gpipe is for FSDP2, and --strategy is {name}"
     if run.pp > 1 and layers == 0:
-        yield "pp model", f"--pp is for --model lm; the layers of {run.model} cannot be cut into stages"
+        yield "pp model", f"--pp is for --model lm; the layers of {text_of(run.model)} cannot be cut into stages"
     if run.pp > max(layers, 1):
-        yield "pp layers", f"--pp {run.pp} is more stages than the {layers} layers of --model {run.model}"
+        yield "pp layers", f"--pp {run.pp} is more stages than the {layers} layers of --model {text_of(run.model)}"
     if run.num_workers % run.pp:
         yield "pp workers", f"--pp {run.pp} does not divide --num-workers {run.num_workers}"
     if run.pp_schedule is not None and run.pp == 1:
@@ -130,9 +133,9 @@ def _experts(run: Options) -> Rules:
             "without --ep",
         )
     if ep > 1 and experts == 0:
-        yield "ep model", f"--ep is for --model lm-moe; {run.model} has no experts"
-    if experts % ep:
-        yield "ep experts", f"--ep {ep} does not divide the {experts} experts of --model {run.model}"
+        yield "ep model", f"--ep is for --model lm-moe; {text_of(run.model)} has no experts"
+    if ep > 1 and experts % ep:
+        yield "ep experts", f"--ep {ep} does not divide the {experts} experts of --model {text_of(run.model)}"
     if run.num_workers % ep:
         yield "ep workers", f"--ep {ep} does not divide --num-workers {run.num_workers}"
     if size is not None and size % ep:

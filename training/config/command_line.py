@@ -20,7 +20,8 @@ from ckpt_tools.errors import CkptError, UsageError
 from . import PACKAGE
 from .model_names import HUGGING_FACE
 from .options import described, spelt
-from .train_config import TrainConfig
+from .references import absolute, entries_of
+from .train_config import REFERENCES, TrainConfig
 
 CONFIGS = "configs"
 SUFFIX = ".toml"
@@ -45,7 +46,9 @@ def read_defaults(context: click.Context, parameter: click.Parameter, value: str
     for key in given:
         if key.replace("-", "_") not in known or "_" in key:
             raise click.BadParameter(f"{value}: {key} is not an option of a run")
-    context.default_map = {key.replace("-", "_"): entry for key, entry in given.items()}
+    context.default_map = {
+        key.replace("-", "_"): entries_of(entry) if isinstance(entry, dict) else entry for key, entry in given.items()
+    }
 
 
 def _parsed(value: str) -> dict[str, Any]:
@@ -141,7 +144,9 @@ def _click_type(kind: Any, choices: Sequence[str]) -> Any:
 def config_of(options: dict[str, Any]) -> TrainConfig:
     """The run with these options; relative paths are those of the current folder. Raises ``UsageError``."""
     paths = {name: options[name].absolute() for name in ("out", "data_root", "deepspeed_config") if options[name]}
-    return TrainConfig(**(options | paths))
+    functions = {name: absolute(options[name]) for name in REFERENCES if name != "callback"}
+    functions["callback"] = tuple(map(absolute, options["callback"]))
+    return TrainConfig(**(options | paths | functions))
 
 
 def parsed(words: Sequence[str]) -> dict[str, Any]:
@@ -158,7 +163,7 @@ def check_installed(config: TrainConfig) -> None:
     by_launcher = ["ray", "pyarrow"] if config.launcher == "ray" else []
     by_engine = ["deepspeed"] if config.sharding.framework == "deepspeed" else []
     by_dataset = ["sklearn"] if config.dataset == "digits" else []
-    by_model = ["transformers"] if config.model.startswith(HUGGING_FACE) else []
+    by_model = ["transformers"] if str(config.model).startswith(HUGGING_FACE) else []
     by_record = ["tensorboardX"] if config.tensorboard else []
     check_modules(["torch", "torchvision", *by_launcher, *by_engine, *by_dataset, *by_model, *by_record])
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
-Task = Literal["images", "text"]
+from .references import Reference, is_function
+
+Task = Literal["images", "text", "own"]
 IMAGE_SIZE, NUM_CLASSES = 28, 10  # height and width of each image, and outputs of each model of images
 CONTEXT, VOCABULARY = 64, 256  # bytes of each piece of text, and values of a byte
 HUGGING_FACE = "hf:"  # prefix of the folder of a transformers configuration
@@ -37,8 +39,16 @@ MODELS: Mapping[str, ModelFacts] = {
 }
 
 
-def facts_of(model: str) -> ModelFacts | None:
-    """Facts of a model; None for an unknown name."""
+def facts_of(model: Reference, sizes: Mapping[str, Any]) -> ModelFacts | None:
+    """Facts of a model of these sizes; None for an unknown name. A function of the user's may have any task."""
+    if is_function(model):
+        return ModelFacts("own")
+    assert isinstance(model, str)
     if model.startswith(HUGGING_FACE):
         return ModelFacts("text") if model != HUGGING_FACE else None
-    return MODELS.get(model)
+    facts = MODELS.get(model)
+    if facts is None:
+        return None
+    counts = {each.name for each in fields(facts) if getattr(facts, each.name) and each.name != "task"}
+    given: dict[str, Any] = {name: value for name, value in sizes.items() if name in counts and type(value) is int}
+    return replace(facts, **given)

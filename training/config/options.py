@@ -12,26 +12,36 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from .references import Reference, arguments_of
 from .strategies import EngineName, Strategy, StrategyName, chosen_strategy
 
 LauncherName = Literal["ray", "torchrun"]
 Precision = Literal["fp32", "bf16", "fp16"]
 DatasetName = Literal["digits", "fashion-mnist", "image-folder", "text"]
+OptimizerName = Literal["adamw", "adam", "sgd"]
 PipelineScheduleName = Literal["gpipe", "1f1b"]
 ScheduleName = Literal["cosine", "linear", "constant"]
 MetricName = Literal["accuracy", "loss"]  # measured at the end of each epoch
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 RESUME_LATEST = "latest"
 RESUME_AUTO = "auto"
 
 SETTINGS = (
     "model",
+    "model_arg",
     "dataset",
+    "dataset_arg",
     "num_samples",
+    "epoch_steps",
     "batch_size",
     "epochs",
+    "optimizer",
+    "optimizer_arg",
     "schedule",
+    "schedule_arg",
     "warmup_fraction",
     "learning_rate",
     "weight_decay",
@@ -60,26 +70,40 @@ class Option:
     choices: tuple[str, ...] = ()
 
 
+ARG = "NAME=VALUE"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options with their defaults, in the order of ``--help``; :class:`.train_config.TrainConfig` checks them."""
 
     strategy: Annotated[StrategyName | None, Option("Sharding strategy.")] = None
     engine: Annotated[EngineName | None, Option("Framework; without --strategy it shards fully.")] = None
-    model: Annotated[str, Option("Model: vit, lm, cnn, resnet18, ...", "NAME|hf:FOLDER")] = "vit"
+    model: Annotated[Reference, Option("Model: vit, lm, ..., or a function.", "NAME|hf:FOLDER|FUNCTION")] = "vit"
+    model_arg: Annotated[tuple[str, ...], Option("Argument of the model, such as layers=8; repeatable.", ARG)] = ()
     launcher: Annotated[LauncherName, Option("Launcher of the worker processes.")] = "ray"
     num_workers: Annotated[int, Option("World size; with CUDA, one GPU per worker.", least=1)] = 2
     epochs: Annotated[int, Option("Epochs of training, and length of the learning rate schedule.", least=1)] = 12
     until: Annotated[int | None, Option("Stop after this epoch; --epochs still sets the schedule.", least=1)] = None
     max_steps: Annotated[int | None, Option("Stop after N optimizer steps, even within an epoch.", "N", least=1)] = None
     out: Annotated[Path, Option("Run folder: result, metrics and checkpoints.")]
-    dataset: Annotated[DatasetName, Option("Dataset.")] = "digits"
+    dataset: Annotated[Reference, Option(f"Dataset: {', '.join(DATASETS)}, or a function.", "NAME|FUNCTION")] = "digits"
+    dataset_arg: Annotated[tuple[str, ...], Option("Argument of the dataset; repeatable.", ARG)] = ()
     data_root: Annotated[Path | None, Option("Dataset folder; fashion-mnist is downloaded here.")] = None
     num_samples: Annotated[int | None, Option("Train on the first N samples only.", "N", least=1)] = None
+    epoch_steps: Annotated[int | None, Option("Steps of an epoch, if the data have no length.", "N", least=1)] = None
+    loader_workers: Annotated[int, Option("Processes per worker that load samples.", "N", least=0)] = 0
     batch_size: Annotated[int, Option("Global batch size: samples per step over all workers.", least=1)] = 64
+    optimizer: Annotated[Reference, Option(f"Optimizer: {', '.join(OPTIMIZERS)}, or a function.", "NAME|FUNCTION")] = (
+        "adamw"
+    )
+    optimizer_arg: Annotated[tuple[str, ...], Option("Argument of the optimizer; repeatable.", ARG)] = ()
     learning_rate: Annotated[float, Option("Peak learning rate, reached after the warm-up.")] = 1e-3
-    weight_decay: Annotated[float, Option("Weight decay of AdamW.")] = 0.05
-    schedule: Annotated[ScheduleName, Option("Learning rate schedule after the warm-up.")] = "cosine"
+    weight_decay: Annotated[float, Option("Weight decay of the optimizer.")] = 0.05
+    schedule: Annotated[
+        Reference, Option(f"Learning rate after the warm-up: {', '.join(SCHEDULES)}, or a function.", "NAME|FUNCTION")
+    ] = "cosine"
+    schedule_arg: Annotated[tuple[str, ...], Option("Argument of the schedule's function; repeatable.", ARG)] = ()
     warmup_fraction: Annotated[float, Option("Fraction of all steps used for a linear warm-up.")] = 0.1
     precision: Annotated[Precision, Option("Precision of computation; master weights are fp32.")] = "fp32"
     clip_grad_norm: Annotated[float | None, Option("Clip gradients to this global norm.")] = None
@@ -101,6 +125,9 @@ class Options:
     compile: Annotated[bool, Option("torch.compile each block for training; evaluation is not compiled.")] = False
     deepspeed_config: Annotated[Path | None, Option("DeepSpeed JSON file instead of the built-in one.")] = None
     seed: Annotated[int, Option("Seed of the initial weights and the sample order.")] = 0
+    eval_every_steps: Annotated[int | None, Option("Optimizer steps between evaluations.", "N", least=1)] = None
+    eval_batch_size: Annotated[int, Option("Samples of each forward pass of an evaluation.", "N", least=1)] = 30
+    metrics: Annotated[Reference | None, Option("Function with metrics of the evaluation.", "FUNCTION")] = None
     save_every: Annotated[int, Option("Epochs between checkpoints; the last epoch is always saved.", least=1)] = 1
     save_every_steps: Annotated[int | None, Option("Optimizer steps between checkpoints.", least=1)] = None
     save_every_minutes: Annotated[float | None, Option("Minutes between checkpoints.")] = None
@@ -108,6 +135,9 @@ class Options:
     keep_last: Annotated[int | None, Option("Keep the newest K checkpoints.  [default: all]", "K", least=1)] = None
     keep_best: Annotated[MetricName | None, Option("With --keep-last: also keep the best by this metric.")] = None
     log_every: Annotated[int, Option("Log metrics every N steps.", "N", least=1)] = 10
+    callback: Annotated[
+        tuple[Reference, ...], Option("Function that gets each line of metrics; repeatable.", "FUNCTION")
+    ] = ()
     tensorboard: Annotated[bool, Option("Also write TensorBoard event files to OUT/tensorboard.")] = False
     profile: Annotated[bool, Option("Write a trace of a few steps per rank to OUT/profile.")] = False
     max_restarts: Annotated[int, Option("Restarts of the run after failures.", least=0)] = 0
@@ -144,6 +174,11 @@ class Options:
         return chosen_strategy(self.strategy, self.engine)
 
     @property
+    def model_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the model. Raises ``UsageError``."""
+        return arguments_of(self.model_arg, "model-arg")
+
+    @property
     def data_workers(self) -> int:
         """Number of workers with different samples; the workers of a ``tp`` or ``pp`` group share theirs."""
         return self.num_workers // (self.tp * self.pp)
@@ -156,13 +191,13 @@ class Options:
 
 @cache
 def described() -> tuple[tuple[Field[Any], Any, Option], ...]:
-    """Each option: its field, its type without ``None``, and its :class:`Option`."""
+    """Each option: its field, its type without ``None`` (of a reference, ``str``), and its :class:`Option`."""
     hints = get_type_hints(Options, include_extras=True)
     found = []
     for field in fields(Options):
         kind, option = get_args(hints[field.name])
         if get_origin(kind) in (Union, UnionType):
-            [kind] = [each for each in get_args(kind) if each is not NoneType]
+            kind = next(each for each in get_args(kind) if each is not NoneType)
         found.append((field, kind, option))
     return tuple(found)
 

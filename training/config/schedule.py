@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from .options import ScheduleName
+from .references import Reference, arguments_of, is_function, resolved
+from .train_config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Factor of the peak learning rate by the number of finished optimizer steps."""
+    """Factor of the peak learning rate by the number of finished optimizer steps. A function of the user's gets this
+    number and that of all steps, and has no other warm-up than its own."""
 
     warmup_steps: int
     total_steps: int
-    shape: ScheduleName = "cosine"
+    shape: Reference = "cosine"
 
     def __post_init__(self) -> None:
         assert 0 <= self.warmup_steps < self.total_steps
 
     def factor(self, step: int) -> float:
         """In (0, 1] while training; 0 after the last step, unless it is constant."""
+        if callable(self.shape):
+            return float(self.shape(step, self.total_steps))
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
@@ -39,6 +46,14 @@ class Schedule:
         return LambdaLR(optimizer, lambda step: self.factor(step))
 
 
-def schedule_for(total_steps: int, warmup_fraction: float, shape: ScheduleName = "cosine") -> Schedule:
+def schedule_for(total_steps: int, warmup_fraction: float, shape: Reference = "cosine") -> Schedule:
     """Schedule that warms up over this fraction of the run, at most all steps but one."""
     return Schedule(min(round(total_steps * warmup_fraction), total_steps - 1), total_steps, shape)
+
+
+def schedule_of(config: TrainConfig, total_steps: int) -> Schedule:
+    """Schedule of a run. Raises ``UsageError`` if its function cannot be imported."""
+    shape: Reference | Callable[..., Any] = config.schedule
+    if is_function(shape):
+        shape = partial(resolved(shape, "schedule"), **arguments_of(config.schedule_arg, "schedule-arg"))
+    return schedule_for(total_steps, config.warmup_fraction, shape)

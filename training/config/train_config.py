@@ -15,14 +15,32 @@ from ckpt_tools.credentials import remember
 from ckpt_tools.errors import UsageError
 
 from .combinations import broken_rule
-from .options import OVERRIDES, RESUME_AUTO, SETTINGS, DatasetName, Options, described, is_url, spelt
+from .options import (
+    DATASETS,
+    OPTIMIZERS,
+    OVERRIDES,
+    RESUME_AUTO,
+    SCHEDULES,
+    SETTINGS,
+    Options,
+    described,
+    is_url,
+    spelt,
+)
+from .references import Reference, arguments_of, check_importable, is_function, text_of
 from .strategies import EngineName as EngineName
 
 MAX_SEED = 2**32 - 1  # NumPy's limit; torch's is 64 bits, and the seed of an epoch is larger
 Settings = dict[str, Any]
+REFERENCES = ("model", "dataset", "optimizer", "schedule", "metrics", "callback")
+"""Options that may be functions of the user's."""
 
 
-def check_data_root(dataset: DatasetName, root: Path | None) -> None:
+def _kept(value: Any) -> Any:
+    return "; ".join(value) or None if isinstance(value, tuple) else text_of(value) if callable(value) else value
+
+
+def check_data_root(dataset: Reference, root: Path | None) -> None:
     """Raises ``UsageError`` if the dataset needs a folder and none is given."""
     if dataset == "fashion-mnist" and root is None:
         raise UsageError(f"--dataset {dataset} needs --data-root, the folder it is kept in or downloaded to")
@@ -50,7 +68,7 @@ class TrainConfig(Options):
     @property
     def settings(self) -> Settings:
         """The fields of ``SETTINGS``: numbers and strings, which every checkpoint format keeps."""
-        return {name: getattr(self, name) for name in SETTINGS}
+        return {name: _kept(getattr(self, name)) for name in SETTINGS}
 
     def saves_after_epoch(self, epoch: int) -> bool:
         """Whether a checkpoint is due after ``epoch`` finished epochs; the last one is always saved."""
@@ -64,8 +82,12 @@ class TrainConfig(Options):
         """Whether a checkpoint is due ``seconds`` after the last one, or after the start."""
         return self.save_every_minutes is not None and seconds >= 60 * self.save_every_minutes
 
-    def steps_per_epoch(self, num_samples: int) -> int:
-        """Full global batches in an epoch. Raises ``UsageError`` if there is none."""
+    def steps_per_epoch(self, num_samples: int | None) -> int:
+        """Full global batches in an epoch; ``num_samples`` is None if unknown. Raises ``UsageError``."""
+        if self.epoch_steps is not None:
+            return self.epoch_steps
+        if num_samples is None:
+            raise UsageError("the dataset has no length: say the steps of an epoch with --epoch-steps")
         if num_samples < self.batch_size:
             raise UsageError(f"{num_samples} training samples do not fill one batch; --batch-size is {self.batch_size}")
         return num_samples // self.batch_size
@@ -75,8 +97,11 @@ class TrainConfig(Options):
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         flags = [f"--{spelt(name)}" for name, value in values.items() if value is True]
         several = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
+        for name in REFERENCES:
+            for each in several[name]:
+                check_importable(each, spelt(name))
         given = [
-            (name, one)
+            (name, text_of(one) if callable(one) else one)
             for name, value in several.items()
             for one in value
             if one is not None and not isinstance(one, bool)
@@ -84,6 +109,17 @@ class TrainConfig(Options):
         return flags + [f"--{spelt(name)}={one}" for name, one in given]
 
     def _check_choices(self) -> None:
+        for name, names in {"dataset": DATASETS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}.items():
+            value = getattr(self, name)
+            if not is_function(value) and value not in names:
+                raise UsageError(f"--{name} is one of {', '.join(names)}, or a function, not {value!r}")
+        for each in (self.metrics, *self.callback):
+            if each is not None and not is_function(each):
+                raise UsageError(f"{each!r} is not a function, as MODULE:FUNCTION or FILE.py:FUNCTION names one")
+        for name in ("model_arg", "dataset_arg", "optimizer_arg", "schedule_arg"):
+            arguments_of(getattr(self, name), spelt(name))
+        if self.schedule_arg and not is_function(self.schedule):
+            raise UsageError(f"--schedule-arg is for a function, and --schedule is {self.schedule}")
         for field, kind, _ in described():
             value = getattr(self, field.name)
             if get_origin(kind) is Literal and value is not field.default and value not in get_args(kind):
@@ -113,6 +149,8 @@ class TrainConfig(Options):
         if self.last_epoch > self.epochs:
             raise UsageError(f"--until {self.until} lies beyond --epochs {self.epochs}")
         check_data_root(self.dataset, self.data_root)
+        if self.epoch_steps is not None and not is_function(self.dataset):
+            raise UsageError(f"--epoch-steps is for a dataset of your own, and --dataset is {self.dataset}")
         if self.dataset == "digits" and self.data_root is not None:
             raise UsageError("--data-root is for the other datasets; digits come with scikit-learn")
 

@@ -8,16 +8,17 @@ held-out image that is saved as a PNG and posted to the HTTP service gives the m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from ckpt_tools.errors import StoreError, UsageError
 
@@ -39,8 +40,8 @@ DIGITS_HELD_OUT = 360  # one fifth of 1,797, rounded up
 DIGITS_SPLIT_SEED = 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Samples:
+@dataclass(frozen=True, eq=False)
+class Samples(Dataset[Any]):
     """Inputs and labels of a dataset, [n, ...] each."""
 
     pixels: Tensor
@@ -49,11 +50,16 @@ class Samples:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A batch: the model's inputs, and their labels."""
+        chosen = torch.as_tensor(indices)
+        return to_input(self.pixels[chosen]), self.labels[chosen]
+
     def first(self, count: int | None) -> Self:
         return replace(self, pixels=self.pixels[:count], labels=self.labels[:count])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LabelledImages(Samples):
     """``pixels`` uint8 [n, 28, 28] and ``labels`` int64 [n]."""
 
@@ -62,18 +68,20 @@ class LabelledImages(Samples):
         assert self.pixels.shape == (len(self.labels), IMAGE_SIZE, IMAGE_SIZE), self.pixels.shape
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TextWindows(Samples):
     """Pieces of a text: bytes in ``pixels``, uint8 [n, t], and the byte after each in ``labels``, int64 [n, t]."""
 
 
-def load_dataset(name: DatasetName, part: Part, root: Path | None) -> Samples:
-    """One part of a dataset. Raises UsageError if ``root`` is needed and missing, or holds something else. StoreError
-    if a download fails."""
+def load_dataset(name: DatasetName, part: Part, root: Path | None, context: int | None = None) -> Samples:
+    """One part of a dataset; ``context`` is the length of the pieces of a text in bytes. Raises UsageError if ``root``
+    is needed and missing, or holds something else. StoreError if a download fails."""
+    if name == "text":
+        return _load_text(part, root, CONTEXT if context is None else context)
+    if context is not None:
+        raise UsageError(f"--dataset-arg context is for --dataset text, not {name}")
     if name == "digits":
         return _load_digits(part)
-    if name == "text":
-        return _load_text(part, root)
     check_data_root(name, root)
     assert root is not None
     return _load_image_folder(part, root) if name == "image-folder" else _load_fashion_mnist(part, root)
@@ -85,20 +93,6 @@ def to_input(pixels: Tensor) -> Tensor:
         return pixels.to(torch.int64)
     # In place: each new tensor of a batch costs as much as the arithmetic.
     return pixels.unsqueeze(1).to(torch.float32, copy=True).div_(127.5).sub_(1.0)
-
-
-def epoch_order(num_samples: int, epoch: int, seed: int) -> Tensor:
-    """Order of the samples in an epoch, int64 [num_samples]. It depends on epoch and seed only."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(num_samples, generator=generator)
-
-
-def rank_batches(order: Tensor, batch_size: int, rank: int, world_size: int) -> Iterator[Tensor]:
-    """This rank's slice of each full global batch of ``order``, int64 [batch_size / world_size]. Global batches hold
-    the same samples at every world size, so mean losses are comparable. The last, partial batch is left out."""
-    for batch in order.split(batch_size):
-        if len(batch) == batch_size:
-            yield batch.tensor_split(world_size)[rank]
 
 
 def _load_digits(part: Part) -> LabelledImages:
@@ -173,14 +167,16 @@ def _grey(path: Path) -> Tensor:
         raise UsageError(f"{path} cannot be read as an image: {first_line(error)}") from error
 
 
-def _load_text(part: Part, root: Path | None) -> TextWindows:
+def _load_text(part: Part, root: Path | None, context: int) -> TextWindows:
     """Pieces of the bundled text, or of the ``.txt`` files of a folder in order; every tenth is held out."""
+    if type(context) is not int or context < 1:
+        raise UsageError(f"--dataset-arg context is a number of bytes of at least 1, not {context!r}")
     content = torch.frombuffer(bytearray(_text(root)), dtype=torch.uint8)
-    count = (len(content) - 1) // CONTEXT
+    count = (len(content) - 1) // context
     if count < TEXT_HELD_OUT_EVERY:
         raise UsageError(f"--data-root {root} has {len(content)} bytes of text, too few to learn from")
-    pieces = content[: count * CONTEXT].view(count, CONTEXT)
-    following = content[1 : count * CONTEXT + 1].view(count, CONTEXT).to(torch.int64)
+    pieces = content[: count * context].view(count, context)
+    following = content[1 : count * context + 1].view(count, context).to(torch.int64)
     held_out = torch.arange(count) % TEXT_HELD_OUT_EVERY == 0
     chosen = held_out if part == "held-out" else ~held_out
     return TextWindows(pieces[chosen], following[chosen])

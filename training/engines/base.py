@@ -9,13 +9,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..checkpoints.progress import Progress as Progress
 from ..config.options import Precision
-from ..models.zoo import added_loss_of, logits_of
 
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Metrics = Callable[[Callable[..., Any], Any], Mapping[str, Tensor]]
+"""Metrics of a batch, from what computes the model, and the batch: a value of each sample [n], or their mean, 0-d."""
 
 Save = Callable[[Path], None]  # function that writes this rank's shards into a folder
 
@@ -27,13 +29,16 @@ class Engine(Protocol):
     def data_rank(self) -> int:
         """Number of this rank's share of the samples; ranks of a tensor or pipeline group have the same."""
 
-    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """One optimizer step on this rank's samples, in ``gradient_accumulation`` micro-batches; the mean loss, 0-d,
-        detached. ``inputs`` float32 [n, 1, 28, 28] and ``labels`` int64 [n], or both int64 [n, t] for text; on the
-        engine's device, with the same n on every rank."""
+    @property
+    def loss(self) -> Callable[[Callable[..., Any], Any], Tensor]:
+        """Loss of a batch, from what computes the model and the batch."""
 
-    def logits(self, inputs: Tensor) -> Tensor:
-        """Logits in evaluation mode, float32 [n, classes] or [n, t, bytes]; collective, with one n for all ranks."""
+    def step(self, batch: Any) -> Tensor:
+        """One optimizer step on this rank's samples, in ``gradient_accumulation`` micro-batches; the mean loss, 0-d,
+        detached. ``batch`` is a tree of tensors [n, ...] on the engine's device, with the same n on every rank."""
+
+    def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
+        """``metrics`` of the model in evaluation mode and the batch; collective."""
 
     def save(self, folder: Path, progress: Progress) -> None:
         """Write this rank's shards into ``folder``, which exists and may differ between ranks."""
@@ -46,14 +51,12 @@ class Engine(Protocol):
         """Release the framework's resources."""
 
 
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
-
-
-def loss_of(output: Any, labels: Tensor) -> Tensor:
-    """Loss of a model's output, with its auxiliary loss."""
-    loss, added = mean_loss(logits_of(output), labels), added_loss_of(output)
-    return loss if added is None else loss + added
+def micro_batches(batch: Any, parts: int) -> list[Any]:
+    """The batch cut into parts of equal size."""
+    if parts == 1:
+        return [batch]
+    leaves, tree = tree_flatten(batch)
+    return [tree_unflatten(list(each), tree) for each in zip(*(leaf.chunk(parts) for leaf in leaves), strict=True)]
 
 
 def mean_of(losses: list[Tensor]) -> Tensor:

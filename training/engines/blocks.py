@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config.train_config import TrainConfig
-from ..models.zoo import ModelSpec
+from ..models.zoo import Model, ModelSpec
 
 OnBlock = Callable[[nn.Module], None]
 
@@ -20,17 +20,17 @@ MAX_COMPILED = 64
 """Limit of compiled variants of a class of blocks; torch runs further ones uncompiled without a warning."""
 
 
-def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> nn.Module:
+def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> Model:
     """The model with the weights of the run's seed; ``on_block`` is called with each block once its weights are drawn.
     The order of drawing is fixed, so every strategy and world size starts from the same weights."""
     torch.manual_seed(config.seed)
-    if spec.whole_first:
-        model = spec.build()
-        for block in spec.blocks_of(model):
-            on_block(block)
-        return model
-    with _announced(spec, on_block):
-        return spec.build()
+    if spec.early:
+        with _announced(spec, on_block):
+            return spec.make()
+    model = spec.make()
+    for block in model.blocks:
+        on_block(block)
+    return model
 
 
 def prepare(config: TrainConfig, block: nn.Module) -> None:
@@ -58,8 +58,8 @@ def _compiled(block: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def _announced(spec: ModelSpec, on_block: OnBlock) -> Iterator[None]:
-    """Within the block, constructors of ``spec.blocks`` call ``on_block`` at their end."""
-    originals = {kind: kind.__init__ for kind in spec.blocks}
+    """Within the block, constructors of ``spec.early`` call ``on_block`` at their end."""
+    originals = {kind: kind.__init__ for kind in spec.early}
     try:
         for kind, original in originals.items():
             kind.__init__ = _calling(original, on_block)  # type: ignore[method-assign]

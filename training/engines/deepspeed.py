@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from ckpt_tools import load_into
 
@@ -18,11 +20,12 @@ from ..checkpoints.settings import SETTINGS_ENTRY, reading
 from ..checkpoints.weights import load_first_weights
 from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
-from ..models.zoo import logits_of, spec_of
-from .base import DTYPES, Progress, loss_of, mean_of
+from ..models.zoo import Model, ModelSpec, spec_of
+from .base import DTYPES, Metrics, Progress, mean_of, micro_batches
 from .blocks import OnBlock, RunningAverages, build, prepare, set_training
 from .deepspeed_config import deepspeed_config
-from .resuming import apply_settings, as_zero, progress_of, scheduler_of
+from .optimizers import optimizer_of
+from .resuming import apply_settings, as_zero, own_values, progress_of, scheduler_of
 
 
 class DeepSpeedEngine:
@@ -33,32 +36,34 @@ class DeepSpeedEngine:
         self._config = config
         self._dtype = DTYPES[config.precision]
         options = deepspeed_config(config, torch.distributed.get_world_size() // config.pp)
-        model = self._first_model(options, device)
+        made = self._first_model(options, device)
+        self.loss = made.loss
         self._engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=list(model.parameters()),
-            optimizer=self._own_optimizer(model, options),
+            model=made.module,
+            model_parameters=made.parameters(),
+            optimizer=self._own_optimizer(made, options),
             config=options,
             lr_scheduler=schedule.attach,
         )
+        self._own_values = own_values(self._engine.lr_scheduler.optimizer)
         self._averages = RunningAverages(self._engine.module)
 
-    def _first_model(self, options: dict[str, Any], device: torch.device) -> nn.Module:
+    def _first_model(self, options: dict[str, Any], device: torch.device) -> Model:
         return first_model(self._config, options, self._dtype)
 
-    def _own_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer | None:
+    def _own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:
         """None: DeepSpeed makes the one of its configuration."""
-        return None
+        return None if "optimizer" in options else optimizer_of(self._config, model.parameters())
 
     @property
     def data_rank(self) -> int:
         return torch.distributed.get_rank()
 
-    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def step(self, batch: Any) -> Tensor:
         set_training(self._engine.module)
-        parts, losses = self._config.gradient_accumulation, []
-        for micro_inputs, micro_labels in zip(inputs.chunk(parts), labels.chunk(parts), strict=True):
-            loss = loss_of(self._forward(micro_inputs), micro_labels)
+        losses = []
+        for part in micro_batches(batch, self._config.gradient_accumulation):
+            loss = self.loss(self._forward, part)
             self._engine.backward(loss)
             self._engine.step()
             losses.append(loss.detach())
@@ -66,9 +71,9 @@ class DeepSpeedEngine:
         return mean_of(losses)
 
     @torch.no_grad()
-    def logits(self, inputs: Tensor) -> Tensor:
+    def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         self._engine.eval()
-        return logits_of(self._forward(inputs)).float()
+        return metrics(self._forward, batch)
 
     def save(self, folder: Path, progress: Progress) -> None:
         tag = f"global_step{progress.step}"
@@ -86,14 +91,14 @@ class DeepSpeedEngine:
                 return self._resume_unsharded(checkpoint)
             with as_zero(checkpoint, stage, self._dtype) as folder:
                 _, client_state = self._engine.load_checkpoint(str(folder))
-        apply_settings(self._config, self._engine.lr_scheduler)
+        apply_settings(self._own_values, self._engine.lr_scheduler)
         return progress_of(client_state, checkpoint)
 
     def _resume_unsharded(self, checkpoint: Path | str) -> Progress:
         """Load model and optimizer, which are unsharded modules of torch, equal on every rank."""
         entries = load_into(self._engine.module, self._engine.optimizer, checkpoint)
         self._engine.lr_scheduler.load_state_dict(scheduler_of(entries, checkpoint))
-        apply_settings(self._config, self._engine.lr_scheduler)
+        apply_settings(self._own_values, self._engine.lr_scheduler)
         progress = progress_of(entries, checkpoint)
         self._engine.global_steps = progress.step
         return progress
@@ -101,17 +106,21 @@ class DeepSpeedEngine:
     def close(self) -> None:
         self._engine.destroy()
 
-    def _forward(self, inputs: Tensor) -> Any:
-        values = inputs.to(self._dtype) if inputs.is_floating_point() else inputs
-        return self._engine(values)
+    def _forward(self, *inputs: Any, **named: Any) -> Any:
+        """Output of the model for inputs whose floats get the model's dtype."""
+        inputs, named = tree_map_only(Tensor, self._cast, (inputs, named))
+        return self._engine(*inputs, **named)
+
+    def _cast(self, value: Tensor) -> Tensor:
+        return value.to(self._dtype) if value.is_floating_point() else value
 
 
-def first_model(config: TrainConfig, options: dict[str, Any], dtype: torch.dtype) -> nn.Module:
+def first_model(config: TrainConfig, options: dict[str, Any], dtype: torch.dtype) -> Model:
     """The model with its initial weights. In stage 3 each block is partitioned as soon as it has its weights."""
-    spec, in_groups = spec_of(config.model), config.sharding.in_groups
+    spec, in_groups = spec_of(config), config.sharding.in_groups
     if config.sharding.stage != 3:
         model = build(config, spec, partial(prepare, config))
-        load_first_weights(config, model)
+        load_first_weights(config, model.module)
         return model
 
     def on_block(block: nn.Module) -> None:
@@ -119,15 +128,16 @@ def first_model(config: TrainConfig, options: dict[str, Any], dtype: torch.dtype
         _partition(block.to(dtype), options, in_groups=in_groups)
 
     # DeepSpeed does not cast a partly partitioned model.
-    return _loaded_blocks(config, on_block).to(dtype) if config.init_from else build(config, spec, on_block).to(dtype)
+    model = _loaded_blocks(config, spec, on_block) if config.init_from else build(config, spec, on_block)
+    model.module.to(dtype)
+    return model
 
 
-def _loaded_blocks(config: TrainConfig, on_block: OnBlock) -> nn.Module:
+def _loaded_blocks(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> Model:
     """Each rank loads the whole model first, because a partitioned block cannot be loaded."""
-    spec = spec_of(config.model)
     model = build(config, spec, lambda block: None)
-    load_first_weights(config, model)
-    for block in spec.blocks_of(model):
+    load_first_weights(config, model.module)
+    for block in model.blocks:
         on_block(block)
     return model
 

@@ -10,6 +10,7 @@ from ckpt_tools.errors import UsageError
 
 from ..config.command_line import shipped_text
 from ..config.train_config import TrainConfig
+from .optimizers import optimizer_arguments
 
 AUTO = "auto"  # as in transformers: the run's options set the value
 KNOWN = frozenset(
@@ -58,7 +59,12 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     decided = _decided(config, world_size)
     if config.deepspeed_config is not None:
         _check(config, given, decided)
-    return {"steps_per_print": _NEVER} | _over(given, decided)
+    options = {"steps_per_print": _NEVER} | _over(given, decided)
+    if config.optimizer != "adamw":
+        # One of torch's or the user's, which DeepSpeed is handed; with offload it would insist on its own.
+        del options["optimizer"]
+        options |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return options
 
 
 def _given(config: TrainConfig) -> dict[str, Any]:
@@ -85,7 +91,7 @@ def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": config.batch_size // world_size // config.gradient_accumulation,
         "gradient_accumulation_steps": config.gradient_accumulation,
         "gradient_clipping": config.clip_grad_norm or 0.0,
-        "optimizer": {"params": {"lr": config.learning_rate, "weight_decay": config.weight_decay}},
+        "optimizer": {"params": optimizer_arguments(config)},
         "zero_optimization": zero,
         "bf16": {"enabled": config.precision == "bf16"},
         "fp16": {"enabled": config.precision == "fp16"},
@@ -104,6 +110,8 @@ def _over(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any
 
 def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
     file = f"--deepspeed-config {config.deepspeed_config}"
+    if config.optimizer != "adamw" and "optimizer" in given:
+        raise UsageError(f"{file} has an optimizer, and so has --optimizer; leave one of them out")
     if unknown := sorted(set(given) - KNOWN):
         raise UsageError(f"{file}: {unknown[0]} is not a key that a run takes; it takes {', '.join(sorted(KNOWN))}")
     for key, (theirs, ours) in _differing(given, decided).items():

@@ -6,7 +6,7 @@ DeepSpeed numbers the layers. The client state of a checkpoint has their names i
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,9 @@ from ckpt_tools import load_into
 from ..checkpoints.settings import reading
 from ..checkpoints.weights import load_first_weights
 from ..config.train_config import TrainConfig
-from ..models.language_model import LAYERS
-from ..models.zoo import spec_of
-from .base import Progress, mean_loss
+from ..models.losses import mean_loss, pair_of
+from ..models.zoo import Model, spec_of
+from .base import Metrics, Progress, micro_batches
 from .blocks import OnBlock, prepare
 from .deepspeed import DeepSpeedEngine
 from .pipeline import Line, Stage, build_stage, layers_of, names_of_stages
@@ -34,23 +34,24 @@ from .resuming import apply_settings, fits_zero, progress_of, scheduler_of
 
 NAMES_ENTRY = "pipeline_names"
 EMBEDDING = "embed"
-NAMES: dict[str, list[str]] = {
-    f"tied_modules.{EMBEDDING}": ["embed", "head"],
-    **{str(1 + layer): [f"layers.{layer}"] for layer in range(LAYERS)},
-    str(1 + LAYERS): ["norm"],
-}
-"""DeepSpeed's names of the layers, and their names in the whole model; a tied layer has several."""
 
 DEEPSPEEDS_OWN = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 """Optimizer parameters that select DeepSpeed's implementation."""
 
+OTHER_LAYERS = 3  # the embedding, the norm and the head
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def names_of(layers: int) -> dict[str, list[str]]:
+    """DeepSpeed's names of the layers, and their names in the whole model; a tied layer has several."""
+    numbered = {str(1 + layer): [f"layers.{layer}"] for layer in range(layers)}
+    return {f"tied_modules.{EMBEDDING}": ["embed", "head"], **numbered, str(1 + layers): ["norm"]}
 
 
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
     """An :class:`~training.engines.base.Engine` over DeepSpeed's ``PipelineEngine``."""
 
-    def _first_model(self, options: dict[str, Any], device: torch.device) -> nn.Module:
+    def _first_model(self, options: dict[str, Any], device: torch.device) -> Model:
         self._device = device
         self._stage = _seeded_stage(self._config, partial(prepare, self._config))
         model = _pipeline_of(self._stage, self._config.pp)
@@ -60,32 +61,32 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         names = names_of_stages(self._stage, group)
         self._elsewhere, self._names = names.elsewhere, names.elsewhere.union(self._stage.state_dict())
         load_first_weights(self._config, self._stage, self._elsewhere)
-        return model
+        return Model(model)
 
-    def _own_optimizer(self, model: nn.Module, options: dict[str, Any]) -> Optimizer | None:
+    def _own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:
         """An optimizer of named parameters, which DeepSpeed saves without ZeRO. For clipping, DeepSpeed counts only
         parameters with ``model_parallel`` on all stages but the first."""
         if self._config.sharding.stage:
-            return None
+            return super()._own_optimizer(model, options)
         parameter: Any
-        for parameter in model.parameters():
+        for parameter in model.module.parameters():
             parameter.model_parallel = not parameter.ds_pipe_replicated
         values = {name: value for name, value in options["optimizer"]["params"].items() if name not in DEEPSPEEDS_OWN}
-        return AdamW(model.named_parameters(), **values)
+        return AdamW(model.module.named_parameters(), **values)
 
     @property
     def data_rank(self) -> int:
         return self._grid.get_data_parallel_rank()
 
-    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        parts = self._config.gradient_accumulation
-        return self._engine.train_batch(zip(inputs.chunk(parts), labels.chunk(parts), strict=True))
+    def step(self, batch: Any) -> Tensor:
+        parts = micro_batches(pair_of(batch), self._config.gradient_accumulation)
+        return self._engine.train_batch(iter(parts))
 
-    def logits(self, inputs: Tensor) -> Tensor:
-        return self._line.logits(self._stage, inputs, self._dtype)
+    def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
+        return metrics(lambda inputs: self._line.logits(self._stage, inputs, self._dtype), batch)
 
     def _client_state(self, progress: Progress) -> dict[str, Any]:
-        return {**super()._client_state(progress), NAMES_ENTRY: NAMES}
+        return {**super()._client_state(progress), NAMES_ENTRY: names_of(self._stage.all_layers)}
 
     def resume(self, checkpoint: Path | str) -> Progress:
         with reading(checkpoint):
@@ -93,7 +94,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
                 _, entries = self._engine.load_checkpoint(str(checkpoint))
             else:
                 entries = self._load_from_whole(checkpoint)
-        apply_settings(self._config, self._engine.lr_scheduler)
+        apply_settings(self._own_values, self._engine.lr_scheduler)
         return progress_of(entries, checkpoint)
 
     def _load_from_whole(self, checkpoint: Path | str) -> dict[str, Any]:
@@ -117,7 +118,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 def _seeded_stage(config: TrainConfig, on_block: OnBlock) -> Stage:
     """This rank's stage. Stages are outermost, as in DeepSpeed's topology."""
     number = torch.distributed.get_rank() // (torch.distributed.get_world_size() // config.pp)
-    return build_stage(config, spec_of(config.model), number, on_block)
+    return build_stage(config, spec_of(config), number, on_block)
 
 
 @torch.no_grad()
@@ -144,7 +145,7 @@ def _layers(stage: Stage) -> Iterator[Any]:
     """All layers of the model in order; those of other stages are not built."""
     mine, elsewhere = dict(stage.layers.items()), LayerSpec(nn.Identity)
     yield _Embedding(stage)
-    yield from (mine.get(str(at), elsewhere) for at in range(LAYERS))
+    yield from (mine.get(str(at), elsewhere) for at in range(stage.all_layers))
     yield stage.norm if stage.is_last else elsewhere
     yield _Embedding(stage, _head)
 
@@ -168,6 +169,6 @@ class _Pipeline(PipelineModule):
     """A pipeline with the same stages as with FSDP2."""
 
     def _partition_layers(self, method: str) -> None:
-        stages = range(1, self.num_stages)
-        self.parts = [0, *(1 + layers_of(stage, self.num_stages, LAYERS).start for stage in stages), self._num_layers]
+        stages, layers = range(1, self.num_stages), self._num_layers - OTHER_LAYERS
+        self.parts = [0, *(1 + layers_of(stage, self.num_stages, layers).start for stage in stages), self._num_layers]
         self._set_bounds(*self.parts[self.stage_id : self.stage_id + 2])

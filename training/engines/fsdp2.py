@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckpt_tools import load_into
@@ -34,12 +34,13 @@ from ..checkpoints.settings import SETTINGS_ENTRY, reading
 from ..checkpoints.weights import load_first_weights
 from ..config.schedule import Schedule
 from ..config.train_config import Settings, TrainConfig
-from ..models.zoo import logits_of, spec_of
-from .base import Progress, Save, loss_of, mean_of
+from ..models.zoo import spec_of
+from .base import Metrics, Progress, Save, mean_of, micro_batches
 from .blocks import RunningAverages, set_training
+from .optimizers import optimizer_of
 from .parallel import meshes_of, parallel_model
 from .pipeline import StageNames, names_of_stages
-from .resuming import apply_settings, progress_of, scheduler_of
+from .resuming import apply_settings, own_values, progress_of, scheduler_of
 
 
 @torch.no_grad()
@@ -137,15 +138,16 @@ class Fsdp2Engine:
     """An :class:`~training.engines.base.Engine` over FSDP2, or over DistributedDataParallel."""
 
     def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
-        spec, self._meshes = spec_of(config.model), meshes_of(config, device)
-        self._module = parallel_model(config, spec, self._meshes, device)
+        self._meshes = meshes_of(config, device)
+        made = parallel_model(config, spec_of(config), self._meshes, device)
+        self._module, self.loss = made.module, made.loss
         model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
         pipeline = self._meshes.pipeline
         stages = None if pipeline is None else names_of_stages(model, pipeline.get_group())
         self._elsewhere = frozenset[str]() if stages is None else stages.elsewhere
         load_first_weights(config, model, self._elsewhere)
-        # foreach=False updates one tensor at a time, as DeepSpeed does with its flat buffers.
-        optimizer = AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False)
+        optimizer = optimizer_of(config, replace(made, module=model).parameters())
+        self._own_values = own_values(optimizer)
         self._config = config
         # Memory that is reused by each save. Threads and pinned memory would need CUDA.
         self._stager = DefaultStager(StagingOptions(False, False, False, False))
@@ -162,25 +164,24 @@ class Fsdp2Engine:
     def data_rank(self) -> int:
         return self._meshes.data_rank
 
-    def step(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def step(self, batch: Any) -> Tensor:
         set_training(self._app.model)
-        loss = self._train(inputs, labels)
+        loss = self._train(batch)
         self._update()
         self._averages.average()
         return loss
 
-    def _train(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def _train(self, batch: Any) -> Tensor:
         """Compute the gradients of all micro-batches; their mean loss."""
         parts = self._config.gradient_accumulation
-        micro_batches = list(zip(inputs.chunk(parts), labels.chunk(parts), strict=True))
-        return mean_of([self._backward(*one, is_last=at == parts) for at, one in enumerate(micro_batches, 1)])
+        cut = micro_batches(batch, parts)
+        return mean_of([self._backward(one, is_last=at == parts) for at, one in enumerate(cut, 1)])
 
-    def _backward(self, inputs: Tensor, labels: Tensor, is_last: bool) -> Tensor:
+    def _backward(self, batch: Any, is_last: bool) -> Tensor:
         """Add the gradients of a micro-batch, which are reduced over ranks after the last one."""
         with self._exchanging(is_last):
             with self._autocast():
-                output = self._module(inputs)
-            loss = loss_of(output, labels)
+                loss = self.loss(self._module, batch)
             self._scaled(loss).backward()
         return loss.detach()
 
@@ -225,10 +226,10 @@ class Fsdp2Engine:
         return float(total_norm(found.grad for found in parameters if found.grad is not None))
 
     @torch.no_grad()
-    def logits(self, inputs: Tensor) -> Tensor:
+    def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         self._app.model.eval()
         with self._autocast():
-            return logits_of(self._module(inputs)).float()
+            return metrics(self._module, batch)
 
     def save(self, folder: Path, progress: Progress) -> None:
         self._app.progress = progress
@@ -243,7 +244,7 @@ class Fsdp2Engine:
         with reading(checkpoint):
             entries = load_into(self._app.model, self._app.optimizer, checkpoint, elsewhere=self._elsewhere)
         self._app.scheduler.load_state_dict(scheduler_of(entries, checkpoint))
-        apply_settings(self._config, self._app.scheduler)
+        apply_settings(self._own_values, self._app.scheduler)
         if self._app.scaler is not None and SCALER_ENTRY in entries:
             self._app.scaler.load_state_dict(entries[SCALER_ENTRY])
         return progress_of(entries, checkpoint)

@@ -9,7 +9,7 @@ tokens to the workers of their experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..config.options import Precision
 from ..config.train_config import TrainConfig
 from ..models.experts import Experts, MixtureBlock
 from ..models.language_model import LanguageModel
-from ..models.zoo import ModelSpec
+from ..models.zoo import Model, ModelSpec
 from .base import DTYPES
 from .blocks import build, prepare
 from .pipeline import build_stage
@@ -92,7 +92,7 @@ def _shard_size(config: TrainConfig, workers: int) -> int:
     return 1 if config.sharding.stage == 0 else config.shard_size or workers
 
 
-def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device: torch.device) -> nn.Module:
+def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device: torch.device) -> Model:
     """The model with the weights of the seed, sharded; with a pipeline, this rank's stage of it. ``fully_shard`` moves
     what it shards to the device, and with ``--cpu-offload`` back."""
     if config.sharding.name == "ddp":
@@ -110,11 +110,12 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     if meshes.pipeline is None:
         model = build(config, spec, on_block)
     else:
-        model = build_stage(config, spec, meshes.pipeline.get_local_rank(), on_block)
+        stage = build_stage(config, spec, meshes.pipeline.get_local_rank(), on_block)
+        model = Model(stage, list(stage.layers.values()))
     if meshes.tensor is not None:
-        shard_root(model, meshes.tensor)
-    fully_shard(model, **options)
-    _prefetch(config, spec.blocks_of(model))
+        shard_root(model.module, meshes.tensor)
+    fully_shard(model.module, **options)
+    _prefetch(config, model.blocks)
     return model
 
 
@@ -134,13 +135,14 @@ def _shard_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> Non
     )
 
 
-def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> nn.Module:
+def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> Model:
     """DDP. With ``find_unused_parameters`` the gradient buckets keep their order. Otherwise DDP reorders them after the
     first step of a run, and a resumed run would sum in another order.
     """
-    model = build(config, spec, lambda block: prepare(config, block)).to(device)
+    model = build(config, spec, lambda block: prepare(config, block))
     devices = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=devices, find_unused_parameters=True)
+    module = DistributedDataParallel(model.module.to(device), device_ids=devices, find_unused_parameters=True)
+    return replace(model, module=module)
 
 
 def _options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
@@ -160,7 +162,7 @@ def precision_policy(precision: Precision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
 
 
-def _prefetch(config: TrainConfig, blocks: list[nn.Module]) -> None:
+def _prefetch(config: TrainConfig, blocks: Sequence[nn.Module]) -> None:
     """Gather the parameters of the following blocks during the computation of one."""
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for at, block in enumerate(sharded):

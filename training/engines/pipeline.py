@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..config.model_names import CONTEXT, VOCABULARY
+from ..config.model_names import VOCABULARY, facts_of
 from ..config.train_config import TrainConfig
-from ..models.language_model import LAYERS, WIDTH, LanguageModel
+from ..models.language_model import LanguageModel
 from ..models.zoo import ModelSpec
 from .blocks import OnBlock, build
 
@@ -26,6 +26,7 @@ class Stage(nn.Module):
     def __init__(self, model: LanguageModel, layers: range, number: int, stages: int) -> None:
         super().__init__()
         self.is_first, self.is_last = number == 0, number == stages - 1
+        self.width, self.all_layers = model.sizes.width, model.sizes.layers
         if self.is_first or self.is_last:
             self.embed, self.head = model.embed, model.head
         self.layers = nn.ModuleDict({str(layer): model.layers[layer] for layer in layers})
@@ -49,7 +50,9 @@ def layers_of(number: int, stages: int, layers: int) -> range:
 
 def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnBlock) -> Stage:
     """The stage with the seed's weights; ``on_block`` gets its blocks, weights of others are dropped once drawn."""
-    mine = layers_of(number, config.pp, LAYERS)
+    facts = facts_of(config.model, config.model_arguments)
+    assert facts is not None, "the configuration has a model of layers"
+    mine = layers_of(number, config.pp, facts.layers)
     position = count()
 
     def on_each(block: nn.Module) -> None:
@@ -58,7 +61,7 @@ def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnB
         else:
             block.to("meta")
 
-    model = build(config, spec, on_each)
+    model = build(config, spec, on_each).module
     assert isinstance(model, LanguageModel)
     return Stage(model, mine, number, config.pp)
 
@@ -98,11 +101,12 @@ class Line:
     def logits(self, stage: Stage, inputs: Tensor, hidden: torch.dtype) -> Tensor:
         """Logits in evaluation mode, on all ranks. ``hidden`` is the dtype of the hidden states between stages."""
         stage.eval()
+        shape = inputs.shape
         if not stage.is_first:
-            inputs = torch.empty(len(inputs), CONTEXT, WIDTH, dtype=hidden, device=self.device)
+            inputs = torch.empty(*shape, stage.width, dtype=hidden, device=self.device)
             torch.distributed.recv(inputs, self.ranks[self.number - 1], group=self.group)
         output = stage(inputs)
         if stage.is_last:
             return self.from_last(output.float().contiguous())
         torch.distributed.send(output.contiguous(), self.ranks[self.number + 1], group=self.group)
-        return self.from_last(torch.empty(len(inputs), CONTEXT, VOCABULARY, device=self.device))
+        return self.from_last(torch.empty(*shape, VOCABULARY, device=self.device))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +12,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from ..config.model_names import CONTEXT, VOCABULARY
+from ..config.model_names import VOCABULARY
 from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
-from ..models.language_model import WIDTH
-from .base import DTYPES, mean_loss
+from ..models.losses import mean_loss, pair_of
+from .base import DTYPES, Metrics
 from .fsdp2 import Fsdp2Engine, total_norm
 from .pipeline import Line, Stage
 
@@ -29,16 +30,15 @@ class PipelineEngine(Fsdp2Engine):
         self._stage, self._device, mesh = self._module, device, self._meshes.pipeline
         self._line = Line(tuple(mesh.mesh.tolist()), mesh.get_local_rank(), mesh.get_group(), device)
         self._losses: list[Tensor] = []
-        self._schedule = self._new_schedule()
+        self._schedule: Schedule1F1B | ScheduleGPipe | None = None
 
-    def _new_schedule(self) -> Schedule1F1B | ScheduleGPipe:
+    def _new_schedule(self, samples: int, context: int) -> Schedule1F1B | ScheduleGPipe:
         """The schedule, with given shapes, which stages would otherwise exchange."""
         parts, line = self._config.gradient_accumulation, self._line
-        samples = self._config.batch_size // self._config.data_workers // parts
         dtype = DTYPES[self._config.precision]
-        hidden = torch.empty(samples, CONTEXT, WIDTH, dtype=dtype, device="meta").requires_grad_()
-        tokens = torch.empty(samples, CONTEXT, dtype=torch.int64, device="meta")
-        logits = torch.empty(samples, CONTEXT, VOCABULARY, dtype=hidden.dtype, device="meta")
+        hidden = torch.empty(samples, context, self._stage.width, dtype=dtype, device="meta").requires_grad_()
+        tokens = torch.empty(samples, context, dtype=torch.int64, device="meta")
+        logits = torch.empty(samples, context, VOCABULARY, dtype=hidden.dtype, device="meta")
         stage = PipelineStage(
             self._stage,
             line.number,
@@ -57,7 +57,10 @@ class PipelineEngine(Fsdp2Engine):
         self._losses.append(loss.detach())
         return self._scaled(loss)
 
-    def _train(self, inputs: Tensor, labels: Tensor) -> Tensor:
+    def _train(self, batch: Any) -> Tensor:
+        inputs, labels = pair_of(batch)
+        if self._schedule is None:
+            self._schedule = self._new_schedule(len(inputs) // self._config.gradient_accumulation, inputs.shape[1])
         self._losses.clear()
         args = (inputs,) if self._stage.is_first else ()
         self._schedule.step(*args, target=labels if self._stage.is_last else None)
@@ -89,5 +92,5 @@ class PipelineEngine(Fsdp2Engine):
         torch.distributed.all_reduce(square, group=self._line.group)
         return float(square.sqrt())
 
-    def logits(self, inputs: Tensor) -> Tensor:
-        return self._line.logits(self._stage, inputs, DTYPES[self._config.precision])
+    def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
+        return metrics(lambda inputs: self._line.logits(self._stage, inputs, DTYPES[self._config.precision]), batch)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import ckpt_tools
 from ckpt_tools.errors import FormatError
 
 from ..checkpoints.weights import converted
-from ..config.train_config import TrainConfig
 from .base import Progress
 
 _FORMATS: Mapping[int, ckpt_tools.WrittenFormat] = {1: "zero1", 2: "zero2", 3: "zero3"}
@@ -36,17 +36,25 @@ def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str
     return state
 
 
-def apply_settings(config: TrainConfig, scheduler: LambdaLR) -> None:
-    """Apply the run's own learning rate, schedule and weight decay from the next step on. The loaded states hold those
+OwnValues = list[tuple[float, float]]
+
+
+def own_values(optimizer: Optimizer) -> OwnValues:
+    """Peak learning rate and weight decay of each group of a new optimizer."""
+    return [(group.get("initial_lr", group["lr"]), group.get("weight_decay", 0.0)) for group in optimizer.param_groups]
+
+
+def apply_settings(own: OwnValues, scheduler: LambdaLR) -> None:
+    """Apply the run's own learning rates, schedule and weight decay from the next step on. The loaded states hold those
     of the checkpoint's run. If they are the same, this computes exactly the saved numbers, as ``LambdaLR`` computes
     them."""
     groups = scheduler.optimizer.param_groups
-    scheduler.base_lrs = [config.learning_rate] * len(groups)
+    scheduler.base_lrs = [rate for rate, _ in own]
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-    for group, factor in zip(groups, factors, strict=True):
-        group["initial_lr"] = config.learning_rate
-        group["lr"] = config.learning_rate * factor
-        group["weight_decay"] = config.weight_decay
+    for group, factor, (rate, decay) in zip(groups, factors, own, strict=True):
+        group |= {"initial_lr": rate, "lr": rate * factor}
+        if "weight_decay" in group:
+            group["weight_decay"] = decay
     scheduler._last_lr = [group["lr"] for group in groups]
 
 

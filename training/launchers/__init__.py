@@ -18,9 +18,10 @@ from ..checkpoints.locking import check_no_other_run, only_run
 from ..checkpoints.run_folder import resume_folder, resume_hint
 from ..checkpoints.settings import lines_before_start
 from ..checkpoints.weights import check_export, check_recipe, export
-from ..config.model_names import HUGGING_FACE
+from ..config.references import resolved, text_of
 from ..config.train_config import TrainConfig
-from ..data.datasets import PARTS, load_dataset
+from ..data.datasets import PARTS
+from ..data.loading import dataset_of, length_of
 from ..loop.result import RunResult, check_result_file
 from .failures import RunFailedError
 
@@ -70,10 +71,13 @@ def check_before_start(config: TrainConfig) -> None:
 
 
 def _check_samples(config: TrainConfig) -> None:
-    samples, _ = (load_dataset(config.dataset, part, config.data_root) for part in PARTS)
-    if config.num_samples is not None and config.num_samples > len(samples):
-        raise UsageError(f"--num-samples is {config.num_samples} and {config.dataset} has {len(samples)} to train on")
-    config.steps_per_epoch(len(samples.first(config.num_samples)))
+    samples, _ = (dataset_of(config, part) for part in PARTS)
+    assert samples is not None, "only the held-out part may be missing"
+    length = length_of(samples)
+    if config.num_samples is not None and length is not None and config.num_samples > length:
+        name = text_of(config.dataset)
+        raise UsageError(f"--num-samples is {config.num_samples} and {name} has {length} to train on")
+    config.steps_per_epoch(length)
 
 
 def _with_hint(error: CkptError, config: TrainConfig) -> CkptError:
@@ -84,14 +88,27 @@ def _with_hint(error: CkptError, config: TrainConfig) -> CkptError:
 
 def check_frameworks(config: TrainConfig) -> None:
     """Raises ``UsageError`` or ``FormatError`` for a run that its frameworks would refuse on every worker."""
-    if config.model.startswith(HUGGING_FACE):
-        from ..models.zoo import spec_of
-
-        spec_of(config.model)
+    _check_model(config)
     if config.compile:
         _check_compiler()
     if config.sharding.framework == "deepspeed":
         _check_deepspeed(config)
+
+
+def _check_model(config: TrainConfig) -> None:
+    """Build the model without memory, and import the functions of the user's."""
+    from ..config.schedule import schedule_of
+    from ..engines.optimizers import optimizer_of
+    from ..loop.evaluation import metrics_of
+    from ..models.zoo import spec_of
+
+    with torch.device("meta"):
+        made = spec_of(config).make()
+        optimizer_of(config, made.parameters())
+    schedule_of(config, 2).factor(0)
+    metrics_of(config.metrics, made.loss)
+    for each in config.callback:
+        resolved(each, "callback")
 
 
 def _check_compiler() -> None:

@@ -119,7 +119,7 @@ def printed_lines(config: TrainConfig) -> Iterator[Queue]:
     """A queue whose lines, from workers on any machine, are shown or recorded here."""
     lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": on_this_node()})
     with command_screen() as screen:
-        journal = Journal(config.out, tensorboard=config.tensorboard)
+        journal = Journal(config)
         printer = threading.Thread(target=_print_until_none, args=(lines, screen, journal), daemon=True)
         printer.start()
         with _ended_by(partial(_end_lines, lines, printer)):
@@ -240,7 +240,7 @@ class RayFolderOutlet(_RayOutlet, FolderOutlet):
     """Writes checkpoints in place: Ray would copy shard after shard into a folder with the final name."""
 
     def __init__(self, config: TrainConfig, lines: Queue) -> None:
-        super().__init__(config.out, tensorboard=config.tensorboard)
+        super().__init__(config)
         self._lines = lines
 
     def announce(self, name: str, values: Values) -> None:

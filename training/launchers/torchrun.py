@@ -264,7 +264,7 @@ def _check_settings(config: TrainConfig) -> None:
 def run_rank(config: TrainConfig, device: torch.device, request: Request | None = None) -> Interrupted | None:
     """Run one rank of an existing process group; rank 0 writes ``result.json``, unless the run is stopped."""
     started = time.perf_counter()
-    outlet = FolderOutlet(config.out, tensorboard=config.tensorboard)
+    outlet = FolderOutlet(config)
     trained = train(config, device, resume_folder(config), outlet, request or Request(None))
     if isinstance(trained, Interrupted):
         return trained

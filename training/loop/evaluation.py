@@ -1,46 +1,56 @@
-"""Evaluation in chunks of a fixed size, so predictions of a run and of the file made from it are exactly equal.
+"""Evaluation of the held-out samples in forward passes of ``--eval-batch-size``.
 
 For another number of rows a matrix product may use another kernel and round differently, which may change a prediction.
-Every forward pass here has ``CHUNK`` samples; the last chunk is padded with copies of its last sample. Each rank
-computes whole chunks, so results do not depend on the world size.
+Images and texts of this package are padded to whole passes with copies of the last sample, so that predictions of a run
+and of the file made from it are exactly equal. Each rank computes whole passes, so results do not depend on the world
+size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
+from ckpt_tools.errors import UsageError
+
+from ..config.references import Reference, resolved, text_of
 from ..data.datasets import Samples, to_input
+from ..data.loading import held_out_batches
+from ..engines.base import Engine, Metrics
+from ..models.losses import leaves, standard_metrics
+from ..models.zoo import Loss
 
-# 360 held-out digits are 12 chunks, which 2, 3 and 4 ranks divide evenly; one chunk takes about 15 ms.
+# 360 held-out digits are 12 passes, which 2, 3 and 4 ranks divide evenly; one takes about 15 ms.
 CHUNK = 30
+MAX_LISTED = 10_000
+"""Most predictions that ``result.json`` lists."""
 
+PREDICTED = "predicted"
 Logits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Number of correct predictions of ``total`` held-out samples, and all predictions in dataset order."""
+    """Means of the metrics over all held-out samples. ``total`` is the number of predictions of classes, ``predicted``
+    are all of them in dataset order, unless they are too many."""
 
-    correct: int
-    total: int
-    predicted: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.correct <= self.total == len(self.predicted)
+    values: Mapping[str, float]
+    total: int = 0
+    predicted: tuple[int, ...] = ()
 
     @property
-    def accuracy(self) -> float:
-        return self.correct / self.total
+    def accuracy(self) -> float | None:
+        return self.values.get("accuracy")
 
-
-def evaluation_of(predicted: Tensor, labels: Tensor) -> Evaluation:
-    """Compare predictions with labels, both int64 [n]."""
-    correct = int((predicted == labels).sum())
-    return Evaluation(correct, len(labels), tuple(predicted.tolist()))
+    @property
+    def correct(self) -> int:
+        return round((self.accuracy or 0.0) * self.total)
 
 
 def plain_logits(model: nn.Module) -> Logits:
@@ -59,30 +69,74 @@ def all_logits(logits: Logits, pixels: Tensor) -> Tensor:
     return torch.cat([logits(chunk) for chunk in to_input(padded(pixels)).split(CHUNK)])[: len(pixels)].float()
 
 
-def padded(images: Tensor) -> Tensor:
-    """Images padded to whole chunks with copies of the last one."""
-    missing = -len(images) % CHUNK
-    return torch.cat([images, images[-1:].expand(missing, *images.shape[1:])]) if missing else images
+def padded(rows: Tensor, size: int = CHUNK) -> Tensor:
+    """Rows padded to whole passes with copies of the last one."""
+    missing = -len(rows) % size
+    return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])]) if missing else rows
 
 
-def evaluate(logits: Logits, samples: Samples, device: torch.device, *, rank: int, world_size: int) -> Evaluation:
-    """Evaluate on all ranks of the default process group, with the same result on each. ``rank`` and ``world_size``
-    select this rank's chunks. Ranks with the same ``rank`` make the same predictions."""
-    predicted = rank_predictions(logits, samples.pixels, device, rank=rank, world_size=world_size)
-    torch.distributed.all_reduce(predicted, torch.distributed.ReduceOp.MAX)
-    return evaluation_of(predicted.cpu().flatten(), samples.labels.flatten())
+def metrics_of(own: Reference | None, loss: Loss) -> Metrics:
+    """The standard metrics, and those of the user's function. Raises ``UsageError`` if it cannot be imported."""
+    if own is None:
+        return partial(standard_metrics, loss=loss)
+    function = resolved(own, "metrics")
+
+    def metrics(model: Callable[..., Any], batch: Any) -> Mapping[str, Tensor]:
+        found = function(model, batch)
+        if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) for each in found.values()):
+            raise UsageError(f"--metrics {text_of(own)} gives something else than tensors by name")
+        return {**standard_metrics(model, batch, loss), **found}
+
+    return metrics
 
 
-def rank_predictions(logits: Logits, pixels: Tensor, device: torch.device, *, rank: int, world_size: int) -> Tensor:
-    """Predictions of this rank's chunks, int64 [n] or [n, t], and 0 elsewhere: the maximum over ranks has all of them.
-    A forward pass of a sharded model is collective, so each rank makes the same number: a rank without a chunk left
-    repeats the first one."""
-    chunks = pixels.split(CHUNK)
-    each = pixels.shape[1:] if pixels.ndim == 2 else ()
-    predicted = torch.zeros((len(pixels), *each), dtype=torch.int64, device=device)
-    for mine in range(rank, rank + len(chunks), world_size):
-        chunk = chunks[mine if mine < len(chunks) else 0]
-        answer = logits(to_input(padded(chunk)).to(device)).argmax(-1)
-        if mine < len(chunks):
-            predicted[mine * CHUNK :][: len(chunk)] = answer[: len(chunk)]
-    return predicted
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """Evaluates on all ranks of the default process group, with the same result on each. ``rank`` and ``world_size``
+    select this rank's passes. Of ranks with the same ``rank``, which compute the same, one ``counts``."""
+
+    dataset: Dataset[Any]
+    metrics: Metrics
+    size: int
+    device: torch.device
+    rank: int
+    world_size: int
+    counts: bool = True
+
+    def __call__(self, engine: Engine) -> Evaluation:
+        rows = self.rows(engine.evaluated)
+        for each in rows.values():
+            torch.distributed.all_reduce(each)
+        predicted = rows.pop(PREDICTED, None)
+        values = {name: float(each.mean()) for name, each in rows.items()}
+        if predicted is None:
+            return Evaluation(values)
+        listed = predicted.flatten().tolist() if predicted.numel() <= MAX_LISTED else []
+        return Evaluation(values, predicted.numel(), tuple(listed))
+
+    def rows(self, evaluated: Callable[[Metrics, Any], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Values of the samples of this rank's passes, float64 [n], and 0 elsewhere: the sum over ranks has them all. A
+        forward pass of a sharded model is collective, so each rank makes the same number: a rank without a pass left
+        repeats the first one."""
+        total: int = len(self.dataset)  # type: ignore[arg-type]
+        batch_at, passes = held_out_batches(self.dataset, self.size, self.device), -(-total // self.size)
+        rows: dict[str, Tensor] = {}
+        for mine in range(self.rank, self.rank + passes, self.world_size):
+            batch = batch_at(mine if mine < passes else 0)
+            count = len(leaves(batch)[0])
+            if isinstance(self.dataset, Samples):
+                batch = tuple(padded(each, self.size) for each in batch)
+            for name, value in evaluated(self.metrics, batch).items():
+                place = slice(mine * self.size, mine * self.size + count)
+                self._put(rows, name, value, place, total, is_mine=self.counts and mine < passes)
+        return rows
+
+    def _put(
+        self, rows: dict[str, Tensor], name: str, value: Tensor, place: slice, total: int, *, is_mine: bool
+    ) -> None:
+        dtype = torch.int64 if name == PREDICTED else torch.float64
+        if name not in rows:
+            rows[name] = torch.zeros((total, *value.shape[1:]), dtype=dtype, device=self.device)
+        if is_mine:
+            count = place.stop - place.start
+            rows[name][place] = (value[:count] if value.ndim else value.expand(count)).to(dtype)

@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import islice
 from operator import add
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from ckpt_tools.errors import UsageError
 
-from ..checkpoints import randomness
 from ..config.options import RESUME_AUTO
-from ..config.schedule import Schedule, schedule_for
+from ..config.schedule import Schedule, schedule_of
 from ..config.train_config import TrainConfig
-from ..data.datasets import Samples, epoch_order, load_dataset, rank_batches, to_input
+from ..data import randomness
+from ..data.datasets import PARTS
+from ..data.loading import Batches, Position, dataset_of, length_of
 from ..engines import Engine, Progress, create_engine
-from .evaluation import Evaluation, evaluate
+from .evaluation import Evaluation, Evaluator, metrics_of
 from .measuring import StepLog, profiled
 from .outlets import Outlet
 from .saving import Agreement, Saver, SaveRecord, remove_old
@@ -36,14 +39,13 @@ from .saving import Agreement, Saver, SaveRecord, remove_old
 
 @dataclass(frozen=True, slots=True)
 class EpochMetrics:
-    """Metrics of an epoch, or of its part up to ``--max-steps``: mean loss over all ranks at each step, and correct
-    predictions of the held-out samples. If the run was resumed within the epoch, ``losses`` has only its own steps;
+    """Metrics of an epoch, or of its part up to ``--max-steps``: mean loss over all ranks at each step, and the metrics
+    of the held-out samples at its end. If the run was resumed within the epoch, ``losses`` has only its own steps;
     ``earlier_loss`` is the sum of those of the ``earlier_steps``."""
 
     epoch: int
     losses: tuple[float, ...]
-    correct: int
-    total: int
+    held_out: Mapping[str, float]
     seconds: float
     earlier_steps: int = 0
     earlier_loss: float = 0.0
@@ -54,13 +56,16 @@ class EpochMetrics:
         return added(self.earlier_loss, self.losses) / (self.earlier_steps + len(self.losses))
 
     def line(self, last_epoch: int) -> str:
-        return (
-            f"epoch {self.epoch:2d}/{last_epoch}  loss {self.mean_loss:.4f}  "
-            f"held-out {self.correct}/{self.total}  {self.seconds:.1f} s"
-        )
+        found = "".join(f"  held-out {name} {value:.4f}" for name, value in self.held_out.items())
+        return f"epoch {self.epoch:2d}/{last_epoch}  loss {self.mean_loss:.4f}{found}  {self.seconds:.1f} s"
 
     def values(self) -> dict[str, float]:
-        return {"epoch": self.epoch, "loss": self.mean_loss, "accuracy": self.correct / self.total}
+        return {"epoch": self.epoch, "loss": self.mean_loss, **line_of(self.held_out)}
+
+
+def line_of(held_out: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of an evaluation as a line of ``metrics.jsonl`` has them: its ``loss`` is that of training."""
+    return {"held_out_loss" if name == "loss" else name: value for name, value in held_out.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class Trained:
 
     end: Progress
     history: tuple[EpochMetrics, ...]
-    evaluation: Evaluation
+    evaluation: Evaluation | None
     saves: tuple[SaveRecord, ...]
 
 
@@ -88,16 +93,28 @@ def train(
 ) -> Trained | Interrupted:
     """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a checkpoint."""
     samples, held_out = load_parts(config)
-    total_steps = config.epochs * config.steps_per_epoch(len(samples))
-    schedule = schedule_for(total_steps, config.warmup_fraction, config.schedule)
+    schedule = schedule_of(config, config.epochs * config.steps_per_epoch(length_of(samples)))
     with closing(create_engine(config, schedule, device)) as engine:
         progress = _resumed(engine, resume_from, outlet) if resume_from else Progress()
         _check_something_left(config, progress)
-        randomness.restore(progress.rng, seed=config.seed, step=progress.step, stream=engine.data_rank)
         saver = Saver(config, engine, outlet, partial(remove_old, config))
         with profiled(config) as end_step:
-            parts = (config, engine, device, samples, held_out, outlet, saver, is_asked_to_stop, progress, schedule)
+            ranks = torch.distributed.get_world_size() // (config.tp * config.pp)
+            batches = Batches(config, samples, engine.data_rank, ranks, device)
+            evaluator = None if held_out is None else _evaluator(config, engine, held_out, batches)
+            parts = (config, engine, batches, evaluator, outlet, saver, is_asked_to_stop, progress, schedule)
             return _Run(*parts, end_step).to_the_end()
+
+
+def _evaluator(config: TrainConfig, engine: Engine, held_out: Dataset[Any], batches: Batches) -> Evaluator:
+    """Of ranks that compute the same samples together, the first one counts; collective."""
+    shares: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(shares, batches.rank)
+    counts = shares.index(batches.rank) == torch.distributed.get_rank()
+    metrics = metrics_of(config.metrics, engine.loss)
+    return Evaluator(
+        held_out, metrics, config.eval_batch_size, batches.device, batches.rank, batches.world_size, counts
+    )
 
 
 def _resumed(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress:
@@ -109,13 +126,13 @@ def _resumed(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress
     return progress
 
 
-def load_parts(config: TrainConfig) -> tuple[Samples, Samples]:
+def load_parts(config: TrainConfig) -> tuple[Dataset[Any], Dataset[Any] | None]:
     """Training and held-out samples; the first rank of each machine loads first, so only one downloads."""
     leads = int(os.environ["LOCAL_RANK"]) == 0
     if not leads:
         torch.distributed.barrier()
-    samples = load_dataset(config.dataset, "train", config.data_root).first(config.num_samples)
-    held_out = load_dataset(config.dataset, "held-out", config.data_root)
+    samples, held_out = (dataset_of(config, part) for part in PARTS)
+    assert samples is not None, "only the held-out part may be missing"
     if leads:
         torch.distributed.barrier()
     return samples, held_out
@@ -152,26 +169,23 @@ class _StopAskedError(Exception):
 class _Run:
     config: TrainConfig
     engine: Engine
-    device: torch.device
-    samples: Samples
-    held_out: Samples
+    batches: Batches
+    evaluator: Evaluator | None
     outlet: Outlet
     saver: Saver
     is_asked_to_stop: Asked
     progress: Progress
     schedule: Schedule
     end_step: Callable[[], None]
-    accuracy: float | None = None
-    """Accuracy of the last evaluation."""
+    found: Evaluation | None = None
+    """The last evaluation."""
     is_due: bool = False
     """Whether a checkpoint was due at the last step of an epoch, whose end is saved instead."""
 
     def __post_init__(self) -> None:
         self.agreement, self.rank = Agreement(), torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
-        self.data_world_size = self.world_size // (self.config.tp * self.config.pp)
-        """Number of ranks, or groups of ranks under tensor and pipeline parallelism, with different samples."""
-        self.steps = self.config.steps_per_epoch(len(self.samples))
+        self.steps = self.config.steps_per_epoch(length_of(self.batches.dataset))
         end = last_step(self.config, self.progress, self.steps)
         self.log = StepLog(self.config, self.schedule, self.outlet, self.agreement, end)
         self.saved = self.progress
@@ -188,7 +202,8 @@ class _Run:
             self.saver.collect()
             return Interrupted(self.saved.name if self.saved.step else None)
         self.saver.collect()
-        return Trained(self.progress, tuple(history), self.evaluation(), tuple(self.saver.records))
+        found = self.found if history else self.evaluation()
+        return Trained(self.progress, tuple(history), found, tuple(self.saver.records))
 
     @property
     def is_at_end(self) -> bool:
@@ -204,14 +219,10 @@ class _Run:
         """Train the rest of an epoch, evaluate, and save if due. With ``--max-steps`` the run may end within it."""
         started, before = time.perf_counter(), self.progress
         losses = self.means(self.train(before))
-        with self.log.meter.paused():
-            evaluation = self.evaluation()
-        self.accuracy = evaluation.accuracy
+        found = self.evaluation()
         seconds = time.perf_counter() - started
-        epoch = before.epoch + 1
-        metrics = EpochMetrics(
-            epoch, losses, evaluation.correct, evaluation.total, seconds, before.batch, before.loss_sum
-        )
+        epoch, held_out = before.epoch + 1, {} if found is None else found.values
+        metrics = EpochMetrics(epoch, losses, held_out, seconds, before.batch, before.loss_sum)
         if self.progress.batch == self.steps:
             self.progress = Progress(epoch, self.progress.step)
             self.report(metrics)
@@ -232,19 +243,26 @@ class _Run:
 
     def train(self, before: Progress) -> list[Tensor]:
         """Train the rest of an epoch after ``before``; this rank's loss at each step."""
-        order = epoch_order(len(self.samples), before.epoch + 1, self.config.seed)
-        batches = rank_batches(order, self.config.batch_size, self.engine.data_rank, self.data_world_size)
         losses: list[Tensor] = []
-        for batch in islice(batches, before.batch, None):
-            inputs, labels = to_input(self.samples.pixels[batch]), self.samples.labels[batch]
-            losses.append(self.engine.step(inputs.to(self.device), labels.to(self.device)))
-            self.progress = replace(self.progress, step=self.progress.step + 1, batch=self.progress.batch + 1, rng=None)
-            self.log.after(self.progress, losses[-1], self.saver.records, self.accuracy)
+        batches = self.batches.epoch(Position(before.epoch, before.batch, before.data))
+        for batch, state in islice(batches, self.steps - before.batch):
+            accuracy = None if self.found is None else self.found.accuracy
+            randomness.begin(self.config.seed, self.progress.step, self.batches.rank)
+            losses.append(self.engine.step(batch))
+            self.progress = replace(
+                self.progress, step=self.progress.step + 1, batch=self.progress.batch + 1, data=state
+            )
+            self.log.after(self.progress, losses[-1], self.saver.records, accuracy)
             with self.log.meter.paused():
                 self.end_step()
             self.agree(before, losses)
             if self.has_last_step:
-                break
+                return losses
+        if self.progress.batch < self.steps:
+            raise UsageError(
+                f"the dataset ended after {self.progress.batch} batches of {self.config.batch_size}, and an epoch has "
+                f"{self.steps} steps"
+            )
         return losses
 
     def agree(self, before: Progress, losses: list[Tensor]) -> None:
@@ -252,6 +270,11 @@ class _Run:
         is_asked, is_time = self.agreed()
         is_due = is_time or self.config.saves_after_step(self.progress.step)
         ends = self.progress.batch == self.steps
+        every = self.config.eval_every_steps
+        if every is not None and self.progress.step % every == 0 and not (ends or self.has_last_step):
+            found = self.evaluation()
+            if found is not None and self.rank == 0:
+                self.outlet.record({"step": self.progress.step, **line_of(found.values)})
         if is_asked or (is_due and not ends):
             loss_sum = added(before.loss_sum, self.means(losses))
             self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
@@ -282,17 +305,20 @@ class _Run:
 
     def save(self, progress: Progress, values: dict[str, float]) -> None:
         with self.log.meter.paused():
-            self.saver.save(replace(progress, rng=randomness.gathered()), {"step": progress.step, **values})
+            self.saver.save(progress, {"step": progress.step, **values})
         self.saved = self.progress
 
-    def evaluation(self) -> Evaluation:
-        """Evaluate the held-out samples, divided among the ranks with different samples."""
-        data_rank, data_world_size = self.engine.data_rank, self.data_world_size
-        return evaluate(self.engine.logits, self.held_out, self.device, rank=data_rank, world_size=data_world_size)
+    def evaluation(self) -> Evaluation | None:
+        """Evaluate the held-out samples, if there are any, divided among the ranks with different samples."""
+        if self.evaluator is not None:
+            with self.log.meter.paused():
+                self.found = self.evaluator(self.engine)
+        return self.found
 
     def means(self, losses: list[Tensor]) -> tuple[float, ...]:
         """Mean loss over ranks of each step, with one collective for all steps."""
-        total = torch.stack(losses).double() if losses else torch.zeros(0, dtype=torch.float64, device=self.device)
+        none = torch.zeros(0, dtype=torch.float64, device=self.batches.device)
+        total = torch.stack(losses).double() if losses else none
         torch.distributed.all_reduce(total)
         return tuple((total / self.world_size).tolist())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from ..checkpoints.run_folder import CHECKPOINTS, make_partial, partial_folder
+from ..config.references import called
+from ..config.train_config import TrainConfig
 from .screen import Status, rank_screen
 
 METRICS_NAME = "metrics.jsonl"
@@ -28,17 +30,22 @@ FOLDERS = {
 
 
 class Journal:
-    """Writer of the metrics in ``out``, used by one process."""
+    """Writer of the metrics in ``out``, used by one process, which calls the callbacks too."""
 
-    def __init__(self, out: Path, *, tensorboard: bool) -> None:
-        self._out = out
-        self._tensorboard = tensorboard
+    def __init__(self, config: TrainConfig) -> None:
+        self._config, self._out = config, config.out
+        self._tensorboard = config.tensorboard
         self._events: Any = None
+        self._callbacks: list[Callable[[dict[str, Any]], object]] | None = None
 
     def record(self, figures: Mapping[str, Any]) -> None:
         """Append a line. A kill may cut it off; readers skip such a line."""
         with (self._out / METRICS_NAME).open("a") as file:
             file.write(json.dumps(figures) + "\n")
+        if self._callbacks is None:  # not in a process that records nothing
+            self._callbacks = [called(each, "callback", self._config) for each in self._config.callback]
+        for callback in self._callbacks:
+            callback(dict(figures))
         if self._tensorboard:
             self._record_events(figures)
 
@@ -109,10 +116,10 @@ class FolderOutlet:
     """:class:`Outlet` into ``OUT/checkpoints``, which all ranks share, and ``OUT/metrics.jsonl``. A checkpoint's folder
     gets its final name when all ranks have written."""
 
-    def __init__(self, out: Path, *, tensorboard: bool = False) -> None:
-        self._journal = Journal(out, tensorboard=tensorboard)
+    def __init__(self, config: TrainConfig) -> None:
+        self._journal = Journal(config)
         self._screen = rank_screen()
-        self._folder = out / CHECKPOINTS
+        self._folder = config.out / CHECKPOINTS
 
     uploads = False
 

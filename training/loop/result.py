@@ -15,7 +15,9 @@ from ckpt_tools.credentials import without_secrets
 from ckpt_tools.errors import DestinationExistsError
 
 from ..checkpoints.run_folder import checkpoint_of
+from ..config.references import text_of
 from ..config.train_config import Settings, TrainConfig
+from .evaluation import Evaluation
 from .loop import EpochMetrics, Trained
 from .saving import SaveRecord
 
@@ -51,7 +53,8 @@ class RunResult:
     epochs: int
     settings: Settings
     versions: dict[str, str]
-    accuracy: float
+    held_out: dict[str, float]
+    accuracy: float | None
     correct: int
     total: int
     checkpoint: str
@@ -63,23 +66,25 @@ class RunResult:
     @classmethod
     def of(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
         """Result of a run; its checkpoint is the one at the end position."""
+        found = trained.evaluation or Evaluation({})
         return cls(
             engine=config.engine or config.sharding.framework,
             strategy=config.sharding.name,
             launcher=config.launcher,
             num_workers=config.num_workers,
             precision=config.precision,
-            dataset=config.dataset,
+            dataset=text_of(config.dataset),
             epochs=trained.end.epoch,
             settings=config.settings,
             versions=versions_of(config),
-            accuracy=trained.evaluation.accuracy,
-            correct=trained.evaluation.correct,
-            total=trained.evaluation.total,
+            held_out=dict(found.values),
+            accuracy=found.accuracy,
+            correct=found.correct,
+            total=found.total,
             checkpoint=str(checkpoint_of(config, trained.end.name)),
             seconds=seconds,
             history=trained.history,
-            predicted=trained.evaluation.predicted,
+            predicted=found.predicted,
             saves=trained.saves,
         )
 

@@ -6,14 +6,15 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from ..config.model_names import HUGGING_FACE, IMAGE_SIZE, MODELS, NUM_CLASSES
-from ..config.options import DatasetName
+from ..config.references import is_function, text_of
 from ..config.train_config import TrainConfig
 
 NAME = "config.json"
 
-LABELS: dict[DatasetName, tuple[str, ...]] = {
+LABELS: dict[str, tuple[str, ...]] = {
     "digits": tuple(map(str, range(10))),
     "fashion-mnist": (
         "T-shirt/top",
@@ -32,16 +33,18 @@ LABELS: dict[DatasetName, tuple[str, ...]] = {
 
 def model_config(config: TrainConfig) -> dict[str, Any] | None:
     """Description of the model for inference; None for a transformers model, which has its own file."""
-    if config.model not in MODELS:
+    name, data = text_of(config.model), text_of(config.dataset)
+    if name not in MODELS or is_function(config.dataset):
         return None
-    architecture = "ours" if config.model == "vit" else f"ours:{config.model}"
-    if MODELS[config.model].task == "text":
-        return {"architecture": architecture, "dataset": config.dataset}
+    sizes = urlencode(config.model_arguments)
+    architecture = "ours" if name == "vit" and not sizes else f"ours:{name}" + (f"?{sizes}" if sizes else "")
+    if MODELS[name].task == "text":
+        return {"architecture": architecture, "dataset": data}
     return {
         "architecture": architecture,
         "labels": list(labels_of(config)),
         "image": preparation(),
-        "dataset": config.dataset,
+        "dataset": data,
     }
 
 
@@ -52,8 +55,8 @@ def preparation() -> dict[str, Any]:
 
 def labels_of(config: TrainConfig) -> tuple[str, ...]:
     """Labels of the model's outputs in order; an output without a class in the user's folder has its number."""
-    if config.dataset in LABELS:
-        return LABELS[config.dataset]
+    if (name := text_of(config.dataset)) in LABELS:
+        return LABELS[name]
     assert config.data_root is not None, "a dataset without labels of its own is a folder of classes"
     classes = sorted(path.name for path in (config.data_root / "train").iterdir() if path.is_dir())
     return (*classes, *map(str, range(len(classes), NUM_CLASSES)))
@@ -61,8 +64,8 @@ def labels_of(config: TrainConfig) -> tuple[str, ...]:
 
 def write_model_config(folder: Path, config: TrainConfig) -> None:
     """Write the file; for a transformers model, copy the one of its folder, which ``from_pretrained`` reads."""
-    if config.model.startswith(HUGGING_FACE):
-        shutil.copyfile(Path(config.model.removeprefix(HUGGING_FACE)) / NAME, folder / NAME)
+    if (name := text_of(config.model)).startswith(HUGGING_FACE):
+        shutil.copyfile(Path(name.removeprefix(HUGGING_FACE)) / NAME, folder / NAME)
         return
     found = model_config(config)
     if found is not None:

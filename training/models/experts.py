@@ -1,4 +1,4 @@
-"""Mixture-of-experts language model: in every second layer a router sends each token to two of four experts.
+"""Mixture-of-experts language model: in every second layer a router sends each token to some of the experts.
 
 No token is dropped. The weights of a layer's experts are stacked, so names and shapes do not depend on the workers.
 """
@@ -6,29 +6,42 @@ No token is dropped. The weights of a layer's experts are stacked, so names and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import cycle
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .language_model import HIDDEN, WIDTH, Attention, Block, LanguageModel
+from .language_model import Attention, Block, LanguageModel, Sizes
 
-EXPERTS = 4
-CHOSEN = 2  # number of experts per token
 BALANCE_WEIGHT = 0.01  # weight of the balance in the loss
 
 
-class Experts(nn.Module):
-    """EXPERTS networks like :class:`~training.models.language_model.FeedForward`, each for its own tokens."""
+@dataclass(frozen=True, slots=True)
+class MixtureSizes(Sizes):
+    """Sizes of the model; each token goes to ``chosen`` of the ``experts`` of a layer."""
 
-    def __init__(self) -> None:
+    experts: int = 4
+    chosen: int = 2
+
+    def __post_init__(self) -> None:
+        Sizes.__post_init__(self)
+        if self.chosen > self.experts:
+            raise ValueError(f"{self.chosen} chosen experts are more than the {self.experts} experts")
+
+
+class Experts(nn.Module):
+    """Networks like :class:`~training.models.language_model.FeedForward`, each for its own tokens."""
+
+    def __init__(self, sizes: MixtureSizes) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Parameter(_drawn(HIDDEN, WIDTH)) for _ in range(2))
-        self.down = nn.Parameter(_drawn(WIDTH, HIDDEN))
+        width, hidden = sizes.width, sizes.hidden
+        self.gate, self.up = (nn.Parameter(_drawn(sizes.experts, hidden, width)) for _ in range(2))
+        self.down = nn.Parameter(_drawn(sizes.experts, width, hidden))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Float [m, WIDTH] to [m, WIDTH]. ``counts``, int64 [s, e], are the lengths of consecutive runs of ``tokens``:
+        """Float [m, width] to [m, width]. ``counts``, int64 [s, e], are the lengths of consecutive runs of ``tokens``:
         for each of s senders, one run for each of this worker's e experts. Each run is multiplied separately, so
         results do not depend on other senders."""
         runs = tokens.split(counts.flatten().tolist())
@@ -39,9 +52,9 @@ class Experts(nn.Module):
         return self.gate, self.up, self.down
 
 
-def _drawn(rows: int, columns: int) -> Tensor:
+def _drawn(count: int, rows: int, columns: int) -> Tensor:
     """Matrices initialised as by ``nn.Linear``."""
-    return torch.empty(EXPERTS, rows, columns).uniform_(-(columns**-0.5), columns**-0.5)
+    return torch.empty(count, rows, columns).uniform_(-(columns**-0.5), columns**-0.5)
 
 
 def _answers(tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -50,45 +63,47 @@ def _answers(tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its experts: float [n, t, WIDTH] to [n, t, WIDTH], and the imbalance of the routing."""
+    """A router and its experts: float [n, t, width] to [n, t, width], and the imbalance of the routing."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: MixtureSizes) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = Experts()
+        self.sizes = sizes
+        self.router = nn.Linear(sizes.width, sizes.experts, bias=False)
+        self.experts = Experts(sizes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         odds = self.router(x).float().softmax(-1)
-        parts, chosen = odds.topk(CHOSEN)
+        parts, chosen = odds.topk(self.sizes.chosen)
         parts = parts / parts.sum(-1, keepdim=True)
         answers = self._answers(x, chosen.flatten())
         return (answers.unflatten(0, chosen.shape) * parts.unsqueeze(-1).to(x.dtype)).sum(-2), imbalance(odds, chosen)
 
     def _answers(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Outputs of the chosen experts of each token, float [n * t * CHOSEN, WIDTH]."""
+        """Outputs of the chosen experts of each token, float [n * t * chosen, width]."""
         order = chosen.argsort(stable=True)
-        copies = x.unsqueeze(-2).expand(*x.shape[:-1], CHOSEN, WIDTH).reshape(-1, WIDTH)
-        answers = self.experts(copies[order], functional.one_hot(chosen, EXPERTS).sum(0, keepdim=True))
+        copies = x.unsqueeze(-2).expand(*x.shape[:-1], self.sizes.chosen, -1).flatten(0, -2)
+        answers = self.experts(copies[order], functional.one_hot(chosen, self.sizes.experts).sum(0, keepdim=True))
         return answers[order.argsort()]
 
 
 def imbalance(odds: Tensor, chosen: Tensor) -> Tensor:
-    """1 if tokens go evenly to the experts, EXPERTS / CHOSEN if all go to the same; float32, 0-d. ``odds`` are float
-    [n, t, EXPERTS], ``chosen`` int64 [n, t, CHOSEN]. It is the mean over the n texts, so it does not depend on how
+    """1 if tokens go evenly to the experts, experts / chosen if all go to the same; float32, 0-d. ``odds`` are float
+    [n, t, experts], ``chosen`` int64 [n, t, chosen]. It is the mean over the n texts, so it does not depend on how
     texts are divided among workers and micro-batches."""
-    shares = functional.one_hot(chosen, EXPERTS).sum(-2).float().mean(1) / CHOSEN
-    return EXPERTS * (shares * odds.mean(1)).sum(-1).mean()
+    experts = odds.shape[-1]
+    shares = functional.one_hot(chosen, experts).sum(-2).float().mean(1) / chosen.shape[-1]
+    return experts * (shares * odds.mean(1)).sum(-1).mean()
 
 
 class MixtureBlock(nn.Module):
     """One layer with experts: the unit that is sharded and checkpointed."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: MixtureSizes) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(WIDTH)
-        self.attention = Attention()
-        self.feed_forward_norm = nn.RMSNorm(WIDTH)
-        self.feed_forward = MixtureOfExperts()
+        self.attention_norm = nn.RMSNorm(sizes.width)
+        self.attention = Attention(sizes)
+        self.feed_forward_norm = nn.RMSNorm(sizes.width)
+        self.feed_forward = MixtureOfExperts(sizes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.attention_norm(x))
@@ -99,8 +114,12 @@ class MixtureBlock(nn.Module):
 class MixtureModel(LanguageModel):
     """Bytes int64 [n, t] to logits of the next byte; in training mode also the auxiliary loss, 0-d."""
 
+    def sizes_of(self, given: dict[str, int]) -> Sizes:
+        return MixtureSizes(**given)
+
     def new_layer(self, at: int) -> nn.Module:
-        return MixtureBlock() if at % 2 else Block()
+        assert isinstance(self.sizes, MixtureSizes)
+        return MixtureBlock(self.sizes) if at % 2 else Block(self.sizes)
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
         x, uneven = self.embed(tokens), []

@@ -7,6 +7,7 @@ or stochastic depth, so a step depends on weights and samples only.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,11 @@ from torchvision.models import VisionTransformer
 from ..config.model_names import IMAGE_SIZE, NUM_CLASSES
 
 PATCH_SIZE = 7
-HIDDEN_DIM = 128
 
 
-def build_model() -> VisionTransformer:
+def build_model(layers: int = 10, heads: int = 2, width: int = 128, hidden: int = 128) -> VisionTransformer:
     """A ViT for one-channel 28x28 images, float32 [n, 1, 28, 28] to logits [n, 10]; weights from torch's global RNG.
+    ``hidden`` is the width of the feed-forward layers.
 
     Turns PyTorch's fused inference attention off for the process. It applies to plain parameters but not to ZeRO-3's
     partitioned ones, and rounds differently (logits differ by 7e-7): without it, a run and the file made from it give
@@ -31,19 +32,19 @@ def build_model() -> VisionTransformer:
     model = VisionTransformer(
         image_size=IMAGE_SIZE,
         patch_size=PATCH_SIZE,
-        num_layers=10,
-        num_heads=2,
-        hidden_dim=HIDDEN_DIM,
-        mlp_dim=128,
+        num_layers=layers,
+        num_heads=heads,
+        hidden_dim=width,
+        mlp_dim=hidden,
         num_classes=NUM_CLASSES,
     )
-    model.conv_proj = one_channel_patches()
+    model.conv_proj = one_channel_patches(width)
     return model
 
 
-def one_channel_patches() -> nn.Conv2d:
+def one_channel_patches(width: int) -> nn.Conv2d:
     """Patch embedding for grey images, initialised like torchvision's three-channel one."""
-    patches = nn.Conv2d(1, HIDDEN_DIM, kernel_size=PATCH_SIZE, stride=PATCH_SIZE)
+    patches = nn.Conv2d(1, width, kernel_size=PATCH_SIZE, stride=PATCH_SIZE)
     nn.init.trunc_normal_(patches.weight, std=math.sqrt(1 / patches.weight[0].numel()))
     assert patches.bias is not None
     nn.init.zeros_(patches.bias)
@@ -132,11 +133,11 @@ class CnnLstm(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Two networks of different widths; their logits are averaged."""
+    """Networks of different widths; their logits are averaged."""
 
-    def __init__(self) -> None:
+    def __init__(self, widths: Sequence[int] = (16, 24)) -> None:
         super().__init__()
-        self.members = nn.ModuleList([Cnn(16), Cnn(24)])
+        self.members = nn.ModuleList(map(Cnn, widths))
 
     def forward(self, images: Tensor) -> Tensor:
         return torch.stack([member(images) for member in self.members]).mean(0)

@@ -6,6 +6,8 @@ parallelism can split the heads.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,22 +15,37 @@ from torch.nn import functional
 from ..config.model_names import CONTEXT as CONTEXT
 from ..config.model_names import VOCABULARY as VOCABULARY
 
-WIDTH = 128
-HEADS = 4
-LAYERS = 4
-HIDDEN = 256
 _ROTARY_BASE = 10_000.0
 
 
-class Attention(nn.Module):
-    """Causal attention, float [n, t, WIDTH] to [n, t, WIDTH]."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of the model; ``width`` is that of the hidden states, ``hidden`` of the feed-forward layers. Raises
+    ``ValueError``."""
 
-    def __init__(self) -> None:
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    hidden: int = 256
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if type(value := getattr(self, field.name)) is not int or value < 1:
+                raise ValueError(f"{field.name} is a whole number of at least 1, not {value!r}")
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width {self.width} does not divide over {self.heads} heads of an even size")
+
+
+class Attention(nn.Module):
+    """Causal attention, float [n, t, width] to [n, t, width]."""
+
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.head_size = sizes.width // sizes.heads
+        self.q, self.k, self.v, self.o = (nn.Linear(sizes.width, sizes.width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        q, k, v = (part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (self.q, self.k, self.v))
         q, k = rotated(q), rotated(k)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(2))
@@ -47,10 +64,10 @@ def rotated(x: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     """SwiGLU feed-forward layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.gate, self.up = (nn.Linear(sizes.width, sizes.hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(functional.silu(self.gate(x)) * self.up(x))
@@ -59,12 +76,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: the unit that is sharded and checkpointed."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(WIDTH)
-        self.attention = Attention()
-        self.feed_forward_norm = nn.RMSNorm(WIDTH)
-        self.feed_forward = FeedForward()
+        self.attention_norm = nn.RMSNorm(sizes.width)
+        self.attention = Attention(sizes)
+        self.feed_forward_norm = nn.RMSNorm(sizes.width)
+        self.feed_forward = FeedForward(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -74,17 +91,22 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Bytes int64 [n, t] to logits of the next byte, float [n, t, VOCABULARY]."""
 
-    def __init__(self) -> None:
+    def __init__(self, **sizes: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        nn.init.normal_(self.embed.weight, std=WIDTH**-0.5)
-        self.layers = nn.ModuleList(self.new_layer(at) for at in range(LAYERS))
-        self.norm = nn.RMSNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.sizes = self.sizes_of(sizes)
+        width = self.sizes.width
+        self.embed = nn.Embedding(VOCABULARY, width)
+        nn.init.normal_(self.embed.weight, std=width**-0.5)
+        self.layers = nn.ModuleList(self.new_layer(at) for at in range(self.sizes.layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
 
+    def sizes_of(self, given: dict[str, int]) -> Sizes:
+        return Sizes(**given)
+
     def new_layer(self, at: int) -> nn.Module:
-        return Block()
+        return Block(self.sizes)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

@@ -1,10 +1,11 @@
-"""Models by name: their constructors and blocks."""
+"""Models by name, of a transformers configuration, or from a function of the user's."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,59 +15,120 @@ from torchvision.models.mobilenetv3 import InvertedResidual
 from torchvision.models.resnet import BasicBlock
 from torchvision.models.vision_transformer import EncoderBlock
 
-from ckpt_tools.errors import FormatError
+from ckpt_tools.errors import FormatError, UsageError
 
 from ..config.model_names import HUGGING_FACE, VOCABULARY
 from ..config.options import first_line
+from ..config.references import Reference, called, is_function, text_of
+from ..config.train_config import TrainConfig
 from . import image_models
 from .experts import MixtureBlock, MixtureModel
 from .language_model import Block, LanguageModel
+from .losses import standard_loss
+
+Loss = Callable[[Callable[..., Any], Any], Tensor]
+"""Loss of a batch, 0-d, from the model and the batch."""
+
+Groups = Callable[[nn.Module], Sequence[Mapping[str, Any]]]
+"""Parameter groups of the model, as torch's optimizers take them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """A model, its blocks in the order of their calls, none within another, its loss and its parameter groups. Each
+    block is sharded and checkpointed separately."""
+
+    module: nn.Module
+    blocks: Sequence[nn.Module] = ()
+    loss: Loss = standard_loss
+    groups: Groups | None = None
+
+    def parameters(self) -> list[Mapping[str, Any]]:
+        """Groups of the parameters that are trained."""
+        if self.groups is not None:
+            return list(self.groups(self.module))
+        return [{"params": [one for one in self.module.parameters() if one.requires_grad]}]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model whose constructor draws the weights from torch's global RNG. Each instance of a class in ``blocks`` is
-    sharded and checkpointed separately. ``whole_first``: weights are drawn after all blocks are built, so no block can
-    be sharded before."""
+    """``make`` draws the weights from torch's global RNG. Instances of the classes in ``early`` have their weights when
+    their constructor ends, so they can be sharded before the others are made."""
 
-    build: Callable[[], nn.Module]
+    make: Callable[[], Model]
+    early: tuple[type[nn.Module], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ours:
+    """A model of this package and the classes of its blocks. ``whole_first``: weights are drawn after all blocks are
+    built, so no block can be sharded before."""
+
+    build: Callable[..., nn.Module]
     blocks: tuple[type[nn.Module], ...]
     whole_first: bool = False
 
-    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """Blocks in the order of their calls, none within another."""
-        return [module for module in model.modules() if isinstance(module, self.blocks)]
+    def spec(self, **sizes: Any) -> ModelSpec:
+        return ModelSpec(partial(self.make, sizes), () if self.whole_first else self.blocks)
+
+    def make(self, sizes: Mapping[str, Any]) -> Model:
+        module = self.build(**sizes)
+        return Model(module, _instances(module, self.blocks))
 
 
-_BY_NAME: Mapping[str, ModelSpec] = {
-    "vit": ModelSpec(image_models.build_model, (EncoderBlock,)),
-    "cnn": ModelSpec(image_models.Cnn, (image_models.ConvBlock,)),
-    "cnn-lstm": ModelSpec(image_models.CnnLstm, (image_models.ConvBlock,)),
-    "ensemble": ModelSpec(image_models.Ensemble, (image_models.Cnn,)),
+_BY_NAME: Mapping[str, _Ours] = {
+    "vit": _Ours(image_models.build_model, (EncoderBlock,)),
+    "cnn": _Ours(image_models.Cnn, (image_models.ConvBlock,)),
+    "cnn-lstm": _Ours(image_models.CnnLstm, (image_models.ConvBlock,)),
+    "ensemble": _Ours(image_models.Ensemble, (image_models.Cnn,)),
     # torchvision draws the convolutions of these again after all are built.
-    "resnet18": ModelSpec(image_models.resnet18, (BasicBlock,), whole_first=True),
-    "mobilenet_v3": ModelSpec(image_models.mobilenet_v3, (InvertedResidual,), whole_first=True),
-    "efficientnet_b0": ModelSpec(image_models.efficientnet_b0, (MBConv,), whole_first=True),
-    "vgg11_bn": ModelSpec(image_models.SmallVgg, (nn.Conv2d,), whole_first=True),
-    "lm": ModelSpec(LanguageModel, (Block,)),
-    "lm-moe": ModelSpec(MixtureModel, (Block, MixtureBlock)),
+    "resnet18": _Ours(image_models.resnet18, (BasicBlock,), whole_first=True),
+    "mobilenet_v3": _Ours(image_models.mobilenet_v3, (InvertedResidual,), whole_first=True),
+    "efficientnet_b0": _Ours(image_models.efficientnet_b0, (MBConv,), whole_first=True),
+    "vgg11_bn": _Ours(image_models.SmallVgg, (nn.Conv2d,), whole_first=True),
+    "lm": _Ours(LanguageModel, (Block,)),
+    "lm-moe": _Ours(MixtureModel, (Block, MixtureBlock)),
 }
 
 
-def spec_of(model: str) -> ModelSpec:
-    """Model of ``--model``. Raises ``FormatError`` if its folder is not usable."""
-    return _hugging_face(Path(model.removeprefix(HUGGING_FACE))) if model.startswith(HUGGING_FACE) else _BY_NAME[model]
+def our_model(name: str, **sizes: Any) -> nn.Module:
+    """A model of this package. Raises ``UsageError`` if it has no such sizes."""
+    try:
+        return _BY_NAME[name].build(**sizes)
+    except (TypeError, ValueError, AssertionError, RuntimeError, ZeroDivisionError) as error:
+        given = ", ".join(f"{key}={value}" for key, value in sizes.items())
+        raise UsageError(f"the model {name} cannot be built with {given}: {first_line(error)}") from error
 
 
-def logits_of(output: Any) -> Tensor:
-    """Logits in a model's output, which transformers wraps."""
-    answer = output[0] if isinstance(output, tuple) else output
-    return answer if isinstance(answer, Tensor) else answer.logits
+def spec_of(config: TrainConfig) -> ModelSpec:
+    """Model of ``--model``. Raises ``FormatError`` if its folder is not usable, ``UsageError`` if its function cannot
+    be imported."""
+    if is_function(config.model):
+        return ModelSpec(partial(_of_user, config.model, config.model_arguments))
+    name = text_of(config.model)
+    if name.startswith(HUGGING_FACE):
+        return _hugging_face(Path(name.removeprefix(HUGGING_FACE)))
+    return _BY_NAME[name].spec(**config.model_arguments)
 
 
-def added_loss_of(output: Any) -> Tensor | None:
-    """Auxiliary loss in a model's output, such as for balancing experts."""
-    return output[1] if isinstance(output, tuple) else None
+def _of_user(reference: Reference, arguments: Mapping[str, Any]) -> Model:
+    """What the function returns: a module, or a dictionary of the fields of :class:`Model`, the module as ``model``."""
+    made, name = called(reference, "model", **arguments), text_of(reference)
+    parts = dict(made) if isinstance(made, Mapping) else {"model": made}
+    module = parts.pop("model", None)
+    if unknown := sorted(parts.keys() - {"blocks", "loss", "groups"}):
+        raise UsageError(f"--model {name}: {unknown[0]!r} is not one of model, blocks, loss and groups")
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"--model {name} gives {type(module).__name__}, and a torch.nn.Module is needed")
+    blocks = tuple(parts.pop("blocks", ()))
+    inside = {*module.modules()} - {module}
+    if wrong := next((each for each in blocks if each not in inside), None):
+        raise UsageError(f"--model {name}: a block, {type(wrong).__name__}, is not a module of the model")
+    return Model(module, blocks, **parts)
+
+
+def _instances(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
+    return [each for each in module.modules() if isinstance(each, classes)]
 
 
 def _hugging_face(folder: Path) -> ModelSpec:
@@ -83,4 +145,9 @@ def _hugging_face(folder: Path) -> ModelSpec:
     config.use_cache = False
     names = model_class._no_split_modules or []
     blocks = tuple(getattr(sys.modules[model_class.__module__], name) for name in names)
-    return ModelSpec(lambda: model_class(config), blocks, whole_first=True)
+
+    def make() -> Model:
+        module = model_class(config)
+        return Model(module, _instances(module, blocks))
+
+    return ModelSpec(make)

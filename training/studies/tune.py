@@ -86,7 +86,9 @@ def _trial(chosen: dict[str, float], runs: dict[float, TrainConfig]) -> None:
 
     run = runs[chosen["learning_rate"]]
     result = launch(run)
-    tune.report(asdict(Trial(run.learning_rate, result.accuracy, result.history[-1].mean_loss, result.checkpoint)))
+    tune.report(
+        asdict(Trial(run.learning_rate, result.accuracy or 0.0, result.history[-1].mean_loss, result.checkpoint))
+    )
 
 
 @click.command(cls=Command, context_settings=CONTEXT_BEFORE_OPTIONS)

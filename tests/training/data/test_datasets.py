@@ -9,7 +9,8 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import FashionMNIST
 
 from ckpt_tools.errors import StoreError, UsageError
-from training.data.datasets import epoch_order, load_dataset, rank_batches, to_input
+from training.data.datasets import load_dataset, to_input
+from training.data.loading import epoch_order, rank_batches
 
 
 def test_digits_split_is_fixed_and_complete() -> None:

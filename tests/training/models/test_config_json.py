@@ -22,7 +22,7 @@ from training.config.options import DatasetName
 from training.config.train_config import TrainConfig
 from training.data.datasets import load_dataset, to_input
 from training.models.config_json import LABELS, write_model_config
-from training.models.zoo import spec_of
+from training.models.zoo import our_model
 
 PREPARED = {"mode": "L", "height": 28, "width": 28, "resample": "bilinear", "mean": 0.5, "std": 0.5}
 IMAGE_MODELS = [name for name, facts in MODELS.items() if facts.task == "images"]
@@ -37,7 +37,7 @@ def written(folder: Path, model: str, dataset: DatasetName = "digits", root: Pat
 def with_weights(folder: Path, model: str) -> Path:
     """Beside ``config.json``, the weights of such a model, whatever their numbers are."""
     with Unfilled():
-        torch.save(spec_of(model).build().state_dict(), folder / "model.pt")
+        torch.save(our_model(model).state_dict(), folder / "model.pt")
     return folder / "model.pt"
 
 
@@ -60,7 +60,7 @@ def test_a_model_is_loaded_by_its_name(model: str, tmp_path: Path) -> None:
     assert written(tmp_path, model)["architecture"] == ("ours" if model == "vit" else f"ours:{model}")
     path = with_weights(tmp_path, model)
     with torch.device("meta"):
-        expected = spec_of(model).build()
+        expected = our_model(model)
     assert str(inference.load_model(path)) == str(expected)
     (tmp_path / "config.json").unlink()
     if model != "vit":

@@ -1,0 +1,161 @@
+"""Functions of the user's: ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``, and their ``NAME=VALUE`` arguments.
+
+From Python an option takes the function itself. Ray sends it to the workers; torchrun's ranks import it.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.errors import CkptError, UsageError
+
+Reference = str | Callable[..., Any]
+"""A name, ``MODULE:FUNCTION``, ``FILE.py:FUNCTION``, or a function."""
+
+PYTHON = ".py"
+
+
+def is_function(reference: Reference | None) -> bool:
+    """Whether it names or is a function of the user's; ``hf:FOLDER`` is none."""
+    return callable(reference) or (reference is not None and ":" in reference and not reference.startswith("hf:"))
+
+
+def text_of(reference: Reference) -> str:
+    """``MODULE:FUNCTION`` of a function, ``FILE.py:FUNCTION`` if it is of the script that runs."""
+    if isinstance(reference, str):
+        return reference
+    name = getattr(reference, "__qualname__", type(reference).__qualname__)
+    module = getattr(reference, "__module__", None) or type(reference).__module__
+    script = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
+    return f"{Path(script).absolute() if script else module}:{name}"
+
+
+def absolute(reference: Any) -> Any:
+    """The reference with the absolute path of its file, if it has one."""
+    if not isinstance(reference, str) or not reference.rpartition(":")[0].endswith(PYTHON):
+        return reference
+    file, _, name = reference.rpartition(":")
+    return f"{Path(file).absolute()}:{name}"
+
+
+def resolved(reference: Reference, option: str) -> Callable[..., Any]:
+    """The function. Modules are found in the current folder too. Raises ``UsageError``, which names ``option``."""
+    if callable(reference):
+        return reference
+    module, _, name = reference.rpartition(":")
+    try:
+        found = getattr(_imported(module), name)
+    except Exception as error:
+        raise UsageError(f"--{option} {reference} cannot be imported: {_said(error)}") from error
+    if not callable(found):
+        raise UsageError(f"--{option} {reference} is not a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def called(reference: Reference, option: str, *values: Any, **named: Any) -> Any:
+    """What the function returns. Raises ``UsageError`` with the place of an error in it, or if it takes other
+    arguments."""
+    function = resolved(reference, option)
+    check_arguments(function, len(values), named, f"{option}-arg")
+    try:
+        return function(*values, **named)
+    except CkptError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(last.filename).name}, line {last.lineno}"
+        raise UsageError(f"--{option} {text_of(reference)} failed with {_said(error)} ({place})") from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _imported(module: str) -> Any:
+    if not module.endswith(PYTHON):
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
+        return import_module(module)
+    path = Path(module).absolute()
+    # The same name for the same file, so that classes of it are the same in every call.
+    name = f"{path.stem}_{abs(hash(str(path)))}" if path.stem in sys.modules else path.stem
+    known = next((each for each in list(sys.modules.values()) if getattr(each, "__file__", None) == str(path)), None)
+    if known is not None and known.__name__ != "__main__":
+        return known
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    made = module_from_spec(spec)
+    sys.modules[name] = made
+    try:
+        spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return made
+
+
+def check_importable(reference: Any, option: str) -> None:
+    """Raises ``UsageError`` if another process cannot import the function, as one of a notebook or within another."""
+    if not callable(reference):
+        return
+    text = text_of(reference)
+    try:
+        found: Any = resolved(text, option)
+    except UsageError:
+        found = None
+    if found is None or "<" in text:
+        raise UsageError(
+            f"--{option} is {text}, which torchrun's ranks cannot import; define it at the top level of a file, or "
+            "use --launcher ray"
+        )
+
+
+def arguments_of(entries: Sequence[str], option: str) -> dict[str, Any]:
+    """Values of ``NAME=VALUE``, in the syntax of TOML; what is not TOML is text. Raises ``UsageError``."""
+    found: dict[str, Any] = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--{option} is NAME=VALUE, not {entry!r}")
+        if name in found:
+            raise UsageError(f"--{option} {name} is given twice")
+        try:
+            found[name] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[name] = text
+    return found
+
+
+def entries_of(values: Mapping[str, Any]) -> list[str]:
+    """``NAME=VALUE`` of a table in a TOML file."""
+    return [f"{name}={_toml(value)}" for name, value in values.items()]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value) if isinstance(value, str | int | float) else str(value)
+
+
+def check_arguments(function: Callable[..., Any], positional: int, given: Mapping[str, Any], option: str) -> None:
+    """Raises ``UsageError`` if ``function`` does not take these arguments after ``positional`` ones."""
+    try:
+        taken = signature(function)
+    except (TypeError, ValueError):
+        return  # of C
+    try:
+        taken.bind(*[None] * positional, **given)
+    except TypeError as error:
+        names = ", ".join(list(taken.parameters)[positional:]) or "none"
+        raise UsageError(f"--{option}: {error}; it takes {names}") from error

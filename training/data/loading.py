@@ -1,0 +1,222 @@
+"""Batches of a run: the datasets of ``--dataset``, and a ``DataLoader`` over this worker's part of each global batch.
+
+Global batches hold the same samples at every world size, so mean losses are comparable. Their order depends on seed and
+epoch alone; random numbers that a dataset draws for a sample, on seed, epoch and sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+
+from ckpt_tools.errors import UsageError
+
+from ..config.references import arguments_of, called, check_arguments, is_function, text_of
+from ..config.train_config import TrainConfig
+from .datasets import Part, Samples, load_dataset
+from .randomness import begin
+
+Collate = Callable[[list[Any]], Any]
+
+
+def dataset_of(config: TrainConfig, part: Part) -> Dataset[Any] | None:
+    """One part of the dataset. A function of the user's gets the name of the part, and may have no held-out one.
+    Raises ``UsageError``."""
+    if not is_function(config.dataset):
+        arguments = arguments_of(config.dataset_arg, "dataset-arg")
+        check_arguments(load_dataset, 3, arguments, "dataset-arg")
+        samples = load_dataset(text_of(config.dataset), part, config.data_root, **arguments)  # type: ignore[arg-type]
+        return samples.first(config.num_samples) if part == "train" else samples
+    found = called(config.dataset, "dataset", part, **arguments_of(config.dataset_arg, "dataset-arg"))
+    if found is None and part == "held-out":
+        return None
+    if isinstance(found, IterableDataset):
+        _check_iterable(config, part)
+    elif not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
+        raise UsageError(
+            f"--dataset {text_of(config.dataset)} gives {type(found).__name__} for {part}, and a Dataset with a length "
+            "or an IterableDataset is needed"
+        )
+    elif config.num_samples is not None and part == "train":
+        return Subset(found, range(min(config.num_samples, len(found))))
+    dataset: Dataset[Any] = found
+    return dataset
+
+
+def _check_iterable(config: TrainConfig, part: Part) -> None:
+    if part == "held-out":
+        raise UsageError("held-out samples are a Dataset with a length, and not an IterableDataset")
+    if config.num_samples is not None:
+        raise UsageError("--num-samples is for a dataset with a length; an IterableDataset has --epoch-steps")
+    if config.loader_workers > 1:
+        raise UsageError("--loader-workers is at most 1 for an IterableDataset, whose samples have one order")
+
+
+def length_of(dataset: Dataset[Any]) -> int | None:
+    """Number of samples; None if the dataset has no length."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def epoch_order(num_samples: int, epoch: int, seed: int) -> Tensor:
+    """Order of the samples in an epoch, int64 [num_samples]. It depends on epoch and seed only."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_samples, generator=generator)
+
+
+def rank_batches(order: Tensor, batch_size: int, rank: int, world_size: int) -> Iterator[Tensor]:
+    """This rank's slice of each full global batch of ``order``, int64 [batch_size / world_size]. The last, partial
+    batch is left out."""
+    for batch in order.split(batch_size):
+        if len(batch) == batch_size:
+            yield batch.tensor_split(world_size)[rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The first batch of an epoch that is wanted, and the state of an iterable dataset there, if it has one."""
+
+    epoch: int
+    batch: int = 0
+    state: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batches:
+    """Batches of this rank, which is one of ``world_size`` with different samples."""
+
+    config: TrainConfig
+    dataset: Dataset[Any]
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def epoch(self, start: Position) -> Iterator[tuple[Any, str | None]]:
+        """Batches on the device, and the state of the dataset after each."""
+        loader = self._loader(self._source(start), None if isinstance(self.dataset, IterableDataset) else start)
+        return moved_ahead(loader, self.device) if self.device.type == "cuda" else iter(loader)
+
+    def _source(self, start: Position) -> Dataset[Any]:
+        if not isinstance(self.dataset, IterableDataset):
+            return Fetched(self.dataset, self.config.seed, start.epoch)
+        share = slice(self.rank * (size := self.config.batch_size // self.world_size), (self.rank + 1) * size)
+        return Stream(self.dataset, self.config.batch_size, share, start)
+
+    def _loader(self, source: Dataset[Any], start: Position | None) -> DataLoader[Any]:
+        order: list[list[int]] | None = None
+        if start is not None:
+            length = length_of(self.dataset)
+            assert length is not None
+            whole = epoch_order(length, start.epoch + 1, self.config.seed)
+            rows = rank_batches(whole, self.config.batch_size, self.rank, self.world_size)
+            order = [row.tolist() for row in islice(rows, start.batch, None)]
+        return DataLoader(
+            source,
+            batch_sampler=order,
+            batch_size=1 if order is not None else None,
+            collate_fn=_as_it_is,
+            num_workers=self.config.loader_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class Fetched(Dataset[Any]):
+    """Whole batches of a dataset, in the process that loads them. Of the user's own, each sample has random numbers of
+    its own."""
+
+    def __init__(self, dataset: Any, seed: int, epoch: int) -> None:
+        self._dataset, self._seed, self._epoch = dataset, seed, epoch
+        self._collate = collate_of(dataset)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Any, None]:
+        if isinstance(self._dataset, Samples):
+            return self._dataset.__getitems__(indices), None
+        return self._collate([self._sample(each) for each in indices]), None
+
+    def _sample(self, index: int) -> Any:
+        begin(self._seed, self._epoch, index)
+        return self._dataset[index]
+
+
+def collate_of(dataset: Any) -> Collate:
+    """The dataset's own ``collate_fn``, or torch's."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    collate: Collate = getattr(dataset, "collate_fn", default_collate)
+    return collate
+
+
+class Stream(IterableDataset[Any]):
+    """A share of each global batch of an iterable dataset, and the dataset's state after it. Every rank reads all
+    samples, so that a run may continue at any world size."""
+
+    def __init__(self, dataset: Any, batch_size: int, share: slice, start: Position) -> None:
+        self._dataset, self._batch_size, self._share, self._start = dataset, batch_size, share, start
+
+    def __iter__(self) -> Iterator[tuple[Any, str | None]]:
+        dataset, start = self._dataset, self._start
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(start.epoch)
+        if has_state := hasattr(dataset, "state_dict") and start.state is not None:
+            dataset.load_state_dict(json.loads(start.state))
+        samples, collate = iter(dataset), collate_of(dataset)
+        if not has_state:
+            for _ in islice(samples, start.batch * self._batch_size):
+                """Samples before the position: the dataset cannot begin there."""
+        while len(batch := list(islice(samples, self._batch_size))) == self._batch_size:
+            yield collate(batch[self._share]), state_of(dataset)
+
+
+def state_of(dataset: Any) -> str | None:
+    """State of an iterable dataset as JSON, which every checkpoint format keeps. Raises ``UsageError``."""
+    if not hasattr(dataset, "state_dict"):
+        return None
+    try:
+        return json.dumps(dataset.state_dict())
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"state_dict() of the dataset holds something else than JSON has: {error}") from error
+
+
+def moved_ahead(loader: DataLoader[Any], device: torch.device) -> Iterator[tuple[Any, str | None]]:
+    """Batches on the GPU; the next one is copied in a stream of its own during the step of the one before."""
+    stream, batches = torch.cuda.Stream(device), iter(loader)
+
+    def copied() -> Any:
+        with torch.cuda.stream(stream):
+            found = next(batches, None)
+            return None if found is None else (to_device(found[0], device), found[1])
+
+    upcoming = copied()
+    while upcoming is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+        for tensor in tree_leaves(upcoming[0]):
+            tensor.record_stream(torch.cuda.current_stream())
+        ready, upcoming = upcoming, copied()
+        yield ready
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, partial(Tensor.to, device=device, non_blocking=True), batch)
+
+
+def held_out_batches(dataset: Any, size: int, device: torch.device) -> Callable[[int], Any]:
+    """Function that gives the batch of a number, on the device; the last one may be smaller."""
+
+    def batch_at(number: int) -> Any:
+        source = Fetched(dataset, 0, 0)
+        indices = list(range(number * size, min((number + 1) * size, len(dataset))))
+        return to_device(source.__getitems__(indices)[0], device)
+
+    return batch_at
