@@ -14,13 +14,15 @@ from tests.training.strategy_jobs import tiny_config
 from training.config.schedule import schedule_for
 from training.engines import create_engine
 from training.engines.parallel import split_experts
-from training.models.experts import EXPERTS, Experts
-from training.models.language_model import CONTEXT, WIDTH
+from training.models.experts import Experts, MixtureSizes
+from training.models.language_model import CONTEXT
+
+SIZES = MixtureSizes()
 
 
 def seeded_experts() -> Experts:
     torch.manual_seed(0)
-    return Experts()
+    return Experts(SIZES)
 
 
 def exchange(counts: list[list[int]]) -> tuple[bool, bool]:
@@ -40,12 +42,12 @@ def exchange(counts: list[list[int]]) -> tuple[bool, bool]:
 
 def tokens_of(rank: int, counts: list[list[int]]) -> Tensor:
     generator = torch.Generator().manual_seed(rank + 1)
-    return torch.randn(sum(counts[rank]), WIDTH, generator=generator)
+    return torch.randn(sum(counts[rank]), SIZES.width, generator=generator)
 
 
 def close(dealt: Tensor, whole: Tensor) -> bool:
     assert isinstance(dealt.grad, DTensor) and whole.grad is not None
-    assert len(dealt.grad.to_local()) < EXPERTS
+    assert len(dealt.grad.to_local()) < SIZES.experts
     return torch.allclose(dealt.grad.full_tensor(), whole.grad, rtol=1e-5, atol=1e-5)
 
 
@@ -57,7 +59,7 @@ def overflowing() -> tuple[float, bool]:
     weights = [each.to_local() for each in engine._app.model.parameters()]
     before = [each.clone() for each in weights]
     words = torch.zeros(1, CONTEXT, dtype=torch.int64)
-    engine.step(words, words)
+    engine.step((words, words))
     engine.close()
     moved = any(not torch.equal(*pair) for pair in zip(weights, before, strict=True))
     return engine._app.scaler.scale, moved

@@ -42,7 +42,7 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"strategy": "ddp", "model": "gpt"},
             "--model is one of vit, cnn, cnn-lstm, ensemble, resnet18, mobilenet_v3, efficientnet_b0, vgg11_bn, lm, "
-            "lm-moe or hf:FOLDER, not 'gpt'",
+            "lm-moe, hf:FOLDER or a function, not 'gpt'",
         )
     ],
     "task": [

@@ -49,11 +49,11 @@ def config(**values: Any) -> TrainConfig:
         ({"data_root": Path("/data")}, "^--data-root is for the other datasets"),
         (
             {"override": ("lr",), "resume": "latest"},
-            "^--override lr names no setting of a run; it is one of model, dataset, num-s",
+            "^--override lr names no setting of a run; it is one of model, model-arg, dataset, dataset-arg, num-s",
         ),
         ({"override": ("seed",)}, "^--override is for --resume"),
         ({"strategy": "fsdp"}, "^--strategy is one of ddp, no_shard, .*, zero3_hpz, not 'fsdp'$"),
-        ({"schedule": "step"}, "^--schedule is one of cosine, linear, constant, not 'step'$"),
+        ({"schedule": "step"}, "^--schedule is one of cosine, linear, constant, or a function, not 'step'$"),
         ({"clip_grad_norm": 0.0}, "^--clip-grad-norm is a number above 0, not 0.0$"),
         ({"forward_prefetch": -1}, "^--forward-prefetch and --backward-prefetch are numbers of blocks"),
         ({"dataset": "image-folder"}, "^--dataset image-folder needs --data-root, a folder with train/CLASS"),

@@ -17,7 +17,8 @@ from tests.training.strategy_jobs import tiny_config, train_each
 from training.engines.blocks import build, prepare
 from training.launchers import check_frameworks
 from training.loop.result import RunResult
-from training.models.zoo import logits_of, spec_of
+from training.models.losses import logits_of
+from training.models.zoo import spec_of
 
 SECONDS = 1800
 
@@ -33,7 +34,7 @@ def test_names_stay_and_evaluation_is_not_compiled(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
     plain, compiled = (tiny_config(tmp_path, model="lm", strategy="ddp", compile=each) for each in (False, True))
-    models = [build(one, spec_of("lm"), partial(prepare, one)) for one in (plain, compiled)]
+    models = [build(one, spec_of(one), partial(prepare, one)).module for one in (plain, compiled)]
     assert list(models[0].state_dict()) == list(models[1].state_dict())
     words = torch.zeros(1, 8, dtype=torch.int64)
     assert torch.equal(models[0].eval()(words), models[1].eval()(words))
@@ -109,10 +110,10 @@ def test_a_block_is_one_graph_that_is_compiled_once(
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     asked = tiny_config(tmp_path, model=named(model, tmp_path), strategy="ddp", compile=True)
-    spec = spec_of(asked.model)
-    network = build(asked, spec, partial(prepare, asked)).train()
+    made = build(asked, spec_of(asked), partial(prepare, asked))
+    network = made.module.train()
     kinds = 2 if model == "cnn" else 1  # of blocks: those of one kind share a graph
-    assert len(spec.blocks_of(network)) == 2
+    assert len(made.blocks) == 2
     for _ in range(2):
         inputs = torch.randn(4, 1, 28, 28) if model == "cnn" else torch.randint(256, (4, 64))
         logits_of(network(inputs)).square().mean().backward()

@@ -38,7 +38,7 @@ def test_the_learning_rate_of_a_resumed_run_holds_from_its_first_step(engine: st
         np.testing.assert_allclose(after[name][...], before[name][...], rtol=0, atol=1e-25, err_msg=name)
     [group] = after.manifest.groups
     assert (group.options["initial_lr"], group.options["weight_decay"]) == (STILL, 0.0)
-    assert still.correct == whole.history[0].correct
+    assert still.accuracy == whole.history[0].held_out["accuracy"]
 
 
 def test_a_run_can_go_on_in_bf16(small_run: SmallRun) -> None:
@@ -74,7 +74,7 @@ def test_a_run_starts_with_the_weights_of_a_checkpoint_under_other_names(
     before, after = ckpt_tools.open(whole.checkpoint), ckpt_tools.open(started.checkpoint)
     for name in before:
         np.testing.assert_allclose(after[name][...], before[name][...], rtol=0, atol=1e-25, err_msg=name)
-    assert started.history[0].correct == whole.correct
+    assert started.history[0].held_out["accuracy"] == whole.accuracy
 
 
 def test_a_run_trains_and_counts_exactly(small_run: SmallRun) -> None:

@@ -20,11 +20,12 @@ from tests.training.expert_jobs import exchange, overflowing, seeded_experts
 from tests.training.strategy_jobs import tiny_config, train_each
 from training.config.model_names import MODELS
 from training.loop.result import RunResult
-from training.models.experts import CHOSEN, EXPERTS, MixtureModel, MixtureOfExperts, imbalance
-from training.models.language_model import CONTEXT, HIDDEN, WIDTH
+from training.models.experts import MixtureModel, MixtureOfExperts, MixtureSizes, imbalance
+from training.models.language_model import CONTEXT
 
 WIDE, NARROW = 4, 2
 SECONDS = 1200
+SIZES = MixtureSizes()
 MODEL = {"model": "lm-moe"}
 
 EP: dict[str, dict[str, Any]] = {
@@ -44,7 +45,7 @@ Each = Callable[[str], dict[str, RunResult]]
 def test_a_token_goes_to_its_experts_and_none_is_dropped() -> None:
     """Also if all tokens go to the same two."""
     torch.manual_seed(0)
-    mixture, x = MixtureOfExperts(), torch.randn(2, 3, WIDTH)
+    mixture, x = MixtureOfExperts(SIZES), torch.randn(2, 3, SIZES.width)
     for crowded in (False, True):
         if crowded:
             torch.nn.init.zeros_(mixture.router.weight)
@@ -57,7 +58,7 @@ def test_a_token_goes_to_its_experts_and_none_is_dropped() -> None:
 
 def by_hand(mixture: MixtureOfExperts, token: torch.Tensor) -> torch.Tensor:
     odds = (mixture.router.weight @ token).softmax(0)
-    best = odds.topk(CHOSEN)
+    best = odds.topk(SIZES.chosen)
     experts = mixture.experts
     answers = []
     for expert in best.indices.tolist():
@@ -67,14 +68,14 @@ def by_hand(mixture: MixtureOfExperts, token: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_balance_is_one_if_experts_are_used_evenly_and_does_not_depend_on_the_batch() -> None:
-    even = torch.full((1, EXPERTS, EXPERTS), 1 / EXPERTS)
+    even = torch.full((1, SIZES.experts, SIZES.experts), 1 / SIZES.experts)
     pairs = torch.tensor([[[0, 1], [2, 3], [1, 0], [3, 2]]])
     assert imbalance(even, pairs).item() == pytest.approx(1.0)
-    same = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(1, EXPERTS, EXPERTS)
-    assert imbalance(same, same.topk(CHOSEN).indices).item() == EXPERTS / CHOSEN
+    same = torch.tensor([0.5, 0.5, 0.0, 0.0]).expand(1, SIZES.experts, SIZES.experts)
+    assert imbalance(same, same.topk(SIZES.chosen).indices).item() == SIZES.experts / SIZES.chosen
     torch.manual_seed(0)
-    odds = torch.randn(4, CONTEXT, EXPERTS).softmax(-1)
-    chosen = odds.topk(CHOSEN).indices
+    odds = torch.randn(4, CONTEXT, SIZES.experts).softmax(-1)
+    chosen = odds.topk(SIZES.chosen).indices
     halves = [imbalance(*half) for half in zip(odds.chunk(2), chosen.chunk(2), strict=True)]
     torch.testing.assert_close(torch.stack(halves).mean(), imbalance(odds, chosen))
 
@@ -92,9 +93,9 @@ def test_the_balance_reaches_the_router() -> None:
 
 def test_the_weights_of_experts_are_stacked() -> None:
     shapes = {name: tuple(weight.shape) for name, weight in seeded_experts().named_parameters()}
-    wide = (EXPERTS, HIDDEN, WIDTH)
-    assert shapes == {"gate": wide, "up": wide, "down": (EXPERTS, WIDTH, HIDDEN)}
-    assert MODELS["lm-moe"].experts == EXPERTS
+    wide = (SIZES.experts, SIZES.hidden, SIZES.width)
+    assert shapes == {"gate": wide, "up": wide, "down": (SIZES.experts, SIZES.width, SIZES.hidden)}
+    assert MODELS["lm-moe"].experts == SIZES.experts
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from training.config.model_names import MODELS
 from training.config.train_config import TrainConfig
 from training.engines.pipeline import layers_of
 from training.loop.result import RunResult
-from training.models.language_model import HEADS, LAYERS
+from training.models.language_model import Sizes
 
 WIDE, NARROW = 4, 2
 SECONDS = 900
@@ -109,7 +109,7 @@ def test_all_stages_of_fsdp2_save_what_a_run_without_a_pipeline_does(runs: Runs)
 def test_a_checkpoint_of_deepspeed_s_pipeline_says_the_names_of_the_whole_model(runs: Runs) -> None:
     """Its files are DeepSpeed's own, and nothing in it says that layers without a file could be missing."""
     [tag] = Path(result_of(runs["deep"]).checkpoint).glob("global_step*")
-    assert len([*tag.glob("layer_*-model_states.pt")]) == 1 + LAYERS + 1
+    assert len([*tag.glob("layer_*-model_states.pt")]) == 1 + Sizes().layers + 1
     found = ckpt_tools.inspect(result_of(runs["deep"]).checkpoint)
     assert (found.format, found.world_size) == ("zero1", 2)
     assert not [note for note in found.notes if "layers" in note.what]
@@ -150,14 +150,14 @@ def test_a_pipeline_computes_in_fp16(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_stages_have_all_layers_in_order_and_as_many() -> None:
-    for stages in range(1, LAYERS + 1):
-        dealt = [layers_of(number, stages, LAYERS) for number in range(stages)]
-        assert [layer for each in dealt for layer in each] == list(range(LAYERS))
+    for stages in range(1, Sizes().layers + 1):
+        dealt = [layers_of(number, stages, Sizes().layers) for number in range(stages)]
+        assert [layer for each in dealt for layer in each] == list(range(Sizes().layers))
         assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
 def test_what_is_known_of_a_model_before_torch_is_imported_holds() -> None:
-    assert (MODELS["lm"].heads, MODELS["lm"].layers) == (HEADS, LAYERS)
+    assert (MODELS["lm"].heads, MODELS["lm"].layers) == (Sizes().heads, Sizes().layers)
 
 
 WIDEST: dict[str, Any] = {"num_workers": WIDE}

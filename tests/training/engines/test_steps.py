@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from tests.training.step_jobs import agree, average
 from tests.training.strategy_jobs import tiny_config
 from training.config.schedule import schedule_for
 from training.engines import create_engine
-from training.engines.base import loss_of, mean_of
+from training.engines.base import mean_of
+from training.models.losses import standard_loss, standard_metrics
 
 
 @pytest.mark.parametrize(
@@ -51,14 +53,14 @@ def test_a_step_walks_through_no_modules(
 
     monkeypatch.setattr(nn.Module, "train", counted)
     images, labels = torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64)
-    engine.step(images, labels)
+    engine.step((images, labels))
     assert calls == []
-    engine.logits(images)
+    engine.evaluated(partial(standard_metrics, loss=standard_loss), (images, labels))
     evaluated = len(calls)
     assert True not in calls and evaluated > 0
-    engine.step(images, labels)
+    engine.step((images, labels))
     assert calls[evaluated:] == [True] * evaluated
-    engine.step(images, labels)
+    engine.step((images, labels))
     assert len(calls) == 2 * evaluated
     engine.close()
 
@@ -68,5 +70,5 @@ def test_one_loss_is_itself_and_several_are_averaged() -> None:
     assert mean_of([one]) is one
     assert mean_of([one, other]).item() == 1.5
     logits, labels = torch.tensor([[0.0, 1.0]]), torch.tensor([1])
-    plain = loss_of(logits, labels)
-    assert torch.equal(loss_of((logits, torch.tensor(0.5)), labels), plain + 0.5)
+    plain = standard_loss(lambda inputs: inputs, (logits, labels))
+    assert torch.equal(standard_loss(lambda inputs: (inputs, torch.tensor(0.5)), (logits, labels)), plain + 0.5)

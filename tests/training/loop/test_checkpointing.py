@@ -73,7 +73,7 @@ def test_a_run_that_stopped_before_an_evaluation_makes_up_for_it(runs: Path) -> 
     resumed, whole = result_of(runs / "ended"), result_of(runs / "fsdp2")
     assert (runs / "ended/checkpoints/epoch_0000_step_000004").is_dir()
     assert [(epoch.earlier_steps, len(epoch.losses)) for epoch in resumed.history] == [(4, 0), (0, 4)]
-    assert resumed.history[0].correct == whole.history[0].correct
+    assert resumed.history[0].held_out == whole.history[0].held_out
     check_same_end(resumed, whole)
 
 
