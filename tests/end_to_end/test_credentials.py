@@ -17,7 +17,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save
 
 import ckpt_tools
@@ -28,7 +27,6 @@ from ckpt_tools.stores.retry import RetryPolicy
 from inference.batch.rows import Columns, Row
 from tests.stores.test_http import serving
 from tests.support.canaries import CANARIES, ENCODED, MISTYPED, OPTIONS, PORT, RAW, URLS, Given, leaks, shown_by
-from training.launchers import slurm
 from training.launchers.failures import Failure
 from training.loop.result import RunResult
 
@@ -284,15 +282,6 @@ def test_no_process_shows_one(kind: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60, check=False)
     assert done.returncode in (3, 5), done.stderr
     assert not leaks(canary, done.stdout + done.stderr)
-
-
-def test_a_job_script_with_one_is_refused() -> None:
-    """It would be printed, and kept as a file."""
-    canary = CANARIES["plain"]
-    run = ["--", *TRAIN[1:], "--out", "run", "--init-from", f"https://{PORT}/model.pt?sig={canary}"]
-    ended = CliRunner().invoke(slurm.main, run)
-    assert (ended.exit_code, "a job script holds no credentials" in ended.output) == (2, True), ended.output
-    assert not leaks(canary, ended.output)
 
 
 def test_the_result_of_a_run_has_none(tmp_path: Path) -> None:
