@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -40,7 +40,7 @@ from ..loop.loop import Interrupted, Trained, train
 from ..loop.outlets import FolderOutlet, Journal, Values
 from ..loop.result import RunResult
 from ..loop.saving import in_background
-from ..loop.screen import Screen, Status, command_screen
+from ..loop.screen import Screen
 from ..loop.stopping import RunStoppedError, passing_on
 from .failures import Failure
 from .ray_restarts import AttemptFailedError, Control, RunControl, is_asked, on_this_node, with_restarts
@@ -67,7 +67,8 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
         fit = partial(_fit, resume_from=resume_from, lines=lines, control=control)
         with passing_on(asked.set):
             last, trained = _in_thread(
-                partial(with_restarts, config, fit, lines.put), partial(_check, lock, asked, control)
+                partial(with_restarts, config, fit, lambda line: lines.put(("say", line))),
+                partial(_check, lock, asked, control),
             )
     if isinstance(trained, Interrupted):
         raise RunStoppedError.at(trained.checkpoint)
@@ -116,9 +117,9 @@ def _init_options(num_workers: int) -> dict[str, Any]:
 
 @contextmanager
 def printed_lines(config: TrainConfig) -> Iterator[Queue]:
-    """A queue whose lines, from workers on any machine, are shown or recorded here."""
+    """A queue of what workers on any machine say, show or record here: the name of it, and the value."""
     lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": on_this_node()})
-    with command_screen() as screen:
+    with closing(Screen()) as screen:
         journal = Journal(config)
         printer = threading.Thread(target=_print_until_none, args=(lines, screen, journal), daemon=True)
         printer.start()
@@ -133,14 +134,11 @@ def _end_lines(lines: Queue, printer: threading.Thread) -> None:
 
 
 def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
+    calls: dict[str, Callable[[Any], None]] = {"say": screen.say, "show": screen.show, "record": journal.record}
     with suppress(ray.exceptions.RayError):
         while (line := lines.get()) is not None:
-            if isinstance(line, Status):
-                screen.show(line)
-            elif isinstance(line, dict):
-                journal.record(line)
-            else:
-                screen.say(line)
+            name, value = line
+            calls[name](value)
 
 
 def _check(lock: RunLock, asked: threading.Event, control: Control) -> None:
@@ -230,10 +228,10 @@ class _RayOutlet:
         ray.train.report(dict(values), checkpoint, checkpoint_upload_mode=mode)
 
     def say(self, line: str) -> None:
-        self._lines.put(line)
+        self._lines.put(("say", line))
 
-    def show(self, status: Status) -> None:
-        self._lines.put(status)
+    def show(self, status: str) -> None:
+        self._lines.put(("show", status))
 
 
 class RayFolderOutlet(_RayOutlet, FolderOutlet):
@@ -279,4 +277,4 @@ class RayStorageOutlet(_RayOutlet):
 
     def record(self, figures: Mapping[str, Any]) -> None:
         """Send the values to the command, which writes to ``OUT``."""
-        self._lines.put(dict(figures))
+        self._lines.put(("record", dict(figures)))

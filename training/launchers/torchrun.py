@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, train
 from ..loop.outlets import FolderOutlet
 from ..loop.result import RESULT_NAME, RunResult
-from ..loop.screen import drawn
+from ..loop.screen import Screen
 from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passing_on
 from .failures import Failure, RunFailedError
 
@@ -57,15 +57,14 @@ _RANK_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Run all workers here; their logs go to ``OUT/torchrun.log``. Raises the error of the first failing rank."""
     log = config.out / LOG_NAME
-    with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr:
+    with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr, closing(Screen()):
         files = _Files.inside(Path(folder))
         with guarded(keep_open=[lock.descriptor]) as marking, marking():
-            with drawn() as (stdout, drawing):
-                # One thread per rank: they share the cores, and it fixes the order of sums.
-                environment = os.environ | {"OMP_NUM_THREADS": "1", FILES_VARIABLE: folder} | drawing
-                agent = _started(_command(config), stdout, stderr, environment)
-                with passing_on(partial(_ask_to_stop, files, agent)):
-                    code = _wait_for(agent)
+            # One thread per rank: they share the cores, and it fixes the order of sums.
+            environment = os.environ | {"OMP_NUM_THREADS": "1", FILES_VARIABLE: folder}
+            agent = _started(_command(config), stderr, environment)
+            with passing_on(partial(_ask_to_stop, files, agent)):
+                code = _wait_for(agent)
         if files.stopped.exists():
             raise RunStoppedError.at(json.loads(files.stopped.read_text()))
         if files.stop.exists() and code == -signal.SIGKILL:
@@ -101,14 +100,12 @@ def _signals_waiting() -> Iterator[None]:
             signal.raise_signal(late)
 
 
-def _started(command: list[str], stdout: Any, stderr: Any, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def _started(command: list[str], stderr: Any, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start the agent. It is killed and awaited if a signal arrives meanwhile."""
     agent: subprocess.Popen[bytes] | None = None
     try:
         with _signals_waiting():
-            agent = subprocess.Popen(
-                command, stdout=stdout, stderr=stderr, env=environment, preexec_fn=ignore_saving_signals
-            )
+            agent = subprocess.Popen(command, stderr=stderr, env=environment, preexec_fn=ignore_saving_signals)
     except BaseException:
         if agent is not None:
             agent.kill()

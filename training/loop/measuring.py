@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,30 +20,8 @@ from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from .outlets import Outlet
 from .saving import Agreement, SaveRecord
-from .screen import Status
 
 SHOWN_SECONDS = 0.5  # minimum time between two statuses on the screen; every measured step is recorded
-
-
-@dataclass(frozen=True, slots=True)
-class StepFigures:
-    """One measured step. ``loss`` is the mean over ranks, ``samples_per_second`` the rate since the last measurement;
-    ``peak_rss`` and ``cuda_peak`` (empty without CUDA) are peak bytes of each rank."""
-
-    step: int
-    loss: float
-    learning_rate: float
-    samples_per_second: float
-    peak_rss: tuple[int, ...]
-    cuda_peak: tuple[int, ...] = ()
-
-    def entries(self) -> Mapping[str, Any]:
-        """Line of ``metrics.jsonl``, without the epoch, which only lines about whole epochs have."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-            if value != ()
-        }
 
 
 class Meter:
@@ -90,43 +68,51 @@ class StepLog:
         if progress.step % self._config.log_every == 0:
             figures = self._figures(progress.step, loss)
             if self._leads:
-                self._outlet.record(figures.entries())
+                self._outlet.record(figures)
                 self._show(figures, saves, accuracy)
 
-    def _figures(self, step: int, loss: Tensor) -> StepFigures:
-        """Reads the loss before the time, because that waits for the device."""
+    def _figures(self, step: int, loss: Tensor) -> dict[str, Any]:
+        """Line of ``metrics.jsonl``. ``loss`` is the mean over ranks, ``samples_per_second`` the rate since the last
+        measurement; ``peak_rss`` and, with CUDA, ``cuda_peak`` are peak bytes of each rank. The loss is read before the
+        time, because that waits for the device."""
         rows = self._agreement.gathered(float(loss), peak_rss(), cuda_peak())
         losses, resident, on_gpu = zip(*rows, strict=True)
-        return StepFigures(
-            step,
-            fmean(losses),
-            self._config.learning_rate * self._schedule.factor(step - 1),
-            self.meter.steps_per_second() * self._config.batch_size,
-            tuple(map(int, resident)),
-            tuple(map(int, on_gpu)) if torch.cuda.is_available() else (),
-        )
+        return {
+            "step": step,
+            "loss": fmean(losses),
+            "learning_rate": self._config.learning_rate * self._schedule.factor(step - 1),
+            "samples_per_second": self.meter.steps_per_second() * self._config.batch_size,
+            "peak_rss": [int(each) for each in resident],
+            **({"cuda_peak": [int(each) for each in on_gpu]} if torch.cuda.is_available() else {}),
+        }
 
-    def _show(self, figures: StepFigures, saves: list[SaveRecord], accuracy: float | None) -> None:
-        if (now := time.monotonic()) - self._shown_at < SHOWN_SECONDS:
-            return
-        self._shown_at = now
-        left = (self._last_step - figures.step) * self._config.batch_size / figures.samples_per_second
-        saved = saves[-1] if saves else None
-        self._outlet.show(
-            Status(
-                step=figures.step,
-                last_step=self._last_step,
-                loss=figures.loss,
-                accuracy=accuracy,
-                learning_rate=figures.learning_rate,
-                samples_per_second=figures.samples_per_second,
-                rss=max(figures.peak_rss),
-                cuda=max(figures.cuda_peak, default=0),
-                seconds_left=left,
-                checkpoint=None if saved is None else saved.checkpoint,
-                stall_seconds=None if saved is None else saved.stall_seconds,
-            )
-        )
+    def _show(self, figures: dict[str, Any], saves: list[SaveRecord], accuracy: float | None) -> None:
+        if (now := time.monotonic()) - self._shown_at >= SHOWN_SECONDS:
+            self._shown_at = now
+            left = (self._last_step - figures["step"]) * self._config.batch_size / figures["samples_per_second"]
+            self._outlet.show(status_of(figures, self._last_step, left, accuracy, saves[-1] if saves else None))
+
+
+def status_of(
+    figures: dict[str, Any], last_step: int, seconds_left: float, accuracy: float | None, saved: SaveRecord | None
+) -> str:
+    """Status of a run in one line; what a narrow terminal may cut off is at its end."""
+    parts = [
+        f"step {figures['step']}/{last_step}",
+        f"{timedelta(seconds=round(seconds_left))} left",
+        f"loss {figures['loss']:.4f}",
+        *([] if accuracy is None else [f"accuracy {accuracy:.4f}"]),
+        f"{figures['samples_per_second']:,.0f} samples/s",
+        f"memory {_size(max(figures['peak_rss']))}",
+        *([f"on the GPU {_size(max(figures['cuda_peak']))}"] if "cuda_peak" in figures else []),
+        f"lr {figures['learning_rate']:.2e}",
+        *([] if saved is None else [f"{saved.checkpoint} saved, stall {saved.stall_seconds:.2f} s"]),
+    ]
+    return "  ".join(parts)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
 def peak_rss() -> int:

@@ -13,7 +13,7 @@ import torch
 from ..checkpoints.run_folder import CHECKPOINTS, make_partial, partial_folder
 from ..config.references import called
 from ..config.train_config import TrainConfig
-from .screen import Status, rank_screen
+from .screen import Screen
 
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
@@ -108,7 +108,7 @@ class Outlet(Protocol):
     def say(self, line: str) -> None:
         """Print a line for the user."""
 
-    def show(self, status: Status) -> None:
+    def show(self, status: str) -> None:
         """Show a status, which replaces the one before."""
 
 
@@ -118,7 +118,7 @@ class FolderOutlet:
 
     def __init__(self, config: TrainConfig) -> None:
         self._journal = Journal(config)
-        self._screen = rank_screen()
+        self._screen = Screen()
         self._folder = config.out / CHECKPOINTS
 
     uploads = False
@@ -145,5 +145,5 @@ class FolderOutlet:
     def say(self, line: str) -> None:
         self._screen.say(line)
 
-    def show(self, status: Status) -> None:
+    def show(self, status: str) -> None:
         self._screen.show(status)

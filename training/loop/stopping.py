@@ -25,6 +25,7 @@ from ..checkpoints.locking import LostStorageError
 from ..checkpoints.run_folder import saved_checkpoints
 from ..config.options import RESUME_LATEST
 from ..config.train_config import TrainConfig
+from .screen import line_start
 
 SAVING = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command can continue later
@@ -76,7 +77,8 @@ def passing_on(ask: Callable[[], None]) -> Iterator[None]:
     def pass_on(number: int, frame: FrameType | None) -> None:
         if not asked:
             ask()
-            line = f"{signal.Signals(number).name}: saving at the next step; a second SIGTERM ends the run at once\n"
+            named = f"{line_start()}{signal.Signals(number).name}"
+            line = f"{named}: saving at the next step; a second SIGTERM ends the run at once\n"
             with suppress(OSError):  # not by ``sys.stdout``, whose buffer the interrupted code may be using
                 os.write(1, line.encode())
         elif number == signal.SIGTERM:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import io
+import fcntl
 import json
+import os
 import re
+import struct
+import subprocess
+import sys
+import termios
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
-from rich.live import Live
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
@@ -23,34 +26,18 @@ from training.checkpoints.progress import Progress
 from training.config.train_config import TrainConfig
 from training.launchers.torchrun import run_rank
 from training.loop.loop import last_step
-from training.loop.measuring import PROFILED, SKIPPED, WARMUP, Meter, peak_rss, profiled
+from training.loop.measuring import PROFILED, SKIPPED, WARMUP, Meter, peak_rss, profiled, status_of
 from training.loop.outlets import TENSORBOARD_NAME, Journal, scalars
-from training.loop.screen import (
-    PLAIN_SECONDS,
-    RECORD,
-    SCREEN_VARIABLE,
-    LiveScreen,
-    Screen,
-    SentScreen,
-    Status,
-    _show_each,
-    command_screen,
-    rank_screen,
-)
+from training.loop.saving import SaveRecord
+from training.loop.screen import PLAIN_SECONDS, Screen
 
-STATUS = Status(
-    step=120,
-    last_step=600,
-    loss=1.25,
-    accuracy=0.875,
-    learning_rate=9.5e-4,
-    samples_per_second=1234.4,
-    rss=412_000_000,
-    cuda=0,
-    seconds_left=42.3,
-    checkpoint="epoch_0001",
-    stall_seconds=0.12,
-)
+FIGURES = {
+    "step": 120,
+    "loss": 1.25,
+    "learning_rate": 9.5e-4,
+    "samples_per_second": 1234.4,
+    "peak_rss": [412_000_000, 411_000_000],
+}
 
 
 def lines_of(run: Path) -> list[dict[str, object]]:
@@ -145,6 +132,18 @@ def test_names_of_scalars_say_their_group() -> None:
     }
 
 
+def test_a_status_says_what_a_person_looks_for() -> None:
+    assert status_of(FIGURES, 600, 42.3, None, None) == (
+        "step 120/600  0:00:42 left  loss 1.2500  1,234 samples/s  memory 412 MB  lr 9.50e-04"
+    )
+    saved = SaveRecord("epoch_0001", step=100, stall_seconds=0.12, waited_seconds=0.0, seconds=3.0)
+    on_gpu = FIGURES | {"cuda_peak": [0, 2_500_000_000]}
+    assert status_of(on_gpu, 600, 42.3, 0.875, saved) == (
+        "step 120/600  0:00:42 left  loss 1.2500  accuracy 0.8750  1,234 samples/s  memory 412 MB  on the GPU 2.5 GB"
+        "  lr 9.50e-04  epoch_0001 saved, stall 0.12 s"
+    )
+
+
 def test_a_plain_line_comes_every_few_seconds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,34 +151,34 @@ def test_a_plain_line_comes_every_few_seconds(
     monkeypatch.setattr("training.loop.screen.time.monotonic", lambda: now)
     screen = Screen()
     for _ in range(11):
-        screen.show(STATUS)
+        screen.show("step 120/600")
         now += PLAIN_SECONDS / 5
-    line = "step 120/600  loss 1.2500  accuracy 0.8750  lr 9.50e-04  1,234 samples/s  memory 412 MB  0:00:42 left\n"
-    assert capsys.readouterr().out == 2 * line
+    screen.close()
+    assert capsys.readouterr().out == 2 * "step 120/600\n"
 
 
-def test_a_terminal_shows_the_status_below_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """As a rank sends it and the command draws it."""
-    sender, terminal = SentScreen(), io.StringIO()
-    sender.say("epoch  1/2 [bold]")
-    sender.show(STATUS)
-    console = Console(file=terminal, force_terminal=True, width=100)
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        _show_each(io.StringIO(capsys.readouterr().out), LiveScreen(console, live))
-    text = terminal.getvalue()
-    for part in ("epoch  1/2 [bold]\n", "step 120/600", "loss 1.2500", "accuracy 0.8750", "lr 9.50e-04"):
-        assert part in text
-    for part in ("1,234 samples/s", "0:00:42 left", "memory 412 MB a rank", "last checkpoint epoch_0001, stall 0.12 s"):
-        assert part in text
-    assert text.endswith("\x1b[2K"), "the status goes when the run ends"
+ON_A_TERMINAL = """
+from training.loop.screen import Screen
+screen = Screen()
+screen.show("step 1/600 " + 50 * "x")
+screen.say("epoch  1/2")
+screen.show("step 2/600")
+screen.close()
+"""
 
 
-def test_who_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    with command_screen() as screen:
-        assert isinstance(screen, Screen), "standard output of these tests is not a terminal"
-    assert isinstance(rank_screen(), Screen)
-    monkeypatch.setenv("TRAINING_SCREEN", "1")
-    assert isinstance(rank_screen(), SentScreen)
+def test_a_terminal_shows_the_status_below_what_is_said() -> None:
+    """On a pseudo-terminal of 40 columns."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    environment |= {"TERM": "xterm"}
+    done = subprocess.run([sys.executable, "-c", ON_A_TERMINAL], stdout=theirs, env=environment, check=True)
+    assert done.returncode == 0
+    clear, cut = "\r\x1b[2K", ("step 1/600 " + 50 * "x")[:39]
+    assert os.read(ours, 9999).decode() == f"{clear}{cut}{clear}epoch  1/2\r\n{clear}step 2/600{clear}"
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_evaluating_and_saving_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,13 +208,14 @@ def test_a_resumed_run_counts_the_steps_of_epochs_of_its_own_length(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps of the first epoch lie behind it, and there is one batch an epoch now."""
-    monkeypatch.setenv(SCREEN_VARIABLE, "1")
+    monkeypatch.setattr("training.loop.screen.PLAIN_SECONDS", 0)
+    monkeypatch.setattr("training.loop.measuring.SHOWN_SECONDS", 0)
     whole = tiny_config(tmp_path, strategy="full_shard", model="cnn", num_workers=1, log_every=1, until=1)
     run_rank(whole, torch.device("cpu"))
     fewer = replace(whole, until=2, num_samples=whole.batch_size, override=("num-samples",), resume="latest")
     run_rank(fewer, torch.device("cpu"))
-    *_, last = [Status.of_line(line) for line in capsys.readouterr().out.split("\n") if line.startswith(RECORD)]
-    assert (last.step, last.last_step, last.seconds_left) == (3, 3, 0)
+    *_, last = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert last.startswith("step 3/3  0:00:00 left  ")
 
 
 def test_the_last_step_follows_from_where_a_run_begins() -> None:
