@@ -17,8 +17,8 @@ import training
 from training.__main__ import main
 from training.config.train_config import TrainConfig
 from training.loop.result import RunResult
+from training.studies.compare import cases_of
 from training.studies.compare import main as compare
-from training.studies.comparison import cases_of
 from training.studies.tune import main as tune
 from training.studies.tune import runs_of
 
@@ -74,4 +74,4 @@ def test_the_documented_learning_rates_are_runs() -> None:
     [words] = commands("python -m ckpt_tools_training.studies.tune")
     params = tune.make_context("tune", shlex.split(words)).params
     config = TrainConfig(**main.make_context("training", list(params["options"])).params)
-    assert [run.learning_rate for run in runs_of(config, params["rates"])] == [1e-3, 3e-3]
+    assert [run.learning_rate for run in runs_of(config, params["rates"]).values()] == [1e-3, 3e-3]

@@ -1,7 +1,7 @@
-"""``python -m training.studies.tune``: tunes the learning rate with Ray Tune.
+"""``python -m training.studies.tune``: one run per learning rate, started by Ray Tune.
 
-Each trial is a complete run in its own folder below ``--out``, started by a worker of Tune. Tune's own record of the
-trials is in ``OUT/tune``.
+For Tune's schedulers and searches, write a ``tune.Tuner`` of your own around ``launch``, as :func:`main` does. Tune's
+record of the trials is in ``OUT/tune``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from ckpt_tools.signals import killed_by_interrupts
 
 with killed_by_interrupts():
     import os
-    from dataclasses import asdict, dataclass, replace
+    from dataclasses import replace
+    from typing import Any
 
     import click
 
@@ -23,25 +24,8 @@ with killed_by_interrupts():
 RECORD = "tune"
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A finished run."""
-
-    learning_rate: float
-    accuracy: float
-    loss: float
-    checkpoint: str
-
-    @property
-    def line(self) -> str:
-        return (
-            f"learning rate {self.learning_rate:<8g} accuracy {self.accuracy:.4f}  loss {self.loss:.4f}  "
-            f"{self.checkpoint}"
-        )
-
-
-def runs_of(config: TrainConfig, rates: tuple[float, ...]) -> list[TrainConfig]:
-    """One run per learning rate, below ``config.out``. Raises ``UsageError``."""
+def runs_of(config: TrainConfig, rates: tuple[float, ...]) -> dict[float, TrainConfig]:
+    """The run of each learning rate, below ``config.out``. Raises ``UsageError``."""
     if len(set(rates)) < max(2, len(rates)):
         raise UsageError("give --learning-rate before -- at least twice, with different values")
     if config.launcher != "ray":
@@ -49,46 +33,7 @@ def runs_of(config: TrainConfig, rates: tuple[float, ...]) -> list[TrainConfig]:
     for name in ("storage", "resume", "export"):
         if getattr(config, name) is not None:
             raise UsageError(f"--{name} is for one run, and these are {len(rates)}: leave it out")
-    return [replace(config, learning_rate=rate, out=config.out / f"learning-rate-{rate:g}") for rate in rates]
-
-
-def tuned(config: TrainConfig, rates: tuple[float, ...], at_once: int) -> list[Trial]:
-    """Finished trials, the most accurate first. Raises ``CkptError``."""
-    runs = runs_of(config, rates)
-    check_installed(config)
-    # The imports below load torch, which takes seconds, so options are checked first.
-    from ray import tune
-
-    from ..launchers import check_before_start, cluster
-    from ..launchers.failures import RunFailedError
-
-    for run in runs:
-        check_before_start(run)
-    # A trial takes one CPU beside those of its workers.
-    with cluster(at_once * (config.num_workers + 1)):
-        tuner = tune.Tuner(
-            tune.with_parameters(_trial, runs={run.learning_rate: run for run in runs}),
-            param_space={"learning_rate": tune.grid_search(list(rates))},
-            tune_config=tune.TuneConfig(metric="accuracy", mode="max", max_concurrent_trials=at_once),
-            run_config=tune.RunConfig(name=RECORD, storage_path=str(config.out), verbose=1),
-        )
-        found = tuner.fit()
-    if found.errors:
-        raise RunFailedError(f"a trial failed, see {config.out / RECORD}: {found.errors[0]}")
-    trials = [Trial(**{name: each.metrics[name] for name in Trial.__dataclass_fields__}) for each in found]
-    return sorted(trials, key=lambda trial: -trial.accuracy)
-
-
-def _trial(chosen: dict[str, float], runs: dict[float, TrainConfig]) -> None:
-    from ray import tune
-
-    from ..launchers import launch
-
-    run = runs[chosen["learning_rate"]]
-    result = launch(run)
-    tune.report(
-        asdict(Trial(run.learning_rate, result.accuracy or 0.0, result.history[-1].mean_loss, result.checkpoint))
-    )
+    return {rate: replace(config, learning_rate=rate, out=config.out / f"learning-rate-{rate:g}") for rate in rates}
 
 
 @click.command(cls=Command, context_settings=CONTEXT_BEFORE_OPTIONS)
@@ -99,12 +44,42 @@ def _trial(chosen: dict[str, float], runs: dict[float, TrainConfig]) -> None:
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def main(rates: tuple[float, ...], at_once: int, options: tuple[str, ...]) -> None:
     """Train once per learning rate with OPTIONS, the options of the run, given after --; list the best trial first."""
-    # Tune would otherwise handle Ctrl-C and wait for its trials.
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"
+    config = config_of(parsed(options))
+    runs = runs_of(config, rates)
+    check_installed(config)
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune would handle Ctrl-C, and wait for its trials
     with interruptible(lambda: "start again with another --out"):
-        trials = tuned(config_of(parsed(options)), rates, at_once)
-    for trial in trials:
-        click.echo(trial.line)
+        # The imports below load torch, which takes seconds, so options are checked first.
+        from ray import tune
+
+        from ..launchers import check_before_start, cluster
+        from ..launchers.failures import RunFailedError
+
+        for run in runs.values():
+            check_before_start(run)
+        # A trial takes one CPU beside those of its workers.
+        with cluster(at_once * (config.num_workers + 1)):
+            found = tune.Tuner(
+                tune.with_parameters(_trial, runs=runs),
+                param_space={"learning_rate": tune.grid_search(list(rates))},
+                tune_config=tune.TuneConfig(metric="accuracy", mode="max", max_concurrent_trials=at_once),
+                run_config=tune.RunConfig(name=RECORD, storage_path=str(config.out), verbose=1),
+            ).fit()
+        if found.errors:
+            raise RunFailedError(f"a trial failed, see {config.out / RECORD}: {found.errors[0]}")
+    for trial in sorted((each.metrics or {} for each in found), key=lambda figures: -figures["accuracy"]):
+        said = "learning rate {learning_rate:<8g} accuracy {accuracy:.4f}  loss {loss:.4f}  {checkpoint}"
+        click.echo(said.format(**trial))
+
+
+def _trial(chosen: dict[str, float], runs: dict[float, TrainConfig]) -> None:
+    from ray import tune
+
+    from ..launchers import launch
+
+    result = launch(runs[chosen["learning_rate"]])
+    figures: dict[str, Any] = {"accuracy": result.accuracy or 0.0, "loss": result.history[-1].mean_loss}
+    tune.report(chosen | figures | {"checkpoint": result.checkpoint})
 
 
 if __name__ == "__main__":

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 import training
-from tests.training.jobs import BATCH_SIZE
-from training.checkpoints.settings import check_settings
+from training.config.train_config import TrainConfig
 from training.loop.outlets import recorded
-from training.studies.compare import CASE_NAME, main
-from training.studies.comparison import (
-    COLUMNS,
-    DEFAULT_CASES,
-    Figures,
-    Row,
-    cases_of,
-    markdown,
-    picture_of,
-    sentence_on_losses,
-)
+from training.studies.compare import CASE_NAME, DEFAULT_CASES, cases_of, main
+from training.studies.report import Row, columns_of, figures_of, report, sentence_on_losses
 
 ROOT = Path(training.__file__).parent.parent
 SMALL = ["--model=cnn", "--num-samples=64", "--batch-size=16"]
@@ -72,52 +63,47 @@ def test_cases_are_run_and_compared_and_one_that_fails_is_a_row(size: Size, tmp_
     assert rows[first]["figures"]["stall_seconds"] == rows[first]["figures"]["save_seconds"]
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
     table = (out / "comparison.md").read_text()
-    assert f"| {broken} | failed |" in table and "cannot be read" in table and "| ddp | " in table
+    assert f"| {broken} | " in table and "failed |" in table and "cannot be read" in table and "| ddp " in table
+    [resumed] = [line for line in recorded(out / "ddp") if "resumed" in line]
+    assert (resumed["resumed"], resumed["step"]) == ("epoch_0002", 8)
+    assert [len(epoch["losses"]) for epoch in json.loads((out / "ddp/result.json").read_text())["history"]] == [4, 4]
     check_not_run_again(out, size.cases, words)
 
 
 def check_not_run_again(out: Path, cases: tuple[str, ...], words: list[str]) -> None:
     """In this process, which has imported everything. The case that failed is tried again."""
-    before = {path: path.stat().st_mtime_ns for path in out.glob("*/run/result.json")}
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
     found = json.loads((out / "comparison.json").read_text())
     again = CliRunner().invoke(main, [f"--out={out}", *words])
     assert (again.exit_code, again.output.count("done before")) == (1, len(cases))
-    assert {path: path.stat().st_mtime_ns for path in out.glob("*/run/result.json")} == before
+    assert {path: path.stat().st_mtime_ns for path in out.glob("*/result.json")} == before
     assert json.loads((out / "comparison.json").read_text()) == found
     other = CliRunner().invoke(main, [f"--out={out}", *words, "--seed=1"])
     assert other.exit_code == 8 and "this case with other options (--seed=0, --seed=1)" in other.stderr
 
 
-def test_figures_are_those_that_the_runs_recorded(small_runs: Path) -> None:
-    run = small_runs / "fsdp2"
-    figures = Figures.of(run, small_runs / "fsdp2-resumed")
-    steps = [line for line in recorded(run) if "peak_rss" in line]
+def test_figures_are_those_that_the_runs_recorded(small_runs: Path, tmp_path: Path) -> None:
+    """Of a run, and of the line with which one that resumed it began."""
+    resumed, metrics = next(recorded(small_runs / "fsdp2-resumed")), "metrics.jsonl"
+    shutil.copy(small_runs / "fsdp2/result.json", tmp_path)
+    (tmp_path / metrics).write_text((small_runs / "fsdp2" / metrics).read_text() + json.dumps(resumed) + "\n")
+    figures = figures_of(tmp_path)
+    steps = [line for line in recorded(tmp_path) if "peak_rss" in line]
     rates = [line["samples_per_second"] for line in steps[len(steps) // 2 :]]
-    assert figures.samples_per_second == pytest.approx(len(rates) / sum(1 / rate for rate in rates))
-    assert figures.peak_rss == max(steps[-1]["peak_rss"])
-    result = json.loads((run / "result.json").read_text())
-    assert figures.final_loss == result["history"][-1]["losses"][-1]
+    assert figures["samples_per_second"] == pytest.approx(len(rates) / sum(1 / rate for rate in rates))
+    assert figures["peak_rss"] == max(steps[-1]["peak_rss"])
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert figures["final_loss"] == result["history"][-1]["losses"][-1]
     shards = list(Path(result["checkpoint"]).glob("*"))
-    assert figures.checkpoint_bytes == sum(path.stat().st_size for path in shards) > 10_000_000
-    assert figures.resume_seconds == next(recorded(small_runs / "fsdp2-resumed"))["resume_seconds"]
-
-
-def test_the_run_that_resumes_takes_one_step_and_its_settings_are_allowed(small_runs: Path, tmp_path: Path) -> None:
-    options = ["--num-samples=256", "--epochs=2"]
-    [case] = cases_of(["full_shard --async-save"], options, tmp_path)
-    checkpoint = small_runs / "fsdp2/checkpoints/epoch_0002"
-    again = case.resuming(str(checkpoint))
-    assert (again.num_samples, again.epochs, again.batch_size) == (BATCH_SIZE, 3, BATCH_SIZE)
-    assert "--num-samples is 64 here and 256" in str(check_settings(again, checkpoint))
-    [same] = cases_of(["full_shard"], ["--num-samples=64"], tmp_path)
-    assert same.resuming("there").override == ("epochs",)
+    assert figures["checkpoint_bytes"] == sum(path.stat().st_size for path in shards) > 10_000_000
+    assert figures["resume_seconds"] == resumed["resume_seconds"]
 
 
 def test_default_cases_fit_and_have_folders_of_their_own(tmp_path: Path) -> None:
     cases = cases_of(DEFAULT_CASES, [], tmp_path)
-    assert len({case.folder for case in cases}) == len(DEFAULT_CASES)
+    assert len({case.config.out for case in cases}) == len(DEFAULT_CASES)
     assert {case.config.sharding.framework for case in cases} == {"fsdp2", "deepspeed"}
-    assert cases[3].folder == tmp_path / "full_shard+forward-prefetch=1+backward-prefetch=1"
+    assert cases[3].config.out == tmp_path / "full_shard+forward-prefetch_1+backward-prefetch_1"
     assert all(case.config.launcher == "torchrun" and case.config.log_every == 1 for case in cases)
 
 
@@ -152,33 +138,50 @@ def test_a_folder_of_somebody_is_not_removed(tmp_path: Path) -> None:
     assert (tmp_path / "ddp" / "thesis").exists() and not (tmp_path / "ddp" / CASE_NAME).exists()
 
 
-FIGURES = Figures(
-    samples_per_second=1234.5,
-    peak_rss=960_000_000,
-    cuda_peak=0,
-    checkpoint_bytes=12_000_000,
-    save_seconds=0.25,
-    stall_seconds=0.05,
-    resume_seconds=1.5,
-    final_loss=2.0,
-)
+FIGURES = {
+    "samples_per_second": 1234.5,
+    "peak_rss": 960_000_000,
+    "cuda_peak": 0,
+    "checkpoint_bytes": 12_000_000,
+    "save_seconds": 0.25,
+    "stall_seconds": 0.05,
+    "resume_seconds": 1.5,
+    "final_loss": 2.0,
+}
 
 
 def test_a_different_loss_is_said() -> None:
-    rows = [Row("ddp", "fsdp2", FIGURES), Row("zero2", "deepspeed", replace(FIGURES, final_loss=2.001))]
+    rows = [Row("ddp", "fsdp2", FIGURES), Row("zero2", "deepspeed", FIGURES | {"final_loss": 2.001})]
     assert sentence_on_losses(rows) == "Final losses differ by up to a relative 5.0e-04: zero2 against ddp."
-    same = replace(FIGURES, final_loss=2.00001)
+    same = FIGURES | {"final_loss": 2.00001}
     assert sentence_on_losses([rows[0], Row("zero2", "deepspeed", same)]) == (
         "All final losses are equal to a relative 1e-05; the largest difference is 5.0e-06."
     )
     assert sentence_on_losses(rows[:1]) == "There are no two final losses to compare."
 
 
-def test_the_table_and_the_picture_show_what_is_there() -> None:
-    rows = [Row("ddp", "fsdp2", FIGURES), Row("zero2", "deepspeed", None, "a sentence " * 100)]
-    columns = [column for column in COLUMNS if column.is_drawn(rows)]
-    assert [column.title for column in columns] == ["samples/s", "memory", "checkpoint", "save", "stall", "resume"]
-    line = "| ddp | 1,234.5 | 960.0 MB | 12.0 MB | 0.250 s | 0.050 s | 1.50 s | 2.000000 |"
-    assert line in markdown("title", rows, columns).splitlines()
-    assert picture_of(rows, "title").startswith(b"\x89PNG")
-    assert picture_of([rows[1]], "title").startswith(b"\x89PNG")
+TABLE = """\
+# vit on digits, batch 64, 2 workers, fp32
+
+| case  | samples/s |   memory | checkpoint |    save |   stall | resume | final loss |
+|-------|----------:|---------:|-----------:|--------:|--------:|-------:|-----------:|
+| ddp   |   1,234.5 | 960.0 MB |    12.0 MB | 0.250 s | 0.050 s | 1.50 s |   2.000000 |
+| zero2 |    failed |   failed |     failed |  failed |  failed | failed |     failed |
+
+- zero2: a sentence
+
+There are no two final losses to compare.
+"""
+
+
+def test_the_table_and_the_picture_show_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrainConfig(out=tmp_path, strategy="ddp")
+    rows = [Row("ddp", "fsdp2", FIGURES), Row("zero2", "deepspeed", None, "a sentence")]
+    assert "cuda_peak" not in columns_of(rows)
+    report(tmp_path, config, rows)
+    files = [tmp_path / f"comparison.{ending}" for ending in ("json", "md", "png")]
+    assert capsys.readouterr().out == TABLE + "\n".join(map(str, files)) + "\n"
+    assert (tmp_path / "comparison.md").read_text() == TABLE
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    report(tmp_path, config, rows[1:])
+    assert not files[2].exists(), "there is nothing to draw"
