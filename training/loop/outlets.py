@@ -18,16 +18,6 @@ from .screen import Screen
 METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
 
-FOLDERS = {
-    "accuracy": "epoch",
-    "peak_rss": "memory",
-    "cuda_peak": "memory",
-    "stall_seconds": "checkpoint",
-    "waited_seconds": "checkpoint",
-    "resume_seconds": "checkpoint",
-}
-"""TensorBoard group of each metric; others have the group of their line."""
-
 
 class Journal:
     """Writer of the metrics in ``out``, used by one process, which calls the callbacks too."""
@@ -69,14 +59,13 @@ def recorded(out: Path) -> Iterator[dict[str, Any]]:
 
 
 def scalars(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Numbers of a line, under names that begin with their TensorBoard group."""
-    folder = "epoch" if "epoch" in figures else "checkpoint" if "checkpoint" in figures else "train"
-    for key, value in figures.items():
-        name = f"{FOLDERS.get(key, folder)}/{key}"
+    """Numbers of a line, under names that begin with the kind of the line, which TensorBoard shows as groups."""
+    kind = "epoch" if "epoch" in figures else "checkpoint" if "checkpoint" in figures else "train"
+    for name, value in figures.items():
         if isinstance(value, list):
-            yield from ((f"{name}_rank_{rank}", each) for rank, each in enumerate(value))
-        elif isinstance(value, int | float) and key not in ("step", "epoch"):
-            yield name, value
+            yield from ((f"{kind}/{name}_rank_{rank}", each) for rank, each in enumerate(value))
+        elif isinstance(value, int | float) and name not in ("step", "epoch"):
+            yield f"{kind}/{name}", value
 
 
 Values = Mapping[str, float]  # measured values by name

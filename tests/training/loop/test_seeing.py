@@ -89,8 +89,8 @@ def test_event_files_hold_what_the_record_holds(small_run: SmallRun) -> None:
         "train/loss",
         "train/learning_rate",
         "train/samples_per_second",
-        "memory/peak_rss_rank_0",
-        "memory/peak_rss_rank_1",
+        "train/peak_rss_rank_0",
+        "train/peak_rss_rank_1",
         "epoch/loss",
         "epoch/accuracy",
         "checkpoint/stall_seconds",
@@ -115,7 +115,7 @@ def test_a_resumed_run_records_how_long_that_took(small_run: SmallRun) -> None:
     first = lines_of(run)[0]
     assert (first["resumed"], first["step"]) == ("epoch_0001", STEPS_PER_EPOCH)
     assert float(str(first["resume_seconds"])) > 0
-    assert events_of(run / "tensorboard")["checkpoint/resume_seconds"][0][0] == STEPS_PER_EPOCH
+    assert events_of(run / "tensorboard")["train/resume_seconds"][0][0] == STEPS_PER_EPOCH
 
 
 def test_without_the_option_there_are_no_event_files(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_names_of_scalars_say_their_group() -> None:
     assert dict(scalars({"checkpoint": "epoch_0001", "step": 4, "seconds": 2.0})) == {"checkpoint/seconds": 2.0}
     assert dict(scalars({"step": 4, "loss": 1.0, "cuda_peak": [5, 6]})) == {
         "train/loss": 1.0,
-        "memory/cuda_peak_rank_0": 5,
-        "memory/cuda_peak_rank_1": 6,
+        "train/cuda_peak_rank_0": 5,
+        "train/cuda_peak_rank_1": 6,
     }
 
 
