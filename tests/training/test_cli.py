@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import subprocess
 import sys
@@ -77,25 +76,6 @@ def test_a_used_folder_is_not_written_to_by_accident(used: Path, tmp_path: Path)
     code, sentence = fail(f"--out={used}", f"--resume={tmp_path}")
     assert code == 8
     assert "--resume latest" in sentence
-
-
-def test_latest_is_the_highest_finished_epoch(used: Path) -> None:
-    from training.checkpoints.run_folder import resume_folder
-    from training.config.train_config import TrainConfig
-
-    found = resume_folder(TrainConfig(out=used, engine="fsdp2", resume="latest"))
-    assert found == used / "checkpoints" / "epoch_0010"
-
-
-def test_latest_in_a_folder_needs_no_record_of_ray(used: Path) -> None:
-    """A folder gets its name when it is complete, and torchrun may have gone on since Ray wrote its record."""
-    from training.checkpoints.run_folder import resume_folder
-    from training.config.train_config import TrainConfig
-
-    record = {"latest_checkpoint_result": {"checkpoint_dir_name": "epoch_0009"}}
-    (used / "checkpoints/checkpoint_manager_snapshot.json").write_text(json.dumps(record))
-    found = resume_folder(TrainConfig(out=used, engine="fsdp2", resume="latest"))
-    assert found == used / "checkpoints" / "epoch_0010"
 
 
 @pytest.mark.parametrize(

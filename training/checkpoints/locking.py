@@ -19,9 +19,8 @@ from pathlib import Path
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError, StoreError
 
-from ..config.options import RESUME_AUTO
 from ..config.train_config import TrainConfig
-from .run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, make_out, set_aside_incomplete
+from .run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, make_out, resumes_own, set_aside_incomplete
 
 LOCK_NAME = ".lock"
 PATIENCE_SECONDS = 3.0  # time to wait for the lock: the processes of a killed run take a moment to end
@@ -58,7 +57,7 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
         descriptor = held.enter_context(locked(config.out))
         claim = None if config.storage is None else held.enter_context(ckpt_tools.claim(config.storage))
         _remove_unfinished(config.out / CHECKPOINTS)
-        if config.resume == RESUME_AUTO and config.storage is None:
+        if resumes_own(config) and config.storage is None:
             for line in set_aside_incomplete(config):
                 print(line, flush=True)
         yield RunLock(descriptor, claim)

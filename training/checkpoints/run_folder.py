@@ -19,7 +19,7 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundE
 
 from ..config.options import RESUME_AUTO, RESUME_LATEST, is_url
 from ..config.train_config import TrainConfig
-from .storage import asked, check_bucket, file_system, names_below, recorded_latest
+from .storage import asked, check_storage, file_system
 
 CHECKPOINTS = "checkpoints"
 MAX_NAMED = 5  # number of names that an error lists, newest first
@@ -118,11 +118,14 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
     if a new run would mix its checkpoints with those of another, ``StoreError`` if the storage cannot be reached.
     """
     if config.storage is not None:
-        check_bucket(config.storage)
-    if config.resume == RESUME_LATEST:
-        return _needed_latest(config)
-    if config.resume == RESUME_AUTO:
+        check_storage(config.storage)
+    if resumes_own(config):
         newest = newest_complete(config)
+        if newest is None and config.resume == RESUME_LATEST:
+            raise SourceNotFoundError(
+                f"{config.storage or config.out} holds no checkpoint to resume from; leave out --resume for a fresh "
+                "run, or give the path of one"
+            )
         return None if newest is None else checkpoint_of(config, newest.name)
     _check_unused(config)
     if config.resume is None or is_url(config.resume):
@@ -130,30 +133,28 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
     return _existing(Path(config.resume.removeprefix("file://")).expanduser())
 
 
-def latest_checkpoint(config: TrainConfig) -> Path | str | None:
-    """The run's last finished checkpoint. Raises ``CkptError`` if its storage or record cannot be read. In a store it
-    is the last in Ray's record, which lacks partly uploaded ones. In ``out`` only complete checkpoints have their final
-    names."""
-    if config.storage is not None:
-        name = recorded_latest(_stored(config.storage))
-        return None if name is None else checkpoint_of(config, name)
-    saved = saved_checkpoints(config.out)
-    return saved[-1] if saved else None
+def resumes_own(config: TrainConfig) -> bool:
+    """Whether the run resumes its own newest complete checkpoint."""
+    return config.resume in (RESUME_LATEST, RESUME_AUTO)
 
 
 def newest_complete(config: TrainConfig) -> ckpt_tools.RunCheckpoint | None:
     """The run's newest checkpoint with complete files. Raises ``StoreError``."""
+    return next((each for each in _listed(config) if each.is_complete), None)
+
+
+def _listed(config: TrainConfig) -> list[ckpt_tools.RunCheckpoint]:
+    """Checkpoints of the run, newest first, also partly uploaded ones, which Ray's record in a store lacks."""
     place = config.out / CHECKPOINTS if config.storage is None else _stored(config.storage)
     try:
-        found = ckpt_tools.ls(place).checkpoints
+        return [each for each in ckpt_tools.ls(place).checkpoints if is_checkpoint_name(each.name)]
     except SourceNotFoundError:
-        return None
-    return next((each for each in found if each.is_complete and is_checkpoint_name(each.name)), None)
+        return []
 
 
-def line_of_auto(config: TrainConfig) -> str | None:
-    """Message about the choice of ``--resume auto``."""
-    if config.resume != RESUME_AUTO:
+def line_on_resume(config: TrainConfig) -> str | None:
+    """Message about the choice of ``--resume latest`` and ``--resume auto``."""
+    if not resumes_own(config):
         return None
     newest = newest_complete(config)
     if newest is None:
@@ -162,8 +163,8 @@ def line_of_auto(config: TrainConfig) -> str | None:
 
 
 def set_aside_incomplete(config: TrainConfig) -> list[str]:
-    """Rename the incomplete checkpoints in ``out`` after the one of ``--resume auto``, because the run may need their
-    names; the messages to print. Raises DestinationExistsError if a new name exists."""
+    """Rename the incomplete checkpoints in ``out`` after the one that is resumed, because the run may need their names;
+    the messages to print. Raises DestinationExistsError if a new name exists."""
     newest = newest_complete(config)
     saved = saved_checkpoints(config.out)
     names = [path.name for path in saved]
@@ -182,7 +183,7 @@ def _set_aside(checkpoint: Path) -> str:
 def resume_hint(config: TrainConfig) -> str:
     """End of a message, about how to resume a failed run; empty if it has saved nothing."""
     with suppress(CkptError):
-        if latest_checkpoint(config) is not None:
+        if newest_complete(config) is not None:
             return f"; continue with --resume {RESUME_LATEST}"
     return ""
 
@@ -192,18 +193,12 @@ def _stored(storage: str) -> str:
 
 
 def _check_unused(config: TrainConfig) -> None:
-    if _holds_checkpoints(config):
-        place, option = (config.out, "--out") if config.storage is None else (config.storage, "--storage")
+    place, option = (config.out, "--out") if config.storage is None else (config.storage, "--storage")
+    if saved_checkpoints(config.out) if config.storage is None else _listed(config):
         raise DestinationExistsError(
             f"{place} already holds checkpoints of a run; continue it with --resume {RESUME_LATEST} "
             f"or choose another {option}"
         )
-
-
-def _holds_checkpoints(config: TrainConfig) -> bool:
-    if config.storage is None:
-        return bool(saved_checkpoints(config.out))
-    return any(is_checkpoint_name(name) for name in names_below(_stored(config.storage)))
 
 
 def _existing(checkpoint: Path) -> Path:
@@ -227,13 +222,3 @@ def listed(names: Sequence[str]) -> str:
     """The first names, and the number of others."""
     more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
-
-
-def _needed_latest(config: TrainConfig) -> Path | str:
-    latest = latest_checkpoint(config)
-    if latest is None:
-        place = config.out if config.storage is None else config.storage
-        raise SourceNotFoundError(
-            f"{place} holds no checkpoint to resume from; leave out --resume for a fresh run, or give the path of one"
-        )
-    return latest

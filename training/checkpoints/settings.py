@@ -18,7 +18,7 @@ from ckpt_tools.errors import CkptError, UsageError
 from ..config.options import SETTINGS, spelt
 from ..config.train_config import Settings, TrainConfig
 from .progress import Progress
-from .run_folder import line_of_auto
+from .run_folder import line_on_resume
 
 REWORDED = (
     (r", or write \S+@latest or \S+", ""),
@@ -63,7 +63,7 @@ ORDERING = frozenset({"dataset", "dataset_arg", "num_samples", "epoch_steps", "b
 
 def lines_before_start(config: TrainConfig, checkpoint: Path | str | None) -> list[str]:
     """Messages about the checkpoint to resume. Raises as :func:`check_settings`."""
-    lines = [line_of_auto(config), None if checkpoint is None else check_settings(config, checkpoint)]
+    lines = [line_on_resume(config), None if checkpoint is None else check_settings(config, checkpoint)]
     return [line for line in lines if line is not None]
 
 

@@ -33,7 +33,7 @@ from ckpt_tools.signals import starting_processes
 
 from ..checkpoints.locking import LostStorageError, RunLock
 from ..checkpoints.run_folder import CHECKPOINTS, remove_shards, resume_folder
-from ..checkpoints.storage import drop_missing, file_system
+from ..checkpoints.storage import file_system
 from ..config.options import RESUME_AUTO
 from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, Trained, train
@@ -49,6 +49,7 @@ OBJECT_STORE_BYTES = 100 * 2**20
 """Ray's default is 30 % of the memory; here the object store holds only lines of progress."""
 
 CHECK_SECONDS = 1.0
+RECORD_NAME = "checkpoint_manager_snapshot.json"  # Ray's record of a run, beside the checkpoints
 
 Outcome = Trained | Interrupted
 Result = TypeVar("Result")
@@ -160,7 +161,8 @@ def _in_thread(call: Callable[[], Result], check: Callable[[], None]) -> Result:
 def _fit(config: TrainConfig, resume_from: Path | str | None, lines: Queue, control: Control) -> Outcome:
     """One attempt. Raises AttemptFailedError."""
     if config.storage is None:
-        drop_missing(config.out / CHECKPOINTS)
+        # Ray would read its record of earlier starts, and refuse it if it names a removed checkpoint.
+        (config.out / CHECKPOINTS / RECORD_NAME).unlink(missing_ok=True)
     trainer = ray.train.torch.TorchTrainer(
         _work,
         train_loop_config={"config": config, "resume_from": resume_from, "lines": lines, "control": control},

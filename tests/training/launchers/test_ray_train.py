@@ -67,13 +67,12 @@ def test_every_worker_uploads_its_shards_into_one_checkpoint(ray_run: Path) -> N
 
 def test_ray_records_the_metrics_of_each_checkpoint(ray_run: Path) -> None:
     record = json.loads((ray_run / "run/checkpoints/checkpoint_manager_snapshot.json").read_text())
-    assert [entry["metrics"]["epoch"] for entry in record["checkpoint_results"]] == [1, 2]
+    assert [entry["metrics"]["epoch"] for entry in record["checkpoint_results"]] == [2], "those of the last start"
 
 
 def test_a_person_sees_one_line_an_epoch(ray_run: Path) -> None:
     printed = (ray_run / "printed.txt").read_text().splitlines()
-    assert [line.split("  ")[0] for line in printed] == ["epoch", "epoch"]
-    assert len(printed) == EPOCHS
+    assert [line.split()[0] for line in printed] == ["epoch", "resuming", "epoch"]
 
 
 def test_a_failing_worker_is_heard_as_its_own_error(ray_run: Path) -> None:

@@ -184,20 +184,26 @@ def test_the_newest_the_best_and_whatever_is_not_ours_stay(seed: int, filled: Ca
     assert {path.name for path in folder.iterdir()} == expected
 
 
-def test_auto_takes_the_newest_complete_checkpoint_and_sets_a_damaged_one_aside(
-    filled: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("resume", ["auto", "latest"])
+def test_the_newest_complete_checkpoint_is_resumed_and_a_damaged_one_is_set_aside(
+    resume: str, filled: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["epoch_0001", "epoch_0001_step_000006", "epoch_0002"]
-    config = filled(names, {}, resume="auto")
+    """Whatever Ray's record says: torchrun may have gone on since."""
+    names = ["epoch_0002", "epoch_0009", "epoch_0009_step_000046", "epoch_0010"]
+    config = filled(names, {}, resume=resume)
     folder = config.out / "checkpoints"
-    (folder / "epoch_0002/__1_0.distcp").unlink()
-    assert resume_folder(config) == folder / names[1]
-    assert lines_before_start(config, None) == ["resuming epoch_0001_step_000006 (dcp, 2 ranks)"]
+    (folder / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_results": []}')
+    (folder / ".epoch_0011.partial").mkdir()
+    assert resume_folder(config) == folder / "epoch_0010"
+    (folder / "epoch_0010/__1_0.distcp").unlink()
+    assert resume_folder(config) == folder / names[2]
+    assert lines_before_start(config, None) == ["resuming epoch_0009_step_000046 (dcp, 2 ranks)"]
     with only_run(config):
-        assert capsys.readouterr().out == "epoch_0002 is not complete: renamed to epoch_0002.incomplete\n"
-    assert {path.name for path in folder.iterdir()} == {*names[:2], "epoch_0002.incomplete"}
-    shutil.copytree(folder / "epoch_0002.incomplete", folder / "epoch_0002")
-    with pytest.raises(DestinationExistsError, match=r"epoch_0002\.incomplete exists already"), only_run(config):
+        assert capsys.readouterr().out == "epoch_0010 is not complete: renamed to epoch_0010.incomplete\n"
+    left = {path.name for path in folder.iterdir() if path.is_dir()}
+    assert left == {*names[:3], "epoch_0010.incomplete"}
+    shutil.copytree(folder / "epoch_0010.incomplete", folder / "epoch_0010")
+    with pytest.raises(DestinationExistsError, match=r"epoch_0010\.incomplete exists already"), only_run(config):
         pass
 
 
