@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +70,7 @@ def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
     assert fail(f"--out={tmp_path}", "--resume=latest")[0] == 3
     code, sentence = fail(f"--out={tmp_path}", f"--resume={tmp_path / 'none'}")
     assert code == 3
-    assert "there is no checkpoint " in sentence
+    assert "there is no file or folder " in sentence
 
 
 def test_a_used_folder_is_not_written_to_by_accident(used: Path, tmp_path: Path) -> None:
@@ -161,17 +163,13 @@ def test_more_samples_than_there_are_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints"])
-def test_a_run_is_not_a_checkpoint(below: str, tmp_path: Path) -> None:
-    run_folder = tmp_path / "run"
-    for epoch in range(1, 13):
-        (run_folder / f"checkpoints/epoch_{epoch:04d}").mkdir(parents=True)
-    code, sentence = fail(f"--out={tmp_path / 'new'}", f"--resume={run_folder / below}")
-    assert code == 2
-    names = "epoch_0012, epoch_0011, epoch_0010, epoch_0009, epoch_0008 and 7 more"
-    assert sentence == (
-        f"error: --resume {run_folder / below} is a run, not a checkpoint; "
-        f"resume one in {run_folder / 'checkpoints'}: {names}\n"
-    )
+def test_a_run_of_several_checkpoints_is_not_one(below: str, small_runs: Path, tmp_path: Path) -> None:
+    run_folder = small_runs / "fsdp2" / below
+    code, sentence = fail(f"--out={tmp_path / 'new'}", f"--resume={run_folder}")
+    assert code == 4
+    names = [f"{'' if below else 'checkpoints/'}epoch_000{epoch}" for epoch in (2, 1)]
+    assert f"there are several checkpoints here ({', '.join(names)}); name the folder of one" in sentence
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_resume_of_something_else_is_refused_before_any_worker_starts(tmp_path: Path) -> None:
@@ -185,8 +183,7 @@ def test_a_resume_of_something_else_is_refused_before_any_worker_starts(tmp_path
 def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> None:
     """The disk is full, or as good as: no file may grow beyond 1 MB, and a shard is of 12."""
     epoch = Path(small_run("fsdp2").checkpoint).with_name("epoch_0001")
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/epoch_0001").symlink_to(epoch)
+    shutil.copytree(epoch, tmp_path / "checkpoints/epoch_0001", copy_function=os.link)
     config = default_config(tmp_path, engine="fsdp2", num_workers=1, resume="latest")
     done = subprocess.run(
         [sys.executable, "-m", "training", *config.to_args()],

@@ -9,20 +9,18 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, StoreError, UsageError
+from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, StoreError
 
 from ..config.options import RESUME_AUTO, RESUME_LATEST, is_url
 from ..config.train_config import TrainConfig
 from .storage import asked, check_storage, file_system
 
 CHECKPOINTS = "checkpoints"
-MAX_NAMED = 5  # number of names that an error lists, newest first
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")
 
 _SHARD = re.compile(
@@ -100,10 +98,7 @@ def make_out(out: Path) -> None:
 
 def saved_checkpoints(out: Path) -> list[Path]:
     """Finished checkpoints of a run, oldest first. Raises ``StoreError``."""
-    return _epochs_in(out / CHECKPOINTS)
-
-
-def _epochs_in(folder: Path) -> list[Path]:
+    folder = out / CHECKPOINTS
     try:
         found = [path for path in folder.glob("epoch_*") if is_checkpoint_name(path.name)]
     except OSError as error:
@@ -112,10 +107,10 @@ def _epochs_in(folder: Path) -> list[Path]:
 
 
 def resume_folder(config: TrainConfig) -> Path | str | None:
-    """The checkpoint to resume, None for a new run. A URL in ``--resume`` is not looked up.
+    """The checkpoint to resume, None for a new run. A path or URL in ``--resume`` is not looked up.
 
-    Raises ``SourceNotFoundError`` if there is none, ``UsageError`` for a folder of several, ``DestinationExistsError``
-    if a new run would mix its checkpoints with those of another, ``StoreError`` if the storage cannot be reached.
+    Raises ``SourceNotFoundError`` if the run has none of its own, ``DestinationExistsError`` if a new run would mix its
+    checkpoints with those of another, ``StoreError`` if the storage cannot be reached.
     """
     if config.storage is not None:
         check_storage(config.storage)
@@ -130,7 +125,7 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
     _check_unused(config)
     if config.resume is None or is_url(config.resume):
         return config.resume
-    return _existing(Path(config.resume.removeprefix("file://")).expanduser())
+    return Path(config.resume.removeprefix("file://")).expanduser().absolute()
 
 
 def resumes_own(config: TrainConfig) -> bool:
@@ -199,26 +194,3 @@ def _check_unused(config: TrainConfig) -> None:
             f"{place} already holds checkpoints of a run; continue it with --resume {RESUME_LATEST} "
             f"or choose another {option}"
         )
-
-
-def _existing(checkpoint: Path) -> Path:
-    try:
-        is_there = checkpoint.exists()
-    except OSError as error:
-        raise StoreError(f"--resume {checkpoint} cannot be looked up: {error.strerror}") from error
-    if not is_there:
-        raise SourceNotFoundError(f"there is no checkpoint {checkpoint} to resume from")
-    _check_single(checkpoint)
-    return checkpoint.absolute()
-
-
-def _check_single(folder: Path) -> None:
-    if epochs := saved_checkpoints(folder) or _epochs_in(folder):
-        names = listed([path.name for path in reversed(epochs)])
-        raise UsageError(f"--resume {folder} is a run, not a checkpoint; resume one in {epochs[-1].parent}: {names}")
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, and the number of others."""
-    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

@@ -1,7 +1,7 @@
 """Compares the settings of a resumed run with those in its checkpoint, once and before any worker starts.
 
-They are in the checkpoint under ``SETTINGS_ENTRY``; reading them imports no framework. Errors about a checkpoint are
-reworded, because their advice may name options that the trainer does not have.
+They are in the checkpoint under ``SETTINGS_ENTRY``; reading them imports no framework. Errors about a checkpoint may
+name options that the trainer does not have: they get the command that does.
 """
 
 from __future__ import annotations
@@ -20,14 +20,6 @@ from ..config.train_config import Settings, TrainConfig
 from .progress import Progress
 from .run_folder import line_on_resume
 
-REWORDED = (
-    (r", or write \S+@latest or \S+", ""),
-    (r"choose one with (?:--tag\b|tag=)", "resume the folder of one of them"),
-    (r"[;,]? ?(?:if it is in one of them, )?name it with (?:--from\b|from_=)", ""),
-    (r",? or (?:--storage-option key=\S+ secret=\S+|storage_options=\S*)", ""),
-)
-"""Advice that a trainer's user cannot follow, and its replacement."""
-
 OPTION = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|(?:from_|model_key|optim_key|param_order|storage_options|tag)=)")
 """An option of the command line or of Python."""
 
@@ -45,9 +37,7 @@ def reading(checkpoint: Path | str) -> Iterator[None]:
 
 
 def reworded(message: str, checkpoint: Path | str) -> str:
-    """``message`` without advice that only ckpt-tools can follow, or with its command for the named options."""
-    for pattern, words in REWORDED:
-        message = re.sub(pattern, words, message)
+    """``message`` with the command that has the options that it names."""
     named = (option.rstrip("_=").replace("_", "-").removeprefix("--") for option in OPTION.findall(message))
     options = [f"--{option}" for option in named]
     if not options:
