@@ -59,13 +59,11 @@ def lines_before_start(config: TrainConfig, checkpoint: Path | str | None) -> li
 
 def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
     """Compare the run's settings with those of the checkpoint; the message to print, if any. Raises UsageError if
-    ``--override`` lacks a setting that differs, or names one that does not. CkptError if the checkpoint cannot be
-    read."""
+    ``--override`` lacks a setting that differs, CkptError if the checkpoint cannot be read."""
     extra = _extra(checkpoint)
     recorded = _recorded(extra)
     differing = [name for name, value in recorded.items() if value != config.settings[name]]
     _check_differing(config, recorded, differing)
-    _check_overrides(config, recorded, differing)
     _check_position(config, extra, recorded, differing)
     changes = [_change(config, recorded, name) for name in differing]
     changed = [f"resuming {checkpoint} with other settings: {'; '.join(changes)}"] if changes else []
@@ -100,16 +98,6 @@ def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterabl
         overrides = " ".join(f"--override {spelt(name)}" for name in refused)
         these = "value, or change it" if len(refused) == 1 else "values, or change them"
         raise UsageError(f"{changes}; give the checkpoint's {these} with {overrides}")
-
-
-def _check_overrides(config: TrainConfig, recorded: Settings, differing: Iterable[str]) -> None:
-    same = [name for name in recorded if name not in differing and spelt(name) in config.override]
-    if same:
-        value = _shown(config.settings[same[0]])
-        raise UsageError(
-            f"--override {spelt(same[0])} changes nothing: --{spelt(same[0])} is {value} here and in the checkpoint; "
-            f"leave it out"
-        )
 
 
 def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Settings, differing: list[str]) -> None:

@@ -99,9 +99,9 @@ def test_equal_settings_need_no_word(tmp_path: Path) -> None:
     assert check_settings(config(num_workers=4, until=1), saved(tmp_path, settings=config().settings)) is None
 
 
-def test_an_override_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--override seed changes nothing: --seed is 0 here and in the checkpoint"):
-        check_settings(config(override=("seed",)), saved(tmp_path, settings=config().settings))
+def test_a_restart_may_name_a_setting_that_the_run_has_overridden_before(tmp_path: Path) -> None:
+    """It has the same options, and resumes a checkpoint that has the new value."""
+    assert check_settings(config(seed=7, override=("seed",)), saved(tmp_path, settings=config(seed=7).settings)) is None
 
 
 @pytest.mark.parametrize("entries", [{"epoch": 3}, {"settings": "mine"}, {"client_state": {"settings": [1]}}])
