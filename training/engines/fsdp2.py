@@ -7,7 +7,6 @@ The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch",
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -37,63 +35,13 @@ from ..config.train_config import Settings, TrainConfig
 from ..models.zoo import spec_of
 from .base import Metrics, Progress, Save, mean_of, micro_batches
 from .blocks import RunningAverages, set_training
+from .gradients import LossScaler, clip_factor, multiply, total_norm
 from .optimizers import optimizer_of
 from .parallel import meshes_of, parallel_model
 from .pipeline import StageNames, names_of_stages
 from .resuming import apply_settings, own_values, progress_of, scheduler_of
 
-
-@torch.no_grad()
-def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """2-norm over all ranks, 0-d. Norms are stacked by mesh, as tensor parallelism has several."""
-    by_mesh: defaultdict[Any, list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
-    norms = [torch.stack([_whole(torch.linalg.vector_norm(one.float())) for one in same]) for same in by_mesh.values()]
-    return torch.linalg.vector_norm(torch.cat(norms))
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """Summed on the mesh's device, as nccl has no sums of what ``--cpu-offload`` keeps on the CPU."""
-    if not isinstance(norm, DTensor):
-        return norm
-    mesh = norm.device_mesh
-    return DTensor.from_local(norm.to_local().to(mesh.device_type), mesh, norm.placements).full_tensor()
-
-
-@torch.no_grad()
-def multiply(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
-    for gradient in gradients:
-        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(factor)
-
-
-@dataclass(slots=True)
-class LossScaler:
-    """Dynamic loss scale, because fp16 has no gradients under 6e-8. It is halved when a gradient overflows (that step
-    is skipped), and doubled after GROWTH_STEPS good steps. All ranks use the same norm."""
-
-    scale: float = 2.0**16
-    good_steps: int = 0
-
-    GROWTH_STEPS = 2000
-
-    def update(self, is_finite: bool) -> None:
-        """Called after each step; ``is_finite``: whether its gradients were."""
-        self.good_steps = self.good_steps + 1 if is_finite else 0
-        if not is_finite:
-            self.scale = max(self.scale / 2, 1.0)
-        elif self.good_steps % self.GROWTH_STEPS == 0:
-            self.scale *= 2
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
-
-
 SCALER_ENTRY = "loss_scaler"
-CLIP_EPSILON = 1e-6  # the value of torch's ``clip_grad_norm_`` and of DeepSpeed
 
 
 @dataclass(eq=False)
@@ -209,21 +157,23 @@ class Fsdp2Engine:
         self._app.optimizer.zero_grad()
 
     def _prepare_gradients(self) -> bool:
-        """Unscale and clip; False if the step must be skipped."""
+        """Unscale and clip; False if the step must be skipped. Only a loss scaler waits for the norm."""
         limit, scaler = self._config.clip_grad_norm, self._app.scaler
         if limit is None and scaler is None:
             return True
-        gradients = [found.grad for found in self._app.model.parameters() if found.grad is not None]
         scale = 1.0 if scaler is None else scaler.scale
-        norm = self._norm(self._app.model.parameters()) / scale
-        if scaler is not None:
-            scaler.update(math.isfinite(norm))
-        factor = 1 / scale if limit is None else min(1.0, limit / (norm + CLIP_EPSILON)) / scale
-        multiply(gradients, factor)
-        return scaler is None or math.isfinite(norm)
+        norm = total_norm(each.grad for each in self._counted() if each.grad is not None) / scale
+        factor = 1.0 if limit is None else clip_factor(norm, limit)
+        multiply((each.grad for each in self._app.model.parameters() if each.grad is not None), factor / scale)
+        if scaler is None:
+            return True
+        is_finite = math.isfinite(norm)
+        scaler.update(is_finite)
+        return is_finite
 
-    def _norm(self, parameters: Iterable[nn.Parameter]) -> float:
-        return float(total_norm(found.grad for found in parameters if found.grad is not None))
+    def _counted(self) -> Iterable[nn.Parameter]:
+        """Parameters whose gradients this rank counts in the norm."""
+        return self._app.model.parameters()
 
     @torch.no_grad()
     def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:

@@ -17,7 +17,7 @@ from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from ..models.losses import mean_loss, pair_of
 from .base import DTYPES, Metrics
-from .fsdp2 import Fsdp2Engine, total_norm
+from .fsdp2 import Fsdp2Engine
 from .pipeline import Line, Stage
 
 
@@ -84,13 +84,10 @@ class PipelineEngine(Fsdp2Engine):
             work.wait()
         mine.add_(received.to(mine.device))
 
-    def _norm(self, parameters: Iterable[Parameter]) -> float:
-        """Norm over all stages; the tied matrix counts once."""
+    def _counted(self) -> Iterable[Parameter]:
+        """The tied matrix counts once, on the first stage."""
         counted_before = self._stage.embed.weight if self._stage.is_last else None
-        gradients = [found.grad for found in parameters if found.grad is not None and found is not counted_before]
-        square = total_norm(gradients).to(self._device).double().square()
-        torch.distributed.all_reduce(square, group=self._line.group)
-        return float(square.sqrt())
+        return (each for each in self._stage.parameters() if each is not counted_before)
 
     def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         return metrics(lambda inputs: self._line.logits(self._stage, inputs, DTYPES[self._config.precision]), batch)
