@@ -19,6 +19,7 @@ from ckpt_tools.errors import DestinationExistsError
 
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
+from .leading import leader_first
 from .settings import reading
 
 
@@ -68,11 +69,11 @@ def converted(checkpoint: Path | str, **options: Any) -> Iterator[Path]:
     the same name on every rank. ``options`` are those of :func:`ckpt_tools.convert`. Raises CkptError."""
     name = [f"training-{uuid.uuid4().hex}"]
     torch.distributed.broadcast_object_list(name)
-    folder, leads = Path(tempfile.gettempdir(), name[0]), int(os.environ["LOCAL_RANK"]) == 0
+    folder, leads = Path(tempfile.gettempdir(), name[0]), False
     try:
-        if leads:
-            ckpt_tools.convert(checkpoint, folder, **options)
-        torch.distributed.barrier()
+        with leader_first() as leads:
+            if leads:
+                ckpt_tools.convert(checkpoint, folder, **options)
         yield folder
         torch.distributed.barrier()
     finally:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
-import sysconfig
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
@@ -23,6 +18,7 @@ from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
 from ..data.loading import dataset_of, length_of
 from ..loop.result import RunResult, check_result_file
+from .devices import check_device, check_gpus
 from .failures import RunFailedError
 
 # Ray reads these when it is imported: no usage statistics, no metrics exporter.
@@ -63,6 +59,8 @@ def check_before_start(config: TrainConfig) -> None:
     check_result_file(config.out)
     check_recipe(config)
     check_export(config)
+    if config.launcher == "torchrun":
+        check_gpus(config.num_workers, torch.cuda.device_count(), "this machine")
     lines = lines_before_start(config, checkpoint)
     _check_samples(config)
     check_frameworks(config)
@@ -89,10 +87,8 @@ def _with_hint(error: CkptError, config: TrainConfig) -> CkptError:
 def check_frameworks(config: TrainConfig) -> None:
     """Raises ``UsageError`` or ``FormatError`` for a run that its frameworks would refuse on every worker."""
     _check_model(config)
-    if config.compile:
-        _check_compiler()
-    if config.sharding.framework == "deepspeed":
-        _check_deepspeed(config)
+    if config.launcher != "ray" or "RAY_ADDRESS" not in os.environ:  # a remote cluster's machines are asked when joined
+        check_device(config)
 
 
 def _check_model(config: TrainConfig) -> None:
@@ -109,33 +105,3 @@ def _check_model(config: TrainConfig) -> None:
     metrics_of(config.metrics, made.loss)
     for each in config.callback:
         resolved(each, "callback")
-
-
-def _check_compiler() -> None:
-    """torch.compile needs a C++ compiler for CPUs and Triton for CUDA, but only from the first step."""
-    if torch.cuda.is_available():
-        if find_spec("triton") is None:
-            raise UsageError("--compile needs triton on a GPU, which is not installed here; leave --compile out")
-        return
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        raise UsageError(f"--compile needs a C++ compiler, and {compiler} is not here; install it, or name one in CXX")
-    headers = Path(sysconfig.get_path("include"), "Python.h")
-    if not headers.is_file():
-        raise UsageError(f"--compile needs Python's headers, and {headers} is not here; install them (python3-dev)")
-
-
-def _check_deepspeed(config: TrainConfig) -> None:
-    """Check fp16 and ``--deepspeed-config``; DeepSpeed is imported only for them."""
-    if config.deepspeed_config is None and config.precision != "fp16":
-        return
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    from deepspeed.accelerator import get_accelerator
-
-    from ..engines.deepspeed_config import deepspeed_config
-
-    if config.precision == "fp16" and not get_accelerator().is_fp16_supported():
-        raise UsageError(
-            "--precision fp16: DeepSpeed does not compute in fp16 on this processor; choose bf16, or a GPU with CUDA"
-        )
-    deepspeed_config(config, config.data_workers)

@@ -16,7 +16,6 @@ from itertools import count
 from typing import Any, TypeVar
 
 import ray
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ckpt_tools.errors import UsageError
@@ -40,7 +39,7 @@ class AttemptFailedError(Exception):
 
 
 def with_restarts(
-    config: TrainConfig, attempt: Callable[[TrainConfig], Outcome], say: Say
+    config: TrainConfig, attempt: Callable[[TrainConfig], Outcome], say: Say, *, on_gpus: bool = False
 ) -> tuple[TrainConfig, Outcome]:
     """Result of ``attempt`` and the configuration that succeeded. Raises CkptError after the last attempt."""
     current = config
@@ -51,20 +50,20 @@ def with_restarts(
             if number > config.max_restarts:
                 raise error.failure.to_error(config.out) from error
             say(f"restart {number} of {config.max_restarts}: {error}")
-            current = _for_the_next(config, say)
+            current = _for_the_next(config, say, on_gpus=on_gpus)
     raise AssertionError("the loop returns or raises")
 
 
-def _for_the_next(config: TrainConfig, say: Say) -> TrainConfig:
+def _for_the_next(config: TrainConfig, say: Say, *, on_gpus: bool) -> TrainConfig:
     """Wait for machines. Without ``min_workers``, Ray itself waits until all workers fit."""
     if config.min_workers is None:
         return config
-    found = on_what_is_left(config, room := room_for_workers())
+    found = on_what_is_left(config, room := room_for_workers(on_gpus=on_gpus))
     if found is None:
         say(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
     while found is None:
         time.sleep(WAIT_SECONDS)
-        found = on_what_is_left(config, room_for_workers())
+        found = on_what_is_left(config, room_for_workers(on_gpus=on_gpus))
     say(f"continuing with {found.num_workers} of {config.num_workers} workers")
     return found
 
@@ -78,9 +77,9 @@ def on_what_is_left(config: TrainConfig, room: int) -> TrainConfig | None:
     return None
 
 
-def room_for_workers() -> int:
-    """Number of workers for which the responding nodes have a CPU and, with CUDA, a GPU."""
-    needed = ("CPU", "GPU") if torch.cuda.is_available() else ("CPU",)
+def room_for_workers(*, on_gpus: bool) -> int:
+    """Number of workers for which the responding nodes have a CPU and, if they need it, a GPU."""
+    needed = ("CPU", "GPU") if on_gpus else ("CPU",)
     return sum(int(min(node["Resources"].get(name, 0) for name in needed)) for node in _answering())
 
 

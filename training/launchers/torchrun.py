@@ -42,6 +42,7 @@ from ..loop.outlets import FolderOutlet
 from ..loop.result import RESULT_NAME, RunResult
 from ..loop.screen import Screen
 from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passing_on
+from .devices import backend_of, threads_of
 from .failures import Failure, RunFailedError
 
 LOG_NAME = "torchrun.log"
@@ -60,9 +61,9 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr, closing(Screen()):
         files = _Files.inside(Path(folder))
         with guarded(keep_open=[lock.descriptor]) as marking, marking():
-            # One thread per rank: they share the cores, and it fixes the order of sums.
-            environment = os.environ | {"OMP_NUM_THREADS": "1", FILES_VARIABLE: folder}
-            agent = _started(_command(config), stderr, environment)
+            cores, on_gpu = os.cpu_count() or 1, torch.cuda.is_available()
+            threads = threads_of(config, config.num_workers, cores, on_gpu=on_gpu)
+            agent = _started(_command(config), stderr, os.environ | threads | {FILES_VARIABLE: folder})
             with passing_on(partial(_ask_to_stop, files, agent)):
                 code = _wait_for(agent)
         if files.stopped.exists():
@@ -271,13 +272,12 @@ def run_rank(config: TrainConfig, device: torch.device, request: Request | None 
 
 
 def join_process_group() -> torch.device:
-    """Join the process group of torchrun's environment; with CUDA, nccl and one GPU per rank."""
-    if not torch.cuda.is_available():
-        torch.distributed.init_process_group("gloo", **_rendezvous())
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl", device_id=device, **_rendezvous())
+    """Join the process group of torchrun's environment; with CUDA, one GPU per rank."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group(backend_of(device.type), **_rendezvous())
     return device
 
 

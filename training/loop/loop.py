@@ -7,7 +7,6 @@ continue, so every rank saves between the same two steps.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -24,6 +23,7 @@ from torch.utils.data import Dataset
 
 from ckpt_tools.errors import UsageError
 
+from ..checkpoints.leading import leader_first
 from ..config.options import RESUME_AUTO
 from ..config.schedule import Schedule, schedule_of
 from ..config.train_config import TrainConfig
@@ -128,13 +128,9 @@ def _resumed(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress
 
 def load_parts(config: TrainConfig) -> tuple[Dataset[Any], Dataset[Any] | None]:
     """Training and held-out samples; the first rank of each machine loads first, so only one downloads."""
-    leads = int(os.environ["LOCAL_RANK"]) == 0
-    if not leads:
-        torch.distributed.barrier()
-    samples, held_out = (dataset_of(config, part) for part in PARTS)
+    with leader_first():
+        samples, held_out = (dataset_of(config, part) for part in PARTS)
     assert samples is not None, "only the held-out part may be missing"
-    if leads:
-        torch.distributed.barrier()
     return samples, held_out
 
 

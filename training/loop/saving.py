@@ -191,22 +191,18 @@ def _leads() -> bool:
 class Agreement:
     """Agreement of all ranks on what to do after a step; collective, on the CPU."""
 
-    def __init__(self) -> None:
-        is_gloo = torch.distributed.get_backend() == "gloo"
-        self._group = None if is_gloo else _new_group()
-
     def any(self, *reasons: bool) -> tuple[bool, ...]:
         """For each of at most eight reasons, whether any rank has it. They are bits of one element: for a tensor of
         several elements Gloo sends twice as many messages."""
         known = torch.tensor(sum(reason << at for at, reason in enumerate(reasons)), dtype=torch.uint8)
-        torch.distributed.all_reduce(known, torch.distributed.ReduceOp.BOR, group=self._group)
+        torch.distributed.all_reduce(known, torch.distributed.ReduceOp.BOR)
         found = int(known)
         return tuple(bool(found >> at & 1) for at in range(len(reasons)))
 
     def gathered(self, *values: float) -> list[list[float]]:
         mine = torch.tensor(values, dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(found, mine, group=self._group)
+        torch.distributed.all_gather(found, mine)
         return [each.tolist() for each in found]
 
 
