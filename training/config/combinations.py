@@ -167,6 +167,14 @@ def _precision(run: Options) -> Rules:
             "ddp fp16",
             "--strategy ddp computes in fp32 or bf16 here; no_shard keeps the same whole copies, and takes fp16",
         )
+    if run.reduce_dtype != "fp32" and not _is_fully_sharded(run):
+        hint = "choose no_shard" if _is_torch(run) else "set communication_data_type in --deepspeed-config"
+        yield "reduce-dtype", f"--reduce-dtype is for FSDP2, and --strategy is {name}; {hint}"
+    if run.reduce_dtype == "fp16" and run.precision != "fp16":
+        yield (
+            "reduce-dtype fp16",
+            "--reduce-dtype fp16 needs --precision fp16, which scales the loss; small gradients would be zero",
+        )
     if run.deepspeed_config is not None and _is_torch(run):
         yield "deepspeed-config", f"--deepspeed-config is for strategies of DeepSpeed, and --strategy is {name}"
 

@@ -17,6 +17,7 @@ from .strategies import EngineName, Strategy, StrategyName, chosen_strategy
 
 LauncherName = Literal["ray", "torchrun"]
 Precision = Literal["fp32", "bf16", "fp16"]
+MatmulPrecision = Literal["highest", "high", "medium"]
 DatasetName = Literal["digits", "fashion-mnist", "image-folder", "text"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
 PipelineScheduleName = Literal["gpipe", "1f1b"]
@@ -106,6 +107,13 @@ class Options:
     schedule_arg: Annotated[tuple[str, ...], Option("Argument of the schedule's function; repeatable.", ARG)] = ()
     warmup_fraction: Annotated[float, Option("Fraction of all steps used for a linear warm-up.")] = 0.1
     precision: Annotated[Precision, Option("Precision of computation; master weights are fp32.")] = "fp32"
+    reduce_dtype: Annotated[Precision, Option("FSDP2: dtype in which gradients are summed over workers.")] = "fp32"
+    matmul_precision: Annotated[
+        MatmulPrecision, Option("float32 products: highest (exact), high (TF32 on GPUs), medium (bf16).")
+    ] = "highest"
+    deterministic: Annotated[bool, Option("Deterministic algorithms alone, so a GPU repeats a run bit for bit.")] = (
+        False
+    )
     clip_grad_norm: Annotated[float | None, Option("Clip gradients to this global norm.")] = None
     gradient_accumulation: Annotated[int, Option("Micro-batches per step; --batch-size stays the same.", least=1)] = 1
     shard_size: Annotated[int | None, Option("hybrid_shard, zero3_hpz: workers per copy of the weights.", least=1)] = (

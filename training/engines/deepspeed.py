@@ -24,7 +24,7 @@ from ..models.zoo import Model, ModelSpec, spec_of
 from .base import DTYPES, Metrics, Progress, mean_of, micro_batches
 from .blocks import OnBlock, RunningAverages, build, prepare, set_training
 from .deepspeed_config import deepspeed_config
-from .optimizers import optimizer_of
+from .optimizers import is_fused, optimizer_of
 from .resuming import apply_settings, as_zero, own_values, progress_of, scheduler_of
 
 
@@ -33,9 +33,11 @@ class DeepSpeedEngine:
 
     def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
         join_process_group(device)
-        self._config = config
+        self._config, self._device = config, device
         self._dtype = DTYPES[config.precision]
         options = deepspeed_config(config, torch.distributed.get_world_size() // config.pp)
+        if (adam := options.get("optimizer", {}).get("params", {})).get("torch_adam"):
+            adam.setdefault("fused", is_fused(config, device))
         made = self._first_model(options, device)
         self.loss = made.loss
         self._engine, *_ = deepspeed.initialize(
@@ -53,7 +55,7 @@ class DeepSpeedEngine:
 
     def _own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:
         """None: DeepSpeed makes the one of its configuration."""
-        return None if "optimizer" in options else optimizer_of(self._config, model.parameters())
+        return None if "optimizer" in options else optimizer_of(self._config, model.parameters(), self._device)
 
     @property
     def data_rank(self) -> int:

@@ -52,7 +52,6 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     """An :class:`~training.engines.base.Engine` over DeepSpeed's ``PipelineEngine``."""
 
     def _first_model(self, options: dict[str, Any], device: torch.device) -> Model:
-        self._device = device
         self._stage = _seeded_stage(self._config, partial(prepare, self._config))
         model = _pipeline_of(self._stage, self._config.pp)
         self._grid = model.mpu()

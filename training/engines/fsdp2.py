@@ -44,6 +44,15 @@ from .resuming import apply_settings, own_values, progress_of, scheduler_of
 SCALER_ENTRY = "loss_scaler"
 
 
+def staging_options(device: torch.device) -> StagingOptions:
+    """Memory that is reused by each save; with CUDA it is pinned, so that the copies overlap. Not shared: a thread
+    writes it, and a container often has only 64 MB of shared memory."""
+    on_cuda = device.type == "cuda"
+    return StagingOptions(
+        use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
+    )
+
+
 @dataclass(eq=False)
 class AppState(Stateful):
     """Model, optimizer, scheduler, progress and settings as one DCP entry."""
@@ -94,11 +103,10 @@ class Fsdp2Engine:
         stages = None if pipeline is None else names_of_stages(model, pipeline.get_group())
         self._elsewhere = frozenset[str]() if stages is None else stages.elsewhere
         load_first_weights(config, model, self._elsewhere)
-        optimizer = optimizer_of(config, replace(made, module=model).parameters())
+        optimizer = optimizer_of(config, replace(made, module=model).parameters(), device)
         self._own_values = own_values(optimizer)
         self._config = config
-        # Memory that is reused by each save. Threads and pinned memory would need CUDA.
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+        self._stager = DefaultStager(staging_options(device))
         scaler = LossScaler() if config.precision == "fp16" else None
         self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings, scaler, stages)
         # DDP has no mixed-precision policy.

@@ -30,7 +30,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config.options import Precision
 from ..config.train_config import TrainConfig
 from ..models.experts import Experts, MixtureBlock
 from ..models.language_model import LanguageModel
@@ -137,29 +136,32 @@ def _shard_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> Non
 
 def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> Model:
     """DDP. With ``find_unused_parameters`` the gradient buckets keep their order. Otherwise DDP reorders them after the
-    first step of a run, and a resumed run would sum in another order.
+    first step of a run, and a resumed run would sum in another order; on a GPU, where sums vary anyway, that is faster.
     """
     model = build(config, spec, lambda block: prepare(config, block))
-    devices = [device] if device.type == "cuda" else None
-    module = DistributedDataParallel(model.module.to(device), device_ids=devices, find_unused_parameters=True)
+    on_cuda = device.type == "cuda"
+    module = DistributedDataParallel(
+        model.module.to(device),
+        device_ids=[device] if on_cuda else None,
+        find_unused_parameters=config.deterministic or not on_cuda,
+    )
     return replace(model, module=module)
 
 
 def _options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
     on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if config.cpu_offload else OffloadPolicy()
-    return {"mesh": mesh, "mp_policy": precision_policy(config.precision), "offload_policy": offload}
+    return {"mesh": mesh, "mp_policy": precision_policy(config), "offload_policy": offload}
 
 
 def _reshards(config: TrainConfig) -> bool | int:
     return config.reshard_after_forward or config.sharding.stage == 3
 
 
-def precision_policy(precision: Precision) -> MixedPrecisionPolicy:
-    """bf16 and fp16 compute in 16 bits, with float32 parameters and gradient reduction."""
-    if precision == "fp32":
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
+def precision_policy(config: TrainConfig) -> MixedPrecisionPolicy:
+    """bf16 and fp16 compute in 16 bits, with float32 parameters; gradients are reduced in ``--reduce-dtype``."""
+    computed = None if config.precision == "fp32" else DTYPES[config.precision]
+    return MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=DTYPES[config.reduce_dtype])
 
 
 def _prefetch(config: TrainConfig, blocks: Sequence[nn.Module]) -> None:
@@ -231,10 +233,12 @@ def _with_mean_gradient(weight: Tensor, workers: int) -> Tensor:
 
 
 def _exchanged(compute: Compute, group: ProcessGroup, tokens: Tensor, counts: Tensor) -> Tensor:
-    """Send tokens to the workers of their experts, compute, and send the results back."""
+    """Send tokens to the workers of their experts, compute, and send the results back. All counts come to the host at
+    once, because each time it waits for the device."""
     leaving = counts.reshape(group.size(), -1)
     arriving = torch.empty_like(leaving)
     torch.distributed.all_to_all_single(arriving, leaving, group=group)
+    leaving, arriving = torch.stack([leaving, arriving]).cpu()
     sent, received = (each.sum(1).tolist() for each in (leaving, arriving))
     answers = compute(all_to_all_single_autograd(tokens, received, sent, group), arriving)
     return all_to_all_single_autograd(answers, sent, received, group)

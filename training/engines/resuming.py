@@ -36,12 +36,14 @@ def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str
     return state
 
 
-OwnValues = list[tuple[float, float]]
+OwnValues = list[dict[str, Any]]
 
 
 def own_values(optimizer: Optimizer) -> OwnValues:
-    """Peak learning rate and weight decay of each group of a new optimizer."""
-    return [(group.get("initial_lr", group["lr"]), group.get("weight_decay", 0.0)) for group in optimizer.param_groups]
+    """Peak learning rate, weight decay and ``fused`` of each group of a new optimizer."""
+    names = ("initial_lr", "weight_decay", "fused")
+    groups = ({"initial_lr": group["lr"], **group} for group in optimizer.param_groups)
+    return [{name: group[name] for name in names if name in group} for group in groups]
 
 
 def apply_settings(own: OwnValues, scheduler: LambdaLR) -> None:
@@ -49,12 +51,13 @@ def apply_settings(own: OwnValues, scheduler: LambdaLR) -> None:
     of the checkpoint's run. If they are the same, this computes exactly the saved numbers, as ``LambdaLR`` computes
     them."""
     groups = scheduler.optimizer.param_groups
-    scheduler.base_lrs = [rate for rate, _ in own]
+    scheduler.base_lrs = [values["initial_lr"] for values in own]
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-    for group, factor, (rate, decay) in zip(groups, factors, own, strict=True):
-        group |= {"initial_lr": rate, "lr": rate * factor}
-        if "weight_decay" in group:
-            group["weight_decay"] = decay
+    for group, factor, values in zip(groups, factors, own, strict=True):
+        group |= {**values, "lr": values["initial_lr"] * factor}
+        for parameter in group["params"] if group.get("fused") else ():
+            if "step" in (state := scheduler.optimizer.state.get(parameter, {})):
+                state["step"] = state["step"].to(parameter.device)  # where the kernel reads it
     scheduler._last_lr = [group["lr"] for group in groups]
 
 

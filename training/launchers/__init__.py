@@ -98,9 +98,9 @@ def _check_model(config: TrainConfig) -> None:
     from ..loop.evaluation import metrics_of
     from ..models.zoo import spec_of
 
-    with torch.device("meta"):
+    with torch.device("meta") as device:
         made = spec_of(config).make()
-        optimizer_of(config, made.parameters())
+        optimizer_of(config, made.parameters(), device)
     schedule_of(config, 2).factor(0)
     metrics_of(config.metrics, made.loss)
     for each in config.callback:

@@ -220,6 +220,22 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             "--strategy ddp computes in fp32 or bf16 here; no_shard keeps the same whole copies, and takes fp16",
         )
     ],
+    "reduce-dtype": [
+        (
+            {"strategy": "ddp", "precision": "bf16", "reduce_dtype": "bf16"},
+            "--reduce-dtype is for FSDP2, and --strategy is ddp; choose no_shard",
+        ),
+        (
+            {"strategy": "zero2", "reduce_dtype": "bf16"},
+            "--reduce-dtype is for FSDP2, and --strategy is zero2; set communication_data_type in --deepspeed-config",
+        ),
+    ],
+    "reduce-dtype fp16": [
+        (
+            {"strategy": "full_shard", "precision": "bf16", "reduce_dtype": "fp16"},
+            "--reduce-dtype fp16 needs --precision fp16, which scales the loss; small gradients would be zero",
+        )
+    ],
     "deepspeed-config": [
         (
             {"strategy": "ddp", "deepspeed_config": Path("/ds.json")},

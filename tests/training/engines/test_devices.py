@@ -1,0 +1,182 @@
+"""What a GPU would meet, by fakes of it: nccl refuses tensors on the CPU, and so does the group here that stands for
+it; sharded weights stay where the framework put them; offloaded state is updated by the kernel that GPUs use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.testing._internal.distributed import fake_pg
+
+import ckpt_tools
+from fixtures.launch import pool
+from tests.training.engines.test_strategies import losses, result_of
+from tests.training.strategy_jobs import tiny_config, train_each
+from training.checkpoints.leading import leader_first
+from training.config.schedule import schedule_for
+from training.engines import create_engine
+from training.engines.gradients import multiply, total_norm
+from training.engines.parallel import meshes_of, parallel_model
+from training.launchers.devices import backend_of
+from training.loop.saving import Agreement
+from training.models.zoo import spec_of
+
+CPU = torch.device("cpu")
+NCCL = fake_pg.__name__ and "fake"  # importing the module registers torch's backend of this name
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """The process group of a GPU, with nccl replaced, of this process alone."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # init_device_mesh would select that GPU
+    backend = request.param.replace("nccl", NCCL)
+    torch.distributed.init_process_group(backend, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def offloaded(values: torch.Tensor, placement: Placement) -> DTensor:
+    """A gradient of ``--cpu-offload`` on a GPU: its mesh has GPUs, and its shard is on the CPU."""
+    mesh = init_device_mesh("cuda", (1,))
+    spec = DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(values.shape, values.stride(), values.dtype))
+    return DTensor(values, spec, requires_grad=False)
+
+
+def norm_of_offloaded() -> None:
+    gradients = [offloaded(torch.tensor([3.0]), Shard(0)), offloaded(torch.tensor([[4.0]]), Replicate())]
+    norm = total_norm(gradients)
+    multiply(gradients, 1 / norm)
+    assert (float(norm), norm.device) == (5.0, CPU)
+    assert torch.cat([each.to_local().flatten() for each in gradients]).tolist() == pytest.approx([0.6, 0.8])
+
+
+def agree() -> None:
+    assert Agreement().any(True, False) == (True, False)
+    assert Agreement().gathered(1.0, 2.0) == [[1.0, 2.0]]
+
+
+def tell() -> None:
+    """As the random states of all ranks, names of a pipeline's stages, and where a converted copy is."""
+    found, told = [None], ["a"]
+    torch.distributed.all_gather_object(found, "b")
+    torch.distributed.broadcast_object_list(told)
+    torch.distributed.barrier()
+    assert (found, told) == (["b"], ["a"])
+
+
+@pytest.mark.parametrize("group", [backend_of("cuda")], indirect=True)
+@pytest.mark.parametrize("use", [norm_of_offloaded, agree, tell])
+def test_tensors_on_the_cpu_never_go_over_the_group_of_gpus(group: None, use: Callable[[], None]) -> None:
+    use()
+
+
+@pytest.mark.parametrize("group", ["cuda:nccl"], indirect=True)
+@pytest.mark.parametrize("use", [norm_of_offloaded, agree, tell])
+def test_a_group_of_gpus_alone_refuses_them(group: None, use: Callable[[], None]) -> None:
+    """As nccl does: the fake above could have failed."""
+    with pytest.raises(RuntimeError, match=r"No backend type associated with device type cpu|Found no NVIDIA driver"):
+        use()
+
+
+@pytest.mark.parametrize("group", [backend_of("cuda")], indirect=True)
+def test_the_leader_of_a_machine_works_first_without_the_group_of_gpus(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, expected in (("0", True), ("1", False)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with leader_first() as leads:
+            assert leads is expected
+
+
+def test_the_others_wait_for_the_leader(tmp_path: Path) -> None:
+    assert pool(2).run(found_by_leader, tmp_path / "made") == [True, True]
+
+
+def found_by_leader(path: Path) -> bool:
+    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
+    with leader_first() as leads:
+        if leads:
+            path.touch()
+        return path.exists()
+
+
+@pytest.mark.parametrize("model", ["vit", "lm", "lm-moe", "mobilenet_v3"])
+def test_a_sharded_model_is_not_moved(model: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``to(device)`` would take what ``CPUOffloadPolicy`` keeps on the CPU to the GPU."""
+    apply = nn.Module._apply
+
+    def checked(module: nn.Module, *args: Any, **keywords: Any) -> nn.Module:
+        assert not any(isinstance(each, DTensor) for each in module.parameters())
+        return apply(module, *args, **keywords)
+
+    monkeypatch.setattr(nn.Module, "_apply", checked)
+    config = tiny_config(tmp_path, model=model, strategy="full_shard", cpu_offload=True, num_workers=1)
+    sharded = parallel_model(config, spec_of(config), meshes_of(config, CPU), CPU).module
+    assert all(isinstance(each, DTensor) for each in sharded.parameters())
+    with pytest.raises(AssertionError):
+        sharded.to(CPU)
+
+
+FUSED = {"full_shard": False, "ddp": False, "zero2": False, "zero1_offload": True, "zero3_offload": True}
+
+
+def test_offloaded_state_has_the_fused_adam_also_after_a_run_that_had_not(alone: None, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "run", model="cnn", strategy="full_shard", num_workers=1, until=1)
+    train_each(config)
+    checkpoint = config.out / "checkpoints/epoch_0001"
+    for strategy, expected in FUSED.items():
+        engine: Any = engine_of(tmp_path, strategy=strategy)
+        engine.resume(checkpoint)
+        [optimizer] = [each.optimizer for each in (getattr(engine, name, None) for name in ("_app", "_engine")) if each]
+        assert [group["fused"] for group in optimizer.param_groups] == [expected], strategy
+        engine.close()
+    fused: Any = engine_of(tmp_path, strategy="full_shard", cpu_offload=True)
+    assert [group["fused"] for group in fused._app.optimizer.param_groups] == [True]
+    fused.close()
+
+
+def engine_of(out: Path, **values: Any) -> Any:
+    config = tiny_config(out, model="cnn", num_workers=1, **values)
+    return create_engine(config, schedule_for(10, 0.1), CPU)
+
+
+def test_each_save_reuses_the_memory_of_the_one_before(alone: None, tmp_path: Path) -> None:
+    """Which CUDA pins once: that takes longer than a copy."""
+    engine = engine_of(tmp_path, strategy="full_shard")
+    first, second = (engine._stager.stage(engine._app.state_dict()) for _ in range(2))
+    weights = [next(iter(state["model"].values())) for state in (first, second)]
+    assert weights[0].to_local().data_ptr() == weights[1].to_local().data_ptr()
+    engine.close()
+
+
+def test_the_precision_of_products_and_determinism_are_those_of_the_run(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for values, expected in (
+        ({"matmul_precision": "high", "deterministic": True}, ("high", True, True, ":4096:8")),
+        ({}, ("highest", False, False, None)),
+    ):
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        engine_of(tmp_path, strategy="full_shard", **values).close()
+        cublas = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        found = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        assert (*found, torch.are_deterministic_algorithms_enabled(), cublas) == expected
+
+
+def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    same = {"model": "cnn", "strategy": "full_shard", "precision": "fp16"}
+    wide, narrow = (tiny_config(tmp_path / dtype, reduce_dtype=dtype, **same) for dtype in ("fp32", "fp16"))
+    pool(2).run(train_each, wide, narrow)
+    found, expected = (losses(result_of(one.out)) for one in (narrow, wide))
+    assert found != expected
+    assert found == pytest.approx(expected, rel=1e-2)
+    assert not ckpt_tools.diff(result_of(wide.out).checkpoint, result_of(narrow.out).checkpoint).equal
