@@ -63,3 +63,30 @@ def overflowing() -> tuple[float, bool]:
     engine.close()
     moved = any(not torch.equal(*pair) for pair in zip(weights, before, strict=True))
     return engine._app.scaler.scale, moved
+
+
+class OnHost(Tensor):
+    """A tensor that was copied to the host, and all that is computed from it: its values are read without waiting."""
+
+
+def reads_of_the_device(counts: list[list[int]]) -> int:
+    """How often a layer of experts copies from the device; each other read of values fails."""
+    rank, copies = torch.distributed.get_rank(), []
+    dealt, tokens = seeded_experts(), tokens_of(rank, counts)
+    split_experts(dealt, init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    to_host, to_list = Tensor.cpu, Tensor.tolist
+
+    def copied(tensor: Tensor) -> Tensor:
+        copies.append(tensor)
+        return to_host(tensor).as_subclass(OnHost)
+
+    def listed(tensor: Tensor) -> Any:
+        assert isinstance(tensor, OnHost)
+        return to_list(tensor)
+
+    Tensor.cpu, Tensor.tolist = copied, listed  # type: ignore[method-assign, assignment]
+    try:
+        dealt(tokens, torch.tensor(counts[rank : rank + 1]))
+    finally:
+        Tensor.cpu, Tensor.tolist = to_host, to_list  # type: ignore[method-assign]
+    return len(copies)

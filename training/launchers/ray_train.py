@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -64,15 +64,13 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     started = time.perf_counter()
     resume_from = resume_folder(config)
     with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as lines:
-        workers = _Workers.of_cluster(config)
+        devices = _devices(config)
         control: Control = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(RunControl).remote()
         asked = threading.Event()
-        fit = partial(_fit, workers=workers, resume_from=resume_from, lines=lines, control=control)
+        fit = partial(_fit, devices=devices, resume_from=resume_from, lines=lines, control=control)
         with passing_on(asked.set):
             last, trained = _in_thread(
-                partial(
-                    with_restarts, config, fit, lambda line: lines.put(("say", line)), on_gpus=workers.on_gpus
-                ),
+                partial(with_restarts, config, fit, lambda line: lines.put(("say", line)), on_gpus=devices[0]),
                 partial(_check, lock, asked, control),
             )
     if isinstance(trained, Interrupted):
@@ -162,23 +160,19 @@ def _in_thread(call: Callable[[], Result], check: Callable[[], None]) -> Result:
     return done.result()
 
 
-@dataclass(frozen=True, slots=True)
-class _Workers:
-    """Devices and environment of the workers, by the cluster's resources: this machine may have no GPU."""
+_Devices = tuple[bool, dict[str, str]]  # whether workers have GPUs, and their environment
 
-    on_gpus: bool
-    environment: dict[str, str]
 
-    @classmethod
-    def of_cluster(cls, config: TrainConfig) -> _Workers:
-        """Raises UsageError if it has too few GPUs, or if a worker's machine lacks what the frameworks need."""
-        found = ray.cluster_resources()
-        gpus = int(found.get("GPU", 0)) if torch.backends.cuda.is_built() else 0
-        check_gpus(config.num_workers, gpus, "the cluster")
-        if "RAY_ADDRESS" in os.environ and (config.compile or config.sharding.framework == "deepspeed"):
-            _ask_a_worker(config, gpus)
-        sharing = gpus or config.num_workers
-        return cls(gpus > 0, threads_of(config, sharing, found.get("CPU", sharing), on_gpu=gpus > 0))
+def _devices(config: TrainConfig) -> _Devices:
+    """Devices of the workers by the cluster's resources, because this machine may have no GPU. Raises UsageError if
+    there are too few, or if a machine lacks what the frameworks need."""
+    found = ray.cluster_resources()
+    gpus = int(found.get("GPU", 0)) if torch.backends.cuda.is_built() else 0
+    check_gpus(config.num_workers, gpus, "the cluster")
+    if "RAY_ADDRESS" in os.environ:
+        _ask_a_worker(config, gpus)
+    sharing = gpus or config.num_workers
+    return gpus > 0, threads_of(config, sharing, found.get("CPU", sharing), on_gpu=gpus > 0)
 
 
 def _ask_a_worker(config: TrainConfig, gpus: int) -> None:
@@ -190,21 +184,22 @@ def _ask_a_worker(config: TrainConfig, gpus: int) -> None:
 
 
 def _fit(
-    config: TrainConfig, workers: _Workers, resume_from: Path | str | None, lines: Queue, control: Control
+    config: TrainConfig, devices: _Devices, resume_from: Path | str | None, lines: Queue, control: Control
 ) -> Outcome:
     """One attempt. Raises AttemptFailedError."""
+    on_gpus, environment = devices
     if config.storage is None:
         # Ray would read its record of earlier starts, and refuse it if it names a removed checkpoint.
         (config.out / CHECKPOINTS / RECORD_NAME).unlink(missing_ok=True)
     trainer = ray.train.torch.TorchTrainer(
         _work,
         train_loop_config={"config": config, "resume_from": resume_from, "lines": lines, "control": control},
-        torch_config=ray.train.torch.TorchConfig(backend=backend_of("cuda" if workers.on_gpus else "cpu")),
-        scaling_config=ray.train.ScalingConfig(num_workers=config.num_workers, use_gpu=workers.on_gpus),
+        torch_config=ray.train.torch.TorchConfig(backend=backend_of("cuda" if on_gpus else "cpu")),
+        scaling_config=ray.train.ScalingConfig(num_workers=config.num_workers, use_gpu=on_gpus),
         run_config=ray.train.RunConfig(
             name=CHECKPOINTS,
             **_ray_storage(config),
-            worker_runtime_env={"env_vars": workers.environment},
+            worker_runtime_env={"env_vars": environment},
             # Ray waits for machines only if the number of workers is fixed; restarts are those of :mod:`.ray_restarts`.
             failure_config=ray.train.FailureConfig(
                 max_failures=0, controller_failure_limit=-1 if config.min_workers is None else 0

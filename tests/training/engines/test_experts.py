@@ -16,7 +16,7 @@ from torch.nn import functional
 import ckpt_tools
 from fixtures.launch import pool
 from tests.training.engines.test_strategies import WITHIN, losses, result_of, resuming, saving, starting
-from tests.training.expert_jobs import exchange, overflowing, seeded_experts
+from tests.training.expert_jobs import exchange, overflowing, reads_of_the_device, seeded_experts
 from tests.training.strategy_jobs import tiny_config, train_each
 from training.config.model_names import MODELS
 from training.loop.result import RunResult
@@ -109,6 +109,10 @@ def test_the_weights_of_experts_are_stacked() -> None:
 )
 def test_experts_that_are_dealt_out_answer_with_the_same_bits(counts: list[list[int]]) -> None:
     assert pool(2).run(exchange, counts) == [(True, True)] * 2
+
+
+def test_a_layer_of_experts_waits_once_for_the_device() -> None:
+    assert pool(2).run(reads_of_the_device, [[3, 0, 2, 5], [1, 4, 0, 2]]) == [1, 1]
 
 
 @pytest.fixture(scope="module")

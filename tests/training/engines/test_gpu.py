@@ -1,4 +1,4 @@
-"""Training on GPUs: nccl, bf16, FusedAdam and offload, each by torchrun on all GPUs of the machine.
+"""Training on GPUs: nccl, bf16, FusedAdam, offload and parallel layers, each on all GPUs of the machine.
 
 Where torch finds no GPU, the summary of the tests names each of these as not run.
 """
@@ -25,7 +25,8 @@ def run(out: Path, **values: object) -> RunResult:
     """Two epochs of four steps, on every GPU."""
     workers = torch.cuda.device_count()
     size = {"num_workers": workers, "batch_size": 32 * workers, "num_samples": 32 * workers * STEPS_PER_EPOCH}
-    config = TrainConfig(out=out, launcher="torchrun", **({"epochs": 2, "log_every": 1} | size | values))  # type: ignore[arg-type]
+    usual = {"launcher": "torchrun", "epochs": 2, "log_every": 1}
+    config = TrainConfig(out=out, **(usual | size | values))  # type: ignore[arg-type]
     done = in_process("-m", "training", *config.to_args())
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return RunResult.read(out / "result.json")
@@ -102,3 +103,46 @@ def test_deepspeed_trains_with_its_fused_adam(tmp_path: Path) -> None:
 def test_a_profile_has_a_snapshot_of_the_gpus_memory(tmp_path: Path) -> None:
     run(tmp_path / "run", strategy="full_shard", profile=True)
     assert (tmp_path / "run/profile/memory_rank_0.pickle").stat().st_size > 0
+
+
+@pytest.mark.parametrize("clipped", [{}, {"clip_grad_norm": 0.5, "cpu_offload": True}])
+@pytest.mark.parametrize("layers", ["tp", "pp", "ep"])
+def test_layers_are_divided_over_gpus(layers: str, clipped: dict[str, object], tmp_path: Path) -> None:
+    """Needs an even number of GPUs. All learn what one strategy without it does."""
+    if torch.cuda.device_count() % 2:
+        pytest.skip(f"not run: --{layers} needs an even number of GPUs")
+    same: dict[str, object] = {
+        "strategy": "full_shard",
+        "dataset": "text",
+        "model": "lm-moe" if layers == "ep" else "lm",
+    }
+    same |= {"gradient_accumulation": 2, **clipped}
+    divided, whole = run(tmp_path / "divided", **{layers: 2}, **same), run(tmp_path / "whole", **same)
+    check_learns(divided)
+    assert losses(divided) == pytest.approx(losses(whole), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "values", [{"strategy": "full_shard", "cpu_offload": True, "clip_grad_norm": 0.5}, {"strategy": "zero2"}]
+)
+def test_ray_gives_each_worker_a_gpu(values: dict[str, object], tmp_path: Path) -> None:
+    """And both backends to the process group."""
+    on_ray = run(tmp_path / "ray", launcher="ray", **values)
+    assert losses(on_ray) == pytest.approx(losses(run(tmp_path / "torchrun", **values)), rel=1e-3)
+    lines = [json.loads(line) for line in (tmp_path / "ray/metrics.jsonl").read_text().splitlines()]
+    assert any("cuda_peak" in line for line in lines)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
+def test_a_deterministic_run_resumes_bit_for_bit(strategy: str, tmp_path: Path) -> None:
+    same: dict[str, object] = {"strategy": strategy, "deterministic": True, "clip_grad_norm": 0.5}
+    whole = run(tmp_path / "whole", **same)
+    rest = run(tmp_path / "rest", resume=str(Path(whole.checkpoint).with_name("epoch_0001")), **same)
+    assert losses(rest) == losses(whole)[STEPS_PER_EPOCH:]
+    assert ckpt_tools.diff(rest.checkpoint, whole.checkpoint).equal
+
+
+def test_gradients_are_summed_in_fp16_and_products_in_tf32(tmp_path: Path) -> None:
+    same: dict[str, object] = {"strategy": "full_shard", "precision": "fp16"}
+    narrow = run(tmp_path / "narrow", reduce_dtype="fp16", matmul_precision="high", **same)
+    assert losses(narrow) == pytest.approx(losses(run(tmp_path / "wide", **same)), rel=1e-2)
