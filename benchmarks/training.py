@@ -269,6 +269,7 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
 def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
     """Loading into the same model, with an optimizer without state, as in a run that resumes."""
     from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.state_dict import set_state_dict
 
     from ckpt_tools import load_into
     from training.checkpoints.progress import Progress
@@ -282,8 +283,13 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
         app.optimizer.state.clear()
         return _timed(load)
 
+    def load_by_torch() -> None:
+        state = app.state_dict()
+        state_dict_loader.load({"app": state}, checkpoint_id=saved)
+        set_state_dict(app.model, app.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
     ours = partial(loaded, lambda: load_into(app.model, app.optimizer, saved))
-    theirs = partial(loaded, lambda: state_dict_loader.load({"app": app}, checkpoint_id=saved))
+    theirs = partial(loaded, load_by_torch)
     return take_turns({THEIRS: theirs, OURS: ours}, asked.rounds)
 
 

@@ -1,4 +1,4 @@
-"""Norms of gradients on the ranks of a pool."""
+"""Norms of gradients, and optimizers that resume, on the ranks of a pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.training.strategy_jobs import tiny_config
+from tests.training.strategy_jobs import tiny_config, train_each
 from training.config.schedule import schedule_for
 from training.engines import create_engine
 from training.engines.gradients import total_norm
@@ -24,3 +24,18 @@ def norm_of_weights(values: dict[str, Any]) -> tuple[float, int]:
         norm = total_norm(weight.grad for weight in engine._counted())
     engine.close()
     return float(norm), counted.get_total_counts()
+
+
+def fused_after_resuming(out: Path, first: dict[str, Any], others: list[dict[str, Any]]) -> list[bool]:
+    """Whether the optimizers of other runs are fused after they resumed the first one."""
+    config, found = tiny_config(out, model="cnn", **first), []
+    train_each(config)
+    for values in others:
+        engine: Any = create_engine(tiny_config(out, model="cnn", **values), schedule_for(10, 0.1), torch.device("cpu"))
+        engine.resume(config.out / "checkpoints/epoch_0001")
+        owner = engine._app if hasattr(engine, "_app") else engine._engine
+        [fused] = [group["fused"] for group in owner.optimizer.param_groups]
+        found.append(fused)
+        engine.close()
+    train_each()  # DeepSpeed forgets its groups
+    return found

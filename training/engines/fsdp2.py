@@ -1,7 +1,7 @@
 """PyTorch's strategies: FSDP2, with ``fully_shard`` on every block and on the root, or DDP; checkpoints by DCP.
 
-The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch", "step", "settings"}}`` of one
-``Stateful``. ``get_state_dict`` names optimizer state by fqn, so the files do not depend on the world size.
+The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch", "step", "settings"}}``.
+``get_state_dict`` names optimizer state by fqn, so the files do not depend on the world size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -54,8 +53,8 @@ def staging_options(device: torch.device) -> StagingOptions:
 
 
 @dataclass(eq=False)
-class AppState(Stateful):
-    """Model, optimizer, scheduler, progress and settings as one DCP entry."""
+class AppState:
+    """Model, optimizer, scheduler, progress and settings, which are one DCP entry."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -79,16 +78,6 @@ class AppState(Stateful):
             SETTINGS_ENTRY: self.settings,
             **({} if self.scaler is None else {SCALER_ENTRY: self.scaler.state_dict()}),
         }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optim"],
-        )
-        self.scheduler.load_state_dict(state_dict["lr_scheduler"])
-        self.progress = Progress.of(state_dict) or Progress()
 
 
 class Fsdp2Engine:
@@ -191,7 +180,7 @@ class Fsdp2Engine:
 
     def save(self, folder: Path, progress: Progress) -> None:
         self._app.progress = progress
-        state_dict_saver.save({"app": self._app}, checkpoint_id=folder)
+        state_dict_saver.save({"app": self._app.state_dict()}, checkpoint_id=folder)
 
     def staged(self, progress: Progress, group: ProcessGroup) -> Save:
         self._app.progress = progress

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch.distributed import ProcessGroup
 
 import ckpt_tools
 from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UsageError
 
+from ..checkpoints.leading import cpu_group
 from ..checkpoints.progress import Progress
 from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, partial_folder, strangers_in
 from ..config.train_config import TrainConfig
@@ -63,7 +63,7 @@ class Saver:
         self._engine = engine
         self._outlet = outlet
         self._after_save = after_save
-        self._group = _new_group() if config.async_save else None
+        self._group = cpu_group() if config.async_save else None
         self._in_background = config.async_save or outlet.uploads
         self._pending: tuple[_Begun, Future[float]] | None = None
         self._saved_at = time.monotonic()
@@ -175,13 +175,6 @@ def _check_all(name: str, done: Future[float]) -> None:
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise StoreError(f"{name} could not be saved: rank {rank}: {reason}") from error
-
-
-def _new_group() -> ProcessGroup:
-    """A group of all ranks on the CPU, separate from that of the training."""
-    group = torch.distributed.new_group(backend="gloo")
-    assert isinstance(group, ProcessGroup)
-    return group
 
 
 def _leads() -> bool:

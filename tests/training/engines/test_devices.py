@@ -19,6 +19,7 @@ from torch.testing._internal.distributed import fake_pg
 import ckpt_tools
 from fixtures.launch import pool
 from tests.training.engines.test_strategies import losses, result_of
+from tests.training.gradient_jobs import fused_after_resuming
 from tests.training.strategy_jobs import tiny_config, train_each
 from training.checkpoints.leading import leader_first
 from training.config.schedule import schedule_for
@@ -128,19 +129,11 @@ def test_a_sharded_model_is_not_moved(model: str, alone: None, tmp_path: Path, m
 FUSED = {"full_shard": False, "ddp": False, "zero2": False, "zero1_offload": True, "zero3_offload": True}
 
 
-def test_offloaded_state_has_the_fused_adam_also_after_a_run_that_had_not(alone: None, tmp_path: Path) -> None:
-    config = tiny_config(tmp_path / "run", model="cnn", strategy="full_shard", num_workers=1, until=1)
-    train_each(config)
-    checkpoint = config.out / "checkpoints/epoch_0001"
-    for strategy, expected in FUSED.items():
-        engine: Any = engine_of(tmp_path, strategy=strategy)
-        engine.resume(checkpoint)
-        [optimizer] = [each.optimizer for each in (getattr(engine, name, None) for name in ("_app", "_engine")) if each]
-        assert [group["fused"] for group in optimizer.param_groups] == [expected], strategy
-        engine.close()
-    fused: Any = engine_of(tmp_path, strategy="full_shard", cpu_offload=True)
-    assert [group["fused"] for group in fused._app.optimizer.param_groups] == [True]
-    fused.close()
+def test_offloaded_state_has_the_fused_adam_also_after_a_run_that_had_not(tmp_path: Path) -> None:
+    whole = {"strategy": "full_shard", "until": 1}
+    cases = [*({"strategy": name} for name in FUSED), {"strategy": "full_shard", "cpu_offload": True}]
+    expected = [*FUSED.values(), True]
+    assert pool(2).run(fused_after_resuming, tmp_path, whole, cases) == [expected] * 2
 
 
 def engine_of(out: Path, **values: Any) -> Any:
