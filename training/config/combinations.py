@@ -105,16 +105,28 @@ def _pipeline(run: Options) -> Rules:
     name, layers = run.sharding.name, _facts(run).layers
     if run.pp > 1 and not _is_fully_sharded(run) and name not in PIPELINED:
         yield "pp strategy", f"--pp goes together with FSDP2, {' and '.join(PIPELINED)}, and --strategy is {name}"
-    if run.pp_schedule == "gpipe" and not _is_torch(run):
-        yield "pp-schedule", f"--pp-schedule gpipe is for FSDP2, and --strategy is {name}"
-    if run.pp > 1 and layers == 0:
-        yield "pp model", f"--pp is for --model lm; the layers of {text_of(run.model)} cannot be cut into stages"
-    if run.pp > max(layers, 1):
-        yield "pp layers", f"--pp {run.pp} is more stages than the {layers} layers of --model {text_of(run.model)}"
-    if run.num_workers % run.pp:
-        yield "pp workers", f"--pp {run.pp} does not divide --num-workers {run.num_workers}"
+    if run.pp_schedule not in (None, "1f1b") and not _is_torch(run):
+        yield "pp-schedule", f"--pp-schedule {run.pp_schedule} is for FSDP2, and --strategy is {name}"
     if run.pp_schedule is not None and run.pp == 1:
         yield "pp-schedule unused", "--pp-schedule is for --pp"
+    if run.pp_chunks is not None and run.chunks == 1:
+        yield "pp-chunks", "--pp-chunks is for --pp-schedule interleaved1f1b"
+    if run.pp > 1 and layers == 0:
+        yield "pp model", f"--pp is for --model lm; the layers of {text_of(run.model)} cannot be cut into stages"
+    if run.pp * run.chunks > max(layers, 1):
+        chunks = f" x --pp-chunks {run.chunks}" if run.chunks > 1 else ""
+        yield (
+            "pp layers",
+            f"--pp {run.pp}{chunks} is more stages than the {layers} layers of --model {text_of(run.model)}",
+        )
+    if run.num_workers % run.pp:
+        yield "pp workers", f"--pp {run.pp} does not divide --num-workers {run.num_workers}"
+    if run.chunks > 1 and run.gradient_accumulation % run.pp:
+        yield (
+            "pp rounds",
+            f"--pp-schedule interleaved1f1b takes --pp {run.pp} micro-batches at a time: give --gradient-accumulation "
+            f"{run.pp} or a multiple of it",
+        )
     if run.gradient_accumulation < run.pp and run.pp_schedule != "gpipe":
         ending = ", or --pp-schedule gpipe" if _is_torch(run) else ""
         yield (

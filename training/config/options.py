@@ -20,7 +20,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 MatmulPrecision = Literal["highest", "high", "medium"]
 DatasetName = Literal["digits", "fashion-mnist", "image-folder", "text"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
-PipelineScheduleName = Literal["gpipe", "1f1b"]
+PipelineScheduleName = Literal["gpipe", "1f1b", "interleaved1f1b"]
 ScheduleName = Literal["cosine", "linear", "constant"]
 MetricName = Literal["accuracy", "loss"]  # measured at the end of each epoch
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
@@ -122,6 +122,9 @@ class Options:
     tp: Annotated[int, Option("Tensor parallelism: workers that share each layer; with FSDP2.", least=1)] = 1
     pp: Annotated[int, Option("Pipeline parallelism: number of stages; with FSDP2, zero0 or zero1.", least=1)] = 1
     pp_schedule: Annotated[PipelineScheduleName | None, Option("Pipeline schedule.  [default: 1f1b]")] = None
+    pp_chunks: Annotated[
+        int | None, Option("interleaved1f1b: parts of the layers per worker.  [default: 2]", least=2)
+    ] = None
     ep: Annotated[int, Option("Expert parallelism: workers that share the experts; with FSDP2.", least=1)] = 1
     cpu_offload: Annotated[bool, Option("FSDP2: keep weights, gradients and optimizer state in CPU memory.")] = False
     reshard_after_forward: Annotated[
@@ -185,6 +188,11 @@ class Options:
     def model_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the model. Raises ``UsageError``."""
         return arguments_of(self.model_arg, "model-arg")
+
+    @property
+    def chunks(self) -> int:
+        """Number of parts of the layers that each worker of a pipeline has."""
+        return (self.pp_chunks or 2) if self.pp_schedule == "interleaved1f1b" else 1
 
     @property
     def data_workers(self) -> int:

@@ -108,13 +108,16 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
 
     if meshes.pipeline is None:
         model = build(config, spec, on_block)
+        parts = [model]
     else:
         stage = build_stage(config, spec, meshes.pipeline.get_local_rank(), on_block)
-        model = Model(stage, list(stage.layers.values()))
+        model = Model(stage)
+        parts = [Model(chunk, list(chunk.layers.values())) for chunk in stage.chunks]
     if meshes.tensor is not None:
         shard_root(model.module, meshes.tensor)
-    fully_shard(model.module, **options)
-    _prefetch(config, model.blocks)
+    for part in parts:
+        fully_shard(part.module, **options)
+        _prefetch(config, part.blocks)
     return model
 
 

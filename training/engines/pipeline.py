@@ -6,6 +6,7 @@ stages keep a copy; they sum their gradients at each step, so the copies stay eq
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 
@@ -20,13 +21,12 @@ from ..models.zoo import ModelSpec
 from .blocks import OnBlock, build
 
 
-class Stage(nn.Module):
+class Chunk(nn.Module):
     """Consecutive layers of the model: bytes or hidden states to hidden states or logits."""
 
-    def __init__(self, model: LanguageModel, layers: range, number: int, stages: int) -> None:
+    def __init__(self, model: LanguageModel, layers: range) -> None:
         super().__init__()
-        self.is_first, self.is_last = number == 0, number == stages - 1
-        self.width, self.all_layers = model.sizes.width, model.sizes.layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == model.sizes.layers
         if self.is_first or self.is_last:
             self.embed, self.head = model.embed, model.head
         self.layers = nn.ModuleDict({str(layer): model.layers[layer] for layer in layers})
@@ -41,29 +41,45 @@ class Stage(nn.Module):
         return self.head(self.norm(x)) if self.is_last else x
 
 
-def layers_of(number: int, stages: int, layers: int) -> range:
-    """Layers of a stage; if the stages do not divide them, the first ones have one more."""
-    each, left = divmod(layers, stages)
+class Stage(nn.Module):
+    """The chunks of a worker: one, or several with the chunks of other workers between them."""
+
+    def __init__(self, model: LanguageModel, chunks: Sequence[range]) -> None:
+        super().__init__()
+        self.width, self.all_layers = model.sizes.width, model.sizes.layers
+        self.chunks = tuple(Chunk(model, layers) for layers in chunks)
+        self.is_first, self.is_last = self.chunks[0].is_first, self.chunks[-1].is_last
+        for name, module in chain.from_iterable(chunk.named_children() for chunk in self.chunks):
+            self.add_module(name, module)
+        self.layers = nn.ModuleDict(dict(chain.from_iterable(chunk.layers.items() for chunk in self.chunks)))
+
+
+def layers_of(number: int, parts: int, layers: int) -> range:
+    """Layers of a part; if ``parts`` does not divide them, the first ones have one more."""
+    each, left = divmod(layers, parts)
     start = number * each + min(number, left)
     return range(start, start + each + (number < left))
 
 
 def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnBlock) -> Stage:
-    """The stage with the seed's weights; ``on_block`` gets its blocks, weights of others are dropped once drawn."""
+    """The stage with the seed's weights; ``on_block`` gets its blocks, weights of others are dropped once drawn. Chunks
+    go to the stages in turn."""
     facts = facts_of(config.model, config.model_arguments)
     assert facts is not None, "the configuration has a model of layers"
-    mine = layers_of(number, config.pp, facts.layers)
+    parts = config.pp * config.chunks
+    mine = [layers_of(at, parts, facts.layers) for at in range(number, parts, config.pp)]
     position = count()
 
     def on_each(block: nn.Module) -> None:
-        if next(position) in mine:
+        layer = next(position)
+        if any(layer in chunk for chunk in mine):
             on_block(block)
         else:
             block.to("meta")
 
     model = build(config, spec, on_each).module
     assert isinstance(model, LanguageModel)
-    return Stage(model, mine, number, config.pp)
+    return Stage(model, mine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +92,13 @@ class StageNames:
 
 def names_of_stages(stage: nn.Module, group: ProcessGroup) -> StageNames:
     """Gather the names; collective over ``group``, the stages of a pipeline."""
-    mine = [name for name, _ in stage.named_parameters()], list(stage.state_dict())
-    found: list[tuple[list[str], list[str]]] = [([], [])] * group.size()
+    assert isinstance(stage, Stage)
+    mine = [[name for name, _ in chunk.named_parameters()] for chunk in stage.chunks], list(stage.state_dict())
+    found: list[tuple[list[list[str]], list[str]]] = [([], [])] * group.size()
     torch.distributed.all_gather_object(found, mine, group=group)
-    parameters, saved = zip(*found, strict=True)
-    return StageNames(tuple(dict.fromkeys(chain(*parameters))), frozenset(chain(*saved)) - {*mine[1]})
+    chunks, saved = zip(*found, strict=True)
+    in_order = chain.from_iterable(zip(*chunks, strict=True))
+    return StageNames(tuple(dict.fromkeys(chain(*in_order))), frozenset(chain(*saved)) - {*mine[1]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +117,15 @@ class Line:
 
     @torch.no_grad()
     def logits(self, stage: Stage, inputs: Tensor, hidden: torch.dtype) -> Tensor:
-        """Logits in evaluation mode, on all ranks. ``hidden`` is the dtype of the hidden states between stages."""
+        """Logits in evaluation mode, on all ranks. ``hidden`` is the dtype of the hidden states between chunks."""
         stage.eval()
-        shape = inputs.shape
-        if not stage.is_first:
-            inputs = torch.empty(*shape, stage.width, dtype=hidden, device=self.device)
-            torch.distributed.recv(inputs, self.ranks[self.number - 1], group=self.group)
-        output = stage(inputs)
-        if stage.is_last:
-            return self.from_last(output.float().contiguous())
-        torch.distributed.send(output.contiguous(), self.ranks[self.number + 1], group=self.group)
+        shape, following = inputs.shape, (self.number + 1) % len(self.ranks)
+        for chunk in stage.chunks:
+            if not chunk.is_first:
+                inputs = torch.empty(*shape, stage.width, dtype=hidden, device=self.device)
+                torch.distributed.recv(inputs, self.ranks[self.number - 1], group=self.group)
+            output = chunk(inputs)
+            if chunk.is_last:
+                return self.from_last(output.float().contiguous())
+            torch.distributed.send(output.contiguous(), self.ranks[following], group=self.group)
         return self.from_last(torch.empty(*shape, VOCABULARY, device=self.device))

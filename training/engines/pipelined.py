@@ -8,17 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import P2POp
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ..config.model_names import VOCABULARY
+from ..config.options import PipelineScheduleName
 from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from ..models.losses import mean_loss, pair_of
 from .base import DTYPES, Metrics
 from .fsdp2 import Fsdp2Engine
 from .pipeline import Line, Stage
+
+SCHEDULES: Mapping[PipelineScheduleName, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved1f1b": ScheduleInterleaved1F1B,
+}
 
 
 class PipelineEngine(Fsdp2Engine):
@@ -30,26 +37,30 @@ class PipelineEngine(Fsdp2Engine):
         self._stage, self._device, mesh = self._module, device, self._meshes.pipeline
         self._line = Line(tuple(mesh.mesh.tolist()), mesh.get_local_rank(), mesh.get_group(), device)
         self._losses: list[Tensor] = []
-        self._schedule: Schedule1F1B | ScheduleGPipe | None = None
+        self._schedule: Any = None
 
-    def _new_schedule(self, samples: int, context: int) -> Schedule1F1B | ScheduleGPipe:
+    def _new_schedule(self, samples: int, context: int) -> Any:
         """The schedule, with given shapes, which stages would otherwise exchange."""
-        parts, line = self._config.gradient_accumulation, self._line
+        parts, chunks = self._config.gradient_accumulation, self._stage.chunks
         dtype = DTYPES[self._config.precision]
         hidden = torch.empty(samples, context, self._stage.width, dtype=dtype, device="meta").requires_grad_()
         tokens = torch.empty(samples, context, dtype=torch.int64, device="meta")
         logits = torch.empty(samples, context, VOCABULARY, dtype=hidden.dtype, device="meta")
-        stage = PipelineStage(
-            self._stage,
-            line.number,
-            len(line.ranks),
-            self._device,
-            input_args=tokens if self._stage.is_first else hidden,
-            output_args=logits if self._stage.is_last else hidden,
-            group=line.group,
-        )
-        kind = ScheduleGPipe if self._config.pp_schedule == "gpipe" else Schedule1F1B
-        return kind(stage, parts, loss_fn=self._loss, scale_grads=False)
+        workers = len(self._line.ranks)
+        stages = [
+            PipelineStage(
+                chunk,
+                self._line.number + at * workers,
+                workers * len(chunks),
+                self._device,
+                input_args=tokens if chunk.is_first else hidden,
+                output_args=logits if chunk.is_last else hidden,
+                group=self._line.group,
+            )
+            for at, chunk in enumerate(chunks)
+        ]
+        kind = SCHEDULES[self._config.pp_schedule or "1f1b"]
+        return kind(stages if len(chunks) > 1 else stages[0], parts, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Scaled loss of a micro-batch; called by the schedule on the last stage."""

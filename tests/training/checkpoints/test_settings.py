@@ -67,7 +67,7 @@ def test_every_option_is_a_setting_or_may_differ_freely() -> None:
         "log_every",
         "tensorboard",
     }
-    free |= {"profile", "min_workers", "inverse"}
+    free |= {"profile", "min_workers", "inverse", "pp_chunks"}
     fields = set(TrainConfig.__dataclass_fields__)
     assert fields == {*SETTINGS} | free | {"resume", "override"}
 

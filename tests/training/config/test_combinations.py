@@ -25,6 +25,7 @@ pytestmark = pytest.mark.quick
 
 TEXT = {"model": "lm", "dataset": "text"}
 PIPELINE = {"pp": 2, "gradient_accumulation": 4, **TEXT}
+INTERLEAVED = {"pp_schedule": "interleaved1f1b", **PIPELINE}
 EXPERTS = {"model": "lm-moe", "dataset": "text"}
 BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
     "neither": [({}, "give --strategy, or --engine to shard fully with that engine")],
@@ -124,7 +125,19 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"strategy": "zero1", "pp_schedule": "gpipe", **PIPELINE},
             "--pp-schedule gpipe is for FSDP2, and --strategy is zero1",
-        )
+        ),
+        (
+            {"strategy": "zero1", **INTERLEAVED},
+            "--pp-schedule interleaved1f1b is for FSDP2, and --strategy is zero1",
+        ),
+    ],
+    "pp-schedule unused": [
+        ({"strategy": "full_shard", "pp_schedule": name}, "--pp-schedule is for --pp")
+        for name in ("gpipe", "interleaved1f1b")
+    ],
+    "pp-chunks": [
+        ({"strategy": "full_shard", "pp_chunks": 2, **more}, "--pp-chunks is for --pp-schedule interleaved1f1b")
+        for more in ({}, PIPELINE)
     ],
     "pp model": [
         (
@@ -136,13 +149,28 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
         (
             {"strategy": "full_shard", **PIPELINE, "pp": 5, "num_workers": 5},
             "--pp 5 is more stages than the 4 layers of --model lm",
-        )
+        ),
+        (
+            {"strategy": "full_shard", **INTERLEAVED, "pp_chunks": 3},
+            "--pp 2 x --pp-chunks 3 is more stages than the 4 layers of --model lm",
+        ),
+        (
+            {"strategy": "full_shard", **INTERLEAVED, "model_arg": ("layers=3",)},
+            "--pp 2 x --pp-chunks 2 is more stages than the 3 layers of --model lm",
+        ),
     ],
     "pp workers": [
         ({"strategy": "full_shard", **PIPELINE, "num_workers": 3}, "--pp 2 does not divide --num-workers 3"),
         ({"strategy": "full_shard", **PIPELINE, "num_workers": 1}, "--pp 2 does not divide --num-workers 1"),
     ],
-    "pp-schedule unused": [({"strategy": "full_shard", "pp_schedule": "gpipe"}, "--pp-schedule is for --pp")],
+    "pp rounds": [
+        (
+            {"strategy": "full_shard", **INTERLEAVED, "gradient_accumulation": parts},
+            "--pp-schedule interleaved1f1b takes --pp 2 micro-batches at a time: give --gradient-accumulation 2 or a "
+            "multiple of it",
+        )
+        for parts in (1, 3)
+    ],
     "pp micro-batches": [
         (
             {"strategy": "full_shard", **PIPELINE, "gradient_accumulation": 1},
