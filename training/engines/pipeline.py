@@ -44,6 +44,10 @@ class Chunk(nn.Module):
 class Stage(nn.Module):
     """The chunks of a worker: one, or several with the chunks of other workers between them."""
 
+    embed: nn.Embedding
+    head: nn.Linear
+    norm: nn.RMSNorm
+
     def __init__(self, model: LanguageModel, chunks: Sequence[range]) -> None:
         super().__init__()
         self.width, self.all_layers = model.sizes.width, model.sizes.layers
