@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ckpt_tools.errors import UsageError
+from tests.training.strategy_jobs import tiny_config
+from training.config.schedule import schedule_for
+from training.engines import create_engine
 from training.engines.blocks import RunningAverages
 from training.loop.saving import Agreement
 
@@ -49,3 +54,17 @@ def average() -> list[tuple[list[float], int, float]]:
         found.append((own.mean.tolist(), int(own.count), float(own.constant)))
         own.mean = torch.full((2,), 10.0 * rank + step)
     return found
+
+
+def refused_length() -> str:
+    """Two workers compute each layer together, and a text has an odd number of bytes."""
+    config = tiny_config(Path("/run"), model="lm", strategy="no_shard", tp=2)
+    engine = create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
+    words = torch.zeros(1, 33, dtype=torch.int64)
+    try:
+        engine.step((words, words))
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""

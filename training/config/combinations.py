@@ -90,13 +90,14 @@ def _fsdp(run: Options) -> Rules:
 
 
 def _tensor(run: Options) -> Rules:
-    heads = _facts(run).heads
+    facts = _facts(run)
     if run.tp > 1 and not _is_fully_sharded(run):
         yield "tp strategy", f"--tp goes together with FSDP2, and --strategy is {run.sharding.name}"
-    if run.tp > 1 and heads == 0:
+    if run.tp > 1 and facts.heads == 0:
         yield "tp model", f"--tp is for --model lm; the layers of {text_of(run.model)} cannot be split"
-    if run.tp > 1 and heads % run.tp:
-        yield "tp heads", f"--tp {run.tp} does not divide the {heads} heads of --model {text_of(run.model)}"
+    for size, what in ((facts.heads, "heads"), (facts.hidden, "hidden units")):
+        if size % run.tp:
+            yield "tp sizes", f"--tp {run.tp} does not divide the {size} {what} of --model {text_of(run.model)}"
     if run.num_workers % run.tp:
         yield "tp workers", f"--tp {run.tp} does not divide --num-workers {run.num_workers}"
 

@@ -16,11 +16,12 @@ HUGGING_FACE = "hf:"  # prefix of the folder of a transformers configuration
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Task of a model, and numbers of attention heads that tensor parallelism can split, of layers that a pipeline can
-    split, and of experts of a layer; 0 if the model cannot be split so."""
+    """Task of a model, and numbers of attention heads and hidden units that tensor parallelism can split, of layers
+    that a pipeline can split, and of experts of a layer; 0 if the model cannot be split so."""
 
     task: Task = "images"
     heads: int = 0
+    hidden: int = 0
     layers: int = 0
     experts: int = 0
 
@@ -34,7 +35,7 @@ MODELS: Mapping[str, ModelFacts] = {
     "mobilenet_v3": ModelFacts(),
     "efficientnet_b0": ModelFacts(),
     "vgg11_bn": ModelFacts(),
-    "lm": ModelFacts("text", heads=4, layers=4),
+    "lm": ModelFacts("text", heads=4, hidden=256, layers=4),
     "lm-moe": ModelFacts("text", experts=4),
 }
 

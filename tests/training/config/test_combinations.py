@@ -105,11 +105,15 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             "--tp is for --model lm; the layers of lm-moe cannot be split",
         ),
     ],
-    "tp heads": [
+    "tp sizes": [
         (
             {"strategy": "full_shard", "tp": 3, "num_workers": 3, "batch_size": 63, **TEXT},
             "--tp 3 does not divide the 4 heads of --model lm",
-        )
+        ),
+        (
+            {"strategy": "full_shard", "tp": 2, "model_arg": ("hidden=131",), **TEXT},
+            "--tp 2 does not divide the 131 hidden units of --model lm",
+        ),
     ],
     "tp workers": [
         (

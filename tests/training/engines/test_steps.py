@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fixtures.launch import pool
-from tests.training.step_jobs import agree, average
+from tests.training.step_jobs import agree, average, refused_length
 from tests.training.strategy_jobs import tiny_config
 from training.config.schedule import schedule_for
 from training.engines import create_engine
@@ -72,3 +72,8 @@ def test_one_loss_is_itself_and_several_are_averaged() -> None:
     logits, labels = torch.tensor([[0.0, 1.0]]), torch.tensor([1])
     plain = standard_loss(lambda inputs: inputs, (logits, labels))
     assert torch.equal(standard_loss(lambda inputs: (inputs, torch.tensor(0.5)), (logits, labels)), plain + 0.5)
+
+
+def test_tensor_parallelism_refuses_texts_of_which_workers_would_hold_unequal_slices() -> None:
+    sentence = "--tp 2 does not divide a text of 33 bytes: give another length of the samples"
+    assert pool(2).run(refused_length) == [sentence] * 2
