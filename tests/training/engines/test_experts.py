@@ -26,7 +26,8 @@ from training.models.language_model import CONTEXT
 WIDE, NARROW = 4, 2
 SECONDS = 1200
 SIZES = MixtureSizes()
-MODEL = {"model": "lm-moe"}
+MODEL: dict[str, Any] = {"model": "lm-moe", "model_arg": ("experts=8", "width=64", "hidden=96")}
+ONE_EACH: dict[str, Any] = {"model": "lm-moe", "model_arg": ("experts=8", "chosen=1")}
 
 EP: dict[str, dict[str, Any]] = {
     "ep": {"strategy": "full_shard", "ep": 2},
@@ -189,7 +190,7 @@ def test_a_checkpoint_says_nothing_about_ep(runs: Path, each: Each) -> None:
 
 
 def test_experts_go_on_in_fp16_with_their_scale(tmp_path: Path) -> None:
-    half = {**MODEL, "strategy": "full_shard", "precision": "fp16"}
+    half = {**ONE_EACH, "strategy": "full_shard", "precision": "fp16"}
     whole = tiny_config(tmp_path / "whole", ep=2, **half, **saving("full_shard"))
     again = resuming(tmp_path / "again", whole.out, WITHIN, ep=2, **half)
     pool(NARROW).run(train_each, whole, again, seconds=SECONDS)
