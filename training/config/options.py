@@ -149,6 +149,9 @@ class Options:
     callback: Annotated[
         tuple[Reference, ...], Option("Function that gets each line of metrics; repeatable.", "FUNCTION")
     ] = ()
+    peak_tflops: Annotated[
+        float | None, Option("Peak TFLOP/s of a worker's device, for MFU.  [default: that of known GPUs in 16 bits]")
+    ] = None
     tensorboard: Annotated[bool, Option("Also write TensorBoard event files to OUT/tensorboard.")] = False
     profile: Annotated[bool, Option("Write a trace of a few steps per rank to OUT/profile.")] = False
     max_restarts: Annotated[int, Option("Restarts of the run after failures.", least=0)] = 0

@@ -136,6 +136,8 @@ class TrainConfig(Options):
             raise UsageError("--forward-prefetch and --backward-prefetch are numbers of blocks, at least 0")
         if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < math.inf:
             raise UsageError(f"--clip-grad-norm is a number above 0, not {self.clip_grad_norm}")
+        if self.peak_tflops is not None and not 0 < self.peak_tflops < math.inf:
+            raise UsageError(f"--peak-tflops is a number above 0, not {self.peak_tflops}")
         if not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"--weight-decay is a number of at least 0, not {self.weight_decay}")
         if not 0 <= self.warmup_fraction < 1:

@@ -35,6 +35,7 @@ from .evaluation import Evaluation, Evaluator, metrics_of
 from .measuring import StepLog, profiled
 from .outlets import Outlet
 from .saving import Agreement, Saver, SaveRecord, remove_old
+from .throughput import work_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +243,8 @@ class _Run:
         losses: list[Tensor] = []
         batches = self.batches.epoch(Position(before.epoch, before.batch, before.data))
         for batch, state in islice(batches, self.steps - before.batch):
+            if self.rank == 0 and not losses and self.log.work is None:
+                self.log.work = work_of(self.config, batch)
             accuracy = None if self.found is None else self.found.accuracy
             randomness.begin(self.config.seed, self.progress.step, self.batches.rank)
             losses.append(self.engine.step(batch))

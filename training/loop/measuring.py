@@ -20,6 +20,7 @@ from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from .outlets import Outlet
 from .saving import Agreement, SaveRecord
+from .throughput import Work
 
 SHOWN_SECONDS = 0.5  # minimum time between two statuses on the screen; every measured step is recorded
 
@@ -61,6 +62,8 @@ class StepLog:
         self._leads = torch.distributed.get_rank() == 0
         self._shown_at = 0.0
         self.meter = Meter()
+        self.work: Work | None = None
+        """What a sample takes; known on the first rank from the first batch on."""
 
     def after(self, progress: Progress, loss: Tensor, saves: list[SaveRecord], accuracy: float | None) -> None:
         """Called after each step with this rank's mean loss; collective."""
@@ -77,11 +80,13 @@ class StepLog:
         time, because that waits for the device."""
         rows = self._agreement.gathered(float(loss), peak_rss(), cuda_peak())
         losses, resident, on_gpu = zip(*rows, strict=True)
+        rate = self.meter.steps_per_second() * self._config.batch_size
         return {
             "step": step,
             "loss": fmean(losses),
             "learning_rate": self._config.learning_rate * self._schedule.factor(step - 1),
-            "samples_per_second": self.meter.steps_per_second() * self._config.batch_size,
+            "samples_per_second": rate,
+            **({} if self.work is None else self.work.entries(rate)),
             "peak_rss": [int(each) for each in resident],
             **({"cuda_peak": [int(each) for each in on_gpu]} if torch.cuda.is_available() else {}),
         }
@@ -103,6 +108,8 @@ def status_of(
         f"loss {figures['loss']:.4f}",
         *([] if accuracy is None else [f"accuracy {accuracy:.4f}"]),
         f"{figures['samples_per_second']:,.0f} samples/s",
+        *([f"{figures['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in figures else []),
+        *([f"MFU {figures['mfu']:.1%}"] if "mfu" in figures else []),
         f"memory {_size(max(figures['peak_rss']))}",
         *([f"on the GPU {_size(max(figures['cuda_peak']))}"] if "cuda_peak" in figures else []),
         f"lr {figures['learning_rate']:.2e}",

@@ -30,6 +30,7 @@ from training.loop.measuring import PROFILED, SKIPPED, WARMUP, Meter, peak_rss, 
 from training.loop.outlets import TENSORBOARD_NAME, Journal, scalars
 from training.loop.saving import SaveRecord
 from training.loop.screen import PLAIN_SECONDS, Screen
+from training.loop.throughput import work_of
 
 FIGURES = {
     "step": 120,
@@ -246,3 +247,15 @@ def test_without_the_option_nothing_is_traced(tmp_path: Path) -> None:
     with profiled(TrainConfig(out=tmp_path / "run", strategy="ddp")) as end_step:
         end_step()
     assert not (tmp_path / "run").exists()
+
+
+def test_tokens_and_utilization_come_from_the_first_batch(tmp_path: Path) -> None:
+    """Of the language model: six FLOPs for each token and weight of a matrix, and attention: 2 products of 64 x 64."""
+    words = torch.zeros(4, 64, dtype=torch.int64)
+    work = work_of(tiny_config(tmp_path, model="lm", strategy="ddp", num_workers=1, peak_tflops=0.001), (words, words))
+    weights, attention = 4 * (4 * 128 * 128 + 3 * 128 * 256) + 128 * 256, 4 * 2 * 64 * 128
+    assert work.tokens == 64
+    assert work.share * 1e9 == pytest.approx(6 * 64 * (weights + attention))
+    assert work.entries(10.0) == {"tokens_per_second": 640, "mfu": work.share * 10}
+    images = torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64)
+    assert work_of(tiny_config(tmp_path, model="cnn", strategy="ddp"), images).entries(10.0) == {}
