@@ -8,24 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import P2POp
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ..config.model_names import VOCABULARY
-from ..config.options import PipelineScheduleName
 from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from ..models.losses import mean_loss, pair_of
 from .base import DTYPES, Metrics
 from .fsdp2 import Fsdp2Engine
 from .pipeline import Line, Stage
-
-SCHEDULES: Mapping[PipelineScheduleName, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved1f1b": ScheduleInterleaved1F1B,
-}
 
 
 class PipelineEngine(Fsdp2Engine):
@@ -41,25 +35,25 @@ class PipelineEngine(Fsdp2Engine):
 
     def _new_schedule(self, samples: int, context: int) -> Any:
         """The schedule, with given shapes, which stages would otherwise exchange."""
-        parts, chunks = self._config.gradient_accumulation, self._stage.chunks
+        line, chunks = self._line, self._stage.chunks
         dtype = DTYPES[self._config.precision]
         hidden = torch.empty(samples, context, self._stage.width, dtype=dtype, device="meta").requires_grad_()
         tokens = torch.empty(samples, context, dtype=torch.int64, device="meta")
-        logits = torch.empty(samples, context, VOCABULARY, dtype=hidden.dtype, device="meta")
-        workers = len(self._line.ranks)
+        logits = torch.empty(samples, context, VOCABULARY, dtype=dtype, device="meta")
         stages = [
             PipelineStage(
                 chunk,
-                self._line.number + at * workers,
-                workers * len(chunks),
+                line.number + at * len(line.ranks),
+                len(line.ranks) * len(chunks),
                 self._device,
                 input_args=tokens if chunk.is_first else hidden,
                 output_args=logits if chunk.is_last else hidden,
-                group=self._line.group,
+                group=line.group,
             )
             for at, chunk in enumerate(chunks)
         ]
-        kind = SCHEDULES[self._config.pp_schedule or "1f1b"]
+        kind: Any = get_schedule_class(self._config.pp_schedule or "1f1b")
+        parts = self._config.gradient_accumulation
         return kind(stages if len(chunks) > 1 else stages[0], parts, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
