@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -131,6 +132,13 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
 def resumes_own(config: TrainConfig) -> bool:
     """Whether the run resumes its own newest complete checkpoint."""
     return config.resume in (RESUME_LATEST, RESUME_AUTO)
+
+
+def restarted(config: TrainConfig) -> TrainConfig:
+    """The run after a failure: it resumes its own newest complete checkpoint. Without one it begins as before, with the
+    checkpoint of ``--resume``, if any."""
+    begins_anew = config.resume is not None and newest_complete(config) is None
+    return config if begins_anew else replace(config, resume=RESUME_AUTO)
 
 
 def newest_complete(config: TrainConfig) -> ckpt_tools.RunCheckpoint | None:

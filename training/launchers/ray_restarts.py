@@ -6,7 +6,6 @@ groups of workers. So each attempt is a separate ``TorchTrainer``.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -16,15 +15,19 @@ from itertools import count
 from typing import Any, TypeVar
 
 import ray
+import torch
+from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ckpt_tools.errors import UsageError
 
+from ..checkpoints.run_folder import restarted
 from ..config.train_config import TrainConfig
 from .failures import Failure
 
 ANSWER_SECONDS = 60.0  # time for a node to start a process. Ray detects a lost node in half of it.
 WAIT_SECONDS = 5.0
+LOOK_SECONDS = 1.0  # time between two looks for a request to stop
 
 Outcome = TypeVar("Outcome")
 Say = Callable[[str], None]
@@ -50,7 +53,7 @@ def with_restarts(
             if number > config.max_restarts:
                 raise error.failure.to_error(config.out) from error
             say(f"restart {number} of {config.max_restarts}: {error}")
-            current = _for_the_next(config, say, on_gpus=on_gpus)
+            current = restarted(_for_the_next(config, say, on_gpus=on_gpus))
     raise AssertionError("the loop returns or raises")
 
 
@@ -116,35 +119,17 @@ def _succeeded(task: Any) -> bool:
     return True
 
 
-Control = Any  # handle of a :class:`RunControl`; Ray's handles are untyped
-
-
-class RunControl:
-    """Actor with the request to save and stop, and the number of starts of the workers."""
-
-    def __init__(self) -> None:
-        self._asked = asyncio.Event()
-        self._starts = 0
-
-    async def begin(self) -> int:
-        self._starts += 1
-        return self._starts
-
-    async def ask(self) -> None:
-        self._asked.set()
-
-    async def until_asked(self) -> None:
-        await self._asked.wait()
-
-
-def is_asked(control: Control) -> Callable[[], bool]:
-    """A function that tells whether there is a request to stop, without a remote call."""
+def is_asked(stop: Queue) -> Callable[[], bool]:
+    """A function that tells whether ``stop`` holds a request, without a remote call. Only the first rank must know."""
     asked = threading.Event()
-    threading.Thread(target=_wait, args=(control, asked), daemon=True).start()
+    if torch.distributed.get_rank() == 0:
+        threading.Thread(target=_wait, args=(stop, asked), daemon=True).start()
     return asked.is_set
 
 
-def _wait(control: Control, asked: threading.Event) -> None:
+def _wait(stop: Queue, asked: threading.Event) -> None:
+    """The request stays in the queue, for the ranks of a restart; a ``get`` of a killed rank would take it away."""
     with suppress(ray.exceptions.RayError):
-        ray.get(control.until_asked.remote())
+        while stop.empty():
+            time.sleep(LOOK_SECONDS)
         asked.set()

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -34,7 +33,6 @@ from ckpt_tools.signals import starting_processes
 from ..checkpoints.locking import LostStorageError, RunLock
 from ..checkpoints.run_folder import CHECKPOINTS, remove_shards, resume_folder
 from ..checkpoints.storage import file_system
-from ..config.options import RESUME_AUTO
 from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, Trained, train
 from ..loop.outlets import FolderOutlet, Journal, Values
@@ -44,7 +42,7 @@ from ..loop.screen import Screen
 from ..loop.stopping import RunStoppedError, passing_on
 from .devices import backend_of, check_device, check_gpus, threads_of
 from .failures import Failure
-from .ray_restarts import AttemptFailedError, Control, RunControl, is_asked, on_this_node, with_restarts
+from .ray_restarts import AttemptFailedError, is_asked, on_this_node, with_restarts
 
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray's default is 30 % of the memory; here the object store holds only lines of progress."""
@@ -62,16 +60,14 @@ AT_ONCE = (KeyboardInterrupt, LostStorageError)
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Run on Ray workers and write ``result.json``. Raises the error of the first failing rank."""
     started = time.perf_counter()
-    resume_from = resume_folder(config)
     with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as lines:
         devices = _devices(config)
-        control: Control = ray.remote(num_cpus=0, scheduling_strategy=on_this_node())(RunControl).remote()
-        asked = threading.Event()
-        fit = partial(_fit, devices=devices, resume_from=resume_from, lines=lines, control=control)
+        stop, asked = queue_here(), threading.Event()
+        fit = partial(_fit, devices=devices, lines=lines, stop=stop)
         with passing_on(asked.set):
             last, trained = _in_thread(
                 partial(with_restarts, config, fit, lambda line: lines.put(("say", line)), on_gpus=devices[0]),
-                partial(_check, lock, asked, control),
+                partial(_check, lock, asked, stop),
             )
     if isinstance(trained, Interrupted):
         raise RunStoppedError.at(trained.checkpoint)
@@ -118,10 +114,15 @@ def _init_options(num_workers: int) -> dict[str, Any]:
     return quiet | local | {"address": "local"}
 
 
+def queue_here() -> Queue:
+    """A queue on the machine of the command, as long as that lives."""
+    return Queue(actor_options={"num_cpus": 0, "scheduling_strategy": on_this_node()})
+
+
 @contextmanager
 def printed_lines(config: TrainConfig) -> Iterator[Queue]:
     """A queue of what workers on any machine say, show or record here: the name of it, and the value."""
-    lines = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": on_this_node()})
+    lines = queue_here()
     with closing(Screen()) as screen:
         journal = Journal(config)
         printer = threading.Thread(target=_print_until_none, args=(lines, screen, journal), daemon=True)
@@ -144,11 +145,11 @@ def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
             calls[name](value)
 
 
-def _check(lock: RunLock, asked: threading.Event, control: Control) -> None:
+def _check(lock: RunLock, asked: threading.Event, stop: Queue) -> None:
     lock.check()
     if asked.is_set():
         asked.clear()
-        control.ask.remote()
+        in_background(partial(stop.put, True))
 
 
 def _in_thread(call: Callable[[], Result], check: Callable[[], None]) -> Result:
@@ -183,9 +184,7 @@ def _ask_a_worker(config: TrainConfig, gpus: int) -> None:
         raise error.cause from error
 
 
-def _fit(
-    config: TrainConfig, devices: _Devices, resume_from: Path | str | None, lines: Queue, control: Control
-) -> Outcome:
+def _fit(config: TrainConfig, devices: _Devices, lines: Queue, stop: Queue) -> Outcome:
     """One attempt. Raises AttemptFailedError."""
     on_gpus, environment = devices
     if config.storage is None:
@@ -193,7 +192,7 @@ def _fit(
         (config.out / CHECKPOINTS / RECORD_NAME).unlink(missing_ok=True)
     trainer = ray.train.torch.TorchTrainer(
         _work,
-        train_loop_config={"config": config, "resume_from": resume_from, "lines": lines, "control": control},
+        train_loop_config={"config": config, "resume_from": resume_folder(config), "lines": lines, "stop": stop},
         torch_config=ray.train.torch.TorchConfig(backend=backend_of("cuda" if on_gpus else "cpu")),
         scaling_config=ray.train.ScalingConfig(num_workers=config.num_workers, use_gpu=on_gpus),
         run_config=ray.train.RunConfig(
@@ -202,7 +201,9 @@ def _fit(
             worker_runtime_env={"env_vars": environment},
             # Ray waits for machines only if the number of workers is fixed; restarts are those of :mod:`.ray_restarts`.
             failure_config=ray.train.FailureConfig(
-                max_failures=0, controller_failure_limit=-1 if config.min_workers is None else 0
+                max_failures=0,
+                max_preemption_failures=0,
+                controller_failure_limit=-1 if config.min_workers is None else 0,
             ),
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
@@ -231,19 +232,8 @@ def _ray_storage(config: TrainConfig) -> dict[str, Any]:
 def _work(loop_config: dict[str, Any]) -> Outcome:
     config: TrainConfig = loop_config["config"]
     outlet = (RayFolderOutlet if config.storage is None else RayStorageOutlet)(config, loop_config["lines"])
-    control: Control = loop_config["control"]
-    resume_from = loop_config["resume_from"]
-    # Ray may have restarted the workers.
-    if _from_first_rank(lambda: ray.get(control.begin.remote())) > 1:
-        config = replace(config, resume=RESUME_AUTO)
-        resume_from = _from_first_rank(partial(resume_folder, config))
-    return train(config, ray.train.torch.get_device(), resume_from, outlet, is_asked(control))
-
-
-def _from_first_rank(call: Callable[[], Any]) -> Any:
-    found = [call() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(found)
-    return found[0]
+    device, asked = ray.train.torch.get_device(), is_asked(loop_config["stop"])
+    return train(config, device, loop_config["resume_from"], outlet, asked)
 
 
 class _RayOutlet:

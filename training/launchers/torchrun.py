@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,11 +31,10 @@ from torch.distributed.rendezvous import rendezvous
 from ckpt_tools.guard import guarded
 
 from ..checkpoints.locking import RunLock, only_run
-from ..checkpoints.run_folder import resume_folder
+from ..checkpoints.run_folder import restarted, resume_folder
 from ..checkpoints.settings import lines_before_start
 from ..checkpoints.weights import check_export, export
 from ..config import PACKAGE
-from ..config.options import RESUME_AUTO
 from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, train
 from ..loop.outlets import FolderOutlet
@@ -165,7 +164,7 @@ def work(config: TrainConfig) -> NoReturn:
     if files:
         files.begun.touch()
     if _restarts():
-        config = replace(config, resume=RESUME_AUTO)
+        config = restarted(config)
         if os.environ["RANK"] == "0":
             limit = os.environ["TORCHELASTIC_MAX_RESTARTS"]
             print(f"restart {_restarts()} of {limit}: {_reason(config, files)}", flush=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from ckpt_tools.errors import StoreError, UsageError
 from tests.training.conftest import SmallRun
 from tests.training.jobs import BATCH_SIZE, EPOCHS, NUM_SAMPLES
+from training.checkpoints.run_folder import restarted
 from training.config.train_config import TrainConfig
 from training.launchers.failures import Failure, RunFailedError
 from training.launchers.ray_restarts import AttemptFailedError, on_what_is_left, with_restarts
@@ -136,7 +139,18 @@ def test_each_restart_is_said_and_the_last_failure_ends_the_run(tmp_path: Path) 
 
 def test_an_attempt_that_succeeds_is_the_last(tmp_path: Path) -> None:
     config = TrainConfig(out=tmp_path, engine="fsdp2", max_restarts=2)
-    assert with_restarts(config, attempts(failure("OSError", "gone"), 7), print) == (config, 7)
+    resumed = replace(config, resume="auto")
+    assert with_restarts(config, attempts(failure("OSError", "gone"), 7), print) == (resumed, 7)
+
+
+def test_a_restart_before_the_first_checkpoint_resumes_what_the_run_began_with(
+    tmp_path: Path, small_run: SmallRun
+) -> None:
+    checkpoint = small_run("fsdp2").checkpoint
+    config = TrainConfig(out=tmp_path, engine="fsdp2", resume=checkpoint)
+    assert restarted(config) == config
+    shutil.copytree(checkpoint, tmp_path / "checkpoints/epoch_0002", copy_function=os.link)
+    assert restarted(config) == replace(config, resume="auto")
 
 
 def test_without_restarts_the_first_failure_ends_the_run(tmp_path: Path) -> None:
