@@ -15,20 +15,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ckpt_tools.guard import guarded
+from ckpt_tools.signals import held_back, let_through
 
 from ..checkpoints.locking import RunLock, only_run
 from ..checkpoints.run_folder import restarted, resume_folder
@@ -62,9 +62,7 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
         with guarded(keep_open=[lock.descriptor]) as marking, marking():
             cores, on_gpu = os.cpu_count() or 1, torch.cuda.is_available()
             threads = threads_of(config, config.num_workers, cores, on_gpu=on_gpu)
-            agent = _started(_command(config), stderr, os.environ | threads | {FILES_VARIABLE: folder})
-            with passing_on(partial(_ask_to_stop, files, agent)):
-                code = _wait_for(agent)
+            code = _run_agent(config, files, stderr, os.environ | threads | {FILES_VARIABLE: folder})
         if files.stopped.exists():
             raise RunStoppedError.at(json.loads(files.stopped.read_text()))
         if files.stop.exists() and code == -signal.SIGKILL:
@@ -76,56 +74,22 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     raise RunFailedError(f"torchrun ended with exit code {code} (see {log})")
 
 
-_WAITING = {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP}
-
-
-@contextmanager
-def _signals_waiting() -> Iterator[None]:
-    """Delays signals until after the block. During a fork their exceptions would be raised in a callback, which drops
-    them, or before the new process is known here and can be ended."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = {number: signal.getsignal(number) for number in _WAITING}
-    held = [number for number, handler in before.items() if callable(handler)]
-    for number in held:
-        signal.signal(number, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        for number in held:
-            signal.signal(number, before[number])
-        for late in came:
-            signal.raise_signal(late)
-
-
-def _started(command: list[str], stderr: Any, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start the agent. It is killed and awaited if a signal arrives meanwhile."""
-    agent: subprocess.Popen[bytes] | None = None
-    try:
-        with _signals_waiting():
-            agent = subprocess.Popen(command, stderr=stderr, env=environment, preexec_fn=ignore_saving_signals)
-    except BaseException:
-        if agent is not None:
-            agent.kill()
-            agent.wait()
-        raise
-    return agent
-
-
-def _wait_for(process: subprocess.Popen[bytes]) -> int:
-    """Exit code of the process. If this process is interrupted, the other is too, and killed after a few seconds."""
-    try:
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)  # torchrun's agent ignores SIGTERM
-            try:
-                process.wait(POLITE_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+def _run_agent(config: TrainConfig, files: _Files, stderr: IO[bytes], environment: dict[str, str]) -> int:
+    """Exit code of torchrun's agent. If this process is interrupted, the agent is too, and killed after a few seconds.
+    A signal during the fork waits until the agent is known here."""
+    with held_back():
+        agent = subprocess.Popen(_command(config), stderr=stderr, env=environment, preexec_fn=ignore_saving_signals)
+        try:
+            with passing_on(partial(_ask_to_stop, files, agent)), let_through():
+                return agent.wait()
+        finally:
+            if agent.poll() is None:
+                agent.send_signal(signal.SIGINT)  # torchrun's agent ignores SIGTERM
+                try:
+                    agent.wait(POLITE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    agent.kill()
+                    agent.wait()
 
 
 def _ask_to_stop(files: _Files, agent: subprocess.Popen[bytes]) -> None:
