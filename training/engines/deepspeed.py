@@ -38,6 +38,8 @@ class DeepSpeedEngine:
         options = deepspeed_config(config, torch.distributed.get_world_size() // config.pp)
         if (adam := options.get("optimizer", {}).get("params", {})).get("torch_adam"):
             adam.setdefault("fused", is_fused(config, device))
+        for name in ("offload_optimizer", "offload_param"):
+            (options["zero_optimization"].get(name) or {}).setdefault("pin_memory", device.type == "cuda")
         made = self._first_model(options, device)
         self.loss = made.loss
         self._engine, *_ = deepspeed.initialize(

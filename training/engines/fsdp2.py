@@ -43,15 +43,6 @@ from .resuming import apply_settings, own_values, progress_of, scheduler_of
 SCALER_ENTRY = "loss_scaler"
 
 
-def staging_options(device: torch.device) -> StagingOptions:
-    """Memory that is reused by each save; with CUDA it is pinned, so that the copies overlap. Not shared: a thread
-    writes it, and a container often has only 64 MB of shared memory."""
-    on_cuda = device.type == "cuda"
-    return StagingOptions(
-        use_pinned_memory=on_cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_cuda
-    )
-
-
 @dataclass(eq=False)
 class AppState:
     """Model, optimizer, scheduler, progress and settings, which are one DCP entry."""
@@ -95,7 +86,9 @@ class Fsdp2Engine:
         optimizer = optimizer_of(config, replace(made, module=model).parameters(), device)
         self._own_values = own_values(optimizer)
         self._config = config
-        self._stager = DefaultStager(staging_options(device))
+        # Each save reuses the memory. It is not shared: a thread writes it, and containers often have 64 MB of that.
+        on_cuda = device.type == "cuda"
+        self._stager = DefaultStager(StagingOptions(on_cuda, False, False, use_non_blocking_copy=on_cuda))
         scaler = LossScaler() if config.precision == "fp16" else None
         self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings, scaler, stages)
         # DDP has no mixed-precision policy.
