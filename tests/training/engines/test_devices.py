@@ -4,6 +4,7 @@ it; sharded weights stay where the framework put them; offloaded state is update
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ def found_by_leader(path: Path) -> bool:
     os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())
     with leader_first() as leads:
         if leads:
+            time.sleep(0.5)
             path.touch()
         return path.exists()
 
