@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from training import launchers
     from training.checkpoints import locking
     from training.config import command_line as commands
-    from training.config import model_names
+    from training.config import model_names, references
     from training.config import train_config as config
     from training.data import datasets as data
     from training.loop import evaluation, result
@@ -33,6 +33,7 @@ __all__ = [
     "locking",
     "model_config",
     "model_names",
+    "references",
     "result",
     "zoo",
 ]
@@ -49,6 +50,7 @@ _MODULES = {
     "locking": "checkpoints.locking",
     "model_config": "models.config_json",
     "model_names": "config.model_names",
+    "references": "config.references",
     "result": "loop.result",
     "zoo": "models.zoo",
 }

@@ -7,8 +7,8 @@ beside the weights, or from the user:
 - ``hf``: the class that ``config.json`` names, of transformers, without any code of the folder (``trust_remote_code``)
 - ``torchvision:NAME`` and ``timm:NAME``, with arguments as in ``torchvision:resnet18?num_classes=10``; timm's own
   ``config.json`` beside the weights adds arguments, preparation and labels
-- ``module:function``: a function of the user's own, with arguments as above, which returns the module, or a dictionary
-  with it as ``model``, as for training
+- ``module:function`` or ``FILE.py:function``: a function of the user's own, with arguments as above, which returns the
+  module, or a dictionary with it as ``model``, as for training
 - ``torch.export`` and ``torchscript``: the file is a program, which has no weights to be filled; with ``:module``, a
   module of the user's own says more of it
 """
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import ckpt_tools
 from ckpt_tools.errors import FormatError, UsageError
 
-from ..common.errors import errors_of_files, one_line
+from ..common.errors import errors_of_files
 from .config_folder import CONFIG, read_config, refuse_quantized
 from .programs import PROGRAMS, check_asked
 
@@ -42,7 +42,10 @@ LIBRARIES = ("torchvision", "timm")
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "image_size", "patch_size")
 """Sizes in the configurations of transformers, under their common names."""
 
-HOW_TO_NAME = "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME, module:function, torch.export or torchscript"
+HOW_TO_NAME = (
+    "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME, module:function, FILE.py:function, torch.export or "
+    "torchscript"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,15 @@ class Architecture:
         """Parse ``--architecture``; imports nothing."""
         if text in (OURS, HUGGING_FACE, *PROGRAMS):
             return cls(text)
-        library, has_name, rest = text.partition(":")
+        file, is_file, rest = text.partition(".py:")
+        library, has_name = file + ".py", is_file
+        if not is_file:
+            library, has_name, rest = text.partition(":")
         name, _, query = rest.partition("?")
         if library in PROGRAMS and all(part.isidentifier() for part in rest.split(".")):
             return cls(library, rest)
-        if not has_name or not all(part.isidentifier() for part in library.split(".")) or not name:
+        is_module = is_file or all(part.isidentifier() for part in library.split("."))
+        if not has_name or not is_module or not name:
             raise UsageError(f"--architecture {text} is not an architecture; {HOW_TO_NAME}")
         return cls(library, name, _arguments(text, query))
 
@@ -103,13 +110,13 @@ class Architecture:
         """The module of the user's own, None if there is none. Raises UsageError if it cannot be imported."""
         if self.library in (OURS, HUGGING_FACE, *LIBRARIES):
             return None
+        from ..common.training_package import references
+
         name = self.name if self.is_program else self.library
         try:
-            return _imported(name, name) if name else None
-        except UsageError:
-            raise
+            return references.imported(name) if name else None
         except Exception as error:
-            raise UsageError(f"the module {name} cannot be imported: {_said(error)}") from error
+            raise UsageError(f"the module {name} cannot be imported: {references.said(error)}") from error
 
     @property
     def our_name(self) -> str:
@@ -146,6 +153,8 @@ class Architecture:
     def _of_user(self) -> nn.Module:
         from torch import nn
 
+        from ..common.training_package import references
+
         module = self.users_module
         function = getattr(module, self.name, None)
         if not callable(function):
@@ -153,7 +162,7 @@ class Architecture:
         try:
             made = function(**self.arguments)
         except Exception as error:
-            raise UsageError(f"{self.library}:{self.name} cannot build the model: {_said(error)}") from error
+            raise UsageError(f"{self.library}:{self.name} cannot build the model: {references.said(error)}") from error
         # A function for training may return its blocks and its loss too.
         model = made.get("model") if isinstance(made, Mapping) else made
         if not isinstance(model, nn.Module):
@@ -271,10 +280,6 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _imported(module: str, package: str) -> Any:

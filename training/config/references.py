@@ -5,22 +5,33 @@ From Python an option takes the function itself. Ray sends it to the workers; to
 
 from __future__ import annotations
 
+import re
 import sys
+import sysconfig
 import tomllib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import ckpt_tools
 from ckpt_tools.errors import CkptError, UsageError
 
 Reference = str | Callable[..., Any]
 """A name, ``MODULE:FUNCTION``, ``FILE.py:FUNCTION``, or a function."""
 
 PYTHON = ".py"
+NOT_THE_USERS = (
+    *(str(Path(file).parent) for file in (ckpt_tools.__file__, Path(__file__).parent)),
+    *("site-packages", "dist-packages", "<frozen", sysconfig.get_path("stdlib")),
+)
+"""Parts of the paths of code that is not the user's."""
 
 
 def is_function(reference: Reference | None) -> bool:
@@ -32,10 +43,18 @@ def text_of(reference: Reference) -> str:
     """``MODULE:FUNCTION`` of a function, ``FILE.py:FUNCTION`` if it is of the script that runs."""
     if isinstance(reference, str):
         return reference
+    if isinstance(reference, partial):
+        return text_of(reference.func)
     name = getattr(reference, "__qualname__", type(reference).__qualname__)
     module = getattr(reference, "__module__", None) or type(reference).__module__
     script = getattr(sys.modules.get("__main__"), "__file__", None) if module == "__main__" else None
     return f"{Path(script).absolute() if script else module}:{name}"
+
+
+def recorded_name(reference: Reference) -> str:
+    """``MODULE:FUNCTION`` without the folder of a file, which differs between machines."""
+    file, colon, name = text_of(reference).rpartition(":")
+    return f"{Path(file).stem}:{name}" if colon and file.endswith(PYTHON) else text_of(reference)
 
 
 def absolute(reference: Any) -> Any:
@@ -52,9 +71,9 @@ def resolved(reference: Reference, option: str) -> Callable[..., Any]:
         return reference
     module, _, name = reference.rpartition(":")
     try:
-        found = getattr(_imported(module), name)
+        found = getattr(imported(module), name)
     except Exception as error:
-        raise UsageError(f"--{option} {reference} cannot be imported: {_said(error)}") from error
+        raise UsageError(f"--{option} {reference} cannot be imported: {said(error)}") from error
     if not callable(found):
         raise UsageError(f"--{option} {reference} is not a function")
     function: Callable[..., Any] = found
@@ -65,34 +84,51 @@ def called(reference: Reference, option: str, *values: Any, **named: Any) -> Any
     """What the function returns. Raises ``UsageError`` with the place of an error in it, or if it takes other
     arguments."""
     function = resolved(reference, option)
-    check_arguments(function, len(values), named, f"{option}-arg")
-    try:
+    check_arguments(function, len(values), named, f"{option}-arg" if named else option)
+    with named_failures(reference, option):
         return function(*values, **named)
+
+
+@contextmanager
+def named_failures(reference: Reference, option: str) -> Iterator[None]:
+    """Errors within the block become a ``UsageError`` with the option and the place in the user's code."""
+    try:
+        yield
     except CkptError:
         raise
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(last.filename).name}, line {last.lineno}"
-        raise UsageError(f"--{option} {text_of(reference)} failed with {_said(error)} ({place})") from error
+        raise UsageError(f"--{option} {text_of(reference)} failed with {said(error)}") from error
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+def said(error: BaseException) -> str:
+    """Type, first line and place of an error."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}{place_in(''.join(traceback.format_exception(error)))}"
 
 
-def _imported(module: str) -> Any:
+def place_in(details: str) -> str:
+    """File and line of the last call in the user's code, of a formatted traceback; empty if there is none."""
+    passed = re.findall(r'File "([^"]+)", line (\d+)', details)
+    users = [(file, line) for file, line in passed if not any(part in file for part in NOT_THE_USERS)]
+    return f" ({Path(users[-1][0]).name}, line {users[-1][1]})" if users else ""
+
+
+def imported(module: str) -> Any:
+    """The module of this name, or of the file ``FILE.py``, which finds the modules in its folder."""
     if not module.endswith(PYTHON):
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.insert(0, here)
         return import_module(module)
     path = Path(module).absolute()
-    # The same name for the same file, so that classes of it are the same in every call.
-    name = f"{path.stem}_{abs(hash(str(path)))}" if path.stem in sys.modules else path.stem
+    # The same name for the same file in every process, so that classes of it are the same.
+    name = f"{path.stem}_{crc32(str(path).encode())}" if path.stem in sys.modules else path.stem
     known = next((each for each in list(sys.modules.values()) if getattr(each, "__file__", None) == str(path)), None)
     if known is not None and known.__name__ != "__main__":
         return known
     spec = spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.append(folder)
     made = module_from_spec(spec)
     sys.modules[name] = made
     try:

@@ -76,6 +76,19 @@ def test_a_function_of_the_user_builds_the_model(tmp_path: Path, monkeypatch: py
     sys.modules.pop("my_models")
 
 
+def test_a_file_of_the_user_builds_the_model_with_arguments(tmp_path: Path) -> None:
+    """As for training: the function may return a dictionary, and the file finds the modules beside it."""
+    file = tmp_path / "my-models.py"
+    (tmp_path / "beside_it.py").write_text("from torch import nn\n")
+    file.write_text("from beside_it import nn\n\ndef net(width):\n    return {'model': nn.Linear(width, 2)}\n")
+    own = torch.nn.Linear(5, 2)
+    save_file(own.state_dict(), tmp_path / "net.safetensors")
+    loaded = load_model(tmp_path / "net.safetensors", model=f"{file}:net?width=5")
+    assert torch.equal(loaded.weight, own.weight)
+    with pytest.raises(UsageError, match=r"cannot build the model: TypeError: .*\(my-models.py, line 4\)"):
+        load_model(tmp_path / "net.safetensors", model=f"{file}:net?width='a'")
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -83,7 +96,8 @@ def test_a_function_of_the_user_builds_the_model(tmp_path: Path, monkeypatch: py
         ("torchvision:", "not an architecture"),
         ("my-module:f", "not an architecture"),
         ("torchvision:resnet18?classes", "'classes' is not NAME=VALUE"),
-        ("my_module:f?a=1", "only torchvision and timm take arguments"),
+        ("my_module:f?a", "'a' is not NAME=VALUE"),
+        ("my-file.py:", "not an architecture"),
     ],
 )
 def test_words_that_are_no_architecture_are_refused(text: str, sentence: str) -> None:
@@ -96,7 +110,7 @@ def test_words_that_are_no_architecture_are_refused(text: str, sentence: str) ->
     [
         ("torchvision:resnet19", "torchvision cannot build resnet19"),
         ("torchvision:resnet18?colour=1", "torchvision cannot build resnet18"),
-        ("no_such_module:f", "needs the package no_such_module"),
+        ("no_such_module:f", "the module no_such_module cannot be imported: ModuleNotFoundError"),
         ("math:tau", "has no function tau"),
         ("math:gcd", "returned a int, not a torch.nn.Module"),
     ],
