@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from functools import cached_property, partial
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def dataset_of(config: TrainConfig, part: Part) -> Dataset[Any] | None:
     if found is None and part == "held-out":
         return None
     if isinstance(found, IterableDataset):
-        _check_iterable(config, part)
+        _check_iterable(config, found, part)
     elif not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
         raise UsageError(
             f"--dataset {text_of(config.dataset)} gives {type(found).__name__} for {part}, and a Dataset with a length "
@@ -52,11 +52,13 @@ def dataset_of(config: TrainConfig, part: Part) -> Dataset[Any] | None:
     return dataset
 
 
-def _check_iterable(config: TrainConfig, part: Part) -> None:
+def _check_iterable(config: TrainConfig, found: object, part: Part) -> None:
     if part == "held-out":
         raise UsageError("held-out samples are a Dataset with a length, and not an IterableDataset")
     if config.num_samples is not None:
         raise UsageError("--num-samples is for a dataset with a length; an IterableDataset has --epoch-steps")
+    if hasattr(found, "state_dict") != hasattr(found, "load_state_dict"):
+        raise UsageError("an IterableDataset has both state_dict and load_state_dict, or neither")
     if config.loader_workers > 1:
         raise UsageError("--loader-workers is at most 1 for an IterableDataset, whose samples have one order")
 
@@ -89,7 +91,7 @@ class Position:
     state: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Batches:
     """Batches of this rank, which is one of ``world_size`` with different samples."""
 
@@ -99,6 +101,11 @@ class Batches:
     world_size: int
     device: torch.device
 
+    @cached_property
+    def first_state(self) -> str | None:
+        """State of an iterable dataset before its first sample, in which each epoch begins."""
+        return state_of(self.dataset)
+
     def epoch(self, start: Position) -> Iterator[tuple[Any, str | None]]:
         """Batches on the device, and the state of the dataset after each."""
         loader = self._loader(self._source(start), None if isinstance(self.dataset, IterableDataset) else start)
@@ -107,8 +114,7 @@ class Batches:
     def _source(self, start: Position) -> Dataset[Any]:
         if not isinstance(self.dataset, IterableDataset):
             return Fetched(self.dataset, self.config.seed, start.epoch)
-        share = slice(self.rank * (size := self.config.batch_size // self.world_size), (self.rank + 1) * size)
-        return Stream(self.dataset, self.config.batch_size, share, start)
+        return Stream(self, start, self.first_state)
 
     def _loader(self, source: Dataset[Any], start: Position | None) -> DataLoader[Any]:
         order: list[list[int]] | None = None
@@ -160,31 +166,50 @@ def collate_of(dataset: Any) -> Collate:
 
 class Stream(IterableDataset[Any]):
     """A share of each global batch of an iterable dataset, and the dataset's state after it. Every rank reads all
-    samples, so that a run may continue at any world size."""
+    samples, so that a run may continue at any world size. Each sample has random numbers of its own."""
 
-    def __init__(self, dataset: Any, batch_size: int, share: slice, start: Position) -> None:
-        self._dataset, self._batch_size, self._share, self._start = dataset, batch_size, share, start
+    def __init__(self, batches: Batches, start: Position, first_state: str | None) -> None:
+        self._dataset, self._seed, self._size = batches.dataset, batches.config.seed, batches.config.batch_size
+        share = self._size // batches.world_size
+        self._rows = slice(batches.rank * share, (batches.rank + 1) * share)
+        self._start, self._first_state = start, first_state
 
     def __iter__(self) -> Iterator[tuple[Any, str | None]]:
-        dataset, start = self._dataset, self._start
+        samples, collate = self._samples(self._begin()), collate_of(self._dataset)
+        while len(batch := list(islice(samples, self._size))) == self._size:
+            yield collate(batch[self._rows]), state_of(self._dataset)
+
+    def _begin(self) -> int:
+        """Set the dataset's epoch and state; the number of its first sample."""
+        dataset: Any = self._dataset
+        if self._first_state is not None:
+            dataset.load_state_dict(json.loads(self._first_state))
         if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(start.epoch)
-        if has_state := hasattr(dataset, "state_dict") and start.state is not None:
-            dataset.load_state_dict(json.loads(start.state))
-        samples, collate = iter(dataset), collate_of(dataset)
-        if not has_state:
-            for _ in islice(samples, start.batch * self._batch_size):
-                """Samples before the position: the dataset cannot begin there."""
-        while len(batch := list(islice(samples, self._batch_size))) == self._batch_size:
-            yield collate(batch[self._share]), state_of(dataset)
+            dataset.set_epoch(self._start.epoch)
+        if self._start.state is None or not hasattr(dataset, "load_state_dict"):
+            return 0
+        dataset.load_state_dict(json.loads(self._start.state))
+        return self._start.batch * self._size
+
+    def _samples(self, first: int) -> Iterator[Any]:
+        """Samples from the position on; a dataset that cannot begin there has to give those before it too."""
+        begin(self._seed, self._start.epoch, 0)
+        samples = iter(self._dataset)
+        for number in count(first):
+            begin(self._seed, self._start.epoch, number)
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            if number >= self._start.batch * self._size:
+                yield sample
 
 
 def state_of(dataset: Any) -> str | None:
     """State of an iterable dataset as JSON, which every checkpoint format keeps. Raises ``UsageError``."""
-    if not hasattr(dataset, "state_dict"):
-        return None
+    state = dataset.state_dict() if hasattr(dataset, "state_dict") else None
     try:
-        return json.dumps(dataset.state_dict())
+        return None if state is None else json.dumps(state)
     except (TypeError, ValueError) as error:
         raise UsageError(f"state_dict() of the dataset holds something else than JSON has: {error}") from error
 
@@ -201,8 +226,9 @@ def moved_ahead(loader: DataLoader[Any], device: torch.device) -> Iterator[tuple
     upcoming = copied()
     while upcoming is not None:
         torch.cuda.current_stream().wait_stream(stream)
-        for tensor in tree_leaves(upcoming[0]):
-            tensor.record_stream(torch.cuda.current_stream())
+        for each in tree_leaves(upcoming[0]):
+            if isinstance(each, Tensor):
+                each.record_stream(torch.cuda.current_stream())
         ready, upcoming = upcoming, copied()
         yield ready
 
@@ -211,12 +237,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, partial(Tensor.to, device=device, non_blocking=True), batch)
 
 
-def held_out_batches(dataset: Any, size: int, device: torch.device) -> Callable[[int], Any]:
-    """Function that gives the batch of a number, on the device; the last one may be smaller."""
+def held_out_batches(dataset: Any, size: int, device: torch.device) -> Callable[[int], tuple[Any, int]]:
+    """Function that gives the batch of a number, on the device, and its samples; the last one may be smaller."""
 
-    def batch_at(number: int) -> Any:
+    def batch_at(number: int) -> tuple[Any, int]:
         source = Fetched(dataset, 0, 0)
         indices = list(range(number * size, min((number + 1) * size, len(dataset))))
-        return to_device(source.__getitems__(indices)[0], device)
+        return to_device(source.__getitems__(indices)[0], device), len(indices)
 
     return batch_at
