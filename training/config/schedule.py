@@ -11,7 +11,9 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from .references import Reference, arguments_of, is_function, resolved
+from ckpt_tools.errors import UsageError
+
+from .references import Reference, arguments_of, called, is_function, resolved, text_of
 from .train_config import TrainConfig
 
 
@@ -30,7 +32,7 @@ class Schedule:
     def factor(self, step: int) -> float:
         """In (0, 1] while training; 0 after the last step, unless it is constant."""
         if callable(self.shape):
-            return float(self.shape(step, self.total_steps))
+            return self._own(step)
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
@@ -39,6 +41,12 @@ class Schedule:
             "linear": 1 - min(done, 1.0),
             "constant": 1.0,
         }[self.shape]
+
+    def _own(self, step: int) -> float:
+        found = called(self.shape, "schedule", step, self.total_steps)
+        if not isinstance(found, int | float) or not math.isfinite(found):
+            raise UsageError(f"--schedule {text_of(self.shape)} gives {found!r}, and a factor is a finite number")
+        return float(found)
 
     def attach(self, optimizer: Optimizer) -> LambdaLR:
         """Scheduler of the optimizer, to be stepped after each optimizer step. The lambda must be a plain function:

@@ -27,7 +27,7 @@ from .options import (
     is_url,
     spelt,
 )
-from .references import Reference, arguments_of, check_importable, is_function, text_of
+from .references import Reference, arguments_of, check_importable, is_function, recorded_name, text_of
 from .strategies import EngineName as EngineName
 
 MAX_SEED = 2**32 - 1  # NumPy's limit; torch's is 64 bits, and the seed of an epoch is larger
@@ -36,8 +36,10 @@ REFERENCES = ("model", "dataset", "optimizer", "schedule", "metrics", "callback"
 """Options that may be functions of the user's."""
 
 
-def _kept(value: Any) -> Any:
-    return "; ".join(value) or None if isinstance(value, tuple) else text_of(value) if callable(value) else value
+def _kept(name: str, value: Any) -> Any:
+    if isinstance(value, tuple):
+        return "; ".join(value) or None
+    return recorded_name(value) if name in REFERENCES else value
 
 
 def check_data_root(dataset: Reference, root: Path | None) -> None:
@@ -68,7 +70,7 @@ class TrainConfig(Options):
     @property
     def settings(self) -> Settings:
         """The fields of ``SETTINGS``: numbers and strings, which every checkpoint format keeps."""
-        return {name: _kept(getattr(self, name)) for name in SETTINGS}
+        return {name: _kept(name, getattr(self, name)) for name in SETTINGS}
 
     def saves_after_epoch(self, epoch: int) -> bool:
         """Whether a checkpoint is due after ``epoch`` finished epochs; the last one is always saved."""
@@ -85,6 +87,11 @@ class TrainConfig(Options):
     def steps_per_epoch(self, num_samples: int | None) -> int:
         """Full global batches in an epoch; ``num_samples`` is None if unknown. Raises ``UsageError``."""
         if self.epoch_steps is not None:
+            if num_samples is not None and num_samples < self.epoch_steps * self.batch_size:
+                raise UsageError(
+                    f"--epoch-steps {self.epoch_steps} with --batch-size {self.batch_size} needs more than the "
+                    f"{num_samples} training samples"
+                )
             return self.epoch_steps
         if num_samples is None:
             raise UsageError("the dataset has no length: say the steps of an epoch with --epoch-steps")

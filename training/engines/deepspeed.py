@@ -24,7 +24,7 @@ from ..models.zoo import Model, ModelSpec, spec_of
 from .base import DTYPES, Metrics, Progress, mean_of, micro_batches
 from .blocks import OnBlock, RunningAverages, build, prepare, set_training
 from .deepspeed_config import deepspeed_config
-from .optimizers import is_fused, optimizer_of
+from .optimizers import is_fused, name_parameters, optimizer_of
 from .resuming import apply_settings, as_zero, own_values, progress_of, scheduler_of
 
 
@@ -50,6 +50,8 @@ class DeepSpeedEngine:
             lr_scheduler=schedule.attach,
         )
         self._own_values = own_values(self._engine.lr_scheduler.optimizer)
+        if (config.sharding.stage, config.pp, self._dtype) == (0, 1, torch.float32):
+            name_parameters(self._engine.optimizer, self._engine.module)
         self._averages = RunningAverages(self._engine.module)
 
     def _first_model(self, options: dict[str, Any], device: torch.device) -> Model:

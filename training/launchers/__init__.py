@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError, UsageError
 
@@ -13,7 +15,7 @@ from ..checkpoints.locking import check_no_other_run, only_run
 from ..checkpoints.run_folder import resume_folder, resume_hint
 from ..checkpoints.settings import lines_before_start
 from ..checkpoints.weights import check_export, check_recipe, export
-from ..config.references import resolved, text_of
+from ..config.references import is_function, resolved, text_of
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
 from ..data.loading import dataset_of, length_of
@@ -62,20 +64,25 @@ def check_before_start(config: TrainConfig) -> None:
     if config.launcher == "torchrun":
         check_gpus(config.num_workers, torch.cuda.device_count(), "this machine")
     lines = lines_before_start(config, checkpoint)
-    _check_samples(config)
+    parts = _checked_parts(config)
     check_frameworks(config)
+    if any(map(is_function, (config.model, config.dataset, config.optimizer, config.metrics))):
+        from .first_batch import try_out
+
+        try_out(config, *parts)
     for line in lines:
         print(line, flush=True)
 
 
-def _check_samples(config: TrainConfig) -> None:
-    samples, _ = (dataset_of(config, part) for part in PARTS)
+def _checked_parts(config: TrainConfig) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    samples, held_out = (dataset_of(config, part) for part in PARTS)
     assert samples is not None, "only the held-out part may be missing"
     length = length_of(samples)
     if config.num_samples is not None and length is not None and config.num_samples > length:
         name = text_of(config.dataset)
         raise UsageError(f"--num-samples is {config.num_samples} and {name} has {length} to train on")
     config.steps_per_epoch(length)
+    return samples, held_out
 
 
 def _with_hint(error: CkptError, config: TrainConfig) -> CkptError:
@@ -92,16 +99,14 @@ def check_frameworks(config: TrainConfig) -> None:
 
 
 def _check_model(config: TrainConfig) -> None:
-    """Build the model without memory, and import the functions of the user's."""
+    """Build a model of ours or of transformers without memory, and call or import the functions of the user's."""
     from ..config.schedule import schedule_of
     from ..engines.optimizers import optimizer_of
-    from ..loop.evaluation import metrics_of
     from ..models.zoo import spec_of
 
-    with torch.device("meta") as device:
-        made = spec_of(config).make()
-        optimizer_of(config, made.parameters(), device)
+    if not is_function(config.model):
+        with torch.device("meta") as device:
+            optimizer_of(config, spec_of(config).make().parameters(), device)
     schedule_of(config, 2).factor(0)
-    metrics_of(config.metrics, made.loss)
     for each in config.callback:
         resolved(each, "callback")

@@ -12,6 +12,8 @@ from ckpt_tools import errors
 from ckpt_tools.credentials import without_secrets
 from ckpt_tools.errors import CkptError
 
+from ..config.references import place_in
+
 ERROR_LOG_NAME = "error.log"
 
 
@@ -36,7 +38,7 @@ class Failure:
     @property
     def sentence(self) -> str:
         lines = self.message.strip().splitlines() or ["no message"]
-        return f"rank {self.rank} failed with {self.kind}: {lines[0]}"
+        return f"rank {self.rank} failed with {self.kind}: {lines[0]}{place_in(self.details)}"
 
     def record(self, path: Path) -> None:
         """Write it to ``path``, unless an earlier failure, which may be its cause, is there."""

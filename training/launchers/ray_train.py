@@ -35,7 +35,7 @@ from ..checkpoints.run_folder import CHECKPOINTS, remove_shards, resume_folder
 from ..checkpoints.storage import file_system
 from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, Trained, train
-from ..loop.outlets import FolderOutlet, Journal, Values
+from ..loop.outlets import Callbacks, FolderOutlet, Journal, Values
 from ..loop.result import RunResult
 from ..loop.saving import in_background
 from ..loop.screen import Screen
@@ -272,7 +272,7 @@ class RayStorageOutlet(_RayOutlet):
     uploads = True
 
     def __init__(self, config: TrainConfig, lines: Queue) -> None:
-        self._config = config
+        self._config, self.callbacks = config, Callbacks(config)
         self._lines = lines
         self._storage = ray.train.get_context().get_storage()
         self._folders: dict[str, Path] = {}
@@ -299,3 +299,4 @@ class RayStorageOutlet(_RayOutlet):
     def record(self, figures: Mapping[str, Any]) -> None:
         """Send the values to the command, which writes to ``OUT``."""
         self._lines.put(("record", dict(figures)))
+        self.callbacks(figures)

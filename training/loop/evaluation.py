@@ -19,11 +19,11 @@ from torch.utils.data import Dataset
 
 from ckpt_tools.errors import UsageError
 
-from ..config.references import Reference, resolved, text_of
+from ..config.references import Reference, called, resolved, text_of
 from ..data.datasets import Samples, to_input
 from ..data.loading import held_out_batches
 from ..engines.base import Engine, Metrics
-from ..models.losses import leaves, standard_metrics
+from ..models.losses import standard_metrics
 from ..models.zoo import Loss
 
 # 360 held-out digits are 12 passes, which 2, 3 and 4 ranks divide evenly; one takes about 15 ms.
@@ -82,12 +82,18 @@ def metrics_of(own: Reference | None, loss: Loss) -> Metrics:
     function = resolved(own, "metrics")
 
     def metrics(model: Callable[..., Any], batch: Any) -> Mapping[str, Tensor]:
-        found = function(model, batch)
+        found = called(function, "metrics", model, batch)
         if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) for each in found.values()):
             raise UsageError(f"--metrics {text_of(own)} gives something else than tensors by name")
         return {**standard_metrics(model, batch, loss), **found}
 
     return metrics
+
+
+def check_metric(name: str, value: Tensor, samples: int) -> None:
+    """Raises ``UsageError`` if it is no mean, and has no value for each sample."""
+    if value.ndim and len(value) < samples:
+        raise UsageError(f"the metric {name} has {len(value)} values for {samples} samples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +128,14 @@ class Evaluator:
         batch_at, passes = held_out_batches(self.dataset, self.size, self.device), -(-total // self.size)
         rows: dict[str, Tensor] = {}
         for mine in range(self.rank, self.rank + passes, self.world_size):
-            batch = batch_at(mine if mine < passes else 0)
-            count = len(leaves(batch)[0])
+            batch, count = batch_at(mine if mine < passes else 0)
             if isinstance(self.dataset, Samples):
                 batch = tuple(padded(each, self.size) for each in batch)
-            for name, value in evaluated(self.metrics, batch).items():
+            values = evaluated(self.metrics, batch)
+            if rows and rows.keys() != values.keys():
+                raise UsageError(f"metrics are {', '.join(values)} of one batch, and {', '.join(rows)} of another")
+            for name, value in values.items():
+                check_metric(name, value, count)
                 place = slice(mine * self.size, mine * self.size + count)
                 self._put(rows, name, value, place, total, is_mine=self.counts and mine < passes)
         return rows

@@ -95,7 +95,7 @@ def train(
     """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a checkpoint."""
     samples, held_out = load_parts(config)
     schedule = schedule_of(config, config.epochs * config.steps_per_epoch(length_of(samples)))
-    with closing(create_engine(config, schedule, device)) as engine:
+    with closing(create_engine(config, schedule, device)) as engine, outlet.callbacks:
         progress = _resumed(engine, resume_from, outlet) if resume_from else Progress()
         _check_something_left(config, progress)
         saver = Saver(config, engine, outlet, partial(remove_old, config))

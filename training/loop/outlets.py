@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from ckpt_tools.errors import UsageError
+
 from ..checkpoints.run_folder import CHECKPOINTS, make_partial, partial_folder
-from ..config.references import called
+from ..config.references import Reference, called, text_of
 from ..config.train_config import TrainConfig
 from .screen import Screen
 
@@ -19,23 +21,44 @@ METRICS_NAME = "metrics.jsonl"
 TENSORBOARD_NAME = "tensorboard"
 
 
-class Journal:
-    """Writer of the metrics in ``out``, used by one process, which calls the callbacks too."""
+class Callbacks(ExitStack):
+    """The functions of ``--callback``, called with each line by the first rank. Its block is the time of the run."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config, self._out = config, config.out
+        super().__init__()
+        self._config = config
+        self._made: list[Callable[..., object]] | None = None
+
+    def __call__(self, figures: Mapping[str, Any]) -> None:
+        if self._made is None:  # on no other rank
+            self._made = [self._function(each) for each in self._config.callback]
+        for callback in self._made:
+            called(callback, "callback", dict(figures))
+
+    def _function(self, reference: Reference) -> Callable[..., object]:
+        """What the user's function makes of the run's configuration: a function of a line, or a context manager that
+        gives one."""
+        made = called(reference, "callback", self._config)
+        function = self.enter_context(made) if isinstance(made, AbstractContextManager) else made
+        if not callable(function):
+            raise UsageError(
+                f"--callback {text_of(reference)} gives {type(function).__name__}, and a function of a line is needed"
+            )
+        return function
+
+
+class Journal:
+    """Writer of the metrics in ``out``, used by one process."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._out = config.out
         self._tensorboard = config.tensorboard
         self._events: Any = None
-        self._callbacks: list[Callable[[dict[str, Any]], object]] | None = None
 
     def record(self, figures: Mapping[str, Any]) -> None:
         """Append a line. A kill may cut it off; readers skip such a line."""
         with (self._out / METRICS_NAME).open("a") as file:
             file.write(json.dumps(figures) + "\n")
-        if self._callbacks is None:  # not in a process that records nothing
-            self._callbacks = [called(each, "callback", self._config) for each in self._config.callback]
-        for callback in self._callbacks:
-            callback(dict(figures))
         if self._tensorboard:
             self._record_events(figures)
 
@@ -76,6 +99,10 @@ class Outlet(Protocol):
     ``announce`` and ``report`` in the same order; only the first rank calls the others."""
 
     @property
+    def callbacks(self) -> Callbacks:
+        """Called by ``record``."""
+
+    @property
     def uploads(self) -> bool:
         """Whether ``finish`` uploads files, which happens while training continues."""
 
@@ -106,7 +133,7 @@ class FolderOutlet:
     gets its final name when all ranks have written."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._journal = Journal(config)
+        self.callbacks, self._journal = Callbacks(config), Journal(config)
         self._screen = Screen()
         self._folder = config.out / CHECKPOINTS
 
@@ -130,6 +157,7 @@ class FolderOutlet:
 
     def record(self, figures: Mapping[str, Any]) -> None:
         self._journal.record(figures)
+        self.callbacks(figures)
 
     def say(self, line: str) -> None:
         self._screen.say(line)

@@ -48,10 +48,11 @@ def _own_loss(output: Any) -> Tensor:
 
 def pair_of(batch: Any) -> tuple[Any, Tensor]:
     """Raises ``UsageError`` if the batch is not a pair of inputs and labels."""
-    if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    if not is_pair or not isinstance(batch[1], Tensor) or batch[1].dtype != torch.int64:
         raise UsageError(
-            "a batch is a pair of inputs and labels, or a mapping of the model's arguments; for another one, let the "
-            "function of the model return its loss too"
+            "a batch is a pair of inputs and numbers of classes (int64), or a mapping of the model's arguments; for "
+            "another one, let the function of the model return its loss too"
         )
     return batch[0], batch[1]
 
@@ -59,7 +60,7 @@ def pair_of(batch: Any) -> tuple[Any, Tensor]:
 def standard_metrics(model: Call, batch: Any, loss: Callable[[Call, Any], Tensor]) -> dict[str, Tensor]:
     """Values of each sample, float [n]: of a pair with labels of classes, ``loss``, ``accuracy`` and, int64 [n, ...],
     ``predicted``; else the loss of the batch, 0-d."""
-    if loss is not standard_loss or isinstance(batch, Mapping) or pair_of(batch)[1].is_floating_point():
+    if loss is not standard_loss or isinstance(batch, Mapping):
         return {"loss": loss(model, batch)}
     inputs, labels = pair_of(batch)
     logits = logits_of(model(inputs)).float()
@@ -74,6 +75,5 @@ def standard_metrics(model: Call, batch: Any, loss: Callable[[Call, Any], Tensor
 
 
 def leaves(batch: Any) -> list[Tensor]:
-    """Tensors of a batch, [n, ...] each."""
-    found: list[Tensor] = torch.utils._pytree.tree_leaves(batch)
-    return found
+    """Tensors of a batch."""
+    return [each for each in torch.utils._pytree.tree_leaves(batch) if isinstance(each, Tensor)]

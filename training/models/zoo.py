@@ -29,8 +29,8 @@ from .losses import standard_loss
 Loss = Callable[[Callable[..., Any], Any], Tensor]
 """Loss of a batch, 0-d, from the model and the batch."""
 
-Groups = Callable[[nn.Module], Sequence[Mapping[str, Any]]]
-"""Parameter groups of the model, as torch's optimizers take them."""
+Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups as torch's optimizers take them, with names for ``params``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,13 +41,14 @@ class Model:
     module: nn.Module
     blocks: Sequence[nn.Module] = ()
     loss: Loss = standard_loss
-    groups: Groups | None = None
+    groups: Groups = ()
 
     def parameters(self) -> list[Mapping[str, Any]]:
         """Groups of the parameters that are trained."""
-        if self.groups is not None:
-            return list(self.groups(self.module))
-        return [{"params": [one for one in self.module.parameters() if one.requires_grad]}]
+        known = dict(self.module.named_parameters())
+        if self.groups:
+            return [{**group, "params": [known[name] for name in group["params"]]} for group in self.groups]
+        return [{"params": [one for one in known.values() if one.requires_grad]}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,26 @@ def _of_user(reference: Reference, arguments: Mapping[str, Any]) -> Model:
     inside = {*module.modules()} - {module}
     if wrong := next((each for each in blocks if each not in inside), None):
         raise UsageError(f"--model {name}: a block, {type(wrong).__name__}, is not a module of the model")
-    return Model(module, blocks, **parts)
+    loss, groups = parts.get("loss") or standard_loss, parts.get("groups")
+    if not callable(loss):
+        raise UsageError(f"--model {name}: loss is {type(loss).__name__}, and a function of model and batch is needed")
+    return Model(module, blocks, loss, () if groups is None else _named(groups, module, name))
+
+
+def _named(groups: Any, module: nn.Module, name: str) -> Groups:
+    """The user's groups, or those that a function makes of the module, by names: they are made once, because sharding
+    replaces the parameters, and in ZeRO-3 their shapes."""
+    made = list(called(groups, "model", module) if callable(groups) else groups)
+    if not made or not all(isinstance(group, Mapping) and "params" in group for group in made):
+        raise UsageError(f"--model {name}: groups are dictionaries with params, as torch.optim takes them")
+    names = {each: key for key, each in module.named_parameters()}
+    found = [{**group, "params": [names.get(each) for each in group["params"]]} for group in made]
+    inside = {each for group in found for each in group["params"]}
+    if None in inside:
+        raise UsageError(f"--model {name}: groups have a parameter that the model does not have")
+    if left := [key for each, key in names.items() if each.requires_grad and key not in inside]:
+        raise UsageError(f"--model {name}: {left[0]} is in no group; freeze it (requires_grad) or add it to one")
+    return found
 
 
 def _instances(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:

@@ -1,0 +1,103 @@
+"""Trial of the user's functions on the first batch, before any worker starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import Dataset
+
+from ckpt_tools.errors import UsageError
+
+from ..config.references import named_failures, text_of
+from ..config.train_config import TrainConfig
+from ..data.loading import Batches, Position, held_out_batches
+from ..engines.base import micro_batches
+from ..engines.optimizers import optimizer_of
+from ..loop.evaluation import check_metric, metrics_of
+from ..models.zoo import spec_of
+
+CPU = torch.device("cpu")
+ONLY_WITH_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+def try_out(config: TrainConfig, samples: Dataset[Any], held_out: Dataset[Any] | None) -> None:
+    """Make model and optimizer, and compute loss and metrics of the first samples, by shapes alone; with values, on the
+    CPU, if that fails, as where numpy is called. What neither can compute is left to the workers: steps that depend on
+    values, and on a machine with a GPU what fails on the CPU. Raises ``UsageError``."""
+    batches = (_first(config, samples), None if held_out is None else _first_held_out(config, held_out))
+    try:
+        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            _compute(config, *tree_map_only(Tensor, fake.from_tensor, batches))
+    except UsageError as error:
+        if isinstance(error.__cause__, ONLY_WITH_VALUES):
+            return
+        if error.__cause__ is None:
+            raise
+        if not torch.cuda.is_available():
+            _compute(config, *batches)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's traceback of an operation that fails."""
+    log = logging.getLogger(fake_tensor.__name__)
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = False
+
+
+def _first(config: TrainConfig, samples: Dataset[Any]) -> Any:
+    """The first micro-batch of the first rank. Raises ``UsageError`` if it cannot be cut."""
+    batches = Batches(replace(config, loader_workers=0), samples, 0, config.data_workers, CPU)
+    with named_failures(config.dataset, "dataset"):
+        batch = next(batches.epoch(Position(0)))[0]
+    rows = {len(each) if isinstance(each, Tensor) and each.ndim else 0 for each in tree_leaves(batch)}
+    if config.gradient_accumulation > 1 and rows != {config.batch_size // config.data_workers}:
+        raise UsageError("--gradient-accumulation needs batches of tensors with a row for each sample")
+    return micro_batches(batch, config.gradient_accumulation)[0]
+
+
+def _first_held_out(config: TrainConfig, held_out: Dataset[Any]) -> tuple[Any, int]:
+    with named_failures(config.dataset, "dataset"):
+        return held_out_batches(held_out, config.eval_batch_size, CPU)(0)
+
+
+def _compute(config: TrainConfig, batch: Any, held_out: tuple[Any, int] | None) -> None:
+    made = spec_of(config).make()
+    optimizer_of(config, made.parameters(), torch.device("meta"))
+
+    def model(*inputs: Any, **named: Any) -> Any:
+        return made.module(*inputs, **named)
+
+    with named_failures(config.model, "model"):
+        loss = made.loss(model, batch)
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(
+            f"the loss of --model {text_of(config.model)} is {given}, and has to be a tensor of shape [] that depends "
+            "on the parameters"
+        )
+    metrics = metrics_of(config.metrics, made.loss)
+    if held_out is None:
+        return
+    made.module.eval()
+    with torch.no_grad(), named_failures(config.model, "model"):
+        values = metrics(model, held_out[0])
+    for name, value in values.items():
+        check_metric(name, value, held_out[1])
