@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import training
+from tests.training.documents import PAGES
 from training.config.train_config import TrainConfig
 
-PAGE = (Path(training.__file__).parent.parent / "docs/training_own.md").read_text()
 WORKERS = 2
 STEPS = 6  # of two epochs
 SETTINGS: dict[str, Any] = {
@@ -25,7 +24,7 @@ SETTINGS: dict[str, Any] = {
 
 def write_files(folder: Path) -> Path:
     """The files that the page prints."""
-    for code in re.findall(r'```python\n(""".*?)```', PAGE, re.DOTALL):
+    for code in re.findall(r'```python\n(""".*?)```', PAGES["training_own.md"], re.DOTALL):
         name = re.match(r'"""(\w+[.]py):', code)
         assert name is not None, code
         (folder / name[1]).write_text(code)

@@ -1,6 +1,7 @@
-"""Each command of docs/training.md: a run of each in the soak, and everywhere that its options fit together.
+"""Each command of the pages about training: a run of each in the soak, and everywhere that its options fit together.
 
-The commands of "Checkpoints and resuming" build on each other, and test_checkpointing runs them.
+The commands of "Checkpoints and resuming" build on each other, and test_checkpointing runs them; test_own runs those of
+"Your own model and data".
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import training
+from tests.training.documents import ALL, PAGES
 from training.__main__ import main
 from training.config.train_config import TrainConfig
 from training.loop.result import RunResult
@@ -23,7 +25,7 @@ from training.studies.tune import main as tune
 from training.studies.tune import runs_of
 
 ROOT = Path(training.__file__).parent.parent
-PAGE = (ROOT / "docs/training.md").read_text()
+PAGE = ALL.replace(PAGES["training_own.md"], "")
 APART = PAGE.split("## Checkpoints and resuming")[1].split("\n## ")[0]
 SMALL = ["--launcher=torchrun", "--num-samples=64", "--epochs=1"]
 SECONDS = 900

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ import pytest
 import ckpt_tools
 from ckpt_tools.errors import UsageError
 from fixtures.launch import pool
+from tests.training.documents import PAGES
 from tests.training.own_jobs import STEPS, own_config, write_files
 from tests.training.strategy_jobs import train_each
 from training.config.train_config import TrainConfig
@@ -357,3 +360,20 @@ def test_an_error_in_the_loss_names_rank_file_and_line(files: Path, tmp_path: Pa
     _, error = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert "rank 1 failed with KeyError: 'colour' (failing.py, line 7)" in error
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_the_commands_of_the_page_work(files: Path) -> None:
+    """One after the other in one folder; without the libraries of the callbacks."""
+    commands = re.findall(r"(?m)^[$] ckpt-tools (.*)$", PAGES["training_own.md"])
+    assert len(commands) == 6
+    (files / "point.json").write_text("[1, 2, 3, 4, 5, 6, 7, 8]")
+    (files / "points.txt").write_text("point.json\n")
+    for words in (each for each in commands if "to_wandb" not in each):
+        finished(command("-m", "ckpt_tools", *shlex.split(words), files=files))
+
+
+def test_the_script_of_the_page_is_python() -> None:
+    [script] = re.findall(r"(?s)```python\n(from pathlib.*?)```", PAGES["training_own.md"])
+    compile(script, "script.py", "exec")

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from ckpt_tools.errors import FormatError, UsageError
+from tests.training.documents import ALL
 from training.__main__ import main
 from training.config import combinations
 from training.config.command_line import shipped
@@ -435,9 +436,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 DOCUMENTED = [
-    line.removeprefix("$ ckpt-tools train ")
-    for line in (Path(__file__).parents[3] / "docs/training.md").read_text().splitlines()
-    if line.startswith("$ ckpt-tools train ")
+    line.removeprefix("$ ckpt-tools train ") for line in ALL.splitlines() if line.startswith("$ ckpt-tools train ")
 ]
 
 
@@ -448,7 +447,6 @@ def test_each_documented_command_is_a_run(words: str) -> None:
 
 
 def test_every_strategy_and_option_is_documented() -> None:
-    page = (Path(__file__).parents[3] / "docs/training.md").read_text()
     options = {name for option in main.params for name in option.opts if name.startswith("--")} - {"--help"}
     models = {f"`{model}`" for model in MODELS}
-    assert {name for name in {*options, *models, *(f"`{name}`" for name in STRATEGIES)} if name not in page} == set()
+    assert {name for name in {*options, *models, *(f"`{name}`" for name in STRATEGIES)} if name not in ALL} == set()

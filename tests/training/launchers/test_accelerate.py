@@ -1,4 +1,4 @@
-"""``accelerate launch`` starts the ranks of a run, by the command that docs/training.md gives for several machines."""
+"""``accelerate launch`` starts the ranks of a run, by the command that the page on clusters gives."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-import training
 from tests.training.conftest import in_process
+from tests.training.documents import PAGES
 from training.__main__ import main
 from training.config.train_config import TrainConfig
 from training.loop.result import RunResult
 
-PAGE = Path(training.__file__).parents[1] / "docs/training.md"
 TINY = ("--model=cnn", "--num-samples=32", "--batch-size=16", "--epochs=1", "--strategy=full_shard")
 
 
 def documented() -> tuple[Namespace, TrainConfig]:
     """The launcher's options, and the run that it starts."""
-    [words] = re.findall(r"(?s)`accelerate launch (.*?)\s\.\.\.`", PAGE.read_text())
+    [words] = re.findall(r"(?s)`accelerate launch (.*?)\s\.\.\.`", PAGES["training_clusters.md"])
     asked = launch_command_parser().parse_args(shlex.split(words))
     run = main.make_context("training", [*asked.training_script_args, *TINY]).params
     return asked, TrainConfig(**run)

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 import ckpt_tools
-import training
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from fixtures.launch import pool
 from tests.training import checkpoint_jobs, upload_jobs
 from tests.training.checkpoint_jobs import ENGINES, IN_THE_SOAK, STOPPED_AFTER
 from tests.training.conftest import SmallRun
+from tests.training.documents import ALL
 from tests.training.jobs import EPOCHS, NUM_WORKERS, SECONDS, STEPS_PER_EPOCH, small_config
 from tests.training.strategy_jobs import train_each
 from training.__main__ import main
@@ -222,10 +222,7 @@ def test_the_samples_of_an_epoch_that_has_begun_cannot_change(runs: Path) -> Non
     assert check_settings(small_config(runs / "new", engine="fsdp2", resume=str(at_the_end), **changed), at_the_end)
 
 
-PAGE = Path(training.__file__).parent.parent / "docs/training.md"
-TAUGHT = re.findall(
-    r"(?m)^\$ ckpt-tools train (.*)$", PAGE.read_text().split("## Checkpoints and resuming")[1].split("\n## ")[0]
-)
+TAUGHT = re.findall(r"(?m)^\$ ckpt-tools train (.*)$", ALL.split("## Checkpoints and resuming")[1].split("\n## ")[0])
 SMALL = "--launcher=torchrun --num-workers=1 --num-samples=64 --epochs=2"
 
 

@@ -19,6 +19,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from tests.training.conftest import SmallRun, in_process
+from tests.training.documents import ALL
 from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH
 from tests.training.strategy_jobs import tiny_config
 from training.__main__ import main as command
@@ -104,9 +105,8 @@ def test_event_files_hold_what_the_record_holds(small_run: SmallRun) -> None:
 
 def test_the_documented_tensorboard_looks_where_the_documented_run_writes() -> None:
     """TensorBoard itself is not installed here: its option is of its own command line."""
-    page = (Path(__file__).parents[3] / "docs/training.md").read_text()
-    [shown] = re.findall(r"(?m)^\$ tensorboard --logdir (\S+)$", page)
-    [run] = re.findall(r"(?m)^\$ ckpt-tools train (.* --tensorboard)$", page)
+    [shown] = re.findall(r"(?m)^\$ tensorboard --logdir (\S+)$", ALL)
+    [run] = re.findall(r"(?m)^\$ ckpt-tools train (.* --tensorboard)$", ALL)
     config = TrainConfig(**command.make_context("training", run.split()).params)
     assert config.tensorboard and Path(shown) == config.out / TENSORBOARD_NAME
 
