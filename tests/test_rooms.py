@@ -17,6 +17,7 @@ TABLES: dict[str, dict[str, set[str]]] = {
         "engines": {"config", "models", "checkpoints"},
         "loop": {"config", "models", "data", "checkpoints", "engines"},
         "launchers": {"config", "models", "data", "checkpoints", "engines", "loop"},
+        "examples": set(),
         "studies": {"config", "models", "data", "checkpoints", "engines", "loop", "launchers"},
     },
     "inference": {

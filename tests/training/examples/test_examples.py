@@ -1,0 +1,155 @@
+"""The example scripts, run by the commands in their docstrings; then ckpt-tools opens what they saved."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ray.cluster_utils import Cluster
+from safetensors.torch import load_file
+
+import ckpt_tools
+import training
+from tests.support.ray_cluster import cluster
+from training.examples import fsdp2_on_ray
+
+__all__ = ["cluster"]
+
+FOLDER = Path(training.__file__).parent / "examples"
+MOST_LINES = {"fsdp2_on_ray": 200, "deepspeed_on_ray": 200, "your_own_loop": 60}
+CHANCE = 0.1
+STEPS_OF_AN_EPOCH = 22
+PROGRAMS = {
+    "python": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "ckpt-tools": [sys.executable, "-m", "ckpt_tools"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """The folder in the place of ``/tmp`` of all documented commands, and the environment in which they ran."""
+
+    out: Path
+    environment: dict[str, str]
+
+    def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        program, *words = shlex.split(command.replace("/tmp", str(self.out)))
+        call = [*PROGRAMS[program], *words]
+        return subprocess.run(call, cwd=FOLDER, env=self.environment, capture_output=True, text=True, check=False)
+
+    def run_documented(self, script: str) -> None:
+        docstring = ast.get_docstring(ast.parse((FOLDER / f"{script}.py").read_text()))
+        for line in docstring.splitlines() if docstring else []:
+            if line.startswith("    "):
+                done = self.run(line)
+                assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+    def reported(self, run: str) -> list[dict[str, Any]]:
+        """What ``ray.train.report`` was given with each checkpoint of a run."""
+        record = json.loads((self.out / run / "checkpoints/checkpoint_manager_snapshot.json").read_text())
+        return [entry["metrics"] for entry in record["checkpoint_results"]]
+
+
+@pytest.fixture(scope="module")
+def examples(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Examples:
+    """All documented commands have run: both scripts on Ray at the same time, then the loop, which needs the second."""
+    root = str(FOLDER.parent.parent)
+    environment = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # a process for each run, which imports torch
+    made = Examples(tmp_path_factory.mktemp("examples"), environment)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(made.run_documented, ["fsdp2_on_ray", "deepspeed_on_ray"]))
+    made.run_documented("your_own_loop")
+    return made
+
+
+def slots(checkpoint: str) -> dict[str, set[str]]:
+    """For each parameter the names of its weight and of its optimizer state."""
+    found: dict[str, set[str]] = {}
+    for tensor in ckpt_tools.inspect(checkpoint).tensors:
+        found.setdefault(tensor.name, set()).add(tensor.slot)
+    return found
+
+
+@pytest.mark.parametrize("script", MOST_LINES)
+def test_a_script_is_one_short_file(script: str) -> None:
+    text = (FOLDER / f"{script}.py").read_text()
+    assert len(text.splitlines()) <= MOST_LINES[script]
+    ours = {"ckpt_tools", "training", "ckpt_tools_training"} - ({"ckpt_tools"} if script == "your_own_loop" else set())
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert not {name.split(".")[0] for name in names} & ours
+
+
+def test_both_frameworks_compute_the_same_run_before_and_after_the_resume(examples: Examples) -> None:
+    fsdp2, zero = examples.reported("fsdp2"), [*examples.reported("zero"), *examples.reported("zero-1")]
+    assert [(entry["epoch"], entry["step"]) for entry in zero] == [(1, STEPS_OF_AN_EPOCH), (2, 2 * STEPS_OF_AN_EPOCH)]
+    assert [entry.pop("loss") for entry in fsdp2] == pytest.approx([entry.pop("loss") for entry in zero], rel=1e-4)
+    assert fsdp2 == zero
+
+
+@pytest.mark.parametrize("run", ["fsdp2", "zero", "zero-1"])
+def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples: Examples, run: str) -> None:
+    """The plain model predicts the same bits with these weights as with the file that the framework wrote."""
+    ours, theirs = examples.out / f"{run}.safetensors", examples.out / f"{run}.pt"
+    ckpt_tools.convert(f"{examples.out}/{run}/checkpoints@latest", ours, to="safetensors")
+    torch.save(load_file(ours), theirs)
+    images, labels = fsdp2_on_ray.load_data(None, train=False)[:]
+    logits = fsdp2_on_ray.predict(f"{examples.out}/{run}/model.pt", images)
+    assert torch.equal(fsdp2_on_ray.predict(str(theirs), images), logits)
+    assert (logits.argmax(dim=1) == labels).float().mean() > 2 * CHANCE
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "world_size"),
+    [("fsdp2/checkpoints@latest", 1), ("zero/checkpoints@latest", 2), ("own/epoch_1", 2), ("continued/epoch_2", 1)],
+)
+def test_the_optimizer_is_in_the_checkpoint(examples: Examples, checkpoint: str, world_size: int) -> None:
+    path = f"{examples.out}/{checkpoint}"
+    assert ckpt_tools.inspect(path).world_size == world_size
+    assert all(found >= {"weight", "exp_avg", "exp_avg_sq", "step"} for found in slots(path).values())
+
+
+@pytest.mark.parametrize("checkpoint", ["fsdp2/checkpoints@latest", "zero-1/checkpoints@latest", "continued/epoch_2"])
+def test_a_resumed_run_continues_to_count_the_steps_of_adam(examples: Examples, checkpoint: str) -> None:
+    model = fsdp2_on_ray.build_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    extras = ckpt_tools.load_into(model, optimizer, f"{examples.out}/{checkpoint}")
+    assert extras["epoch"] == 2
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2 * STEPS_OF_AN_EPOCH}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "options", ["fsdp2_on_ray.py", *(f"deepspeed_on_ray.py --stage {stage}" for stage in (1, 2, 3))]
+)
+def test_bf16_and_offload_train_and_continue(examples: Examples, options: str) -> None:
+    run = options.replace(" ", "")
+    for epochs in (1, 2):
+        done = examples.run(f"python {options} --dtype bf16 --offload --epochs {epochs} --out /tmp/{run}")
+        assert done.returncode == 0, done.stderr
+    assert [entry["epoch"] for entry in examples.reported(run)] == [1, 2]
+    losses = [entry["loss"] for entry in examples.reported(run)]
+    assert losses == pytest.approx([entry["loss"] for entry in examples.reported("fsdp2")], rel=0.1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", [1, 3])
+def test_deepspeed_refuses_the_checkpoint_of_another_number_of_workers(examples: Examples, workers: int) -> None:
+    (checkpoint,) = (examples.out / "zero/checkpoints").glob("checkpoint_*/")
+    command = f"python deepspeed_on_ray.py --workers {workers} --epochs 2 --out /tmp/refused-{workers}"
+    done = examples.run(f"{command} --resume {checkpoint}")
+    assert done.returncode != 0
+    assert "world size" in done.stderr

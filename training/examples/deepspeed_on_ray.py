@@ -1,0 +1,184 @@
+"""DeepSpeed ZeRO on Ray Train in one file: train a Vision Transformer, save, resume, and predict. It needs
+`pip install torch torchvision deepspeed 'ray[train]' scikit-learn`, no GPU and no network.
+
+    python deepspeed_on_ray.py --workers 2 --epochs 1 --out /tmp/zero
+
+The same command with `--epochs 2` continues the run. But a ZeRO checkpoint has a part of the optimizer for each worker,
+and DeepSpeed refuses it on another number of workers. For that, and for another stage, convert it first, and begin a
+new run from the result. Only this one command is of ckpt-tools:
+
+    ckpt-tools convert /tmp/zero/checkpoints@latest /tmp/zero-for-1 --to zero3 --world-size 1
+    python deepspeed_on_ray.py --workers 1 --epochs 2 --out /tmp/zero-1 --resume /tmp/zero-for-1
+
+The first 60 lines are data and model. DeepSpeed begins with `deepspeed_config`, Ray Train with `fit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import ray
+import ray.train
+import ray.train.torch
+import torch
+from deepspeed import ops as deepspeed_ops
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchvision.datasets import FashionMNIST
+from torchvision.models import VisionTransformer
+
+BATCH_SIZE = 64  # samples of one step, over all workers: the run stays the same run at another number of workers
+HELD_OUT = 360  # digits that are never trained on
+
+
+def load_data(root: str | None, *, train: bool) -> TensorDataset:
+    """Images, float32 [n, 3, 28, 28], and labels: scikit-learn's digits, or the FashionMNIST in the folder `root`."""
+    if root is not None:
+        fashion = FashionMNIST(root, train=train)
+        images, labels = fashion.data / 255, fashion.targets
+    else:
+        digits, part = load_digits(), slice(None, -HELD_OUT) if train else slice(-HELD_OUT, None)
+        images, labels = torch.tensor(digits.images[part]) / 16, torch.tensor(digits.target[part])
+    images = functional.interpolate(images[:, None].float(), size=28, mode="bilinear")
+    return TensorDataset(images.expand(-1, 3, -1, -1), labels)
+
+
+def build_model() -> VisionTransformer:
+    return VisionTransformer(
+        image_size=28, patch_size=7, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10
+    )
+
+
+def deepspeed_config(*, stage: int, offload: bool, dtype: str, workers: int) -> dict[str, Any]:
+    """Everything that DeepSpeed is told. Stage 1 shards the optimizer over the workers, stage 2 the gradients too,
+    stage 3 the weights too, which are then gathered layer by layer."""
+    zero: dict[str, Any] = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    if offload:  # to the host's memory
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if stage == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    # torch's own AdamW needs no compiler. Without "torch_adam" DeepSpeed compiles one for the GPU, or, with offload,
+    # for the CPU: these are faster. The key with "force" allows torch's beside offload.
+    adam = {"lr": 1e-3, "weight_decay": 0.05, "torch_adam": True}
+    return {
+        "train_batch_size": BATCH_SIZE,
+        "train_micro_batch_size_per_gpu": BATCH_SIZE // workers,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": adam},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": zero,
+        "bf16": {"enabled": dtype == "bf16"},  # the model computes in bf16; the optimizer keeps the weights in fp32
+        "steps_per_print": 1_000_000,
+    }
+
+
+def save(engine: Any, client_state: dict[str, Any], loss: float) -> None:
+    """Write this worker's files into a folder of its own. Ray puts the folders of all workers into one checkpoint,
+    also if they are on other machines, and records it when all are there. So every worker has to call this."""
+    tag = f"step_{client_state['step']}"
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, tag).mkdir()  # DeepSpeed makes this folder on rank 0 alone
+        engine.save_checkpoint(folder, tag=tag, client_state=client_state)
+        ray.train.report({**client_state, "loss": loss}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def resume(engine: Any, given: str | None) -> dict[str, Any]:
+    """Load the run's newest checkpoint, if there is one, and return its client state. Ray knows it after a failure,
+    and also if the script is started again with the same `--out`."""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None and given:
+        checkpoint = ray.train.Checkpoint.from_directory(given)
+    if checkpoint is None:
+        return {"epoch": 0, "step": 0}
+    with checkpoint.as_directory() as folder:
+        _, client_state = engine.load_checkpoint(folder)
+    return client_state
+
+
+def train(config: dict[str, Any]) -> None:
+    """The work of one worker. Ray has already set up `torch.distributed`, which DeepSpeed then uses."""
+    device, workers = ray.train.torch.get_device(), torch.distributed.get_world_size()
+    if device.type == "cpu":  # DeepSpeed would compile an all-reduce that only inference calls
+        deepspeed_ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False)
+    torch.manual_seed(0)  # equal first weights on all workers
+    model = build_model()  # a model that fits into no worker is built within `with deepspeed.zero.Init(...)`
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config=deepspeed_config(
+            stage=config["stage"], offload=config["offload"], dtype=config["dtype"], workers=workers
+        ),
+    )
+    state = resume(engine, config["resume"])
+
+    data = load_data(config["data_root"], train=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)  # 1/N of the samples for each worker
+    loader = DataLoader(data, BATCH_SIZE // workers, sampler=sampler, drop_last=True, pin_memory=device.type == "cuda")
+    dtype = torch.bfloat16 if config["dtype"] == "bf16" else torch.float32
+    engine.train()
+    for epoch in range(state["epoch"], config["epochs"]):
+        sampler.set_epoch(epoch)  # another order in each epoch, and the same one if the epoch is repeated
+        for images, labels in loader:
+            logits = engine(images.to(device, dtype, non_blocking=True)).float()
+            loss = functional.cross_entropy(logits, labels.to(device, non_blocking=True))
+            engine.backward(loss)  # in place of loss.backward(): it also shards the gradients
+            engine.step()  # clips them, updates the weights and resets the gradients
+        state = {"epoch": epoch + 1, "step": engine.global_steps}
+        save(engine, state, loss.item())
+    # All workers gather the weights, rank 0 writes them: in bf16 if the model computes in bf16.
+    engine.save_16bit_model(config["out"], "model.pt")
+
+
+def fit(config: dict[str, Any]) -> ray.train.Result:
+    """Start the workers, and wait until `train` has ended on all of them."""
+    use_gpu = ray.cluster_resources().get("GPU", 0) >= config["workers"]
+    return ray.train.torch.TorchTrainer(
+        train,
+        train_loop_config=config,
+        scaling_config=ray.train.ScalingConfig(num_workers=config["workers"], use_gpu=use_gpu),
+        # Ray finds the checkpoints of a run by these two. With several machines, --out is on a disk that all share.
+        run_config=ray.train.RunConfig(
+            name="checkpoints",
+            storage_path=config["out"],
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+        ),
+    ).fit()
+
+
+@torch.no_grad()
+def predict(weights: str, images: Tensor) -> Tensor:
+    """Logits for images: one process, a plain model, and none of DeepSpeed or Ray."""
+    model = build_model().eval()
+    model.load_state_dict(torch.load(weights, weights_only=True))
+    return model(images)
+
+
+def options(args: list[str] | None = None) -> dict[str, Any]:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2, help="number of workers; a GPU for each if there are enough")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs, those before a resume included")
+    parser.add_argument("--out", type=os.path.abspath, required=True, help="folder of the run")
+    parser.add_argument("--resume", type=os.path.abspath, help="checkpoint of another run")
+    parser.add_argument("--stage", type=int, choices=[1, 2, 3], default=3, help="stage of ZeRO")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="what the model computes in")
+    parser.add_argument("--offload", action="store_true", help="keep the optimizer in the host's memory")
+    parser.add_argument("--data-root", type=os.path.abspath, help="FashionMNIST instead of digits")
+    return vars(parser.parse_args(args))
+
+
+if __name__ == "__main__":
+    chosen = options()
+    ray.init()  # a local cluster, or that of RAY_ADDRESS
+    print(fit(chosen).checkpoint)
+    images, labels = load_data(chosen["data_root"], train=False)[:]
+    right = predict(f"{chosen['out']}/model.pt", images).argmax(dim=1) == labels
+    print(f"{right.sum()} of {len(right)} held-out images right")
