@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ NOTEBOOKS = sorted((ROOT / "training/notebooks").glob("*.ipynb"))
 INSTALLED = {"ckpt_tools": "ckpt_tools", "training": "ckpt_tools_training", "inference": "ckpt_tools_inference"}
 CELL_SECONDS = 600
 PREDICTED = 8
+STEPS_OF_AN_EPOCH = 22
+TENSORS = 56
 
 
 def test_there_is_one_for_each_framework() -> None:
@@ -53,13 +57,13 @@ def printed(cells: list[Any]) -> str:
 
 
 def check(cells: list[Any]) -> None:
-    """Both runs, a prediction for each image by the name of its class, and a picture in the notebook."""
+    """Both runs, the second from the first's checkpoint; a prediction for each image, and a picture in the notebook."""
     text = printed(cells)
-    assert [line.split("  ")[:2] for line in text.splitlines() if line.startswith("epoch ")] == [
-        ["epoch", "1/1"],
-        ["epoch", "2/2"],
-    ]
-    assert text.count("is taken for '") == PREDICTED
+    runs = [ast.literal_eval(line) for line in text.splitlines() if line.startswith("{")]
+    assert [(run["epoch"], run["step"]) for run in runs] == [(1, STEPS_OF_AN_EPOCH), (2, 2 * STEPS_OF_AN_EPOCH)]
+    assert runs[1]["loss"] < runs[0]["loss"]
+    assert f"{TENSORS} tensors are equal" in text
+    assert text.count(" is taken for a ") == PREDICTED
     assert any("image/png" in out.get("data", {}) for cell in cells for out in cell.outputs)
 
 
@@ -68,15 +72,17 @@ def test_the_notebook_of_fsdp2_runs_in_a_checkout() -> None:
     check(executed(ROOT / "training/notebooks/fsdp2_on_ray.ipynb", ROOT))
 
 
-def test_the_notebook_of_deepspeed_runs_beside_an_installed_wheel(site: Path, pytestconfig: pytest.Config) -> None:
-    """In the soak; without it, the names that it imports are there."""
-    path = ROOT / "training/notebooks/deepspeed_on_ray.ipynb"
-    if pytestconfig.getoption("--soak"):
-        check(executed(path, site))
-    else:
-        assert imports(path) == imports(ROOT / "training/notebooks/fsdp2_on_ray.ipynb")
+@pytest.mark.soak
+def test_the_notebook_of_deepspeed_runs_beside_an_installed_wheel(site: Path) -> None:
+    check(executed(ROOT / "training/notebooks/deepspeed_on_ray.ipynb", site))
 
 
-def imports(path: Path) -> str:
-    """The first cell of code."""
-    return next(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_they_show_every_piece_of_their_example(path: Path) -> None:
+    """Data and model are left out, which are no part of the framework."""
+    example = ast.parse((ROOT / f"training/examples/{path.stem}.py").read_text())
+    pieces = {node.name for node in example.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    source = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+    assert f"examples import {path.stem} as example" in source
+    assert {*re.findall(r"show\(example\.(\w+)\)", source)} == pieces - {"load_data", "build_model", "options"}
+    assert {*re.findall(r"example\.(\w+)\(", source)} == {"fit", "options", "load_data", "predict"}
