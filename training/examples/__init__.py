@@ -1,1 +1,1 @@
-"""Scripts that teach: FSDP2 and DeepSpeed on Ray Train by themselves, and ckpt-tools in a training loop of your own."""
+"""Scripts that show FSDP2 and DeepSpeed on Ray Train, and ckpt-tools in a training loop of your own."""
