@@ -180,7 +180,8 @@ def predict(weights: str, images: Tensor) -> Tensor:
 def options(args: list[str] | None = None) -> dict[str, Any]:
     """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=2, help="number of workers; a GPU for each if there are enough")
+    sizes = [2**n for n in range(7)]  # each divides the batch
+    parser.add_argument("--workers", type=int, choices=sizes, default=2, help="a GPU for each, if there are enough")
     parser.add_argument("--epochs", type=int, default=2, help="epochs, those before a resume included")
     parser.add_argument("--out", type=os.path.abspath, required=True, help="folder of the run")
     parser.add_argument("--resume", type=os.path.abspath, help="checkpoint of another run")

@@ -47,7 +47,7 @@ if options.resume:
 
 for epoch in range(epochs_done, options.epochs):
     order = torch.randperm(1408, generator=torch.Generator().manual_seed(epoch))
-    for batch in order[rank::ranks].split(64 // ranks):
+    for batch in (samples[rank::ranks] for samples in order.split(64)):
         loss = cross_entropy(model(images[batch]), labels[batch])
         loss.backward()
         optimizer.step()
