@@ -17,6 +17,7 @@ from pathlib import Path
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, StoreError
 
+from ..config.hub import COMPANIONS
 from ..config.options import RESUME_AUTO, RESUME_LATEST, is_url
 from ..config.train_config import TrainConfig
 from .storage import asked, check_storage, file_system
@@ -25,7 +26,8 @@ CHECKPOINTS = "checkpoints"
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")
 
 _SHARD = re.compile(
-    r"config\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
+    rf"config\.json|{COMPANIONS}"
+    r"|\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
     r"|[^/]+/[^/]*(model|optim)_states\.pt"
 )
 """Files in a checkpoint of PyTorch, DeepSpeed and :mod:`training.models.config_json`."""

@@ -18,7 +18,7 @@ from ckpt_tools.credentials import errors_masked, mask_output, remember, remembe
 from ckpt_tools.errors import CkptError, UsageError
 
 from . import PACKAGE
-from .model_names import HUGGING_FACE
+from .hub import folder_of
 from .options import described, spelt
 from .references import absolute, entries_of
 from .train_config import REFERENCES, TrainConfig
@@ -163,7 +163,7 @@ def check_installed(config: TrainConfig) -> None:
     by_launcher = ["ray", "pyarrow"] if config.launcher == "ray" else []
     by_engine = ["deepspeed"] if config.sharding.framework == "deepspeed" else []
     by_dataset = ["sklearn"] if config.dataset == "digits" else []
-    by_model = ["transformers"] if str(config.model).startswith(HUGGING_FACE) else []
+    by_model = ["transformers"] if folder_of(config.model) is not None else []
     by_record = ["tensorboardX"] if config.tensorboard else []
     check_modules(["torch", "torchvision", *by_launcher, *by_engine, *by_dataset, *by_model, *by_record])
 

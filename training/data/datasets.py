@@ -1,4 +1,4 @@
-"""Datasets: images as 8-bit grey 28x28, and text as bytes.
+"""Datasets: images as 8-bit grey 28x28, and text as bytes or tokens.
 
 ``digits`` is scikit-learn's bundled set of 1,797 handwritten digits (8x8, 17 grey levels), upscaled; it needs no
 network. ``fashion-mnist`` is torchvision's FashionMNIST, 60,000 + 10,000 images; ``image-folder`` is the user's own.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -22,14 +21,11 @@ from torch.utils.data import Dataset
 
 from ckpt_tools.errors import StoreError, UsageError
 
-from ..config import PACKAGE
-from ..config.model_names import CONTEXT, IMAGE_SIZE, NUM_CLASSES
+from ..config.model_names import IMAGE_SIZE, NUM_CLASSES
 from ..config.options import DatasetName as DatasetName
 from ..config.options import first_line
 from ..config.train_config import check_data_root
-
-TEXTS = "texts"
-TEXT_HELD_OUT_EVERY = 10
+from .texts import pieces_of
 
 Part = Literal["train", "held-out"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -70,14 +66,17 @@ class LabelledImages(Samples):
 
 @dataclass(frozen=True, eq=False)
 class TextWindows(Samples):
-    """Pieces of a text: bytes in ``pixels``, uint8 [n, t], and the byte after each in ``labels``, int64 [n, t]."""
+    """Pieces of a text: bytes or tokens in ``pixels``, uint8 or int32 [n, t], and what follows each in ``labels``,
+    int64 [n, t]."""
 
 
-def load_dataset(name: DatasetName, part: Part, root: Path | None, context: int | None = None) -> Samples:
-    """One part of a dataset; ``context`` is the length of the pieces of a text in bytes. Raises UsageError if ``root``
-    is needed and missing, or holds something else. StoreError if a download fails."""
+def load_dataset(
+    name: DatasetName, part: Part, root: Path | None, hub: Path | None = None, context: int | None = None
+) -> Samples:
+    """One part of a dataset; of a text, ``hub`` is the folder of the model, and ``context`` the length of the pieces.
+    Raises UsageError if ``root`` is needed and missing, or holds something else. StoreError if a download fails."""
     if name == "text":
-        return _load_text(part, root, CONTEXT if context is None else context)
+        return TextWindows(*pieces_of(root, hub, context, held_out=part == "held-out"))
     if context is not None:
         raise UsageError(f"--dataset-arg context is for --dataset text, not {name}")
     if name == "digits":
@@ -88,7 +87,7 @@ def load_dataset(name: DatasetName, part: Part, root: Path | None, context: int 
 
 
 def to_input(pixels: Tensor) -> Tensor:
-    """uint8 [n, 28, 28] to the model's input, float32 [n, 1, 28, 28] in [-1, 1]; bytes uint8 [n, t] to int64."""
+    """uint8 [n, 28, 28] to the model's input, float32 [n, 1, 28, 28] in [-1, 1]; texts [n, t] to int64."""
     if pixels.ndim == 2:
         return pixels.to(torch.int64)
     # In place: each new tensor of a batch costs as much as the arithmetic.
@@ -165,27 +164,3 @@ def _grey(path: Path) -> Tensor:
     except Exception as error:
         # Pillow's decoders raise OSError, SyntaxError, struct.error, IndexError, ...
         raise UsageError(f"{path} cannot be read as an image: {first_line(error)}") from error
-
-
-def _load_text(part: Part, root: Path | None, context: int) -> TextWindows:
-    """Pieces of the bundled text, or of the ``.txt`` files of a folder in order; every tenth is held out."""
-    if type(context) is not int or context < 1:
-        raise UsageError(f"--dataset-arg context is a number of bytes of at least 1, not {context!r}")
-    content = torch.frombuffer(bytearray(_text(root)), dtype=torch.uint8)
-    count = (len(content) - 1) // context
-    if count < TEXT_HELD_OUT_EVERY:
-        raise UsageError(f"--data-root {root} has {len(content)} bytes of text, too few to learn from")
-    pieces = content[: count * context].view(count, context)
-    following = content[1 : count * context + 1].view(count, context).to(torch.int64)
-    held_out = torch.arange(count) % TEXT_HELD_OUT_EVERY == 0
-    chosen = held_out if part == "held-out" else ~held_out
-    return TextWindows(pieces[chosen], following[chosen])
-
-
-def _text(root: Path | None) -> bytes:
-    if root is None:
-        return resources.files(PACKAGE).joinpath(TEXTS, "coriolanus.txt").read_bytes()
-    try:
-        return b"\n".join(path.read_bytes() for path in sorted(root.glob("*.txt")))
-    except OSError as error:
-        raise UsageError(f"--data-root {root} cannot be read: {first_line(error)}") from error

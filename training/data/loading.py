@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 
 from ckpt_tools.errors import UsageError
 
+from ..config.hub import folder_of
 from ..config.references import arguments_of, called, check_arguments, is_function, text_of
 from ..config.train_config import TrainConfig
 from .datasets import Part, Samples, load_dataset
@@ -33,8 +34,9 @@ def dataset_of(config: TrainConfig, part: Part) -> Dataset[Any] | None:
     Raises ``UsageError``."""
     if not is_function(config.dataset):
         arguments = arguments_of(config.dataset_arg, "dataset-arg")
-        check_arguments(load_dataset, 3, arguments, "dataset-arg")
-        samples = load_dataset(text_of(config.dataset), part, config.data_root, **arguments)  # type: ignore[arg-type]
+        check_arguments(load_dataset, 4, arguments, "dataset-arg")
+        given: Any = (text_of(config.dataset), part, config.data_root, folder_of(config.model))
+        samples = load_dataset(*given, **arguments)
         return samples.first(config.num_samples) if part == "train" else samples
     found = called(config.dataset, "dataset", part, **arguments_of(config.dataset_arg, "dataset-arg"))
     if found is None and part == "held-out":

@@ -19,6 +19,7 @@ from ..config.references import is_function, resolved, text_of
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
 from ..data.loading import dataset_of, length_of
+from ..data.texts import lines_of_text
 from ..loop.result import RunResult, check_result_file
 from .devices import check_device, check_gpus
 from .failures import RunFailedError
@@ -63,7 +64,7 @@ def check_before_start(config: TrainConfig) -> None:
     check_export(config)
     if config.launcher == "torchrun":
         check_gpus(config.num_workers, torch.cuda.device_count(), "this machine")
-    lines = lines_before_start(config, checkpoint)
+    lines = lines_before_start(config, checkpoint) + lines_of_text(config)
     parts = _checked_parts(config)
     check_frameworks(config)
     if any(map(is_function, (config.model, config.dataset, config.optimizer, config.metrics))):

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from ..config.model_names import HUGGING_FACE, IMAGE_SIZE, MODELS, NUM_CLASSES
+from ..config.hub import COMPANIONS, files_in, folder_of
+from ..config.model_names import IMAGE_SIZE, MODELS, NUM_CLASSES
 from ..config.references import is_function, text_of
 from ..config.train_config import TrainConfig
 
@@ -63,10 +64,10 @@ def labels_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def write_model_config(folder: Path, config: TrainConfig) -> None:
-    """Write the file; for a transformers model, copy the one of its folder, which ``from_pretrained`` reads."""
-    if (name := text_of(config.model)).startswith(HUGGING_FACE):
-        shutil.copyfile(Path(name.removeprefix(HUGGING_FACE)) / NAME, folder / NAME)
-        return
-    found = model_config(config)
-    if found is not None:
+    """Write the file. For a transformers model, copy that of its folder and its tokenizer, which ``from_pretrained``
+    reads."""
+    if (hub := folder_of(config.model)) is not None:
+        for path in (hub / NAME, *files_in(hub, COMPANIONS)):
+            shutil.copyfile(path, folder / path.name)
+    elif (found := model_config(config)) is not None:
         (folder / NAME).write_text(json.dumps(found, indent=1) + "\n")

@@ -17,7 +17,7 @@ from torchvision.models.vision_transformer import EncoderBlock
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from ..config.model_names import HUGGING_FACE, VOCABULARY
+from ..config.hub import folder_of, read_config
 from ..config.options import first_line
 from ..config.references import Reference, called, is_function, text_of
 from ..config.train_config import TrainConfig
@@ -106,10 +106,9 @@ def spec_of(config: TrainConfig) -> ModelSpec:
     be imported."""
     if is_function(config.model):
         return ModelSpec(partial(_of_user, config.model, config.model_arguments))
-    name = text_of(config.model)
-    if name.startswith(HUGGING_FACE):
-        return _hugging_face(Path(name.removeprefix(HUGGING_FACE)))
-    return _BY_NAME[name].spec(**config.model_arguments)
+    if (folder := folder_of(config.model)) is not None:
+        return _hugging_face(config, folder)
+    return _BY_NAME[text_of(config.model)].spec(**config.model_arguments)
 
 
 def _of_user(reference: Reference, arguments: Mapping[str, Any]) -> Model:
@@ -151,23 +150,23 @@ def _instances(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[
     return [each for each in module.modules() if isinstance(each, classes)]
 
 
-def _hugging_face(folder: Path) -> ModelSpec:
+def _hugging_face(config: TrainConfig, folder: Path) -> ModelSpec:
     """Causal language model of transformers from ``folder/config.json``; code in the folder is not run."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    described = read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    except (OSError, ValueError, KeyError) as error:
+        model_class = AutoModelForCausalLM._model_mapping[type(described)]
+    except KeyError as error:
         raise FormatError(f"{folder} has no config.json of a causal language model: {first_line(error)}") from error
-    if config.vocab_size < VOCABULARY:
-        raise FormatError(f"{folder}: vocab_size is {config.vocab_size}, and the text has {VOCABULARY} bytes")
-    config.use_cache = False
+    if config.model_arg:
+        raise UsageError(f"--model-arg is not for {text_of(config.model)}, whose sizes are in its config.json")
+    described.use_cache = False
     names = model_class._no_split_modules or []
     blocks = tuple(getattr(sys.modules[model_class.__module__], name) for name in names)
 
     def make() -> Model:
-        module = model_class(config)
+        module = model_class(described)
         return Model(module, _instances(module, blocks))
 
     return ModelSpec(make)
