@@ -16,6 +16,7 @@ import pytest
 
 import training
 from tests.training.documents import ALL, PAGES
+from tests.training.hub import save_llama, save_tokenizer
 from training.__main__ import main
 from training.config.train_config import TrainConfig
 from training.loop.result import RunResult
@@ -50,6 +51,8 @@ RUNS = [words for words in commands("ckpt-tools train", PAGE.replace(APART, ""))
 def test_a_documented_run_ends_with_a_result(words: str, tmp_path: Path) -> None:
     """By torchrun, on a few samples; everything else as on the page."""
     asked = shlex.split(words)
+    if "hf:base" in asked:
+        save_tokenizer(save_llama(tmp_path / "base"))
     command = [sys.executable, "-m", "training", *asked, *SMALL]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert (done.returncode, done.stderr) == (0, "")

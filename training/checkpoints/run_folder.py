@@ -26,7 +26,7 @@ CHECKPOINTS = "checkpoints"
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")
 
 _SHARD = re.compile(
-    rf"config\.json|{COMPANIONS}"
+    rf"(adapter_)?config\.json|{COMPANIONS}"
     r"|\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
     r"|[^/]+/[^/]*(model|optim)_states\.pt"
 )

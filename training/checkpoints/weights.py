@@ -19,6 +19,7 @@ from ckpt_tools.errors import DestinationExistsError
 
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
+from ..models.lora import base_of
 from .leading import leader_first
 from .settings import reading
 
@@ -35,7 +36,7 @@ def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collect
         return
     with reading(config.init_from):
         ckpt_tools.load_into(
-            model,
+            base_of(config, model),
             None,
             config.init_from,
             elsewhere=elsewhere,
@@ -58,8 +59,12 @@ def check_export(config: TrainConfig) -> None:
 
 
 def export(config: TrainConfig, checkpoint: str) -> None:
-    """Write the weights of ``checkpoint`` to the path of ``--export``. Raises CkptError; the checkpoint stays."""
-    if config.export is not None:
+    """Write the weights of ``checkpoint``, or its adapter, to ``--export``. Raises CkptError; the checkpoint stays."""
+    if config.export is None:
+        return
+    if config.lora:
+        ckpt_tools.convert(checkpoint, config.export, to="peft")
+    else:
         ckpt_tools.consolidate(checkpoint, config.export)
 
 

@@ -164,6 +164,7 @@ def check_installed(config: TrainConfig) -> None:
     by_engine = ["deepspeed"] if config.sharding.framework == "deepspeed" else []
     by_dataset = ["sklearn"] if config.dataset == "digits" else []
     by_model = ["transformers"] if folder_of(config.model) is not None else []
+    by_model += ["peft"] if config.lora else []
     by_record = ["tensorboardX"] if config.tensorboard else []
     check_modules(["torch", "torchvision", *by_launcher, *by_engine, *by_dataset, *by_model, *by_record])
 

@@ -33,6 +33,7 @@ RESUME_AUTO = "auto"
 SETTINGS = (
     "model",
     "model_arg",
+    "lora",
     "dataset",
     "dataset_arg",
     "num_samples",
@@ -82,6 +83,7 @@ class Options:
     engine: Annotated[EngineName | None, Option("Framework; without --strategy it shards fully.")] = None
     model: Annotated[Reference, Option("Model: vit, lm, ..., or a function.", "NAME|hf:FOLDER|FUNCTION")] = "vit"
     model_arg: Annotated[tuple[str, ...], Option("Argument of the model, such as layers=8; repeatable.", ARG)] = ()
+    lora: Annotated[tuple[str, ...], Option("Argument of PEFT's LoraConfig, such as r=8; repeatable.", ARG)] = ()
     launcher: Annotated[LauncherName, Option("Launcher of the worker processes.")] = "ray"
     num_workers: Annotated[int, Option("World size; with CUDA, one GPU per worker.", least=1)] = 2
     epochs: Annotated[int, Option("Epochs of training, and length of the learning rate schedule.", least=1)] = 12
@@ -196,6 +198,11 @@ class Options:
     def chunks(self) -> int:
         """Number of parts of the layers that each worker of a pipeline has."""
         return (self.pp_chunks or 2) if self.pp_schedule == "interleaved1f1b" else 1
+
+    @property
+    def lora_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of PEFT's ``LoraConfig``. Raises ``UsageError``."""
+        return arguments_of(self.lora, "lora")
 
     @property
     def data_workers(self) -> int:

@@ -15,6 +15,7 @@ from ckpt_tools.credentials import remember
 from ckpt_tools.errors import UsageError
 
 from .combinations import broken_rule
+from .hub import folder_of
 from .options import (
     DATASETS,
     OPTIMIZERS,
@@ -123,7 +124,7 @@ class TrainConfig(Options):
         for each in (self.metrics, *self.callback):
             if each is not None and not is_function(each):
                 raise UsageError(f"{each!r} is not a function, as MODULE:FUNCTION or FILE.py:FUNCTION names one")
-        for name in ("model_arg", "dataset_arg", "optimizer_arg", "schedule_arg"):
+        for name in ("model_arg", "lora", "dataset_arg", "optimizer_arg", "schedule_arg"):
             arguments_of(getattr(self, name), spelt(name))
         if self.schedule_arg and not is_function(self.schedule):
             raise UsageError(f"--schedule-arg is for a function, and --schedule is {self.schedule}")
@@ -204,6 +205,10 @@ class TrainConfig(Options):
                 raise UsageError(f"--{name} is for --init-from")
         if self.inverse and self.recipe is None:
             raise UsageError("--inverse is for --recipe")
+        if self.lora and folder_of(self.model) is None:
+            raise UsageError(f"--lora is for --model hf:FOLDER, and --model is {text_of(self.model)}")
+        if self.lora and self.init_from is None and self.resume in (None, RESUME_AUTO):
+            raise UsageError("--lora trains beside the weights of a model: give them with --init-from")
 
     def _check_override(self) -> None:
         for name in self.override:

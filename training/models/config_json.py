@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
+
+import torch
 
 from ..config.hub import COMPANIONS, files_in, folder_of
 from ..config.model_names import IMAGE_SIZE, MODELS, NUM_CLASSES
 from ..config.references import is_function, text_of
 from ..config.train_config import TrainConfig
+from .zoo import spec_of
 
 NAME = "config.json"
 
@@ -65,9 +69,19 @@ def labels_of(config: TrainConfig) -> tuple[str, ...]:
 
 def write_model_config(folder: Path, config: TrainConfig) -> None:
     """Write the file. For a transformers model, copy that of its folder and its tokenizer, which ``from_pretrained``
-    reads."""
+    reads; with ``--lora`` also write ``adapter_config.json``."""
     if (hub := folder_of(config.model)) is not None:
         for path in (hub / NAME, *files_in(hub, COMPANIONS)):
             shutil.copyfile(path, folder / path.name)
     elif (found := model_config(config)) is not None:
         (folder / NAME).write_text(json.dumps(found, indent=1) + "\n")
+    if config.lora:
+        _adapter(config).save_pretrained(str(folder))
+
+
+@lru_cache(maxsize=1)
+def _adapter(config: TrainConfig) -> Any:
+    """``LoraConfig`` with the modules that PEFT has found in the model."""
+    with torch.device("meta"):
+        model: Any = spec_of(config).make().module
+    return model.peft_config["default"]

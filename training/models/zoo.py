@@ -24,6 +24,7 @@ from ..config.train_config import TrainConfig
 from . import image_models
 from .experts import MixtureBlock, MixtureModel
 from .language_model import Block, LanguageModel
+from .lora import with_adapter
 from .losses import standard_loss
 
 Loss = Callable[[Callable[..., Any], Any], Tensor]
@@ -151,7 +152,7 @@ def _instances(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[
 
 
 def _hugging_face(config: TrainConfig, folder: Path) -> ModelSpec:
-    """Causal language model of transformers from ``folder/config.json``; code in the folder is not run."""
+    """Causal language model of transformers from ``folder/config.json``, with the adapter of ``--lora``."""
     from transformers import AutoModelForCausalLM
 
     described = read_config(folder)
@@ -166,7 +167,7 @@ def _hugging_face(config: TrainConfig, folder: Path) -> ModelSpec:
     blocks = tuple(getattr(sys.modules[model_class.__module__], name) for name in names)
 
     def make() -> Model:
-        module = model_class(described)
+        module = with_adapter(config, model_class(described))
         return Model(module, _instances(module, blocks))
 
     return ModelSpec(make)
