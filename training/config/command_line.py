@@ -144,6 +144,8 @@ def _click_type(kind: Any, choices: Sequence[str]) -> Any:
 def config_of(options: dict[str, Any]) -> TrainConfig:
     """The run with these options; relative paths are those of the current folder. Raises ``UsageError``."""
     paths = {name: options[name].absolute() for name in ("out", "data_root", "deepspeed_config") if options[name]}
+    if options["init_from"] and "://" not in options["init_from"]:
+        paths["init_from"] = str(Path(options["init_from"]).expanduser().absolute())
     functions = {name: absolute(options[name]) for name in REFERENCES if name != "callback"}
     functions["callback"] = tuple(map(absolute, options["callback"]))
     return TrainConfig(**(options | paths | functions))

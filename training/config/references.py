@@ -58,7 +58,9 @@ def recorded_name(reference: Reference) -> str:
 
 
 def absolute(reference: Any) -> Any:
-    """The reference with the absolute path of its file, if it has one."""
+    """The reference with the absolute path of its file or folder, if it has one."""
+    if isinstance(reference, str) and reference.startswith("hf:") and reference != "hf:":
+        return f"hf:{Path(reference[3:]).absolute()}"
     if not isinstance(reference, str) or not reference.rpartition(":")[0].endswith(PYTHON):
         return reference
     file, _, name = reference.rpartition(":")

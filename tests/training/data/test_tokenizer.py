@@ -19,6 +19,8 @@ from inference.models.predictor import load_predictor
 from tests.training.hub import TEXT, VOCABULARY, save_llama, save_tokenizer
 from tests.training.strategy_jobs import tiny_config, train_each
 from training.checkpoints.run_folder import strangers_in
+from training.config.command_line import config_of as config_of_words
+from training.config.command_line import parsed
 from training.config.train_config import TrainConfig
 from training.data.loading import dataset_of
 from training.data.texts import lines_of_text
@@ -131,6 +133,16 @@ def test_bytes_and_sizes_that_a_folder_does_not_take_are_refused(tmp_path: Path)
         check_before_start(config_of(tmp_path / "out", small))
     with pytest.raises(UsageError, match=r"--model-arg is not for hf:.*, whose sizes are in its config\.json"):
         check_before_start(config_of(tmp_path / "out", save_llama(tmp_path / "hub"), model_arg=("layers=2",)))
+
+
+def test_relative_folders_are_those_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's workers have another one."""
+    monkeypatch.chdir(tmp_path)
+    words = "--strategy ddp --model hf:base --dataset text --init-from base --out run"
+    found = config_of_words(parsed(words.split()))
+    assert (found.model, found.init_from) == (f"hf:{tmp_path}/base", f"{tmp_path}/base")
+    stored = config_of_words(parsed([*words.split(), "--init-from", "s3://bucket/base"]))
+    assert stored.init_from == "s3://bucket/base"
 
 
 def test_a_checkpoint_becomes_a_folder_that_continues_texts(hub: Path, tmp_path: Path) -> None:
