@@ -49,7 +49,7 @@ def config(**values: Any) -> TrainConfig:
         ({"data_root": Path("/data")}, "^--data-root is for the other datasets"),
         (
             {"override": ("lr",), "resume": "latest"},
-            "^--override lr names no setting of a run; it is one of model, model-arg, lora, dataset, dataset-arg, num-s",
+            "^--override lr names no setting of a run; it is one of model, model-arg, lora, dataset, dataset-arg",
         ),
         ({"override": ("seed",)}, "^--override is for --resume"),
         ({"strategy": "fsdp"}, "^--strategy is one of ddp, no_shard, .*, zero3_hpz, not 'fsdp'$"),
