@@ -193,9 +193,10 @@ def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> 
         cwd=ROOT,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)),
     )
-    assert done.returncode != 0
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.endswith("; continue with --resume latest\n")
+    assert done.returncode == 5
+    unfinished = tmp_path / "checkpoints/.epoch_0002.partial"
+    assert done.stderr.startswith(f"error: {unfinished} cannot be written: torch could not write a whole file; ")
+    assert done.stderr.endswith(" bytes left; continue with --resume latest\n")
     assert done.stderr.count("\n") == 1
 
 

@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 3.0  # time to wait for the lock: the processes of a killed r
 
 
 class LostStorageError(StoreError):
-    """Another run has taken over the storage; this one must end at once."""
+    """Another run has taken over the storage, or ``out`` cannot be written to; this one must end at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from ..checkpoints.locking import check_no_other_run, only_run
 from ..checkpoints.run_folder import resume_folder, resume_hint
 from ..checkpoints.settings import lines_before_start
 from ..checkpoints.weights import check_export, check_recipe, export
+from ..checkpoints.writing import sentence_of
 from ..config.references import is_function, resolved, text_of
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
@@ -44,8 +45,7 @@ def launch(config: TrainConfig) -> RunResult:
         except (RunFailedError, StoreError) as error:
             raise _with_hint(error, config) from error
         except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            raise _with_hint(StoreError(f"{where}{error.strerror or error}"), config) from error
+            raise _with_hint(StoreError(sentence_of(error)), config) from error
 
 
 def cluster(num_workers: int) -> AbstractContextManager[None]:

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import re
+import signal
 import traceback
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ckpt_tools import errors
 from ckpt_tools.credentials import without_secrets
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, StoreError
 
+from ..checkpoints.writing import root_of, sentence_of
 from ..config.references import place_in
 
+PROCESS_ENDED = "ProcessEnded"
+_LOST = re.compile(r"(?i)\bgloo\b|\bnccl|connection (was )?(closed|reset|refused)|broken pipe")
 ERROR_LOG_NAME = "error.log"
+RECORD_BYTES = 2**16
+MAX_DETAILS = 2**14  # characters, of the end
+
+BLAME_SECONDS = 3.0
+"""Time between a rank's error and its end. The ranks that lose a killed one fail because of it; meanwhile the launcher
+finds the killed one: torchrun's agent looks every 0.1 seconds, Ray Train every 2."""
+
+
+def end_of(rank: int, code: int) -> str:
+    """Sentence about a rank whose process has ended with this exit code; a negative one is a signal."""
+    if code >= 0:
+        return f"rank {rank} ended with exit code {code}"
+    named = {each.value: each.name for each in signal.Signals}
+    hint = "; the kernel does so when memory runs out" if -code == signal.SIGKILL else ""
+    return f"rank {rank} was ended by {named.get(-code, f'signal {-code}')}{hint}"
 
 
 class RunFailedError(CkptError):
@@ -33,22 +53,53 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         details = "".join(traceback.format_exception(error))
-        return cls(rank, type(error).__name__, without_secrets(str(error)), without_secrets(details))
+        cause = root_of(error)
+        if isinstance(cause, OSError):
+            cause = StoreError(sentence_of(cause))
+        return cls(rank, type(cause).__name__, without_secrets(str(cause)), without_secrets(details))
+
+    @classmethod
+    def of_end(cls, rank: int, error: BaseException) -> Failure:
+        """The end of a rank's process, about which Ray raised ``error``."""
+        lost = "node has died" in str(error)
+        how = "its machine" if lost else "its process, as by SIGKILL; the kernel sends it when memory runs out"
+        return cls(rank, PROCESS_ENDED, how, without_secrets(str(error)))
+
+    @property
+    def is_end(self) -> bool:
+        return self.kind == PROCESS_ENDED
+
+    @property
+    def has_lost_another(self) -> bool:
+        """Whether it lost the connection to another rank, whose failure is then the cause."""
+        return _LOST.search(self.message) is not None and not hasattr(errors, self.kind)
 
     @property
     def sentence(self) -> str:
+        if self.is_end:
+            return f"rank {self.rank} has lost {self.message}"
         lines = self.message.strip().splitlines() or ["no message"]
         return f"rank {self.rank} failed with {self.kind}: {lines[0]}{place_in(self.details)}"
 
+    @staticmethod
+    def reserve(path: Path) -> None:
+        """Room for a record, because the disk may be full when a rank fails."""
+        path.write_bytes(b" " * RECORD_BYTES)
+
     def record(self, path: Path) -> None:
-        """Write it to ``path``, unless an earlier failure, which may be its cause, is there."""
-        with suppress(FileExistsError), path.open("x") as file:
-            json.dump(asdict(self), file)
+        """Write it to the room at ``path``, unless an earlier failure, which may be its cause, is there."""
+        text = json.dumps(asdict(replace(self, details=self.details[-MAX_DETAILS:])))
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if file.read(1) == b" ":
+                file.seek(0)
+                file.write(text.encode())
 
     @classmethod
-    def recorded(cls, path: Path) -> Failure:
-        """Read what :meth:`record` wrote."""
-        return cls(**json.loads(path.read_text()))
+    def recorded(cls, path: Path) -> Failure | None:
+        """Read what :meth:`record` wrote, if it did."""
+        text = path.read_text().strip()
+        return cls(**json.loads(text)) if text else None
 
     def to_error(self, out: Path) -> CkptError:
         """The same error if it is a ``CkptError``, else one sentence, with the traceback in ``OUT/error.log``."""
@@ -56,5 +107,8 @@ class Failure:
         if isinstance(ours, type) and issubclass(ours, CkptError):
             return ours(self.message)
         log = out / ERROR_LOG_NAME
-        log.write_text(without_secrets(self.details))
+        try:
+            log.write_text(without_secrets(self.details))
+        except OSError:
+            return RunFailedError(self.sentence)
         return RunFailedError(f"{self.sentence} (see {log})")

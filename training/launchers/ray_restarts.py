@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -34,11 +34,28 @@ Say = Callable[[str], None]
 
 
 class AttemptFailedError(Exception):
-    """The workers of an attempt have failed."""
+    """A worker, or all of an attempt because of it, has failed."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.sentence)
+        super().__init__(failure)  # what unpickling passes on
         self.failure = failure
+
+    def __str__(self) -> str:
+        return self.failure.sentence
+
+
+def cause_of(failures: Mapping[int, BaseException]) -> Failure:
+    """The failure of the rank that the others fail because of: one whose process is gone, else one that lost no
+    connection, the lowest first. Ray does not tell the signal, nor which failure of a poll was first."""
+    found = (_failure(*each) for each in failures.items())
+    return min(found, key=lambda each: (not each.is_end, each.has_lost_another, each.rank))
+
+
+def _failure(rank: int, error: BaseException) -> Failure:
+    if isinstance(error, AttemptFailedError):
+        return error.failure
+    cause = getattr(error, "health_check_failure", None)
+    return Failure.of(rank, error) if cause is None else Failure.of_end(rank, cause)
 
 
 def with_restarts(

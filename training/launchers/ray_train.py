@@ -13,10 +13,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ import torch
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.util.queue import Queue
 
+from ckpt_tools.errors import StoreError
 from ckpt_tools.guard import guarded
 from ckpt_tools.signals import starting_processes
 
@@ -41,8 +41,8 @@ from ..loop.saving import in_background
 from ..loop.screen import Screen
 from ..loop.stopping import RunStoppedError, passing_on
 from .devices import backend_of, check_device, check_gpus, threads_of
-from .failures import Failure
-from .ray_restarts import AttemptFailedError, is_asked, on_this_node, with_restarts
+from .failures import BLAME_SECONDS, Failure
+from .ray_restarts import AttemptFailedError, cause_of, is_asked, on_this_node, with_restarts
 
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray's default is 30 % of the memory; here the object store holds only lines of progress."""
@@ -60,14 +60,14 @@ AT_ONCE = (KeyboardInterrupt, LostStorageError)
 def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Run on Ray workers and write ``result.json``. Raises the error of the first failing rank."""
     started = time.perf_counter()
-    with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as lines:
+    with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as (lines, printing):
         devices = _devices(config)
         stop, asked = queue_here(), threading.Event()
         fit = partial(_fit, devices=devices, lines=lines, stop=stop)
         with passing_on(asked.set):
             last, trained = _in_thread(
                 partial(with_restarts, config, fit, lambda line: lines.put(("say", line)), on_gpus=devices[0]),
-                partial(_check, lock, asked, stop),
+                partial(_check, lock, printing, asked, stop),
             )
     if isinstance(trained, Interrupted):
         raise RunStoppedError.at(trained.checkpoint)
@@ -120,20 +120,19 @@ def queue_here() -> Queue:
 
 
 @contextmanager
-def printed_lines(config: TrainConfig) -> Iterator[Queue]:
-    """A queue of what workers on any machine say, show or record here: the name of it, and the value."""
+def printed_lines(config: TrainConfig) -> Iterator[tuple[Queue, Future[None]]]:
+    """A queue of what workers on any machine say, show or record here: the name of it, and the value. And the future of
+    its reader."""
     lines = queue_here()
     with closing(Screen()) as screen:
-        journal = Journal(config)
-        printer = threading.Thread(target=_print_until_none, args=(lines, screen, journal), daemon=True)
-        printer.start()
-        with _ended_by(partial(_end_lines, lines, printer)):
-            yield lines
+        printing = in_background(partial(_print_until_none, lines, screen, Journal(config)))
+        with _ended_by(partial(_end_lines, lines, printing)):
+            yield lines, printing
 
 
-def _end_lines(lines: Queue, printer: threading.Thread) -> None:
+def _end_lines(lines: Queue, printing: Future[None]) -> None:
     lines.put(None)
-    printer.join()
+    printing.result()
     lines.shutdown()
 
 
@@ -145,8 +144,10 @@ def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
             calls[name](value)
 
 
-def _check(lock: RunLock, asked: threading.Event, stop: Queue) -> None:
+def _check(lock: RunLock, printing: Future[None], asked: threading.Event, stop: Queue) -> None:
     lock.check()
+    if printing.done() and isinstance(error := printing.exception(), StoreError):
+        raise LostStorageError(error.message) from error
     if asked.is_set():
         asked.clear()
         in_background(partial(stop.put, True))
@@ -212,8 +213,7 @@ def _fit(config: TrainConfig, devices: _Devices, lines: Queue, stop: Queue) -> O
         outcome: Outcome = trainer.fit().return_value
         return outcome
     except ray.train.WorkerGroupError as error:
-        # The lowest rank: Ray does not tell which failure of a poll was first.
-        raise AttemptFailedError(Failure.of(*min(error.worker_failures.items(), key=itemgetter(0)))) from error
+        raise AttemptFailedError(cause_of(error.worker_failures)) from error
     except ray.train.ControllerError as error:
         raise AttemptFailedError(Failure.of(0, error.controller_failure)) from error
     except ray.train.TrainingFailedError as error:
@@ -230,6 +230,14 @@ def _ray_storage(config: TrainConfig) -> dict[str, Any]:
 
 
 def _work(loop_config: dict[str, Any]) -> Outcome:
+    try:
+        return _trained(loop_config)
+    except BaseException as error:  # torch's CheckpointException is none of Exception's
+        time.sleep(BLAME_SECONDS)
+        raise AttemptFailedError(Failure.of(torch.distributed.get_rank(), error)) from None
+
+
+def _trained(loop_config: dict[str, Any]) -> Outcome:
     config: TrainConfig = loop_config["config"]
     outlet = (RayFolderOutlet if config.storage is None else RayStorageOutlet)(config, loop_config["lines"])
     device, asked = ray.train.torch.get_device(), is_asked(loop_config["stop"])

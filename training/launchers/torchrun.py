@@ -27,6 +27,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from ckpt_tools.errors import CkptError
 from ckpt_tools.guard import guarded
 from ckpt_tools.signals import held_back, let_through
 
@@ -42,7 +43,7 @@ from ..loop.result import RESULT_NAME, RunResult
 from ..loop.screen import Screen
 from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passing_on
 from .devices import backend_of, threads_of
-from .failures import Failure, RunFailedError
+from .failures import BLAME_SECONDS, Failure, RunFailedError, end_of
 
 LOG_NAME = "torchrun.log"
 POLITE_SECONDS = 5.0
@@ -50,6 +51,7 @@ _PR_SET_PDEATHSIG = 1
 FILES_VARIABLE = "TRAINING_LAUNCHER_FILES"
 """Environment variable of the ranks: folder of :class:`_Files`. Ranks of a torchrun that the user started lack it."""
 
+_NO_REASON = "a rank failed; torchrun's log has the reason"
 _RANK_ENDED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 """Line of torchrun's agent about the first rank that ended."""
 
@@ -59,6 +61,7 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     log = config.out / LOG_NAME
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as stderr, closing(Screen()):
         files = _Files.inside(Path(folder))
+        Failure.reserve(files.error)
         with guarded(keep_open=[lock.descriptor]) as marking, marking():
             cores, on_gpu = os.cpu_count() or 1, torch.cuda.is_available()
             threads = threads_of(config, config.num_workers, cores, on_gpu=on_gpu)
@@ -69,9 +72,26 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
             raise RunStoppedError.at(None)
         if code == 0:
             return RunResult.read(config.out / RESULT_NAME)
-        if files.error.exists():
-            raise Failure.recorded(files.error).to_error(config.out)
-    raise RunFailedError(f"torchrun ended with exit code {code} (see {log})")
+        failure = Failure.recorded(files.error)
+    raise _error(config, failure, code)
+
+
+def _error(config: TrainConfig, failure: Failure | None, code: int) -> CkptError:
+    """Error of a run that has failed: the other ranks fail because of one that was killed."""
+    end, log = _first_end(config, config.max_restarts), config.out / LOG_NAME
+    if failure is not None and not _is_killed(end):
+        return failure.to_error(config.out)
+    return RunFailedError(f"{end_of(*end) if end else f'torchrun ended with exit code {code}'} (see {log})")
+
+
+def _first_end(config: TrainConfig, restarts: int) -> tuple[int, int] | None:
+    """Rank and exit code of the first one to end in the attempt after so many restarts; None if the log lacks it."""
+    ends = _RANK_ENDED.findall((config.out / LOG_NAME).read_text(errors="replace"))
+    return (int(ends[restarts][1]), int(ends[restarts][0])) if restarts < len(ends) else None
+
+
+def _is_killed(end: tuple[int, int] | None) -> bool:
+    return end is not None and end[1] < 0
 
 
 def _run_agent(config: TrainConfig, files: _Files, stderr: IO[bytes], environment: dict[str, str]) -> int:
@@ -125,19 +145,20 @@ def work(config: TrainConfig) -> NoReturn:
     files = _Files.of_launcher()
     request = Request(files.stop if files else None)
     request.handle_signals()
-    if files:
-        files.begun.touch()
-    if _restarts():
-        config = restarted(config)
-        if os.environ["RANK"] == "0":
-            limit = os.environ["TORCHELASTIC_MAX_RESTARTS"]
-            print(f"restart {_restarts()} of {limit}: {_reason(config, files)}", flush=True)
     try:
+        if files:
+            files.begun.touch()
+        if _restarts():
+            config = restarted(config)
+            if os.environ["RANK"] == "0":
+                limit = os.environ["TORCHELASTIC_MAX_RESTARTS"]
+                print(f"restart {_restarts()} of {limit}: {_reason(config, files)}", flush=True)
         with nullcontext() if files else _on_its_own(config):
             code = _work(config, request, files)
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is none of Exception's
         if files:
             Failure.of(int(os.environ["RANK"]), error).record(files.error)
+        time.sleep(BLAME_SECONDS)
         raise
     leave(code)
 
@@ -159,16 +180,15 @@ def _restarts() -> int:
 
 
 def _reason(config: TrainConfig, files: _Files | None) -> str:
-    """Reason of the last failure, whose file is removed for the next one. A killed rank records none, and then the
-    others fail because of it."""
+    """Reason of the last failure, whose record is emptied for the next one."""
     if files is None:
-        return "a rank failed; torchrun's log has the reason"
-    error = Failure.recorded(files.error) if files.error.is_file() else None
-    files.error.unlink(missing_ok=True)
-    ends = _RANK_ENDED.findall((config.out / LOG_NAME).read_text())
-    if ends and int(ends[-1][0]) < 0:
-        return f"rank {ends[-1][1]} was ended by {signal.Signals(-int(ends[-1][0])).name}"
-    return "a rank failed; torchrun's log has the reason" if error is None else error.sentence
+        return _NO_REASON
+    failure = Failure.recorded(files.error)
+    Failure.reserve(files.error)
+    end = _first_end(config, _restarts() - 1)
+    if failure is not None and not _is_killed(end):
+        return failure.sentence
+    return end_of(*end) if end else _NO_REASON
 
 
 @contextmanager

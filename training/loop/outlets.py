@@ -13,6 +13,7 @@ import torch
 from ckpt_tools.errors import UsageError
 
 from ..checkpoints.run_folder import CHECKPOINTS, make_partial, partial_folder
+from ..checkpoints.writing import writing
 from ..config.references import Reference, called, text_of
 from ..config.train_config import TrainConfig
 from .screen import Screen
@@ -56,11 +57,13 @@ class Journal:
         self._events: Any = None
 
     def record(self, figures: Mapping[str, Any]) -> None:
-        """Append a line. A kill may cut it off; readers skip such a line."""
-        with (self._out / METRICS_NAME).open("a") as file:
+        """Append a line. A kill may cut it off; readers skip such a line. Raises StoreError."""
+        path = self._out / METRICS_NAME
+        with writing(path), path.open("a") as file:
             file.write(json.dumps(figures) + "\n")
         if self._tensorboard:
-            self._record_events(figures)
+            with writing(self._out / TENSORBOARD_NAME):
+                self._record_events(figures)
 
     def _record_events(self, figures: Mapping[str, Any]) -> None:
         """Flushes each event, because a rank exits without closing files."""

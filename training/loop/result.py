@@ -15,6 +15,7 @@ from ckpt_tools.credentials import without_secrets
 from ckpt_tools.errors import DestinationExistsError
 
 from ..checkpoints.run_folder import checkpoint_of
+from ..checkpoints.writing import writing
 from ..config.references import text_of
 from ..config.train_config import Settings, TrainConfig
 from .evaluation import Evaluation
@@ -97,11 +98,12 @@ class RunResult:
         return cls(history=history, predicted=tuple(values.pop("predicted")), saves=saves, **values)
 
     def write(self, out: Path) -> None:
-        """Write ``OUT/result.json`` atomically, without credentials in the URL of the checkpoint."""
-        unfinished = out / f".{RESULT_NAME}.partial"
+        """Write ``OUT/result.json`` atomically, without credentials in the URL of the checkpoint. Raises StoreError."""
+        unfinished, path = out / f".{RESULT_NAME}.partial", out / RESULT_NAME
         shown = replace(self, checkpoint=without_secrets(self.checkpoint))
-        unfinished.write_text(json.dumps(asdict(shown), indent=1) + "\n")
-        unfinished.replace(out / RESULT_NAME)
+        with writing(path):
+            unfinished.write_text(json.dumps(asdict(shown), indent=1) + "\n")
+            unfinished.replace(path)
 
 
 def versions_of(config: TrainConfig) -> dict[str, str]:

@@ -24,6 +24,7 @@ from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, Usag
 from ..checkpoints.leading import cpu_group
 from ..checkpoints.progress import Progress
 from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, partial_folder, strangers_in
+from ..checkpoints.writing import root_of, writing
 from ..config.train_config import TrainConfig
 from ..engines.base import Engine, Save, StagingEngine
 from ..models.config_json import write_model_config
@@ -96,8 +97,9 @@ class Saver:
             self.collect()
 
     def _write_now(self, progress: Progress, folder: Path) -> Future[float]:
-        self._engine.save(folder, progress)
-        self._describe(folder)
+        with writing(folder):
+            self._engine.save(folder, progress)
+            self._describe(folder)
         torch.distributed.barrier()
         return (in_background if self._in_background else _at_once)(partial(self._finish, progress.name))
 
@@ -121,8 +123,9 @@ class Saver:
 
     def _write(self, write: Save, folder: Path, name: str) -> float:
         """DCP's collectives ensure that the first rank returns only when all have written."""
-        self._describe(folder)
-        write(folder)
+        with writing(folder):
+            self._describe(folder)
+            write(folder)
         return self._finish(name)
 
     def _describe(self, folder: Path) -> None:
@@ -170,11 +173,15 @@ def _check_all(name: str, done: Future[float]) -> None:
     """Raise StoreError on every rank with the reason of the first one that failed; collective."""
     error = done.exception() if done.done() else None
     reasons: list[str | None] = [None] * torch.distributed.get_world_size()
-    mine = None if error is None else f"{type(error).__name__}: {error}"
-    torch.distributed.all_gather_object(reasons, mine)
+    torch.distributed.all_gather_object(reasons, None if error is None else _told(error))
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise StoreError(f"{name} could not be saved: rank {rank}: {reason}") from error
+
+
+def _told(error: BaseException) -> str:
+    cause = root_of(error)
+    return cause.message if isinstance(cause, StoreError) else f"{type(cause).__name__}: {cause}"
 
 
 def _leads() -> bool:

@@ -245,7 +245,8 @@ def test_a_run_that_is_killed_and_stopped_goes_on_to_the_same_end(start: Start, 
             reduce(lambda known, _: kill_a_rank(start, run, plan, known), range(plan.kills), frozenset[int]())
             stop(start, run, plan, signal.SIGUSR1 if start.name == "torchrun" else signal.SIGTERM)
             # Ray tells nobody of a worker that it lost before the training began.
-            reasons = re.findall(r"(?m)^restart \d+ of \d+: .+", run.said)
+            way = "has lost its process, as" if start.launcher == "ray" else "was ended"
+            reasons = re.findall(rf"(?m)^restart \d+ of \d+: rank \d {way} by SIGKILL; the kernel .+", run.said)
             assert len(reasons) >= plan.done[f"{WORKERS} while they trained"]
     else:
         for _ in range(plan.kills):

@@ -1,0 +1,136 @@
+"""Why a run failed: the reason of a full disk, and the rank that was killed instead of those that lost it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckpt_tools.errors import StoreError
+from fixtures.launch import pool
+from tests.training import failure_jobs
+from tests.training.jobs import default_config, small_config
+from tests.training.watched import Watched
+from training.checkpoints.run_folder import saved_checkpoints
+from training.checkpoints.writing import writing
+from training.launchers.failures import Failure, end_of
+from training.launchers.ray_restarts import AttemptFailedError, cause_of
+from training.loop.outlets import Journal
+from training.loop.result import RunResult
+from training.models.config_json import write_model_config
+
+GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
+FULL = Path("/dev/full")
+
+
+def test_a_save_on_a_full_disk_names_the_checkpoint_and_the_reason(tmp_path: Path) -> None:
+    pool(1).run(failure_jobs.say_what_could_not_be_saved, tmp_path)
+
+
+def test_small_files_on_a_full_disk_name_the_file_and_the_reason(tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "config.json", ".result.json.partial"):
+        (tmp_path / name).symlink_to(FULL)
+    reason = f"^{tmp_path}/?{{}} cannot be written: No space left on device$"
+    config = default_config(tmp_path, engine="fsdp2")
+    with pytest.raises(StoreError, match=reason.format("metrics.jsonl")):
+        Journal(tmp_path, tensorboard=False).record({"step": 1})
+    with pytest.raises(StoreError, match=reason.format("")), writing(tmp_path):
+        write_model_config(tmp_path, config)
+    texts = dict.fromkeys(("engine", "strategy", "launcher", "precision", "dataset", "checkpoint"), "")
+    numbers = dict.fromkeys(("num_workers", "epochs", "accuracy", "correct", "total", "seconds"), 0)
+    result = RunResult(**texts, **numbers, settings={}, versions={}, history=(), predicted=())  # type: ignore[arg-type]
+    with pytest.raises(StoreError, match=reason.format("result.json")):
+        result.write(tmp_path)
+
+
+@pytest.mark.parametrize("error", [GLOO, ValueError("no"), CheckpointException("", {1: (GLOO, None)})])  # type: ignore[dict-item]
+def test_another_error_of_a_save_is_passed_on(error: BaseException, tmp_path: Path) -> None:
+    with pytest.raises(type(error)), writing(tmp_path):
+        raise error
+
+
+def test_the_failure_in_a_checkpoint_exception_is_that_of_its_rank(tmp_path: Path) -> None:
+    failure = Failure.of(0, CheckpointException("", {1: (ValueError("two words"), None)}))  # type: ignore[dict-item]
+    assert failure.sentence == "rank 0 failed with ValueError: two words"
+    full = Failure.of(0, CheckpointException("", {1: (OSError(28, "No space left on device"), None)}))  # type: ignore[dict-item]
+    assert (type(full.to_error(tmp_path)), full.message) == (StoreError, "No space left on device")
+
+
+def test_the_first_failure_is_recorded_in_room_that_was_kept_for_it(tmp_path: Path) -> None:
+    record = tmp_path / "error.json"
+    Failure.reserve(record)
+    room = record.stat().st_size
+    assert Failure.recorded(record) is None
+    first = Failure.of(1, ValueError("first"))
+    first.record(record)
+    Failure.of(0, GLOO).record(record)
+    assert Failure.recorded(record) == first and record.stat().st_size == room
+    Failure.reserve(record)
+    assert Failure.recorded(record) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (3, "rank 1 ended with exit code 3"),
+        (-9, "rank 1 was ended by SIGKILL; the kernel does so when memory runs out"),
+        (-11, "rank 1 was ended by SIGSEGV"),
+        (-50, "rank 1 was ended by signal 50"),
+    ],
+)
+def test_the_end_of_a_process(code: int, sentence: str) -> None:
+    assert end_of(1, code) == sentence
+
+
+def test_the_ranks_that_lost_a_killed_one_are_not_blamed(tmp_path: Path) -> None:
+    """torchrun's agent ends the run as soon as it finds the killed rank; restarts are none."""
+    config = small_config(tmp_path, engine="fsdp2", epochs=9000, save_every_steps=1, keep_last=2)
+    run = Watched.start(tmp_path, "-m", "training", *config.to_args())
+    try:
+        run.wait_until(lambda: bool(saved_checkpoints(tmp_path)))
+        os.kill(rank_of(run, 1), signal.SIGKILL)
+        _, said = run.process.communicate(timeout=120)
+    finally:
+        run.destroy()
+    log = tmp_path / "torchrun.log"
+    sentence = f"rank 1 was ended by SIGKILL; the kernel does so when memory runs out (see {log})"
+    assert (run.process.returncode, said) == (1, f"error: {sentence}; continue with --resume latest\n")
+    assert "onnection closed by peer" in log.read_text()
+
+
+def rank_of(run: Watched, rank: int) -> int:
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+            try:
+                environment, words = ((folder / name).read_bytes() for name in ("environ", "cmdline"))
+            except OSError:
+                continue
+            is_of_rank = f"\0LOCAL_RANK={rank}\0".encode() in environment and b"\0-m\0training\0" in words
+            if run.trace in environment and is_of_rank:
+                return int(folder.name)
+    raise AssertionError("no such rank")
+
+
+class WorkerHealthCheckFailedError(Exception):
+    """Shaped as Ray Train's."""
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__("A worker health check failed.")
+        self.health_check_failure = failure
+
+
+def test_under_ray_the_lost_process_is_the_cause_and_then_what_lost_no_connection() -> None:
+    """Ray passes on the failures of all ranks, pickled."""
+    of_ranks = {rank: pickle.loads(pickle.dumps(AttemptFailedError(Failure.of(rank, GLOO)))) for rank in (0, 1)}
+    assert cause_of(of_ranks).sentence.startswith("rank 0 failed with RuntimeError: [")
+    own = of_ranks | {2: AttemptFailedError(Failure.of(2, StoreError("full")))}
+    assert cause_of(own).to_error(Path("/run")).exit_code == 5
+    died = own | {3: WorkerHealthCheckFailedError(RuntimeError("The actor died unexpectedly"))}
+    ended = "its process, as by SIGKILL; the kernel sends it when memory runs out"
+    assert cause_of(died).sentence == f"rank 3 has lost {ended}"
+    machine = of_ranks | {1: WorkerHealthCheckFailedError(RuntimeError("The actor died because its node has died."))}
+    assert cause_of(machine).sentence == "rank 1 has lost its machine"
