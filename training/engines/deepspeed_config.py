@@ -6,47 +6,70 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from pydantic import ValidationError
+
 from ckpt_tools.errors import UsageError
 
 from ..config.command_line import shipped_text
+from ..config.options import first_line
 from ..config.train_config import TrainConfig
 from .optimizers import optimizer_arguments
 
 AUTO = "auto"  # as in transformers: the run's options set the value
-KNOWN = frozenset(
-    [
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "optimizer",
-        "zero_optimization",
-        "gradient_clipping",
-        "bf16",
-        "fp16",
-        "zero_force_ds_cpu_optimizer",
-        "zero_allow_untested_optimizer",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "comms_logger",
-        "flops_profiler",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "communication_data_type",
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "sparse_gradients",
-        "aio",
-        "checkpoint",
-        "data_types",
-        "activation_checkpointing",
-        "seq_parallel_communication_data_type",
-        "compile",
-    ]
-)
-"""Allowed keys, which do not contradict the run's options. DeepSpeed itself ignores unknown keys."""
+KNOWN: Mapping[str, type] = {
+    "train_batch_size": int,
+    "train_micro_batch_size_per_gpu": int,
+    "gradient_accumulation_steps": int,
+    "optimizer": dict,
+    "zero_optimization": dict,
+    "gradient_clipping": float,
+    "bf16": dict,
+    "fp16": dict,
+    "zero_force_ds_cpu_optimizer": bool,
+    "zero_allow_untested_optimizer": bool,
+    "steps_per_print": int,
+    "wall_clock_breakdown": bool,
+    "memory_breakdown": bool,
+    "dump_state": bool,
+    "comms_logger": dict,
+    "flops_profiler": dict,
+    "tensorboard": dict,
+    "wandb": dict,
+    "csv_monitor": dict,
+    "communication_data_type": str,
+    "prescale_gradients": bool,
+    "gradient_predivide_factor": float,
+    "sparse_gradients": bool,
+    "aio": dict,
+    "checkpoint": dict,
+    "data_types": dict,
+    "activation_checkpointing": dict,
+    "seq_parallel_communication_data_type": str,
+    "compile": dict,
+}
+"""Allowed keys, which do not contradict the run's options, with their types. DeepSpeed itself ignores unknown keys."""
+
+_IN_JSON: Mapping[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+}
+
+_ADAMS = frozenset(["torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction", "set_grad_none"])
+"""Parameters by which DeepSpeed chooses its Adam, or which only its own has."""
+
+_SECTIONS: Mapping[str, list[str]] = {
+    "DeepSpeedZeroConfig": ["zero_optimization"],
+    "DeepSpeedFP16Config": ["fp16"],
+    "DeepSpeedBF16Config": ["bf16"],
+    "CommsLoggerConfig": ["comms_logger"],
+    "CompileConfig": ["compile"],
+}
+"""Sections that DeepSpeed's classes describe; another class has its sections as fields."""
 
 _NEVER = 1_000_000_000
 
@@ -72,7 +95,7 @@ def _given(config: TrainConfig) -> dict[str, Any]:
         return _object(json.loads(shipped_text(f"{config.sharding.name}.json")), config)
     try:
         return _object(json.loads(config.deepspeed_config.read_text()), config)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--deepspeed-config {config.deepspeed_config} cannot be read: {error}") from error
 
 
@@ -112,11 +135,12 @@ def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, 
     file = f"--deepspeed-config {config.deepspeed_config}"
     if config.optimizer != "adamw" and "optimizer" in given:
         raise UsageError(f"{file} has an optimizer, and so has --optimizer; leave one of them out")
-    if unknown := sorted(set(given) - KNOWN):
+    if unknown := sorted(set(given) - KNOWN.keys()):
         raise UsageError(f"{file}: {unknown[0]} is not a key that a run takes; it takes {', '.join(sorted(KNOWN))}")
+    _check_types(file, given, KNOWN)
+    _check_types(file, given.get("optimizer", {}), {"type": str, "params": dict}, "optimizer.")
     for key, (theirs, ours) in _differing(given, decided).items():
         raise UsageError(f"{file} sets {key} to {theirs} and the options of the run say {ours}; change one of them")
-    _check_sections(file, given)
     _check_pipeline(config, file, given)
 
 
@@ -143,14 +167,77 @@ def _differing(given: Mapping[str, Any], decided: Mapping[str, Any], above: str 
     return found
 
 
-def _check_sections(file: str, given: Mapping[str, Any]) -> None:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
+def _check_types(file: str, given: Mapping[str, Any], kinds: Mapping[str, type], above: str = "") -> None:
+    for key, value in given.items():
+        kind = kinds.get(key, object)
+        takes = (int, float) if kind is float else kind
+        if value != AUTO and (not isinstance(value, takes) or (isinstance(value, bool) and kind in (int, float))):
+            raise UsageError(f"{file}: {above}{key} is {_IN_JSON[kind]}, not {json.dumps(value)}")
 
-    zero = {key: value for key, value in given.get("zero_optimization", {}).items() if value != AUTO}
+
+def check_with_deepspeed(config: TrainConfig, options: Mapping[str, Any]) -> None:
+    """Have DeepSpeed read what :func:`deepspeed_config` returned, and its optimizer make a step.
+
+    Raises:
+        UsageError: a value that the ranks would fail at.
+    """
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
+    from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    file = f"--deepspeed-config {config.deepspeed_config}"
+    for name, defaults in {
+        "flops_profiler": vars(DeepSpeedFlopsProfilerConfig({})),
+        "activation_checkpointing": vars(DeepSpeedActivationCheckpointingConfig({})),
+        "aio": get_aio_config({}),
+    }.items():
+        kinds = {key: type(value) for key, value in defaults.items() if type(value) in _IN_JSON}
+        _check_types(file, options.get(name, {}), kinds, f"{name}.")
+    for name in ("steps_per_print", "gradient_predivide_factor"):
+        if options.get(name, 1) <= 0:
+            raise UsageError(f"{file}: {name} is above 0, not {options[name]}")
+    # The file is read without a process group, so for one rank.
+    one = options["train_micro_batch_size_per_gpu"] * options["gradient_accumulation_steps"]
     try:
-        DeepSpeedZeroConfig(**zero)
+        read = DeepSpeedConfig({**options, "train_batch_size": one})
+        for dtype in filter(None, (read.grad_accum_dtype, read.param_dtype, read.buffer_dtype)):
+            DtypeEnum(dtype)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{file}: zero_optimization.{where}: {first['msg']}") from error
+        first, section = error.errors()[0], _SECTIONS.get(error.title, [])
+        raise UsageError(f"{file}: {'.'.join([*section, *map(str, first['loc'])])}: {first['msg']}") from error
+    except Exception as error:
+        # DeepSpeed checks by assertions, and by what else its code meets.
+        raise UsageError(f"{file}: {first_line(error)}") from error
+    if "optimizer" in options:  # else --optimizer has made it
+        _check_optimizer(file, options)
+
+
+def _check_optimizer(file: str, options: Mapping[str, Any]) -> None:
+    """The optimizer is made and used as on a rank; of DeepSpeed's own, which are compiled, only Adam by torch's."""
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    name, params = options["optimizer"].get("type"), options["optimizer"]["params"]
+    if name is None:
+        raise UsageError(f"{file}: optimizer.type is missing; set it to AdamW")
+    is_adam = name.lower() in ("adam", "adamw")
+    kind = torch.optim.AdamW if is_adam else getattr(torch.optim, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        if name.lower() not in DEEPSPEED_OPTIMIZERS:
+            raise UsageError(f"{file}: optimizer.type {name} is no optimizer of torch or DeepSpeed; AdamW is one")
+        return
+    own = _ADAMS if is_adam else frozenset[str]()
+    for key, value in {key: value for key, value in params.items() if key not in own}.items():
+        try:
+            weight = torch.zeros(2, 2, requires_grad=True)
+            weight.grad = torch.zeros_like(weight)
+            optimizer = kind([weight], **{key: value})
+            optimizer.step()
+        except Exception as error:
+            raise UsageError(
+                f"{file}: {name} does not take {json.dumps(value)} for optimizer.params.{key}: {first_line(error)}"
+            ) from error
+    allowed = options.get("zero_allow_untested_optimizer") or not options["zero_optimization"]["stage"]
+    if not (allowed or type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS):
+        raise UsageError(f"{file}: ZeRO with {name} is untested; set zero_allow_untested_optimizer to true to use it")

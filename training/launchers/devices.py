@@ -70,10 +70,12 @@ def _check_deepspeed(config: TrainConfig) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.accelerator import get_accelerator
 
-    from ..engines.deepspeed_config import deepspeed_config
+    from ..engines.deepspeed_config import check_with_deepspeed, deepspeed_config
 
     if config.precision == "fp16" and not get_accelerator().is_fp16_supported():
         raise UsageError(
             "--precision fp16: DeepSpeed does not compute in fp16 on this processor; choose bf16, or a GPU with CUDA"
         )
-    deepspeed_config(config, config.data_workers)
+    options = deepspeed_config(config, config.data_workers)
+    if config.deepspeed_config is not None:
+        check_with_deepspeed(config, options)

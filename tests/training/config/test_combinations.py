@@ -377,6 +377,10 @@ def test_each_json_file_is_one_that_deepspeed_takes(name: str) -> None:
     assert (read.zero_config.offload_optimizer is not None) == name.endswith("_offload")
 
 
+def adam(**params: object) -> dict[str, object]:
+    return {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, **params}}}
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -388,6 +392,24 @@ def test_each_json_file_is_one_that_deepspeed_takes(name: str) -> None:
         ({"optimizer": {"params": {"lr": 1}}}, " sets optimizer.params.lr to 1 and the options of the run say 0.001"),
         ({"zero_optimisation": {}}, ": zero_optimisation is not a key that a run takes; it takes "),
         ({"zero_optimization": {"stage": 2, "wings": 1}}, ": zero_optimization.wings: "),
+        ({"zero_optimization": []}, ": zero_optimization is an object, not []"),
+        ({"optimizer": "AdamW"}, ': optimizer is an object, not "AdamW"'),
+        ({"optimizer": {"type": "AdamW", "params": []}}, ": optimizer.params is an object, not []"),
+        ({}, ": optimizer.type is missing; set it to AdamW"),
+        ({"optimizer": {"type": "Adamant"}}, ": optimizer.type Adamant is no optimizer of torch or DeepSpeed"),
+        (adam(betas=[0.9]), ": AdamW does not take [0.9] for optimizer.params.betas: "),
+        (adam(momentum=0.9), ": AdamW does not take 0.9 for optimizer.params.momentum: "),
+        ({"optimizer": {"type": "SGD"}}, ": ZeRO with SGD is untested; set zero_allow_untested_optimizer to true"),
+        (adam() | {"train_batch_size": True}, ": train_batch_size is a whole number, not true"),
+        (adam() | {"gradient_predivide_factor": 0}, ": gradient_predivide_factor is above 0, not 0"),
+        (adam() | {"fp16": {"loss_scale": "x"}}, ": fp16.loss_scale: "),
+        (adam() | {"tensorboard": {"output_path": 3}}, ": tensorboard.output_path: "),
+        (
+            adam() | {"flops_profiler": {"profile_step": "x"}},
+            ': flops_profiler.profile_step is a whole number, not "x"',
+        ),
+        (adam() | {"data_types": {"grad_accum_dtype": "fp12"}}, ": 'fp12' is not a valid DtypeEnum"),
+        (adam() | {"checkpoint": {"parallel_write": 3}}, ": 'int' object has no attribute 'get'"),
         ([], " is not a JSON object"),
     ],
 )
@@ -424,8 +446,10 @@ def test_a_file_that_does_not_fit_deepspeeds_pipelines_is_refused(content: Any, 
 def test_a_file_for_deepspeed_is_taken_with_what_the_options_decide(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     zero = {"stage": 2, "reduce_bucket_size": 1000}
-    file.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": zero}))
-    made = deepspeed_config(config(strategy="zero2", deepspeed_config=file), 2)
+    file.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": zero, **adam(betas=[0.9, 0.95])}))
+    run = config(strategy="zero2", deepspeed_config=file)
+    check_frameworks(run)
+    made = deepspeed_config(run, 2)
     assert made["zero_optimization"] == zero
     assert (made["train_batch_size"], made["train_micro_batch_size_per_gpu"]) == (64, 32)
 
