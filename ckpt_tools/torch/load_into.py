@@ -54,6 +54,7 @@ def load_into(
     url: str | Path,
     *,
     elsewhere: Collection[str] = (),
+    dry_run: bool = False,
     **given: Unpack[SelectKeywords],
 ) -> dict[str, Any]:
     """Load the checkpoint at ``url`` into ``model`` and ``optimizer``, in place, and return everything else in it.
@@ -73,6 +74,8 @@ def load_into(
             Default: ``"master"``.
         elsewhere: Names of parameters and buffers that only other ranks have, such as those of the other stages of a
             pipeline. These, and their optimizer state, may be in the checkpoint and not in ``model``.
+        dry_run: Only check names and shapes of the model, which may be on the meta device. Nothing is loaded, and the
+            result is empty.
         include, exclude, rename, key_map: Which parameters of the checkpoint are loaded, and their names in the model;
             as for ``convert``.
         strip, recipe, inverse, dequantize, config: A prefix to take off, and a recipe that maps the checkpoint's
@@ -110,9 +113,11 @@ def load_into(
     store = with_made_files(source.store, manifest)
     check_equal(manifest, store)
     others = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
-    loader = _Loader(manifest, TensorReader(store, SCRATCH_BYTES), _Problems(), others.union(elsewhere))
+    loader = _Loader(manifest, TensorReader(store, SCRATCH_BYTES), _Problems(), others.union(elsewhere), dry_run)
     targets = list(loader.model_targets(model))
     loader.problems.check()
+    if dry_run:
+        return {}
     if optimizer is not None:
         _OptimizerLoader(loader, optimizer, _parameter_names(model)).load(model)
     loader.fill(targets)
@@ -148,6 +153,7 @@ class _Loader:
     tensor_reader: TensorReader
     problems: _Problems
     elsewhere: frozenset[str]
+    dry_run: bool
 
     def model_targets(self, model: torch.nn.Module) -> Iterator[_Target]:
         """Every tensor that the model saves, each once, whatever its names."""
@@ -171,7 +177,7 @@ class _Loader:
         shape = self.manifest.tensors[key].shape
         if tuple(tensor.shape) != shape:
             self.problems.add("shape mismatch", [f"{name} (checkpoint {list(shape)}, model {list(tensor.shape)})"])
-        elif tensor.device.type == "meta":
+        elif tensor.device.type == "meta" and not self.dry_run:
             self.problems.add("still on the meta device", [name])
         else:
             yield _Target(tensor, key, name)

@@ -360,6 +360,16 @@ def test_models_that_do_not_fit(model: Callable[[], nn.Module], message: str, wh
         load_into(model(), None, whole)
 
 
+def test_a_dry_run_checks_a_model_without_elements_and_loads_nothing(whole: Path) -> None:
+    assert load_into(Both(device="meta"), None, whole, dry_run=True) == {}
+    model = Both()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert load_into(model, None, whole, dry_run=True) == {}
+    assert same(model.state_dict(), before)
+    with pytest.raises(UsageError, match=r"^the checkpoint does not fit the model: not in the model: b$"):
+        load_into(Model(4, 3).to("meta"), None, whole, dry_run=True)
+
+
 def test_another_shape(whole: Path) -> None:
     model = Both()
     model.w = nn.Parameter(torch.zeros(3, 4))
