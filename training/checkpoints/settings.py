@@ -15,6 +15,7 @@ from typing import Any
 import ckpt_tools
 from ckpt_tools.errors import CkptError, UsageError
 
+from ..config.model_names import MODELS
 from ..config.options import SETTINGS, spelt
 from ..config.train_config import Settings, TrainConfig
 from .progress import Progress
@@ -47,7 +48,7 @@ def reworded(message: str, checkpoint: Path | str) -> str:
 
 SETTINGS_ENTRY = "settings"
 
-ORDERING = frozenset({"dataset", "dataset_arg", "num_samples", "epoch_steps", "batch_size", "seed"})
+ORDERING = frozenset({"dataset", "dataset_arg", "data_root", "num_samples", "epoch_steps", "batch_size", "seed"})
 """Settings that determine the samples of each batch."""
 
 
@@ -62,12 +63,14 @@ def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
     ``--override`` lacks a setting that differs, CkptError if the checkpoint cannot be read."""
     extra = _extra(checkpoint)
     recorded = _recorded(extra)
-    differing = [name for name, value in recorded.items() if value != config.settings[name]]
+    ours = config.settings
+    differing = [name for name, value in recorded.items() if value != ours[name]]
+    _check_model(config, recorded)
     _check_differing(config, recorded, differing)
     _check_position(config, extra, recorded, differing)
     changes = [_change(config, recorded, name) for name in differing]
     changed = [f"resuming {checkpoint} with other settings: {'; '.join(changes)}"] if changes else []
-    missing = [name for name in SETTINGS if name not in recorded]
+    missing = [name for name in SETTINGS if name not in recorded and (name != "data_root" or ours[name] is not None)]
     return "; ".join([*changed, *_not_compared(checkpoint, missing)]) or None
 
 
@@ -91,6 +94,17 @@ def _entry(entries: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _check_model(config: TrainConfig, recorded: Settings) -> None:
+    """Raises UsageError if both models are of this package, and so have other tensors."""
+    ours, theirs = (settings.get("model") for settings in (config.settings, recorded))
+    if theirs != ours and {theirs, ours} <= MODELS.keys():
+        data = "" if recorded.get("dataset") in (None, config.dataset) else f" --dataset {recorded['dataset']}"
+        raise UsageError(
+            f"{_change(config, recorded, 'model')}, which has other tensors: resume with --model {theirs}{data}, or "
+            "start a new run without --resume"
+        )
+
+
 def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterable[str]) -> None:
     refused = [name for name in differing if spelt(name) not in config.override]
     if refused:
@@ -112,7 +126,12 @@ def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Set
 
 
 def _change(config: TrainConfig, recorded: Settings, name: str) -> str:
-    return f"--{spelt(name)} is {_shown(config.settings[name])} here and {_shown(recorded[name])} in the checkpoint"
+    if name == "data_root" and recorded[name] is not None:
+        if config.data_root is None:
+            return "--data-root is not given here, and was in the run of the checkpoint"
+        return f"--data-root {config.data_root} holds other samples than in the run of the checkpoint"
+    here = config.data_root if name == "data_root" else config.settings[name]
+    return f"--{spelt(name)} is {_shown(here)} here and {_shown(recorded[name])} in the checkpoint"
 
 
 def _shown(value: object) -> str:

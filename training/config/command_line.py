@@ -53,6 +53,8 @@ def read_defaults(context: click.Context, parameter: click.Parameter, value: str
 
 def _parsed(value: str) -> dict[str, Any]:
     try:
+        if Path(value).is_char_device():
+            raise OSError(f"{value} is a device")
         return tomllib.loads(shipped_text(value + SUFFIX) if value in shipped(SUFFIX) else Path(value).read_text())
     except OSError as error:
         names = ", ".join(shipped(SUFFIX))

@@ -36,6 +36,7 @@ SETTINGS = (
     "lora",
     "dataset",
     "dataset_arg",
+    "data_root",
     "num_samples",
     "epoch_steps",
     "batch_size",

@@ -5,8 +5,11 @@ Imports no framework, so a mistake on the command line is answered at once.
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -51,6 +54,18 @@ def check_data_root(dataset: Reference, root: Path | None) -> None:
         raise UsageError(f"--dataset {dataset} needs --data-root, a folder with train/CLASS and held-out/CLASS")
 
 
+@cache
+def _digest(root: Path, pattern: str) -> str:
+    digest = blake2b(digest_size=16)
+    try:
+        for path in sorted(path for path in root.glob(pattern) if path.is_file()):
+            content = path.read_bytes()
+            digest.update(json.dumps([str(path.relative_to(root)), len(content)]).encode() + content)
+    except OSError as error:
+        raise UsageError(f"--data-root {root} cannot be read: {error.filename}: {error.strerror}") from error
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(Options):
     """A training run. Raises ``UsageError``, with options spelled as on the command line, for invalid values."""
@@ -58,7 +73,10 @@ class TrainConfig(Options):
     def __post_init__(self) -> None:
         remember(getattr(self, field.name) for field in fields(self))
         for field in fields(self):
-            check_not_empty(f"--{spelt(field.name)}", getattr(self, field.name))
+            value = getattr(self, field.name)
+            check_not_empty(f"--{spelt(field.name)}", "" if value == Path() else value)
+            if "\0" in str(value):
+                raise UsageError(f"--{spelt(field.name)} has a null byte")
         self._check_choices()
         self._check_counts()
         self._check_together()
@@ -70,8 +88,9 @@ class TrainConfig(Options):
 
     @property
     def settings(self) -> Settings:
-        """The fields of ``SETTINGS``: numbers and strings, which every checkpoint format keeps."""
-        return {name: _kept(name, getattr(self, name)) for name in SETTINGS}
+        """The fields of ``SETTINGS``: numbers and strings, which every checkpoint format keeps. Instead of the place
+        of the data, a digest of them: they may move."""
+        return {name: _kept(name, getattr(self, name)) for name in SETTINGS} | {"data_root": self._data_digest()}
 
     def saves_after_epoch(self, epoch: int) -> bool:
         """Whether a checkpoint is due after ``epoch`` finished epochs; the last one is always saved."""
@@ -115,6 +134,13 @@ class TrainConfig(Options):
             if one is not None and not isinstance(one, bool)
         ]
         return flags + [f"--{spelt(name)}={one}" for name, one in given]
+
+    def _data_digest(self) -> str | None:
+        """Digest of the names and bytes of the user's own samples, 32 hexadecimal digits; None for others."""
+        patterns = {"text": "*.txt", "image-folder": "*/*/*"}
+        if self.data_root is None or self.dataset not in patterns:
+            return None
+        return _digest(self.data_root, patterns[self.dataset])
 
     def _check_choices(self) -> None:
         for name, names in {"dataset": DATASETS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}.items():

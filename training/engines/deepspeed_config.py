@@ -94,6 +94,8 @@ def _given(config: TrainConfig) -> dict[str, Any]:
     if config.deepspeed_config is None:
         return _object(json.loads(shipped_text(f"{config.sharding.name}.json")), config)
     try:
+        if config.deepspeed_config.is_char_device():
+            raise ValueError("it is a device")
         return _object(json.loads(config.deepspeed_config.read_text()), config)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--deepspeed-config {config.deepspeed_config} cannot be read: {error}") from error

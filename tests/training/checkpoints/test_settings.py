@@ -25,6 +25,7 @@ from training.launchers import check_before_start
 OTHER: Settings = {
     "model": "cnn",
     "dataset": "fashion-mnist",
+    "data_root": None,
     "num_samples": 128,
     "batch_size": 32,
     "epochs": 9,
@@ -51,7 +52,7 @@ def saved(folder: Path, **entries: Any) -> Path:
 
 
 def test_every_option_is_a_setting_or_may_differ_freely() -> None:
-    free = {"out", "engine", "launcher", "num_workers", "until", "max_steps", "data_root", "storage", "max_restarts"}
+    free = {"out", "engine", "launcher", "num_workers", "until", "max_steps", "storage", "max_restarts"}
     free |= {"strategy", "shard_size", "tp", "cpu_offload", "reshard_after_forward", "forward_prefetch"}
     free |= {"backward_prefetch", "activation_checkpointing", "gradient_accumulation", "deepspeed_config"}
     free |= {"save_every", "save_every_steps", "save_every_minutes", "async_save", "keep_last", "keep_best"}
@@ -72,7 +73,7 @@ def test_every_option_is_a_setting_or_may_differ_freely() -> None:
     assert fields == {*SETTINGS} | free | {"resume", "override"}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("model", "data_root")])
 def test_a_setting_that_differs_is_refused_unless_overridden(name: str, tmp_path: Path) -> None:
     data = {"data_root": Path("/data")} if name == "dataset" else {}
     ours = config(**{name: OTHER[name]}, **data)
@@ -83,6 +84,41 @@ def test_a_setting_that_differs_is_refused_unless_overridden(name: str, tmp_path
         check_settings(ours, checkpoint)
     allowed = config(**{name: OTHER[name]}, **data, override=(spelt(name),))
     assert check_settings(allowed, checkpoint) == f"resuming {checkpoint} with other settings: {change}"
+
+
+@pytest.mark.parametrize("override", [(), ("model", "dataset")])
+def test_another_model_is_not_answered_with_an_override(override: tuple[str, ...], tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, settings=config(model="lm", dataset="text").settings)
+    sentence = (
+        "--model is vit here and lm in the checkpoint, which has other tensors: resume with --model lm --dataset text, "
+        "or start a new run without --resume"
+    )
+    with pytest.raises(UsageError, match=f"^{re.escape(sentence)}$"):
+        check_settings(config(override=override), checkpoint)
+
+
+def test_a_folder_of_transformers_may_have_moved(tmp_path: Path) -> None:
+    moved, here = (config(model=f"hf:/{name}", dataset="text", override=("model",)) for name in ("moved", "here"))
+    assert "--model is hf:/moved here and hf:/here in the checkpoint" in str(
+        check_settings(moved, saved(tmp_path, settings=here.settings))
+    )
+
+
+def test_other_samples_are_refused_and_the_same_ones_may_move(tmp_path: Path) -> None:
+    for name, words in {"here": "one two", "moved": "one two", "other": "one too"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(words)
+        (tmp_path / name / "notes").write_text(name)
+    text = {"model": "lm", "dataset": "text"}
+    checkpoint = saved(tmp_path, settings=config(**text, data_root=tmp_path / "here").settings)
+    assert check_settings(config(**text, data_root=tmp_path / "moved"), checkpoint) is None
+    other = f"--data-root {tmp_path / 'other'} holds other samples than in the run of the checkpoint"
+    with pytest.raises(UsageError, match=f"^{re.escape(other)}; .* --override data-root$"):
+        check_settings(config(**text, data_root=tmp_path / "other"), checkpoint)
+    with pytest.raises(UsageError, match=r"^--data-root is not given here, and was in the run of the checkpoint; "):
+        check_settings(config(**text), checkpoint)
+    line = check_settings(config(**text, data_root=tmp_path / "other", override=("data-root",)), checkpoint)
+    assert line == f"resuming {checkpoint} with other settings: {other}"
 
 
 def test_all_differences_are_named_at_once(tmp_path: Path) -> None:
@@ -128,7 +164,9 @@ def test_a_setting_that_is_missing_is_named_beside_one_that_is_changed(tmp_path:
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero2", "zero3"])
 def test_every_engine_saves_its_settings(engine: str, small_run: SmallRun) -> None:
     result = small_run(engine)
-    assert recorded_settings(result.checkpoint) == result.settings == default_config(Path(), engine=engine).settings
+    assert (
+        recorded_settings(result.checkpoint) == result.settings == default_config(Path("/run"), engine=engine).settings
+    )
 
 
 @pytest.mark.parametrize(("engine", "frameworks"), [("fsdp2", {"torch"}), ("zero1", {"torch", "deepspeed"})])

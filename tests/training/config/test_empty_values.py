@@ -55,6 +55,13 @@ def test_a_run_has_no_empty_text(name: str, tmp_path: Path) -> None:
         TrainConfig(**{"out": tmp_path, "strategy": "full_shard", name: ""})
 
 
+@pytest.mark.parametrize("out", ["", Path()])
+def test_a_run_has_no_empty_folder(out: str | Path) -> None:
+    """``Path`` makes the current folder of an unset variable."""
+    with pytest.raises(UsageError, match=r"^--out is empty"):
+        TrainConfig(out=out, strategy="full_shard")  # type: ignore[arg-type]
+
+
 def test_an_unset_variable_does_not_train_in_the_current_folder(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckpt_tools", "train", "--strategy", "full_shard", "--out", ""]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
