@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import uuid
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
@@ -23,8 +24,13 @@ from ..models.lora import base_of
 from .leading import leader_first
 from .settings import reading
 
+_ENDING = re.compile(r"\.[A-Za-z]\w*$")
+"""Ending of a file's name, but not of a version such as 2.5."""
 
-def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collection[str] = ()) -> None:
+
+def load_first_weights(
+    config: TrainConfig, model: nn.Module, elsewhere: Collection[str] = (), *, dry_run: bool = False
+) -> None:
     """Load the weights of ``--init-from`` into this rank's part of ``model``; collective.
 
     Tensors in ``elsewhere`` are on other ranks only.
@@ -40,10 +46,21 @@ def load_first_weights(config: TrainConfig, model: nn.Module, elsewhere: Collect
             None,
             config.init_from,
             elsewhere=elsewhere,
+            dry_run=dry_run,
             rename=config.rename,
             recipe=config.recipe,
             inverse=config.inverse,
         )
+
+
+def check_fits(config: TrainConfig, model: nn.Module, checkpoint: Path | str | None) -> None:
+    """Check that the checkpoint to resume and that of ``--init-from`` have the tensors of ``model``, which may be
+    on the meta device. Raises as :func:`load_first_weights`."""
+    if config.init_from is not None:
+        load_first_weights(config, model, dry_run=True)
+    if checkpoint is not None:
+        with reading(checkpoint):
+            ckpt_tools.load_into(model, None, checkpoint, dry_run=True)
 
 
 def check_recipe(config: TrainConfig) -> None:
@@ -53,9 +70,41 @@ def check_recipe(config: TrainConfig) -> None:
 
 
 def check_export(config: TrainConfig) -> None:
-    """Raises DestinationExistsError if the path of ``--export`` exists; called before the run."""
-    if config.export is not None and not is_url(config.export) and os.path.lexists(config.export):
-        raise DestinationExistsError(f"--export {config.export} exists already; move it away or choose another name")
+    """Raises CkptError if a model cannot be written to the path of ``--export``; called before the run. Whether a store
+    allows to write is not tried."""
+    if config.export is None:
+        return
+    place = config.export.removeprefix("file://")
+    exists = DestinationExistsError(f"--export {place} exists already; move it away or choose another name")
+    if not is_url(place) and os.path.lexists(place):
+        raise exists
+    ending = _ENDING.search(place)
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder, "weights.pt")
+        torch.save({"weight": torch.zeros(1)}, weights)
+        try:
+            if ending is not None:
+                ckpt_tools.plan(weights, Path(folder, f"model{ending[0]}"), state="model")
+        except UsageError as error:
+            raise UsageError(
+                f"--export {place}: no model is written to a file that ends in {ending and ending[0]}; name one that "
+                "ends in .safetensors, .pt, .bin, .gguf or .npz, or a folder without an ending"
+            ) from error
+        try:
+            ckpt_tools.plan(weights, place, state="model", to="safetensors" if ending is None else None)
+        except DestinationExistsError:
+            raise exists from None
+    if not is_url(place):
+        _check_writable(place)
+
+
+def _check_writable(place: str) -> None:
+    nearest = next(folder for folder in Path(place).absolute().parents if os.path.lexists(folder))
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise StoreError(f"--export {place} cannot be written: {nearest}: {error.strerror}") from error
 
 
 def export(config: TrainConfig, checkpoint: str) -> None:

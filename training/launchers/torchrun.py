@@ -33,8 +33,7 @@ from ckpt_tools.signals import held_back, let_through
 
 from ..checkpoints.locking import RunLock, only_run
 from ..checkpoints.run_folder import restarted, resume_folder
-from ..checkpoints.settings import lines_before_start
-from ..checkpoints.weights import check_export, export
+from ..checkpoints.weights import export
 from ..config import PACKAGE
 from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, train
@@ -42,6 +41,7 @@ from ..loop.outlets import FolderOutlet
 from ..loop.result import RESULT_NAME, RunResult
 from ..loop.screen import Screen
 from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passing_on
+from . import checked
 from .devices import backend_of, threads_of
 from .failures import BLAME_SECONDS, Failure, RunFailedError, end_of
 
@@ -217,7 +217,7 @@ def leave(code: int = 0) -> NoReturn:
 def _work(config: TrainConfig, request: Request, files: _Files | None) -> int:
     """Exit code of this rank. An agent treats any but 0 as a failure, so only without it does a stopped run have 75."""
     if files is None or _restarts():
-        _check_settings(config)
+        _check(config)
     interrupted = run_rank(config, join_process_group(), request)
     rank = torch.distributed.get_rank()
     torch.distributed.destroy_process_group()
@@ -234,10 +234,10 @@ def _work(config: TrainConfig, request: Request, files: _Files | None) -> int:
     return 0
 
 
-def _check_settings(config: TrainConfig) -> None:
-    checkpoint = resume_folder(config)
-    check_export(config)
-    lines = lines_before_start(config, checkpoint)
+def _check(config: TrainConfig) -> None:
+    """The checks of the launcher, after a restart and under a torchrun that the user started. The first rank of a
+    machine reads the data, which may download it."""
+    lines = checked(config, with_data=os.environ["LOCAL_RANK"] == "0")
     if int(os.environ["RANK"]) == 0:
         print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
