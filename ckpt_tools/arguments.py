@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, ParamSpec, TypeVar, get_args
+from urllib.parse import urlsplit
 
 from ckpt_tools.core.format_names import SINGLE_FILES
 from ckpt_tools.core.option_names import WrittenFormat, is_place, option
@@ -25,6 +26,8 @@ _WITH_HOST = "s3|s3a|gs|gcs|az|abfs|abfss|adl|oss|oci|http|https|ftp|sftp|ssh|hf
 
 _NOWHERE = re.compile(rf"(?:.*::)?(?:[A-Za-z][A-Za-z0-9+.-]*://|(?:{_WITH_HOST}):///.*)", re.DOTALL)
 """A URL that ends behind its scheme, or has no host."""
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def public(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -74,7 +77,7 @@ def written_out(keywords: type, defaults: type) -> Callable[[Function], Function
 
 def check_not_empty(label: str, value: object, *, is_required: bool = False) -> None:
     """Raises UsageError if the argument that messages call ``label`` is empty, contains an empty string, or is a URL
-    without a place."""
+    without a place or with brackets that do not match."""
     texts = list(_texts(value))
     if value == "":
         raise UsageError(f"{label} is empty" + ("; name a folder or a URL" if is_required else ""))
@@ -83,6 +86,11 @@ def check_not_empty(label: str, value: object, *, is_required: bool = False) -> 
     nowhere = next((text for text in texts if _NOWHERE.fullmatch(text)), None)
     if nowhere is not None:
         raise UsageError(f"{label}: {nowhere} is a URL without a place; name a bucket, a host or a path in it")
+    for text in filter(_URL.match, texts):
+        try:
+            urlsplit(text)
+        except ValueError as error:
+            raise UsageError(f"{label}: {text} is not a URL: {error}") from error
 
 
 def _texts(value: object) -> Iterable[str]:

@@ -17,7 +17,7 @@ from ckpt_tools.arguments import check_not_empty
 from ckpt_tools.cli.beside import BesideCommand
 from ckpt_tools.cli.main import main
 from ckpt_tools.core.option_names import option
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import StoreError, UsageError
 from tests.support.commands import all_commands
 from tests.support.empty_values import lines_with_one_empty_value
 
@@ -154,3 +154,14 @@ def test_files_of_names_have_no_empty_name(run: Path) -> None:
     (run / "order.json").write_text('["a", ""]')
     with pytest.raises(UsageError, match="the file of param_order= has an empty name"):
         ckpt_tools.inspect(run / "step_1", param_order=run / "order.json")
+
+
+@pytest.mark.parametrize("url", ["http://[::1/run", "s3://bucket]/run"])
+def test_a_url_with_a_single_bracket_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=rf"^src: {re.escape(url)} is not a URL: "):
+        ckpt_tools.inspect(url)
+
+
+def test_an_archive_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"^zip://run::.*none\.zip: \[Errno 2\] No such file or directory"):
+        ckpt_tools.inspect(f"zip://run::{tmp_path}/none.zip")

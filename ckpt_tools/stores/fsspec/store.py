@@ -35,6 +35,7 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     Raises:
         UsageError: a package that it needs is missing, or the options are not its own.
         UnsupportedError: there is no such scheme.
+        StoreError: the file that another scheme reads, as in ``zip://a::b``, cannot be opened.
     """
     from fsspec.core import url_to_fs
 
@@ -46,6 +47,8 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise UsageError(f"{option('storage_options')} does not fit: {error}") from error
     except ValueError as error:
         raise UnsupportedError(f"{url}: {error}") from error
+    except OSError as error:
+        raise StoreError(f"{url}: {error}") from error
     return fs, str(path).rstrip("/")
 
 
