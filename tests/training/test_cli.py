@@ -66,6 +66,12 @@ def test_options_that_do_not_fit_are_a_usage_error(tmp_path: Path) -> None:
     assert sentence.startswith("error: the global batch of 64 does not divide over 3 workers")
 
 
+def test_an_option_without_its_value_is_a_usage_error() -> None:
+    """click took it for a flag, and ``out`` was None."""
+    ended = CliRunner().invoke(main, ["--engine=fsdp2", "--out", "--num-workers", "3"])
+    assert (ended.exit_code, ended.stderr.splitlines()[-1]) == (2, "Error: Got unexpected extra argument (3)")
+
+
 def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
     assert fail(f"--out={tmp_path}", "--resume=latest")[0] == 3
     code, sentence = fail(f"--out={tmp_path}", f"--resume={tmp_path / 'none'}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..config.model_names import MODELS
 from ..config.options import SETTINGS, spelt
@@ -86,7 +86,7 @@ def _extra(checkpoint: Path | str) -> Mapping[Any, Any]:
 
 def _recorded(extra: Mapping[Any, Any]) -> Settings:
     found = _entry(extra, SETTINGS_ENTRY) or _entry(_entry(extra, "client_state"), SETTINGS_ENTRY)
-    return {name: found[name] for name in SETTINGS if name in found}
+    return {name: found[name] for name in SETTINGS if isinstance(found.get(name, ()), str | int | float | None)}
 
 
 def _entry(entries: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
@@ -116,7 +116,10 @@ def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterabl
 
 def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Settings, differing: list[str]) -> None:
     """Raises UsageError if the checkpoint is within an epoch and the rest of it would have other samples."""
-    progress = Progress.of(extra) or Progress.of(_entry(extra, "client_state")) or Progress()
+    try:
+        progress = Progress.of(extra) or Progress.of(_entry(extra, "client_state")) or Progress()
+    except AssertionError as error:
+        raise FormatError("the epoch, step and batch of the checkpoint are of no position in a run") from error
     moved = [name for name in differing if name in ORDERING]
     if progress.is_within_epoch and moved:
         raise UsageError(

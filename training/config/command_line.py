@@ -46,9 +46,28 @@ def read_defaults(context: click.Context, parameter: click.Parameter, value: str
     for key in given:
         if key.replace("-", "_") not in known or "_" in key:
             raise click.BadParameter(f"{value}: {key} is not an option of a run")
-    context.default_map = {
-        key.replace("-", "_"): entries_of(entry) if isinstance(entry, dict) else entry for key, entry in given.items()
+    kinds = {spelt(field.name): kind for field, kind, _ in described()}
+    given = {
+        key: entries_of(entry) if isinstance(entry, dict) and get_origin(kinds.get(key)) is tuple else entry
+        for key, entry in given.items()
     }
+    for key in kinds.keys() & given.keys():
+        _check_kind(value, key, kinds[key], given[key])
+    context.default_map = {key.replace("-", "_"): entry for key, entry in given.items()}
+
+
+def _check_kind(file: str, key: str, kind: Any, entry: object) -> None:
+    """Raises ``click.BadParameter`` for an entry of another type, at which click would fail."""
+    if get_origin(kind) is tuple:
+        name, fits = "a list of strings", isinstance(entry, list) and all(isinstance(each, str) for each in entry)
+    elif kind in (int, float):
+        name, fits = "a number", isinstance(entry, int | kind) and not isinstance(entry, bool)
+    else:
+        name, fits = (
+            ("true or false", isinstance(entry, bool)) if kind is bool else ("a string", isinstance(entry, str))
+        )
+    if not fits or "\0" in str(entry):
+        raise click.BadParameter(f"{file}: {key} is {name}, not {entry!r}")
 
 
 def _parsed(value: str) -> dict[str, Any]:
@@ -127,7 +146,7 @@ def _run_options() -> Iterator[click.Option]:
             default = {"multiple": True}
         yield click.Option(
             [f"--{spelt(field.name)}"],
-            is_flag=kind is bool,
+            is_flag=kind is bool or None,  # with False, click takes an option without its value for a flag
             type=_click_type(kind, option.choices),
             metavar=option.metavar,
             help=option.help,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, 
         raise UsageError(f"{file} has an optimizer, and so has --optimizer; leave one of them out")
     if unknown := sorted(set(given) - KNOWN.keys()):
         raise UsageError(f"{file}: {unknown[0]} is not a key that a run takes; it takes {', '.join(sorted(KNOWN))}")
-    _check_types(file, given, KNOWN)
+    _check_types(file, given, KNOWN, auto=decided.keys() - {"optimizer"})
     _check_types(file, given.get("optimizer", {}), {"type": str, "params": dict}, "optimizer.")
     for key, (theirs, ours) in _differing(given, decided).items():
         raise UsageError(f"{file} sets {key} to {theirs} and the options of the run say {ours}; change one of them")
@@ -169,11 +169,16 @@ def _differing(given: Mapping[str, Any], decided: Mapping[str, Any], above: str 
     return found
 
 
-def _check_types(file: str, given: Mapping[str, Any], kinds: Mapping[str, type], above: str = "") -> None:
+def _check_types(
+    file: str, given: Mapping[str, Any], kinds: Mapping[str, type], above: str = "", auto: Collection[str] = ()
+) -> None:
+    """Raises UsageError for a value of another type; keys in ``auto`` may be AUTO too."""
     for key, value in given.items():
         kind = kinds.get(key, object)
         takes = (int, float) if kind is float else kind
-        if value != AUTO and (not isinstance(value, takes) or (isinstance(value, bool) and kind in (int, float))):
+        if not (value == AUTO and key in auto) and (
+            not isinstance(value, takes) or (isinstance(value, bool) and kind in (int, float))
+        ):
             raise UsageError(f"{file}: {above}{key} is {_IN_JSON[kind]}, not {json.dumps(value)}")
 
 

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import default_config
 from training.__main__ import main
@@ -138,6 +138,14 @@ def test_equal_settings_need_no_word(tmp_path: Path) -> None:
 def test_a_restart_may_name_a_setting_that_the_run_has_overridden_before(tmp_path: Path) -> None:
     """It has the same options, and resumes a checkpoint that has the new value."""
     assert check_settings(config(seed=7, override=("seed",)), saved(tmp_path, settings=config(seed=7).settings)) is None
+
+
+def test_entries_that_no_run_saves_are_no_settings(tmp_path: Path) -> None:
+    line = check_settings(config(), saved(tmp_path, settings=config().settings | {"model": ["vit"], "seed": {}}))
+    assert line is not None
+    assert line.endswith("does not record its run's --model, --seed: not compared, this run uses its own")
+    with pytest.raises(FormatError, match=r"^the epoch, step and batch of the checkpoint are of no position in a run$"):
+        check_settings(config(), saved(tmp_path, settings=config().settings, epoch=-3, step=-1))
 
 
 @pytest.mark.parametrize("entries", [{"epoch": 3}, {"settings": "mine"}, {"client_state": {"settings": [1]}}])

@@ -356,7 +356,7 @@ def test_the_command_line_wins_over_the_file() -> None:
         ("wings = 2", "wings is not an option of a run"),
         ("num_workers = 2", "num_workers is not an option of a run"),
         ("num-workers", "is not TOML"),
-        ("num-workers = 'two'", "'two' is not a valid integer"),
+        ("num-workers = 'two'", "num-workers is a number, not 'two'"),
     ],
 )
 def test_a_wrong_toml_file_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
@@ -392,6 +392,8 @@ def adam(**params: object) -> dict[str, object]:
         ({"optimizer": {"params": {"lr": 1}}}, " sets optimizer.params.lr to 1 and the options of the run say 0.001"),
         ({"zero_optimisation": {}}, ": zero_optimisation is not a key that a run takes; it takes "),
         ({"zero_optimization": {"stage": 2, "wings": 1}}, ": zero_optimization.wings: "),
+        (adam() | {"aio": "auto"}, ': aio is an object, not "auto"'),
+        ({"optimizer": "auto"}, ': optimizer is an object, not "auto"'),
         ({"zero_optimization": []}, ": zero_optimization is an object, not []"),
         ({"optimizer": "AdamW"}, ': optimizer is an object, not "AdamW"'),
         ({"optimizer": {"type": "AdamW", "params": []}}, ": optimizer.params is an object, not []"),

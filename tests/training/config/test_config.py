@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from ckpt_tools.errors import UsageError
@@ -80,3 +82,36 @@ def test_arguments_give_the_configuration_back() -> None:
     saving = {"async_save": True, "save_every_steps": 5, "save_every_minutes": 1.5, "keep_last": 2, "keep_best": "loss"}
     asked = config(**saving, max_restarts=2, init_from="a.pt", rename=("a=b", "c=d"), export="b.pt")
     assert TrainConfig(**main.make_context("training", asked.to_args()).params) == asked
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("epochs = [1]", "epochs is a number, not [1]"),
+        ("epochs = true", "epochs is a number, not True"),
+        ("learning-rate = '1e-3'", "learning-rate is a number, not '1e-3'"),
+        ("rename = [1]", "rename is a list of strings, not [1]"),
+        ("async-save = 'yes'", "async-save is true or false, not 'yes'"),
+        ("export = false", "export is a string, not False"),
+        ('export = "a\\u0000b"', r"export is a string, not 'a\x00b'"),
+        ("out = {}", "out is a string, not {}"),
+    ],
+)
+def test_a_file_has_the_types_of_the_options(line: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"{line}\n")
+    with pytest.raises(click.BadParameter, match=f"^{re.escape(f'{file}: {sentence}')}$"):
+        main.make_context("training", ["--engine=fsdp2", "--out=/run", f"--config={file}"])
+
+
+def test_a_file_gives_every_type(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("epochs = 3\nlearning-rate = 1\nrename = ['a=b']\nasync-save = true\nexport = 'x.pt'\n")
+    params = main.make_context("training", ["--engine=fsdp2", "--out=/run", f"--config={file}"]).params
+    found = [params[name] for name in ("epochs", "learning_rate", "rename", "async_save", "export")]
+    assert found == [3, 1.0, ("a=b",), True, "x.pt"]
+
+
+def test_a_null_byte_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^--export has a null byte$"):
+        config(export="a\0b")
