@@ -26,7 +26,7 @@ from tests.training.documents import PAGES
 from tests.training.own_jobs import STEPS, own_config, write_files
 from tests.training.strategy_jobs import train_each
 from training.config.train_config import TrainConfig
-from training.launchers import check_before_start
+from training.launchers.checks import check_before_start
 from training.loop.result import RunResult
 
 SECONDS = 600.0

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from torch.utils.data import Dataset
+from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError
 
-from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, FormatError, SourceNotFoundError, StoreError, UsageError
-
-from ..checkpoints.locking import check_no_other_run, only_run
-from ..checkpoints.run_folder import resume_folder, resume_hint
-from ..checkpoints.settings import lines_before_start
-from ..checkpoints.weights import check_export, check_fits, check_recipe, export
+from ..checkpoints.locking import only_run
+from ..checkpoints.run_folder import resume_hint
+from ..checkpoints.weights import export
 from ..checkpoints.writing import sentence_of
-from ..config.model_names import HUGGING_FACE
-from ..config.options import first_line
-from ..config.references import is_function, resolved, text_of
 from ..config.train_config import TrainConfig
-from ..data.datasets import PARTS
-from ..data.loading import dataset_of, length_of
-from ..data.texts import lines_of_text
-from ..loop.result import RunResult, check_result_file
-from .devices import check_device, check_gpus
+from ..loop.result import RunResult
+from .checks import check_before_start
 from .failures import RunFailedError
-
-if TYPE_CHECKING:
-    from ..models.zoo import Model
 
 # Ray reads these when it is imported: no usage statistics, no metrics exporter.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -62,117 +46,7 @@ def cluster(num_workers: int) -> AbstractContextManager[None]:
     return ray_train.cluster(num_workers)
 
 
-def check_before_start(config: TrainConfig) -> None:
-    """Check in one process what would fail on every worker; prints messages about the checkpoint to resume."""
-    check_no_other_run(config.out)
-    if config.launcher == "torchrun":
-        check_gpus(config.num_workers, torch.cuda.device_count(), "this machine")
-    for line in checked(config):
-        print(line, flush=True)
-
-
-def checked(config: TrainConfig, *, with_data: bool = True) -> list[str]:
-    """Messages about the checkpoint to resume. Raises CkptError for a run that would fail on every worker."""
-    checkpoint = resume_folder(config)
-    check_result_file(config.out)
-    check_recipe(config)
-    check_export(config)
-    lines = lines_before_start(config, checkpoint) + lines_of_text(config)
-    parts = _checked_parts(config) if with_data else None
-    model = check_frameworks(config)
-    if model is not None:
-        check_fits(config, model, checkpoint)
-    if parts is not None and any(map(is_function, (config.model, config.dataset, config.optimizer, config.metrics))):
-        from .first_batch import try_out
-
-        try_out(config, *parts)
-    return lines
-
-
-def _checked_parts(config: TrainConfig) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    if config.dataset == "text" and config.data_root is not None:
-        _check_texts(config.data_root)
-    samples, held_out = (dataset_of(config, part) for part in PARTS)
-    assert samples is not None, "only the held-out part may be missing"
-    length, name = length_of(samples), text_of(config.dataset)
-    if config.num_samples is not None and length is not None and config.num_samples > length:
-        raise UsageError(f"--num-samples is {config.num_samples} and {name} has {length} to train on")
-    if held_out is not None and length_of(held_out) == 0:
-        raise UsageError(f"--dataset {name} has no held-out samples, which a run predicts")
-    config.steps_per_epoch(length)
-    return samples, held_out
-
-
-def _check_texts(root: Path) -> None:
-    try:
-        found = {path: path.stat().st_size for path in root.iterdir() if path.match("*.txt") and path.is_file()}
-    except OSError as error:
-        raise UsageError(f"--data-root {root} is not a folder that can be read: {error.strerror}") from error
-    if not any(found.values()):
-        what = "no .txt file" if not found else f"only empty .txt files, such as {min(found).name}"
-        raise UsageError(f"--data-root {root} holds {what}")
-
-
-def _check_causal(model: str, found: Any) -> None:
-    """A model that transformers also trains on masked words sees the words that it has to predict, unless its
-    configuration makes a decoder of it."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    if found.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(found, "is_decoder", False):
-        raise FormatError(
-            f"--model {model}: {found.model_type} is not causal, so it sees the text that it has to predict; set "
-            "is_decoder to true in its config.json"
-        )
-
-
 def _with_hint(error: CkptError, config: TrainConfig) -> CkptError:
     ending = resume_hint(config)
     message = error.message[: MAX_MESSAGE_CHARS - len(ending)] + ending
     return type(error)(message, path=error.path, key=error.key)
-
-
-def check_frameworks(config: TrainConfig) -> nn.Module | None:
-    """The model on the meta device; None if a function of the user's does not make it there. Raises CkptError for a run
-    that its frameworks would refuse on every worker."""
-    model = _checked_model(config)
-    if config.launcher != "ray" or "RAY_ADDRESS" not in os.environ:  # a remote cluster's machines are asked when joined
-        check_device(config)
-    return model
-
-
-def _checked_model(config: TrainConfig) -> nn.Module | None:
-    """Build the model without memory, and import the functions of the user's."""
-    from ..config.schedule import schedule_of
-    from ..engines.optimizers import optimizer_of
-
-    made = _made(config)
-    if made is not None:
-        optimizer_of(config, made.parameters(), torch.device("meta"))
-    schedule_of(config, 2).factor(0)
-    for each in config.callback:
-        resolved(each, "callback")
-    return None if made is None else made.module
-
-
-def _made(config: TrainConfig) -> Model | None:
-    from ..models.zoo import spec_of
-
-    name = text_of(config.model)
-    is_hugging_face = name.startswith(HUGGING_FACE)
-    if is_hugging_face and not Path(name.removeprefix(HUGGING_FACE)).is_dir():
-        raise SourceNotFoundError(f"--model {name}: there is no folder {name.removeprefix(HUGGING_FACE)}")
-    try:
-        with torch.device("meta"):
-            made = spec_of(config).make()
-    except CkptError:
-        if is_function(config.model):
-            return None  # it is tried with the first batch
-        raise
-    except Exception as error:
-        if not is_hugging_face:
-            raise
-        # A class of transformers fails in its own way at each value that it does not expect.
-        raise FormatError(f"--model {name} cannot be built: {first_line(error)}") from error
-    if is_hugging_face:
-        _check_causal(name, made.module.config)
-    return made

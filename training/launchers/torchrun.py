@@ -41,7 +41,7 @@ from ..loop.outlets import FolderOutlet
 from ..loop.result import RESULT_NAME, RunResult
 from ..loop.screen import Screen
 from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passing_on
-from . import checked
+from .checks import checked
 from .devices import backend_of, threads_of
 from .failures import BLAME_SECONDS, Failure, RunFailedError, end_of
 

@@ -20,16 +20,20 @@ from training.__main__ import main
 from training.checkpoints.settings import check_settings, reading, recorded_settings, reworded
 from training.config.options import SETTINGS, spelt
 from training.config.train_config import Settings, TrainConfig
-from training.launchers import check_before_start
+from training.launchers.checks import check_before_start
 
 OTHER: Settings = {
-    "model": "cnn",
+    "model_arg": ("hidden_dim=64",),
     "dataset": "fashion-mnist",
-    "data_root": None,
+    "dataset_arg": ("context=32",),
     "num_samples": 128,
+    "epoch_steps": 5,
     "batch_size": 32,
     "epochs": 9,
+    "optimizer": "sgd",
+    "optimizer_arg": ("eps=1e-6",),
     "schedule": "linear",
+    "schedule_arg": ("gamma=0.5",),
     "warmup_fraction": 0.5,
     "learning_rate": 5.0,
     "weight_decay": 0.5,
@@ -75,11 +79,13 @@ def test_every_option_is_a_setting_or_may_differ_freely() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("model", "data_root")])
 def test_a_setting_that_differs_is_refused_unless_overridden(name: str, tmp_path: Path) -> None:
-    data = {"data_root": Path("/data")} if name == "dataset" else {}
+    data: dict[str, Any] = {"data_root": Path("/data")} if name == "dataset" else {}
+    data |= {"schedule": "os:getcwd"} if name == "schedule_arg" else {}
     ours = config(**{name: OTHER[name]}, **data)
-    checkpoint = saved(tmp_path, settings=config().settings)
-    theirs = config().settings[name]
-    change = f"--{spelt(name)} is {OTHER[name]} here and {'not given' if theirs is None else theirs} in the checkpoint"
+    plain = config(**{key: value for key, value in data.items() if key == "schedule"})
+    checkpoint = saved(tmp_path, settings=plain.settings)
+    theirs = plain.settings[name]
+    change = f"--{spelt(name)} is {ours.settings[name]} here and {'not given' if theirs is None else theirs} in the checkpoint"
     with pytest.raises(UsageError, match=f"^{re.escape(change)}; .* --override {spelt(name)}$"):
         check_settings(ours, checkpoint)
     allowed = config(**{name: OTHER[name]}, **data, override=(spelt(name),))
@@ -153,7 +159,7 @@ def test_a_checkpoint_without_settings_is_said_to_have_none(entries: dict[str, A
     checkpoint = saved(tmp_path, **entries)
     line = check_settings(config(override=("seed",)), checkpoint)
     assert line is not None and line.startswith(
-        f"{checkpoint} does not record its run's --model, --dataset, --num-samples, "
+        f"{checkpoint} does not record its run's --model, --model-arg, --dataset, "
     )
     assert line.endswith("--seed: not compared, this run uses its own")
     assert line.count("\n") == 0

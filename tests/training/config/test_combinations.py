@@ -20,7 +20,7 @@ from training.config.model_names import MODELS
 from training.config.strategies import BY_NAME, STRATEGIES, chosen_strategy
 from training.config.train_config import TrainConfig
 from training.engines.deepspeed_config import deepspeed_config
-from training.launchers import check_frameworks
+from training.launchers.checks import check_frameworks
 
 pytestmark = pytest.mark.quick
 

@@ -24,7 +24,7 @@ from training.config.command_line import parsed
 from training.config.train_config import TrainConfig
 from training.data.loading import dataset_of
 from training.data.texts import lines_of_text
-from training.launchers import check_before_start
+from training.launchers.checks import check_before_start
 from training.loop.result import RunResult
 
 

@@ -15,7 +15,7 @@ from ckpt_tools.errors import UsageError
 from fixtures.launch import pool
 from tests.training.strategy_jobs import tiny_config, train_each
 from training.engines.blocks import build, prepare
-from training.launchers import check_frameworks
+from training.launchers.checks import check_frameworks
 from training.loop.result import RunResult
 from training.models.losses import logits_of
 from training.models.zoo import spec_of

@@ -14,8 +14,8 @@ from tests.training.conftest import SmallRun
 from tests.training.jobs import default_config
 from training.config.model_names import MODELS
 from training.config.train_config import TrainConfig
-from training.launchers import check_before_start
-from training.models.zoo import spec_of
+from training.launchers.checks import check_before_start
+from training.models.zoo import our_model
 
 TEXT = {"model": "lm", "dataset": "text"}
 LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -68,7 +68,7 @@ def test_first_weights_of_another_model(model: str, tmp_path: Path) -> None:
     """Those of the model itself are taken."""
     other, weights = tmp_path / "other.pt", tmp_path / "weights.pt"
     torch.save({"w": torch.zeros(2)}, other)
-    torch.save(spec_of(model).build().state_dict(), weights)
+    torch.save(our_model(model).state_dict(), weights)
     data = {"model": model, "dataset": "text" if MODELS[model].task == "text" else "digits"}
     code, sentence = refused(tmp_path, **data, init_from=str(other))
     assert (code, sentence[:60]) == (2, "the checkpoint does not fit the model: not in the checkpoint"[:60])
@@ -79,7 +79,7 @@ def test_first_weights_of_another_model(model: str, tmp_path: Path) -> None:
 
 def test_first_weights_of_another_shape(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
-    state = spec_of("cnn").build().state_dict() | {"hidden.bias": torch.zeros(3)}
+    state = our_model("cnn").state_dict() | {"hidden.bias": torch.zeros(3)}
     torch.save(state, weights)
     sentence = "the checkpoint does not fit the model: shape mismatch: hidden.bias (checkpoint [3], model [64])"
     assert refused(tmp_path, model="cnn", init_from=str(weights)) == (2, sentence)

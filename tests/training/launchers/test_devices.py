@@ -13,7 +13,7 @@ import torch
 
 from ckpt_tools.errors import UsageError
 from tests.training.strategy_jobs import tiny_config
-from training.launchers import check_before_start
+from training.launchers.checks import check_before_start
 from training.launchers.devices import THREADS, check_gpus, threads_of
 
 

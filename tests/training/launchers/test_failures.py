@@ -37,12 +37,12 @@ def test_small_files_on_a_full_disk_name_the_file_and_the_reason(tmp_path: Path)
     reason = f"^{tmp_path}/?{{}} cannot be written: No space left on device$"
     config = default_config(tmp_path, engine="fsdp2")
     with pytest.raises(StoreError, match=reason.format("metrics.jsonl")):
-        Journal(tmp_path, tensorboard=False).record({"step": 1})
+        Journal(config).record({"step": 1})
     with pytest.raises(StoreError, match=reason.format("")), writing(tmp_path):
         write_model_config(tmp_path, config)
     texts = dict.fromkeys(("engine", "strategy", "launcher", "precision", "dataset", "checkpoint"), "")
     numbers = dict.fromkeys(("num_workers", "epochs", "accuracy", "correct", "total", "seconds"), 0)
-    result = RunResult(**texts, **numbers, settings={}, versions={}, history=(), predicted=())  # type: ignore[arg-type]
+    result = RunResult(**texts, **numbers, settings={}, versions={}, held_out={}, history=(), predicted=())  # type: ignore[arg-type]
     with pytest.raises(StoreError, match=reason.format("result.json")):
         result.write(tmp_path)
 

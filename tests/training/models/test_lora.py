@@ -24,7 +24,7 @@ from training.checkpoints.weights import export
 from training.config.strategies import BY_NAME, STRATEGIES
 from training.config.train_config import TrainConfig
 from training.data.loading import dataset_of
-from training.launchers import check_before_start
+from training.launchers.checks import check_before_start
 from training.loop.result import RunResult
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
