@@ -41,6 +41,7 @@ def check_before_start(config: TrainConfig) -> None:
 
 def checked(config: TrainConfig, *, with_data: bool = True) -> list[str]:
     """Messages about the checkpoint to resume. Raises CkptError for a run that would fail on every worker."""
+    _check_folder(text_of(config.model))
     checkpoint = resume_folder(config)
     check_result_file(config.out)
     check_recipe(config)
@@ -79,6 +80,12 @@ def _check_texts(root: Path) -> None:
     if not any(found.values()):
         what = "no .txt file" if not found else f"only empty .txt files, such as {min(found).name}"
         raise UsageError(f"--data-root {root} holds {what}")
+
+
+def _check_folder(model: str) -> None:
+    folder = model.removeprefix(HUGGING_FACE)
+    if model != folder and not Path(folder).is_dir():
+        raise SourceNotFoundError(f"--model {model}: there is no folder {folder}")
 
 
 def _check_causal(model: str, found: Any) -> None:
@@ -121,8 +128,6 @@ def _made(config: TrainConfig) -> Model:
 
     name = text_of(config.model)
     is_hugging_face = name.startswith(HUGGING_FACE)
-    if is_hugging_face and not Path(name.removeprefix(HUGGING_FACE)).is_dir():
-        raise SourceNotFoundError(f"--model {name}: there is no folder {name.removeprefix(HUGGING_FACE)}")
     try:
         with torch.device("meta"):
             made = spec_of(config).make()
