@@ -83,7 +83,7 @@ def resolved(reference: Reference, option: str) -> Callable[..., Any]:
 
 
 def called(reference: Reference, option: str, *values: Any, **named: Any) -> Any:
-    """What the function returns. Raises ``UsageError`` with the place of an error in it, or if it takes other
+    """Call the function. Raises ``UsageError`` with the place of an error in it, or if it takes other
     arguments."""
     function = resolved(reference, option)
     check_arguments(function, len(values), named, f"{option}-arg" if named else option)

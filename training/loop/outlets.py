@@ -37,8 +37,8 @@ class Callbacks(ExitStack):
             called(callback, "callback", dict(figures))
 
     def _function(self, reference: Reference) -> Callable[..., object]:
-        """What the user's function makes of the run's configuration: a function of a line, or a context manager that
-        gives one."""
+        """Call the user's function with the run's configuration; it returns a function of a line, or a context manager
+        that gives one."""
         made = called(reference, "callback", self._config)
         function = self.enter_context(made) if isinstance(made, AbstractContextManager) else made
         if not callable(function):
