@@ -308,9 +308,9 @@ def wait_for(there: Callable[[], bool], process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
-def test_a_killed_run_goes_on_and_under_ray_and_predicts(files: Path, tmp_path: Path) -> None:
-    """Killed under torchrun, resumed to the same bits with a process that loads samples; resumed under Ray from Python
-    by a function within another one, exported, and asked for a prediction."""
+def test_a_killed_run_goes_on_and_predicts(files: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Killed under torchrun; resumed to the same bits with a process that loads samples, exported, and asked for a
+    prediction. In the soak resumed under Ray from Python, by a function within another one."""
     (files / "watch.py").write_text(WATCHING)
     options = {"model": f"{files}/mine.py:net", "model_arg": ("width=48",), "callback": (f"{files}/watch.py:watch",)}
     config = own_config(files, tmp_path / "killed", **options)
@@ -319,32 +319,39 @@ def test_a_killed_run_goes_on_and_under_ray_and_predicts(files: Path, tmp_path: 
     wait_for(lambda: (config.out / "checkpoints" / MID_EPOCH).is_dir(), first)
     first.kill()
     first.communicate()
-    again = [*replace(config, resume="auto", loader_workers=1).to_args()]
-    finished(command("-m", "training", *again, files=files))
+    exported = tmp_path / "own.safetensors"
+    again = replace(config, resume="auto", loader_workers=1, export=str(exported))
+    finished(command("-m", "training", *again.to_args(), files=files))
     killed = RunResult.read(config.out / "result.json")
     assert len(losses_of(killed)) < STEPS
     assert losses_of(killed) == losses_of(whole)[STEPS - len(losses_of(killed)) :]
     assert ckpt_tools.diff(killed.checkpoint, whole.checkpoint).equal
-    check_watched(config.out, ended=1)
+    check_watched(config.out, starts=2)
+    check_predicts(files, exported)
+    if pytestconfig.getoption("--soak"):
+        (files / "script.py").write_text(SCRIPT)
+        out = tmp_path / "ray"
+        finished(command("script.py", f"{config.out}/checkpoints/epoch_0001", out, files=files))
+        assert len(RunResult.read(out / "result.json").history) == 1
+        check_watched(out, starts=1)
+        check_predicts(files, out.with_suffix(".safetensors"))
 
-    (files / "script.py").write_text(SCRIPT)
-    out = tmp_path / "ray"
-    finished(command("script.py", f"{config.out}/checkpoints/epoch_0001", out, files=files))
-    assert len(RunResult.read(out / "result.json").history) == 1
-    check_watched(out, ended=1)
 
+def check_predicts(files: Path, model: Path) -> None:
     (files / "point.json").write_text("[1, 2, 3, 4, 5, 6, 7, 8]")
     (files / "points.txt").write_text("point.json\n")
-    words = ["--architecture", "mine.py:net?width=48", "--input", "points.txt", "--output", tmp_path / "answers.jsonl"]
-    finished(command("-m", "inference.batch", "--model", f"{out}.safetensors", *words, files=files))
-    [answer] = lines_of(tmp_path / "answers.jsonl")
+    answers = model.with_suffix(".jsonl")
+    words = ["--architecture", "mine.py:net?width=48", "--input", "points.txt", "--output", answers]
+    finished(command("-m", "inference.batch", "--model", model, *words, files=files))
+    [answer] = lines_of(answers)
     assert len(answer["outputs"]["output"]) == 2
 
 
-def check_watched(out: Path, ended: int) -> None:
-    """Each line of metrics, once, by one process in each start."""
+def check_watched(out: Path, starts: int) -> None:
+    """Each line of metrics was seen once, by one process of each start, and the last start has ended the callback."""
     watched = lines_of(out / "watched.jsonl")
-    assert [line["ended"] for line in watched if "ended" in line] == [None] * ended
+    assert len({line["pid"] for line in watched}) == starts
+    assert [line["ended"] for line in watched if "ended" in line] == [None]
     found = [{key: value for key, value in line.items() if key != "pid"} for line in watched if "ended" not in line]
     assert found == lines_of(out / "metrics.jsonl")
 
