@@ -377,8 +377,9 @@ def test_the_commands_of_the_page_work(files: Path) -> None:
     assert len(commands) == 6
     (files / "point.json").write_text("[1, 2, 3, 4, 5, 6, 7, 8]")
     (files / "points.txt").write_text("point.json\n")
-    for words in (each for each in commands if "to_wandb" not in each):
-        finished(command("-m", "ckpt_tools", *shlex.split(words), files=files))
+    modules = {"train": "training", "predict": "inference.batch"}
+    for verb, *words in (shlex.split(each) for each in commands if "to_wandb" not in each):
+        finished(command("-m", modules[verb], *words, files=files))
 
 
 def test_the_script_of_the_page_is_python() -> None:
