@@ -23,7 +23,8 @@ from training.config.train_config import Settings, TrainConfig
 from training.launchers.checks import check_before_start
 
 OTHER: Settings = {
-    "model_arg": ("hidden_dim=64",),
+    "model_arg": ("layers=8",),
+    "lora": ("r=4",),
     "dataset": "fashion-mnist",
     "dataset_arg": ("context=32",),
     "num_samples": 128,
@@ -42,6 +43,13 @@ OTHER: Settings = {
     "seed": 7,
 }
 """Of each setting, a value that is not the default."""
+
+SAME: dict[str, dict[str, Any]] = {
+    "schedule_arg": {"schedule": "os:getcwd"},
+    "epoch_steps": {"dataset": "os:getcwd"},
+    "lora": {"model": "hf:/folder", "dataset": "text"},
+}
+"""What a setting needs beside it."""
 
 
 def config(**values: Any) -> TrainConfig:
@@ -72,7 +80,8 @@ def test_every_option_is_a_setting_or_may_differ_freely() -> None:
         "log_every",
         "tensorboard",
     }
-    free |= {"profile", "min_workers", "inverse", "pp_chunks"}
+    free |= {"profile", "min_workers", "inverse", "pp_chunks", "loader_workers", "reduce_dtype", "matmul_precision"}
+    free |= {"deterministic", "eval_every_steps", "eval_batch_size", "metrics", "callback", "peak_tflops"}
     fields = set(TrainConfig.__dataclass_fields__)
     assert fields == {*SETTINGS} | free | {"resume", "override"}
 
@@ -80,12 +89,11 @@ def test_every_option_is_a_setting_or_may_differ_freely() -> None:
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("model", "data_root")])
 def test_a_setting_that_differs_is_refused_unless_overridden(name: str, tmp_path: Path) -> None:
     data: dict[str, Any] = {"data_root": Path("/data")} if name == "dataset" else {}
-    data |= {"schedule": "os:getcwd"} if name == "schedule_arg" else {}
-    ours = config(**{name: OTHER[name]}, **data)
-    plain = config(**{key: value for key, value in data.items() if key == "schedule"})
+    data |= SAME.get(name, {})
+    ours, plain = config(**{name: OTHER[name]}, **data), config(**SAME.get(name, {}))
     checkpoint = saved(tmp_path, settings=plain.settings)
-    theirs = plain.settings[name]
-    change = f"--{spelt(name)} is {ours.settings[name]} here and {'not given' if theirs is None else theirs} in the checkpoint"
+    theirs = "not given" if plain.settings[name] is None else plain.settings[name]
+    change = f"--{spelt(name)} is {ours.settings[name]} here and {theirs} in the checkpoint"
     with pytest.raises(UsageError, match=f"^{re.escape(change)}; .* --override {spelt(name)}$"):
         check_settings(ours, checkpoint)
     allowed = config(**{name: OTHER[name]}, **data, override=(spelt(name),))
@@ -159,7 +167,7 @@ def test_a_checkpoint_without_settings_is_said_to_have_none(entries: dict[str, A
     checkpoint = saved(tmp_path, **entries)
     line = check_settings(config(override=("seed",)), checkpoint)
     assert line is not None and line.startswith(
-        f"{checkpoint} does not record its run's --model, --model-arg, --dataset, "
+        f"{checkpoint} does not record its run's --model, --model-arg, --lora, --dataset, "
     )
     assert line.endswith("--seed: not compared, this run uses its own")
     assert line.count("\n") == 0

@@ -133,7 +133,7 @@ def hugging_face(folder: Path, **config: Any) -> str:
         ({"model_type": "bert"}, "--model hf:{}: bert is not causal, so it sees the text that it has to predict; set "),
         ({"model_type": "t5"}, "{} has no config.json of a causal language model: "),
         ({"model_type": "none"}, "{} has no config.json of a causal language model: "),
-        (LLAMA | {"vocab_size": 16}, "{}: vocab_size is 16, and the text has 256 "),
+        (LLAMA | {"vocab_size": 16}, "{}: vocab_size is 16, and there are 256 bytes of a text"),
         (LLAMA | {"hidden_size": -64}, "--model hf:{} cannot be built: "),
     ],
 )
