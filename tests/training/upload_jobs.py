@@ -43,7 +43,7 @@ class SendingOutlet(FolderOutlet):
     uploads = True
 
     def __init__(self, config: TrainConfig, steps: Steps, held: str | None = None, failing: bool = False) -> None:
-        super().__init__(config.out)
+        super().__init__(config)
         self.steps, self.held, self.failing = steps, held, failing
         self.events: list[str] = []
 
