@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import FormatError
+from ckpt_tools.errors import FormatError, SourceNotFoundError
 
 from .model_names import HUGGING_FACE
 from .options import first_line
@@ -31,9 +31,11 @@ def folder_of(model: Reference) -> Path | None:
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers configuration in ``folder``. Raises ``FormatError``."""
+    """The transformers configuration in ``folder``. Raises ``SourceNotFoundError``, ``FormatError``."""
     from transformers import AutoConfig
 
+    if not folder.is_dir():
+        raise SourceNotFoundError(f"--model hf:{folder}: there is no folder {folder}")
     try:
         return AutoConfig.from_pretrained(folder, **_LOCAL)
     except (OSError, ValueError, KeyError) as error:

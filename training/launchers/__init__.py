@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 
-from ckpt_tools.errors import MAX_MESSAGE_CHARS, CkptError, StoreError
+from ckpt_tools.errors import MAX_MESSAGE_CHARS, StoreError
 
 from ..checkpoints.locking import only_run
 from ..checkpoints.run_folder import resume_hint
@@ -33,20 +32,8 @@ def launch(config: TrainConfig) -> RunResult:
             result = launch_workers(config, lock)
             export(config, result.checkpoint)
             return result
-        except (RunFailedError, StoreError) as error:
-            raise _with_hint(error, config) from error
-        except OSError as error:
-            raise _with_hint(StoreError(sentence_of(error)), config) from error
-
-
-def cluster(num_workers: int) -> AbstractContextManager[None]:
-    """A Ray cluster for several runs; see :func:`.ray_train.cluster`."""
-    from . import ray_train
-
-    return ray_train.cluster(num_workers)
-
-
-def _with_hint(error: CkptError, config: TrainConfig) -> CkptError:
-    ending = resume_hint(config)
-    message = error.message[: MAX_MESSAGE_CHARS - len(ending)] + ending
-    return type(error)(message, path=error.path, key=error.key)
+        except (RunFailedError, StoreError, OSError) as error:
+            failed = StoreError(sentence_of(error)) if isinstance(error, OSError) else error
+            hint = resume_hint(config)
+            message = failed.message[: MAX_MESSAGE_CHARS - len(hint)] + hint
+            raise type(failed)(message, path=failed.path, key=failed.key) from error

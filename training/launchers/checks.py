@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ckpt_tools.errors import CkptError, FormatError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..checkpoints.locking import check_no_other_run
 from ..checkpoints.run_folder import resume_folder
 from ..checkpoints.settings import lines_before_start
 from ..checkpoints.weights import check_export, check_fits, check_recipe
-from ..config.model_names import HUGGING_FACE
+from ..config.hub import folder_of
 from ..config.options import first_line
 from ..config.references import is_function, resolved, text_of
+from ..config.schedule import schedule_of
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
 from ..data.loading import dataset_of, length_of
 from ..data.texts import lines_of_text
+from ..engines.optimizers import optimizer_of
 from ..loop.result import check_result_file
+from ..models.zoo import Model, spec_of
 from .devices import check_device, check_gpus
-
-if TYPE_CHECKING:
-    from ..models.zoo import Model
+from .first_batch import try_out
 
 
 def check_before_start(config: TrainConfig) -> None:
@@ -41,7 +41,6 @@ def check_before_start(config: TrainConfig) -> None:
 
 def checked(config: TrainConfig, *, with_data: bool = True) -> list[str]:
     """Messages about the checkpoint to resume. Raises CkptError for a run that would fail on every worker."""
-    _check_folder(text_of(config.model))
     checkpoint = resume_folder(config)
     check_result_file(config.out)
     check_recipe(config)
@@ -52,15 +51,11 @@ def checked(config: TrainConfig, *, with_data: bool = True) -> list[str]:
     if model is not None:
         check_fits(config, model, checkpoint)
     if parts and any(map(is_function, (config.model, config.dataset, config.optimizer, config.metrics))):
-        from .first_batch import try_out
-
         try_out(config, *parts)
     return lines
 
 
 def _checked_parts(config: TrainConfig) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    if config.dataset == "text" and config.data_root is not None:
-        _check_texts(config.data_root)
     samples, held_out = (dataset_of(config, part) for part in PARTS)
     assert samples is not None, "only the held-out part may be missing"
     length, name = length_of(samples), text_of(config.dataset)
@@ -72,25 +67,36 @@ def _checked_parts(config: TrainConfig) -> tuple[Dataset[Any], Dataset[Any] | No
     return samples, held_out
 
 
-def _check_texts(root: Path) -> None:
+def check_frameworks(config: TrainConfig) -> nn.Module | None:
+    """The model on the meta device; None for one of a function of the user's. Raises CkptError for a run that its
+    frameworks would refuse on every worker."""
+    made = None if is_function(config.model) else _made(config)
+    if made is not None:
+        optimizer_of(config, made.parameters(), torch.device("meta"))
+    schedule_of(config, 2).factor(0)
+    for each in config.callback:
+        resolved(each, "callback")
+    if config.launcher != "ray" or "RAY_ADDRESS" not in os.environ:  # a remote cluster's machines are asked when joined
+        check_device(config)
+    return None if made is None else made.module
+
+
+def _made(config: TrainConfig) -> Model:
+    """The model without memory."""
     try:
-        found = {path: path.stat().st_size for path in root.iterdir() if path.match("*.txt") and path.is_file()}
-    except OSError as error:
-        raise UsageError(f"--data-root {root} is not a folder that can be read: {error.strerror}") from error
-    if not any(found.values()):
-        what = "no .txt file" if not found else f"only empty .txt files, such as {min(found).name}"
-        raise UsageError(f"--data-root {root} holds {what}")
+        with torch.device("meta"):
+            made = spec_of(config).make()
+    except CkptError:
+        raise
+    except Exception as error:  # a class of transformers fails in its own way at each value that it does not expect
+        raise FormatError(f"--model {text_of(config.model)} cannot be built: {first_line(error)}") from error
+    if folder_of(config.model) is not None:
+        _check_causal(config.model, made.module.config)
+    return made
 
 
-def _check_folder(model: str) -> None:
-    folder = model.removeprefix(HUGGING_FACE)
-    if model != folder and not Path(folder).is_dir():
-        raise SourceNotFoundError(f"--model {model}: there is no folder {folder}")
-
-
-def _check_causal(model: str, found: Any) -> None:
-    """A model that transformers also trains on masked words sees the words that it has to predict, unless its
-    configuration makes a decoder of it."""
+def _check_causal(model: object, found: Any) -> None:
+    """Refuse a model that transformers also trains on masked words: it sees the words that it has to predict."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if found.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(found, "is_decoder", False):
@@ -98,46 +104,3 @@ def _check_causal(model: str, found: Any) -> None:
             f"--model {model}: {found.model_type} is not causal, so it sees the text that it has to predict; set "
             "is_decoder to true in its config.json"
         )
-
-
-def check_frameworks(config: TrainConfig) -> nn.Module | None:
-    """The model on the meta device; None for one of a function of the user's. Raises CkptError for a run that its
-    frameworks would refuse on every worker."""
-    model = _checked_model(config)
-    if config.launcher != "ray" or "RAY_ADDRESS" not in os.environ:  # a remote cluster's machines are asked when joined
-        check_device(config)
-    return model
-
-
-def _checked_model(config: TrainConfig) -> nn.Module | None:
-    """Build a model of ours or of transformers without memory, and call or import the functions of the user's."""
-    from ..config.schedule import schedule_of
-    from ..engines.optimizers import optimizer_of
-
-    made = None if is_function(config.model) else _made(config)
-    if made is not None:
-        optimizer_of(config, made.parameters(), torch.device("meta"))
-    schedule_of(config, 2).factor(0)
-    for each in config.callback:
-        resolved(each, "callback")
-    return None if made is None else made.module
-
-
-def _made(config: TrainConfig) -> Model:
-    from ..models.zoo import spec_of
-
-    name = text_of(config.model)
-    is_hugging_face = name.startswith(HUGGING_FACE)
-    try:
-        with torch.device("meta"):
-            made = spec_of(config).make()
-    except CkptError:
-        raise
-    except Exception as error:
-        if not is_hugging_face:
-            raise
-        # A class of transformers fails in its own way at each value that it does not expect.
-        raise FormatError(f"--model {name} cannot be built: {first_line(error)}") from error
-    if is_hugging_face:
-        _check_causal(name, made.module.config)
-    return made
