@@ -141,8 +141,7 @@ def test_the_names_that_options_take_are_the_light_ones() -> None:
 def test_an_out_that_cannot_be_made_is_a_sentence(out: str) -> None:
     code, sentence = fail(f"--out={out}", "--launcher=torchrun")
     assert code == 5
-    assert sentence.startswith(f"error: --out {out} cannot be written to: ")
-    assert sentence.endswith("; choose another folder\n")
+    assert sentence.startswith(f"error: {out} cannot be written: ")
 
 
 @pytest.mark.parametrize("option", ["--out", "--resume"])

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from ckpt_tools.errors import DestinationExistsError, StoreError
 
 from ..config.train_config import TrainConfig
 from .run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, make_out, resumes_own, set_aside_incomplete
+from .writing import writing
 
 LOCK_NAME = ".lock"
 PATIENCE_SECONDS = 3.0  # time to wait for the lock: the processes of a killed run take a moment to end
@@ -53,22 +54,18 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
     Raises DestinationExistsError if another run holds a lock, or an unfinished checkpoint holds a file that no run
     wrote; StoreError if it cannot be locked.
     """
-    with ExitStack() as held:
-        descriptor = held.enter_context(locked(config.out))
-        claim = None if config.storage is None else held.enter_context(ckpt_tools.claim(config.storage))
+    claiming = nullcontext() if config.storage is None else ckpt_tools.claim(config.storage)
+    with locked(config.out) as descriptor, claiming as claim:
         _remove_unfinished(config.out / CHECKPOINTS)
         if resumes_own(config) and config.storage is None:
-            for line in set_aside_incomplete(config):
-                print(line, flush=True)
+            set_aside_incomplete(config)
         yield RunLock(descriptor, claim)
 
 
 def check_no_other_run(out: Path) -> None:
-    """Raises DestinationExistsError if a run has locked ``out``, StoreError if it cannot be read. Makes nothing."""
-    try:
+    """Raises DestinationExistsError if a run has locked ``out``, StoreError if it cannot be used. Makes nothing."""
+    with writing(out):
         is_there = (out / LOCK_NAME).exists()
-    except OSError as error:
-        raise StoreError(f"--out {out} cannot be read: {error.strerror}") from error
     if is_there:
         with locked(out):
             pass
@@ -79,14 +76,13 @@ def locked(out: Path) -> Iterator[int]:
     """Lock ``out``, which is made; the descriptor of the lock. Raises as :func:`only_run`."""
     path = out / LOCK_NAME
     make_out(out)
-    try:
+    with writing(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise StoreError(f"{out} cannot be written to: {error.strerror}") from error
     try:
-        _lock(descriptor, path)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        with writing(path):
+            _lock(descriptor, path)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -95,17 +91,13 @@ def locked(out: Path) -> Iterator[int]:
 def _lock(descriptor: int, path: Path) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() > deadline:
-                raise DestinationExistsError(
-                    f"another run is writing to {path.parent} ({_holder(path)}); wait for it to end, stop it, or "
-                    "choose another --out"
-                ) from error
-        except OSError as error:
-            raise StoreError(f"{path} cannot be locked: {error.strerror}") from error
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if time.monotonic() > deadline:
+            raise DestinationExistsError(
+                f"another run is writing to {path.parent} ({_holder(path)}); wait for it to end, stop it, or "
+                "choose another --out"
+            )
         time.sleep(0.1)
 
 

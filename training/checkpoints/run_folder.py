@@ -15,12 +15,13 @@ from functools import partial
 from pathlib import Path
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, StoreError
+from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError
 
 from ..config.hub import COMPANIONS
 from ..config.options import RESUME_AUTO, RESUME_LATEST, is_url
 from ..config.train_config import TrainConfig
 from .storage import asked, check_storage, file_system
+from .writing import writing
 
 CHECKPOINTS = "checkpoints"
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")
@@ -43,7 +44,7 @@ def partial_folder(folder: Path, name: str) -> Path:
 
 
 def make_partial(folder: Path, name: str) -> Path:
-    """Make an empty folder for a checkpoint; a killed run's files are removed. Raises as :func:`empty_partial`."""
+    """Make an empty folder for a checkpoint; raises as :func:`empty_partial`."""
     partial = partial_folder(folder, name)
     empty_partial(partial)
     partial.mkdir(parents=True, exist_ok=True)
@@ -51,8 +52,7 @@ def make_partial(folder: Path, name: str) -> Path:
 
 
 def empty_partial(partial: Path) -> None:
-    """Remove the files of an unfinished checkpoint. Raises DestinationExistsError if it holds a file that no run wrote;
-    nothing is removed."""
+    """Remove the files of an unfinished checkpoint. Raises DestinationExistsError if it holds a file of others."""
     strangers = strangers_in(partial)
     if strangers or partial.is_symlink():
         raise DestinationExistsError(
@@ -73,39 +73,37 @@ def remove_shards(config: TrainConfig, name: str) -> None:
 
 def strangers_in(folder: Path) -> list[Path]:
     """Paths in the folder of a checkpoint that no run writes there."""
-    found = sorted(folder.rglob("*"))
-    return [path for path in found if path.is_symlink() or not (path.is_dir() or _is_shard(path, folder))]
+
+    def is_own(path: Path) -> bool:
+        return path.is_dir() or _SHARD.fullmatch(path.relative_to(folder).as_posix()) is not None
+
+    return [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not is_own(path)]
 
 
-def _is_shard(path: Path, partial: Path) -> bool:
-    return _SHARD.fullmatch(path.relative_to(partial).as_posix()) is not None
+def _place(config: TrainConfig) -> Path | str:
+    """The folder or URL of the run's checkpoints."""
+    return config.out / CHECKPOINTS if config.storage is None else f"{config.storage.rstrip('/')}/{CHECKPOINTS}"
 
 
 def checkpoint_of(config: TrainConfig, name: str) -> Path | str:
-    return config.out / CHECKPOINTS / name if config.storage is None else f"{_stored(config.storage)}/{name}"
+    place = _place(config)
+    return place / name if isinstance(place, Path) else f"{place}/{name}"
 
 
 def make_out(out: Path) -> None:
     """Make the folder of the run, and check that it is writable. Raises DestinationExistsError if the path or one above
     is a file. StoreError if it cannot be made or written to."""
-    try:
+    with writing(out):
+        for blocking in (each for each in (out, *out.parents) if each.is_file()):
+            raise DestinationExistsError(f"--out {out} is to be a folder, and {blocking} is a file")
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
-    except (FileExistsError, NotADirectoryError) as error:
-        blocking = next(path for path in (out, *out.parents) if path.exists())
-        raise DestinationExistsError(f"--out {out} is to be a folder, and {blocking} is a file") from error
-    except OSError as error:
-        raise StoreError(f"--out {out} cannot be written to: {error.strerror}; choose another folder") from error
 
 
 def saved_checkpoints(out: Path) -> list[Path]:
-    """Finished checkpoints of a run, oldest first. Raises ``StoreError``."""
-    folder = out / CHECKPOINTS
-    try:
-        found = [path for path in folder.glob("epoch_*") if is_checkpoint_name(path.name)]
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be listed: {error.strerror}") from error
+    """Finished checkpoints of a run, oldest first."""
+    found = [path for path in (out / CHECKPOINTS).glob("epoch_*") if is_checkpoint_name(path.name)]
     return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
@@ -125,7 +123,11 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
                 "run, or give the path of one"
             )
         return None if newest is None else checkpoint_of(config, newest.name)
-    _check_unused(config)
+    if saved_checkpoints(config.out) if config.storage is None else _listed(config):
+        raise DestinationExistsError(
+            f"{config.storage or config.out} already holds checkpoints of a run; continue it with --resume "
+            f"{RESUME_LATEST} or choose another {'--out' if config.storage is None else '--storage'}"
+        )
     if config.resume is None or is_url(config.resume):
         return config.resume
     return Path(config.resume.removeprefix("file://")).expanduser().absolute()
@@ -149,10 +151,9 @@ def newest_complete(config: TrainConfig) -> ckpt_tools.RunCheckpoint | None:
 
 
 def _listed(config: TrainConfig) -> list[ckpt_tools.RunCheckpoint]:
-    """Checkpoints of the run, newest first, also partly uploaded ones, which Ray's record in a store lacks."""
-    place = config.out / CHECKPOINTS if config.storage is None else _stored(config.storage)
+    """Checkpoints of the run, newest first, also incomplete ones."""
     try:
-        return [each for each in ckpt_tools.ls(place).checkpoints if is_checkpoint_name(each.name)]
+        return [each for each in ckpt_tools.ls(_place(config)).checkpoints if is_checkpoint_name(each.name)]
     except SourceNotFoundError:
         return []
 
@@ -167,22 +168,17 @@ def line_on_resume(config: TrainConfig) -> str | None:
     return f"resuming {newest.name} ({newest.format}, {newest.world_size or 'unknown'} ranks)"
 
 
-def set_aside_incomplete(config: TrainConfig) -> list[str]:
-    """Rename the incomplete checkpoints in ``out`` after the one that is resumed, because the run may need their names;
-    the messages to print. Raises DestinationExistsError if a new name exists."""
-    newest = newest_complete(config)
-    saved = saved_checkpoints(config.out)
-    names = [path.name for path in saved]
-    passed = saved if newest is None else saved[names.index(newest.name) + 1 :]
-    return [_set_aside(path) for path in passed]
-
-
-def _set_aside(checkpoint: Path) -> str:
-    aside = checkpoint.with_name(f"{checkpoint.name}.incomplete")
-    if os.path.lexists(aside):
-        raise DestinationExistsError(f"{checkpoint} is not complete, and {aside.name} exists already; move one away")
-    checkpoint.rename(aside)
-    return f"{checkpoint.name} is not complete: renamed to {aside.name}"
+def set_aside_incomplete(config: TrainConfig) -> None:
+    """Rename the incomplete checkpoints in ``out`` after the one that is resumed, because the run may need their names,
+    and print so. Raises DestinationExistsError if a new name exists."""
+    newest, saved = newest_complete(config), saved_checkpoints(config.out)
+    begin = 0 if newest is None else [path.name for path in saved].index(newest.name) + 1
+    for path in saved[begin:]:
+        aside = path.with_name(f"{path.name}.incomplete")
+        if os.path.lexists(aside):
+            raise DestinationExistsError(f"{path} is not complete, and {aside.name} exists already; move one away")
+        path.rename(aside)
+        print(f"{path.name} is not complete: renamed to {aside.name}", flush=True)
 
 
 def resume_hint(config: TrainConfig) -> str:
@@ -191,16 +187,3 @@ def resume_hint(config: TrainConfig) -> str:
         if newest_complete(config) is not None:
             return f"; continue with --resume {RESUME_LATEST}"
     return ""
-
-
-def _stored(storage: str) -> str:
-    return f"{storage.rstrip('/')}/{CHECKPOINTS}"
-
-
-def _check_unused(config: TrainConfig) -> None:
-    place, option = (config.out, "--out") if config.storage is None else (config.storage, "--storage")
-    if saved_checkpoints(config.out) if config.storage is None else _listed(config):
-        raise DestinationExistsError(
-            f"{place} already holds checkpoints of a run; continue it with --resume {RESUME_LATEST} "
-            f"or choose another {option}"
-        )

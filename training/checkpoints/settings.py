@@ -27,23 +27,16 @@ OPTION = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|(?:from_|model_key|optim_key|p
 
 @contextmanager
 def reading(checkpoint: Path | str) -> Iterator[None]:
-    """Rewords errors about ``checkpoint`` within the block; see :func:`reworded`."""
+    """Errors about ``checkpoint`` within the block name the command that has the options that they name."""
     try:
         yield
     except CkptError as error:
-        message = reworded(error.message, checkpoint)
-        if message == error.message:
+        named = (option.rstrip("_=").replace("_", "-").removeprefix("--") for option in OPTION.findall(error.message))
+        options = ", ".join(f"--{option}" for option in named)
+        if not options:
             raise
+        message = f"{error.message} ({options}: of `ckpt-tools convert {checkpoint}`; then resume the copy)"
         raise type(error)(message, path=error.path, key=error.key) from error
-
-
-def reworded(message: str, checkpoint: Path | str) -> str:
-    """``message`` with the command that has the options that it names."""
-    named = (option.rstrip("_=").replace("_", "-").removeprefix("--") for option in OPTION.findall(message))
-    options = [f"--{option}" for option in named]
-    if not options:
-        return message
-    return f"{message} ({', '.join(options)}: of `ckpt-tools convert {checkpoint}`; then resume the copy)"
 
 
 SETTINGS_ENTRY = "settings"
@@ -65,13 +58,15 @@ def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
     recorded = _recorded(extra)
     ours = config.settings
     differing = [name for name, value in recorded.items() if value != ours[name]]
-    _check_model(config, recorded)
     _check_differing(config, recorded, differing)
     _check_position(config, extra, recorded, differing)
     changes = [_change(config, recorded, name) for name in differing]
     changed = [f"resuming {checkpoint} with other settings: {'; '.join(changes)}"] if changes else []
     missing = [name for name in SETTINGS if name not in recorded and (name != "data_root" or ours[name] is not None)]
-    return "; ".join([*changed, *_not_compared(checkpoint, missing)]) or None
+    if missing:
+        names = ", ".join(f"--{spelt(name)}" for name in missing)
+        changed.append(f"{checkpoint} does not record its run's {names}: not compared, this run uses its own")
+    return "; ".join(changed) or None
 
 
 def recorded_settings(checkpoint: Path | str) -> Settings:
@@ -94,8 +89,8 @@ def _entry(entries: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _check_model(config: TrainConfig, recorded: Settings) -> None:
-    """Raises UsageError if both models are of this package, and so have other tensors."""
+def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterable[str]) -> None:
+    """Raises UsageError without an ``--override``. None allows another model of this package: it has other tensors."""
     ours, theirs = (settings.get("model") for settings in (config.settings, recorded))
     if theirs != ours and {theirs, ours} <= MODELS.keys():
         data = "" if recorded.get("dataset") in (None, config.dataset) else f" --dataset {recorded['dataset']}"
@@ -103,9 +98,6 @@ def _check_model(config: TrainConfig, recorded: Settings) -> None:
             f"{_change(config, recorded, 'model')}, which has other tensors: resume with --model {theirs}{data}, or "
             "start a new run without --resume"
         )
-
-
-def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterable[str]) -> None:
     refused = [name for name in differing if spelt(name) not in config.override]
     if refused:
         changes = "; ".join(_change(config, recorded, name) for name in refused)
@@ -129,20 +121,10 @@ def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Set
 
 
 def _change(config: TrainConfig, recorded: Settings, name: str) -> str:
-    if name == "data_root" and recorded[name] is not None:
-        if config.data_root is None:
-            return "--data-root is not given here, and was in the run of the checkpoint"
-        return f"--data-root {config.data_root} holds other samples than in the run of the checkpoint"
     here = config.data_root if name == "data_root" else config.settings[name]
-    return f"--{spelt(name)} is {_shown(here)} here and {_shown(recorded[name])} in the checkpoint"
-
-
-def _shown(value: object) -> str:
-    return "not given" if value is None else str(value)
-
-
-def _not_compared(checkpoint: Path | str, missing: list[str]) -> list[str]:
-    if not missing:
-        return []
-    names = ", ".join(f"--{spelt(name)}" for name in missing)
-    return [f"{checkpoint} does not record its run's {names}: not compared, this run uses its own"]
+    if name == "data_root" and here is None:
+        return "--data-root is not given here, and was in the run of the checkpoint"
+    if name == "data_root" and recorded[name] is not None:
+        return f"--data-root {here} holds other samples than in the run of the checkpoint"
+    shown = ("not given" if value is None else value for value in (here, recorded[name]))
+    return "--{} is {} here and {} in the checkpoint".format(spelt(name), *shown)

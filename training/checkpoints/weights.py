@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
+from ckpt_tools.errors import DestinationExistsError
 
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
 from ..models.lora import base_of
 from .leading import leader_first
 from .settings import reading
+from .writing import writing
 
 _ENDING = re.compile(r"\.[A-Za-z]\w*$")
 """Ending of a file's name, but not of a version such as 2.5."""
@@ -31,13 +32,8 @@ _ENDING = re.compile(r"\.[A-Za-z]\w*$")
 def load_first_weights(
     config: TrainConfig, model: nn.Module, elsewhere: Collection[str] = (), *, dry_run: bool = False
 ) -> None:
-    """Load the weights of ``--init-from`` into this rank's part of ``model``; collective.
-
-    Tensors in ``elsewhere`` are on other ranks only.
-
-    Raises:
-        UsageError: names or shapes are not the model's. CkptError: the checkpoint cannot be read.
-    """
+    """Load the weights of ``--init-from`` into this rank's part of ``model``; collective. Tensors in ``elsewhere`` are
+    on other ranks only. Raises UsageError if names or shapes are not the model's, CkptError if it cannot be read."""
     if config.init_from is None:
         return
     with reading(config.init_from):
@@ -56,8 +52,7 @@ def load_first_weights(
 def check_fits(config: TrainConfig, model: nn.Module, checkpoint: Path | str | None) -> None:
     """Check that the checkpoint to resume and that of ``--init-from`` have the tensors of ``model``, which may be
     on the meta device. Raises as :func:`load_first_weights`."""
-    if config.init_from is not None:
-        load_first_weights(config, model, dry_run=True)
+    load_first_weights(config, model, dry_run=True)
     if checkpoint is not None:
         with reading(checkpoint):
             ckpt_tools.load_into(model, None, checkpoint, dry_run=True)
@@ -75,36 +70,21 @@ def check_export(config: TrainConfig) -> None:
     if config.export is None:
         return
     place = config.export.removeprefix("file://")
-    exists = DestinationExistsError(f"--export {place} exists already; move it away or choose another name")
-    if not is_url(place) and os.path.lexists(place):
-        raise exists
-    ending = _ENDING.search(place)
+    to: ckpt_tools.WrittenFormat | None = None if _ENDING.search(place) else "safetensors"
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder, "weights.pt")
         torch.save({"weight": torch.zeros(1)}, weights)
         try:
-            if ending is not None:
-                ckpt_tools.plan(weights, Path(folder, f"model{ending[0]}"), state="model")
-        except UsageError as error:
-            raise UsageError(
-                f"--export {place}: no model is written to a file that ends in {ending and ending[0]}; name one that "
-                "ends in .safetensors, .pt, .bin, .gguf or .npz, or a folder without an ending"
-            ) from error
-        try:
-            ckpt_tools.plan(weights, place, state="model", to="safetensors" if ending is None else None)
+            if not is_url(place) and os.path.lexists(place):
+                raise DestinationExistsError(place)
+            ckpt_tools.plan(weights, place, state="model", to=to)
         except DestinationExistsError:
-            raise exists from None
+            message = f"--export {place} exists already; move it away or choose another name"
+            raise DestinationExistsError(message) from None
     if not is_url(place):
-        _check_writable(place)
-
-
-def _check_writable(place: str) -> None:
-    nearest = next(folder for folder in Path(place).absolute().parents if os.path.lexists(folder))
-    try:
-        with tempfile.TemporaryFile(dir=nearest):
+        nearest = next(folder for folder in Path(place).absolute().parents if os.path.lexists(folder))
+        with writing(Path(place)), tempfile.TemporaryFile(dir=nearest):
             pass
-    except OSError as error:
-        raise StoreError(f"--export {place} cannot be written: {nearest}: {error.strerror}") from error
 
 
 def export(config: TrainConfig, checkpoint: str) -> None:
