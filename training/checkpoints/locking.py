@@ -38,22 +38,11 @@ class RunLock:
     descriptor: int
     claim: ckpt_tools.UrlClaim | None
 
-    def check(self) -> None:
-        """Raises LostStorageError if another process has taken over the storage."""
-        try:
-            if self.claim is not None:
-                self.claim.check()
-        except StoreError as error:
-            raise LostStorageError(error.message) from error
-
 
 @contextmanager
 def only_run(config: TrainConfig) -> Iterator[RunLock]:
     """Lock the run's ``out``, which is made, and its ``storage``; unfinished checkpoints of a killed run are removed.
-
-    Raises DestinationExistsError if another run holds a lock, or an unfinished checkpoint holds a file that no run
-    wrote; StoreError if it cannot be locked.
-    """
+    Raises DestinationExistsError if another run holds a lock, or they hold files of others; StoreError."""
     claiming = nullcontext() if config.storage is None else ckpt_tools.claim(config.storage)
     with locked(config.out) as descriptor, claiming as claim:
         _remove_unfinished(config.out / CHECKPOINTS)
@@ -111,7 +100,6 @@ def _holder(path: Path) -> str:
 def _remove_unfinished(checkpoints: Path) -> None:
     """Remove folders with the names of unfinished checkpoints; the run that wrote them has ended."""
     for path in checkpoints.glob(".epoch_*.partial"):
-        name = path.name.removeprefix(".").removesuffix(".partial")
-        if is_checkpoint_name(name) and path.is_dir() and not path.is_symlink():
+        if is_checkpoint_name(path.stem[1:]) and path.is_dir() and not path.is_symlink():
             empty_partial(path)
             path.rmdir()

@@ -20,6 +20,7 @@ from ..config.references import place_in
 PROCESS_ENDED = "ProcessEnded"
 _LOST = re.compile(r"(?i)\bgloo\b|\bnccl|connection (was )?(closed|reset|refused)|broken pipe")
 ERROR_LOG_NAME = "error.log"
+TORCHRUN_LOG_NAME = "torchrun.log"
 RECORD_BYTES = 2**16
 MAX_DETAILS = 2**14  # characters, of the end
 
@@ -28,22 +29,13 @@ BLAME_SECONDS = 3.0
 finds the killed one: torchrun's agent looks every 0.1 seconds, Ray Train every 2."""
 
 
-def end_of(rank: int, code: int) -> str:
-    """Sentence about a rank whose process has ended with this exit code; a negative one is a signal."""
-    if code >= 0:
-        return f"rank {rank} ended with exit code {code}"
-    named = {each.value: each.name for each in signal.Signals}
-    hint = "; the kernel does so when memory runs out" if -code == signal.SIGKILL else ""
-    return f"rank {rank} was ended by {named.get(-code, f'signal {-code}')}{hint}"
-
-
 class RunFailedError(CkptError):
     """A rank failed with an unexpected error; the message names the file with the traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception of a rank, which can be sent to another process."""
+    """An exception of a rank, or the end of its process, which can be sent to another process."""
 
     rank: int
     kind: str
@@ -59,11 +51,19 @@ class Failure:
         return cls(rank, type(cause).__name__, without_secrets(str(cause)), without_secrets(details))
 
     @classmethod
-    def of_end(cls, rank: int, error: BaseException) -> Failure:
+    def of_lost(cls, rank: int, error: BaseException) -> Failure:
         """The end of a rank's process, about which Ray raised ``error``."""
         lost = "node has died" in str(error)
         how = "its machine" if lost else "its process, as by SIGKILL; the kernel sends it when memory runs out"
-        return cls(rank, PROCESS_ENDED, how, without_secrets(str(error)))
+        return cls(rank, PROCESS_ENDED, f"has lost {how}", without_secrets(str(error)))
+
+    @classmethod
+    def of_exit(cls, rank: int, code: int) -> Failure:
+        """The end of a rank's process with this exit code; a negative one is a signal."""
+        named = {each.value: each.name for each in signal.Signals}
+        hint = "; the kernel does so when memory runs out" if -code == signal.SIGKILL else ""
+        how = f"was ended by {named.get(-code, f'signal {-code}')}{hint}"
+        return cls(rank, PROCESS_ENDED, how if code < 0 else f"ended with exit code {code}", "")
 
     @property
     def is_end(self) -> bool:
@@ -77,7 +77,7 @@ class Failure:
     @property
     def sentence(self) -> str:
         if self.is_end:
-            return f"rank {self.rank} has lost {self.message}"
+            return f"rank {self.rank} {self.message}"
         lines = self.message.strip().splitlines() or ["no message"]
         return f"rank {self.rank} failed with {self.kind}: {lines[0]}{place_in(self.details)}"
 
@@ -102,13 +102,14 @@ class Failure:
         return cls(**json.loads(text)) if text else None
 
     def to_error(self, out: Path) -> CkptError:
-        """The same error if it is a ``CkptError``, else one sentence, with the traceback in ``OUT/error.log``."""
+        """The same error if it is a ``CkptError``, else one sentence that names the file with the details."""
         ours = getattr(errors, self.kind, None)
         if isinstance(ours, type) and issubclass(ours, CkptError):
             return ours(self.message)
-        log = out / ERROR_LOG_NAME
+        log = out / (ERROR_LOG_NAME if self.details else TORCHRUN_LOG_NAME)
         try:
-            log.write_text(without_secrets(self.details))
+            if self.details:
+                log.write_text(without_secrets(self.details))
         except OSError:
             return RunFailedError(self.sentence)
         return RunFailedError(f"{self.sentence} (see {log})")

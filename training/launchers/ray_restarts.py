@@ -54,8 +54,8 @@ def cause_of(failures: Mapping[int, BaseException]) -> Failure:
 def _failure(rank: int, error: BaseException) -> Failure:
     if isinstance(error, AttemptFailedError):
         return error.failure
-    cause = getattr(error, "health_check_failure", None)
-    return Failure.of(rank, error) if cause is None else Failure.of_end(rank, cause)
+    lost = getattr(error, "health_check_failure", None)
+    return Failure.of_lost(rank, lost) if lost else Failure.of(rank, error)
 
 
 def with_restarts(
@@ -78,12 +78,12 @@ def _for_the_next(config: TrainConfig, say: Say, *, on_gpus: bool) -> TrainConfi
     """Wait for machines. Without ``min_workers``, Ray itself waits until all workers fit."""
     if config.min_workers is None:
         return config
-    found = on_what_is_left(config, room := room_for_workers(on_gpus=on_gpus))
-    if found is None:
-        say(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
-    while found is None:
+    is_said = False
+    while (found := on_what_is_left(config, room := _room(on_gpus=on_gpus))) is None:
+        if not is_said:
+            say(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
+        is_said = True
         time.sleep(WAIT_SECONDS)
-        found = on_what_is_left(config, room_for_workers(on_gpus=on_gpus))
     say(f"continuing with {found.num_workers} of {config.num_workers} workers")
     return found
 
@@ -97,26 +97,27 @@ def on_what_is_left(config: TrainConfig, room: int) -> TrainConfig | None:
     return None
 
 
-def room_for_workers(*, on_gpus: bool) -> int:
-    """Number of workers for which the responding nodes have a CPU and, if they need it, a GPU."""
-    needed = ("CPU", "GPU") if on_gpus else ("CPU",)
-    return sum(int(min(node["Resources"].get(name, 0) for name in needed)) for node in _answering())
+def _room(*, on_gpus: bool) -> int:
+    """Number of workers for which the nodes that respond have a CPU and, if they need it, a GPU. A lost node counts as
+    alive until Ray has missed several heartbeats."""
 
-
-def _answering() -> list[dict[str, Any]]:
-    """Nodes that respond: a lost node counts as alive until Ray has missed several heartbeats."""
-    asked = {_ask(node["NodeID"]): node for node in ray.nodes() if node["Alive"]}
-    done, late = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
-    for each in late:
-        ray.cancel(each, force=True)
-    return [asked[each] for each in done if _succeeded(each)]
-
-
-def _ask(node_id: str) -> Any:
     def answer() -> None:
         """Does nothing. As a function of the module it would import torch in its process."""
 
-    return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=on_node(node_id))(answer).remote()
+    asking = ray.remote(num_cpus=0, max_retries=0)(answer)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    answers = [asking.options(scheduling_strategy=on_node(node["NodeID"])).remote() for node in nodes]
+    needed = ("CPU", "GPU") if on_gpus else ("CPU",)
+    rooms = [int(min(node["Resources"].get(name, 0) for name in needed)) for node in nodes]
+    return sum(room for room, answer in zip(rooms, answers, strict=True) if _has_answered(answer))
+
+
+def _has_answered(task: Any) -> bool:
+    try:
+        ray.get(task, timeout=ANSWER_SECONDS)
+    except ray.exceptions.RayError:
+        return False
+    return True
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
@@ -128,25 +129,17 @@ def on_this_node() -> NodeAffinitySchedulingStrategy:
     return on_node(ray.get_runtime_context().get_node_id())
 
 
-def _succeeded(task: Any) -> bool:
-    try:
-        ray.get(task)
-    except ray.exceptions.RayError:
-        return False
-    return True
-
-
 def is_asked(stop: Queue) -> Callable[[], bool]:
-    """A function that tells whether ``stop`` holds a request, without a remote call. Only the first rank must know."""
+    """A function that tells whether ``stop`` holds a request, without a remote call. Only the first rank must know. The
+    request stays in the queue, for the ranks of a restart; a ``get`` of a killed rank would take it away."""
     asked = threading.Event()
+
+    def wait() -> None:
+        with suppress(ray.exceptions.RayError):
+            while stop.empty():
+                time.sleep(LOOK_SECONDS)
+            asked.set()
+
     if torch.distributed.get_rank() == 0:
-        threading.Thread(target=_wait, args=(stop, asked), daemon=True).start()
+        threading.Thread(target=wait, daemon=True).start()
     return asked.is_set
-
-
-def _wait(stop: Queue, asked: threading.Event) -> None:
-    """The request stays in the queue, for the ranks of a restart; a ``get`` of a killed rank would take it away."""
-    with suppress(ray.exceptions.RayError):
-        while stop.empty():
-            time.sleep(LOOK_SECONDS)
-        asked.set()

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,8 +84,13 @@ def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
         yield
         return
     with guarded(keep_open) as marking:
+        options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+        if "RAY_ADDRESS" not in os.environ:
+            # At least one CPU per worker: on a smaller machine they share the cores instead of waiting for each other.
+            options |= {"address": "local", "num_cpus": max(os.cpu_count() or 1, num_workers)}
+            options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         with marking(), starting_processes():
-            ray.init(**_init_options(num_workers))
+            ray.init(**options)
         with _ended_by(ray.shutdown):
             yield
 
@@ -94,24 +99,13 @@ def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
 def _ended_by(end: Callable[[], None]) -> Iterator[None]:
     """Calls ``end`` after the block, but not if the run has to end at once: Ray does not respond while a thread waits
     for it (:func:`_in_thread`). The guard ends a local cluster, a remote one ends the work of a driver that is gone."""
-    try:
-        yield
-    except AT_ONCE:
-        raise
-    except BaseException:
-        end()
-        raise
-    end()
-
-
-def _init_options(num_workers: int) -> dict[str, Any]:
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if "RAY_ADDRESS" in os.environ:
-        return quiet
-    # At least one CPU per worker: on a smaller machine they share the cores instead of waiting for each other.
-    cpus = max(os.cpu_count() or 1, num_workers)
-    local = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    return quiet | local | {"address": "local"}
+    with ExitStack() as ending:
+        ending.callback(end)
+        try:
+            yield
+        except AT_ONCE:
+            ending.pop_all()
+            raise
 
 
 def queue_here() -> Queue:
@@ -124,16 +118,16 @@ def printed_lines(config: TrainConfig) -> Iterator[tuple[Queue, Future[None]]]:
     """A queue of what workers on any machine say, show or record here: the name of it, and the value. And the future of
     its reader."""
     lines = queue_here()
+
+    def end() -> None:
+        lines.put(None)
+        printing.result()
+        lines.shutdown()
+
     with closing(Screen()) as screen:
         printing = in_background(partial(_print_until_none, lines, screen, Journal(config)))
-        with _ended_by(partial(_end_lines, lines, printing)):
+        with _ended_by(end):
             yield lines, printing
-
-
-def _end_lines(lines: Queue, printing: Future[None]) -> None:
-    lines.put(None)
-    printing.result()
-    lines.shutdown()
 
 
 def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
@@ -145,8 +139,12 @@ def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
 
 
 def _check(lock: RunLock, printing: Future[None], asked: threading.Event, stop: Queue) -> None:
-    lock.check()
-    if printing.done() and isinstance(error := printing.exception(), StoreError):
+    try:
+        if lock.claim is not None:
+            lock.claim.check()
+        if printing.done():
+            printing.result()
+    except StoreError as error:
         raise LostStorageError(error.message) from error
     if asked.is_set():
         asked.clear()
@@ -162,30 +160,22 @@ def _in_thread(call: Callable[[], Result], check: Callable[[], None]) -> Result:
     return done.result()
 
 
-_Devices = tuple[bool, dict[str, str]]  # whether workers have GPUs, and their environment
-
-
-def _devices(config: TrainConfig) -> _Devices:
-    """Devices of the workers by the cluster's resources, because this machine may have no GPU. Raises UsageError if
-    there are too few, or if a machine lacks what the frameworks need."""
+def _devices(config: TrainConfig) -> tuple[bool, dict[str, str]]:
+    """Whether workers have GPUs, and their environment, by the cluster's resources: this machine may have no GPU.
+    Raises UsageError if there are too few, or if a machine lacks what the frameworks need."""
     found = ray.cluster_resources()
     gpus = int(found.get("GPU", 0)) if torch.backends.cuda.is_built() else 0
     check_gpus(config.num_workers, gpus, "the cluster")
-    if "RAY_ADDRESS" in os.environ:
-        _ask_a_worker(config, gpus)
+    if "RAY_ADDRESS" in os.environ:  # a machine that has what a worker needs
+        try:
+            ray.get(ray.remote(num_gpus=min(gpus, 1), max_retries=0)(check_device).remote(config))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
     sharing = gpus or config.num_workers
     return gpus > 0, threads_of(config, sharing, found.get("CPU", sharing), on_gpu=gpus > 0)
 
 
-def _ask_a_worker(config: TrainConfig, gpus: int) -> None:
-    """Check on a machine that has what a worker needs."""
-    try:
-        ray.get(ray.remote(num_gpus=min(gpus, 1), max_retries=0)(check_device).remote(config))
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
-
-
-def _fit(config: TrainConfig, devices: _Devices, lines: Queue, stop: Queue) -> Outcome:
+def _fit(config: TrainConfig, devices: tuple[bool, dict[str, str]], lines: Queue, stop: Queue) -> Outcome:
     """One attempt. Raises AttemptFailedError."""
     on_gpus, environment = devices
     if config.storage is None:
@@ -214,15 +204,12 @@ def _fit(config: TrainConfig, devices: _Devices, lines: Queue, stop: Queue) -> O
         return outcome
     except ray.train.WorkerGroupError as error:
         raise AttemptFailedError(cause_of(error.worker_failures)) from error
-    except ray.train.ControllerError as error:
-        raise AttemptFailedError(Failure.of(0, error.controller_failure)) from error
     except ray.train.TrainingFailedError as error:
-        raise AttemptFailedError(Failure.of(0, error)) from error
+        raise AttemptFailedError(Failure.of(0, getattr(error, "controller_failure", error))) from error
 
 
 def _ray_storage(config: TrainConfig) -> dict[str, Any]:
-    """Storage options of Ray's ``RunConfig``. For a URL Ray would use Arrow's S3 client, which resolves endpoint and
-    region differently, and leaves an empty object for each folder."""
+    """Storage options of ``RunConfig``; Arrow's S3 client would resolve endpoint and region differently."""
     if config.storage is None:
         return {"storage_path": str(config.out)}
     fs, path = file_system(config.storage)
@@ -231,30 +218,27 @@ def _ray_storage(config: TrainConfig) -> dict[str, Any]:
 
 def _work(loop_config: dict[str, Any]) -> Outcome:
     try:
-        return _trained(loop_config)
+        config: TrainConfig = loop_config["config"]
+        outlet = (RayFolderOutlet if config.storage is None else RayStorageOutlet)(config, loop_config["lines"])
+        device, asked = ray.train.torch.get_device(), is_asked(loop_config["stop"])
+        return train(config, device, loop_config["resume_from"], outlet, asked)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         time.sleep(BLAME_SECONDS)
         raise AttemptFailedError(Failure.of(torch.distributed.get_rank(), error)) from None
-
-
-def _trained(loop_config: dict[str, Any]) -> Outcome:
-    config: TrainConfig = loop_config["config"]
-    outlet = (RayFolderOutlet if config.storage is None else RayStorageOutlet)(config, loop_config["lines"])
-    device, asked = ray.train.torch.get_device(), is_asked(loop_config["stop"])
-    return train(config, device, loop_config["resume_from"], outlet, asked)
 
 
 class _RayOutlet:
     """Reports values to Ray, and sends lines and statuses to the command."""
 
     _lines: Queue
+    _checkpoint: Callable[[str], ray.train.Checkpoint]
 
     def report(self, values: Values) -> None:
         ray.train.report(dict(values))
 
-    def _report_checkpoint(self, checkpoint: ray.train.Checkpoint, values: Values) -> None:
+    def announce(self, name: str, values: Values) -> None:
         mode = ray.train.CheckpointUploadMode.NO_UPLOAD
-        ray.train.report(dict(values), checkpoint, checkpoint_upload_mode=mode)
+        ray.train.report(dict(values), self._checkpoint(name), checkpoint_upload_mode=mode)
 
     def say(self, line: str) -> None:
         self._lines.put(("say", line))
@@ -269,9 +253,7 @@ class RayFolderOutlet(_RayOutlet, FolderOutlet):
     def __init__(self, config: TrainConfig, lines: Queue) -> None:
         super().__init__(config)
         self._lines = lines
-
-    def announce(self, name: str, values: Values) -> None:
-        self._report_checkpoint(ray.train.Checkpoint.from_directory(self._folder / name), values)
+        self._checkpoint = lambda name: ray.train.Checkpoint.from_directory(self._folder / name)
 
 
 class RayStorageOutlet(_RayOutlet):
@@ -285,6 +267,7 @@ class RayStorageOutlet(_RayOutlet):
         self._storage = ray.train.get_context().get_storage()
         self._folders: dict[str, Path] = {}
         self._uploaded: dict[str, ray.train.Checkpoint] = {}
+        self._checkpoint = self._uploaded.pop
 
     def begin(self, name: str) -> Path:
         if torch.distributed.get_rank() == 0:
@@ -300,9 +283,6 @@ class RayStorageOutlet(_RayOutlet):
             self._uploaded[name] = self._storage.persist_current_checkpoint(local, name)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def announce(self, name: str, values: Values) -> None:
-        self._report_checkpoint(self._uploaded.pop(name), values)
 
     def record(self, figures: Mapping[str, Any]) -> None:
         """Send the values to the command, which writes to ``OUT``."""

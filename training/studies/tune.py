@@ -52,9 +52,9 @@ def main(rates: tuple[float, ...], at_once: int, options: tuple[str, ...]) -> No
         # The imports below load torch, which takes seconds, so options are checked first.
         from ray import tune
 
+        from ..launchers import cluster
         from ..launchers.checks import check_before_start
         from ..launchers.failures import RunFailedError
-        from ..launchers.ray_train import cluster
 
         for run in runs.values():
             check_before_start(run)

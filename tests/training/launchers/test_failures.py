@@ -17,7 +17,7 @@ from tests.training.jobs import default_config, small_config
 from tests.training.watched import Watched
 from training.checkpoints.run_folder import saved_checkpoints
 from training.checkpoints.writing import writing
-from training.launchers.failures import Failure, end_of
+from training.launchers.failures import Failure
 from training.launchers.ray_restarts import AttemptFailedError, cause_of
 from training.loop.outlets import Journal
 from training.loop.result import RunResult
@@ -83,7 +83,7 @@ def test_the_first_failure_is_recorded_in_room_that_was_kept_for_it(tmp_path: Pa
     ],
 )
 def test_the_end_of_a_process(code: int, sentence: str) -> None:
-    assert end_of(1, code) == sentence
+    assert Failure.of_exit(1, code).sentence == sentence
 
 
 def test_the_ranks_that_lost_a_killed_one_are_not_blamed(tmp_path: Path) -> None:
