@@ -11,7 +11,6 @@ import re
 import tempfile
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import ckpt_tools
@@ -20,7 +19,7 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundE
 from ..config.hub import COMPANIONS
 from ..config.options import RESUME_AUTO, RESUME_LATEST, is_url
 from ..config.train_config import TrainConfig
-from .storage import asked, check_storage, file_system
+from .storage import asking, check_storage, file_system
 from .writing import writing
 
 CHECKPOINTS = "checkpoints"
@@ -66,9 +65,10 @@ def empty_partial(partial: Path) -> None:
 def remove_shards(config: TrainConfig, name: str) -> None:
     """Remove a killed run's uploads of this checkpoint: fewer ranks would not replace all. StoreError."""
     fs, folder = file_system(str(checkpoint_of(config, name)))
-    for path in asked(config.storage or "", lambda: fs.find(folder)):
-        if _SHARD.fullmatch(path.removeprefix(f"{folder}/")):
-            asked(path, partial(fs.rm_file, path))
+    with asking(config.storage or ""):
+        for path in fs.find(folder):
+            if _SHARD.fullmatch(path.removeprefix(f"{folder}/")):
+                fs.rm_file(path)
 
 
 def strangers_in(folder: Path) -> list[Path]:
@@ -91,8 +91,7 @@ def checkpoint_of(config: TrainConfig, name: str) -> Path | str:
 
 
 def make_out(out: Path) -> None:
-    """Make the folder of the run, and check that it is writable. Raises DestinationExistsError if the path or one above
-    is a file. StoreError if it cannot be made or written to."""
+    """Make the folder of the run. Raises DestinationExistsError for a file, StoreError if it cannot be written to."""
     with writing(out):
         for blocking in (each for each in (out, *out.parents) if each.is_file()):
             raise DestinationExistsError(f"--out {out} is to be a folder, and {blocking} is a file")
@@ -108,11 +107,8 @@ def saved_checkpoints(out: Path) -> list[Path]:
 
 
 def resume_folder(config: TrainConfig) -> Path | str | None:
-    """The checkpoint to resume, None for a new run. A path or URL in ``--resume`` is not looked up.
-
-    Raises ``SourceNotFoundError`` if the run has none of its own, ``DestinationExistsError`` if a new run would mix its
-    checkpoints with those of another, ``StoreError`` if the storage cannot be reached.
-    """
+    """The checkpoint to resume, None for a new run; a path or URL in ``--resume`` is not looked up. Raises CkptError,
+    as if a new run would mix its checkpoints with those of another."""
     if config.storage is not None:
         check_storage(config.storage)
     if resumes_own(config):

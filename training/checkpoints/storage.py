@@ -6,14 +6,13 @@ They are not sent to workers: each process reads its own environment, which work
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from fsspec.core import url_to_fs
 
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UsageError
-
-Result = TypeVar("Result")
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -33,17 +32,19 @@ def check_storage(url: str) -> None:
         return
     bucket = path.partition("/")[0]
     try:
-        asked(url, lambda: fs.call_s3("head_bucket", Bucket=bucket))
+        with asking(url):
+            fs.call_s3("head_bucket", Bucket=bucket)
     except FileNotFoundError as error:
         raise SourceNotFoundError(f"there is no bucket {bucket}", path=url) from error
 
 
-def asked(url: str, call: Callable[[], Result]) -> Result:
-    """Result of ``call``. Raises StoreError if the service fails; FileNotFoundError is passed on."""
+@contextmanager
+def asking(url: str) -> Iterator[None]:
+    """Within the block a failure of the service, whose libraries have no common error class, raises StoreError;
+    FileNotFoundError is passed on."""
     try:
-        return call()
+        yield
     except FileNotFoundError:
         raise
     except Exception as error:
-        # The libraries of the services have no common error class.
         raise StoreError(f"the store failed with {type(error).__name__}: {error}", path=url) from error

@@ -58,12 +58,6 @@ def check_fits(config: TrainConfig, model: nn.Module, checkpoint: Path | str | N
             ckpt_tools.load_into(model, None, checkpoint, dry_run=True)
 
 
-def check_recipe(config: TrainConfig) -> None:
-    """Raises CkptError if the recipe of ``--recipe`` cannot be read; called before the run."""
-    if config.recipe is not None:
-        ckpt_tools.show_recipe(config.recipe)
-
-
 def check_export(config: TrainConfig) -> None:
     """Raises CkptError if a model cannot be written to the path of ``--export``; called before the run. Whether a store
     allows to write is not tried."""
@@ -99,8 +93,8 @@ def export(config: TrainConfig, checkpoint: str) -> None:
 
 @contextmanager
 def converted(checkpoint: Path | str, **options: Any) -> Iterator[Path]:
-    """A copy of ``checkpoint`` for the block, converted by the first rank of each machine; collective. The folder has
-    the same name on every rank. ``options`` are those of :func:`ckpt_tools.convert`. Raises CkptError."""
+    """A copy of ``checkpoint`` for the block, converted with ``options`` by the first rank of each machine; collective.
+    The folder has the same name on every rank. Raises CkptError."""
     name = [f"training-{uuid.uuid4().hex}"]
     torch.distributed.broadcast_object_list(name)
     folder, leads = Path(tempfile.gettempdir(), name[0]), False

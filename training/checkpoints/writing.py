@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from ckpt_tools.errors import StoreError
 
 _CUT_OFF = re.compile(r"PytorchStreamWriter|inline_container\.cc|iostream error")
@@ -30,6 +28,8 @@ def writing(path: Path) -> Iterator[None]:
 
 def root_of(error: BaseException) -> BaseException:
     """The error of the first rank that failed, if torch has wrapped the errors of a collective save or load."""
+    from torch.distributed.checkpoint.api import CheckpointException  # it takes seconds
+
     while isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return error

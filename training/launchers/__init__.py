@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 
 from ckpt_tools.errors import MAX_MESSAGE_CHARS, StoreError
 
@@ -37,3 +38,10 @@ def launch(config: TrainConfig) -> RunResult:
             hint = resume_hint(config)
             message = failed.message[: MAX_MESSAGE_CHARS - len(hint)] + hint
             raise type(failed)(message, path=failed.path, key=failed.key) from error
+
+
+def cluster(num_workers: int) -> AbstractContextManager[None]:
+    """A Ray cluster for several runs; see :func:`.ray_train.cluster`."""
+    from . import ray_train
+
+    return ray_train.cluster(num_workers)

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..checkpoints.locking import check_no_other_run
 from ..checkpoints.run_folder import resume_folder
 from ..checkpoints.settings import lines_before_start
-from ..checkpoints.weights import check_export, check_fits, check_recipe
+from ..checkpoints.weights import check_export, check_fits
 from ..config.hub import folder_of
 from ..config.options import first_line
 from ..config.references import is_function, resolved, text_of
@@ -43,7 +44,8 @@ def checked(config: TrainConfig, *, with_data: bool = True) -> list[str]:
     """Messages about the checkpoint to resume. Raises CkptError for a run that would fail on every worker."""
     checkpoint = resume_folder(config)
     check_result_file(config.out)
-    check_recipe(config)
+    if config.recipe is not None:
+        ckpt_tools.show_recipe(config.recipe)
     check_export(config)
     lines = lines_before_start(config, checkpoint) + lines_of_text(config)
     parts = _checked_parts(config) if with_data else None

@@ -45,7 +45,7 @@ def check_device(config: TrainConfig) -> None:
     """Raises ``UsageError`` for a run that its frameworks would refuse on a machine like this one."""
     if config.compile:
         _check_compiler()
-    if config.sharding.framework == "deepspeed":
+    if config.sharding.framework == "deepspeed" and (config.deepspeed_config or config.precision == "fp16"):
         _check_deepspeed(config)
 
 
@@ -65,8 +65,6 @@ def _check_compiler() -> None:
 
 def _check_deepspeed(config: TrainConfig) -> None:
     """Check fp16 and ``--deepspeed-config``; DeepSpeed is imported only for them."""
-    if config.deepspeed_config is None and config.precision != "fp16":
-        return
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.accelerator import get_accelerator
 

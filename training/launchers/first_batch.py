@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset
 
@@ -31,16 +23,22 @@ from ..loop.evaluation import check_metric, metrics_of
 from ..models.zoo import spec_of
 
 CPU = torch.device("cpu")
-ONLY_WITH_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+ONLY_WITH_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
 
 
 def try_out(config: TrainConfig, samples: Dataset[Any], held_out: Dataset[Any] | None) -> None:
     """Make model and optimizer, and compute loss and metrics of the first samples, by shapes alone; with values, on the
     CPU, if that fails, as where numpy is called. What neither can compute is left to the workers: steps that depend on
     values, and on a machine with a GPU what fails on the CPU. Raises ``UsageError``."""
-    batches = (_first(config, samples), None if held_out is None else _first_held_out(config, held_out))
+    batches = _first(config, samples, held_out)
+    log = logging.getLogger(fake_tensor.__name__)
+    log.disabled = True  # a traceback of each operation that fails
     try:
-        with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as fake:
             _compute(config, *tree_map_only(Tensor, fake.from_tensor, batches))
     except UsageError as error:
         if isinstance(error.__cause__, ONLY_WITH_VALUES):
@@ -49,33 +47,21 @@ def try_out(config: TrainConfig, samples: Dataset[Any], held_out: Dataset[Any] |
             raise
         if not torch.cuda.is_available():
             _compute(config, *batches)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's traceback of an operation that fails."""
-    log = logging.getLogger(fake_tensor.__name__)
-    log.disabled = True
-    try:
-        yield
     finally:
         log.disabled = False
 
 
-def _first(config: TrainConfig, samples: Dataset[Any]) -> Any:
-    """The first micro-batch of the first rank. Raises ``UsageError`` if it cannot be cut."""
+def _first(config: TrainConfig, samples: Dataset[Any], held_out: Dataset[Any] | None) -> tuple[Any, Any]:
+    """The first micro-batch of the first rank, and the first held-out batch with its number of samples. Raises
+    ``UsageError``."""
     batches = Batches(replace(config, loader_workers=0), samples, 0, config.data_workers, CPU)
     with named_failures(config.dataset, "dataset"):
         batch = next(batches.epoch(Position(0)))[0]
+        kept = None if held_out is None else held_out_batches(held_out, config.eval_batch_size, CPU)(0)
     rows = {len(each) if isinstance(each, Tensor) and each.ndim else 0 for each in tree_leaves(batch)}
     if config.gradient_accumulation > 1 and rows != {config.batch_size // config.data_workers}:
         raise UsageError("--gradient-accumulation needs batches of tensors with a row for each sample")
-    return micro_batches(batch, config.gradient_accumulation)[0]
-
-
-def _first_held_out(config: TrainConfig, held_out: Dataset[Any]) -> tuple[Any, int]:
-    with named_failures(config.dataset, "dataset"):
-        return held_out_batches(held_out, config.eval_batch_size, CPU)(0)
+    return micro_batches(batch, config.gradient_accumulation)[0], kept
 
 
 def _compute(config: TrainConfig, batch: Any, held_out: tuple[Any, int] | None) -> None:

@@ -13,7 +13,7 @@ from training.config.train_config import TrainConfig
 from training.loop.result import RESULT_NAME, RunResult, check_result_file
 
 RESULT = RunResult(
-    "fsdp2", "full_shard", "ray", 2, "fp32", "digits", 1, {}, {}, 0.5, 1, 2, "checkpoints/epoch_0001", 1.0, (), (1, 2)
+    "fsdp2", "full_shard", "ray", 2, "fp32", "digits", 1, {}, {}, {}, 0.5, 1, 2, "epoch_0001", 1.0, (), (1, 2)
 )
 SHARDS = (".metadata", ".metadata.tmp", "__0_0.distcp", "latest", "zero_to_fp32.py", "zero_to_torch.py",
           "global_step8/zero_pp_rank_0_mp_rank_00_model_states.pt",

@@ -17,7 +17,7 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import default_config
 from training.__main__ import main
-from training.checkpoints.settings import check_settings, reading, recorded_settings, reworded
+from training.checkpoints.settings import check_settings, reading, recorded_settings
 from training.config.options import SETTINGS, spelt
 from training.config.train_config import Settings, TrainConfig
 from training.launchers.checks import check_before_start
@@ -267,8 +267,9 @@ def test_something_else_is_answered_with_the_converter(tmp_path: Path) -> None:
 
 
 def test_other_options_of_the_converter_are_said_to_be_its_own() -> None:
-    message = reworded("there are several optimizers (a, b); choose one with --optim-key", "x")
-    assert message == (
+    with pytest.raises(UsageError) as reworded, reading("x"):
+        raise UsageError("there are several optimizers (a, b); choose one with --optim-key")
+    assert str(reworded.value) == (
         "there are several optimizers (a, b); choose one with --optim-key "
         "(--optim-key: of `ckpt-tools convert x`; then resume the copy)"
     )
