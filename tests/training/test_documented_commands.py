@@ -6,6 +6,7 @@ The commands of "Checkpoints and resuming" build on each other, and test_checkpo
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -18,12 +19,9 @@ import training
 from tests.training.documents import ALL, PAGES
 from tests.training.hub import save_llama, save_tokenizer
 from training.__main__ import main
-from training.config.train_config import TrainConfig
 from training.loop.result import RunResult
 from training.studies.compare import cases_of
 from training.studies.compare import main as compare
-from training.studies.tune import main as tune
-from training.studies.tune import runs_of
 
 ROOT = Path(training.__file__).parent.parent
 PAGE = ALL.replace(PAGES["training_own.md"], "")
@@ -75,8 +73,25 @@ def test_the_documented_comparisons_are_runs(tmp_path: Path) -> None:
         assert len(cases_of(params["texts"], params["options"], tmp_path)) in (3, 11)
 
 
-def test_the_documented_learning_rates_are_runs() -> None:
-    [words] = commands("python -m ckpt_tools_training.studies.tune")
-    params = tune.make_context("tune", shlex.split(words)).params
-    config = TrainConfig(**main.make_context("training", list(params["options"])).params)
-    assert [run.learning_rate for run in runs_of(config, params["rates"]).values()] == [1e-3, 3e-3]
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS)
+def test_the_documented_learning_rates_are_runs(tmp_path: Path) -> None:
+    """The file as printed, of a checkout."""
+    [printed] = re.findall(r'(?s)```python\n("""rates.py.*?)```', PAGE)
+    file = tmp_path / "rates.py"
+    file.write_text(printed.replace("ckpt_tools_training", "training"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, file],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = [RunResult.read(tmp_path / "rates" / name / "result.json") for name in ("0.001", "0.003")]
+    assert [each.settings["learning_rate"] for each in results] == [1e-3, 3e-3]
+    best = max(results, key=lambda each: each.accuracy)
+    assert done.stdout.splitlines()[-1] == f"{best.settings['learning_rate']} {best.accuracy} {best.checkpoint}"

@@ -374,7 +374,7 @@ def test_an_error_in_the_loss_names_rank_file_and_line(files: Path, tmp_path: Pa
 def test_the_commands_of_the_page_work(files: Path) -> None:
     """One after the other in one folder; without the libraries of the callbacks."""
     commands = re.findall(r"(?m)^[$] ckpt-tools (.*)$", PAGES["training_own.md"])
-    assert len(commands) == 6
+    assert len(commands) == 7
     (files / "point.json").write_text("[1, 2, 3, 4, 5, 6, 7, 8]")
     (files / "points.txt").write_text("point.json\n")
     modules = {"train": "training", "predict": "inference.batch"}

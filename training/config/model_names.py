@@ -29,12 +29,7 @@ class ModelFacts:
 MODELS: Mapping[str, ModelFacts] = {
     "vit": ModelFacts(),
     "cnn": ModelFacts(),
-    "cnn-lstm": ModelFacts(),
-    "ensemble": ModelFacts(),
     "resnet18": ModelFacts(),
-    "mobilenet_v3": ModelFacts(),
-    "efficientnet_b0": ModelFacts(),
-    "vgg11_bn": ModelFacts(),
     "lm": ModelFacts("text", heads=4, hidden=256, layers=4),
     "lm-moe": ModelFacts("text", experts=4),
 }

@@ -1,13 +1,8 @@
-"""Models of grey 28x28 images: the default Vision Transformer, torchvision's convolutional networks and small ones.
-
-Inference builds them too: their tensor names are the contract between both. The convolutional networks have no dropout
-or stochastic depth, so a step depends on weights and samples only.
-"""
+"""Models of grey 28x28 images. Inference builds them too: their tensor names are the contract between both."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,50 +46,10 @@ def one_channel_patches(width: int) -> nn.Conv2d:
     return patches
 
 
-VGG_IMAGE_SIZE = 32  # VGG halves the image five times: 28 pixels would end at 0
-
-
 def resnet18() -> nn.Module:
     model = torchvision_models.resnet18(num_classes=NUM_CLASSES)
-    model.conv1 = _first(model.conv1)
+    model.conv1 = nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
     return model
-
-
-def mobilenet_v3() -> nn.Module:
-    model = torchvision_models.mobilenet_v3_small(num_classes=NUM_CLASSES, dropout=0.0)
-    model.features[0][0] = _first(model.features[0][0])
-    return model
-
-
-def efficientnet_b0() -> nn.Module:
-    model = torchvision_models.efficientnet_b0(num_classes=NUM_CLASSES, dropout=0.0, stochastic_depth_prob=0.0)
-    model.features[0][0] = _first(model.features[0][0])
-    return model
-
-
-def _first(layer: nn.Conv2d) -> nn.Conv2d:
-    return nn.Conv2d(
-        1,
-        layer.out_channels,
-        kernel_size=layer.kernel_size,  # type: ignore[arg-type]
-        stride=layer.stride,  # type: ignore[arg-type]
-        padding=layer.padding,  # type: ignore[arg-type]
-        bias=layer.bias is not None,
-    )
-
-
-class SmallVgg(nn.Module):
-    """torchvision's VGG11 with batch norm and one linear layer, 512 x 10, in place of three for 224x224."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = torchvision_models.vgg11_bn(num_classes=1, init_weights=False).features
-        self.features[0] = _first(self.features[0])
-        self.classifier = nn.Linear(512, NUM_CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        large = functional.interpolate(images, size=(VGG_IMAGE_SIZE, VGG_IMAGE_SIZE), mode="nearest")
-        return self.classifier(self.features(large).flatten(1))
 
 
 class ConvBlock(nn.Sequential):
@@ -115,29 +70,3 @@ class Cnn(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.classifier(functional.relu(self.hidden(self.convolutions(images).flatten(1))))
-
-
-class CnnLstm(nn.Module):
-    """Convolutions, and an LSTM over the rows of their output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolutions = nn.Sequential(ConvBlock(1, 16), ConvBlock(16, 32))
-        self.lstm = nn.LSTM(32 * (IMAGE_SIZE // 4), 64, batch_first=True)
-        self.classifier = nn.Linear(64, NUM_CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        rows = self.convolutions(images).permute(0, 2, 1, 3).flatten(2)
-        _, (last, _) = self.lstm(rows)
-        return self.classifier(last[-1])
-
-
-class Ensemble(nn.Module):
-    """Networks of different widths; their logits are averaged."""
-
-    def __init__(self, widths: Sequence[int] = (16, 24)) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(map(Cnn, widths))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return torch.stack([member(images) for member in self.members]).mean(0)

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torchvision.models.efficientnet import MBConv
-from torchvision.models.mobilenetv3 import InvertedResidual
 from torchvision.models.resnet import BasicBlock
 from torchvision.models.vision_transformer import EncoderBlock
 
@@ -81,13 +79,8 @@ class _Ours:
 _BY_NAME: Mapping[str, _Ours] = {
     "vit": _Ours(image_models.build_model, (EncoderBlock,)),
     "cnn": _Ours(image_models.Cnn, (image_models.ConvBlock,)),
-    "cnn-lstm": _Ours(image_models.CnnLstm, (image_models.ConvBlock,)),
-    "ensemble": _Ours(image_models.Ensemble, (image_models.Cnn,)),
-    # torchvision draws the convolutions of these again after all are built.
+    # torchvision draws its convolutions again after all are built.
     "resnet18": _Ours(image_models.resnet18, (BasicBlock,), whole_first=True),
-    "mobilenet_v3": _Ours(image_models.mobilenet_v3, (InvertedResidual,), whole_first=True),
-    "efficientnet_b0": _Ours(image_models.efficientnet_b0, (MBConv,), whole_first=True),
-    "vgg11_bn": _Ours(image_models.SmallVgg, (nn.Conv2d,), whole_first=True),
     "lm": _Ours(LanguageModel, (Block,)),
     "lm-moe": _Ours(MixtureModel, (Block, MixtureBlock)),
 }

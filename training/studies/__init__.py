@@ -1,1 +1,1 @@
-"""Studies of several runs: comparing strategies, and tuning the learning rate."""
+"""Comparing strategies."""

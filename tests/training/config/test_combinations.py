@@ -43,8 +43,7 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
     "model": [
         (
             {"strategy": "ddp", "model": "gpt"},
-            "--model is one of vit, cnn, cnn-lstm, ensemble, resnet18, mobilenet_v3, efficientnet_b0, vgg11_bn, lm, "
-            "lm-moe, hf:FOLDER or a function, not 'gpt'",
+            "--model is one of vit, cnn, resnet18, lm, lm-moe, hf:FOLDER or a function, not 'gpt'",
         )
     ],
     "task": [

@@ -15,9 +15,9 @@ from tests.support.empty_values import check_refused, lines_with_one_empty_value
 from training.__main__ import main
 from training.config.options import Options
 from training.config.train_config import TrainConfig
-from training.studies import compare, tune
+from training.studies import compare
 
-COMMANDS = {"train": main, "compare": compare.main, "tune": tune.main}
+COMMANDS = {"train": main, "compare": compare.main}
 LINES = [
     pytest.param(command, label, words, id=f"{name}{label}")
     for name, command in COMMANDS.items()

@@ -111,7 +111,7 @@ def found_by_leader(path: Path) -> bool:
         return path.exists()
 
 
-@pytest.mark.parametrize("model", ["vit", "lm", "lm-moe", "mobilenet_v3"])
+@pytest.mark.parametrize("model", ["vit", "lm", "lm-moe", "resnet18"])
 def test_a_sharded_model_is_not_moved(model: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``to(device)`` would take what ``CPUOffloadPolicy`` keeps on the CPU to the GPU."""
     apply = nn.Module._apply

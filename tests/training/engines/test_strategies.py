@@ -183,7 +183,7 @@ def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
 
 def test_a_batch_norm_goes_on_in_the_other_framework(tmp_path: Path) -> None:
     """Its running averages are the same on every rank, and only predictions use them."""
-    model = {"model": "mobilenet_v3"}
+    model = {"model": "resnet18"}
     whole = tiny_config(tmp_path / "whole", strategy="full_shard", **model)
     again = resuming(tmp_path / "again", whole.out, strategy="full_shard", **model)
     other = resuming(tmp_path / "other", whole.out, strategy="zero3", **model)
@@ -192,7 +192,7 @@ def test_a_batch_norm_goes_on_in_the_other_framework(tmp_path: Path) -> None:
     assert same.history[0].losses == expected.history[1].losses
     assert same.predicted == resumed.predicted == expected.predicted
     assert resumed.history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
-    assert len([name for name in ckpt_tools.open(expected.checkpoint) if name.endswith("running_mean")]) == 34
+    assert len([name for name in ckpt_tools.open(expected.checkpoint) if name.endswith("running_mean")]) == 20
 
 
 @pytest.fixture(scope="module")
@@ -238,8 +238,7 @@ def models(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     """Models with the strategies that train them here: each with each, or some quick ones."""
     if request.config.getoption("--soak"):
         return {model: list(STRATEGIES) for model in MODELS}
-    pairs = {"cnn": ["shard_grad_op", "zero1"], "cnn-lstm": ["full_shard", "zero3"], "ensemble": ["no_shard", "zero2"]}
-    return {**pairs, "resnet18": ["full_shard"]}
+    return {"cnn": ["shard_grad_op", "zero1"], "resnet18": ["full_shard"]}
 
 
 def test_models_train_with_strategies(models: dict[str, list[str]], tmp_path: Path) -> None:
