@@ -352,7 +352,7 @@ def _check_our_preparation(folder: Path | None) -> None:
     """Raises FormatError if ``config.json`` records another image preprocessing than this version's."""
     from ..common.training_package import model_config
 
-    stated, ours = read_config(folder).get("image"), model_config.preparation()
+    stated, ours = read_config(folder).get("image"), model_config.PREPARATION
     if stated is not None and stated != ours:
         raise FormatError(
             f"{folder}/{CONFIG} says that images are prepared by {json.dumps(stated)}; this version prepares them by "

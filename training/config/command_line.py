@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, Field
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from ckpt_tools.errors import CkptError, UsageError
 
 from . import PACKAGE
 from .hub import folder_of
-from .options import described, spelt
+from .options import Option, described, spelt
 from .references import absolute, entries_of
 from .train_config import REFERENCES, TrainConfig
 
@@ -58,14 +58,13 @@ def read_defaults(context: click.Context, parameter: click.Parameter, value: str
 
 def _check_kind(file: str, key: str, kind: Any, entry: object) -> None:
     """Raises ``click.BadParameter`` for an entry of another type, at which click would fail."""
+    name, fits = "a string", isinstance(entry, str)
     if get_origin(kind) is tuple:
         name, fits = "a list of strings", isinstance(entry, list) and all(isinstance(each, str) for each in entry)
     elif kind in (int, float):
         name, fits = "a number", isinstance(entry, int | kind) and not isinstance(entry, bool)
-    else:
-        name, fits = (
-            ("true or false", isinstance(entry, bool)) if kind is bool else ("a string", isinstance(entry, str))
-        )
+    elif kind is bool:
+        name, fits = "true or false", isinstance(entry, bool)
     if not fits or "\0" in str(entry):
         raise click.BadParameter(f"{file}: {key} is {name}, not {entry!r}")
 
@@ -136,27 +135,24 @@ def run_options() -> list[click.Parameter]:
         expose_value=False,
         help="TOML file of options, or the name of a bundled file, such as full_shard; the command line wins.",
     )
-    return [file, *_run_options()]
+    return [file, *(_run_option(*each) for each in described())]
 
 
-def _run_options() -> Iterator[click.Option]:
-    for field, kind, option in described():
-        default: dict[str, Any] = {"required": True} if field.default is MISSING else {"default": field.default}
-        if get_origin(kind) is tuple:
-            default = {"multiple": True}
-        yield click.Option(
-            [f"--{spelt(field.name)}"],
-            is_flag=kind is bool or None,  # with False, click takes an option without its value for a flag
-            type=_click_type(kind, option.choices),
-            metavar=option.metavar,
-            help=option.help,
-            **default,
-        )
+def _run_option(field: Field[Any], kind: Any, option: Option) -> click.Option:
+    default: dict[str, Any] = {"required": True} if field.default is MISSING else {"default": field.default}
+    return click.Option(
+        [f"--{spelt(field.name)}"],
+        is_flag=kind is bool or None,  # with False, click takes an option without its value for a flag
+        type=_click_type(kind),
+        metavar=option.metavar,
+        help=option.help,
+        **({"multiple": True} if get_origin(kind) is tuple else default),
+    )
 
 
-def _click_type(kind: Any, choices: Sequence[str]) -> Any:
-    if choices or get_origin(kind) is Literal:
-        return click.Choice(choices or get_args(kind))
+def _click_type(kind: Any) -> Any:
+    if get_origin(kind) is Literal:
+        return click.Choice(get_args(kind))
     if kind is Path:
         return click.Path(path_type=Path)
     return str if get_origin(kind) is tuple else kind
@@ -183,13 +179,16 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # names to install, where they diff
 
 def check_installed(config: TrainConfig) -> None:
     """Raises ``UsageError`` with the command that installs what is missing."""
-    by_launcher = ["ray", "pyarrow"] if config.launcher == "ray" else []
-    by_engine = ["deepspeed"] if config.sharding.framework == "deepspeed" else []
-    by_dataset = ["sklearn"] if config.dataset == "digits" else []
-    by_model = ["transformers"] if folder_of(config.model) is not None else []
-    by_model += ["peft"] if config.lora else []
-    by_record = ["tensorboardX"] if config.tensorboard else []
-    check_modules(["torch", "torchvision", *by_launcher, *by_engine, *by_dataset, *by_model, *by_record])
+    needed = {
+        "ray": config.launcher == "ray",
+        "pyarrow": config.launcher == "ray",
+        "deepspeed": config.sharding.framework == "deepspeed",
+        "sklearn": config.dataset == "digits",
+        "transformers": folder_of(config.model) is not None,
+        "peft": bool(config.lora),
+        "tensorboardX": config.tensorboard,
+    }
+    check_modules(["torch", "torchvision", *(name for name, is_needed in needed.items() if is_needed)])
 
 
 def check_modules(names: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ framework, so a mistake on the command line is answered at once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import Field, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -30,47 +31,36 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 RESUME_LATEST = "latest"
 RESUME_AUTO = "auto"
 
-SETTINGS = (
-    "model",
-    "model_arg",
-    "lora",
-    "dataset",
-    "dataset_arg",
-    "data_root",
-    "num_samples",
-    "epoch_steps",
-    "batch_size",
-    "epochs",
-    "optimizer",
-    "optimizer_arg",
-    "schedule",
-    "schedule_arg",
-    "warmup_fraction",
-    "learning_rate",
-    "weight_decay",
-    "clip_grad_norm",
-    "precision",
-    "seed",
-)
-"""Options that change what is learnt. They are saved in each checkpoint, and a resumed run must have the same."""
-
 
 def spelt(name: str) -> str:
     """The spelling of a field as an option, without leading dashes."""
     return name.replace("_", "-")
 
 
-OVERRIDES = tuple(map(spelt, SETTINGS))
-
-
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Help of an option, and what its type does not say. ``choices`` are those of a repeatable option."""
+    """Help of an option, and what its type does not say: the placeholder of its value, and the range of a number."""
 
     help: str
     metavar: str | None = None
-    least: int | None = None
-    choices: tuple[str, ...] = ()
+    least: int = 0
+    above: int | None = None
+    below: float = math.inf
+
+    def holds(self, value: float) -> bool:
+        """Whether the number is in the range; NaN and infinity are in none."""
+        return (value >= self.least if self.above is None else value > self.above) and value < self.below
+
+    @property
+    def range(self) -> str:
+        start = f"at least {self.least}" if self.above is None else f"above {self.above}"
+        return start if self.below == math.inf else f"{start} and below {self.below}"
+
+
+class Setting(Option):
+    """An option that changes what is learnt: it is saved in each checkpoint, and a resumed run must have the same."""
+
+    __slots__ = ()
 
 
 ARG = "NAME=VALUE"
@@ -82,34 +72,36 @@ class Options:
 
     strategy: Annotated[StrategyName | None, Option("Sharding strategy.")] = None
     engine: Annotated[EngineName | None, Option("Framework; without --strategy it shards fully.")] = None
-    model: Annotated[Reference, Option("Model: vit, lm, ..., or a function.", "NAME|hf:FOLDER|FUNCTION")] = "vit"
-    model_arg: Annotated[tuple[str, ...], Option("Argument of the model, such as layers=8; repeatable.", ARG)] = ()
-    lora: Annotated[tuple[str, ...], Option("Argument of PEFT's LoraConfig, such as r=8; repeatable.", ARG)] = ()
+    model: Annotated[Reference, Setting("Model: vit, lm, ..., or a function.", "NAME|hf:FOLDER|FUNCTION")] = "vit"
+    model_arg: Annotated[tuple[str, ...], Setting("Argument of the model, such as layers=8; repeatable.", ARG)] = ()
+    lora: Annotated[tuple[str, ...], Setting("Argument of PEFT's LoraConfig, such as r=8; repeatable.", ARG)] = ()
     launcher: Annotated[LauncherName, Option("Launcher of the worker processes.")] = "ray"
     num_workers: Annotated[int, Option("World size; with CUDA, one GPU per worker.", least=1)] = 2
-    epochs: Annotated[int, Option("Epochs of training, and length of the learning rate schedule.", least=1)] = 12
+    epochs: Annotated[int, Setting("Epochs of training, and length of the learning rate schedule.", least=1)] = 12
     until: Annotated[int | None, Option("Stop after this epoch; --epochs still sets the schedule.", least=1)] = None
     max_steps: Annotated[int | None, Option("Stop after N optimizer steps, even within an epoch.", "N", least=1)] = None
     out: Annotated[Path, Option("Run folder: result, metrics and checkpoints.")]
-    dataset: Annotated[Reference, Option(f"Dataset: {', '.join(DATASETS)}, or a function.", "NAME|FUNCTION")] = "digits"
-    dataset_arg: Annotated[tuple[str, ...], Option("Argument of the dataset; repeatable.", ARG)] = ()
-    data_root: Annotated[Path | None, Option("Dataset folder; fashion-mnist is downloaded here.")] = None
-    num_samples: Annotated[int | None, Option("Train on the first N samples only.", "N", least=1)] = None
-    epoch_steps: Annotated[int | None, Option("Steps of an epoch, if the data have no length.", "N", least=1)] = None
-    loader_workers: Annotated[int, Option("Processes per worker that load samples.", "N", least=0)] = 0
-    batch_size: Annotated[int, Option("Global batch size: samples per step over all workers.", least=1)] = 64
-    optimizer: Annotated[Reference, Option(f"Optimizer: {', '.join(OPTIMIZERS)}, or a function.", "NAME|FUNCTION")] = (
+    dataset: Annotated[Reference, Setting(f"Dataset: {', '.join(DATASETS)}, or a function.", "NAME|FUNCTION")] = (
+        "digits"
+    )
+    dataset_arg: Annotated[tuple[str, ...], Setting("Argument of the dataset; repeatable.", ARG)] = ()
+    data_root: Annotated[Path | None, Setting("Dataset folder; fashion-mnist is downloaded here.")] = None
+    num_samples: Annotated[int | None, Setting("Train on the first N samples only.", "N", least=1)] = None
+    epoch_steps: Annotated[int | None, Setting("Steps of an epoch, if the data have no length.", "N", least=1)] = None
+    loader_workers: Annotated[int, Option("Processes per worker that load samples.", "N")] = 0
+    batch_size: Annotated[int, Setting("Global batch size: samples per step over all workers.", least=1)] = 64
+    optimizer: Annotated[Reference, Setting(f"Optimizer: {', '.join(OPTIMIZERS)}, or a function.", "NAME|FUNCTION")] = (
         "adamw"
     )
-    optimizer_arg: Annotated[tuple[str, ...], Option("Argument of the optimizer; repeatable.", ARG)] = ()
-    learning_rate: Annotated[float, Option("Peak learning rate, reached after the warm-up.")] = 1e-3
-    weight_decay: Annotated[float, Option("Weight decay of the optimizer.")] = 0.05
+    optimizer_arg: Annotated[tuple[str, ...], Setting("Argument of the optimizer; repeatable.", ARG)] = ()
+    learning_rate: Annotated[float, Setting("Peak learning rate, reached after the warm-up.", above=0)] = 1e-3
+    weight_decay: Annotated[float, Setting("Weight decay of the optimizer.")] = 0.05
     schedule: Annotated[
-        Reference, Option(f"Learning rate after the warm-up: {', '.join(SCHEDULES)}, or a function.", "NAME|FUNCTION")
+        Reference, Setting(f"Learning rate after the warm-up: {', '.join(SCHEDULES)}, or a function.", "NAME|FUNCTION")
     ] = "cosine"
-    schedule_arg: Annotated[tuple[str, ...], Option("Argument of the schedule's function; repeatable.", ARG)] = ()
-    warmup_fraction: Annotated[float, Option("Fraction of all steps used for a linear warm-up.")] = 0.1
-    precision: Annotated[Precision, Option("Precision of computation; master weights are fp32.")] = "fp32"
+    schedule_arg: Annotated[tuple[str, ...], Setting("Argument of the schedule's function; repeatable.", ARG)] = ()
+    warmup_fraction: Annotated[float, Setting("Fraction of all steps used for a linear warm-up.", below=1)] = 0.1
+    precision: Annotated[Precision, Setting("Precision of computation; master weights are fp32.")] = "fp32"
     reduce_dtype: Annotated[Precision, Option("FSDP2: dtype in which gradients are summed over workers.")] = "fp32"
     matmul_precision: Annotated[
         MatmulPrecision, Option("float32 products: highest (exact), high (TF32 on GPUs), medium (bf16).")
@@ -117,7 +109,7 @@ class Options:
     deterministic: Annotated[bool, Option("Deterministic algorithms alone, so a GPU repeats a run bit for bit.")] = (
         False
     )
-    clip_grad_norm: Annotated[float | None, Option("Clip gradients to this global norm.")] = None
+    clip_grad_norm: Annotated[float | None, Setting("Clip gradients to this global norm.", above=0)] = None
     gradient_accumulation: Annotated[int, Option("Micro-batches per step; --batch-size stays the same.", least=1)] = 1
     shard_size: Annotated[int | None, Option("hybrid_shard, zero3_hpz: workers per copy of the weights.", least=1)] = (
         None
@@ -138,13 +130,14 @@ class Options:
     activation_checkpointing: Annotated[bool, Option("Recompute each block's activations in backward.")] = False
     compile: Annotated[bool, Option("torch.compile each block for training; evaluation is not compiled.")] = False
     deepspeed_config: Annotated[Path | None, Option("DeepSpeed JSON file instead of the built-in one.")] = None
-    seed: Annotated[int, Option("Seed of the initial weights and the sample order.")] = 0
+    # Of NumPy; torch's has 64 bits, and the seed of an epoch is larger.
+    seed: Annotated[int, Setting("Seed of the initial weights and the sample order.", below=2**32)] = 0
     eval_every_steps: Annotated[int | None, Option("Optimizer steps between evaluations.", "N", least=1)] = None
     eval_batch_size: Annotated[int, Option("Samples of each forward pass of an evaluation.", "N", least=1)] = 30
     metrics: Annotated[Reference | None, Option("Function with metrics of the evaluation.", "FUNCTION")] = None
     save_every: Annotated[int, Option("Epochs between checkpoints; the last epoch is always saved.", least=1)] = 1
     save_every_steps: Annotated[int | None, Option("Optimizer steps between checkpoints.", least=1)] = None
-    save_every_minutes: Annotated[float | None, Option("Minutes between checkpoints.")] = None
+    save_every_minutes: Annotated[float | None, Option("Minutes between checkpoints.", above=0)] = None
     async_save: Annotated[bool, Option("Copy the state to CPU memory and write it while training continues.")] = False
     keep_last: Annotated[int | None, Option("Keep the newest K checkpoints.  [default: all]", "K", least=1)] = None
     keep_best: Annotated[MetricName | None, Option("With --keep-last: also keep the best by this metric.")] = None
@@ -153,11 +146,12 @@ class Options:
         tuple[Reference, ...], Option("Function that gets each line of metrics; repeatable.", "FUNCTION")
     ] = ()
     peak_tflops: Annotated[
-        float | None, Option("Peak TFLOP/s of a worker's device, for MFU.  [default: that of known GPUs in 16 bits]")
+        float | None,
+        Option("Peak TFLOP/s of a worker's device, for MFU.  [default: that of known GPUs in 16 bits]", above=0),
     ] = None
     tensorboard: Annotated[bool, Option("Also write TensorBoard event files to OUT/tensorboard.")] = False
     profile: Annotated[bool, Option("Write a trace of a few steps per rank to OUT/profile.")] = False
-    max_restarts: Annotated[int, Option("Restarts of the run after failures.", least=0)] = 0
+    max_restarts: Annotated[int, Option("Restarts of the run after failures.")] = 0
     min_workers: Annotated[
         int | None, Option("Ray: restart with at least M workers if machines are lost.  [default: all]", "M", least=1)
     ] = None
@@ -179,9 +173,7 @@ class Options:
     override: Annotated[
         tuple[str, ...],
         Option(
-            "With --resume: setting that may differ from the checkpoint's, such as learning-rate; repeatable.",
-            "NAME",
-            choices=OVERRIDES,
+            "With --resume: setting that may differ from the checkpoint's, such as learning-rate; repeatable.", "NAME"
         ),
     ] = ()
 
@@ -199,11 +191,6 @@ class Options:
     def chunks(self) -> int:
         """Number of parts of the layers that each worker of a pipeline has."""
         return (self.pp_chunks or 2) if self.pp_schedule == "interleaved1f1b" else 1
-
-    @property
-    def lora_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of PEFT's ``LoraConfig``. Raises ``UsageError``."""
-        return arguments_of(self.lora, "lora")
 
     @property
     def data_workers(self) -> int:
@@ -227,6 +214,10 @@ def described() -> tuple[tuple[Field[Any], Any, Option], ...]:
             kind = next(each for each in get_args(kind) if each is not NoneType)
         found.append((field, kind, option))
     return tuple(found)
+
+
+SETTINGS = tuple(field.name for field, _, option in described() if isinstance(option, Setting))
+OVERRIDES = tuple(map(spelt, SETTINGS))
 
 
 def is_url(text: str) -> bool:

@@ -5,6 +5,7 @@ From Python an option takes the function itself. Ray sends it to the workers; to
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import sysconfig
@@ -179,11 +180,9 @@ def entries_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
-    return repr(value) if isinstance(value, str | int | float) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)
 
 
 def check_arguments(function: Callable[..., Any], positional: int, given: Mapping[str, Any], option: str) -> None:

@@ -8,21 +8,11 @@ from typing import Literal, get_args
 
 EngineName = Literal["fsdp2", "deepspeed", "zero1", "zero2", "zero3"]
 Framework = Literal["fsdp2", "deepspeed"]
-StrategyName = Literal[
-    "ddp",
-    "no_shard",
-    "shard_grad_op",
-    "full_shard",
-    "hybrid_shard",
-    "zero0",
-    "zero1",
-    "zero2",
-    "zero3",
-    "zero1_offload",
-    "zero2_offload",
-    "zero3_offload",
-    "zero3_hpz",
+TorchStrategy = Literal["ddp", "no_shard", "shard_grad_op", "full_shard", "hybrid_shard"]
+ZeroStrategy = Literal[
+    "zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_hpz"
 ]
+StrategyName = Literal[TorchStrategy, ZeroStrategy]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 SHORT_FORMS: tuple[EngineName, ...] = ("zero1", "zero2", "zero3")

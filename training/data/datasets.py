@@ -21,10 +21,10 @@ from torch.utils.data import Dataset
 
 from ckpt_tools.errors import StoreError, UsageError
 
+from ..config.combinations import without_root
 from ..config.model_names import IMAGE_SIZE, NUM_CLASSES
 from ..config.options import DatasetName as DatasetName
 from ..config.options import first_line
-from ..config.train_config import check_data_root
 from .texts import pieces_of
 
 Part = Literal["train", "held-out"]
@@ -38,7 +38,8 @@ DIGITS_SPLIT_SEED = 20
 
 @dataclass(frozen=True, eq=False)
 class Samples(Dataset[Any]):
-    """Inputs and labels of a dataset, [n, ...] each."""
+    """Inputs and labels of a dataset: images uint8 [n, 28, 28] and classes int64 [n]; or pieces of a text, uint8 bytes
+    or int32 tokens [n, t], and what follows each of these, int64 [n, t]."""
 
     pixels: Tensor
     labels: Tensor
@@ -55,33 +56,19 @@ class Samples(Dataset[Any]):
         return replace(self, pixels=self.pixels[:count], labels=self.labels[:count])
 
 
-@dataclass(frozen=True, eq=False)
-class LabelledImages(Samples):
-    """``pixels`` uint8 [n, 28, 28] and ``labels`` int64 [n]."""
-
-    def __post_init__(self) -> None:
-        assert self.pixels.dtype == torch.uint8
-        assert self.pixels.shape == (len(self.labels), IMAGE_SIZE, IMAGE_SIZE), self.pixels.shape
-
-
-@dataclass(frozen=True, eq=False)
-class TextWindows(Samples):
-    """Pieces of a text: bytes or tokens in ``pixels``, uint8 or int32 [n, t], and what follows each in ``labels``,
-    int64 [n, t]."""
-
-
 def load_dataset(
     name: DatasetName, part: Part, root: Path | None, hub: Path | None = None, context: int | None = None
 ) -> Samples:
     """One part of a dataset; of a text, ``hub`` is the folder of the model, and ``context`` the length of the pieces.
     Raises UsageError if ``root`` is needed and missing, or holds something else. StoreError if a download fails."""
     if name == "text":
-        return TextWindows(*pieces_of(root, hub, context, held_out=part == "held-out"))
+        return Samples(*pieces_of(root, hub, context, held_out=part == "held-out"))
     if context is not None:
         raise UsageError(f"--dataset-arg context is for --dataset text, not {name}")
     if name == "digits":
         return _load_digits(part)
-    check_data_root(name, root)
+    for sentence in without_root(name, root):
+        raise UsageError(sentence)
     assert root is not None
     return _load_image_folder(part, root) if name == "image-folder" else _load_fashion_mnist(part, root)
 
@@ -94,14 +81,14 @@ def to_input(pixels: Tensor) -> Tensor:
     return pixels.unsqueeze(1).to(torch.float32, copy=True).div_(127.5).sub_(1.0)
 
 
-def _load_digits(part: Part) -> LabelledImages:
+def _load_digits(part: Part) -> Samples:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
     order = np.random.RandomState(DIGITS_SPLIT_SEED).permutation(len(digits.target))
     chosen = order[:DIGITS_HELD_OUT] if part == "held-out" else order[DIGITS_HELD_OUT:]
     levels = torch.from_numpy(digits.images[chosen])
-    return LabelledImages(_upscale(levels), torch.from_numpy(digits.target[chosen]).to(torch.int64))
+    return Samples(_upscale(levels), torch.from_numpy(digits.target[chosen]).to(torch.int64))
 
 
 def _upscale(levels: Tensor) -> Tensor:
@@ -111,7 +98,7 @@ def _upscale(levels: Tensor) -> Tensor:
     return large.squeeze(1).round().to(torch.uint8)
 
 
-def _load_fashion_mnist(part: Part, root: Path) -> LabelledImages:
+def _load_fashion_mnist(part: Part, root: Path) -> Samples:
     from torchvision.datasets import FashionMNIST
 
     try:
@@ -121,35 +108,27 @@ def _load_fashion_mnist(part: Part, root: Path) -> LabelledImages:
             f"FashionMNIST is not in {root} and could not be downloaded ({first_line(error)}); "
             f"copy its four .gz files into {root / 'FashionMNIST' / 'raw'} or use --dataset digits"
         ) from error
-    return LabelledImages(dataset.data, dataset.targets)
+    return Samples(dataset.data, dataset.targets)
 
 
-def _load_image_folder(part: Part, root: Path) -> LabelledImages:
+def _load_image_folder(part: Part, root: Path) -> Samples:
     """Images in ``root/PART/CLASS``, grey and 28x28. The folders in ``train`` number the classes of both."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
-
-    classes, found = _classes(root, "train"), _classes(root, part)
-    if unknown := sorted({*found} - {*classes}):
+    classes, found = _image_folder(root, "train").classes, _image_folder(root, part)
+    if unknown := sorted({*found.classes} - {*classes}):
         raise UsageError(f"--data-root {root}: {part}/{unknown[0]} is a class that {root / 'train'} does not have")
     if len(classes) > NUM_CLASSES:
         raise UsageError(f"--data-root {root} has {len(classes)} classes, and models tell {NUM_CLASSES} apart")
-    numbers = {name: classes.index(name) for name in found}
+    numbers = [classes.index(found.classes[number]) for number in found.targets]
+    return Samples(torch.stack([_grey(Path(path)) for path, _ in found.samples]), torch.tensor(numbers))
+
+
+def _image_folder(root: Path, part: Part) -> Any:
+    from torchvision.datasets import ImageFolder
+
     try:
-        files = make_dataset(str(root / part), numbers, extensions=IMG_EXTENSIONS)
+        return ImageFolder(str(root / part))
     except OSError as error:
         raise UsageError(f"--data-root {root}: {part}: {first_line(error)}") from error
-    pixels = torch.stack([_grey(Path(path)) for path, _ in files])
-    return LabelledImages(pixels, torch.tensor([number for _, number in files]))
-
-
-def _classes(root: Path, part: Part) -> list[str]:
-    try:
-        found = sorted(path.name for path in (root / part).iterdir() if path.is_dir())
-    except OSError as error:
-        raise UsageError(f"--data-root {root}: {part} is not a folder of classes: {first_line(error)}") from error
-    if not found:
-        raise UsageError(f"--data-root {root}: {part} has no folder of a class")
-    return found
 
 
 def _grey(path: Path) -> Tensor:

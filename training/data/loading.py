@@ -110,30 +110,25 @@ class Batches:
 
     def epoch(self, start: Position) -> Iterator[tuple[Any, str | None]]:
         """Batches on the device, and the state of the dataset after each."""
-        loader = self._loader(self._source(start), None if isinstance(self.dataset, IterableDataset) else start)
-        return moved_ahead(loader, self.device) if self.device.type == "cuda" else iter(loader)
-
-    def _source(self, start: Position) -> Dataset[Any]:
-        if not isinstance(self.dataset, IterableDataset):
-            return Fetched(self.dataset, self.config.seed, start.epoch)
-        return Stream(self, start, self.first_state)
-
-    def _loader(self, source: Dataset[Any], start: Position | None) -> DataLoader[Any]:
-        order: list[list[int]] | None = None
-        if start is not None:
-            length = length_of(self.dataset)
-            assert length is not None
-            whole = epoch_order(length, start.epoch + 1, self.config.seed)
-            rows = rank_batches(whole, self.config.batch_size, self.rank, self.world_size)
-            order = [row.tolist() for row in islice(rows, start.batch, None)]
-        return DataLoader(
-            source,
+        is_stream = isinstance(self.dataset, IterableDataset)
+        order = None if is_stream else self._order(start)
+        loader = DataLoader(
+            Stream(self, start) if is_stream else Fetched(self.dataset, self.config.seed, start.epoch),
             batch_sampler=order,
-            batch_size=1 if order is not None else None,
+            batch_size=None if is_stream else 1,
             collate_fn=_as_it_is,
             num_workers=self.config.loader_workers,
             pin_memory=self.device.type == "cuda",
         )
+        return moved_ahead(loader, self.device) if self.device.type == "cuda" else iter(loader)
+
+    def _order(self, start: Position) -> list[list[int]]:
+        """Numbers of the samples of each batch that is left of the epoch."""
+        length = length_of(self.dataset)
+        assert length is not None
+        whole = epoch_order(length, start.epoch + 1, self.config.seed)
+        rows = rank_batches(whole, self.config.batch_size, self.rank, self.world_size)
+        return [row.tolist() for row in islice(rows, start.batch, None)]
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -170,11 +165,11 @@ class Stream(IterableDataset[Any]):
     """A share of each global batch of an iterable dataset, and the dataset's state after it. Every rank reads all
     samples, so that a run may continue at any world size. Each sample has random numbers of its own."""
 
-    def __init__(self, batches: Batches, start: Position, first_state: str | None) -> None:
+    def __init__(self, batches: Batches, start: Position) -> None:
         self._dataset, self._seed, self._size = batches.dataset, batches.config.seed, batches.config.batch_size
         share = self._size // batches.world_size
         self._rows = slice(batches.rank * share, (batches.rank + 1) * share)
-        self._start, self._first_state = start, first_state
+        self._start, self._first_state = start, batches.first_state
 
     def __iter__(self) -> Iterator[tuple[Any, str | None]]:
         samples, collate = self._samples(self._begin()), collate_of(self._dataset)

@@ -99,9 +99,11 @@ def _documents(root: Path | None) -> Documents:
     if root is None:
         return (("text", resources.files(PACKAGE).joinpath(TEXTS, "coriolanus.txt").read_bytes()),)
     try:
-        found = tuple((str(path), path.read_bytes()) for path in sorted(root.glob("*.txt")))
+        files = sorted(path for path in root.iterdir() if path.match("*.txt") and path.is_file())
+        found = tuple((str(path), path.read_bytes()) for path in files)
     except OSError as error:
-        raise UsageError(f"--data-root {root} cannot be read: {first_line(error)}") from error
+        raise UsageError(f"--data-root {root} is not a folder that can be read: {error.strerror}") from error
     if not any(content for _, content in found):
-        raise UsageError(f"--data-root {root} has no .txt file with a text")
+        what = f"only empty .txt files, such as {files[0].name}" if files else "no .txt file"
+        raise UsageError(f"--data-root {root} holds {what}")
     return found

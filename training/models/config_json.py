@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import torch
+from torchvision.datasets import FashionMNIST
 
 from ..config.hub import COMPANIONS, files_in, folder_of
 from ..config.model_names import IMAGE_SIZE, MODELS, NUM_CLASSES
@@ -21,19 +22,11 @@ NAME = "config.json"
 
 LABELS: dict[str, tuple[str, ...]] = {
     "digits": tuple(map(str, range(10))),
-    "fashion-mnist": (
-        "T-shirt/top",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Ankle boot",
-    ),
+    "fashion-mnist": tuple(FashionMNIST.classes),
 }
+
+PREPARATION = {"mode": "L", "height": IMAGE_SIZE, "width": IMAGE_SIZE, "resample": "bilinear", "mean": 0.5, "std": 0.5}
+"""Preprocessing of an image of any size and colours."""
 
 
 def model_config(config: TrainConfig) -> dict[str, Any] | None:
@@ -45,17 +38,8 @@ def model_config(config: TrainConfig) -> dict[str, Any] | None:
     architecture = "ours" if name == "vit" and not sizes else f"ours:{name}" + (f"?{sizes}" if sizes else "")
     if MODELS[name].task == "text":
         return {"architecture": architecture, "dataset": data}
-    return {
-        "architecture": architecture,
-        "labels": list(labels_of(config)),
-        "image": preparation(),
-        "dataset": data,
-    }
-
-
-def preparation() -> dict[str, Any]:
-    """Preprocessing of an image of any size and colours."""
-    return {"mode": "L", "height": IMAGE_SIZE, "width": IMAGE_SIZE, "resample": "bilinear", "mean": 0.5, "std": 0.5}
+    labels = list(labels_of(config))
+    return {"architecture": architecture, "labels": labels, "image": PREPARATION, "dataset": data}
 
 
 def labels_of(config: TrainConfig) -> tuple[str, ...]:

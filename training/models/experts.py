@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .language_model import Attention, Block, LanguageModel, Sizes
+from .language_model import Block, LanguageModel, Sizes
 
 BALANCE_WEIGHT = 0.01  # weight of the balance in the loss
 
@@ -95,17 +95,13 @@ def imbalance(odds: Tensor, chosen: Tensor) -> Tensor:
     return experts * (shares * odds.mean(1)).sum(-1).mean()
 
 
-class MixtureBlock(nn.Module):
-    """One layer with experts: the unit that is sharded and checkpointed."""
+class MixtureBlock(Block):
+    """One layer with experts."""
 
-    def __init__(self, sizes: MixtureSizes) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(sizes.width)
-        self.attention = Attention(sizes)
-        self.feed_forward_norm = nn.RMSNorm(sizes.width)
-        self.feed_forward = MixtureOfExperts(sizes)
+    feed_forward_of = MixtureOfExperts
+    feed_forward: MixtureOfExperts
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x = x + self.attention(self.attention_norm(x))
         answers, uneven = self.feed_forward(self.feed_forward_norm(x))
         return x + answers, uneven
@@ -114,8 +110,7 @@ class MixtureBlock(nn.Module):
 class MixtureModel(LanguageModel):
     """Bytes int64 [n, t] to logits of the next byte; in training mode also the auxiliary loss, 0-d."""
 
-    def sizes_of(self, given: dict[str, int]) -> Sizes:
-        return MixtureSizes(**given)
+    sizes_of = MixtureSizes
 
     def new_layer(self, at: int) -> nn.Module:
         assert isinstance(self.sizes, MixtureSizes)

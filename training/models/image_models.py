@@ -19,9 +19,8 @@ def build_model(layers: int = 10, heads: int = 2, width: int = 128, hidden: int 
     """A ViT for one-channel 28x28 images, float32 [n, 1, 28, 28] to logits [n, 10]; weights from torch's global RNG.
     ``hidden`` is the width of the feed-forward layers.
 
-    Turns PyTorch's fused inference attention off for the process. It applies to plain parameters but not to ZeRO-3's
-    partitioned ones, and rounds differently (logits differ by 7e-7): without it, a run and the file made from it give
-    the same bits.
+    Turns PyTorch's fused inference attention off for the process: it is not for ZeRO-3's partitioned parameters, and
+    rounds differently, so a run and the file made from it would not give the same bits.
     """
     torch.backends.mha.set_fastpath_enabled(False)
     model = VisionTransformer(

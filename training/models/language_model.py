@@ -6,6 +6,7 @@ parallelism can split the heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -76,12 +77,14 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer: the unit that is sharded and checkpointed."""
 
+    feed_forward_of: Callable[..., nn.Module] = FeedForward
+
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.width)
         self.attention = Attention(sizes)
         self.feed_forward_norm = nn.RMSNorm(sizes.width)
-        self.feed_forward = FeedForward(sizes)
+        self.feed_forward = self.feed_forward_of(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -91,9 +94,11 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Bytes int64 [n, t] to logits of the next byte, float [n, t, VOCABULARY]."""
 
+    sizes_of: type[Sizes] = Sizes
+
     def __init__(self, **sizes: int) -> None:
         super().__init__()
-        self.sizes = self.sizes_of(sizes)
+        self.sizes = self.sizes_of(**sizes)
         width = self.sizes.width
         self.embed = nn.Embedding(VOCABULARY, width)
         nn.init.normal_(self.embed.weight, std=width**-0.5)
@@ -101,9 +106,6 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
-
-    def sizes_of(self, given: dict[str, int]) -> Sizes:
-        return Sizes(**given)
 
     def new_layer(self, at: int) -> nn.Module:
         return Block(self.sizes)

@@ -14,6 +14,7 @@ from torch import nn
 from ckpt_tools.errors import UsageError
 
 from ..config.options import first_line
+from ..config.references import arguments_of
 from ..config.train_config import TrainConfig
 
 ARGUMENTS = (
@@ -28,7 +29,7 @@ INITIAL = (True, False, "gaussian")
 
 def with_adapter(config: TrainConfig, module: nn.Module) -> nn.Module:
     """The model with a new adapter on it, if the run trains one. Raises ``UsageError`` if it does not fit."""
-    given = config.lora_arguments
+    given = arguments_of(config.lora, "lora")
     if not given:
         return module
     if unknown := sorted(given.keys() - {*ARGUMENTS.split()}):

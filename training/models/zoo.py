@@ -20,7 +20,7 @@ from ..config.options import first_line
 from ..config.references import Reference, called, is_function, text_of
 from ..config.train_config import TrainConfig
 from . import image_models
-from .experts import MixtureBlock, MixtureModel
+from .experts import MixtureModel
 from .language_model import Block, LanguageModel
 from .lora import with_adapter
 from .losses import standard_loss
@@ -59,37 +59,22 @@ class ModelSpec:
     early: tuple[type[nn.Module], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Ours:
-    """A model of this package and the classes of its blocks. ``whole_first``: weights are drawn after all blocks are
-    built, so no block can be sharded before."""
-
-    build: Callable[..., nn.Module]
-    blocks: tuple[type[nn.Module], ...]
-    whole_first: bool = False
-
-    def spec(self, **sizes: Any) -> ModelSpec:
-        return ModelSpec(partial(self.make, sizes), () if self.whole_first else self.blocks)
-
-    def make(self, sizes: Mapping[str, Any]) -> Model:
-        module = self.build(**sizes)
-        return Model(module, _instances(module, self.blocks))
-
-
-_BY_NAME: Mapping[str, _Ours] = {
-    "vit": _Ours(image_models.build_model, (EncoderBlock,)),
-    "cnn": _Ours(image_models.Cnn, (image_models.ConvBlock,)),
-    # torchvision draws its convolutions again after all are built.
-    "resnet18": _Ours(image_models.resnet18, (BasicBlock,), whole_first=True),
-    "lm": _Ours(LanguageModel, (Block,)),
-    "lm-moe": _Ours(MixtureModel, (Block, MixtureBlock)),
+_BY_NAME: Mapping[str, tuple[Callable[..., nn.Module], tuple[type[nn.Module], ...]]] = {
+    "vit": (image_models.build_model, (EncoderBlock,)),
+    "cnn": (image_models.Cnn, (image_models.ConvBlock,)),
+    "resnet18": (image_models.resnet18, (BasicBlock,)),
+    "lm": (LanguageModel, (Block,)),
+    "lm-moe": (MixtureModel, (Block,)),
 }
+"""Each model of this package, and the classes of its blocks."""
+
+WHOLE_FIRST = ("resnet18",)  # torchvision draws its convolutions again after all are built
 
 
 def our_model(name: str, **sizes: Any) -> nn.Module:
     """A model of this package. Raises ``UsageError`` if it has no such sizes."""
     try:
-        return _BY_NAME[name].build(**sizes)
+        return _BY_NAME[name][0](**sizes)
     except (TypeError, ValueError, AssertionError, RuntimeError, ZeroDivisionError) as error:
         given = ", ".join(f"{key}={value}" for key, value in sizes.items())
         raise UsageError(f"the model {name} cannot be built with {given}: {first_line(error)}") from error
@@ -102,7 +87,18 @@ def spec_of(config: TrainConfig) -> ModelSpec:
         return ModelSpec(partial(_of_user, config.model, config.model_arguments))
     if (folder := folder_of(config.model)) is not None:
         return _hugging_face(config, folder)
-    return _BY_NAME[text_of(config.model)].spec(**config.model_arguments)
+    build, blocks = _BY_NAME[name := text_of(config.model)]
+    return _spec(partial(build, **config.model_arguments), blocks, () if name in WHOLE_FIRST else blocks)
+
+
+def _spec(
+    build: Callable[[], nn.Module], blocks: tuple[type[nn.Module], ...], early: tuple[type[nn.Module], ...] = ()
+) -> ModelSpec:
+    def make() -> Model:
+        module = build()
+        return Model(module, [each for each in module.modules() if isinstance(each, blocks)])
+
+    return ModelSpec(make, early)
 
 
 def _of_user(reference: Reference, arguments: Mapping[str, Any]) -> Model:
@@ -140,10 +136,6 @@ def _named(groups: Any, module: nn.Module, name: str) -> Groups:
     return found
 
 
-def _instances(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
-    return [each for each in module.modules() if isinstance(each, classes)]
-
-
 def _hugging_face(config: TrainConfig, folder: Path) -> ModelSpec:
     """Causal language model of transformers from ``folder/config.json``, with the adapter of ``--lora``."""
     from transformers import AutoModelForCausalLM
@@ -158,9 +150,4 @@ def _hugging_face(config: TrainConfig, folder: Path) -> ModelSpec:
     described.use_cache = False
     names = model_class._no_split_modules or []
     blocks = tuple(getattr(sys.modules[model_class.__module__], name) for name in names)
-
-    def make() -> Model:
-        module = with_adapter(config, model_class(described))
-        return Model(module, _instances(module, blocks))
-
-    return ModelSpec(make)
+    return _spec(lambda: with_adapter(config, model_class(described)), blocks)

@@ -167,7 +167,7 @@ def test_a_checkpoint_without_settings_is_said_to_have_none(entries: dict[str, A
     checkpoint = saved(tmp_path, **entries)
     line = check_settings(config(override=("seed",)), checkpoint)
     assert line is not None and line.startswith(
-        f"{checkpoint} does not record its run's --model, --model-arg, --lora, --dataset, "
+        f"{checkpoint} does not record its run's --model, --model-arg, --lora, --epochs, "
     )
     assert line.endswith("--seed: not compared, this run uses its own")
     assert line.count("\n") == 0

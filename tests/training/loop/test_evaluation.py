@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ckpt_tools.errors import UsageError
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 from training.loop.evaluation import CHUNK, PREDICTED, Evaluation, Evaluator, all_logits, metrics_of, padded
 from training.models.losses import standard_loss, standard_metrics
 
 CPU = torch.device("cpu")
 
 
-def numbered_images(count: int) -> LabelledImages:
+def numbered_images(count: int) -> Samples:
     """Image ``i`` is grey level ``i`` and has the label ``i % 10``."""
     numbers = torch.arange(count)
-    return LabelledImages(numbers.to(torch.uint8)[:, None, None].expand(count, 28, 28).contiguous(), numbers % 10)
+    return Samples(numbers.to(torch.uint8)[:, None, None].expand(count, 28, 28).contiguous(), numbers % 10)
 
 
 def last_digit_logits(images: Tensor) -> Tensor:
