@@ -296,14 +296,12 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
 def stall_turns(work: str, asked: Asked, folder: Path) -> Turns:
     """Saves of a run, each complete before the next begins."""
     from training.checkpoints.progress import Progress
-    from training.loop.outlets import FolderOutlet
+    from training.loop.outlets import Outlet
     from training.loop.saving import Saver
 
     engine = _engine(asked, folder)
-    config, outlet, numbers = engine._config, FolderOutlet(engine._config), count(1)
-    background, waiting = (
-        Saver(replace(config, async_save=is_async), engine, outlet, lambda: None) for is_async in (True, False)
-    )
+    config, outlet, numbers = engine._config, Outlet(engine._config), count(1)
+    background, waiting = (Saver(replace(config, async_save=is_async), engine, outlet) for is_async in (True, False))
 
     def stalled(saver: Saver) -> Taken:
         def save() -> None:

@@ -13,7 +13,7 @@ from tests.training.strategy_jobs import tiny_config
 from training.config.schedule import schedule_for
 from training.engines import create_engine
 from training.engines.blocks import RunningAverages
-from training.loop.saving import Agreement
+from training.loop.saving import any_rank
 
 
 def agree(reasons: list[tuple[bool, ...]]) -> tuple[tuple[bool, ...], int]:
@@ -27,7 +27,7 @@ def agree(reasons: list[tuple[bool, ...]]) -> tuple[tuple[bool, ...], int]:
 
     torch.distributed.all_reduce = counted
     try:
-        found = Agreement().any(*reasons[torch.distributed.get_rank()])
+        found = any_rank(*reasons[torch.distributed.get_rank()])
     finally:
         torch.distributed.all_reduce = all_reduce
     return found, sum(exchanged)

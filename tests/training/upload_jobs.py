@@ -13,7 +13,7 @@ from ckpt_tools.errors import StoreError
 from tests.training.jobs import small_config
 from training.config.train_config import TrainConfig
 from training.loop.loop import Trained, train
-from training.loop.outlets import FolderOutlet
+from training.loop.outlets import Outlet
 
 OVERDUE_SECONDS = 120.0
 
@@ -37,7 +37,7 @@ class Steps:
             assert self.changed.wait_for(lambda: self.count > now, OVERDUE_SECONDS), "training stands still"
 
 
-class SendingOutlet(FolderOutlet):
+class SendingOutlet(Outlet):
     """A checkpoint is sent away, which takes until another step is done if that is said."""
 
     uploads = True

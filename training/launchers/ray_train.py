@@ -35,7 +35,7 @@ from ..checkpoints.run_folder import CHECKPOINTS, remove_shards, resume_folder
 from ..checkpoints.storage import file_system
 from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, Trained, train
-from ..loop.outlets import Callbacks, FolderOutlet, Journal, Values
+from ..loop.outlets import Journal, Outlet, Values
 from ..loop.result import RunResult
 from ..loop.saving import in_background
 from ..loop.screen import Screen
@@ -227,11 +227,14 @@ def _work(loop_config: dict[str, Any]) -> Outcome:
         raise AttemptFailedError(Failure.of(torch.distributed.get_rank(), error)) from None
 
 
-class _RayOutlet:
+class _RayOutlet(Outlet):
     """Reports values to Ray, and sends lines and statuses to the command."""
 
-    _lines: Queue
     _checkpoint: Callable[[str], ray.train.Checkpoint]
+
+    def __init__(self, config: TrainConfig, lines: Queue) -> None:
+        super().__init__(config)
+        self._lines = lines
 
     def report(self, values: Values) -> None:
         ray.train.report(dict(values))
@@ -247,12 +250,11 @@ class _RayOutlet:
         self._lines.put(("show", status))
 
 
-class RayFolderOutlet(_RayOutlet, FolderOutlet):
+class RayFolderOutlet(_RayOutlet):
     """Writes checkpoints in place: Ray would copy shard after shard into a folder with the final name."""
 
     def __init__(self, config: TrainConfig, lines: Queue) -> None:
-        super().__init__(config)
-        self._lines = lines
+        super().__init__(config, lines)
         self._checkpoint = lambda name: ray.train.Checkpoint.from_directory(self._folder / name)
 
 
@@ -262,8 +264,8 @@ class RayStorageOutlet(_RayOutlet):
     uploads = True
 
     def __init__(self, config: TrainConfig, lines: Queue) -> None:
-        self._config, self.callbacks = config, Callbacks(config)
-        self._lines = lines
+        super().__init__(config, lines)
+        self._config = config
         self._storage = ray.train.get_context().get_storage()
         self._folders: dict[str, Path] = {}
         self._uploaded: dict[str, ray.train.Checkpoint] = {}

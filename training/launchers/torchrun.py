@@ -34,7 +34,7 @@ from ..checkpoints.weights import export
 from ..config import PACKAGE
 from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, train
-from ..loop.outlets import FolderOutlet
+from ..loop.outlets import Outlet
 from ..loop.result import RESULT_NAME, RunResult
 from ..loop.screen import Screen
 from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passing_on
@@ -199,7 +199,7 @@ def _work(config: TrainConfig, request: Request, files: Path | None) -> int:
 def run_rank(config: TrainConfig, device: torch.device, request: Request | None = None) -> Interrupted | None:
     """Run one rank of an existing process group; rank 0 writes ``result.json``, unless the run is stopped."""
     started = time.perf_counter()
-    outlet = FolderOutlet(config)
+    outlet = Outlet(config)
     trained = train(config, device, resume_folder(config), outlet, request or Request(None))
     if isinstance(trained, Interrupted):
         return trained

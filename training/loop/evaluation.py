@@ -136,16 +136,9 @@ class Evaluator:
                 raise UsageError(f"metrics are {', '.join(values)} of one batch, and {', '.join(rows)} of another")
             for name, value in values.items():
                 check_metric(name, value, count)
-                place = slice(mine * self.size, mine * self.size + count)
-                self._put(rows, name, value, place, total, is_mine=self.counts and mine < passes)
+                if name not in rows:
+                    dtype = torch.int64 if name == PREDICTED else torch.float64
+                    rows[name] = torch.zeros((total, *value.shape[1:]), dtype=dtype, device=self.device)
+                if self.counts and mine < passes:
+                    rows[name][mine * self.size :][:count] = value[:count] if value.ndim else value
         return rows
-
-    def _put(
-        self, rows: dict[str, Tensor], name: str, value: Tensor, place: slice, total: int, *, is_mine: bool
-    ) -> None:
-        dtype = torch.int64 if name == PREDICTED else torch.float64
-        if name not in rows:
-            rows[name] = torch.zeros((total, *value.shape[1:]), dtype=dtype, device=self.device)
-        if is_mine:
-            count = place.stop - place.start
-            rows[name][place] = (value[:count] if value.ndim else value.expand(count)).to(dtype)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import islice
 from operator import add
 from pathlib import Path
@@ -34,7 +34,7 @@ from ..engines import Engine, Progress, create_engine
 from .evaluation import Evaluation, Evaluator, metrics_of
 from .measuring import StepLog, profiled
 from .outlets import Outlet
-from .saving import Agreement, Saver, SaveRecord, remove_old
+from .saving import Saver, SaveRecord, any_rank
 from .throughput import work_of
 
 
@@ -93,18 +93,19 @@ def train(
     config: TrainConfig, device: torch.device, resume_from: Path | str | None, outlet: Outlet, is_asked_to_stop: Asked
 ) -> Trained | Interrupted:
     """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a checkpoint."""
-    samples, held_out = load_parts(config)
+    with leader_first():  # so only the first rank of each machine downloads
+        samples, held_out = (dataset_of(config, part) for part in PARTS)
+    assert samples is not None, "only the held-out part may be missing"
     schedule = schedule_of(config, config.epochs * config.steps_per_epoch(length_of(samples)))
     with closing(create_engine(config, schedule, device)) as engine, outlet.callbacks:
         progress = _resumed(engine, resume_from, outlet) if resume_from else Progress()
         _check_something_left(config, progress)
-        saver = Saver(config, engine, outlet, partial(remove_old, config))
+        ranks = torch.distributed.get_world_size() // (config.tp * config.pp)
+        batches = Batches(config, samples, engine.data_rank, ranks, device)
+        evaluator = None if held_out is None else _evaluator(config, engine, held_out, batches)
         with profiled(config) as end_step:
-            ranks = torch.distributed.get_world_size() // (config.tp * config.pp)
-            batches = Batches(config, samples, engine.data_rank, ranks, device)
-            evaluator = None if held_out is None else _evaluator(config, engine, held_out, batches)
-            parts = (config, engine, batches, evaluator, outlet, saver, is_asked_to_stop, progress, schedule)
-            return _Run(*parts, end_step).to_the_end()
+            run = _Run(config, engine, batches, evaluator, outlet, is_asked_to_stop, progress, schedule, end_step)
+            return run.to_the_end()
 
 
 def _evaluator(config: TrainConfig, engine: Engine, held_out: Dataset[Any], batches: Batches) -> Evaluator:
@@ -112,10 +113,8 @@ def _evaluator(config: TrainConfig, engine: Engine, held_out: Dataset[Any], batc
     shares: list[int] = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(shares, batches.rank)
     counts = shares.index(batches.rank) == torch.distributed.get_rank()
-    metrics = metrics_of(config.metrics, engine.loss)
-    return Evaluator(
-        held_out, metrics, config.eval_batch_size, batches.device, batches.rank, batches.world_size, counts
-    )
+    place = (batches.device, batches.rank, batches.world_size)
+    return Evaluator(held_out, metrics_of(config.metrics, engine.loss), config.eval_batch_size, *place, counts)
 
 
 def _resumed(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress:
@@ -127,28 +126,17 @@ def _resumed(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress
     return progress
 
 
-def load_parts(config: TrainConfig) -> tuple[Dataset[Any], Dataset[Any] | None]:
-    """Training and held-out samples; the first rank of each machine loads first, so only one downloads."""
-    with leader_first():
-        samples, held_out = (dataset_of(config, part) for part in PARTS)
-    assert samples is not None, "only the held-out part may be missing"
-    return samples, held_out
-
-
 def _check_something_left(config: TrainConfig, progress: Progress) -> None:
     """With ``--resume auto`` nothing may be left: a run that was ended after its last checkpoint only evaluates."""
     if config.resume == RESUME_AUTO:
         return
     if config.max_steps is not None and progress.step >= config.max_steps:
-        raise UsageError(
-            f"the checkpoint has finished {progress.step} steps and --max-steps is {config.max_steps}: nothing is left "
-            f"to train"
-        )
-    if progress.epoch >= config.last_epoch:
-        raise UsageError(
-            f"the checkpoint has finished {progress.epoch} epochs and the run ends after {config.last_epoch}: "
-            f"nothing is left to train"
-        )
+        found = f"{progress.step} steps and --max-steps is {config.max_steps}"
+    elif progress.epoch >= config.last_epoch:
+        found = f"{progress.epoch} epochs and the run ends after {config.last_epoch}"
+    else:
+        return
+    raise UsageError(f"the checkpoint has finished {found}: nothing is left to train")
 
 
 def last_step(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> int:
@@ -169,7 +157,6 @@ class _Run:
     batches: Batches
     evaluator: Evaluator | None
     outlet: Outlet
-    saver: Saver
     is_asked_to_stop: Asked
     progress: Progress
     schedule: Schedule
@@ -180,11 +167,11 @@ class _Run:
     """Whether a checkpoint was due at the last step of an epoch, whose end is saved instead."""
 
     def __post_init__(self) -> None:
-        self.agreement, self.rank = Agreement(), torch.distributed.get_rank()
-        self.world_size = torch.distributed.get_world_size()
+        self.leads, self.world_size = torch.distributed.get_rank() == 0, torch.distributed.get_world_size()
         self.steps = self.config.steps_per_epoch(length_of(self.batches.dataset))
         end = last_step(self.config, self.progress, self.steps)
-        self.log = StepLog(self.config, self.schedule, self.outlet, self.agreement, end)
+        self.saver = Saver(self.config, self.engine, self.outlet)
+        self.log = StepLog(self.config, self.schedule, self.outlet, end)
         self.saved = self.progress
         """Position of the last checkpoint, resumed or saved."""
 
@@ -220,37 +207,36 @@ class _Run:
         seconds = time.perf_counter() - started
         epoch, held_out = before.epoch + 1, {} if found is None else found.values
         metrics = EpochMetrics(epoch, losses, held_out, seconds, before.batch, before.loss_sum)
+        line = metrics.line(self.config.last_epoch)
         if self.progress.batch == self.steps:
             self.progress = Progress(epoch, self.progress.step)
-            self.report(metrics)
-        elif self.rank == 0:
-            self.outlet.say(f"{metrics.line(self.config.last_epoch)}  ended within it, after step {self.progress.step}")
+            self.record({**metrics.values(), "seconds": seconds})  # before the checkpoint: ``--keep-best`` reads it
+            if self.config.saves_after_epoch(epoch) or self.is_due:
+                self.save(self.progress, metrics.values())
+            else:
+                self.outlet.report(metrics.values())
+        else:
+            line += f"  ended within it, after step {self.progress.step}"
+        if self.leads:
+            self.outlet.say(line)
         return metrics
 
-    def report(self, metrics: EpochMetrics) -> None:
-        """Record the metrics before the checkpoint, because ``--keep-best`` reads them."""
-        if self.rank == 0:
-            self.outlet.record({**metrics.values(), "step": self.progress.step, "seconds": metrics.seconds})
-        if self.config.saves_after_epoch(metrics.epoch) or self.is_due:
-            self.save(self.progress, metrics.values())
-        else:
-            self.outlet.report(metrics.values())
-        if self.rank == 0:
-            self.outlet.say(metrics.line(self.config.last_epoch))
+    def record(self, figures: Mapping[str, float]) -> None:
+        if self.leads:
+            self.outlet.record({"step": self.progress.step, **figures})
 
     def train(self, before: Progress) -> list[Tensor]:
         """Train the rest of an epoch after ``before``; this rank's loss at each step."""
         losses: list[Tensor] = []
         batches = self.batches.epoch(Position(before.epoch, before.batch, before.data))
         for batch, state in islice(batches, self.steps - before.batch):
-            if self.rank == 0 and not losses and self.log.work is None:
+            if self.leads and self.log.work is None:
                 self.log.work = work_of(self.config, batch)
             accuracy = None if self.found is None else self.found.accuracy
             randomness.begin(self.config.seed, self.progress.step, self.batches.rank)
             losses.append(self.engine.step(batch))
-            self.progress = replace(
-                self.progress, step=self.progress.step + 1, batch=self.progress.batch + 1, data=state
-            )
+            done = self.progress
+            self.progress = replace(done, step=done.step + 1, batch=done.batch + 1, data=state)
             self.log.after(self.progress, losses[-1], self.saver.records, accuracy)
             with self.log.meter.paused():
                 self.end_step()
@@ -272,8 +258,8 @@ class _Run:
         every = self.config.eval_every_steps
         if every is not None and self.progress.step % every == 0 and not (ends or self.has_last_step):
             found = self.evaluation()
-            if found is not None and self.rank == 0:
-                self.outlet.record({"step": self.progress.step, **line_of(found.values)})
+            if found is not None:
+                self.record(line_of(found.values))
         if is_asked or (is_due and not ends):
             loss_sum = added(before.loss_sum, self.means(losses))
             self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
@@ -291,10 +277,9 @@ class _Run:
 
     def agreed(self) -> tuple[bool, bool]:
         """Whether any rank has a request to stop, and whether ``--save-every-minutes`` is over."""
-        leads = self.rank == 0
-        is_asked, is_time, is_busy, has_failed = self.agreement.any(
+        is_asked, is_time, is_busy, has_failed = any_rank(
             self.is_asked_to_stop(),
-            leads and self.config.saves_after_seconds(self.saver.seconds_since),
+            self.leads and self.config.saves_after_seconds(self.saver.seconds_since),
             self.saver.is_busy,
             self.saver.has_failed,
         )

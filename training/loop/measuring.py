@@ -7,19 +7,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch.profiler import profile, schedule
 
 from ..checkpoints.progress import Progress
 from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from .outlets import Outlet
-from .saving import Agreement, SaveRecord
+from .saving import SaveRecord
 from .throughput import Work
 
 SHOWN_SECONDS = 0.5  # minimum time between two statuses on the screen; every measured step is recorded
@@ -54,10 +55,8 @@ class Meter:
 class StepLog:
     """Measures every ``log_every``-th step on all ranks; the first rank records and shows it."""
 
-    def __init__(
-        self, config: TrainConfig, schedule: Schedule, outlet: Outlet, agreement: Agreement, last_step: int
-    ) -> None:
-        self._config, self._schedule, self._outlet, self._agreement = config, schedule, outlet, agreement
+    def __init__(self, config: TrainConfig, schedule: Schedule, outlet: Outlet, last_step: int) -> None:
+        self._config, self._schedule, self._outlet = config, schedule, outlet
         self._last_step = last_step
         self._leads = torch.distributed.get_rank() == 0
         self._shown_at = 0.0
@@ -78,8 +77,9 @@ class StepLog:
         """Line of ``metrics.jsonl``. ``loss`` is the mean over ranks, ``samples_per_second`` the rate since the last
         measurement; ``peak_rss`` and, with CUDA, ``cuda_peak`` are peak bytes of each rank. The loss is read before the
         time, because that waits for the device."""
-        rows = self._agreement.gathered(float(loss), peak_rss(), cuda_peak())
-        losses, resident, on_gpu = zip(*rows, strict=True)
+        on_cuda = torch.cuda.is_available()
+        mine = [float(loss), peak_rss(), torch.cuda.max_memory_allocated() if on_cuda else 0]
+        losses, resident, on_gpu = gathered(*mine)
         rate = self.meter.steps_per_second() * self._config.batch_size
         return {
             "step": step,
@@ -88,7 +88,7 @@ class StepLog:
             "samples_per_second": rate,
             **({} if self.work is None else self.work.entries(rate)),
             "peak_rss": [int(each) for each in resident],
-            **({"cuda_peak": [int(each) for each in on_gpu]} if torch.cuda.is_available() else {}),
+            **({"cuda_peak": [int(each) for each in on_gpu]} if on_cuda else {}),
         }
 
     def _show(self, figures: dict[str, Any], saves: list[SaveRecord], accuracy: float | None) -> None:
@@ -132,12 +132,14 @@ def peak_rss() -> int:
     return int(peak) * 1024
 
 
-def cuda_peak() -> int:
-    """Peak bytes of tensors on this rank's GPU."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+def gathered(*values: float) -> list[list[float]]:
+    """Each value, of all ranks; collective, on the CPU."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(found, mine)
+    return torch.stack(found, 1).tolist()
 
 
-PROFILE_NAME = "profile"
 SKIPPED, WARMUP, PROFILED = 1, 1, 5  # numbers of steps. The first one allocates, and the profiler is slow in its first.
 ROWS = 30
 MAX_ALLOCATIONS = 100_000
@@ -149,23 +151,20 @@ def profiled(config: TrainConfig) -> Iterator[Callable[[], None]]:
     if not config.profile:
         yield lambda: None
         return
-    folder = config.out / PROFILE_NAME
+    folder = config.out / "profile"
     folder.mkdir(parents=True, exist_ok=True)
-    with_cuda = torch.cuda.is_available()
-    if with_cuda:
+    if torch.cuda.is_available():
         torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if with_cuda else [])]
     with profile(
-        activities=activities,
         schedule=schedule(wait=SKIPPED, warmup=WARMUP, active=PROFILED, repeat=1),
-        on_trace_ready=lambda found: _write(found, folder),
+        on_trace_ready=partial(_write, folder),
         profile_memory=True,
         with_flops=True,
     ) as profiler:
         yield profiler.step
 
 
-def _write(profiler: profile, folder: Path) -> None:
+def _write(folder: Path, profiler: profile) -> None:
     name = f"rank_{torch.distributed.get_rank()}"
     profiler.export_chrome_trace(str(folder / f"{name}.json"))
     averages = profiler.key_averages()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,13 +29,14 @@ class Callbacks(ExitStack):
     def __init__(self, config: TrainConfig) -> None:
         super().__init__()
         self._config = config
-        self._made: list[Callable[..., object]] | None = None
 
     def __call__(self, figures: Mapping[str, Any]) -> None:
-        if self._made is None:  # on no other rank
-            self._made = [self._function(each) for each in self._config.callback]
         for callback in self._made:
             called(callback, "callback", dict(figures))
+
+    @cached_property
+    def _made(self) -> list[Callable[..., object]]:
+        return [self._function(each) for each in self._config.callback]
 
     def _function(self, reference: Reference) -> Callable[..., object]:
         """Call the user's function with the run's configuration; it returns a function of a line, or a context manager
@@ -97,73 +99,46 @@ def scalars(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 Values = Mapping[str, float]  # measured values by name
 
 
-class Outlet(Protocol):
-    """Destination of a run's checkpoints and metrics, chosen by the launcher. Every rank calls ``begin``, ``finish``,
-    ``announce`` and ``report`` in the same order; only the first rank calls the others."""
+class Outlet:
+    """Destination of a run's checkpoints and metrics: ``OUT/checkpoints``, which all ranks share, and
+    ``OUT/metrics.jsonl``, unless the launcher has another one. Every rank calls ``begin``, ``finish``, ``announce`` and
+    ``report`` in the same order; only the first rank calls the others."""
 
-    @property
-    def callbacks(self) -> Callbacks:
-        """Called by ``record``."""
+    uploads = False
+    """Whether ``finish`` uploads files, which happens while training continues."""
 
-    @property
-    def uploads(self) -> bool:
-        """Whether ``finish`` uploads files, which happens while training continues."""
+    def __init__(self, config: TrainConfig) -> None:
+        self.callbacks, self._journal, self._screen = Callbacks(config), Journal(config), Screen()
+        self._folder = config.out / CHECKPOINTS
 
     def begin(self, name: str) -> Path:
         """An empty folder for this rank's shards of a checkpoint, under a name that marks it as unfinished."""
-
-    def finish(self, name: str) -> None:
-        """Called when this rank has written, on the first rank when all have; possibly in another thread."""
-
-    def announce(self, name: str, values: Values) -> None:
-        """Called with the latest values when the checkpoint is complete."""
-
-    def report(self, values: Values) -> None:
-        """Called after an epoch without a checkpoint."""
-
-    def record(self, figures: Mapping[str, Any]) -> None:
-        """Append a line to ``metrics.jsonl``."""
-
-    def say(self, line: str) -> None:
-        """Print a line for the user."""
-
-    def show(self, status: str) -> None:
-        """Show a status, which replaces the one before."""
-
-
-class FolderOutlet:
-    """:class:`Outlet` into ``OUT/checkpoints``, which all ranks share, and ``OUT/metrics.jsonl``. A checkpoint's folder
-    gets its final name when all ranks have written."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.callbacks, self._journal = Callbacks(config), Journal(config)
-        self._screen = Screen()
-        self._folder = config.out / CHECKPOINTS
-
-    uploads = False
-
-    def begin(self, name: str) -> Path:
         if torch.distributed.get_rank() == 0:
             make_partial(self._folder, name)
         torch.distributed.barrier()
         return partial_folder(self._folder, name)
 
     def finish(self, name: str) -> None:
+        """Called when this rank has written, on the first rank when all have; in another thread. The checkpoint gets
+        its final name."""
         if torch.distributed.get_rank() == 0:
             partial_folder(self._folder, name).rename(self._folder / name)
 
     def announce(self, name: str, values: Values) -> None:
-        """Nothing: the final name marks a complete checkpoint."""
+        """Called with the latest values when the checkpoint is complete, which its name says already."""
 
     def report(self, values: Values) -> None:
-        """Nothing: ``record`` gets the values too."""
+        """Called after an epoch without a checkpoint; ``record`` gets the values too."""
 
     def record(self, figures: Mapping[str, Any]) -> None:
+        """Append a line to ``metrics.jsonl``, and call the callbacks with it."""
         self._journal.record(figures)
         self.callbacks(figures)
 
     def say(self, line: str) -> None:
+        """Print a line for the user."""
         self._screen.say(line)
 
     def show(self, status: str) -> None:
+        """Show a status, which replaces the one before."""
         self._screen.show(status)

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -45,28 +45,13 @@ class SaveRecord:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    name: str
-    step: int
-    values: Values
-    started: float
-    waited: float
-    stalled: float
-
-
 class Saver:
     """Saves checkpoints; each rank has one."""
 
-    def __init__(self, config: TrainConfig, engine: Engine, outlet: Outlet, after_save: Callable[[], None]) -> None:
-        """``after_save`` is called on the first rank after each complete checkpoint."""
-        self._config = config
-        self._engine = engine
-        self._outlet = outlet
-        self._after_save = after_save
+    def __init__(self, config: TrainConfig, engine: Engine, outlet: Outlet) -> None:
+        self._config, self._engine, self._outlet = config, engine, outlet
         self._group = cpu_group() if config.async_save else None
-        self._in_background = config.async_save or outlet.uploads
-        self._pending: tuple[_Begun, Future[float]] | None = None
+        self._pending: tuple[SaveRecord, Values, float, Future[float]] | None = None
         self._saved_at = time.monotonic()
         self.records: list[SaveRecord] = []
 
@@ -77,11 +62,11 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether this rank saves in the background now."""
-        return self._pending is not None and not self._pending[1].done()
+        return self._pending is not None and not self._pending[-1].done()
 
     @property
     def has_failed(self) -> bool:
-        return self._pending is not None and not self.is_busy and self._pending[1].exception() is not None
+        return self._pending is not None and not self.is_busy and self._pending[-1].exception() is not None
 
     def save(self, progress: Progress, values: Values) -> None:
         """Save a checkpoint, or begin to; collective. Waits for the previous save."""
@@ -89,24 +74,20 @@ class Saver:
         self.collect()
         waited = time.perf_counter() - started
         folder = self._outlet.begin(progress.name)
-        done = self._write_now(progress, folder) if self._group is None else self._write_later(progress, folder)
-        stalled = time.perf_counter() - started
-        self._pending = _Begun(progress.name, progress.step, values, started, waited, stalled), done
+        if self._group is None:
+            self._write(partial(self._engine.save, progress=progress), folder)
+            torch.distributed.barrier()
+            done = in_background(partial(self._finish, progress.name))
+        else:
+            assert isinstance(self._engine, StagingEngine)
+            write = partial(self._write, self._engine.staged(progress, self._group), folder)
+            # DCP's collectives ensure that the first rank returns only when all have written.
+            done = in_background(partial(self._finish, progress.name, write))
+        record = SaveRecord(progress.name, progress.step, time.perf_counter() - started, waited, 0.0)
+        self._pending = record, values, started, done
         self._saved_at = time.monotonic()
-        if not self._in_background:
+        if self._group is None and not self._outlet.uploads:
             self.collect()
-
-    def _write_now(self, progress: Progress, folder: Path) -> Future[float]:
-        with writing(folder):
-            self._engine.save(folder, progress)
-            self._describe(folder)
-        torch.distributed.barrier()
-        return (in_background if self._in_background else _at_once)(partial(self._finish, progress.name))
-
-    def _write_later(self, progress: Progress, folder: Path) -> Future[float]:
-        assert self._group is not None and isinstance(self._engine, StagingEngine)
-        write = self._engine.staged(progress, self._group)
-        return in_background(lambda: self._write(write, folder, progress.name))
 
     def collect(self, *, has_failed: bool = False) -> None:
         """Wait for the background save and announce its checkpoint; collective. With ``has_failed``, some rank's save
@@ -114,39 +95,29 @@ class Saver:
         """
         if self._pending is None:
             return
-        (begun, done), self._pending = self._pending, None
-        if self._in_background:
-            if not has_failed:
-                wait([done])
-            _check_all(begun.name, done)
-        self._announce(begun, done.result())
+        (begun, values, started, done), self._pending = self._pending, None
+        if not has_failed:
+            wait([done])
+        _check_all(begun.checkpoint, done)
+        before, stalled = time.perf_counter(), begun.stall_seconds
+        self._outlet.announce(begun.checkpoint, values)
+        took = time.perf_counter() - before
+        seconds = max(done.result() - started, stalled) + took
+        self.records.append(replace(begun, stall_seconds=stalled + took, seconds=seconds))
+        if torch.distributed.get_rank() == 0:
+            self._outlet.record(asdict(self.records[-1]))
+            remove_old(self._config)
 
-    def _write(self, write: Save, folder: Path, name: str) -> float:
-        """DCP's collectives ensure that the first rank returns only when all have written."""
+    def _write(self, write: Save, folder: Path) -> None:
         with writing(folder):
-            self._describe(folder)
+            if torch.distributed.get_rank() == 0:
+                write_model_config(folder, self._config)
             write(folder)
-        return self._finish(name)
 
-    def _describe(self, folder: Path) -> None:
-        if _leads():
-            write_model_config(folder, self._config)
-
-    def _finish(self, name: str) -> float:
+    def _finish(self, name: str, write: Callable[[], None] = lambda: None) -> float:
+        write()
         self._outlet.finish(name)
         return time.perf_counter()
-
-    def _announce(self, begun: _Begun, ended: float) -> None:
-        before = time.perf_counter()
-        self._outlet.announce(begun.name, begun.values)
-        took = time.perf_counter() - before
-        record = SaveRecord(
-            begun.name, begun.step, begun.stalled + took, begun.waited, max(ended - begun.started, begun.stalled) + took
-        )
-        self.records.append(record)
-        if _leads():
-            self._outlet.record(asdict(record))
-            self._after_save()
 
 
 def in_background(call: Callable[[], Result]) -> Future[Result]:
@@ -160,12 +131,6 @@ def in_background(call: Callable[[], Result]) -> Future[Result]:
             done.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return done
-
-
-def _at_once(call: Callable[[], float]) -> Future[float]:
-    done: Future[float] = Future()
-    done.set_result(call())
     return done
 
 
@@ -184,26 +149,12 @@ def _told(error: BaseException) -> str:
     return cause.message if isinstance(cause, StoreError) else f"{type(cause).__name__}: {cause}"
 
 
-def _leads() -> bool:
-    return torch.distributed.get_rank() == 0
-
-
-class Agreement:
-    """Agreement of all ranks on what to do after a step; collective, on the CPU."""
-
-    def any(self, *reasons: bool) -> tuple[bool, ...]:
-        """For each of at most eight reasons, whether any rank has it. They are bits of one element: for a tensor of
-        several elements Gloo sends twice as many messages."""
-        known = torch.tensor(sum(reason << at for at, reason in enumerate(reasons)), dtype=torch.uint8)
-        torch.distributed.all_reduce(known, torch.distributed.ReduceOp.BOR)
-        found = int(known)
-        return tuple(bool(found >> at & 1) for at in range(len(reasons)))
-
-    def gathered(self, *values: float) -> list[list[float]]:
-        mine = torch.tensor(values, dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(found, mine)
-        return [each.tolist() for each in found]
+def any_rank(*reasons: bool) -> tuple[bool, ...]:
+    """For each of at most eight reasons, whether any rank has it; collective, on the CPU. They are bits of one element:
+    for a tensor of several elements Gloo sends twice as many messages."""
+    known = torch.tensor(sum(reason << at for at, reason in enumerate(reasons)), dtype=torch.uint8)
+    torch.distributed.all_reduce(known, torch.distributed.ReduceOp.BOR)
+    return tuple(bool(int(known) >> at & 1) for at in range(len(reasons)))
 
 
 def remove_old(config: TrainConfig) -> None:

@@ -28,7 +28,8 @@ from training.engines import create_engine
 from training.engines.gradients import multiply, total_norm
 from training.engines.parallel import meshes_of, parallel_model
 from training.launchers.devices import backend_of
-from training.loop.saving import Agreement
+from training.loop.measuring import gathered
+from training.loop.saving import any_rank
 from training.models.zoo import spec_of
 
 CPU = torch.device("cpu")
@@ -61,8 +62,8 @@ def norm_of_offloaded() -> None:
 
 
 def agree() -> None:
-    assert Agreement().any(True, False) == (True, False)
-    assert Agreement().gathered(1.0, 2.0) == [[1.0, 2.0]]
+    assert any_rank(True, False) == (True, False)
+    assert gathered(1.0, 2.0) == [[1.0], [2.0]]
 
 
 def tell() -> None:
