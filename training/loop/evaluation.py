@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from ckpt_tools.errors import UsageError
 
 from ..config.references import Reference, called, resolved, text_of
-from ..data.datasets import Samples, to_input
+from ..data.datasets import Samples
 from ..data.loading import held_out_batches
 from ..engines.base import Engine, Metrics
 from ..models.losses import standard_metrics
@@ -32,7 +32,6 @@ MAX_LISTED = 10_000
 """Most predictions that ``result.json`` lists."""
 
 PREDICTED = "predicted"
-Logits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +50,6 @@ class Evaluation:
     @property
     def correct(self) -> int:
         return round((self.accuracy or 0.0) * self.total)
-
-
-def plain_logits(model: nn.Module) -> Logits:
-    """Forward pass of an unsharded model in evaluation mode."""
-    model.eval()
-
-    @torch.no_grad()
-    def logits(images: Tensor) -> Tensor:
-        return model(images)
-
-    return logits
-
-
-def all_logits(logits: Logits, pixels: Tensor) -> Tensor:
-    """Logits of uint8 [n, 28, 28], float32 [n, 10], computed in chunks in this process."""
-    return torch.cat([logits(chunk) for chunk in to_input(padded(pixels)).split(CHUNK)])[: len(pixels)].float()
 
 
 def padded(rows: Tensor, size: int = CHUNK) -> Tensor:

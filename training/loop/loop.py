@@ -32,10 +32,9 @@ from ..data.datasets import PARTS
 from ..data.loading import Batches, Position, dataset_of, length_of
 from ..engines import Engine, Progress, create_engine
 from .evaluation import Evaluation, Evaluator, metrics_of
-from .measuring import StepLog, profiled
+from .measuring import StepLog, profiled, work_of
 from .outlets import Outlet
 from .saving import Saver, SaveRecord, any_rank
-from .throughput import work_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Metrics of training steps: loss, speed and memory, every ``--log-every`` steps, and the trace of ``--profile``."""
+"""Metrics of training steps (loss, memory and speed) every ``--log-every`` steps, and the trace of ``--profile``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,55 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import profile, schedule
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..checkpoints.progress import Progress
 from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
+from ..models.losses import leaves
+from ..models.zoo import spec_of
 from .outlets import Outlet
 from .saving import SaveRecord
-from .throughput import Work
 
 SHOWN_SECONDS = 0.5  # minimum time between two statuses on the screen; every measured step is recorded
+
+PEAK_TFLOPS = {"A100": 312, "H100 PCIe": 756, "H100": 989, "H200": 989, "L40S": 362, "B200": 2250}
+"""Dense peak in bf16 and fp16 by a part of the GPU's name, from NVIDIA's data sheets."""
+
+BACKWARD = 2  # times the arithmetic of the forward pass
+
+
+def work_of(config: TrainConfig, batch: Any) -> dict[str, float]:
+    """Tokens a second of a text, and the model FLOPs utilization (MFU) if the peak and the arithmetic are known, at one
+    sample a second. From the first batch of a run."""
+    tensors = leaves(batch)
+    words = next((each for each in tensors if each.ndim == 2 and each.dtype == torch.int64), None)
+    peak = (config.peak_tflops or _known_peak(config)) * 1e12 * config.num_workers
+    share = flops_of(config, batch) / len(tensors[0]) / peak if peak else 0.0
+    found = {"tokens_per_second": 0 if words is None else words.shape[1], "mfu": share}
+    return {name: each for name, each in found.items() if each}
+
+
+def _known_peak(config: TrainConfig) -> float:
+    if not torch.cuda.is_available() or config.precision == "fp32":
+        return 0.0
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAK_TFLOPS.items() if all(word in name for word in part.split())), 0.0)
+
+
+def flops_of(config: TrainConfig, batch: Any) -> float:
+    """FLOPs of matrix products of a step on this batch, without what activation checkpointing computes again. They are
+    counted on a model without memory; 0 if that cannot compute, as one that reads values of its tensors."""
+    empty = tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta"), batch)
+    try:
+        with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            made = spec_of(config).make()
+            made.loss(made.module, empty)
+    except Exception:
+        # A model of the user's may raise anything.
+        return 0.0
+    return float((1 + BACKWARD) * counter.get_total_flops())
 
 
 class Meter:
@@ -61,8 +101,8 @@ class StepLog:
         self._leads = torch.distributed.get_rank() == 0
         self._shown_at = 0.0
         self.meter = Meter()
-        self.work: Work | None = None
-        """What a sample takes; known on the first rank from the first batch on."""
+        self.work: dict[str, float] | None = None
+        """Of :func:`work_of`; known on the first rank from the first batch on."""
 
     def after(self, progress: Progress, loss: Tensor, saves: list[SaveRecord], accuracy: float | None) -> None:
         """Called after each step with this rank's mean loss; collective."""
@@ -86,7 +126,7 @@ class StepLog:
             "loss": fmean(losses),
             "learning_rate": self._config.learning_rate * self._schedule.factor(step - 1),
             "samples_per_second": rate,
-            **({} if self.work is None else self.work.entries(rate)),
+            **{name: each * rate for name, each in (self.work or {}).items()},
             "peak_rss": [int(each) for each in resident],
             **({"cuda_peak": [int(each) for each in on_gpu]} if on_cuda else {}),
         }

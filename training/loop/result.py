@@ -108,10 +108,6 @@ class RunResult:
 
 def versions_of(config: TrainConfig) -> dict[str, str]:
     """Versions of Python, ``ckpt_tools`` and the frameworks of this run."""
-    frameworks = [
-        "torch",
-        *(["ray"] if config.launcher == "ray" else []),
-        *(["deepspeed"] if config.sharding.framework == "deepspeed" else []),
-    ]
-    found = {name: version(name) for name in frameworks}
+    frameworks = {"torch", config.launcher, config.sharding.framework} & {"torch", "ray", "deepspeed"}
+    found = {name: version(name) for name in sorted(frameworks, reverse=True)}
     return {"python": platform.python_version(), "ckpt_tools": ckpt_tools.__version__, **found}

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ckpt_tools.errors import UsageError
+from tests.training.predictions import all_logits
 from training.data.datasets import Samples
-from training.loop.evaluation import CHUNK, PREDICTED, Evaluation, Evaluator, all_logits, metrics_of, padded
+from training.loop.evaluation import CHUNK, PREDICTED, Evaluation, Evaluator, metrics_of, padded
 from training.models.losses import standard_loss, standard_metrics
 
 CPU = torch.device("cpu")
