@@ -54,8 +54,7 @@ class Journal:
     """Writer of the metrics in ``out``, used by one process."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._out = config.out
-        self._tensorboard = config.tensorboard
+        self._out, self._tensorboard = config.out, config.tensorboard
         self._events: Any = None
 
     def record(self, figures: Mapping[str, Any]) -> None:

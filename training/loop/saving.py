@@ -137,16 +137,13 @@ def in_background(call: Callable[[], Result]) -> Future[Result]:
 def _check_all(name: str, done: Future[float]) -> None:
     """Raise StoreError on every rank with the reason of the first one that failed; collective."""
     error = done.exception() if done.done() else None
+    cause = None if error is None else root_of(error)
+    told = cause.message if isinstance(cause, StoreError) else cause and f"{type(cause).__name__}: {cause}"
     reasons: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(reasons, None if error is None else _told(error))
+    torch.distributed.all_gather_object(reasons, told)
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise StoreError(f"{name} could not be saved: rank {rank}: {reason}") from error
-
-
-def _told(error: BaseException) -> str:
-    cause = root_of(error)
-    return cause.message if isinstance(cause, StoreError) else f"{type(cause).__name__}: {cause}"
 
 
 def any_rank(*reasons: bool) -> tuple[bool, ...]:
@@ -170,14 +167,9 @@ def remove_old(config: TrainConfig) -> None:
         warnings.warn(f"old checkpoints stay: {error}", stacklevel=2)
         return
     for each in reversed(report.checkpoints):
-        if not each.stays:
-            _remove(config.out / each.name)
-
-
-def _remove(checkpoint: Path) -> None:
-    is_own = checkpoint.parent.name == CHECKPOINTS and is_checkpoint_name(checkpoint.name)
-    if is_own and not checkpoint.is_symlink() and not strangers_in(checkpoint):
-        hidden = partial_folder(checkpoint.parent, checkpoint.name)
-        checkpoint.rename(hidden)
-        empty_partial(hidden)
-        hidden.rmdir()
+        folder = config.out / each.name
+        is_own = folder.parent.name == CHECKPOINTS and is_checkpoint_name(folder.name) and not folder.is_symlink()
+        if not each.stays and is_own and not strangers_in(folder):
+            hidden = folder.rename(partial_folder(folder.parent, folder.name))
+            empty_partial(hidden)
+            hidden.rmdir()
