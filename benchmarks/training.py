@@ -277,18 +277,17 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
     engine = _engine(asked, folder)
     saved = folder / "saved"
     engine.save(saved, Progress(1, 1))
-    app = engine._app
 
     def loaded(load: Callable[[], object]) -> Taken:
-        app.optimizer.state.clear()
+        engine.optimizer.state.clear()
         return _timed(load)
 
     def load_by_torch() -> None:
-        state = app.state_dict()
+        state = engine.state_dict(Progress(1, 1))["app"]
         state_dict_loader.load({"app": state}, checkpoint_id=saved)
-        set_state_dict(app.model, app.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(engine.model, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
-    ours = partial(loaded, lambda: load_into(app.model, app.optimizer, saved))
+    ours = partial(loaded, lambda: load_into(engine.model, engine.optimizer, saved))
     theirs = partial(loaded, load_by_torch)
     return take_turns({THEIRS: theirs, OURS: ours}, asked.rounds)
 

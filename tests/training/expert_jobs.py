@@ -55,14 +55,14 @@ def overflowing() -> tuple[float, bool]:
     """One step in fp16 whose scale is far too large: the scale after it, and whether an expert's weight moved."""
     config = tiny_config(Path("/run"), model="lm-moe", strategy="full_shard", ep=2, precision="fp16")
     engine: Any = create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
-    engine._app.scaler.scale = 2.0**100
-    weights = [each.to_local() for each in engine._app.model.parameters()]
+    engine.scaler.scale = 2.0**100
+    weights = [each.to_local() for each in engine.model.parameters()]
     before = [each.clone() for each in weights]
     words = torch.zeros(1, CONTEXT, dtype=torch.int64)
     engine.step((words, words))
     engine.close()
     moved = any(not torch.equal(*pair) for pair in zip(weights, before, strict=True))
-    return engine._app.scaler.scale, moved
+    return engine.scaler.scale, moved
 
 
 class OnHost(Tensor):

@@ -18,7 +18,7 @@ def norm_of_weights(values: dict[str, Any]) -> tuple[float, int]:
     """The norm with the first weights as their own gradients, and the number of collectives for it."""
     config = tiny_config(Path("/run"), num_workers=torch.distributed.get_world_size(), **values)
     engine: Any = create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
-    for weight in engine._app.model.parameters():
+    for weight in engine.model.parameters():
         weight.grad = weight.detach().clone()
     with CommDebugMode() as counted:
         norm = total_norm(weight.grad for weight in engine._counted())
@@ -33,7 +33,7 @@ def fused_after_resuming(out: Path, first: dict[str, Any], others: list[dict[str
     for values in others:
         engine: Any = create_engine(tiny_config(out, model="cnn", **values), schedule_for(10, 0.1), torch.device("cpu"))
         engine.resume(config.out / "checkpoints/epoch_0001")
-        owner = engine._app if hasattr(engine, "_app") else engine._engine
+        owner = engine._engine if hasattr(engine, "_engine") else engine
         [fused] = [group["fused"] for group in owner.optimizer.param_groups]
         found.append(fused)
         engine.close()

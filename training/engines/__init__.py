@@ -15,7 +15,12 @@ __all__ = ["Engine", "Progress", "create_engine"]
 
 def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device) -> Engine:
     """The engine of ``config``, over the default process group. DeepSpeed is imported only for its engines."""
-    _set_arithmetic(config)
+    # torch's precision of float32 products and its determinism are those of the whole process.
+    torch.set_float32_matmul_precision(config.matmul_precision)
+    torch.backends.cudnn.allow_tf32 = config.matmul_precision != "highest"  # convolutions; True is the default
+    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
     if config.pp > 1 and config.sharding.framework == "fsdp2":
         from .pipelined import PipelineEngine
 
@@ -33,14 +38,3 @@ def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device)
     from .deepspeed import DeepSpeedEngine
 
     return DeepSpeedEngine(config, schedule, device)
-
-
-def _set_arithmetic(config: TrainConfig) -> None:
-    """Set torch's precision of float32 products and its determinism, for the whole process."""
-    torch.set_float32_matmul_precision(config.matmul_precision)
-    torch.backends.cudnn.allow_tf32 = (
-        config.matmul_precision != "highest"
-    )  # convolutions, for which True is the default
-    torch.use_deterministic_algorithms(config.deterministic)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product

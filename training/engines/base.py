@@ -25,13 +25,11 @@ Save = Callable[[Path], None]  # function that writes this rank's shards into a 
 class Engine(Protocol):
     """A sharded model with its optimizer and scheduler, on this rank."""
 
-    @property
-    def data_rank(self) -> int:
-        """Number of this rank's share of the samples; ranks of a tensor or pipeline group have the same."""
+    data_rank: int
+    """Number of this rank's share of the samples; ranks of a tensor or pipeline group have the same."""
 
-    @property
-    def loss(self) -> Callable[[Callable[..., Any], Any], Tensor]:
-        """Loss of a batch, from what computes the model and the batch."""
+    loss: Callable[[Callable[..., Any], Any], Tensor]
+    """Loss of a batch, from what computes the model and the batch."""
 
     def step(self, batch: Any) -> Tensor:
         """One optimizer step on this rank's samples, in ``gradient_accumulation`` micro-batches; the mean loss, 0-d,

@@ -20,9 +20,9 @@ from ..checkpoints.settings import SETTINGS_ENTRY, reading
 from ..checkpoints.weights import load_first_weights
 from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
-from ..models.zoo import Model, ModelSpec, spec_of
+from ..models.zoo import Model, spec_of
 from .base import DTYPES, Metrics, Progress, mean_of, micro_batches
-from .blocks import OnBlock, RunningAverages, build, prepare, set_training
+from .blocks import RunningAverages, build, prepare, set_training
 from .deepspeed_config import deepspeed_config
 from .optimizers import is_fused, name_parameters, optimizer_of
 from .resuming import apply_settings, as_zero, own_values, progress_of, scheduler_of
@@ -33,7 +33,7 @@ class DeepSpeedEngine:
 
     def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
         join_process_group(device)
-        self._config, self._device = config, device
+        self._config, self._device, self.data_rank = config, device, torch.distributed.get_rank()
         self._dtype = DTYPES[config.precision]
         options = deepspeed_config(config, torch.distributed.get_world_size() // config.pp)
         if (adam := options.get("optimizer", {}).get("params", {})).get("torch_adam"):
@@ -55,15 +55,34 @@ class DeepSpeedEngine:
         self._averages = RunningAverages(self._engine.module)
 
     def _first_model(self, options: dict[str, Any], device: torch.device) -> Model:
-        return first_model(self._config, options, self._dtype)
+        """The model with its initial weights. In stage 3 each block is partitioned as soon as it has its weights."""
+        config, spec, on_block = self._config, spec_of(self._config), partial(prepare, self._config)
+        if config.sharding.stage != 3:
+            model = build(config, spec, on_block)
+            load_first_weights(config, model.module)
+            return model
+
+        def on_each(block: nn.Module) -> None:
+            on_block(block)
+            # The first block makes the groups of hpZ.
+            group = groups._get_zero_param_intra_parallel_group() if config.sharding.in_groups else None
+            block.to(self._dtype)
+            deepspeed.zero.Init(module=block, config_dict_or_path=options, zero_param_parallel_group=group)
+
+        if config.init_from:
+            # Each rank loads the whole model first, because a partitioned block cannot be loaded.
+            model = build(config, spec, lambda block: None)
+            load_first_weights(config, model.module)
+            for block in model.blocks:
+                on_each(block)
+        else:
+            model = build(config, spec, on_each)
+        model.module.to(self._dtype)  # DeepSpeed does not cast a partly partitioned model
+        return model
 
     def _own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:
         """None: DeepSpeed makes the one of its configuration."""
         return None if "optimizer" in options else optimizer_of(self._config, model.parameters(), self._device)
-
-    @property
-    def data_rank(self) -> int:
-        return torch.distributed.get_rank()
 
     def step(self, batch: Any) -> Tensor:
         set_training(self._engine.module)
@@ -91,23 +110,24 @@ class DeepSpeedEngine:
         return {**progress.entries(), SETTINGS_ENTRY: self._config.settings}
 
     def resume(self, checkpoint: Path | str) -> Progress:
-        stage = self._engine.zero_optimization_stage()
         with reading(checkpoint):
-            if stage == 0:
-                return self._resume_unsharded(checkpoint)
-            with as_zero(checkpoint, stage, self._dtype) as folder:
-                _, client_state = self._engine.load_checkpoint(str(folder))
+            entries = self._load(checkpoint, self._engine.zero_optimization_stage())
         apply_settings(self._own_values, self._engine.lr_scheduler)
-        return progress_of(client_state, checkpoint)
+        return progress_of(entries, checkpoint)
 
-    def _resume_unsharded(self, checkpoint: Path | str) -> Progress:
-        """Load model and optimizer, which are unsharded modules of torch, equal on every rank."""
-        entries = load_into(self._engine.module, self._engine.optimizer, checkpoint)
+    def _load(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
+        """Load everything but what the run's own settings replace; entries of the checkpoint."""
+        if stage == 0:  # model and optimizer are unsharded modules of torch, equal on every rank
+            return self._continued(load_into(self._engine.module, self._engine.optimizer, checkpoint), checkpoint)
+        with as_zero(checkpoint, stage, self._dtype) as folder:
+            _, entries = self._engine.load_checkpoint(str(folder))
+        return entries
+
+    def _continued(self, entries: Mapping[str, Any], checkpoint: Path | str) -> Mapping[str, Any]:
+        """Continue at the position of these entries, which DeepSpeed has not loaded."""
         self._engine.lr_scheduler.load_state_dict(scheduler_of(entries, checkpoint))
-        apply_settings(self._own_values, self._engine.lr_scheduler)
-        progress = progress_of(entries, checkpoint)
-        self._engine.global_steps = progress.step
-        return progress
+        self._engine.global_steps = progress_of(entries, checkpoint).step
+        return entries
 
     def close(self) -> None:
         self._engine.destroy()
@@ -119,39 +139,6 @@ class DeepSpeedEngine:
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self._dtype) if value.is_floating_point() else value
-
-
-def first_model(config: TrainConfig, options: dict[str, Any], dtype: torch.dtype) -> Model:
-    """The model with its initial weights. In stage 3 each block is partitioned as soon as it has its weights."""
-    spec, in_groups = spec_of(config), config.sharding.in_groups
-    if config.sharding.stage != 3:
-        model = build(config, spec, partial(prepare, config))
-        load_first_weights(config, model.module)
-        return model
-
-    def on_block(block: nn.Module) -> None:
-        prepare(config, block)
-        _partition(block.to(dtype), options, in_groups=in_groups)
-
-    # DeepSpeed does not cast a partly partitioned model.
-    model = _loaded_blocks(config, spec, on_block) if config.init_from else build(config, spec, on_block)
-    model.module.to(dtype)
-    return model
-
-
-def _loaded_blocks(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> Model:
-    """Each rank loads the whole model first, because a partitioned block cannot be loaded."""
-    model = build(config, spec, lambda block: None)
-    load_first_weights(config, model.module)
-    for block in model.blocks:
-        on_block(block)
-    return model
-
-
-def _partition(module: nn.Module, options: dict[str, Any], *, in_groups: bool) -> None:
-    """Partition every parameter. The first call makes the groups of hpZ, which later calls reuse."""
-    group = groups._get_zero_param_intra_parallel_group() if in_groups else None
-    deepspeed.zero.Init(module=module, config_dict_or_path=options, zero_param_parallel_group=group)
 
 
 def join_process_group(device: torch.device) -> None:

@@ -17,37 +17,16 @@ from ..config.train_config import TrainConfig
 from .optimizers import optimizer_arguments
 
 AUTO = "auto"  # as in transformers: the run's options set the value
-KNOWN: Mapping[str, type] = {
-    "train_batch_size": int,
-    "train_micro_batch_size_per_gpu": int,
-    "gradient_accumulation_steps": int,
-    "optimizer": dict,
-    "zero_optimization": dict,
-    "gradient_clipping": float,
-    "bf16": dict,
-    "fp16": dict,
-    "zero_force_ds_cpu_optimizer": bool,
-    "zero_allow_untested_optimizer": bool,
-    "steps_per_print": int,
-    "wall_clock_breakdown": bool,
-    "memory_breakdown": bool,
-    "dump_state": bool,
-    "comms_logger": dict,
-    "flops_profiler": dict,
-    "tensorboard": dict,
-    "wandb": dict,
-    "csv_monitor": dict,
-    "communication_data_type": str,
-    "prescale_gradients": bool,
-    "gradient_predivide_factor": float,
-    "sparse_gradients": bool,
-    "aio": dict,
-    "checkpoint": dict,
-    "data_types": dict,
-    "activation_checkpointing": dict,
-    "seq_parallel_communication_data_type": str,
-    "compile": dict,
+_NAMES: Mapping[type, str] = {
+    int: "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
+    float: "gradient_clipping gradient_predivide_factor",
+    bool: "zero_force_ds_cpu_optimizer zero_allow_untested_optimizer wall_clock_breakdown memory_breakdown dump_state "
+    "prescale_gradients sparse_gradients",
+    str: "communication_data_type seq_parallel_communication_data_type",
+    dict: "optimizer zero_optimization bf16 fp16 comms_logger flops_profiler tensorboard wandb csv_monitor aio "
+    "checkpoint data_types activation_checkpointing compile",
 }
+KNOWN = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 """Allowed keys, which do not contradict the run's options, with their types. DeepSpeed itself ignores unknown keys."""
 
 _IN_JSON: Mapping[type, str] = {
@@ -71,8 +50,6 @@ _SECTIONS: Mapping[str, list[str]] = {
 }
 """Sections that DeepSpeed's classes describe; another class has its sections as fields."""
 
-_NEVER = 1_000_000_000
-
 
 def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """The configuration. Raises ``UsageError`` if the user's file contradicts the run's options. ``torch_adam`` uses
@@ -82,7 +59,7 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     decided = _decided(config, world_size)
     if config.deepspeed_config is not None:
         _check(config, given, decided)
-    options = {"steps_per_print": _NEVER} | _over(given, decided)
+    options = {"steps_per_print": 1_000_000_000} | _over(given, decided)
     if config.optimizer != "adamw":
         # One of torch's or the user's, which DeepSpeed is handed; with offload it would insist on its own.
         del options["optimizer"]
@@ -90,34 +67,29 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     return options
 
 
-def _given(config: TrainConfig) -> dict[str, Any]:
-    if config.deepspeed_config is None:
-        return _object(json.loads(shipped_text(f"{config.sharding.name}.json")), config)
+def _given(config: TrainConfig) -> Any:
+    if (file := config.deepspeed_config) is None:
+        return json.loads(shipped_text(f"{config.sharding.name}.json"))
     try:
-        if config.deepspeed_config.is_char_device():
+        if file.is_char_device():
             raise ValueError("it is a device")
-        return _object(json.loads(config.deepspeed_config.read_text()), config)
+        given = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--deepspeed-config {config.deepspeed_config} cannot be read: {error}") from error
-
-
-def _object(value: Any, config: TrainConfig) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UsageError(f"--deepspeed-config {config.deepspeed_config} is not a JSON object")
-    return value
+        raise UsageError(f"--deepspeed-config {file} cannot be read: {error}") from error
+    if not isinstance(given, dict):
+        raise UsageError(f"--deepspeed-config {file} is not a JSON object")
+    return given
 
 
 def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": config.sharding.stage}
-    if config.shard_size is not None:
-        zero["zero_hpz_partition_size"] = config.shard_size
+    hpz = {} if config.shard_size is None else {"zero_hpz_partition_size": config.shard_size}
     return {
         "train_batch_size": config.batch_size,
         "train_micro_batch_size_per_gpu": config.batch_size // world_size // config.gradient_accumulation,
         "gradient_accumulation_steps": config.gradient_accumulation,
         "gradient_clipping": config.clip_grad_norm or 0.0,
         "optimizer": {"params": optimizer_arguments(config)},
-        "zero_optimization": zero,
+        "zero_optimization": {"stage": config.sharding.stage, **hpz},
         "bf16": {"enabled": config.precision == "bf16"},
         "fp16": {"enabled": config.precision == "fp16"},
     }
@@ -143,13 +115,9 @@ def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, 
     _check_types(file, given.get("optimizer", {}), {"type": str, "params": dict}, "optimizer.")
     for key, (theirs, ours) in _differing(given, decided).items():
         raise UsageError(f"{file} sets {key} to {theirs} and the options of the run say {ours}; change one of them")
-    _check_pipeline(config, file, given)
-
-
-def _check_pipeline(config: TrainConfig, file: str, given: Mapping[str, Any]) -> None:
-    """Resuming a pipeline needs the state of torch's AdamW and ZeRO-1's own masters."""
     optimizer = given.get("optimizer", {})
     is_torch = (optimizer.get("type"), optimizer.get("params", {}).get("torch_adam")) == ("AdamW", True)
+    # Resuming a pipeline needs the state of torch's AdamW and ZeRO-1's own masters.
     if config.pp > 1 and not is_torch:
         raise UsageError(
             f'{file}: --pp needs torch\'s AdamW: set optimizer.type to "AdamW" and optimizer.params.torch_adam to true'
@@ -183,11 +151,8 @@ def _check_types(
 
 
 def check_with_deepspeed(config: TrainConfig, options: Mapping[str, Any]) -> None:
-    """Have DeepSpeed read what :func:`deepspeed_config` returned, and its optimizer make a step.
-
-    Raises:
-        UsageError: a value that the ranks would fail at.
-    """
+    """Have DeepSpeed read what :func:`deepspeed_config` returned, and its optimizer make a step. Raises ``UsageError``
+    for a value that the ranks would fail at."""
     from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
     from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
     from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
@@ -211,8 +176,9 @@ def check_with_deepspeed(config: TrainConfig, options: Mapping[str, Any]) -> Non
         for dtype in filter(None, (read.grad_accum_dtype, read.param_dtype, read.buffer_dtype)):
             DtypeEnum(dtype)
     except ValidationError as error:
-        first, section = error.errors()[0], _SECTIONS.get(error.title, [])
-        raise UsageError(f"{file}: {'.'.join([*section, *map(str, first['loc'])])}: {first['msg']}") from error
+        first = error.errors()[0]
+        place = ".".join([*_SECTIONS.get(error.title, []), *map(str, first["loc"])])
+        raise UsageError(f"{file}: {place}: {first['msg']}") from error
     except Exception as error:
         # DeepSpeed checks by assertions, and by what else its code meets.
         raise UsageError(f"{file}: {first_line(error)}") from error
@@ -234,8 +200,9 @@ def _check_optimizer(file: str, options: Mapping[str, Any]) -> None:
         if name.lower() not in DEEPSPEED_OPTIMIZERS:
             raise UsageError(f"{file}: optimizer.type {name} is no optimizer of torch or DeepSpeed; AdamW is one")
         return
-    own = _ADAMS if is_adam else frozenset[str]()
-    for key, value in {key: value for key, value in params.items() if key not in own}.items():
+    for key, value in params.items():
+        if is_adam and key in _ADAMS:
+            continue
         try:
             weight = torch.zeros(2, 2, requires_grad=True)
             weight.grad = torch.zeros_like(weight)

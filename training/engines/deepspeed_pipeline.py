@@ -21,7 +21,6 @@ from torch.optim import AdamW, Optimizer
 
 from ckpt_tools import load_into
 
-from ..checkpoints.settings import reading
 from ..checkpoints.weights import load_first_weights
 from ..config.train_config import TrainConfig
 from ..models.losses import mean_loss, pair_of
@@ -30,13 +29,11 @@ from .base import Metrics, Progress, micro_batches
 from .blocks import OnBlock, prepare
 from .deepspeed import DeepSpeedEngine
 from .pipeline import Line, Stage, build_stage, layers_of, names_of_stages
-from .resuming import apply_settings, fits_zero, progress_of, scheduler_of
+from .resuming import fits_zero
 
+DEEPSPEEDS_OWN = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # parameters that select its implementation
 NAMES_ENTRY = "pipeline_names"
 EMBEDDING = "embed"
-
-DEEPSPEEDS_OWN = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-"""Optimizer parameters that select DeepSpeed's implementation."""
 
 OTHER_LAYERS = 3  # the embedding, the norm and the head
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -54,9 +51,9 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def _first_model(self, options: dict[str, Any], device: torch.device) -> Model:
         self._stage = _seeded_stage(self._config, partial(prepare, self._config))
         model = _pipeline_of(self._stage, self._config.pp)
-        self._grid = model.mpu()
-        group = self._grid.get_pipe_parallel_group()
-        self._line = Line(tuple(self._grid.pp_group), self._grid.get_stage_id(), group, device)
+        grid = model.mpu()
+        self.data_rank, group = grid.get_data_parallel_rank(), grid.get_pipe_parallel_group()
+        self._line = Line(tuple(grid.pp_group), grid.get_stage_id(), group, device)
         names = names_of_stages(self._stage, group)
         self._elsewhere, self._names = names.elsewhere, names.elsewhere.union(self._stage.state_dict())
         load_first_weights(self._config, self._stage, self._elsewhere)
@@ -73,10 +70,6 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         values = {name: value for name, value in options["optimizer"]["params"].items() if name not in DEEPSPEEDS_OWN}
         return AdamW(model.module.named_parameters(), **values)
 
-    @property
-    def data_rank(self) -> int:
-        return self._grid.get_data_parallel_rank()
-
     def step(self, batch: Any) -> Tensor:
         parts = micro_batches(pair_of(batch), self._config.gradient_accumulation)
         return self._engine.train_batch(iter(parts))
@@ -87,23 +80,14 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def _client_state(self, progress: Progress) -> dict[str, Any]:
         return {**super()._client_state(progress), NAMES_ENTRY: names_of(self._stage.all_layers)}
 
-    def resume(self, checkpoint: Path | str) -> Progress:
-        with reading(checkpoint):
-            if fits_zero(checkpoint, self._engine.zero_optimization_stage(), self._dtype, self._config.pp, self._names):
-                _, entries = self._engine.load_checkpoint(str(checkpoint))
-            else:
-                entries = self._load_from_whole(checkpoint)
-        apply_settings(self._own_values, self._engine.lr_scheduler)
-        return progress_of(entries, checkpoint)
-
-    def _load_from_whole(self, checkpoint: Path | str) -> dict[str, Any]:
-        if self._config.sharding.stage:
-            entries = self._load_into_partitions(checkpoint)
-        else:
-            entries = load_into(self._stage, self._engine.optimizer, checkpoint, elsewhere=self._elsewhere)
-        self._engine.lr_scheduler.load_state_dict(scheduler_of(entries, checkpoint))
-        self._engine.global_steps = progress_of(entries, checkpoint).step
-        return entries
+    def _load(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
+        if fits_zero(checkpoint, stage, self._dtype, self._config.pp, self._names):
+            _, entries = self._engine.load_checkpoint(str(checkpoint))
+            return entries
+        if stage:
+            return self._continued(self._load_into_partitions(checkpoint), checkpoint)
+        entries = load_into(self._stage, self._engine.optimizer, checkpoint, elsewhere=self._elsewhere)
+        return self._continued(entries, checkpoint)
 
     def _load_into_partitions(self, checkpoint: Path | str) -> dict[str, Any]:
         """Load this rank's stage unsharded, and copy its part into ZeRO's partitions."""

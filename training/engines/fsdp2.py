@@ -7,9 +7,9 @@ The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch",
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,88 +22,52 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from ckpt_tools import load_into
 
 from ..checkpoints.settings import SETTINGS_ENTRY, reading
 from ..checkpoints.weights import load_first_weights
 from ..config.schedule import Schedule
-from ..config.train_config import Settings, TrainConfig
+from ..config.train_config import TrainConfig
 from ..models.zoo import spec_of
 from .base import Metrics, Progress, Save, mean_of, micro_batches
 from .blocks import RunningAverages, set_training
 from .gradients import LossScaler, clip_factor, multiply, total_norm
 from .optimizers import optimizer_of
 from .parallel import meshes_of, parallel_model
-from .pipeline import StageNames, names_of_stages
+from .pipeline import names_of_stages
 from .resuming import apply_settings, own_values, progress_of, scheduler_of
 
 SCALER_ENTRY = "loss_scaler"
-
-
-@dataclass(eq=False)
-class AppState:
-    """Model, optimizer, scheduler, progress and settings, which are one DCP entry."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: LambdaLR
-    settings: Settings
-    scaler: LossScaler | None = None
-    stages: StageNames | None = None
-    progress: Progress = field(default_factory=Progress)
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optim = get_state_dict(self.model, self.optimizer)
-        if self.stages is not None:
-            # Each stage saves its own tensors, but all share the entry of the group.
-            groups: Any = optim["param_groups"]
-            groups[0]["params"] = list(self.stages.parameters)
-        return {
-            "model": model,
-            "optim": optim,
-            "lr_scheduler": self.scheduler.state_dict(),
-            **self.progress.entries(),
-            SETTINGS_ENTRY: self.settings,
-            **({} if self.scaler is None else {SCALER_ENTRY: self.scaler.state_dict()}),
-        }
 
 
 class Fsdp2Engine:
     """An :class:`~training.engines.base.Engine` over FSDP2, or over DistributedDataParallel."""
 
     def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
-        self._meshes = meshes_of(config, device)
+        self._config, self._meshes = config, meshes_of(config, device)
+        self.data_rank = self._meshes.data_rank
         made = parallel_model(config, spec_of(config), self._meshes, device)
         self._module, self.loss = made.module, made.loss
-        model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
+        self.model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
         pipeline = self._meshes.pipeline
-        stages = None if pipeline is None else names_of_stages(model, pipeline.get_group())
-        self._elsewhere = frozenset[str]() if stages is None else stages.elsewhere
-        load_first_weights(config, model, self._elsewhere)
-        optimizer = optimizer_of(config, replace(made, module=model).parameters(), device)
-        self._own_values = own_values(optimizer)
-        self._config = config
+        self._stages = None if pipeline is None else names_of_stages(self.model, pipeline.get_group())
+        self._elsewhere = frozenset[str]() if self._stages is None else self._stages.elsewhere
+        load_first_weights(config, self.model, self._elsewhere)
+        self.optimizer = optimizer_of(config, replace(made, module=self.model).parameters(), device)
+        self._own_values = own_values(self.optimizer)
+        self._scheduler = schedule.attach(self.optimizer)
         # Each save reuses the memory. It is not shared: a thread writes it, and containers often have 64 MB of that.
         on_cuda = device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(on_cuda, False, False, use_non_blocking_copy=on_cuda))
-        scaler = LossScaler() if config.precision == "fp16" else None
-        self._app = AppState(model, optimizer, schedule.attach(optimizer), config.settings, scaler, stages)
+        self.scaler = LossScaler() if config.precision == "fp16" else None
         # DDP has no mixed-precision policy.
-        casts = config.precision == "bf16" and model is not self._module
-        self._autocast: Callable[[], AbstractContextManager[Any]] = (
-            partial(torch.autocast, device.type, torch.bfloat16) if casts else nullcontext
-        )
-        self._averages = RunningAverages(model)
-
-    @property
-    def data_rank(self) -> int:
-        return self._meshes.data_rank
+        casts = config.precision == "bf16" and self.model is not self._module
+        self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=casts)
+        self._averages = RunningAverages(self.model)
 
     def step(self, batch: Any) -> Tensor:
-        set_training(self._app.model)
+        set_training(self.model)
         loss = self._train(batch)
         self._update()
         self._averages.average()
@@ -125,7 +89,7 @@ class Fsdp2Engine:
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """Divide by the number of micro-batches, and multiply by the loss scale of fp16."""
-        scale = 1.0 if self._app.scaler is None else self._app.scaler.scale
+        scale = 1.0 if self.scaler is None else self.scaler.scale
         factor = scale / self._config.gradient_accumulation
         return loss if factor == 1.0 else loss * factor
 
@@ -142,19 +106,19 @@ class Fsdp2Engine:
 
     def _update(self) -> None:
         if self._prepare_gradients():
-            self._app.optimizer.step()
-            self._app.scheduler.step()
-        self._app.optimizer.zero_grad()
+            self.optimizer.step()
+            self._scheduler.step()
+        self.optimizer.zero_grad()
 
     def _prepare_gradients(self) -> bool:
         """Unscale and clip; False if the step must be skipped. Only a loss scaler waits for the norm."""
-        limit, scaler = self._config.clip_grad_norm, self._app.scaler
+        limit, scaler = self._config.clip_grad_norm, self.scaler
         if limit is None and scaler is None:
             return True
         scale = 1.0 if scaler is None else scaler.scale
         norm = total_norm(each.grad for each in self._counted() if each.grad is not None) / scale
         factor = 1.0 if limit is None else clip_factor(norm, limit)
-        multiply((each.grad for each in self._app.model.parameters() if each.grad is not None), factor / scale)
+        multiply((each.grad for each in self.model.parameters() if each.grad is not None), factor / scale)
         if scaler is None:
             return True
         is_finite = math.isfinite(norm)
@@ -163,30 +127,39 @@ class Fsdp2Engine:
 
     def _counted(self) -> Iterable[nn.Parameter]:
         """Parameters whose gradients this rank counts in the norm."""
-        return self._app.model.parameters()
+        return self.model.parameters()
 
     @torch.no_grad()
     def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
-        self._app.model.eval()
+        self.model.eval()
         with self._autocast():
             return metrics(self._module, batch)
 
+    def state_dict(self, progress: Progress) -> dict[str, Any]:
+        """The checkpoint at this position; collective."""
+        model, optim = get_state_dict(self.model, self.optimizer)
+        if self._stages is not None:
+            # Each stage saves its own tensors, but all share the entry of the group.
+            groups: Any = optim["param_groups"]
+            groups[0]["params"] = list(self._stages.parameters)
+        entries = {"model": model, "optim": optim, "lr_scheduler": self._scheduler.state_dict(), **progress.entries()}
+        entries[SETTINGS_ENTRY] = self._config.settings
+        return {"app": entries | ({} if self.scaler is None else {SCALER_ENTRY: self.scaler.state_dict()})}
+
     def save(self, folder: Path, progress: Progress) -> None:
-        self._app.progress = progress
-        state_dict_saver.save({"app": self._app.state_dict()}, checkpoint_id=folder)
+        state_dict_saver.save(self.state_dict(progress), checkpoint_id=folder)
 
     def staged(self, progress: Progress, group: ProcessGroup) -> Save:
-        self._app.progress = progress
-        state = self._stager.stage({"app": self._app.state_dict()})
+        state = self._stager.stage(self.state_dict(progress))
         return lambda folder: state_dict_saver.save(state, checkpoint_id=folder, process_group=group)
 
     def resume(self, checkpoint: Path | str) -> Progress:
         with reading(checkpoint):
-            entries = load_into(self._app.model, self._app.optimizer, checkpoint, elsewhere=self._elsewhere)
-        self._app.scheduler.load_state_dict(scheduler_of(entries, checkpoint))
-        apply_settings(self._own_values, self._app.scheduler)
-        if self._app.scaler is not None and SCALER_ENTRY in entries:
-            self._app.scaler.load_state_dict(entries[SCALER_ENTRY])
+            entries = load_into(self.model, self.optimizer, checkpoint, elsewhere=self._elsewhere)
+        self._scheduler.load_state_dict(scheduler_of(entries, checkpoint))
+        apply_settings(self._own_values, self._scheduler)
+        if self.scaler is not None and SCALER_ENTRY in entries:
+            self.scaler.load_state_dict(entries[SCALER_ENTRY])
         return progress_of(entries, checkpoint)
 
     def close(self) -> None:

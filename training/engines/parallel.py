@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -98,7 +98,6 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     what it shards to the device, and with ``--cpu-offload`` back."""
     if config.sharding.name == "ddp":
         return _replicated(config, spec, device)
-    options = _options(config, meshes.data)
 
     def on_block(block: nn.Module) -> None:
         if meshes.tensor is not None:
@@ -106,7 +105,7 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
         if meshes.all_experts is not None:
             _shard_experts(config, block, meshes)
         prepare(config, block)
-        fully_shard(block, **options, reshard_after_forward=_reshards(config))
+        fully_shard(block, **_block_options(config, meshes.data))
 
     if meshes.pipeline is None:
         model = build(config, spec, on_block)
@@ -118,7 +117,7 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     if meshes.tensor is not None:
         shard_root(model.module, meshes.tensor)
     for part in parts:
-        fully_shard(part.module, **options)
+        fully_shard(part.module, **_options(config, meshes.data))
         _prefetch(config, part.blocks)
     return model
 
@@ -131,12 +130,7 @@ def _shard_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> Non
     assert same is not None and meshes.all_experts is not None
     split_experts(experts, meshes.all_experts)
     rows = Shard(1) if all(one.shape[1] % same.size(-1) == 0 for one in experts.parameters()) else None
-    fully_shard(
-        experts,
-        **_options(config, same),
-        reshard_after_forward=_reshards(config),
-        shard_placement_fn=lambda _: rows,
-    )
+    fully_shard(experts, **_block_options(config, same), shard_placement_fn=lambda _: rows)
 
 
 def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> Model:
@@ -154,19 +148,16 @@ def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> M
 
 
 def _options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
-    on_cuda = mesh.device_type == "cuda"
-    offload = CPUOffloadPolicy(pin_memory=on_cuda) if config.cpu_offload else OffloadPolicy()
-    return {"mesh": mesh, "mp_policy": precision_policy(config), "offload_policy": offload}
-
-
-def _reshards(config: TrainConfig) -> bool | int:
-    return config.reshard_after_forward or config.sharding.stage == 3
-
-
-def precision_policy(config: TrainConfig) -> MixedPrecisionPolicy:
     """bf16 and fp16 compute in 16 bits, with float32 parameters; gradients are reduced in ``--reduce-dtype``."""
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
     computed = None if config.precision == "fp32" else DTYPES[config.precision]
-    return MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=DTYPES[config.reduce_dtype])
+    policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=DTYPES[config.reduce_dtype])
+    return {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+
+
+def _block_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
+    reshards = config.reshard_after_forward or config.sharding.stage == 3
+    return {**_options(config, mesh), "reshard_after_forward": reshards}
 
 
 def _prefetch(config: TrainConfig, blocks: Sequence[nn.Module]) -> None:
@@ -181,16 +172,12 @@ def _prefetch(config: TrainConfig, blocks: Sequence[nn.Module]) -> None:
 
 def shard_block(block: nn.Module, mesh: DeviceMesh) -> None:
     """Split a layer over the workers of ``mesh``."""
-    plan: dict[str, ParallelStyle] = {
-        "attention_norm": SequenceParallel(),
-        "attention": _gathered(),
-        **{f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")},
-        "attention.o": RowwiseParallel(output_layouts=Shard(1)),
-        "feed_forward_norm": SequenceParallel(),
-        "feed_forward": _gathered(),
-        **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")},
-        "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
-    }
+    plan: dict[str, ParallelStyle] = {}
+    for part, columns, rows in (("attention", ("q", "k", "v"), "o"), ("feed_forward", ("gate", "up"), "down")):
+        plan[f"{part}_norm"] = SequenceParallel()
+        plan[part] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        plan |= {f"{part}.{name}": ColwiseParallel() for name in columns}
+        plan[f"{part}.{rows}"] = RowwiseParallel(output_layouts=Shard(1))
     parallelize_module(block, mesh, plan)
 
 
@@ -213,10 +200,6 @@ def _check_length(workers: int, _: nn.Module, inputs: tuple[Tensor]) -> None:
         raise UsageError(f"--tp {workers} does not divide a text of {length} bytes: give another length of the samples")
 
 
-def _gathered() -> PrepareModuleInput:
-    return PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-
-
 Compute = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -230,18 +213,14 @@ def split_experts(experts: Experts, mesh: DeviceMesh) -> None:
     experts.forward = partial(_exchanged, experts.forward, mesh.get_group())  # type: ignore[method-assign]
 
 
-def _here(weights: Callable[[], Sequence[Tensor]], workers: int) -> list[Tensor]:
+def _here(weights: Callable[[], Sequence[Any]], workers: int) -> list[Tensor]:
     """This worker's experts. Their gradients, from the tokens of all workers of the mesh, become means over them, as
     FSDP2's over its workers. FSDP2's own divisor cannot be used: on a mesh of one worker it divides twice."""
-    return [_with_mean_gradient(weight, workers) for weight in weights()]
-
-
-def _with_mean_gradient(weight: Tensor, workers: int) -> Tensor:
-    assert isinstance(weight, DTensor)
-    local = weight.to_local()
-    if local.requires_grad:
-        local.register_hook(lambda gradient: gradient / workers)
-    return local
+    found: list[Tensor] = [weight.to_local() for weight in weights()]
+    for each in found:
+        if each.requires_grad:
+            each.register_hook(lambda gradient: gradient / workers)
+    return found
 
 
 def _exchanged(compute: Compute, group: ProcessGroup, tokens: Tensor, counts: Tensor) -> Tensor:

@@ -17,8 +17,6 @@ from ckpt_tools.errors import FormatError
 from ..checkpoints.weights import converted
 from .base import Progress
 
-_FORMATS: Mapping[int, ckpt_tools.WrittenFormat] = {1: "zero1", 2: "zero2", 3: "zero3"}
-
 
 def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
     """Progress of the run that wrote these entries of a checkpoint. Raises ``FormatError``."""
@@ -67,8 +65,7 @@ def as_zero(checkpoint: Path | str, stage: int, dtype: torch.dtype) -> AbstractC
     temporary folder, which takes as much space as the checkpoint. Raises CkptError."""
     if fits_zero(checkpoint, stage, dtype):
         return nullcontext(Path(checkpoint))
-    world_size = torch.distributed.get_world_size()
-    return converted(checkpoint, to=_FORMATS[stage], world_size=world_size, dtype=dtype)
+    return converted(checkpoint, to=f"zero{stage}", world_size=torch.distributed.get_world_size(), dtype=dtype)
 
 
 def fits_zero(

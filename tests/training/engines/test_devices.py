@@ -23,6 +23,7 @@ from tests.training.engines.test_strategies import losses, result_of
 from tests.training.gradient_jobs import fused_after_resuming
 from tests.training.strategy_jobs import tiny_config, train_each
 from training.checkpoints.leading import leader_first
+from training.checkpoints.progress import Progress
 from training.config.schedule import schedule_for
 from training.engines import create_engine
 from training.engines.gradients import multiply, total_norm
@@ -147,8 +148,8 @@ def engine_of(out: Path, **values: Any) -> Any:
 def test_each_save_reuses_the_memory_of_the_one_before(alone: None, tmp_path: Path) -> None:
     """Which CUDA pins once: that takes longer than a copy."""
     engine = engine_of(tmp_path, strategy="full_shard")
-    first, second = (engine._stager.stage(engine._app.state_dict()) for _ in range(2))
-    weights = [next(iter(state["model"].values())) for state in (first, second)]
+    first, second = (engine._stager.stage(engine.state_dict(Progress())) for _ in range(2))
+    weights = [next(iter(state["app"]["model"].values())) for state in (first, second)]
     assert weights[0].to_local().data_ptr() == weights[1].to_local().data_ptr()
     engine.close()
 
