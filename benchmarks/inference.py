@@ -113,7 +113,7 @@ def contestants(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
     torch.set_num_threads(threads)
     predictor: Any = Job(str(folder / "model.safetensors"), threads=threads).load()
     predict = partial(_predict, predictor, columns_of(predictor, 5), out=folder / "out.jsonl")
-    forward = torch.no_grad()(predictor.task.model.eval().forward)
+    forward = evaluation.plain_logits(predictor.task.model)
     pixels = data.load_dataset("fashion-mnist", "held-out", folder / "data").pixels
     ready = [data.to_input(chunk) for chunk in torch.split(pixels, evaluation.CHUNK)]
     names = sorted(map(str, (folder / "images").iterdir()))

@@ -289,10 +289,11 @@ class Loop:
 
         from inference.models.predictor import load_predictor
         from training.data import datasets as data
+        from training.loop import evaluation
 
         torch.set_num_threads(threads)
         task: Any = load_predictor(model).task
-        self.forward = torch.no_grad()(task.model.eval().forward)
+        self.forward = evaluation.plain_logits(task.model)
         self.batch = data.to_input(torch.from_numpy(images()[:size]).view(-1, SIDE, SIDE))
 
     def turn(self, seconds: float) -> Turn:

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from training.data.datasets import to_input
-from training.loop.evaluation import CHUNK, padded
-
-Logits = Callable[[Tensor], Tensor]
-
-
-def plain_logits(model: nn.Module) -> Logits:
-    """Forward pass of an unsharded model in evaluation mode."""
-    model.eval()
-
-    @torch.no_grad()
-    def logits(images: Tensor) -> Tensor:
-        return model(images)
-
-    return logits
+from training.loop.evaluation import CHUNK, Logits, padded
 
 
 def all_logits(logits: Logits, pixels: Tensor) -> Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..checkpoints.progress import Progress as Progress
@@ -60,11 +59,3 @@ def micro_batches(batch: Any, parts: int) -> list[Any]:
 def mean_of(losses: list[Tensor]) -> Tensor:
     """Mean over the micro-batches of a step, 0-d; a single loss is returned as it is."""
     return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
-
-
-@runtime_checkable
-class StagingEngine(Protocol):
-    """An engine that can save in the background."""
-
-    def staged(self, progress: Progress, group: ProcessGroup) -> Save:
-        """Copy the state to CPU memory; the result writes it in any thread, before the next call."""

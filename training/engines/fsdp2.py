@@ -150,6 +150,7 @@ class Fsdp2Engine:
         state_dict_saver.save(self.state_dict(progress), checkpoint_id=folder)
 
     def staged(self, progress: Progress, group: ProcessGroup) -> Save:
+        """Copy the state to CPU memory; the result writes it in any thread, before the next call."""
         state = self._stager.stage(self.state_dict(progress))
         return lambda folder: state_dict_saver.save(state, checkpoint_id=folder, process_group=group)
 

@@ -1,9 +1,8 @@
 """Evaluation of the held-out samples in forward passes of ``--eval-batch-size``.
 
-For another number of rows a matrix product may use another kernel and round differently, which may change a prediction.
-Images and texts of this package are padded to whole passes with copies of the last sample, so that predictions of a run
-and of the file made from it are exactly equal. Each rank computes whole passes, so results do not depend on the world
-size.
+With another number of rows a matrix product may round differently, which may change a prediction. Images and texts of
+this package are padded to whole passes, so that predictions of a run and of the file made from it are exactly equal.
+Each rank computes whole passes, so results do not depend on the world size.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ckpt_tools.errors import UsageError
@@ -32,6 +31,7 @@ MAX_LISTED = 10_000
 """Most predictions that ``result.json`` lists."""
 
 PREDICTED = "predicted"
+Logits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,11 @@ class Evaluation:
     @property
     def correct(self) -> int:
         return round((self.accuracy or 0.0) * self.total)
+
+
+def plain_logits(model: nn.Module) -> Logits:
+    """Forward pass of an unsharded model in evaluation mode."""
+    return torch.no_grad()(model.eval().__call__)
 
 
 def padded(rows: Tensor, size: int = CHUNK) -> Tensor:

@@ -278,7 +278,7 @@ class _Run:
         """Whether any rank has a request to stop, and whether ``--save-every-minutes`` is over."""
         is_asked, is_time, is_busy, has_failed = any_rank(
             self.is_asked_to_stop(),
-            self.leads and self.config.saves_after_seconds(self.saver.seconds_since),
+            self.leads and self.config.saves_after_seconds(time.monotonic() - self.saver.saved_at),
             self.saver.is_busy,
             self.saver.has_failed,
         )

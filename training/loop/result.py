@@ -68,6 +68,8 @@ class RunResult:
     def of(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
         """Result of a run; its checkpoint is the one at the end position."""
         found = trained.evaluation or Evaluation({})
+        frameworks = {"torch", config.launcher, config.sharding.framework} & {"torch", "ray", "deepspeed"}
+        versions = {name: version(name) for name in sorted(frameworks, reverse=True)}
         return cls(
             engine=config.engine or config.sharding.framework,
             strategy=config.sharding.name,
@@ -77,7 +79,7 @@ class RunResult:
             dataset=text_of(config.dataset),
             epochs=trained.end.epoch,
             settings=config.settings,
-            versions=versions_of(config),
+            versions={"python": platform.python_version(), "ckpt_tools": ckpt_tools.__version__, **versions},
             held_out=dict(found.values),
             accuracy=found.accuracy,
             correct=found.correct,
@@ -104,10 +106,3 @@ class RunResult:
         with writing(path):
             unfinished.write_text(json.dumps(asdict(shown), indent=1) + "\n")
             unfinished.replace(path)
-
-
-def versions_of(config: TrainConfig) -> dict[str, str]:
-    """Versions of Python, ``ckpt_tools`` and the frameworks of this run."""
-    frameworks = {"torch", config.launcher, config.sharding.framework} & {"torch", "ray", "deepspeed"}
-    found = {name: version(name) for name in sorted(frameworks, reverse=True)}
-    return {"python": platform.python_version(), "ckpt_tools": ckpt_tools.__version__, **found}

@@ -26,7 +26,8 @@ from ..checkpoints.progress import Progress
 from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, partial_folder, strangers_in
 from ..checkpoints.writing import root_of, writing
 from ..config.train_config import TrainConfig
-from ..engines.base import Engine, Save, StagingEngine
+from ..engines.base import Engine, Save
+from ..engines.fsdp2 import Fsdp2Engine
 from ..models.config_json import write_model_config
 from .outlets import Outlet, Values
 
@@ -52,12 +53,8 @@ class Saver:
         self._config, self._engine, self._outlet = config, engine, outlet
         self._group = cpu_group() if config.async_save else None
         self._pending: tuple[SaveRecord, Values, float, Future[float]] | None = None
-        self._saved_at = time.monotonic()
+        self.saved_at = time.monotonic()
         self.records: list[SaveRecord] = []
-
-    @property
-    def seconds_since(self) -> float:
-        return time.monotonic() - self._saved_at
 
     @property
     def is_busy(self) -> bool:
@@ -79,13 +76,13 @@ class Saver:
             torch.distributed.barrier()
             done = in_background(partial(self._finish, progress.name))
         else:
-            assert isinstance(self._engine, StagingEngine)
+            assert isinstance(self._engine, Fsdp2Engine)
             write = partial(self._write, self._engine.staged(progress, self._group), folder)
             # DCP's collectives ensure that the first rank returns only when all have written.
             done = in_background(partial(self._finish, progress.name, write))
         record = SaveRecord(progress.name, progress.step, time.perf_counter() - started, waited, 0.0)
         self._pending = record, values, started, done
-        self._saved_at = time.monotonic()
+        self.saved_at = time.monotonic()
         if self._group is None and not self._outlet.uploads:
             self.collect()
 
@@ -138,9 +135,9 @@ def _check_all(name: str, done: Future[float]) -> None:
     """Raise StoreError on every rank with the reason of the first one that failed; collective."""
     error = done.exception() if done.done() else None
     cause = None if error is None else root_of(error)
-    told = cause.message if isinstance(cause, StoreError) else cause and f"{type(cause).__name__}: {cause}"
+    told = cause.message if isinstance(cause, StoreError) else f"{type(cause).__name__}: {cause}"
     reasons: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(reasons, told)
+    torch.distributed.all_gather_object(reasons, told if cause else None)
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise StoreError(f"{name} could not be saved: rank {rank}: {reason}") from error

@@ -32,7 +32,7 @@ from inference.models.loading import load_model
 from inference.models.predictor import load_predictor
 from inference.models.results import Prediction
 from tests.inference.conftest import FORMS, Form
-from tests.training.predictions import all_logits, plain_logits
+from tests.training.predictions import all_logits
 from training.config.options import DATASETS
 from training.data.datasets import LabelledImages, to_input
 from training.loop import evaluation
@@ -185,7 +185,7 @@ def test_predictions_have_the_bits_of_one_pass_over_all(forms: Path, digits: Lab
     """Reading a chunk at a time must not move a bit of what a run's own evaluation gives."""
     out = tmp_path / "x.jsonl"
     predict("--model", forms / "model.pt", "--input=digits", f"--output={out}")
-    logits = all_logits(plain_logits(load_model(forms / "model.pt")), digits.pixels)
+    logits = all_logits(evaluation.plain_logits(load_model(forms / "model.pt")), digits.pixels)
     assert [row["probabilities"] for row in rows_of(out)] == torch.softmax(logits, dim=1).tolist()
 
 

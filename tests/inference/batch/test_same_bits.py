@@ -17,8 +17,9 @@ from fastapi.testclient import TestClient
 import ckpt_tools
 from inference.batch.__main__ import main
 from inference.serving import __main__ as serve
-from tests.training.predictions import all_logits, plain_logits
+from tests.training.predictions import all_logits
 from training.data.datasets import LabelledImages
+from training.loop import evaluation
 from training.models.image_models import build_model
 
 FORMATS: tuple[ckpt_tools.WrittenFormat, ...] = ("dcp", "zero1", "zero2", "zero3")
@@ -31,7 +32,7 @@ def expected(weights: dict[str, Any], digits: LabelledImages) -> list[list[float
     """As training evaluates."""
     model = build_model()
     model.load_state_dict(weights)
-    return torch.softmax(all_logits(plain_logits(model), digits.pixels), dim=1).tolist()
+    return torch.softmax(all_logits(evaluation.plain_logits(model), digits.pixels), dim=1).tolist()
 
 
 @pytest.fixture(scope="module")

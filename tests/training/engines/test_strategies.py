@@ -18,13 +18,14 @@ from fixtures.launch import pool
 from inference.models.loading import load_model
 from inference.models.predictor import load_predictor
 from tests.training.jobs import STILL
-from tests.training.predictions import all_logits, plain_logits
+from tests.training.predictions import all_logits
 from tests.training.strategy_jobs import tiny_config, train_each
 from training.checkpoints.weights import export
 from training.config.model_names import MODELS
 from training.config.strategies import BY_NAME, STRATEGIES
 from training.config.train_config import TrainConfig
 from training.data.datasets import load_dataset
+from training.loop import evaluation
 from training.loop.result import RunResult
 
 WIDE, NARROW = 4, 2
@@ -229,7 +230,7 @@ def check_transformers_loads_the_export(run: RunResult, folder: Path) -> None:
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loading.values()), loading
     pieces = load_dataset("text", "held-out", None).pixels
-    predicted = all_logits(lambda texts: plain_logits(model)(texts).logits, pieces).argmax(-1)
+    predicted = all_logits(lambda texts: evaluation.plain_logits(model)(texts).logits, pieces).argmax(-1)
     assert tuple(predicted.flatten().tolist()) == run.predicted
 
 
@@ -268,6 +269,6 @@ def check_continues_as_evaluated(run: RunResult) -> None:
 
 def check_predicts_without_an_option(run: RunResult) -> None:
     """``config.json`` beside the shards says which model they are of."""
-    logits = plain_logits(load_model(run.checkpoint))
+    logits = evaluation.plain_logits(load_model(run.checkpoint))
     found = all_logits(logits, load_dataset("digits", "held-out", None).pixels).argmax(1)
     assert tuple(found.tolist()) == run.predicted
