@@ -60,21 +60,21 @@ def _compiled(block: nn.Module) -> Callable[..., Any]:
 def _announced(spec: ModelSpec, on_block: OnBlock) -> Iterator[None]:
     """Within the block, constructors of ``spec.early`` call ``on_block`` at their end."""
     originals = {kind: kind.__init__ for kind in spec.early}
+
+    def announcing(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: nn.Module, *args: Any, **keywords: Any) -> None:
+            original(self, *args, **keywords)
+            on_block(self)
+
+        return init
+
     try:
         for kind, original in originals.items():
-            kind.__init__ = _calling(original, on_block)  # type: ignore[method-assign]
+            kind.__init__ = announcing(original)  # type: ignore[method-assign]
         yield
     finally:
         for kind, original in originals.items():
             kind.__init__ = original  # type: ignore[method-assign]
-
-
-def _calling(original: Callable[..., None], on_block: OnBlock) -> Callable[..., None]:
-    def init(self: Any, *args: Any, **keywords: Any) -> None:
-        original(self, *args, **keywords)
-        on_block(self)
-
-    return init
 
 
 class RunningAverages:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..models.zoo import Model, spec_of
 from .base import DTYPES, Metrics, Progress, mean_of, micro_batches
 from .blocks import RunningAverages, build, prepare, set_training
 from .deepspeed_config import deepspeed_config
-from .optimizers import is_fused, name_parameters, optimizer_of
+from .optimizers import is_fused, optimizer_of
 from .resuming import apply_settings, as_zero, own_values, progress_of, scheduler_of
 
 
@@ -51,33 +50,32 @@ class DeepSpeedEngine:
         )
         self._own_values = own_values(self._engine.lr_scheduler.optimizer)
         if (config.sharding.stage, config.pp, self._dtype) == (0, 1, torch.float32):
-            name_parameters(self._engine.optimizer, self._engine.module)
+            # A state dict has numbers; names are in its groups, as torch adds them for named parameters.
+            names = {parameter: name for name, parameter in self._engine.module.named_parameters()}
+            for group in self._engine.optimizer.param_groups:
+                group["param_names"] = [names[each] for each in group["params"]]
         self._averages = RunningAverages(self._engine.module)
 
     def _first_model(self, options: dict[str, Any], device: torch.device) -> Model:
         """The model with its initial weights. In stage 3 each block is partitioned as soon as it has its weights."""
-        config, spec, on_block = self._config, spec_of(self._config), partial(prepare, self._config)
-        if config.sharding.stage != 3:
-            model = build(config, spec, on_block)
-            load_first_weights(config, model.module)
-            return model
+        config, in_parts = self._config, self._config.sharding.stage == 3
 
-        def on_each(block: nn.Module) -> None:
+        def on_block(block: nn.Module) -> None:
+            prepare(config, block)
+            if in_parts:
+                # The first block makes the groups of hpZ.
+                group = groups._get_zero_param_intra_parallel_group() if config.sharding.in_groups else None
+                block.to(self._dtype)
+                deepspeed.zero.Init(module=block, config_dict_or_path=options, zero_param_parallel_group=group)
+
+        # A partitioned block cannot be loaded, so each rank loads the whole model first.
+        later = in_parts and config.init_from is not None
+        model = build(config, spec_of(config), (lambda block: None) if later else on_block)
+        load_first_weights(config, model.module)
+        for block in model.blocks if later else ():
             on_block(block)
-            # The first block makes the groups of hpZ.
-            group = groups._get_zero_param_intra_parallel_group() if config.sharding.in_groups else None
-            block.to(self._dtype)
-            deepspeed.zero.Init(module=block, config_dict_or_path=options, zero_param_parallel_group=group)
-
-        if config.init_from:
-            # Each rank loads the whole model first, because a partitioned block cannot be loaded.
-            model = build(config, spec, lambda block: None)
-            load_first_weights(config, model.module)
-            for block in model.blocks:
-                on_each(block)
-        else:
-            model = build(config, spec, on_each)
-        model.module.to(self._dtype)  # DeepSpeed does not cast a partly partitioned model
+        if in_parts:
+            model.module.to(self._dtype)  # DeepSpeed does not cast a partly partitioned model
         return model
 
     def _own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:

@@ -7,9 +7,9 @@ The checkpoint is the tree ``{"app": {"model", "optim", "lr_scheduler", "epoch",
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,14 @@ class Fsdp2Engine:
     def _train(self, batch: Any) -> Tensor:
         """Compute the gradients of all micro-batches; their mean loss."""
         parts = self._config.gradient_accumulation
-        cut = micro_batches(batch, parts)
-        return mean_of([self._backward(one, is_last=at == parts) for at, one in enumerate(cut, 1)])
+        return mean_of([self._backward(one, at == parts) for at, one in enumerate(micro_batches(batch, parts), 1)])
 
     def _backward(self, batch: Any, is_last: bool) -> Tensor:
         """Add the gradients of a micro-batch, which are reduced over ranks after the last one."""
-        with self._exchanging(is_last):
+        ddp = self._module if isinstance(self._module, DistributedDataParallel) else None
+        if self._config.gradient_accumulation > 1 and isinstance(self._module, FSDPModule):
+            self._module.set_requires_gradient_sync(is_last)
+        with nullcontext() if ddp is None or is_last else ddp.no_sync():
             with self._autocast():
                 loss = self.loss(self._module, batch)
             self._scaled(loss).backward()
@@ -92,17 +94,6 @@ class Fsdp2Engine:
         scale = 1.0 if self.scaler is None else self.scaler.scale
         factor = scale / self._config.gradient_accumulation
         return loss if factor == 1.0 else loss * factor
-
-    @contextmanager
-    def _exchanging(self, is_last: bool) -> Iterator[None]:
-        if isinstance(self._module, DistributedDataParallel):
-            with nullcontext() if is_last else self._module.no_sync():
-                yield
-            return
-        if self._config.gradient_accumulation > 1:
-            assert isinstance(self._module, FSDPModule)
-            self._module.set_requires_gradient_sync(is_last)
-        yield
 
     def _update(self) -> None:
         if self._prepare_gradients():
@@ -144,7 +135,7 @@ class Fsdp2Engine:
             groups[0]["params"] = list(self._stages.parameters)
         entries = {"model": model, "optim": optim, "lr_scheduler": self._scheduler.state_dict(), **progress.entries()}
         entries[SETTINGS_ENTRY] = self._config.settings
-        return {"app": entries | ({} if self.scaler is None else {SCALER_ENTRY: self.scaler.state_dict()})}
+        return {"app": entries | ({} if self.scaler is None else {SCALER_ENTRY: asdict(self.scaler)})}
 
     def save(self, folder: Path, progress: Progress) -> None:
         state_dict_saver.save(self.state_dict(progress), checkpoint_id=folder)

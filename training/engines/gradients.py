@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-CLIP_EPSILON = 1e-6  # the value of torch's ``clip_grad_norm_`` and of DeepSpeed
-
 
 @torch.no_grad()
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -49,8 +47,8 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """Factor for the gradients, 0-d: at most 1, NaN if the norm is."""
-    return (limit / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    """Factor for the gradients, 0-d: at most 1, NaN if the norm is. 1e-6 is torch's value, and DeepSpeed's."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 @dataclass(slots=True)
@@ -71,8 +69,6 @@ class LossScaler:
         elif self.good_steps % self.GROWTH_STEPS == 0:
             self.scale *= 2
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"scale": self.scale, "good_steps": self.good_steps}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what ``asdict`` gave."""
         self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ckpt_tools.errors import UsageError
@@ -45,10 +44,3 @@ def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
         if name in given:
             raise UsageError(f"--optimizer-arg {name}: give --{option}")
     return {"lr": config.learning_rate, "weight_decay": config.weight_decay, **given}
-
-
-def name_parameters(optimizer: Optimizer, model: nn.Module) -> None:
-    """Add the names of its parameters to each group, as torch does for named parameters: a state dict has numbers."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        group["param_names"] = [names[each] for each in group["params"]]

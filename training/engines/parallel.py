@@ -40,23 +40,16 @@ from .base import DTYPES
 from .blocks import build, prepare
 from .pipeline import build_stage
 
-SHARD = "shard"
-REPLICATE = "replicate"
-TENSOR = "tp"
-PIPELINE = "pp"
-EXPERT = "ep"
-
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
     """Meshes of workers: with different samples (``data``), with parts of each layer (``tensor``), with the stages of a
-    pipeline, with the same experts, and with all experts together."""
+    pipeline; with all experts together and with the same ones (``experts``)."""
 
     data: DeviceMesh
     tensor: DeviceMesh | None
-    pipeline: DeviceMesh | None = None
-    same_experts: DeviceMesh | None = None
-    all_experts: DeviceMesh | None = None
+    pipeline: DeviceMesh | None
+    experts: tuple[DeviceMesh, DeviceMesh] | None = None
 
     @property
     def data_rank(self) -> int:
@@ -67,26 +60,26 @@ class Meshes:
 def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
     """Stages are outermost; tensor and expert parallelism innermost, to keep messages on one machine."""
     workers = torch.distributed.get_world_size() // config.pp
-    data, tensor, pipeline = _mesh(config, device, _shard_size(config, workers // config.tp), {TENSOR: config.tp})
+    data, tensor, pipeline = _mesh(config, device, _shard_size(config, workers // config.tp), "tp")
     if config.ep == 1:
         return Meshes(data, tensor, pipeline)
     shard_size = max(_shard_size(config, workers) // config.ep, 1)
-    same_experts, all_experts, _ = _mesh(config, device, shard_size, {EXPERT: config.ep})
-    return Meshes(data, tensor, pipeline, same_experts, all_experts)
+    same, everyone, _ = _mesh(config, device, shard_size, "ep")
+    assert everyone is not None
+    return Meshes(data, tensor, pipeline, (everyone, same))
 
 
 def _mesh(
-    config: TrainConfig, device: torch.device, shard_size: int, inner: dict[str, int]
+    config: TrainConfig, device: torch.device, shard_size: int, inner: str
 ) -> tuple[DeviceMesh, DeviceMesh | None, DeviceMesh | None]:
-    [(name, size)] = inner.items()
+    size: int = getattr(config, inner)
     workers = torch.distributed.get_world_size() // (size * config.pp)
     replicated = config.sharding.in_groups or config.sharding.stage == 0
-    dims = ({PIPELINE: config.pp} if config.pp > 1 else {}) | ({REPLICATE: workers // shard_size} if replicated else {})
-    dims |= {SHARD: shard_size} | (inner if size > 1 else {})
+    dims = ({"pp": config.pp} if config.pp > 1 else {}) | ({"replicate": workers // shard_size} if replicated else {})
+    dims |= {"shard": shard_size} | ({inner: size} if size > 1 else {})
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    data = mesh[(REPLICATE, SHARD)] if replicated else mesh[SHARD]
-    neighbours, pipeline = (mesh[each] if each in dims else None for each in (name, PIPELINE))
-    return data, neighbours, pipeline
+    neighbours, pipeline = (mesh[each] if each in dims else None for each in (inner, "pp"))
+    return mesh[("replicate", "shard") if replicated else "shard"], neighbours, pipeline
 
 
 def _shard_size(config: TrainConfig, workers: int) -> int:
@@ -102,8 +95,8 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     def on_block(block: nn.Module) -> None:
         if meshes.tensor is not None:
             shard_block(block, meshes.tensor)
-        if meshes.all_experts is not None:
-            _shard_experts(config, block, meshes)
+        if meshes.experts is not None and isinstance(block, MixtureBlock):
+            _shard_experts(config, block.feed_forward.experts, *meshes.experts)
         prepare(config, block)
         fully_shard(block, **_block_options(config, meshes.data))
 
@@ -122,13 +115,9 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     return model
 
 
-def _shard_experts(config: TrainConfig, block: nn.Module, meshes: Meshes) -> None:
+def _shard_experts(config: TrainConfig, experts: Experts, everyone: DeviceMesh, same: DeviceMesh) -> None:
     """Split the experts over workers, and shard them over those with the same ones; by rows if these divide."""
-    if not isinstance(block, MixtureBlock):
-        return
-    experts, same = block.feed_forward.experts, meshes.same_experts
-    assert same is not None and meshes.all_experts is not None
-    split_experts(experts, meshes.all_experts)
+    split_experts(experts, everyone)
     rows = Shard(1) if all(one.shape[1] % same.size(-1) == 0 for one in experts.parameters()) else None
     fully_shard(experts, **_block_options(config, same), shard_placement_fn=lambda _: rows)
 
