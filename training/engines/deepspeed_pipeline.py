@@ -28,7 +28,7 @@ from ..models.zoo import Model, spec_of
 from .base import Metrics, Progress, micro_batches
 from .blocks import OnBlock, prepare
 from .deepspeed import DeepSpeedEngine
-from .pipeline import Line, Stage, build_stage, layers_of, names_of_stages
+from .pipeline import Stage, build_stage, layers_of, logits_of_stages, names_of_stages
 from .resuming import fits_zero
 
 DEEPSPEEDS_OWN = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # parameters that select its implementation
@@ -52,10 +52,9 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         self._stage = _seeded_stage(self._config, partial(prepare, self._config))
         model = _pipeline_of(self._stage, self._config.pp)
         grid = model.mpu()
-        self.data_rank, group = grid.get_data_parallel_rank(), grid.get_pipe_parallel_group()
-        self._line = Line(tuple(grid.pp_group), grid.get_stage_id(), group, device)
-        names = names_of_stages(self._stage, group)
-        self._elsewhere, self._names = names.elsewhere, names.elsewhere.union(self._stage.state_dict())
+        self.data_rank, self._group = grid.get_data_parallel_rank(), grid.get_pipe_parallel_group()
+        _, self._elsewhere = names_of_stages(self._stage, self._group)
+        self._names = self._elsewhere.union(self._stage.state_dict())
         load_first_weights(self._config, self._stage, self._elsewhere)
         return Model(model)
 
@@ -75,7 +74,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         return self._engine.train_batch(iter(parts))
 
     def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
-        return metrics(lambda inputs: self._line.logits(self._stage, inputs, self._dtype), batch)
+        return metrics(lambda inputs: logits_of_stages(self._stage, inputs, self._dtype, self._group), batch)
 
     def _client_state(self, progress: Progress) -> dict[str, Any]:
         return {**super()._client_state(progress), NAMES_ENTRY: names_of(self._stage.all_layers)}
@@ -130,11 +129,7 @@ def _layers(stage: Stage) -> Iterator[Any]:
     yield _Embedding(stage)
     yield from (mine.get(str(at), elsewhere) for at in range(stage.all_layers))
     yield stage.norm if stage.is_last else elsewhere
-    yield _Embedding(stage, _head)
-
-
-def _head(embed: nn.Embedding, x: Tensor) -> Tensor:
-    return functional.linear(x, embed.weight)
+    yield _Embedding(stage, lambda embed, x: functional.linear(x, embed.weight))
 
 
 class _Embedding(TiedLayerSpec):

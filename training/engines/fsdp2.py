@@ -50,9 +50,9 @@ class Fsdp2Engine:
         made = parallel_model(config, spec_of(config), self._meshes, device)
         self._module, self.loss = made.module, made.loss
         self.model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
-        pipeline = self._meshes.pipeline
-        self._stages = None if pipeline is None else names_of_stages(self.model, pipeline.get_group())
-        self._elsewhere = frozenset[str]() if self._stages is None else self._stages.elsewhere
+        self._parameters, self._elsewhere = list[str](), frozenset[str]()
+        if self._meshes.pipeline is not None:
+            self._parameters, self._elsewhere = names_of_stages(self.model, self._meshes.pipeline.get_group())
         load_first_weights(config, self.model, self._elsewhere)
         self.optimizer = optimizer_of(config, replace(made, module=self.model).parameters(), device)
         self._own_values = own_values(self.optimizer)
@@ -129,10 +129,10 @@ class Fsdp2Engine:
     def state_dict(self, progress: Progress) -> dict[str, Any]:
         """The checkpoint at this position; collective."""
         model, optim = get_state_dict(self.model, self.optimizer)
-        if self._stages is not None:
+        if self._parameters:
             # Each stage saves its own tensors, but all share the entry of the group.
             groups: Any = optim["param_groups"]
-            groups[0]["params"] = list(self._stages.parameters)
+            groups[0]["params"] = self._parameters
         entries = {"model": model, "optim": optim, "lr_scheduler": self._scheduler.state_dict(), **progress.entries()}
         entries[SETTINGS_ENTRY] = self._config.settings
         return {"app": entries | ({} if self.scaler is None else {SCALER_ENTRY: asdict(self.scaler)})}

@@ -7,7 +7,6 @@ stages keep a copy; they sum their gradients at each step, so the copies stay eq
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, count
 
 import torch
@@ -86,50 +85,35 @@ def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnB
     return Stage(model, mine)
 
 
-@dataclass(frozen=True, slots=True)
-class StageNames:
-    """Names of all ``parameters`` of the model in order, and names that only other ranks have (``elsewhere``)."""
-
-    parameters: tuple[str, ...]
-    elsewhere: frozenset[str]
-
-
-def names_of_stages(stage: nn.Module, group: ProcessGroup) -> StageNames:
-    """Gather the names; collective over ``group``, the stages of a pipeline."""
+def names_of_stages(stage: nn.Module, group: ProcessGroup) -> tuple[list[str], frozenset[str]]:
+    """Names of all parameters of the model in order, and names that only other ranks have; collective over ``group``,
+    the stages of a pipeline."""
     assert isinstance(stage, Stage)
     mine = [[name for name, _ in chunk.named_parameters()] for chunk in stage.chunks], list(stage.state_dict())
     found: list[tuple[list[list[str]], list[str]]] = [([], [])] * group.size()
     torch.distributed.all_gather_object(found, mine, group=group)
     chunks, saved = zip(*found, strict=True)
     in_order = chain.from_iterable(zip(*chunks, strict=True))
-    return StageNames(tuple(dict.fromkeys(chain(*in_order))), frozenset(chain(*saved)) - {*mine[1]})
+    return list(dict.fromkeys(chain(*in_order))), frozenset(chain(*saved)) - {*mine[1]}
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Ranks of a pipeline in the order of stages; ``number`` is this rank's stage."""
+def from_last(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Broadcast the last stage's value."""
+    torch.distributed.broadcast(value, group=group, group_src=group.size() - 1)
+    return value
 
-    ranks: tuple[int, ...]
-    number: int
-    group: ProcessGroup
-    device: torch.device
 
-    def from_last(self, value: Tensor) -> Tensor:
-        """Broadcast the last stage's value."""
-        torch.distributed.broadcast(value, self.ranks[-1], group=self.group)
-        return value
-
-    @torch.no_grad()
-    def logits(self, stage: Stage, inputs: Tensor, hidden: torch.dtype) -> Tensor:
-        """Logits in evaluation mode, on all ranks. ``hidden`` is the dtype of the hidden states between chunks."""
-        stage.eval()
-        shape, following = inputs.shape, (self.number + 1) % len(self.ranks)
-        for chunk in stage.chunks:
-            if not chunk.is_first:
-                inputs = torch.empty(*shape, stage.width, dtype=hidden, device=self.device)
-                torch.distributed.recv(inputs, self.ranks[self.number - 1], group=self.group)
-            output = chunk(inputs)
-            if chunk.is_last:
-                return self.from_last(output.float().contiguous())
-            torch.distributed.send(output.contiguous(), self.ranks[following], group=self.group)
-        return self.from_last(torch.empty(*shape, VOCABULARY, device=self.device))
+@torch.no_grad()
+def logits_of_stages(stage: Stage, inputs: Tensor, hidden: torch.dtype, group: ProcessGroup) -> Tensor:
+    """Logits in evaluation mode, on all ranks. ``hidden`` is the dtype of the hidden states between chunks."""
+    stage.eval()
+    shape, device, number = inputs.shape, inputs.device, group.rank()
+    for chunk in stage.chunks:
+        if not chunk.is_first:
+            inputs = torch.empty(*shape, stage.width, dtype=hidden, device=device)
+            torch.distributed.recv(inputs, group=group, group_src=(number - 1) % group.size())
+        output = chunk(inputs)
+        if chunk.is_last:
+            return from_last(output.float().contiguous(), group)
+        torch.distributed.send(output.contiguous(), group=group, group_dst=(number + 1) % group.size())
+    return from_last(torch.empty(*shape, VOCABULARY, device=device), group)

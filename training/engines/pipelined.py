@@ -19,7 +19,7 @@ from ..config.train_config import TrainConfig
 from ..models.losses import mean_loss, pair_of
 from .base import DTYPES, Metrics
 from .fsdp2 import Fsdp2Engine
-from .pipeline import Line, Stage
+from .pipeline import Stage, from_last, logits_of_stages
 
 
 class PipelineEngine(Fsdp2Engine):
@@ -28,14 +28,13 @@ class PipelineEngine(Fsdp2Engine):
     def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
         super().__init__(config, schedule, device)
         assert isinstance(self._module, Stage) and self._meshes.pipeline is not None
-        self._stage, self._device, mesh = self._module, device, self._meshes.pipeline
-        self._line = Line(tuple(mesh.mesh.tolist()), mesh.get_local_rank(), mesh.get_group(), device)
+        self._stage, self._device, self._group = self._module, device, self._meshes.pipeline.get_group()
         self._losses: list[Tensor] = []
         self._schedule: Any = None
 
     def _new_schedule(self, samples: int, context: int) -> Any:
         """The schedule, with given shapes, which stages would otherwise exchange."""
-        line, chunks = self._line, self._stage.chunks
+        chunks, size = self._stage.chunks, self._group.size()
         dtype = DTYPES[self._config.precision]
         hidden = torch.empty(samples, context, self._stage.width, dtype=dtype, device="meta").requires_grad_()
         tokens = torch.empty(samples, context, dtype=torch.int64, device="meta")
@@ -43,12 +42,12 @@ class PipelineEngine(Fsdp2Engine):
         stages = [
             PipelineStage(
                 chunk,
-                line.number + at * len(line.ranks),
-                len(line.ranks) * len(chunks),
+                self._group.rank() + at * size,
+                size * len(chunks),
                 self._device,
                 input_args=tokens if chunk.is_first else hidden,
                 output_args=logits if chunk.is_last else hidden,
-                group=line.group,
+                group=self._group,
             )
             for at, chunk in enumerate(chunks)
         ]
@@ -71,7 +70,7 @@ class PipelineEngine(Fsdp2Engine):
         self._schedule.step(*args, target=labels if self._stage.is_last else None)
         self._add_tied_gradients()
         loss = torch.stack(self._losses).mean() if self._losses else torch.zeros((), device=self._device)
-        return self._line.from_last(loss)
+        return from_last(loss, self._group)
 
     def _add_tied_gradients(self) -> None:
         """Add the tied matrix's gradient of the other end; a sum of two has the same bits in either order."""
@@ -81,10 +80,9 @@ class PipelineEngine(Fsdp2Engine):
         assert isinstance(gradient, DTensor)
         mine = gradient.to_local()
         sent = mine.to(self._device).contiguous()
-        received, line = torch.empty_like(sent), self._line
-        other = line.ranks[-1 if self._stage.is_first else 0]
-        operations = [P2POp(torch.distributed.isend, sent, other, line.group)]
-        operations.append(P2POp(torch.distributed.irecv, received, other, line.group))
+        received, other = torch.empty_like(sent), self._group.size() - 1 if self._stage.is_first else 0
+        operations = [P2POp(torch.distributed.isend, sent, group=self._group, group_peer=other)]
+        operations.append(P2POp(torch.distributed.irecv, received, group=self._group, group_peer=other))
         for work in torch.distributed.batch_isend_irecv(operations):
             work.wait()
         mine.add_(received.to(mine.device))
@@ -95,4 +93,5 @@ class PipelineEngine(Fsdp2Engine):
         return (each for each in self._stage.parameters() if each is not counted_before)
 
     def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
-        return metrics(lambda inputs: self._line.logits(self._stage, inputs, DTYPES[self._config.precision]), batch)
+        dtype = DTYPES[self._config.precision]
+        return metrics(lambda inputs: logits_of_stages(self._stage, inputs, dtype, self._group), batch)
