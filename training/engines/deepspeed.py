@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from ckpt_tools import load_into
 
 from ..checkpoints.settings import SETTINGS_ENTRY, reading
-from ..checkpoints.weights import load_first_weights
+from ..checkpoints.weights import converted, load_first_weights
 from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from ..models.zoo import Model, spec_of
@@ -24,7 +25,7 @@ from .base import DTYPES, Metrics, Progress, mean_of, micro_batches
 from .blocks import RunningAverages, build, prepare, set_training
 from .deepspeed_config import deepspeed_config
 from .optimizers import is_fused, optimizer_of
-from .resuming import apply_settings, as_zero, own_values, progress_of, scheduler_of
+from .resuming import apply_settings, fits_zero, own_values, progress_of, scheduler_of
 
 
 class DeepSpeedEngine:
@@ -117,7 +118,10 @@ class DeepSpeedEngine:
         """Load everything but what the run's own settings replace; entries of the checkpoint."""
         if stage == 0:  # model and optimizer are unsharded modules of torch, equal on every rank
             return self._continued(load_into(self._engine.module, self._engine.optimizer, checkpoint), checkpoint)
-        with as_zero(checkpoint, stage, self._dtype) as folder:
+        # What does not fit is converted on each machine, which takes as much space as the checkpoint.
+        fits, ranks = fits_zero(checkpoint, stage, self._dtype), torch.distributed.get_world_size()
+        copied = converted(checkpoint, to=f"zero{stage}", world_size=ranks, dtype=self._dtype)
+        with nullcontext(checkpoint) if fits else copied as folder:
             _, entries = self._engine.load_checkpoint(str(folder))
         return entries
 
@@ -132,11 +136,10 @@ class DeepSpeedEngine:
 
     def _forward(self, *inputs: Any, **named: Any) -> Any:
         """Output of the model for inputs whose floats get the model's dtype."""
-        inputs, named = tree_map_only(Tensor, self._cast, (inputs, named))
+        inputs, named = tree_map_only(
+            Tensor, lambda each: each.to(self._dtype) if each.is_floating_point() else each, (inputs, named)
+        )
         return self._engine(*inputs, **named)
-
-    def _cast(self, value: Tensor) -> Tensor:
-        return value.to(self._dtype) if value.is_floating_point() else value
 
 
 def join_process_group(device: torch.device) -> None:

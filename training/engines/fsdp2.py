@@ -150,8 +150,8 @@ class Fsdp2Engine:
             entries = load_into(self.model, self.optimizer, checkpoint, elsewhere=self._elsewhere)
         self._scheduler.load_state_dict(scheduler_of(entries, checkpoint))
         apply_settings(self._own_values, self._scheduler)
-        if self.scaler is not None and SCALER_ENTRY in entries:
-            self.scaler.load_state_dict(entries[SCALER_ENTRY])
+        if self.scaler is not None and (saved := entries.get(SCALER_ENTRY)):
+            self.scaler = LossScaler(float(saved["scale"]), int(saved["good_steps"]))
         return progress_of(entries, checkpoint)
 
     def close(self) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +67,3 @@ class LossScaler:
             self.scale = max(self.scale / 2, 1.0)
         elif self.good_steps % self.GROWTH_STEPS == 0:
             self.scale *= 2
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what ``asdict`` gave."""
-        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

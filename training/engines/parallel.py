@@ -189,9 +189,6 @@ def _check_length(workers: int, _: nn.Module, inputs: tuple[Tensor]) -> None:
         raise UsageError(f"--tp {workers} does not divide a text of {length} bytes: give another length of the samples")
 
 
-Compute = Callable[[Tensor, Tensor], Tensor]
-
-
 def split_experts(experts: Experts, mesh: DeviceMesh) -> None:
     """Keep this worker's part of the experts, whose initial weights are the same on all workers of ``mesh``."""
     for name, weight in list(experts.named_parameters()):
@@ -212,7 +209,7 @@ def _here(weights: Callable[[], Sequence[Any]], workers: int) -> list[Tensor]:
     return found
 
 
-def _exchanged(compute: Compute, group: ProcessGroup, tokens: Tensor, counts: Tensor) -> Tensor:
+def _exchanged(compute: Callable[..., Tensor], group: ProcessGroup, tokens: Tensor, counts: Tensor) -> Tensor:
     """Send tokens to the workers of their experts, compute, and send the results back. All counts come to the host at
     once, because each time it waits for the device."""
     leaving = counts.reshape(group.size(), -1)

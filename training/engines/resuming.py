@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import ckpt_tools
 from ckpt_tools.errors import FormatError
 
-from ..checkpoints.weights import converted
 from .base import Progress
 
 
@@ -34,17 +32,14 @@ def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str
     return state
 
 
-OwnValues = list[dict[str, Any]]
-
-
-def own_values(optimizer: Optimizer) -> OwnValues:
+def own_values(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Peak learning rate, weight decay and ``fused`` of each group of a new optimizer."""
     names = ("initial_lr", "weight_decay", "fused")
     groups = ({"initial_lr": group["lr"], **group} for group in optimizer.param_groups)
     return [{name: group[name] for name in names if name in group} for group in groups]
 
 
-def apply_settings(own: OwnValues, scheduler: LambdaLR) -> None:
+def apply_settings(own: list[dict[str, Any]], scheduler: LambdaLR) -> None:
     """Apply the run's own learning rates, schedule and weight decay from the next step on. The loaded states hold those
     of the checkpoint's run. If they are the same, this computes exactly the saved numbers, as ``LambdaLR`` computes
     them."""
@@ -59,15 +54,6 @@ def apply_settings(own: OwnValues, scheduler: LambdaLR) -> None:
     scheduler._last_lr = [group["lr"] for group in groups]
 
 
-def as_zero(checkpoint: Path | str, stage: int, dtype: torch.dtype) -> AbstractContextManager[Path]:
-    """``checkpoint`` as a folder that ``load_checkpoint`` reads at this stage, precision and world size; collective. A
-    checkpoint of another format, stage, precision or world size, or at a URL, is converted on each machine into a
-    temporary folder, which takes as much space as the checkpoint. Raises CkptError."""
-    if fits_zero(checkpoint, stage, dtype):
-        return nullcontext(Path(checkpoint))
-    return converted(checkpoint, to=f"zero{stage}", world_size=torch.distributed.get_world_size(), dtype=dtype)
-
-
 def fits_zero(
     checkpoint: Path | str, stage: int, dtype: torch.dtype, stages: int = 1, names: Collection[str] | None = None
 ) -> bool:
@@ -77,14 +63,10 @@ def fits_zero(
         return False
     found, world_size = ckpt_tools.inspect(checkpoint), torch.distributed.get_world_size()
     weights = [tensor for tensor in found.tensors if (tensor.slot, tensor.kind) == ("weight", "parameter")]
-    is_of_run = (found.format, found.world_size, _stages_of(checkpoint)) == (f"zero{stage}", world_size, stages)
+    # Only pipelines write files of layers.
+    has_layers = any(checkpoint.glob("*/layer_*-model_states.pt"))
+    has_stages = sum(1 for _ in checkpoint.glob("*/mp_rank_*_model_states.pt")) if has_layers else 1
+    is_of_run = (found.format, found.world_size, has_stages) == (f"zero{stage}", world_size, stages)
     has_dtype = {tensor.dtype for tensor in weights} == {str(dtype).removeprefix("torch.")}
     has_names = names is None or {tensor.name for tensor in weights} <= {*names}
     return is_of_run and has_dtype and has_names and (checkpoint / "latest").is_file()
-
-
-def _stages_of(checkpoint: Path) -> int:
-    """Number of pipeline stages that DeepSpeed saved; 1 without files of layers, which only pipelines write."""
-    if not any(checkpoint.glob("*/layer_*-model_states.pt")):
-        return 1
-    return sum(1 for _ in checkpoint.glob("*/mp_rank_*_model_states.pt"))
