@@ -115,7 +115,7 @@ class DeepSpeedEngine:
         return progress_of(entries, checkpoint)
 
     def _load(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
-        """Load everything but what the run's own settings replace; entries of the checkpoint."""
+        """Load all except what the settings of the run replace; entries of the checkpoint."""
         if stage == 0:  # model and optimizer are unsharded modules of torch, equal on every rank
             return self._continued(load_into(self._engine.module, self._engine.optimizer, checkpoint), checkpoint)
         # What does not fit is converted on each machine, which takes as much space as the checkpoint.

@@ -50,7 +50,9 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
 
     def _first_model(self, options: dict[str, Any], device: torch.device) -> Model:
         self._stage = _seeded_stage(self._config, partial(prepare, self._config))
-        model = _pipeline_of(self._stage, self._config.pp)
+        # DeepSpeed prints the topology, and autograd would record the collective for tied weights.
+        with redirect_stdout(io.StringIO()), torch.no_grad():
+            model = _Pipeline(list(_layers(self._stage)), num_stages=self._config.pp, loss_fn=mean_loss)
         grid = model.mpu()
         self.data_rank, self._group = grid.get_data_parallel_rank(), grid.get_pipe_parallel_group()
         _, self._elsewhere = names_of_stages(self._stage, self._group)
@@ -115,12 +117,6 @@ def _copy_into_partitions(stage: Stage, optimizer: AdamW, ours: Stage, zero: Any
         safe_set_full_fp32_param(mine, loaded)
         for moment in MOMENTS:
             safe_set_full_optimizer_state(mine, optimizer.state[loaded][moment], moment)
-
-
-def _pipeline_of(stage: Stage, stages: int) -> PipelineModule:
-    """The module, without the topology that DeepSpeed prints; autograd would record the collective for tied weights."""
-    with redirect_stdout(io.StringIO()), torch.no_grad():
-        return _Pipeline(list(_layers(stage)), num_stages=stages, loss_fn=mean_loss)
 
 
 def _layers(stage: Stage) -> Iterator[Any]:

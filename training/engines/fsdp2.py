@@ -46,7 +46,7 @@ class Fsdp2Engine:
 
     def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
         self._config, self._meshes = config, meshes_of(config, device)
-        self.data_rank = self._meshes.data_rank
+        self.data_rank = torch.distributed.get_rank() // config.tp % self._meshes.data.size()
         made = parallel_model(config, spec_of(config), self._meshes, device)
         self._module, self.loss = made.module, made.loss
         self.model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module

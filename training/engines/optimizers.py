@@ -19,8 +19,7 @@ CLASSES: Mapping[OptimizerName, type[Optimizer]] = {"adamw": AdamW, "adam": Adam
 
 def is_fused(config: TrainConfig, device: torch.device) -> bool:
     """Whether torch's optimizers run as one kernel: on CUDA, and for offloaded state, where AdamW is as fast as
-    DeepSpeed's CPU Adam and compiles nothing. On a CPU alone they do not: there the last bits depend on how a shard is
-    cut."""
+    DeepSpeed's CPU Adam. On a CPU alone they do not: there the last bits depend on how a shard is cut."""
     return device.type == "cuda" or (device.type == "cpu" and (config.cpu_offload or config.sharding.offload))
 
 

@@ -51,11 +51,6 @@ class Meshes:
     pipeline: DeviceMesh | None
     experts: tuple[DeviceMesh, DeviceMesh] | None = None
 
-    @property
-    def data_rank(self) -> int:
-        """Number of this rank's share of the samples."""
-        return torch.distributed.get_rank() // (1 if self.tensor is None else self.tensor.size()) % self.data.size()
-
 
 def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
     """Stages are outermost; tensor and expert parallelism innermost, to keep messages on one machine."""

@@ -40,9 +40,8 @@ def own_values(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def apply_settings(own: list[dict[str, Any]], scheduler: LambdaLR) -> None:
-    """Apply the run's own learning rates, schedule and weight decay from the next step on. The loaded states hold those
-    of the checkpoint's run. If they are the same, this computes exactly the saved numbers, as ``LambdaLR`` computes
-    them."""
+    """Apply the run's own learning rates, schedule and weight decay from the next step on, in place of the loaded ones.
+    If these are the same, this computes exactly the saved numbers, as ``LambdaLR`` computes them."""
     groups = scheduler.optimizer.param_groups
     scheduler.base_lrs = [values["initial_lr"] for values in own]
     factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
