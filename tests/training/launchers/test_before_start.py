@@ -39,9 +39,9 @@ def text_of(folder: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("files", "batch_size", "sentence"),
     [
-        ({}, 64, "--data-root {} has no .txt file with a text"),
-        ({"a.md": "words"}, 64, "--data-root {} has no .txt file with a text"),
-        ({"a.txt": "", "b.txt": ""}, 64, "--data-root {} has no .txt file with a text"),
+        ({}, 64, "--data-root {} holds no .txt file"),
+        ({"a.md": "words"}, 64, "--data-root {} holds no .txt file"),
+        ({"a.txt": "", "b.txt": ""}, 64, "--data-root {} holds only empty .txt files, such as a.txt"),
         ({"a.txt": "words"}, 64, "--data-root {} has 5 bytes of text, too few to learn from"),
         ({"a.txt": "words " * 200}, 64, "16 training samples do not fill one batch; --batch-size is 64"),
     ],
@@ -59,7 +59,7 @@ def test_a_text_is_a_folder(tmp_path: Path) -> None:
     file = text_of(tmp_path, {"a.txt": "words"}) / "a.txt"
     assert refused(tmp_path, **TEXT, data_root=file) == (
         2,
-        f"--data-root {file} has no .txt file with a text",
+        f"--data-root {file} is not a folder that can be read: Not a directory",
     )
 
 
