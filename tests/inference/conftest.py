@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from training.data.datasets import LabelledImages, load_dataset
+from training.data.datasets import Samples, load_dataset
 from training.models.image_models import build_model
 
 # As docs/inference.md says: without it such a processor rounds the last rows of a batch otherwise than the others.
@@ -71,12 +71,12 @@ def write_sharded(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 @pytest.fixture(scope="session")
-def digits() -> LabelledImages:
+def digits() -> Samples:
     return load_dataset("digits", "held-out", None)
 
 
 @pytest.fixture(scope="session")
-def image_folder(digits: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_folder(digits: Samples, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first 40 held-out digits as ``000.png`` on, and a file that is no image by its name."""
     folder = tmp_path_factory.mktemp("images")
     for number, pixels in enumerate(digits.pixels[:40]):

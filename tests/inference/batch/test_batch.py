@@ -34,7 +34,7 @@ from inference.models.results import Prediction
 from tests.inference.conftest import FORMS, Form
 from tests.training.predictions import all_logits
 from training.config.options import DATASETS
-from training.data.datasets import LabelledImages, to_input
+from training.data.datasets import Samples, to_input
 from training.loop import evaluation
 from training.models.config_json import LABELS
 
@@ -49,7 +49,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_predictions_are_those_of_the_model(forms: Path, digits: LabelledImages, tmp_path: Path) -> None:
+def test_predictions_are_those_of_the_model(forms: Path, digits: Samples, tmp_path: Path) -> None:
     out = tmp_path / "predictions.jsonl"
     result = predict("--model", forms / "model.safetensors", "--input=digits", f"--output={out}")
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_images_that_are_all_broken_still_end_with_a_file(forms: Path, image_fol
     assert [row["error"] for row in rows_of(out)] == [f"{folder / 'a.png'} is not an image file that can be read"]
 
 
-def test_predictions_have_the_bits_of_one_pass_over_all(forms: Path, digits: LabelledImages, tmp_path: Path) -> None:
+def test_predictions_have_the_bits_of_one_pass_over_all(forms: Path, digits: Samples, tmp_path: Path) -> None:
     """Reading a chunk at a time must not move a bit of what a run's own evaluation gives."""
     out = tmp_path / "x.jsonl"
     predict("--model", forms / "model.pt", "--input=digits", f"--output={out}")

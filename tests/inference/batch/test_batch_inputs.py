@@ -21,7 +21,7 @@ from inference.batch.inputs import Wanted, after, find_inputs
 from inference.batch.items import Item
 from inference.models.predictor import load_predictor
 from tests.inference.tiny_models import save_text_model, save_writer
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 
 def predict(*args: object) -> Result:
@@ -45,7 +45,7 @@ def expected(forms: Path, image_folder: Path, tmp_path_factory: pytest.TempPathF
     return answers(out)
 
 
-def images_as(form: str, images: Path, folder: Path, digits: LabelledImages) -> Path:
+def images_as(form: str, images: Path, folder: Path, digits: Samples) -> Path:
     """The 40 images as a table, with their labels."""
     paths = sorted(images.glob("*.png"))
     labels = digits.labels[: len(paths)].tolist()
@@ -65,7 +65,7 @@ def images_as(form: str, images: Path, folder: Path, digits: LabelledImages) -> 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "csv", "txt"])
 def test_a_table_gives_the_answers_of_the_folder(
-    form: str, forms: Path, image_folder: Path, digits: LabelledImages, expected: list[Any], tmp_path: Path
+    form: str, forms: Path, image_folder: Path, digits: Samples, expected: list[Any], tmp_path: Path
 ) -> None:
     table, out = images_as(form, image_folder, tmp_path, digits), tmp_path / "x.jsonl"
     truth = [] if form == "txt" else ["--truth", "digit"]
@@ -205,7 +205,7 @@ def test_rows_of_two_runs_are_never_mixed(
         assert (tmp_path / "x.jsonl.unfinished").read_bytes() == kept
 
 
-def test_what_is_left_begins_after_what_is_done(image_folder: Path, digits: LabelledImages, tmp_path: Path) -> None:
+def test_what_is_left_begins_after_what_is_done(image_folder: Path, digits: Samples, tmp_path: Path) -> None:
     for form in ("parquet", "jsonl", "csv", "txt"):
         found = find_inputs(Wanted(str(images_as(form, image_folder, tmp_path, digits))))
         for num_done in (0, 1, 7, 14, 39, 40):
@@ -243,7 +243,7 @@ def test_input_and_output_in_a_store(
 
 
 def test_the_report_measures_against_folder_names(
-    forms: Path, image_folder: Path, digits: LabelledImages, tmp_path: Path
+    forms: Path, image_folder: Path, digits: Samples, tmp_path: Path
 ) -> None:
     for number, label in enumerate(digits.labels[:40].tolist()):
         folder = tmp_path / "images" / str(label)

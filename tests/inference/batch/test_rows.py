@@ -18,7 +18,7 @@ from inference.batch.report import Tally
 from inference.batch.rows import Columns, Row
 from inference.models.predictor import load_predictor
 from inference.models.results import Prediction
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 pytestmark = pytest.mark.quick
 
@@ -95,7 +95,7 @@ def test_a_row_counts_the_same_when_it_is_read_back() -> None:
 # --- pixels that are decoded already
 
 
-def test_pixels_are_the_input_that_their_png_is_decoded_to(forms: Path, digits: LabelledImages) -> None:
+def test_pixels_are_the_input_that_their_png_is_decoded_to(forms: Path, digits: Samples) -> None:
     predictor = load_predictor(forms / "model.pt")
     items = list(find_inputs(Wanted("digits")).items())[:5]
     for (_, found, _), item in zip(decode_all(items, predictor), items, strict=True):
@@ -114,7 +114,7 @@ def test_pixels_of_another_size_go_the_way_of_an_image_file(forms: Path) -> None
     assert found.tolist() == [[7] * 28] * 28
 
 
-def test_an_item_of_a_dataset_is_sent_to_another_machine_alone(digits: LabelledImages) -> None:
+def test_an_item_of_a_dataset_is_sent_to_another_machine_alone(digits: Samples) -> None:
     """Not with all images of its dataset."""
     item = next(find_inputs(Wanted("digits")).items())
     assert len(pickle.dumps(item)) < 28 * 28 + 1000

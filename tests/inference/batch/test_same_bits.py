@@ -18,7 +18,7 @@ import ckpt_tools
 from inference.batch.__main__ import main
 from inference.serving import __main__ as serve
 from tests.training.predictions import all_logits
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 from training.loop import evaluation
 from training.models.image_models import build_model
 
@@ -28,7 +28,7 @@ COMPANY = (slice(0, 1), slice(3, 40), slice(17, 18), slice(0, 31))
 
 
 @pytest.fixture(scope="module")
-def expected(weights: dict[str, Any], digits: LabelledImages) -> list[list[float]]:
+def expected(weights: dict[str, Any], digits: Samples) -> list[list[float]]:
     """As training evaluates."""
     model = build_model()
     model.load_state_dict(weights)
@@ -66,7 +66,7 @@ def test_the_batch_command_on_ray(sources: dict[str, Path], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["dcp", "zero3"])
-def test_the_service(name: str, sources: dict[str, Path], expected: list[list[float]], digits: LabelledImages) -> None:
+def test_the_service(name: str, sources: dict[str, Path], expected: list[list[float]], digits: Samples) -> None:
     with TestClient(serve.create_app(sources[name]), base_url="http://127.0.0.1") as client:
         for part in COMPANY:
             pixels = digits.pixels[part].numpy()

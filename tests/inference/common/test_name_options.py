@@ -14,7 +14,7 @@ from torch import Tensor
 from inference.batch.__main__ import main
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import running_service
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 RENAMED = ("--rename=^net[.]=", "--exclude=ema.*")
 
@@ -72,9 +72,7 @@ def test_a_wrong_name_is_one_sentence(
 
 
 @pytest.mark.parametrize("options", [RENAMED, ("--recipe={}",)], ids=["rename", "recipe"])
-def test_serve_renames(
-    options: tuple[str, ...], wrapped: Path, forms: Path, digits: LabelledImages, tmp_path: Path
-) -> None:
+def test_serve_renames(options: tuple[str, ...], wrapped: Path, forms: Path, digits: Samples, tmp_path: Path) -> None:
     recipe = tmp_path / "bare.toml"
     recipe.write_text(RECIPE)
     (expected,) = load_predictor(forms / "model.safetensors").predict([digits.pixels[0]])

@@ -11,7 +11,7 @@ from torch import Tensor
 from ckpt_tools.errors import UsageError
 from inference.models.passes import Passes, agreeing
 from inference.models.predictor import load_predictor
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 pytestmark = pytest.mark.quick
 
@@ -83,7 +83,7 @@ def test_a_model_that_refuses_random_rows_has_full_passes() -> None:
     assert passes.sizes == {"3": (4,)}
 
 
-def test_answers_in_buckets_have_the_bits_of_full_passes(forms: Path, digits: LabelledImages) -> None:
+def test_answers_in_buckets_have_the_bits_of_full_passes(forms: Path, digits: Samples) -> None:
     full, buckets = (load_predictor(forms / "model.pt", exact=each) for each in ("full", "buckets"))
     for many in (1, 2, 3, 5, 9, 17, 29, 31):
         images = list(digits.pixels[:many])

@@ -13,7 +13,7 @@ from ckpt_tools.errors import FormatError, UsageError
 from inference.models.predictor import Predictor, TensorSpec, load_predictor
 from inference.models.results import Prediction
 from tests.inference.conftest import FORMS
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 Weights = dict[str, Tensor]
 
@@ -38,14 +38,14 @@ def in_company(predictor: Predictor, images: Sequence[Tensor], number: int) -> l
     return [predictor.predict(order)[place] for order, place in orders]
 
 
-def test_company_changes_no_bit_of_an_answer(predictor: Predictor, digits: LabelledImages) -> None:
+def test_company_changes_no_bit_of_an_answer(predictor: Predictor, digits: Samples) -> None:
     images = list(digits.pixels[:40])
     for number in (0, 7, 33):
         answers = in_company(predictor, images, number)
         assert answers == [answers[0]] * 4
 
 
-def test_a_fast_predictor_says_that_it_is_not_exact(forms: Path, digits: LabelledImages, predictor: Predictor) -> None:
+def test_a_fast_predictor_says_that_it_is_not_exact(forms: Path, digits: Samples, predictor: Predictor) -> None:
     fast = load_predictor(forms / "model.pt", exact="off")
     assert not fast.is_exact
     images = list(digits.pixels[:33])
@@ -79,7 +79,7 @@ def test_an_input_of_another_form_is_refused(wrong: Tensor, predictor: Predictor
         predictor.predict([torch.zeros(28, 28, dtype=torch.uint8), wrong])
 
 
-def test_bytes_become_an_input(predictor: Predictor, image_folder: Path, digits: LabelledImages) -> None:
+def test_bytes_become_an_input(predictor: Predictor, image_folder: Path, digits: Samples) -> None:
     found = predictor.decode((image_folder / "000.png").read_bytes(), "000.png")
     assert np.array_equal(found, digits.pixels[0])
     with pytest.raises(FormatError, match=r"^x\.png is not an image file that can be read$"):

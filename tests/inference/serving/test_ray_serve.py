@@ -19,7 +19,7 @@ from torch import Tensor
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import Service, running_service
 from tests.inference.serving.test_serve import read_to_end, run_serve, wait_until
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 NUM_CONNECTIONS = 24
 
@@ -44,7 +44,7 @@ def asked(pixels: list[int]) -> dict[str, object]:
     return {"inputs": [{"name": "image", "shape": [1, 28, 28], "datatype": "UINT8", "data": pixels}]}
 
 
-def test_replicas_answer_with_the_predictors_bits(service: Service, forms: Path, digits: LabelledImages) -> None:
+def test_replicas_answer_with_the_predictors_bits(service: Service, forms: Path, digits: Samples) -> None:
     predictor, url = load_predictor(forms / "model.safetensors"), f"{service.url}/v2/models/m"
     for number in range(NUM_CONNECTIONS):
         image = digits.pixels[number]
@@ -77,7 +77,7 @@ def test_models_do_not_change(verb: str, service: Service) -> None:
 
 
 def test_a_new_checkpoint_is_rolled_out_and_no_request_is_lost(
-    service: Service, model_file: Path, forms: Path, weights: dict[str, Tensor], digits: LabelledImages
+    service: Service, model_file: Path, forms: Path, weights: dict[str, Tensor], digits: Samples
 ) -> None:
     """A damaged file comes first, which leaves the replicas as they are."""
     old, given = load_predictor(forms / "model.safetensors"), asked(digits.pixels[0].flatten().tolist())
@@ -101,7 +101,7 @@ def test_a_new_checkpoint_is_rolled_out_and_no_request_is_lost(
     assert (metadata["versions"], metadata["parameters"]["digest"]) == (["2"], new.identity.digest)
 
 
-def test_a_request_that_was_taken_is_answered_at_the_end(service: Service, digits: LabelledImages) -> None:
+def test_a_request_that_was_taken_is_answered_at_the_end(service: Service, digits: Samples) -> None:
     """The half of it that came before the signal is in a replica."""
     body = json.dumps(asked(digits.pixels[0].flatten().tolist())).encode()
     head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}"

@@ -26,7 +26,7 @@ from torch import Tensor
 import ckpt_tools
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import Service, running_service, write_sharded
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 QUIET_SECONDS = 2.0
 BETWEEN_SECONDS = 0.7  # between the files of a copy in place: long enough to load a checkpoint of two halves
@@ -101,7 +101,7 @@ class Saved:
 
 
 @pytest.fixture
-def saved(weights: dict[str, Tensor], digits: LabelledImages, tmp_path: Path) -> Saved:
+def saved(weights: dict[str, Tensor], digits: Samples, tmp_path: Path) -> Saved:
     """The second differs in every tensor."""
     predictors = []
     for which, kind in enumerate((weights, {name: tensor * 0.9 + 0.01 for name, tensor in weights.items()})):
@@ -195,7 +195,7 @@ class Clients:
 async def asked_while(
     service: Service,
     saved: Saved,
-    digits: LabelledImages,
+    digits: Samples,
     disturb: Callable[[Clients], Awaitable[None]],
     *,
     clients: int,
@@ -214,7 +214,7 @@ async def asked_while(
     return asking.seen
 
 
-def test_every_answer_is_of_weights_that_were_saved(service: Service, saved: Saved, digits: LabelledImages) -> None:
+def test_every_answer_is_of_weights_that_were_saved(service: Service, saved: Saved, digits: Samples) -> None:
     async def replace_each_way(asking: Clients) -> None:
         for ways, which in zip(ROUNDS, (1, 0), strict=True):
             pairs = zip(FORMATS, ways, strict=True)
@@ -228,7 +228,7 @@ def test_every_answer_is_of_weights_that_were_saved(service: Service, saved: Sav
 
 
 @pytest.mark.soak
-def test_a_minute_of_replacements_and_kills(service: Service, saved: Saved, digits: LabelledImages) -> None:
+def test_a_minute_of_replacements_and_kills(service: Service, saved: Saved, digits: Samples) -> None:
     """Some replacements follow at once on others, so that loads meet them at any moment. After a kill there is no model
     for a while, which is a 503."""
     end = time.monotonic() + 60

@@ -27,7 +27,7 @@ from torch import Tensor
 from inference.models.predictor import load_predictor
 from inference.serving.grpc.requests import MESSAGES, SERVICE
 from tests.inference.conftest import Service, running_service
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 NUM_CLIENTS = 64
 NUM_IMAGES = 40
@@ -67,7 +67,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def models(weights: dict[str, Tensor], digits: LabelledImages, tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(weights: dict[str, Tensor], digits: Samples, tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("storm")
     kinds = (folder / "one.safetensors", folder / "two.safetensors")
     name = next(name for name in weights if name.endswith("head.bias"))
@@ -174,7 +174,7 @@ class Client:
         self.seen.outcomes["vanished"] += 1
 
 
-async def storm(service: Service, models: Models, digits: LabelledImages, seconds: float, every: float) -> Seen:
+async def storm(service: Service, models: Models, digits: Samples, seconds: float, every: float) -> Seen:
     seen, end = Seen(), time.monotonic() + seconds
     clients = [Client(number, service, models, digits.pixels, seen) for number in range(NUM_CLIENTS)]
     limits = httpx.Limits(max_connections=NUM_CLIENTS)
@@ -197,7 +197,7 @@ async def storm(service: Service, models: Models, digits: LabelledImages, second
 
 
 def test_no_answer_is_wrong_and_memory_stays(
-    service: Service, models: Models, digits: LabelledImages, pytestconfig: pytest.Config
+    service: Service, models: Models, digits: Samples, pytestconfig: pytest.Config
 ) -> None:
     seconds, every = (60.0, 5.0) if pytestconfig.getoption("--soak") else (5.0, 1.0)
     process = psutil.Process(service.process.pid)

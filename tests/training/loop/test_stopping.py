@@ -241,7 +241,9 @@ def test_only_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> 
 
 
 def test_a_result_is_replaced_in_one_step(tmp_path: Path) -> None:
-    result = RunResult("fsdp2", "full_shard", "ray", 1, "fp32", "digits", 1, {}, {}, 0.5, 1, 2, "x", 1.0, (), (1, 2))
+    result = RunResult(
+        "fsdp2", "full_shard", "ray", 1, "fp32", "digits", 1, {}, {}, {}, 0.5, 1, 2, "x", 1.0, (), (1, 2)
+    )
     result.write(tmp_path)
     with (tmp_path / "result.json").open() as earlier:
         result.write(tmp_path)

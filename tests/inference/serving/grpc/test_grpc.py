@@ -35,7 +35,7 @@ from tests.inference.serving.test_operations import certificate as certificate
 from tests.inference.serving.test_repository import Loader
 from tests.inference.serving.test_serve import run_serve, wait_until
 from tests.inference.tiny_models import save_text_model
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 TOKEN = "s3cret"
 Code = grpc.StatusCode
@@ -81,7 +81,7 @@ def a_request(array: np.ndarray[Any, Any], *, is_raw: bool = True, model: str = 
     return request
 
 
-def pixels(digits: LabelledImages, many: int = 3) -> np.ndarray[Any, Any]:
+def pixels(digits: Samples, many: int = 3) -> np.ndarray[Any, Any]:
     return digits.pixels[:many].numpy()
 
 
@@ -89,7 +89,7 @@ def pixels(digits: LabelledImages, many: int = 3) -> np.ndarray[Any, Any]:
 
 
 def test_both_forms_give_the_bits_of_http(
-    channel: grpc.Channel, service: Service, forms: Path, digits: LabelledImages
+    channel: grpc.Channel, service: Service, forms: Path, digits: Samples
 ) -> None:
     array = pixels(digits)
     raw = call(channel, "ModelInfer", a_request(array))
@@ -106,7 +106,7 @@ def test_both_forms_give_the_bits_of_http(
 
 
 @pytest.mark.parametrize("is_raw", [True, False])
-def test_the_form_of_the_outputs_can_be_asked_for(channel: grpc.Channel, digits: LabelledImages, is_raw: bool) -> None:
+def test_the_form_of_the_outputs_can_be_asked_for(channel: grpc.Channel, digits: Samples, is_raw: bool) -> None:
     """As KServe's client asks, which sends the parameters of HTTP here too."""
     array = pixels(digits)
     request = a_request(array, is_raw=not is_raw)

@@ -16,7 +16,7 @@ from inference.models.predictor import load_predictor
 from inference.serving.grpc.requests import MESSAGES, METHODS, SERVICE
 from tests.inference.conftest import Service, running_service
 from tests.inference.serving.tritons_refusals import UNSUPPORTED, check_classes_and_shared_memory, check_option
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 RENAMED = {
     "TensorMetadata": "ModelMetadataResponse.TensorMetadata",
@@ -101,7 +101,7 @@ def test_it_discovers_the_service(client: grpc.InferenceServerClient, forms: Pat
 
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 def test_it_gets_the_predictors_bits(
-    client: grpc.InferenceServerClient, forms: Path, digits: LabelledImages, compression: str | None
+    client: grpc.InferenceServerClient, forms: Path, digits: Samples, compression: str | None
 ) -> None:
     array = digits.pixels[:35].numpy()
     given = grpc.InferInput("image", list(array.shape), "UINT8").set_data_from_numpy(array)
@@ -117,7 +117,7 @@ def test_it_gets_the_predictors_bits(
 
 
 def test_many_requests_at_a_time_get_their_own_answers(
-    client: grpc.InferenceServerClient, forms: Path, digits: LabelledImages
+    client: grpc.InferenceServerClient, forms: Path, digits: Samples
 ) -> None:
     truth = load_predictor(forms / "model.pt").predict(list(digits.pixels[:64]))
 

@@ -22,7 +22,7 @@ from inference.serving.__main__ import create_app
 from tests.inference.conftest import Service, running_service
 from tests.inference.tiny_models import save_image_model
 from tests.support.imports import ROOT
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 LENGTH = "Inference-Header-Content-Length"
 INFER = "/v2/models/m/infer"
@@ -46,12 +46,12 @@ def client(service: Service) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def truth(forms: Path, digits: LabelledImages) -> list[tuple[int, tuple[float, ...]]]:
+def truth(forms: Path, digits: Samples) -> list[tuple[int, tuple[float, ...]]]:
     answers = load_predictor(forms / "model.pt").predict(list(digits.pixels[:40]))
     return [(answer.label or 0, answer.probabilities or ()) for answer in answers]
 
 
-def pixels(digits: LabelledImages, many: int = 3) -> np.ndarray[Any, Any]:
+def pixels(digits: Samples, many: int = 3) -> np.ndarray[Any, Any]:
     return digits.pixels[:many].numpy()
 
 
@@ -109,7 +109,7 @@ def test_the_configuration_is_tritons(client: httpx.Client) -> None:
 
 
 def test_json_gives_the_answers_of_the_predictor(
-    client: httpx.Client, digits: LabelledImages, truth: list[tuple[int, tuple[float, ...]]]
+    client: httpx.Client, digits: Samples, truth: list[tuple[int, tuple[float, ...]]]
 ) -> None:
     answer = client.post(INFER, json={**a_request(pixels(digits)), "id": "seven"}).json()
     assert (answer["id"], answer["model_name"], answer["model_version"]) == ("seven", "m", "1")
@@ -119,7 +119,7 @@ def test_json_gives_the_answers_of_the_predictor(
     assert probabilities["data"] == [value for row in truth[:3] for value in row[1]]
 
 
-def test_a_models_name_in_the_request_has_to_be_that_of_the_path(client: httpx.Client, digits: LabelledImages) -> None:
+def test_a_models_name_in_the_request_has_to_be_that_of_the_path(client: httpx.Client, digits: Samples) -> None:
     """KServe's client sends it."""
     assert client.post(INFER, json={**a_request(pixels(digits)), "model_name": "m"}).status_code == 200
     answer = client.post(INFER, json={**a_request(pixels(digits)), "model_name": "two"})
@@ -127,14 +127,14 @@ def test_a_models_name_in_the_request_has_to_be_that_of_the_path(client: httpx.C
     assert answer.json()["error"] == "the request is to the model m, and its model_name is 'two'"
 
 
-def test_nested_data_is_taken_too(client: httpx.Client, digits: LabelledImages) -> None:
+def test_nested_data_is_taken_too(client: httpx.Client, digits: Samples) -> None:
     flat = client.post(INFER, json=a_request(pixels(digits)))
     nested = client.post(INFER, json=a_request(pixels(digits), data=pixels(digits).tolist()))
     assert nested.json() == flat.json()
 
 
 def test_binary_tensors_both_ways_have_the_same_bits(
-    client: httpx.Client, digits: LabelledImages, truth: list[tuple[int, tuple[float, ...]]]
+    client: httpx.Client, digits: Samples, truth: list[tuple[int, tuple[float, ...]]]
 ) -> None:
     array = pixels(digits, 40)
     given = an_input(array, data=None, parameters={"binary_data_size": array.nbytes})
@@ -149,20 +149,20 @@ def test_binary_tensors_both_ways_have_the_same_bits(
     assert label["data"] == [row[0] for row in truth]
 
 
-def test_all_outputs_can_be_binary(client: httpx.Client, digits: LabelledImages) -> None:
+def test_all_outputs_can_be_binary(client: httpx.Client, digits: Samples) -> None:
     request = {**a_request(pixels(digits)), "parameters": {"binary_data_output": True}}
     answer = client.post(INFER, json=request)
     assert len(answer.content) == int(answer.headers[LENGTH]) + 3 * 8 + 3 * 40
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_a_compressed_request_is_taken(client: httpx.Client, digits: LabelledImages, encoding: str, pack: Any) -> None:
+def test_a_compressed_request_is_taken(client: httpx.Client, digits: Samples, encoding: str, pack: Any) -> None:
     content = pack(json.dumps(a_request(pixels(digits))).encode())
     assert client.post(INFER, content=content, headers={"Content-Encoding": encoding}).status_code == 200
 
 
 def test_many_clients_get_the_bits_that_each_would_get_alone(
-    client: httpx.Client, digits: LabelledImages, truth: list[tuple[int, tuple[float, ...]]]
+    client: httpx.Client, digits: Samples, truth: list[tuple[int, tuple[float, ...]]]
 ) -> None:
     def ask(number: int) -> bool:
         array = digits.pixels[number : number + 1].numpy()

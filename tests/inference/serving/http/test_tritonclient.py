@@ -13,7 +13,7 @@ from tritonclient import http
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import Service, running_service
 from tests.inference.serving.tritons_refusals import UNSUPPORTED, check_classes_and_shared_memory, check_option
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_it_discovers_the_service(client: http.InferenceServerClient) -> None:
 @pytest.mark.parametrize("is_binary", [True, False])
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 def test_it_gets_the_predictors_bits(
-    client: http.InferenceServerClient, forms: Path, digits: LabelledImages, is_binary: bool, compression: str | None
+    client: http.InferenceServerClient, forms: Path, digits: Samples, is_binary: bool, compression: str | None
 ) -> None:
     array = digits.pixels[:35].numpy()
     given = http.InferInput("image", list(array.shape), "UINT8")
@@ -58,7 +58,7 @@ def test_it_gets_the_predictors_bits(
     assert found.get_response()["id"] == "7"
 
 
-def test_it_names_no_output_and_gets_all(client: http.InferenceServerClient, digits: LabelledImages) -> None:
+def test_it_names_no_output_and_gets_all(client: http.InferenceServerClient, digits: Samples) -> None:
     given = http.InferInput("image", [1, 28, 28], "UINT8")
     given.set_data_from_numpy(digits.pixels[:1].numpy())
     assert client.infer("m", [given], model_version="1").as_numpy("probabilities").shape == (1, 10)

@@ -25,7 +25,7 @@ from inference.serving.processes.model_messages import BatchSizes
 from inference.serving.processes.remote_models import BrokenModelError, RemoteModels
 from inference.serving.repository import ModelsEndedError, Source
 from tests.inference.conftest import running_service
-from training.data.datasets import LabelledImages
+from training.data.datasets import Samples
 
 Ends = queue.Queue[str]
 
@@ -45,9 +45,7 @@ def png(size: int) -> bytes:
     return file.getvalue()
 
 
-def test_answers_have_the_bits_of_a_model_in_this_process(
-    models: RemoteModels, forms: Path, digits: LabelledImages
-) -> None:
+def test_answers_have_the_bits_of_a_model_in_this_process(models: RemoteModels, forms: Path, digits: Samples) -> None:
     here, there = load_predictor(forms / "model.pt"), models.load(Source("m", str(forms / "model.safetensors")))
     for inputs in (list(digits.pixels[:35]), list(digits.pixels[:1]), []):
         assert there.predict(inputs) == here.predict(inputs)
@@ -92,7 +90,7 @@ def test_a_model_goes_when_nobody_refers_to_it(models: RemoteModels, forms: Path
     assert second.decode(png(28), "image").shape == (28, 28)
 
 
-def test_the_process_is_started_again(forms: Path, digits: LabelledImages) -> None:
+def test_the_process_is_started_again(forms: Path, digits: Samples) -> None:
     ends: Ends = queue.Queue()
     starts: queue.Queue[int] = queue.Queue()
     with RemoteModels.running(1, ends.put, lambda: starts.put(models.pid)) as models:
