@@ -24,7 +24,7 @@ from inference.models.options import Exact
 from inference.models.predictor import Predictor, load_predictor
 from inference.models.texts import Tokens
 from tests.inference.tiny_models import CHAT, save_text_model, save_writer
-from training.models.zoo import spec_of
+from training.models.zoo import our_model
 
 PROMPTS = ("Hello", "abc", "The ends", "Größe")
 SAMPLINGS: tuple[dict[str, float], ...] = (
@@ -301,7 +301,7 @@ def test_turns_go_round_in_the_order_of_asking() -> None:
 @pytest.mark.parametrize("name", ["lm", "lm-moe"])
 def test_our_models_generate_too(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = spec_of(name).build()
+    model = our_model(name)
     torch.nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]
     torch.save(model.state_dict(), tmp_path / "model.pt")
     predictor = load_predictor(tmp_path / "model.pt", architecture=f"ours:{name}", max_new_tokens=12, exact="buckets")

@@ -19,7 +19,7 @@ from inference.models.predictor import Predictor, load_predictor
 from inference.serving.__main__ import create_app
 from tests.inference.batch.test_batch_inputs import rows_of
 from tests.inference.models.test_tasks import assert_company_changes_nothing, decoded
-from training.models.zoo import spec_of
+from training.models.zoo import our_model
 
 TEXTS = ("First Citizen:", "Speak, speak.", "a", "Größe", "First Citizen!", "x" * 200, "y" * 100 + "x" * 64)
 
@@ -29,7 +29,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """A sharded checkpoint with seeded weights, large enough that texts go on in different ways."""
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
-    model = spec_of(request.param).build()
+    model = our_model(request.param)
     nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]
     torch.save(model.state_dict(), folder / "model.pt")
     ckpt_tools.convert(folder / "model.pt", folder / "run", to="dcp", world_size=2)

@@ -28,7 +28,7 @@ from tests.inference.models.test_generation import CONVERSATION, text
 from tests.inference.serving.processes.test_remote_models import models_of
 from tests.inference.serving.test_serve import plain_uvicorn_of, wait_until
 from tests.inference.tiny_models import CHAT, save_writer
-from training.models.zoo import spec_of
+from training.models.zoo import our_model
 
 ENDLESS = {"text_input": "Speak", "max_tokens": 1_000_000}
 """To our model, which takes texts of any length: minutes of work."""
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_writer(folder / "llama", chat_template=CHAT)
     (folder / "ours").mkdir()
     torch.manual_seed(0)
-    model = spec_of("lm").build()
+    model = our_model("lm")
     torch.nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]
     torch.save(model.state_dict(), folder / "ours" / "model.pt")
     (folder / "ours" / "config.json").write_text('{"architecture": "ours:lm"}')
