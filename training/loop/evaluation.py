@@ -79,7 +79,7 @@ def metrics_of(own: Reference | None, loss: Loss) -> Metrics:
 
 
 def check_metric(name: str, value: Tensor, samples: int) -> None:
-    """Raises ``UsageError`` if it is no mean, and has no value for each sample."""
+    """Raises ``UsageError`` if it is neither a mean nor a value for each sample."""
     if value.ndim and len(value) < samples:
         raise UsageError(f"the metric {name} has {len(value)} values for {samples} samples")
 

@@ -108,7 +108,7 @@ def train(
 
 
 def _evaluator(config: TrainConfig, engine: Engine, held_out: Dataset[Any], batches: Batches) -> Evaluator:
-    """Of ranks that compute the same samples together, the first one counts; collective."""
+    """Evaluator of the held-out samples; the first of the ranks that compute the same samples counts. Collective."""
     shares: list[int] = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(shares, batches.rank)
     counts = shares.index(batches.rank) == torch.distributed.get_rank()

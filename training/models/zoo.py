@@ -102,7 +102,7 @@ def _spec(
 
 
 def _of_user(reference: Reference, arguments: Mapping[str, Any]) -> Model:
-    """What the function returns: a module, or a dictionary of the fields of :class:`Model`, the module as ``model``."""
+    """Model from the module, or the dictionary with it as ``model``, that the function returns."""
     made, name = called(reference, "model", **arguments), text_of(reference)
     parts = dict(made) if isinstance(made, Mapping) else {"model": made}
     module = parts.pop("model", None)
