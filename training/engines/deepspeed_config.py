@@ -39,7 +39,7 @@ _IN_JSON: Mapping[type, str] = {
 }
 
 _ADAMS = frozenset(["torch_adam", "adam_w_mode", "fp32_optimizer_states", "bias_correction", "set_grad_none"])
-"""Parameters by which DeepSpeed chooses its Adam, or which only its own has."""
+"""Parameters that choose one of DeepSpeed's Adams, or that only DeepSpeed's own Adam has."""
 
 _SECTIONS: Mapping[str, list[str]] = {
     "DeepSpeedZeroConfig": ["zero_optimization"],
@@ -198,7 +198,7 @@ def _check_optimizer(file: str, options: Mapping[str, Any]) -> None:
     kind = torch.optim.AdamW if is_adam else getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         if name.lower() not in DEEPSPEED_OPTIMIZERS:
-            raise UsageError(f"{file}: optimizer.type {name} is no optimizer of torch or DeepSpeed; AdamW is one")
+            raise UsageError(f"{file}: optimizer.type {name} is not an optimizer of torch or DeepSpeed; AdamW is one")
         return
     for key, value in params.items():
         if is_adam and key in _ADAMS:

@@ -29,8 +29,8 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def standard_loss(model: Call, batch: Any) -> Tensor:
-    """Of a pair, the cross entropy and the second value of the model's output, if it is a tuple (of experts the
-    balance); of a mapping, the ``loss`` that the model gives. Raises ``UsageError`` if there is none."""
+    """Loss of a batch: for a pair, the cross entropy, plus the second value if the model gives a tuple (the balance of
+    experts); for a mapping, the ``loss`` that the model gives. Raises ``UsageError`` if there is none."""
     if isinstance(batch, Mapping):
         return _own_loss(model(**batch))
     inputs, labels = pair_of(batch)

@@ -120,7 +120,7 @@ class Case:
         unfinished.replace(self.config.out / CASE_NAME)
 
     def noted(self) -> dict[str, Any] | None:
-        """What :meth:`note` wrote; None if the folder has no such file."""
+        """Content of the file of :meth:`note`; None if the folder has no such file."""
         try:
             found = json.loads((self.config.out / CASE_NAME).read_text())
         except (OSError, ValueError):

@@ -17,7 +17,7 @@ from ..config.train_config import TrainConfig
 
 NAME = "comparison"
 WARM_UP = 3  # measured steps at the beginning that are left out; with fewer than six, the first half
-SAME_LOSS = 1e-5  # relative difference up to which two losses in fp32 count as equal
+SAME_LOSS = 1e-5  # largest relative difference of two losses in fp32 that count as equal
 COLOURS = {"fsdp2": "#0b6e4f", "deepspeed": "#2563eb"}
 
 Figures = dict[str, float]
@@ -78,7 +78,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """Figures of which any case has a value: without a GPU there is no column for its memory."""
+    """Names of the figures that any case has: without a GPU there is no column for its memory."""
     return [name for name in COLUMNS if any(row.figures and row.figures[name] for row in rows)]
 
 

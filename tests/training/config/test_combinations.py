@@ -456,7 +456,7 @@ def adam(**params: object) -> dict[str, object]:
         ({"optimizer": "AdamW"}, ': optimizer is an object, not "AdamW"'),
         ({"optimizer": {"type": "AdamW", "params": []}}, ": optimizer.params is an object, not []"),
         ({}, ": optimizer.type is missing; set it to AdamW"),
-        ({"optimizer": {"type": "Adamant"}}, ": optimizer.type Adamant is no optimizer of torch or DeepSpeed"),
+        ({"optimizer": {"type": "Adamant"}}, ": optimizer.type Adamant is not an optimizer of torch or DeepSpeed"),
         (adam(betas=[0.9]), ": AdamW does not take [0.9] for optimizer.params.betas: "),
         (adam(momentum=0.9), ": AdamW does not take 0.9 for optimizer.params.momentum: "),
         ({"optimizer": {"type": "SGD"}}, ": ZeRO with SGD is untested; set zero_allow_untested_optimizer to true"),
