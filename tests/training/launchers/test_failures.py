@@ -96,10 +96,8 @@ def test_the_ranks_that_lost_a_killed_one_are_not_blamed(tmp_path: Path) -> None
         _, said = run.process.communicate(timeout=120)
     finally:
         run.destroy()
-    log = tmp_path / "torchrun.log"
-    sentence = f"rank 1 was ended by SIGKILL; the kernel does so when memory runs out (see {log})"
+    sentence = f"rank 1 was ended by SIGKILL; the kernel does so when memory runs out (see {tmp_path / 'torchrun.log'})"
     assert (run.process.returncode, said) == (1, f"error: {sentence}; continue with --resume latest\n")
-    assert "onnection closed by peer" in log.read_text()
 
 
 def rank_of(run: Watched, rank: int) -> int:
