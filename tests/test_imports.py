@@ -52,13 +52,14 @@ FACE = {
     "guard_process",
     "loadable",
     "signals",
+    "text_files",
 }
 """The modules at the root, beside the package itself."""
 
-EVERYWHERE = {"arguments", "credentials", "errors", "guard", "signals"}
+EVERYWHERE = {"arguments", "credentials", "errors", "guard", "signals", "text_files"}
 """Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
 
-LOWEST = {"credentials", "errors", "guard", "signals"}
+LOWEST = {"credentials", "errors", "guard", "signals", "text_files"}
 """Modules at the root that import none of the packages."""
 
 LIGHT = {"core.format_names", "core.option_names", "core.progress", "core.wording"}

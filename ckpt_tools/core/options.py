@@ -21,6 +21,7 @@ from ckpt_tools.core.option_names import (
 )
 from ckpt_tools.core.param_order import ParamOrder, read_param_order
 from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.text_files import read_text
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -276,10 +277,10 @@ def _one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
 def read_key_map(path: Path) -> Mapping[str, str]:
     """A JSON object of old names to new ones. Raises SourceNotFoundError, UsageError."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_text(path))
     except OSError as error:
         raise SourceNotFoundError(f"{option('key_map', path)}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{option('key_map', path)} is not valid JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise UsageError(f"{option('key_map', path)} must be a JSON object that maps old names to new ones")

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.text_files import read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def read_param_order(path: Path) -> ParamOrder:
         SourceNotFoundError: it cannot be read. UsageError: it is something else.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
     except OSError as error:
         raise SourceNotFoundError(f"{option('param_order', path)}: {error.strerror}") from error
     except ValueError as error:

@@ -18,8 +18,7 @@ from ckpt_tools.recipes.recipe import Line, Recipe, Way
 from ckpt_tools.recipes.repeats import Repeat
 from ckpt_tools.recipes.sizes import Binding, Size
 from ckpt_tools.recipes.stacks import Stacks
-
-MAX_RECIPE_BYTES = 4 << 20
+from ckpt_tools.text_files import read_text
 
 MAX_ADDED = 1 << 24
 """The largest number to add: float32 has each whole number up to it."""
@@ -56,9 +55,7 @@ def read_recipe(path: Path) -> Recipe:
     try:
         if path.is_dir():
             raise UsageError(f"{option('recipe', path)} is a folder; name a TOML file")
-        if path.stat().st_size > MAX_RECIPE_BYTES:
-            raise UsageError(f"{option('recipe', path)} is too large for a recipe")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except OSError as error:
         raise SourceNotFoundError(f"{option('recipe', path)}: {error.strerror}") from error
     except UnicodeDecodeError as error:

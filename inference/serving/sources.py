@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UsageError
+from ckpt_tools.text_files import read_text
 
 from ..models.options import DEFAULTS, ModelOptions
 
@@ -84,7 +85,7 @@ def sources_in(file: Path, defaults: ModelOptions) -> list[Source]:
     """The model of each table of a TOML file: ``url``, and options. Raises SourceNotFoundError, StoreError or
     FormatError if it cannot be read. UsageError for anything else in it."""
     try:
-        tables = tomllib.loads(file.read_bytes().decode())
+        tables = tomllib.loads(read_text(file))
     except FileNotFoundError as error:
         raise SourceNotFoundError(f"--models: there is no file {file}") from error
     except OSError as error:

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckpt_tools
 from ckpt_tools.errors import UsageError
 from fixtures.launch import pool
 from tests.training.documents import PAGES
+from tests.training.jobs import small_config
 from tests.training.own_jobs import STEPS, own_config, write_files
 from tests.training.strategy_jobs import train_each
 from training.config.train_config import TrainConfig
@@ -222,6 +224,31 @@ def test_a_wrong_function_is_one_sentence_before_workers_start(
     with pytest.raises(UsageError, match=sentence):
         check_before_start(own_config(files, tmp_path, **{option: (value,) if option == "callback" else value}))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_metric_that_no_checkpoint_has_is_refused(files: Path, tmp_path: Path) -> None:
+    config = own_config(files, tmp_path, keep_last=1, keep_best="wer:min", metrics=f"{files}/mine.py:metrics")
+    with pytest.raises(UsageError, match=r"^--keep-best wer: the metrics of this run are error, held_out_loss, loss$"):
+        check_before_start(config)
+    check_before_start(replace(config, keep_best="error:min"))
+
+
+def test_weights_of_another_model_are_refused_before_workers_start(files: Path, tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(2, 8)}, tmp_path / "other.pt")
+    with pytest.raises(UsageError, match=r"^the checkpoint does not fit the model: .*not in the model: weight$"):
+        check_before_start(own_config(files, tmp_path, init_from=str(tmp_path / "other.pt")))
+
+
+def test_a_length_that_tensor_parallelism_does_not_divide_is_refused(files: Path, tmp_path: Path) -> None:
+    file = tmp_path / "odd.py"
+    file.write_text(
+        "import torch\ndef texts(part):\n    rows = torch.zeros(99, 7, dtype=torch.int64)\n"
+        "    return torch.utils.data.TensorDataset(rows, rows)\n"
+    )
+    with pytest.raises(UsageError, match=r"^--tp 2 does not divide a text of 7 bytes"):
+        check_before_start(
+            small_config(tmp_path, strategy="full_shard", model="lm", dataset=f"{file}:texts", tp=2, num_samples=None)
+        )
 
 
 def test_a_model_that_calls_numpy_is_tried_with_values(files: Path, tmp_path: Path) -> None:

@@ -217,6 +217,8 @@ def _saving(run: Options) -> Rules:
         yield "--storage is Ray Train's: use --launcher ray, or convert the checkpoints to it afterwards"
     if run.storage is not None and run.keep_last is not None:
         yield "--keep-last removes checkpoints in --out alone; for --storage use ckpt-tools prune"
+    if run.keep_best not in (None, "accuracy", "loss") and not run.keep_best.endswith((":min", ":max")):
+        yield f"--keep-best {run.keep_best}: give the better end, {run.keep_best}:min or {run.keep_best}:max"
     if run.async_save and not _is_torch(run):
         yield f"--async-save needs --engine fsdp2: DeepSpeed saves the state of {run.sharding.name} itself"
 

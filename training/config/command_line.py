@@ -16,6 +16,7 @@ import click
 from ckpt_tools.arguments import check_not_empty
 from ckpt_tools.credentials import errors_masked, mask_output, remember, remember_words
 from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.text_files import read_text
 
 from . import PACKAGE
 from .hub import folder_of
@@ -71,9 +72,7 @@ def _check_kind(file: str, key: str, kind: Any, entry: object) -> None:
 
 def _parsed(value: str) -> dict[str, Any]:
     try:
-        if Path(value).is_char_device():
-            raise OSError(f"{value} is a device")
-        return tomllib.loads(shipped_text(value + SUFFIX) if value in shipped(SUFFIX) else Path(value).read_text())
+        return tomllib.loads(shipped_text(value + SUFFIX) if value in shipped(SUFFIX) else read_text(Path(value)))
     except OSError as error:
         names = ", ".join(shipped(SUFFIX))
         raise click.BadParameter(f"{value} is not a file that can be read, nor one of {names}") from error

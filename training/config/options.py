@@ -23,7 +23,6 @@ DatasetName = Literal["digits", "fashion-mnist", "image-folder", "text"]
 OptimizerName = Literal["adamw", "adam", "sgd"]
 PipelineScheduleName = Literal["gpipe", "1f1b", "interleaved1f1b"]
 ScheduleName = Literal["cosine", "linear", "constant"]
-MetricName = Literal["accuracy", "loss"]  # measured at the end of each epoch
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
@@ -140,7 +139,9 @@ class Options:
     save_every_minutes: Annotated[float | None, Option("Minutes between checkpoints.", above=0)] = None
     async_save: Annotated[bool, Option("Copy the state to CPU memory and write it while training continues.")] = False
     keep_last: Annotated[int | None, Option("Keep the newest K checkpoints.  [default: all]", "K", least=1)] = None
-    keep_best: Annotated[MetricName | None, Option("With --keep-last: also keep the best by this metric.")] = None
+    keep_best: Annotated[
+        str | None, Option("With --keep-last: also keep the best by this metric.", r"METRIC[:min|:max]")
+    ] = None
     log_every: Annotated[int, Option("Log metrics every N steps.", "N", least=1)] = 10
     callback: Annotated[
         tuple[Reference, ...], Option("Function that gets each line of metrics; repeatable.", "FUNCTION")

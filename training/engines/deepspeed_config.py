@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.text_files import read_text
 
 from ..config.command_line import shipped_text
 from ..config.options import first_line
@@ -71,9 +72,7 @@ def _given(config: TrainConfig) -> Any:
     if (file := config.deepspeed_config) is None:
         return json.loads(shipped_text(f"{config.sharding.name}.json"))
     try:
-        if file.is_char_device():
-            raise ValueError("it is a device")
-        given = json.loads(file.read_text())
+        given = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--deepspeed-config {file} cannot be read: {error}") from error
     if not isinstance(given, dict):

@@ -168,7 +168,7 @@ def shard_block(block: nn.Module, mesh: DeviceMesh) -> None:
 def shard_root(model: nn.Module, mesh: DeviceMesh) -> None:
     """Split embedding and head by vocabulary. They are one matrix; each worker has the same part in both."""
     assert isinstance(model, LanguageModel)
-    model.register_forward_pre_hook(partial(_check_length, mesh.size()))
+    model.register_forward_pre_hook(partial(check_length, mesh.size()))
     plan: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -178,7 +178,7 @@ def shard_root(model: nn.Module, mesh: DeviceMesh) -> None:
     model.head.weight = model.embed.weight
 
 
-def _check_length(workers: int, _: nn.Module, inputs: tuple[Tensor]) -> None:
+def check_length(workers: int, _: nn.Module, inputs: tuple[Tensor]) -> None:
     """Slices of a sequence are equal; ``SequenceParallel`` assumes it. Raises ``UsageError``."""
     if (length := inputs[0].shape[1]) % workers:
         raise UsageError(f"--tp {workers} does not divide a text of {length} bytes: give another length of the samples")

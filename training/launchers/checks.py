@@ -52,8 +52,9 @@ def checked(config: TrainConfig, *, with_data: bool = True) -> list[str]:
     model = check_frameworks(config)
     if model is not None:
         check_fits(config, model, checkpoint)
-    if parts and any(map(is_function, (config.model, config.dataset, config.optimizer, config.metrics))):
-        try_out(config, *parts)
+    own = any(map(is_function, (config.model, config.dataset, config.optimizer, config.metrics)))
+    if parts and (own or config.keep_best):
+        try_out(config, checkpoint, *parts)
     return lines
 
 

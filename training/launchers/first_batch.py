@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +14,16 @@ from torch._subclasses import fake_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset
 
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CkptError, UsageError
 
-from ..config.references import named_failures, text_of
+from ..checkpoints.weights import check_fits
+from ..config.references import is_function, named_failures, text_of
 from ..config.train_config import TrainConfig
 from ..data.loading import Batches, Position, held_out_batches
 from ..engines.base import micro_batches
 from ..engines.optimizers import optimizer_of
-from ..loop.evaluation import check_metric, metrics_of
+from ..engines.parallel import check_length
+from ..loop.evaluation import check_best, check_metric, metrics_of
 from ..models.zoo import spec_of
 
 CPU = torch.device("cpu")
@@ -30,23 +34,26 @@ ONLY_WITH_VALUES = (
 )
 
 
-def try_out(config: TrainConfig, samples: Dataset[Any], held_out: Dataset[Any] | None) -> None:
-    """Make model and optimizer, and compute loss and metrics of the first samples, by shapes alone; with values, on the
-    CPU, if that fails, as where numpy is called. What neither can compute is left to the workers: steps that depend on
-    values, and on a machine with a GPU what fails on the CPU. Raises ``UsageError``."""
+def try_out(
+    config: TrainConfig, checkpoint: Path | str | None, samples: Dataset[Any], held_out: Dataset[Any] | None
+) -> None:
+    """Make model and optimizer, compare the model with the checkpoints to start from, and compute loss and metrics of
+    the first samples, by shapes alone; with values, on the CPU, if that fails, as where numpy is called. What neither
+    can compute is left to the workers: steps that depend on values, and on a machine with a GPU what fails on the CPU.
+    Raises ``UsageError``."""
     batches = _first(config, samples, held_out)
     log = logging.getLogger(fake_tensor.__name__)
     log.disabled = True  # a traceback of each operation that fails
     try:
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            _compute(config, *tree_map_only(Tensor, fake.from_tensor, batches))
+            _compute(config, checkpoint, *tree_map_only(Tensor, fake.from_tensor, batches))
     except UsageError as error:
         if isinstance(error.__cause__, ONLY_WITH_VALUES):
             return
-        if error.__cause__ is None:
+        if isinstance(error.__cause__, CkptError | None):
             raise
         if not torch.cuda.is_available():
-            _compute(config, *batches)
+            _compute(config, checkpoint, *batches)
     finally:
         log.disabled = False
 
@@ -64,8 +71,12 @@ def _first(config: TrainConfig, samples: Dataset[Any], held_out: Dataset[Any] | 
     return micro_batches(batch, config.gradient_accumulation)[0], kept
 
 
-def _compute(config: TrainConfig, batch: Any, held_out: tuple[Any, int] | None) -> None:
+def _compute(config: TrainConfig, checkpoint: Path | str | None, batch: Any, held_out: tuple[Any, int] | None) -> None:
     made = spec_of(config).make()
+    if is_function(config.model):  # any other is compared on the meta device
+        check_fits(config, made.module, checkpoint)
+    if config.tp > 1:
+        made.module.register_forward_pre_hook(partial(check_length, config.tp))
     optimizer_of(config, made.parameters(), torch.device("meta"))
 
     def model(*inputs: Any, **named: Any) -> Any:
@@ -81,9 +92,11 @@ def _compute(config: TrainConfig, batch: Any, held_out: tuple[Any, int] | None) 
         )
     metrics = metrics_of(config.metrics, made.loss)
     if held_out is None:
+        check_best(config, {})
         return
     made.module.eval()
     with torch.no_grad(), named_failures(config.model, "model"):
         values = metrics(model, held_out[0])
+    check_best(config, values)
     for name, value in values.items():
         check_metric(name, value, held_out[1])

@@ -7,10 +7,11 @@ Each rank computes whole passes, so results do not depend on the world size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset
 from ckpt_tools.errors import UsageError
 
 from ..config.references import Reference, called, resolved, text_of
+from ..config.train_config import TrainConfig
 from ..data.datasets import Samples
 from ..data.loading import held_out_batches
 from ..engines.base import Engine, Metrics
@@ -30,6 +32,7 @@ CHUNK = 30
 MAX_LISTED = 10_000
 """Most predictions that ``result.json`` lists."""
 
+Value = TypeVar("Value")
 PREDICTED = "predicted"
 Logits = Callable[[Tensor], Tensor]
 
@@ -82,6 +85,21 @@ def check_metric(name: str, value: Tensor, samples: int) -> None:
     """Raises ``UsageError`` if it is neither a mean nor a value for each sample."""
     if value.ndim and len(value) < samples:
         raise UsageError(f"the metric {name} has {len(value)} values for {samples} samples")
+
+
+def line_of(held_out: Mapping[str, Value]) -> dict[str, Value]:
+    """Metrics of an evaluation as a line of ``metrics.jsonl`` has them: its ``loss`` is that of training."""
+    return {"held_out_loss" if name == "loss" else name: value for name, value in held_out.items()}
+
+
+def check_best(config: TrainConfig, held_out: Mapping[str, Tensor]) -> None:
+    """Raises ``UsageError`` if no checkpoint has the metric of ``--keep-best``."""
+    if config.keep_best is None:
+        return
+    metric = re.sub(":(min|max)$", "", config.keep_best)
+    known = sorted({"loss", *line_of(held_out)} - {PREDICTED})
+    if metric not in known:
+        raise UsageError(f"--keep-best {metric}: the metrics of this run are {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True)

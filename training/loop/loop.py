@@ -31,7 +31,7 @@ from ..data import randomness
 from ..data.datasets import PARTS
 from ..data.loading import Batches, Position, dataset_of, length_of
 from ..engines import Engine, Progress, create_engine
-from .evaluation import Evaluation, Evaluator, metrics_of
+from .evaluation import Evaluation, Evaluator, line_of, metrics_of
 from .measuring import StepLog, profiled, work_of
 from .outlets import Outlet
 from .saving import Saver, SaveRecord, any_rank
@@ -61,11 +61,6 @@ class EpochMetrics:
 
     def values(self) -> dict[str, float]:
         return {"epoch": self.epoch, "loss": self.mean_loss, **line_of(self.held_out)}
-
-
-def line_of(held_out: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of an evaluation as a line of ``metrics.jsonl`` has them: its ``loss`` is that of training."""
-    return {"held_out_loss" if name == "loss" else name: value for name, value in held_out.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,6 +312,12 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
             "--keep-last removes checkpoints in --out alone; for --storage use ckpt-tools prune",
         ),
     ],
+    "keep-best": [
+        (
+            {"strategy": "ddp", "keep_last": 1, "keep_best": "kappa"},
+            "--keep-best kappa: give the better end, kappa:min or kappa:max",
+        )
+    ],
     "async-save": [
         (
             {"strategy": "zero2", "async_save": True},

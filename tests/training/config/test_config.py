@@ -31,7 +31,7 @@ def config(**values: Any) -> TrainConfig:
         ({"max_steps": 0}, "^--max-steps is at least 1, not 0$"),
         ({"max_restarts": -1}, "^--max-restarts is at least 0, not -1$"),
         ({"keep_best": "loss"}, "^--keep-best is for --keep-last"),
-        ({"keep_best": "wer", "keep_last": 1}, "^--keep-best is one of accuracy, loss, not 'wer'$"),
+        ({"keep_best": "kappa", "keep_last": 1}, "^--keep-best kappa: give the better end, kappa:min or kappa:max$"),
         ({"rename": ("a=b",)}, "^--rename is for --init-from$"),
         ({"recipe": "mixtral"}, "^--recipe is for --init-from$"),
         ({"init_from": "a.pt", "inverse": True}, "^--inverse is for --recipe$"),
