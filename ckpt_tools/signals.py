@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,11 @@ STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 LOOK_SECONDS = 0.5
 """How long a wait lasts that a signal may have missed."""
 
+IMPORT_SECONDS = 60.0
+"""How long a signal waits at most for the end of an import: one of torch takes 3 seconds, and 20 on a busy machine."""
+
+AGAIN_SECONDS = 0.1
+
 Item = TypeVar("Item")
 
 
@@ -37,11 +43,14 @@ class Stopped(KeyboardInterrupt):
 
 @dataclass(slots=True)
 class _State:
-    """``first`` is the signal that arrived first, ``is_told`` that it was raised; ``held`` that it has to wait."""
+    """``first`` is the signal that arrived first, ``at`` when; ``is_told`` that it was raised; ``held`` that it has to
+    wait; ``imports`` how many modules were being imported when the block began."""
 
     first: int | None = None
+    at: float = 0.0
     is_told: bool = False
     held: int = 0
+    imports: int = 0
 
 
 _state = _State()
@@ -65,7 +74,7 @@ def stopping_on_signals() -> Iterator[None]:
     A signal that was ignored when the process began stays ignored: ``nohup`` asks for that. Main thread only.
     """
     before = {number: signal.getsignal(number) for number in STOPPING}
-    _state.first, _state.is_told, _state.held = None, False, 0
+    _state.first, _state.is_told, _state.held, _state.imports = None, False, 0, _num_imports(sys._getframe())
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, _stop)
@@ -200,10 +209,30 @@ def _set_children_apart() -> None:
     os.register_at_fork(after_in_child=set_apart)
 
 
-def _stop(number: int, _frame: FrameType | None) -> None:
+def _stop(number: int, frame: FrameType | None) -> None:
     if _state.first is None:
-        _state.first = number
-    _tell()
+        _state.first, _state.at = number, time.monotonic()
+    if _num_imports(frame) > _state.imports and time.monotonic() - _state.at < IMPORT_SECONDS:
+        again = threading.Timer(AGAIN_SECONDS, _send_again, (number,))
+        again.daemon = True
+        again.start()
+    else:
+        _tell()
+
+
+def _send_again(number: int) -> None:
+    if number in heeded():
+        os.kill(os.getpid(), number)
+
+
+def _num_imports(frame: FrameType | None) -> int:
+    """How many functions of the import system call this frame: 0 if no module is being imported. An exception in the
+    middle of an import may be lost: torch imports numpy from C++, which clears it, and leaves numpy in pieces."""
+    number = 0
+    while frame is not None:
+        number += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        frame = frame.f_back
+    return number
 
 
 def _tell() -> None:

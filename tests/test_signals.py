@@ -7,10 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from types import FrameType
 
 import pytest
 
+from ckpt_tools import signals
 from ckpt_tools.signals import Stopped, first_signal, starting_processes, stopping_on_signals
 
 
@@ -59,3 +62,43 @@ def test_a_signal_to_the_thread_itself_waits_for_the_end_of_the_block() -> None:
             has_ended = True
         pytest.fail("the signal was lost")
     assert has_ended and stopped.value.number == signal.SIGTERM
+
+
+SWALLOWING = """
+import os, signal, time
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep({seconds})
+except BaseException:
+    pass
+"""
+
+
+def imported(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds until the signal, which a module raises while it is imported, ends a block that it takes 5 s to pass."""
+    name = f"swallowing_{folder.name}"
+    (folder / f"{name}.py").write_text(SWALLOWING.format(seconds=seconds))
+    monkeypatch.syspath_prepend(str(folder))
+    begun = time.monotonic()
+    with pytest.raises(Stopped), stopping_on_signals():  # noqa: PT012
+        import_module(name)
+        time.sleep(5)
+        pytest.fail("the signal was lost")
+    return time.monotonic() - begun
+
+
+def test_a_signal_waits_for_the_end_of_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch imports numpy from C++, which clears an exception, as this module does."""
+    assert 0.5 < imported(tmp_path, 0.5, monkeypatch) < 4
+
+
+def test_a_signal_ends_an_import_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "IMPORT_SECONDS", 0.3)
+    (tmp_path / "endless.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(5)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    begun = time.monotonic()
+    with pytest.raises(Stopped), stopping_on_signals():
+        import_module("endless")
+    assert time.monotonic() - begun < 4
