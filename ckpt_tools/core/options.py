@@ -21,7 +21,6 @@ from ckpt_tools.core.option_names import (
 )
 from ckpt_tools.core.param_order import ParamOrder, read_param_order
 from ckpt_tools.errors import SourceNotFoundError, UsageError
-from ckpt_tools.text_files import read_text
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -276,6 +275,8 @@ def _one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
 
 def read_key_map(path: Path) -> Mapping[str, str]:
     """A JSON object of old names to new ones. Raises SourceNotFoundError, UsageError."""
+    from ckpt_tools.text_files import read_text  # for the few that name a file
+
     try:
         found = json.loads(read_text(path))
     except OSError as error:

@@ -10,7 +10,6 @@ from typing import Any
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import SourceNotFoundError, UsageError
-from ckpt_tools.text_files import read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +44,8 @@ def read_param_order(path: Path) -> ParamOrder:
     Raises:
         SourceNotFoundError: it cannot be read. UsageError: it is something else.
     """
+    from ckpt_tools.text_files import read_text  # for the few that name a file
+
     try:
         text = read_text(path)
     except OSError as error:
