@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -54,6 +55,10 @@ NO_GPU = "not run: torch finds no GPU on this machine"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # nohup, and a shell that starts the tests in the background, ignore them. What the tests start would inherit that.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     config.addinivalue_line("markers", "soak: a real run that takes long, and that only the soak makes")
     config.addinivalue_line("markers", "quick: fast tests, which `make quick` runs")
     config.addinivalue_line("markers", "gpu: needs a GPU that torch can use; the summary names those that were not run")

@@ -85,7 +85,8 @@ class Start:
 
 STARTS = [
     Start("torchrun", "fsdp2", "torchrun", restarts=True),
-    Start("ray", "zero3", "ray", restarts=True),
+    Start("ray", "fsdp2", "ray", restarts=True),
+    Start("ray-zero3", "zero3", "ray", restarts=True),
     Start("deepspeed", "zero2", "torchrun", restarts=False),
     Start("torchrun-pipeline", "fsdp2", "torchrun", restarts=True, stages=2),
     Start("torchrun-deepspeed-pipeline", "zero1", "torchrun", restarts=True, stages=2),
