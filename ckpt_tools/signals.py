@@ -226,7 +226,7 @@ def _send_again(number: int) -> None:
 
 
 def _num_imports(frame: FrameType | None) -> int:
-    """How many functions of the import system call this frame: 0 if no module is being imported. An exception in the
+    """Number of calls of the import system around this frame: 0 if no module is being imported. An exception in the
     middle of an import may be lost: torch imports numpy from C++, which clears it, and leaves numpy in pieces."""
     number = 0
     while frame is not None:
