@@ -27,6 +27,7 @@ from tests.training.documents import PAGES
 from tests.training.jobs import small_config
 from tests.training.own_jobs import STEPS, own_config, write_files
 from tests.training.strategy_jobs import train_each
+from training.config.model_names import MODELS
 from training.config.train_config import TrainConfig
 from training.launchers.checks import check_before_start
 from training.loop.result import RunResult
@@ -231,6 +232,17 @@ def test_a_metric_that_no_checkpoint_has_is_refused(files: Path, tmp_path: Path)
     with pytest.raises(UsageError, match=r"^--keep-best wer: the metrics of this run are error, held_out_loss, loss$"):
         check_before_start(config)
     check_before_start(replace(config, keep_best="error:min"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_own_metrics_of_each_model_are_tried(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def metrics(model, batch):\n    return {'mean': model(batch[0]).float().flatten(1).mean(1)}\n")
+    dataset: Any = "text" if MODELS[model].task == "text" else "digits"
+    values = {"model": model, "dataset": dataset, "metrics": f"{file}:metrics", "keep_last": 1}
+    check_before_start(small_config(tmp_path, engine="fsdp2", keep_best="mean:max", **values))
+    with pytest.raises(UsageError, match=r"^--keep-best wer: the metrics of this run are .*, mean$"):
+        check_before_start(small_config(tmp_path, engine="fsdp2", keep_best="wer:min", **values))
 
 
 def test_weights_of_another_model_are_refused_before_workers_start(files: Path, tmp_path: Path) -> None:

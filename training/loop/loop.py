@@ -31,7 +31,7 @@ from ..data import randomness
 from ..data.datasets import PARTS
 from ..data.loading import Batches, Position, dataset_of, length_of
 from ..engines import Engine, Progress, create_engine
-from .evaluation import Evaluation, Evaluator, line_of, metrics_of
+from .evaluation import Evaluation, Evaluator, check_best, line_of, metrics_of
 from .measuring import StepLog, profiled, work_of
 from .outlets import Outlet
 from .saving import Saver, SaveRecord, any_rank
@@ -213,6 +213,7 @@ class _Run:
             line += f"  ended within it, after step {self.progress.step}"
         if self.leads:
             self.outlet.say(line)
+        check_best(self.config, held_out)  # a model whose shapes depend on values was not tried before the start
         return metrics
 
     def record(self, figures: Mapping[str, float]) -> None:
