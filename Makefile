@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test quick check bench soak fuzz install browser clean
+.PHONY: demo test quick check bench soak fuzz docs install browser clean
 SUDO   := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 .DEFAULT_GOAL := test
 export PYTHON
@@ -38,10 +38,15 @@ check: $(STAMP)
 quick: check
 	$(BIN)/python -m pytest -m quick -q -n 2 --dist loadfile
 
-# The page of the inference service is tested in a real Chromium, which Debian and Ubuntu have as a package.
+# The documentation as a site, in site/. A broken link or a page that the navigation lacks is an error.
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo 'site/index.html; to search, serve it: $(BIN)/python -m http.server -d site'
+
+# The page of the inference service and the documentation are tested in a real Chromium, which Debian and Ubuntu have as a package.
 browser:
 	@command -v chromium >/dev/null || { $(SUDO) apt-get update -qq && $(SUDO) apt-get install -y -qq --no-install-recommends chromium; } || \
-		echo 'Chromium is not installed and could not be: tests/inference/serving/http/test_page.py will fail; install it by hand.'
+		echo 'Chromium is not installed and could not be: tests/inference/serving/http/test_page.py and tests/docs will fail; install it by hand.'
 
 # Two processes at a time, each with whole files of tests, so that what a file's tests share is made once, in the
 # order of tests/conftest.py.
@@ -69,4 +74,4 @@ bench: $(STAMP)
 	$(if $(ARGS),,$(BIN)/python -m benchmarks.training)
 
 clean:
-	rm -rf $(VENV) demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,106 @@
+"""The documentation as a site: built with warnings as errors, complete, offline, and readable on a telephone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import click
+import pytest
+
+import ckpt_tools
+from tests.inference.serving.http.browser import Browser, chromium
+from tests.support.commands import all_commands
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SAMPLE = ("index", "cli", "cli/convert", "cli/train", "api/convert", "api/classes", "layouts", "benchmarks", "json")
+"""Pages with the widest tables, code and names."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str]]:
+    """A browser, and the address at which the site is served to it."""
+    handler = partial(Quiet, directory=str(site))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with chromium(tmp_path_factory.mktemp("chromium")) as browser:
+            address = f"http://127.0.0.1:{server.server_port}"
+            browser.open(address)
+            yield browser, address
+        server.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_every_page_is_in_the_navigation(site: Path) -> None:
+    """Pages that the navigation leaves out are warnings too; here each page is reached by links from the first."""
+    reached, new = set(), {site / "index.html"}
+    while new:
+        page = new.pop()
+        reached.add(page)
+        links = re.findall(r'href="([^"#:?]+\.html)', page.read_text())
+        new |= {(page.parent / link).resolve() for link in links} - reached
+    assert {path for path in site.rglob("*.html") if path.name != "404.html"} <= reached
+    assert all(path.is_file() for path in reached)
+
+
+def test_the_pages_of_docs_are_all_there(site: Path) -> None:
+    pages = {path.relative_to(DOCS).with_suffix("") for path in DOCS.rglob("*.md")} - {Path("index_links")}
+    assert pages <= {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    loads = r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^\s>]*"
+    assert {load for page in site.rglob("*.html") for load in re.findall(loads, page.read_text())} == set()
+
+
+@pytest.mark.parametrize("name", sorted(all_commands()))
+def test_every_option_is_on_the_page_of_its_command(site: Path, name: str) -> None:
+    text = (site / "cli" / f"{name.replace(' ', '-')}.html").read_text()
+    for option in all_commands()[name].params:
+        if isinstance(option, click.Option) and not option.hidden:
+            assert f'id="{max(option.opts, key=len)}"' in text, option.name
+
+
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    text = "".join(path.read_text() for path in (site / "api").rglob("*.html"))
+    names = set(ckpt_tools.__all__) - {"__version__"}
+    assert {name for name in names if f'id="ckpt_tools.{name}"' not in text} == set()
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("page", SAMPLE)
+def test_no_page_is_wider_than_the_window(browser: tuple[Browser, str], page: str, width: int) -> None:
+    tab, address = browser
+    tab.resize(width, 1000, "light")
+    tab.send("Page.navigate", url=f"{address}/{page}.html")
+    tab.wait_for(f"document.readyState === 'complete' && location.pathname === '/{page}.html'")
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.evaluate("document.querySelector('h1').getBoundingClientRect().right <= innerWidth")
+    beside = "[...document.querySelectorAll('.md-typeset > :is(p, ul, ol, dl, pre, h2, h3)')]"
+    assert tab.evaluate(f"{beside}.every((each) => each.getBoundingClientRect().right <= innerWidth)")
+
+
+def test_the_search_finds_an_option(browser: tuple[Browser, str]) -> None:
+    tab, address = browser
+    tab.send("Page.navigate", url=f"{address}/index.html?q=max-shard-size")
+    tab.wait_for("document.querySelector('.md-search-result__item a[href*=\"cli/convert.html\"]') !== null", seconds=20)
