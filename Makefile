@@ -40,7 +40,7 @@ quick: check
 
 # The documentation as a site, in site/. A broken link or a page that the navigation lacks is an error.
 docs: $(STAMP)
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo 'site/index.html; to search, serve it: $(BIN)/python -m http.server -d site'
 
 # The page of the inference service and the documentation are tested in a real Chromium, which Debian and Ubuntu have as a package.

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from html import escape
-from inspect import isclass, isfunction
+from inspect import getdoc, isclass, isfunction, signature
 from pathlib import Path, PurePosixPath
+from textwrap import dedent
 from typing import Any
 
 import click
-import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import ckpt_tools
+from ckpt_tools.cli.main import group
 from inference.batch.__main__ import main as predict
 from inference.serving.__main__ import main as serve
 from tests.support.commands import all_commands, function_of
@@ -41,8 +42,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, path, content=text))
     for picture in PICTURES:
         files.append(File.generated(config, picture.as_posix(), abs_src_path=str(ROOT / picture)))
-    pages = sorted(each.src_uri for each in files.documentation_pages())
-    config.nav = list(written_out(config.nav or [], pages))
+    config.nav = written_out(config.nav, {each.src_uri for each in files.documentation_pages()} - paths(config.nav))
     return files
 
 
@@ -50,28 +50,25 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return with_addresses(markdown, PurePosixPath("docs", page.file.src_uri).parent)
 
 
-def written_out(nav: Iterable[Any], pages: list[str]) -> Iterator[Any]:
-    """The navigation with the pages of a folder in place of each path that ends in a slash; index pages are first."""
-    for entry in nav:
-        match entry:
-            case str() if entry.endswith("/"):
-                yield from sorted((each for each in pages if each.startswith(entry)), key=_index_first)
-            case str():
-                yield entry
-            case dict():
-                yield {title: _below(below, pages) for title, below in entry.items()}
+def written_out(entry: Any, pages: Iterable[str]) -> Any:
+    """A part of the navigation with its pages in place of each path that ends in a slash, an index page first."""
+    match entry:
+        case dict():
+            return {title: written_out(below, pages) for title, below in entry.items()}
+        case list():
+            parts = (written_out(each, pages) for each in entry)
+            return [each for part in parts for each in (part if isinstance(part, list) else [part])]
+        case str() if entry.endswith("/"):
+            below = (page for page in pages if page.startswith(entry))
+            return sorted(below, key=lambda page: (not page.endswith("/index.md"), page.removesuffix(".md")))
+    return entry
 
 
-def _below(below: Any, pages: list[str]) -> Any:
-    """What is under a title: one page, or a list."""
-    if isinstance(below, str) and not below.endswith("/"):
-        return below
-    return list(written_out([below] if isinstance(below, str) else below, pages))
-
-
-def _index_first(path: str) -> tuple[str, bool, str]:
-    folder, _, name = path.rpartition("/")
-    return folder, name != "index.md", name
+def paths(entry: Any) -> set[str]:
+    """The pages and folders in a part of the navigation."""
+    if isinstance(entry, str):
+        return {entry}
+    return {path for below in (entry.values() if isinstance(entry, dict) else entry) for path in paths(below)}
 
 
 def with_addresses(markdown: str, folder: PurePosixPath) -> str:
@@ -88,14 +85,6 @@ def with_addresses(markdown: str, folder: PurePosixPath) -> str:
         return f"]({REPOSITORY}/{'tree' if target.is_dir() else 'blob'}/main/{path}{link[2] or ''})"
 
     return re.sub(r"\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)", address, markdown)
-
-
-class Examples(griffe.Extension):
-    """The heading of an example in the docstrings is in the singular."""
-
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring:
-            obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
 
 
 # The command line
@@ -129,13 +118,14 @@ class Recorder(click.HelpFormatter):
 def escaped(text: str) -> str:
     """Plain text as Markdown that shows it. Words that are options, and names with an underscore, are code."""
     text = re.sub(r"[\\`*\[\]]", r"\\\g<0>", escape(text, quote=False))
-    return re.sub(r"(?<![\w/`-])(--?[a-z][\w-]*|\w+_\w+)(?![\w/`])", r"`\1`", text)
+    return re.sub(r"(?<![\w/`-])((?:--?[a-z][\w-]*|\w+_\w+)(?:=[\w:/.]+)?)(?![\w/`])", r"`\1`", text)
 
 
 def help_of(name: str, command: click.Command) -> str:
     """The page of one command."""
     recorder = Recorder()
-    command.format_help(click.Context(command, info_name=f"ckpt-tools {name}"), recorder)
+    parent = click.Context(group, info_name="ckpt-tools", **group.context_settings)
+    command.format_help(click.Context(command, parent, info_name=name), recorder)
     seen = f"In Python: [`ckpt_tools.{function_of(name)}`](../api/{function_of(name)}.md).\n\n"
     return f"# {name}\n\n{recorder.getvalue()}{'' if name in BESIDE else seen}"
 
@@ -148,30 +138,31 @@ def command_pages() -> dict[str, str]:
 # Python
 
 TESTING = ("formats", "stores", "runners", "manifests", "stored", "strategies")
+PUBLIC = {name: getattr(ckpt_tools, name) for name in ckpt_tools.__all__ if name != "__version__"}
+FUNCTIONS = [name for name, value in PUBLIC.items() if isfunction(value)]
+ERRORS = [name for name, value in PUBLIC.items() if isclass(value) and issubclass(value, ckpt_tools.CkptError)]
+OTHERS = [name for name in PUBLIC if name not in {*FUNCTIONS, *ERRORS}]
 
 
 def python_pages() -> dict[str, str]:
     """A page for each function of ``ckpt_tools``, one for all errors, one for all other classes and types, and one for
-    the test suites of plug-ins."""
-    public = {name: getattr(ckpt_tools, name) for name in ckpt_tools.__all__ if name != "__version__"}
-    functions = [name for name, value in public.items() if isfunction(value)]
-    errors = [name for name, value in public.items() if isclass(value) and issubclass(value, ckpt_tools.CkptError)]
-    others = [name for name in public if name not in {*functions, *errors}]
+    the test suites of plug-ins. mkdocstrings writes classes, from the source. It cannot write the functions, whose
+    keywords and docstrings are put together when they are imported."""
     return {
-        **{f"api/{name}.md": reference(name, [f"ckpt_tools.{name}"]) for name in functions},
-        "api/index.md": index(public, functions),
-        "api/errors.md": reference("Errors", [f"ckpt_tools.{name}" for name in errors]),
-        "api/classes.md": reference("Results and types", [f"ckpt_tools.{name}" for name in others]),
-        "api/testing.md": reference("Test suites for plug-ins", [f"ckpt_tools.testing.{name}" for name in TESTING]),
+        **{f"api/{name}.md": function_page(name, PUBLIC[name]) for name in FUNCTIONS},
+        "api/index.md": index_page(),
+        "api/errors.md": classes_page("Errors", [f"ckpt_tools.{name}" for name in ERRORS]),
+        "api/classes.md": classes_page("Results and types", [f"ckpt_tools.{name}" for name in OTHERS]),
+        "api/testing.md": classes_page("Test suites for plug-ins", [f"ckpt_tools.testing.{name}" for name in TESTING]),
     }
 
 
-def reference(title: str, names: list[str]) -> str:
+def classes_page(title: str, names: list[str]) -> str:
     return f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in names) + "\n"
 
 
-def index(public: Mapping[str, object], functions: list[str]) -> str:
-    rows = [f"- [`{name}`]({name}.md): {summary(public[name])}" for name in functions]
+def index_page() -> str:
+    rows = [f"- [`{name}`]({name}.md): {linked(_paragraph(getdoc(PUBLIC[name]) or ''))}" for name in FUNCTIONS]
     return (
         "# Reference\n\nEvery public name of `ckpt_tools`. [Python](../python.md) shows how they are used.\n\n"
         + "\n".join(rows)
@@ -179,5 +170,56 @@ def index(public: Mapping[str, object], functions: list[str]) -> str:
     )
 
 
-def summary(value: object) -> str:
-    return " ".join((value.__doc__ or "").partition("\n\n")[0].split())
+def function_page(name: str, function: Callable[..., object]) -> str:
+    """Its signature, and the sections of its docstring: entries as a list, an example as code."""
+    parts = re.split(r"^(\w[\w ]*):\n(?= )", getdoc(function) or "", flags=re.MULTILINE)
+    sections = [
+        f"## {title}\n\n{section(title, dedent(text))}" for title, text in zip(parts[1::2], parts[2::2], strict=True)
+    ]
+    before = linked(parts[0].strip())
+    code = f"```python\n{signature_of(name, function)}\n```"
+    return "\n\n".join([f"# {name} {{#ckpt_tools.{name}}}", before, code, *sections]) + "\n"
+
+
+def signature_of(name: str, function: Callable[..., object]) -> str:
+    """One parameter on each line."""
+    found = signature(function)
+    lines = []
+    for each in found.parameters.values():
+        if each.kind is each.KEYWORD_ONLY and "*" not in lines:
+            lines.append("*")
+        default = "" if each.default is each.empty else f" = {each.default!r}"
+        lines.append(f"{each.name}: {each.annotation}{default}")
+    return f"ckpt_tools.{name}(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {found.return_annotation}"
+
+
+def section(title: str, text: str) -> str:
+    if title == "Example":
+        return f"```pycon\n{text.strip()}\n```"
+    entries = re.split(r"\n(?=\S)", text.strip())
+    if title == "Returns":
+        return linked(_paragraph(text.strip()))
+    names = [entry.partition(":") for entry in entries]
+    return "\n".join(f"- {_names(term)}: {linked(_paragraph(rest.strip()))}" for term, _, rest in names)
+
+
+def _names(term: str) -> str:
+    """``src, dst`` are two names. A term with words that are no names stays text."""
+    names = term.split(", ")
+    return ", ".join(linked(f"``{name}``") for name in names) if all(each.isidentifier() for each in names) else term
+
+
+def _paragraph(text: str) -> str:
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def linked(text: str) -> str:
+    """Public names in code lead to their pages."""
+    return re.sub(r"``(\w+)``", lambda code: _link(code[1]), text)
+
+
+def _link(name: str) -> str:
+    if name not in PUBLIC:
+        return f"`{name}`"
+    page = name if name in FUNCTIONS else "errors" if name in ERRORS else "classes"
+    return f"[`{name}`]({page}.md#ckpt_tools.{name})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,7 @@ from threading import Thread
 
 import click
 import pytest
+from markdown_it import MarkdownIt
 
 import ckpt_tools
 from tests.inference.serving.http.browser import Browser, chromium
@@ -66,6 +68,20 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
 def test_the_pages_of_docs_are_all_there(site: Path) -> None:
     pages = {path.relative_to(DOCS).with_suffix("") for path in DOCS.rglob("*.md")} - {Path("index_links")}
     assert pages <= {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_lists_and_tables_are_those_that_github_shows(site: Path, page: Path) -> None:
+    """Python-Markdown takes a list without a blank line before it for text, and two spaces for no indentation."""
+    if page.name == "index_links.md":
+        return
+    shown = (site / page.relative_to(DOCS).with_suffix(".html")).read_text()
+    article = shown.partition("<article")[2].partition("</article>")[0]
+    assert blocks(article) == blocks(MarkdownIt().enable("table").render(page.read_text()))
+
+
+def blocks(html: str) -> Counter[str]:
+    return Counter(re.findall(r"<(li|ol|ul|tr|table|pre|blockquote|h[1-4])[\s>]", html))
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
