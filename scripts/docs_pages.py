@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from html import escape
 from inspect import getdoc, isclass, isfunction, signature
 from pathlib import Path, PurePosixPath
