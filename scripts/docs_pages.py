@@ -16,6 +16,7 @@ from textwrap import dedent
 from typing import Any
 
 import click
+from markdown_it import MarkdownIt
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -47,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    return with_addresses(markdown, PurePosixPath("docs", page.file.src_uri).parent)
+    return indented(with_addresses(markdown, PurePosixPath("docs", page.file.src_uri).parent))
 
 
 def written_out(entry: Any, pages: Iterable[str]) -> Any:
@@ -85,6 +86,21 @@ def with_addresses(markdown: str, folder: PurePosixPath) -> str:
         return f"]({REPOSITORY}/{'tree' if target.is_dir() else 'blob'}/main/{path}{link[2] or ''})"
 
     return re.sub(r"\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)", address, markdown)
+
+
+def indented(markdown: str) -> str:
+    """What is inside of list items with four spaces for each item around it, as Python-Markdown wants it. On GitHub the
+    width of the marker is enough."""
+    lines = markdown.splitlines()
+    depths, widths = [0] * len(lines), [0] * len(lines)
+    for token in MarkdownIt().parse(markdown):
+        if token.type == "list_item_open" and token.map:
+            first, end = token.map
+            for number in range(first + 1, end):
+                depths[number] += 1
+                widths[number] = len(re.match(r"\s*\S+\s+", lines[first])[0])
+    rows = zip(lines, depths, widths, strict=True)
+    return "\n".join(line if line[:width].strip() else "    " * depth + line[width:] for line, depth, width in rows)
 
 
 # The command line

@@ -72,7 +72,7 @@ def test_the_pages_of_docs_are_all_there(site: Path) -> None:
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_lists_and_tables_are_those_that_github_shows(site: Path, page: Path) -> None:
-    """Python-Markdown takes a list without a blank line before it for text, and two spaces for no indentation."""
+    """Python-Markdown takes a list without a blank line before it for text."""
     if page.name == "index_links.md":
         return
     shown = (site / page.relative_to(DOCS).with_suffix(".html")).read_text()
