@@ -106,6 +106,9 @@ def indented(markdown: str) -> str:
 # The command line
 
 
+COMMANDS = {**all_commands(), **BESIDE}
+
+
 class Recorder(click.HelpFormatter):
     """What a command's help is made of, as Markdown."""
 
@@ -128,7 +131,8 @@ class Recorder(click.HelpFormatter):
     def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 0, col_spacing: int = 0) -> None:
         for term, text in rows:
             anchors = "".join(f'<a id="{name}"></a>' for name in re.findall(r"(?<![\w-])--[\w-]+", term))
-            self.write(f"{anchors}`{term}`\n:   {escaped(' '.join(text.split()))}\n\n")
+            shown = f"[`{term}`]({page_of(term)})" if term in COMMANDS else f"`{term}`"
+            self.write(f"{anchors}{shown}\n:   {escaped(' '.join(text.split()))}\n\n")
 
 
 def escaped(text: str) -> str:
@@ -137,18 +141,26 @@ def escaped(text: str) -> str:
     return re.sub(r"(?<![\w/`-])((?:--?[a-z][\w-]*|\w+_\w+)(?:=[\w:/.]+)?)(?![\w/`])", r"`\1`", text)
 
 
-def help_of(name: str, command: click.Command) -> str:
-    """The page of one command."""
-    recorder = Recorder()
-    parent = click.Context(group, info_name="ckpt-tools", **group.context_settings)
-    command.format_help(click.Context(command, parent, info_name=name), recorder)
-    seen = f"In Python: [`ckpt_tools.{function_of(name)}`](../api/{function_of(name)}.md).\n\n"
-    return f"# {name}\n\n{recorder.getvalue()}{'' if name in BESIDE else seen}"
+def page_of(name: str) -> str:
+    return f"{name.replace(' ', '-')}.md"
 
 
 def command_pages() -> dict[str, str]:
-    commands = {**all_commands(), **BESIDE}
-    return {f"cli/{name.replace(' ', '-')}.md": help_of(name, command) for name, command in commands.items()}
+    """A page for each command, and one for ``ckpt-tools --help``."""
+    top = click.Context(group, info_name="ckpt-tools", **group.context_settings)
+    pages = {"cli/index.md": f"# All commands\n\n{help_in(top)}"}
+    for name, command in COMMANDS.items():
+        text = f"# {name}\n\n{help_in(click.Context(command, top, info_name=name))}"
+        function = function_of(name)
+        in_python = f"In Python: [`ckpt_tools.{function}`](../api/{function}.md).\n"
+        pages[f"cli/{page_of(name)}"] = text if name in BESIDE else text + in_python
+    return pages
+
+
+def help_in(context: click.Context) -> str:
+    recorder = Recorder()
+    context.command.format_help(context, recorder)
+    return recorder.getvalue()
 
 
 # Python

@@ -1,4 +1,4 @@
-"""Every command, option, exit code and public name is documented, and what the documents name is there."""
+"""Every command and option has help, and what the documents name is there. ``tests/docs`` has the site and errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 import ckpt_tools
-from ckpt_tools import errors
 from ckpt_tools.cli.beside import BesideCommand
 from ckpt_tools.formats.index import built_in
 from tests.support.commands import all_commands, function_of
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-CLI = (DOCS / "cli.md").read_text()
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 NOT_A_PAGE = {"index.md", "index_links.md"}
@@ -39,36 +37,56 @@ TREE = {"ckpt_tools", "tests", "docs", "benchmarks", "fixtures", "training", "in
 """Folders at the root with which a path in a document begins."""
 
 MAX_LINE = 120
-NOT_WRAPPED = re.compile(r"^ *```.*?^ *```|<!-- (\w+):start -->.*?<!-- \1:end -->|^ *\|.*?$", re.MULTILINE | re.DOTALL)
-"""Code, parts that the benchmarks write, and rows of tables."""
+MAX_LINES = 300
+NOT_WRAPPED = re.compile(r"^ *```.*?^ *```|<!-- (\w+):start -->.*?<!-- \1:end -->", re.MULTILINE | re.DOTALL)
+"""Code, and parts that the benchmarks write."""
+
+LONG_ROWS = {
+    "docs/formats/dcp.md",
+    "docs/formats/deepspeed.md",
+    "docs/formats/huggingface.md",
+    "docs/formats/megatron.md",
+    "docs/formats/nanotron.md",
+    "docs/formats/orbax.md",
+    "docs/formats/sharded.md",
+    "docs/formats/state.md",
+    "docs/formats/torch.md",
+    "docs/formats/universal.md",
+    "docs/formats/zero-writing.md",
+    "docs/inference.md",
+    "docs/json.md",
+    "docs/layouts.md",
+    "docs/python.md",
+    "docs/recipes.md",
+    "docs/scanning.md",
+    "docs/stores.md",
+    "docs/trust.md",
+}
+"""Pages that still have tables with longer rows."""
+
+LONG_PAGES = {
+    "docs/inference.md",
+    "docs/json.md",
+    "docs/layouts/deepspeed.md",
+    "docs/layouts/jax.md",
+    "docs/layouts/pytorch.md",
+    "docs/recipes.md",
+    "docs/scanning.md",
+}
+"""Pages that still have more lines."""
 
 COMMANDS = all_commands()
 
-OPTIONS = sorted(
-    {name for command in COMMANDS.values() for option in command.params for name in option.opts if "--" in name}
-)
-
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_is_documented_and_a_function(command: str) -> None:
-    assert f"| `{command}" in CLI
+def test_every_command_is_a_function(command: str) -> None:
     assert isinstance(COMMANDS[command], BesideCommand) or callable(getattr(ckpt_tools, function_of(command)))
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_is_documented(option: str) -> None:
-    assert re.search(rf"`[^`]*{option}\b", CLI), option
 
 
 def test_every_option_has_help() -> None:
     for command in COMMANDS.values():
         for option in command.params:
             assert not isinstance(option, click.Option) or option.help, (command.name, option.name)
-
-
-def test_every_exit_code_is_documented() -> None:
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CkptError)]
-    assert all(f"| {kind.exit_code} |" in CLI for kind in kinds)
 
 
 @pytest.mark.parametrize("name", [each.name for each in built_in()])
@@ -113,7 +131,14 @@ def test_every_page_is_in_the_index() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_lines_are_short(page: Path) -> None:
     lines = NOT_WRAPPED.sub("", page.read_text()).splitlines()
-    assert [line for line in lines if len(line) > MAX_LINE] == []
+    long = [line for line in lines if len(line) > MAX_LINE]
+    assert [line for line in long if not line.lstrip().startswith("|")] == []
+    assert bool(long) is (named(page) in LONG_ROWS), long
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=named)
+def test_pages_are_short(page: Path) -> None:
+    assert (len(page.read_text().splitlines()) > MAX_LINES) is (named(page) in LONG_PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
