@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import wrap
+from textwrap import indent, wrap
 
 import pytest
 
@@ -36,25 +36,24 @@ as a stand-in.
 
 Start with the first two of these commands.
 
-| command | what it does |
-|---|---|
-| `ckpt-tools inspect PATH` | says what you have: format, step, parameters, optimizer. \
-PATH is a file, or the folder of one checkpoint |
-| `ckpt-tools ls RUN` | lists the checkpoints of a run and says whether each is complete ([runs](runs.md)). \
-`RUN@latest` names the newest complete one in every command |
-| `ckpt-tools convert PATH OUT --to FORMAT` | writes another format: `dcp`, `zero1`, `zero2`, `zero3`, `universal`, \
-`sharded` or `megatron` to continue training, `safetensors`, `torch`, `gguf` or `npz` for the model |
-| `ckpt-tools reshard PATH OUT --world-size N` | writes the same format for another number of ranks |
-| `ckpt-tools consolidate PATH model.safetensors` | writes the model's weights as one file |
-| `ckpt-tools scan PATH` | says whether loading the files could run code ([scanning](scanning.md)) |
+- `ckpt-tools inspect PATH` says what you have: format, step, parameters, optimizer. `PATH` is a file, or the folder of
+  one checkpoint.
+- `ckpt-tools ls RUN` lists the checkpoints of a run and says whether each is complete ([runs](runs.md)). `RUN@latest`
+  names the newest complete one in every command.
+- `ckpt-tools convert PATH OUT --to FORMAT` writes another format: `dcp`, `zero1`, `zero2`, `zero3`, `universal`,
+  `sharded` or `megatron` to continue training; `safetensors`, `torch`, `gguf` or `npz` for the model.
+- `ckpt-tools reshard PATH OUT --world-size N` writes the same format for another number of ranks.
+- `ckpt-tools consolidate PATH model.safetensors` writes the model's weights as one file.
+- `ckpt-tools scan PATH` says whether loading the files could run code ([scanning](scanning.md)).
 
 [The command line](cli.md) has all options, and the [glossary](glossary.md) explains the words. In the names below, `N`
-and `M` stand for numbers, such as that of a rank, and `HASH` for random letters and digits.
+and `M` stand for numbers, such as that of a rank, so that one line can be several files, and `HASH` for random letters
+and digits. The counts of tensors are those of the examples.
 """
 
 BY_NAME = """## Find it by a file's name
 
-If many layouts have a file, their pages are named, with the number of layouts that have it.
+If several sections have a file, their pages are named, with the number of layouts that have it.
 
 """
 
@@ -68,6 +67,10 @@ FAMILIES = {
     "Files of ranks": "A `torch.save` file a rank, each with its part of every tensor ([sharded](formats/sharded.md)).",
     "DeepSpeed": "Folders of `save_checkpoint` ([DeepSpeed](formats/deepspeed.md)) and universal checkpoints "
     "([universal](formats/universal.md)).",
+    "DeepSpeed experts": "DeepSpeed's folders of models with experts: `deepspeed.moe` and AutoEP "
+    "([files](formats/deepspeed-parallel.md#experts)).",
+    "DeepSpeed pipelines": "DeepSpeed's folders of pipelines ([files](formats/deepspeed-parallel.md#pipelines)) "
+    "and of tensor parallel runs ([files](formats/deepspeed-parallel.md#tensor-parallel)).",
     "Megatron": "Folders of Megatron-LM and of what is built on it ([Megatron](formats/megatron.md)).",
     "nanotron": "Folders of Hugging Face's nanotron ([nanotron](formats/nanotron.md)).",
     "Quantized weights": "Models whose weights are packed. The tensors are copied as they are.",
@@ -79,8 +82,13 @@ FAMILIES = {
 }
 """The pages in their order, each with its introduction; links are relative to docs/."""
 
-MAX_LINKS = 6
-"""Links of a file in the table; if more layouts have it, their pages are linked."""
+PARTS = {
+    "deepspeed-moe": "DeepSpeed experts",
+    "deepspeed-autoep": "DeepSpeed experts",
+    "deepspeed-pipeline": "DeepSpeed pipelines",
+    "deepspeed-tp": "DeepSpeed pipelines",
+}
+"""First words of layouts that have another page than the rest of their family."""
 
 OF_TESTS = ("order.txt", "slots.pt")
 """Files that the tests add to a layout."""
@@ -88,8 +96,8 @@ OF_TESTS = ("order.txt", "slots.pt")
 OF_CHANCE = re.compile(r"HASH|[NM](?:\.[NM])*|README\.md")
 """Names that identify no layout."""
 
-MIN_ALIKE = 3
-"""Folders with the same files are shown as one from this number on."""
+MAX_NAMED = 2
+"""More folders with the same files are counted, not named."""
 
 _HASH = re.compile(r"[0-9a-f]{16,}")
 _NUMBER = re.compile(r"(?<!\d)(?<!fp)(?<!bf)(?<!\.h)(?<!\.pt)\d+")
@@ -99,11 +107,25 @@ _NUMBER = re.compile(r"(?<!\d)(?<!fp)(?<!bf)(?<!\.h)(?<!\.pt)\d+")
 def pages() -> dict[str, str]:
     """Every page by its path in docs/. Makes every layout that is not in the cache."""
     every = [make(name) for name in layouts()]
-    by_family = {family: [made for made in every if made.layout.family == family] for family in FAMILIES}
-    assert sum(map(len, by_family.values())) == len(every), "each layout is of a family that has a page"
-    return {INDEX: index(_table(every))} | {
-        page_of(family): family_page(family, map(_section, found)) for family, found in by_family.items()
+    by_family = {family: _alike_files(made for made in every if _page(made) == family) for family in FAMILIES}
+    assert sum(len(group) for groups in by_family.values() for group in groups) == len(every), "each has a page"
+    return {INDEX: index(_table(by_family))} | {
+        page_of(family): family_page(family, map(_section, groups)) for family, groups in by_family.items()
     }
+
+
+def _page(made: Made) -> str:
+    """The family, or the part of it, on whose page the layout is."""
+    parts = (part for words, part in PARTS.items() if made.layout.name.startswith(words))
+    return next(parts, made.layout.family)
+
+
+def _alike_files(found: Iterable[Made]) -> list[list[Made]]:
+    """Layouts with the same files together, in order of the first of each."""
+    groups: dict[tuple[str, ...], list[Made]] = {}
+    for made in found:
+        groups.setdefault(tuple(tree(files_of(made))), []).append(made)
+    return list(groups.values())
 
 
 def page_of(family: str) -> str:
@@ -128,53 +150,64 @@ def wrapped(text: str, indent: str = "") -> str:
     return "\n".join(wrap(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
 
-def _table(every: Sequence[Made]) -> str:
-    found: dict[str, list[Made]] = {}
-    for made in every:
-        for name in dict.fromkeys(pattern(path.rpartition("/")[2]) for path in files_of(made)):
-            found.setdefault(name, []).append(made)
+def _table(by_family: Mapping[str, Sequence[Sequence[Made]]]) -> str:
+    """Files in order, each with the one section that has it, or the pages and the number of layouts on each."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for family, groups in by_family.items():
+        for group in groups:
+            for name in {pattern(path.rpartition("/")[2]) for path in files_of(group[0])}:
+                found.setdefault(name, []).extend([(family, _heading(group))] * len(group))
     names = sorted((name for name in found if not OF_CHANCE.fullmatch(name)), key=_order)
-    return "| file | layouts |\n|---|---|\n" + "".join(f"| `{name}` | {_links(found[name])} |\n" for name in names)
+    return "".join(wrapped(f"- `{name}`: {_links(found[name])}", "  ") + "\n" for name in names)
 
 
-def _links(found: Sequence[Made]) -> str:
-    """Links to the layouts, or to the families of many."""
-    if len(found) <= MAX_LINKS:
-        return ", ".join(_link(made.layout.family, made.layout.name) for made in found)
-    counts = Counter(made.layout.family for made in found)
-    return ", ".join(f"{_link(family)} ({counts[family]})" for family in FAMILIES if counts[family])
+def _links(sections: Sequence[tuple[str, str]]) -> str:
+    if len({*sections}) == 1:
+        return _link(*sections[0])
+    counts = Counter(family for family, _ in sections)
+    return ", ".join(f"{_link(family)} ({number})" for family, number in counts.items())
 
 
 def _order(name: str) -> tuple[str, str]:
     return name.lstrip("._").lower(), name
 
 
-def _link(family: str, layout: str = "") -> str:
-    """A link from the index to a family's page, or to a layout on it."""
-    return f"[{layout}]({page_of(family)}#{layout})" if layout else f"[{family}]({page_of(family)})"
+def _link(family: str, heading: str = "") -> str:
+    """A link from the index to a family's page, or to a section of it."""
+    return (
+        f"[{heading}]({page_of(family)}#{heading.replace(' ', '-')})" if heading else f"[{family}]({page_of(family)})"
+    )
 
 
-def _section(made: Made) -> str:
-    layout = made.layout
-    lines = [f"## {layout.name}", "", wrapped(layout.about + ("" if layout.is_real else " (A stand-in.)")), ""]
-    lines += ["```", *tree(files_of(made)), "```", "", _outcome(made)]
-    if layout.advice:
-        lines += ["", wrapped(layout.advice)]
-    if layout.optional:
-        names = ", ".join(f"`{each}`" for each in layout.optional)
-        lines += ["", wrapped(f"It can be read without {names} too, and then lacks their content.")]
-    return "\n".join(lines) + "\n"
+def _heading(group: Sequence[Made]) -> str:
+    first = group[0].layout.name
+    return first if len(group) == 1 else f"{first} and {len(group) - 1} more"
 
 
-def _outcome(made: Made) -> str:
+def _section(group: Sequence[Made]) -> str:
+    """Layouts with the same files: the files once, then each layout and its outcome."""
+    lines = [f"## {_heading(group)}", "", "```", *tree(files_of(group[0])), "```", ""]
+    advice = {made.layout.advice for made in group}
+    shared = advice.pop() if len(group) > 1 and len(advice) == 1 else ""
+    lines += (_item(made, made.layout.advice if not shared else "") for made in group)
+    return "\n".join([*lines, *(["", wrapped(shared)] if shared else [])]) + "\n"
+
+
+def _item(made: Made, advice: str) -> str:
+    """Who writes the layout, what opening it gives, and what can be done with it."""
     layout = made.layout
     where = "" if layout.source == "." else f" from `{layout.source}`"
+    about = f"- **{layout.name}**: {layout.about}" + ("" if layout.is_real else " (A stand-in.)")
+    if layout.optional:
+        names = ", ".join(f"`{each}`" for each in layout.optional)
+        advice = f"{advice} It can be read without {names} too, and then lacks their content.".strip()
     if layout.refusal is not None:
-        return f"**Refused**{where}:\n\n```\n{message(made)}\n```"
+        refused = wrapped(f"{about} **Refused**{where}:", "  ")
+        more = ["", wrapped(advice)] if advice else []
+        return f"{refused}\n\n" + indent("\n".join(["```", message(made), "```", *more]), "  ")
+    state = f" and {count(len(made.state.optimizer), 'tensor')} of the optimizer" if made.state.optimizer else ""
     weights = count(len(made.state.weights), "weight")
-    state = count(len(made.state.optimizer), "tensor")
-    optimizer = f" and {state} of the optimizer" if made.state.optimizer else ""
-    return f"**Opens as `{layout.opens_as}`**{where}, with {weights}{optimizer} in this example."
+    return wrapped(f"{about} **Opens as `{layout.opens_as}`**{where}: {weights}{state}. {advice}".strip(), "  ")
 
 
 def message(made: Made) -> str:
@@ -220,23 +253,14 @@ def tree(paths: Iterable[str]) -> list[str]:
 
 
 def _lines(folder: Folder, indent: str) -> Iterator[str]:
-    shown = {name: list(_lines(inner, indent + "    ")) for name, inner in folder.folders.items()}
-    for name, more in _alike(shown):
-        yield f"{indent}{name}/" + (f"    and {more} more folders with the same files" if more else "")
-        yield from shown[name]
-    yield from (indent + line for line in _names(folder.files))
-
-
-def _alike(shown: Mapping[str, list[str]]) -> Iterator[tuple[str, int]]:
-    """Each folder that is shown, and how many are like it."""
     groups: dict[tuple[str, ...], list[str]] = {}
-    for name, lines in shown.items():
-        groups.setdefault(tuple(lines), []).append(name)
-    for names in groups.values():
-        if len(names) >= MIN_ALIKE:
-            yield names[0], len(names) - 1
-        else:
-            yield from ((name, 0) for name in names)
+    for name, inner in folder.folders.items():
+        groups.setdefault(tuple(_lines(inner, indent + "    ")), []).append(f"{name}/")
+    for lines, names in groups.items():
+        more = f"{names[0]}    and {len(names) - 1} more folders with the same files"
+        yield indent + (more if len(names) > MAX_NAMED else "  ".join(names))
+        yield from lines
+    yield from (indent + line for line in _names(folder.files))
 
 
 def _names(names: Sequence[str]) -> Iterator[str]:
@@ -244,11 +268,7 @@ def _names(names: Sequence[str]) -> Iterator[str]:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(pattern(name), []).append(name)
-    for form, group in groups.items():
-        if "HASH" in form:  # How many there are is chance too.
-            yield f"{_joined(group)}    (one file or more)"
-        else:
-            yield group[0] if len(group) == 1 else f"{_joined(group)}    ({count(len(group), 'file')})"
+    yield from map(_joined, groups.values())
 
 
 def _joined(names: Sequence[str]) -> str:
