@@ -1,0 +1,81 @@
+"""docs/concepts/pictures are what the checkpoints hold, and each is on a page."""
+
+from __future__ import annotations
+
+import re
+from math import ceil, prod
+from xml.etree import ElementTree
+
+import pytest
+
+from ckpt_tools.core.manifest import StateKey
+from fixtures import store
+from tests.pictures.drawing import FOLDER, cells_of, manifest_of, pictures, pieces_of
+from tests.support.svg import WIDTH
+
+SVG = "{http://www.w3.org/2000/svg}"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+
+
+def test_the_pictures_are_up_to_date() -> None:
+    written = {path.name: path.read_text() for path in FOLDER.iterdir()}
+    assert written == pictures(), "draw them again with python -m tests.pictures"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_leaves_a_picture(name: str) -> None:
+    root = ElementTree.fromstring((FOLDER / name).read_text())
+    height = float(root.attrib["height"])
+    boxes = [each.attrib for each in root.iter(f"{SVG}rect")]
+    assert len(boxes) > 1
+    for box in boxes:
+        assert float(box.get("x", 0)) + float(box["width"]) <= WIDTH
+        assert float(box.get("y", 0)) + float(box["height"]) <= height
+    for text in root.iter(f"{SVG}text"):
+        width = len(text.text or "") * 7 * (0.5 if text.attrib["text-anchor"] == "middle" else 1)
+        assert float(text.attrib["x"]) + width <= WIDTH, text.text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_picture_is_on_one_page(name: str) -> None:
+    pages = [path.name for path in FOLDER.parent.glob("*.md") if f"](pictures/{name})" in path.read_text()]
+    assert len(pages) == 1
+
+
+def test_the_rows_are_those_of_torch_chunk() -> None:
+    entries = manifest_of(store.get("fsdp2", "awkward", 4).checkpoint).tensors
+    for fqn in ("embed.weight", "oddities.two"):
+        (entry,) = (entry for key, entry in entries.items() if key.fqn == fqn and key.slot == "weight")
+        rows = ceil(entry.shape[0] / 4)
+        expected = [(rank, list(range(entry.shape[0]))[rank * rows :][:rows]) for rank in range(4)]
+        found = [(cells.rank, list(cells.rows)) for cells in cells_of(entry.shards)]
+        assert found == [(rank, rows) for rank, rows in expected if rows]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_intervals_are_those_of_deepspeed(stage: int) -> None:
+    """Stage 2 cuts a group that is padded to a multiple of two elements a rank; stage 3 cuts and pads parameters."""
+    manifest = manifest_of(store.get(f"zero{stage}-fp32", "awkward", 3).checkpoint)
+    numels = {name: prod(manifest.tensors[StateKey(name)].shape) for name in manifest.groups[0].params}
+    expected, start = set(), 0
+    size = ceil(sum(numels.values()) / 6) * 2
+    for name, numel in numels.items():
+        piece = ceil(numel / 3)
+        for rank in range(3):
+            first, last = (rank * piece, min(numel, (rank + 1) * piece))
+            at = start
+            if stage == 2:
+                first, last = max(start, rank * size), min(start + numel, (rank + 1) * size)
+                at = first - rank * size
+            if first < last:
+                expected.add((name, rank, at, last - first))
+        start += numel if stage == 2 else piece
+    assert {*pieces_of(manifest, 0, "exp_avg")} == expected
+
+
+def test_pages_are_short() -> None:
+    pages = list(FOLDER.parent.glob("*.md"))
+    assert len(pages) > 5
+    for path in pages:
+        assert len(path.read_text().splitlines()) <= 120, path.name
+        assert re.search(r"glossary\.md", path.read_text()), path.name
