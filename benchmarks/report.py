@@ -9,6 +9,7 @@ from benchmarks import figures, inference, startup
 from benchmarks.figures import Result, Row, verdict
 from benchmarks.journal import Journal, Record
 from benchmarks.machine import ROOT, code
+from benchmarks.picture import draw
 from benchmarks.turns import markdown
 from benchmarks.works import COPY, OURS, WORKS
 
@@ -23,14 +24,12 @@ MAX_MEMORY_BYTES = 256_000_000
 
 
 def write(journal: Journal, folder: Path, readme: Path | None = None, page: Path | None = None) -> None:
-    """`table.md` and `picture.png` in the folder, and the sections of the two documents."""
+    """`table.md` and `picture.svg` in the folder, and the sections of the two documents."""
     found = list(figures.results(journal))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text("\n".join(_full_table(journal, found)) + "\n")
-    if found:
-        from benchmarks.picture import draw
-
-        draw(found, folder / "picture.png")
+    if few := [result for result in found if result.work.name in README_WORKS]:
+        (folder / "picture.svg").write_text(draw(few))
     if readme:
         refresh(readme, README_SECTION, "\n".join(_few_rows(found)))
     if page:

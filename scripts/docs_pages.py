@@ -33,7 +33,7 @@ BESIDE = {"train": train, "predict": predict, "serve": serve}
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PICTURES = {path.relative_to(ROOT) for path in ROOT.glob("benchmarks/results/*.png")}
+PICTURES = {path.relative_to(ROOT) for path in ROOT.glob("benchmarks/results/*.svg")}
 REPOSITORY = "https://github.com/ckpt-tools/ckpt-tools"
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks import caching, report
-from benchmarks.__main__ import main
+from benchmarks.__main__ import RESULTS, main
 from benchmarks.figures import results
 from benchmarks.inputs import Cache, FolderError, Llama, claim
 from benchmarks.journal import Journal
 from benchmarks.measure import Usage, measured
+from benchmarks.picture import draw
 from benchmarks.suite import OutOfTimeError, Runner, Settings, slots
 from benchmarks.works import COPY, OURS, WORKS, Work
 from tests.support.running import start, wait_until
@@ -26,6 +29,7 @@ BY_NAME = {work.name: work for work in WORKS}
 # One input for both, and one peer that works: starting torch is most of the time. The other peer fails at once, since
 # the input is no DeepSpeed checkpoint with the script in it.
 FAILING = "zero_to_fp32"
+SVG = "{http://www.w3.org/2000/svg}"
 SMALL_WORKS = (BY_NAME["torch-dcp"], replace(BY_NAME["safetensors-dcp"], source="torch", peer=FAILING))
 
 
@@ -101,7 +105,8 @@ def test_outputs_are_deleted(journal: Journal, settings: Settings) -> None:
     assert {path.name for path in settings.data.iterdir()} == {"inputs", "log", journal.path.name}
 
 
-def test_the_table_and_the_picture_come_out(journal: Journal, tmp_path: Path) -> None:
+def test_the_table_and_the_picture_come_out(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "README_WORKS", [work.name for work in SMALL_WORKS])
     folder = tmp_path / "results"
     report.write(journal, folder)
     table = (folder / "table.md").read_text()
@@ -109,7 +114,25 @@ def test_the_table_and_the_picture_come_out(journal: Journal, tmp_path: Path) ->
         assert f"## {result.work.about}" in table
         assert f"{result.ratio(OURS, COPY):.2f}" in table
     assert "torch_to_dcp" in table
-    assert (folder / "picture.png").read_bytes().startswith(b"\x89PNG")
+    picture = (folder / "picture.svg").read_text()
+    assert all(f">{result.work.about}</text>" in picture for result in results(journal))
+    assert f">{FAILING}: fails</text>" in draw(list(results(journal, SMALL_WORKS)))
+
+
+def test_the_picture_is_that_of_the_results() -> None:
+    found = [each for each in results(Journal(RESULTS / "results.jsonl")) if each.work.name in report.README_WORKS]
+    assert len(found) == 6
+    assert (RESULTS / "picture.svg").read_text() == draw(found), "write it again with python -m benchmarks --report"
+
+
+def test_bars_are_as_long_as_the_seconds() -> None:
+    """The axis is linear and begins at zero: ours and a peer's bar have the ratio of the seconds that stand above."""
+    root = ElementTree.parse(RESULTS / "picture.svg").getroot()
+    bars = [float(each.attrib["width"]) for each in root.iter(f"{SVG}rect") if "fill" in each.attrib]
+    words = (re.search(r": ([\d.]+) s$", each.text or "") for each in root.iter(f"{SVG}text"))
+    seconds = [float(found[1]) for found in words if found]
+    assert len(seconds) == 11
+    assert [bar for bar in bars if bar] == pytest.approx([each * bars[0] / seconds[0] for each in seconds], rel=0.05)
 
 
 def test_the_table_says_which_rows_are_of_earlier_code(journal: Journal, tmp_path: Path) -> None:
@@ -170,7 +193,7 @@ def test_the_command_line_reports_without_measuring(
     main(["--report", "--results", str(tmp_path)])
     assert capsys.readouterr().out.strip() == str(tmp_path / "table.md")
     assert (tmp_path / "results.jsonl").read_bytes() == journal.path.read_bytes()
-    assert (tmp_path / "picture.png").exists()
+    assert (tmp_path / "table.md").exists()
 
 
 def test_a_work_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,7 +108,7 @@ def links(markdown: str) -> Iterator[str]:
 def test_links_on_the_index_page_lead_to_files_of_the_repository(metadata: Message, project: dict[str, Any]) -> None:
     home = project["urls"]["Homepage"]
     found = list(links(metadata.get_payload()))
-    assert any(link.endswith(".png") for link in found)
+    assert any(link.endswith(".svg") for link in found)
     for link in found:
         assert link.startswith(f"{home}/"), f"{link} in README.md needs a definition in docs/index_links.md"
         where = link.partition("#")[0].removeprefix(f"{home}/").split("/", 2)
