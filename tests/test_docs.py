@@ -42,20 +42,8 @@ NOT_WRAPPED = re.compile(r"^ *```.*?^ *```|<!-- (\w+):start -->.*?<!-- \1:end --
 """Code, and parts that the benchmarks write."""
 
 LONG_ROWS = {
-    "docs/formats/dcp.md",
-    "docs/formats/deepspeed.md",
-    "docs/formats/huggingface.md",
-    "docs/formats/megatron.md",
-    "docs/formats/nanotron.md",
-    "docs/formats/orbax.md",
-    "docs/formats/sharded.md",
-    "docs/formats/state.md",
-    "docs/formats/torch.md",
-    "docs/formats/universal.md",
-    "docs/formats/zero-writing.md",
     "docs/inference.md",
     "docs/json.md",
-    "docs/layouts.md",
     "docs/python.md",
     "docs/recipes.md",
     "docs/scanning.md",
@@ -67,9 +55,6 @@ LONG_ROWS = {
 LONG_PAGES = {
     "docs/inference.md",
     "docs/json.md",
-    "docs/layouts/deepspeed.md",
-    "docs/layouts/jax.md",
-    "docs/layouts/pytorch.md",
     "docs/recipes.md",
     "docs/scanning.md",
 }

@@ -22,7 +22,19 @@ from tests.support.commands import all_commands
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-SAMPLE = ("index", "cli", "cli/convert", "cli/train", "api/convert", "api/classes", "layouts", "benchmarks", "json")
+SAMPLE = (
+    "index",
+    "concepts/zero",
+    "layouts/deepspeed",
+    "cli",
+    "cli/convert",
+    "cli/train",
+    "api/convert",
+    "api/classes",
+    "layouts",
+    "benchmarks",
+    "json",
+)
 """Pages with the widest tables, code and names."""
 
 

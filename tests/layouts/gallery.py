@@ -190,7 +190,7 @@ def _section(group: Sequence[Made]) -> str:
     advice = {made.layout.advice for made in group}
     shared = advice.pop() if len(group) > 1 and len(advice) == 1 else ""
     lines += (_item(made, made.layout.advice if not shared else "") for made in group)
-    return "\n".join([*lines, *(["", wrapped(shared)] if shared else [])]) + "\n"
+    return "\n".join([*lines, *(["", wrapped(shared)] if shared else [])]).rstrip() + "\n"
 
 
 def _item(made: Made, advice: str) -> str:
@@ -204,7 +204,7 @@ def _item(made: Made, advice: str) -> str:
     if layout.refusal is not None:
         refused = wrapped(f"{about} **Refused**{where}:", "  ")
         more = ["", wrapped(advice)] if advice else []
-        return f"{refused}\n\n" + indent("\n".join(["```", message(made), "```", *more]), "  ")
+        return f"{refused}\n\n" + indent("\n".join(["```", message(made), "```", *more]), "  ") + "\n"
     state = f" and {count(len(made.state.optimizer), 'tensor')} of the optimizer" if made.state.optimizer else ""
     weights = count(len(made.state.weights), "weight")
     return wrapped(f"{about} **Opens as `{layout.opens_as}`**{where}: {weights}{state}. {advice}".strip(), "  ")
