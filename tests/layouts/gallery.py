@@ -48,7 +48,8 @@ Start with the first two of these commands.
 
 [The command line](cli.md) has all options, and the [glossary](glossary.md) explains the words. In the names below, `N`
 and `M` stand for numbers, such as that of a rank, so that one line can be several files, and `HASH` for random letters
-and digits. The counts of tensors are those of the examples.
+and digits. The counts of tensors are those of the examples. Unless a line says otherwise, what opens can be converted
+to any format, and a format from which training continues can be written for another number of ranks (`reshard`).
 """
 
 BY_NAME = """## Find it by a file's name
@@ -89,6 +90,13 @@ PARTS = {
     "deepspeed-tp": "DeepSpeed pipelines",
 }
 """First words of layouts that have another page than the rest of their family."""
+
+OF_ALL = {
+    "Convert it to any format.",
+    "Convert it to any format, or `reshard` it.",
+    "Convert the weights to any format.",
+}
+"""Advice that the index gives for all layouts."""
 
 OF_TESTS = ("order.txt", "slots.pt")
 """Files that the tests add to a layout."""
@@ -187,10 +195,14 @@ def _heading(group: Sequence[Made]) -> str:
 def _section(group: Sequence[Made]) -> str:
     """Layouts with the same files: the files once, then each layout and its outcome."""
     lines = [f"## {_heading(group)}", "", "```", *tree(files_of(group[0])), "```", ""]
-    advice = {made.layout.advice for made in group}
+    advice = {_advice(made) for made in group}
     shared = advice.pop() if len(group) > 1 and len(advice) == 1 else ""
-    lines += (_item(made, made.layout.advice if not shared else "") for made in group)
+    lines += (_item(made, "" if shared else _advice(made)) for made in group)
     return "\n".join([*lines, *(["", wrapped(shared)] if shared else [])]).rstrip() + "\n"
+
+
+def _advice(made: Made) -> str:
+    return "" if made.layout.advice in OF_ALL else made.layout.advice
 
 
 def _item(made: Made, advice: str) -> str:
