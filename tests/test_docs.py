@@ -46,7 +46,6 @@ LONG_ROWS = {
     "docs/json.md",
     "docs/python.md",
     "docs/recipes.md",
-    "docs/scanning.md",
     "docs/stores.md",
     "docs/trust.md",
 }
@@ -56,7 +55,6 @@ LONG_PAGES = {
     "docs/inference.md",
     "docs/json.md",
     "docs/recipes.md",
-    "docs/scanning.md",
 }
 """Pages that still have more lines."""
 

@@ -173,7 +173,7 @@ RULES: tuple[Rule, ...] = (
     Rule("megatron.model.enums megatron.core.transformer.enums",
          "AttnBackend AttnMaskType AttnType LayerType ModelType PositionEmbeddingType", AN_ENUM, call=(ENUM,)),
 )  # fmt: skip
-"""The list. ``docs/scanning.md`` shows it, and a test compares the two."""
+"""The list. ``docs/scanning_list.md`` shows it, and a test compares the two."""
 
 
 _BY_NAME: defaultdict[tuple[str, str], list[Rule]] = defaultdict(list)

@@ -1,6 +1,7 @@
 """Names of code in JSON and YAML, which documented loaders of checkpoints import or call. Pure.
 
-Every loader here is run on a folder of a checkpoint as its documentation says. ``docs/scanning.md`` has the table.
+Every loader here is run on a folder of a checkpoint as its documentation says. ``docs/scanning_grammar.md`` lists
+them.
 """
 
 from __future__ import annotations
