@@ -42,19 +42,15 @@ NOT_WRAPPED = re.compile(r"^ *```.*?^ *```|<!-- (\w+):start -->.*?<!-- \1:end --
 """Code, and parts that the benchmarks write."""
 
 LONG_ROWS = {
-    "docs/inference.md",
     "docs/json.md",
     "docs/python.md",
-    "docs/recipes.md",
     "docs/stores.md",
     "docs/trust.md",
 }
 """Pages that still have tables with longer rows."""
 
 LONG_PAGES = {
-    "docs/inference.md",
     "docs/json.md",
-    "docs/recipes.md",
 }
 """Pages that still have more lines."""
 

@@ -128,7 +128,7 @@ def test_no_page_is_wider_than_the_window(browser: tuple[Browser, str], page: st
     assert tab.evaluate(f"{beside}.every((each) => each.getBoundingClientRect().right <= innerWidth)")
 
 
-def test_the_search_finds_an_option(browser: tuple[Browser, str]) -> None:
+def test_the_search_finds_a_command(browser: tuple[Browser, str]) -> None:
     tab, address = browser
-    tab.send("Page.navigate", url=f"{address}/index.html?q=max-shard-size")
-    tab.wait_for("document.querySelector('.md-search-result__item a[href*=\"cli/convert.html\"]') !== null", seconds=20)
+    tab.send("Page.navigate", url=f"{address}/index.html?q=merge-lora")
+    tab.wait_for("document.querySelector('.md-search-result__item a[href*=\"cli/merge-lora.html\"]') !== null", seconds=60)

@@ -1,4 +1,4 @@
-"""Runs the network of docs/inference.md as it is printed there."""
+"""Runs the network of docs/inference_networks.md as it is printed there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 from tests.inference.conftest import running_service
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "docs" / "inference.md").read_text().partition("**A network of your own**")[2]
+SECTION = (ROOT / "docs" / "inference_networks.md").read_text().partition("**A network of your own**")[2]
 MODULE, CLIENT = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 COMMANDS = re.findall(r"^\$ (.*)$", SECTION, re.MULTILINE)
 
