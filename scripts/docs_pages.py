@@ -166,6 +166,17 @@ def help_in(context: click.Context) -> str:
 # Python
 
 TESTING = ("formats", "stores", "runners", "manifests", "stored", "strategies")
+FOR_FORMATS = [
+    "ckpt_tools.formats.base.Format",
+    *(f"ckpt_tools.core.manifest.{name}" for name in ("Manifest", "StateKey", "TensorEntry", "Kind", "ParamGroup")),
+    *(f"ckpt_tools.core.shards.{name}" for name in ("ShardTable", "Shard", "ByteRange")),
+    *(f"ckpt_tools.core.layout.{name}" for name in ("Layout", "FileLayout", "Literal", "Padding", "Payload")),
+    "ckpt_tools.core.boxes.Box",
+    "ckpt_tools.core.dtypes.DType",
+    "ckpt_tools.stores.source.Source",
+]
+"""What the format of a package of your own is made of."""
+
 PUBLIC = {name: getattr(ckpt_tools, name) for name in ckpt_tools.__all__ if name != "__version__"}
 FUNCTIONS = [name for name, value in PUBLIC.items() if isfunction(value)]
 ERRORS = [name for name, value in PUBLIC.items() if isclass(value) and issubclass(value, ckpt_tools.CkptError)]
@@ -173,14 +184,15 @@ OTHERS = [name for name in PUBLIC if name not in {*FUNCTIONS, *ERRORS}]
 
 
 def python_pages() -> dict[str, str]:
-    """A page for each function of ``ckpt_tools``, one for all errors, one for all other classes and types, and one for
-    the test suites of plug-ins. mkdocstrings writes classes, from the source. It cannot write the functions, whose
+    """A page for each function of ``ckpt_tools``, one for all errors, one for all other classes and types, and two
+    for plug-ins. mkdocstrings writes classes, from the source. It cannot write the functions, whose
     keywords and docstrings are put together when they are imported."""
     return {
         **{f"api/{name}.md": function_page(name, PUBLIC[name]) for name in FUNCTIONS},
         "api/index.md": index_page(),
         "api/errors.md": classes_page("Errors", [f"ckpt_tools.{name}" for name in ERRORS]),
         "api/classes.md": classes_page("Results and types", [f"ckpt_tools.{name}" for name in OTHERS]),
+        "api/formats.md": classes_page("Classes for formats", FOR_FORMATS),
         "api/testing.md": classes_page("Test suites for plug-ins", [f"ckpt_tools.testing.{name}" for name in TESTING]),
     }
 
@@ -194,7 +206,8 @@ def index_page() -> str:
     return (
         "# Reference\n\nEvery public name of `ckpt_tools`. [Python](../python.md) shows how they are used.\n\n"
         + "\n".join(rows)
-        + "\n\n[Results and types](classes.md), [errors](errors.md), [test suites for plug-ins](testing.md).\n"
+        + "\n\n[Results and types](classes.md), [errors](errors.md); for plug-ins [classes for formats](formats.md) "
+        + "and [test suites](testing.md).\n"
     )
 
 

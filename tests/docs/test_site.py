@@ -131,4 +131,6 @@ def test_no_page_is_wider_than_the_window(browser: tuple[Browser, str], page: st
 def test_the_search_finds_a_command(browser: tuple[Browser, str]) -> None:
     tab, address = browser
     tab.send("Page.navigate", url=f"{address}/index.html?q=merge-lora")
-    tab.wait_for("document.querySelector('.md-search-result__item a[href*=\"cli/merge-lora.html\"]') !== null", seconds=60)
+    tab.wait_for(
+        "document.querySelector('.md-search-result__item a[href*=\"cli/merge-lora.html\"]') !== null", seconds=60
+    )

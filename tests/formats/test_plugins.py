@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import ckpt_tools
+from ckpt_tools.core import boxes, layout, manifest, shards
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import CkptError, DestinationExistsError, FormatError, UnsupportedError, UsageError
 from ckpt_tools.formats import plugins
@@ -76,6 +78,53 @@ def environment(*folders: Path) -> dict[str, str]:
 def command(*words: str | Path, folders: tuple[Path, ...]) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
     return subprocess.run(line, capture_output=True, text=True, env=environment(*folders), check=False, timeout=120)
+
+
+CONSTRUCTORS = re.findall(r"^- `([\w.]+)\(([^)]*)\)`", PAGE, re.MULTILINE)
+WHERE = (manifest, shards, boxes, layout)
+
+
+@pytest.mark.parametrize(("name", "arguments"), CONSTRUCTORS)
+def test_a_listed_constructor_takes_the_listed_arguments(name: str, arguments: str) -> None:
+    kind, _, method = name.partition(".")
+    (found, *_) = (getattr(module, kind) for module in WHERE if hasattr(module, kind))
+    taken = list(signature(getattr(found, method) if method else found).parameters)
+    positional, by_name = re.findall(r"\w+(?=,|$)", arguments), re.findall(r"\w+(?==)", arguments)
+    assert taken[: len(positional)] == positional
+    assert set(by_name) <= set(taken)
+
+
+class TestThePrintedReader:
+    @pytest.fixture
+    def raw(self, plugin: Plugin, tmp_path: Path) -> Path:
+        """A folder of the format, which is installed."""
+        plugin("raw", printed("ckpt_raw.py"), raw="ckpt_npy_raw:RawFormat")
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        np.arange(6, dtype="<f4").tofile(folder / "w.f32")
+        np.array([-0.0], "<f4").tofile(folder / "b.f32")
+        (folder / "shapes.json").write_text('{"w": [2, 3], "b": [1]}')
+        return folder
+
+    def test_it_is_short(self) -> None:
+        assert len([line for line in printed("ckpt_raw.py").splitlines() if line]) <= 20
+
+    def test_every_command_reads_it(self, raw: Path, tmp_path: Path) -> None:
+        ckpt_tools.convert(raw, tmp_path / "out.npz")
+        loaded = np.load(tmp_path / "out.npz")
+        assert loaded["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert loaded["b"].tobytes() == b"\x00\x00\x00\x80"
+        assert ckpt_tools.inspect(raw).format == "raw"
+        assert ckpt_tools.verify(raw, tmp_path / "out.npz").equal
+
+    def test_a_file_of_another_size_is_refused(self, raw: Path) -> None:
+        (raw / "shapes.json").write_text('{"w": [2, 4]}')
+        with pytest.raises(FormatError, match=r"w\.f32: 24 bytes cannot hold 8 elements"):
+            ckpt_tools.inspect(raw)
+
+    def test_it_is_not_written(self, raw: Path, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="raw"):
+            ckpt_tools.convert(raw, tmp_path / "out", to="raw")
 
 
 class TestThePrintedFormat:

@@ -1,4 +1,4 @@
-"""The trainer of docs/extending.md, as printed there."""
+"""The trainer of docs/extending_trainers.md, as printed there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ print([str(note) for note in ckpt_tools.reshard(source, output, world_size=2).no
 
 def asked(folder: Path, *words: Path) -> list[str]:
     """The lines that the script prints where the printed record is one of the trainers."""
-    found = re.search(r"`acme\.py`.*?```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    found = re.search(
+        r"`acme\.py`.*?```python\n(.*?)```", (ROOT / "docs" / "extending_trainers.md").read_text(), re.DOTALL
+    )
     assert found
     (folder / "acme.py").write_text(found[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
