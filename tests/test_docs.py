@@ -50,7 +50,6 @@ LONG_ROWS = {
 """Pages that still have tables with longer rows."""
 
 LONG_PAGES = {
-    "docs/json.md",
 }
 """Pages that still have more lines."""
 

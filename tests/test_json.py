@@ -1,4 +1,4 @@
-"""``docs/json.md`` lists the keys of every command's JSON, in order, and these are attributes of the result."""
+"""The pages on JSON list the keys of every command's object, in order, and these are attributes of the result."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ckpt_tools.cli.main import group
 
 pytestmark = pytest.mark.quick
 
-TEXT = (Path(__file__).parent.parent / "docs" / "json.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
 SCHEMAS = {
     section.partition("\n")[0].strip(): re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
-    for section in TEXT.split("\n## ")[1:]
+    for page in (DOCS / "json.md", DOCS / "json_others.md")
+    for section in page.read_text().split("\n## ")[1:]
 }
 
 

@@ -30,8 +30,8 @@ def test_a_run_lists_each_format_by_its_name_and_as_complete(to: str, model: Pat
     ckpt_tools.convert(model, saved / f"m.{to}" if to in ("gguf", "npz") else saved, to=to)
     (listed,) = ckpt_tools.ls(tmp_path / "run").checkpoints
     assert (listed.format, listed.problem) == (SHOWN.get(to, to), None)
-    row = next(line for line in (DOCS / "json.md").read_text().split("\n") if "how its files are laid out" in line)
-    assert f"`{listed.format}`" in row and "torch_dist" not in row
+    names = (DOCS / "json.md").read_text().partition("The layouts of files are")[2].partition("\n\n")[0]
+    assert f"`{listed.format}`" in names and "torch_dist" not in names
 
 
 def test_a_megatron_checkpoint_in_a_folder_of_its_own_lacks_what_is_written_last(model: Path, tmp_path: Path) -> None:
