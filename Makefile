@@ -16,14 +16,15 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@scripts/install.sh $(VENV) 'everything: torch, DeepSpeed, Ray and the tools of the tests (about 2 minutes)' \
-		-e '.[all]' --group dev
+		-e '.[all]' -e ./training -e ./inference --group dev
 	@touch $@
 
 # The demo needs less than the tests. After `make install` it needs nothing more.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo)
 
 $(VENV)/.installed-demo: pyproject.toml constraints.txt
-	@scripts/install.sh $(VENV) 'torch, DeepSpeed, Ray and transformers (about 1 minute)' -e '.[train,serve]'
+	@scripts/install.sh $(VENV) 'torch, DeepSpeed, Ray and transformers (about 1 minute)' \
+		-e '.[train,serve]' -e ./training -e ./inference
 	@touch $@
 
 demo: $(DEMO_STAMP)

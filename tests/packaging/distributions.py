@@ -1,4 +1,4 @@
-"""What is published, built as a build tool builds it: a source distribution of this tree, and a wheel of that alone."""
+"""What is published, built as a build tool builds it: a source distribution of this tree, and wheels of that alone."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 
+FOLDERS = {"ckpt_tools": ".", "ckpt_tools_training": "training", "ckpt_tools_inference": "inference"}
+"""The folder that each wheel is built in."""
+
 _HOOK = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Both distributions, and the folder that the source distribution unpacks to."""
+    """The source distribution, the folder that it unpacks to, and the wheels, that of the converter first."""
 
     sdist: Path
-    wheel: Path
     source: Path
+    wheels: list[Path]
+
+    @property
+    def wheel(self) -> Path:
+        return self.wheels[0]
 
 
 def build(folder: Path) -> Built:
@@ -33,16 +40,18 @@ def build(folder: Path) -> Built:
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     source = folder / sdist.name.removesuffix(".tar.gz")
-    _run_hook("build_wheel", shutil.copytree(source, folder / "to-build"), folder)
-    [wheel] = folder.glob("*.whl")
-    return Built(sdist, wheel, source)
+    return Built(sdist, source, _wheels("build_wheel", shutil.copytree(source, folder / "to-build"), folder))
 
 
-def build_editable(source: Path, folder: Path) -> Path:
-    """A wheel that leads to ``source``, as ``pip install -e`` makes it."""
-    _run_hook("build_editable", source, folder)
-    [wheel] = folder.glob("*.whl")
-    return wheel
+def build_editable(source: Path, folder: Path) -> list[Path]:
+    """Wheels that lead to ``source``, as ``pip install -e`` makes them."""
+    return _wheels("build_editable", source, folder)
+
+
+def _wheels(hook: str, source: Path, out: Path) -> list[Path]:
+    for folder in FOLDERS.values():
+        _run_hook(hook, source / folder, out)
+    return [next(out.glob(f"{name}-*.whl")) for name in FOLDERS]
 
 
 def _run_hook(hook: str, source: Path, out: Path) -> None:

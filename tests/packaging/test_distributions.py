@@ -17,11 +17,11 @@ import pytest
 from markdown_it import MarkdownIt
 
 import ckpt_tools
-from tests.packaging.distributions import ROOT, Built, tree
-from tests.packaging.environments import clean_variables
+from tests.packaging.distributions import FOLDERS, ROOT, Built, tree
+from tests.packaging.environments import clean_variables, metadata_of
 
-PACKAGES = {"ckpt_tools": "ckpt_tools", "training": "ckpt_tools_training", "inference": "ckpt_tools_inference"}
-"""Folders of the tree, and their names in a wheel."""
+NOT_IN_A_WHEEL = {"LICENSE", "pyproject.toml", "setup.py"}
+"""What the folders of training and inference are built with."""
 
 NOT_IN_THE_SDIST = {".ci"}
 """What is of use to the repository alone."""
@@ -34,8 +34,7 @@ QUICK_TESTS = [
 
 @pytest.fixture(scope="module")
 def metadata(built: Built) -> Message:
-    name = f"ckpt_tools-{ckpt_tools.__version__}.dist-info/METADATA"
-    return email.message_from_bytes(zipfile.ZipFile(built.wheel).read(name))
+    return email.message_from_string(metadata_of(built.wheel).read_text("METADATA") or "")
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +43,22 @@ def project() -> dict[str, Any]:
     return found
 
 
-def test_the_wheel_puts_no_general_name_into_site_packages(built: Built) -> None:
-    top = {name.split("/")[0] for name in zipfile.ZipFile(built.wheel).namelist()}
-    assert top == {*PACKAGES.values(), f"ckpt_tools-{ckpt_tools.__version__}.dist-info"}
+def test_a_wheel_holds_every_module_of_one_package_and_nothing_else(built: Built) -> None:
+    for (name, place), wheel in zip(FOLDERS.items(), built.wheels, strict=True):
+        held = set(zipfile.ZipFile(wheel).namelist())
+        metadata = {path for path in held if path.startswith(f"{name}-{ckpt_tools.__version__}.dist-info/")}
+        folder = name if place == "." else place
+        inside = {path.relative_to(folder) for path in tree() if path.is_relative_to(folder)}
+        assert held - metadata == {f"{name}/{path}" for path in inside if str(path) not in NOT_IN_A_WHEEL}
+        assert any(path.endswith("/licenses/LICENSE") for path in metadata)
+    assert {"ckpt_tools/py.typed", "ckpt_tools/testing/stores.py"} <= set(zipfile.ZipFile(built.wheel).namelist())
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(built: Built) -> None:
-    modules = {name for name in zipfile.ZipFile(built.wheel).namelist() if ".dist-info/" not in name}
-    expected = {
-        (ours / path.relative_to(folder)).as_posix()
-        for folder, ours in ((Path(folder), Path(ours)) for folder, ours in PACKAGES.items())
-        for path in tree()
-        if path.is_relative_to(folder)
-    }
-    assert modules == expected
-    assert {"ckpt_tools/py.typed", "ckpt_tools/testing/stores.py"} <= modules
+def test_training_and_inference_need_the_converter_of_their_version(built: Built) -> None:
+    ours = f"=={ckpt_tools.__version__}"
+    training, inference = (metadata_of(wheel).requires for wheel in built.wheels[1:])
+    assert training == [f"ckpt-tools{ours}"]
+    assert inference == [f"ckpt-tools{ours}", f"ckpt-tools-training{ours}"]
 
 
 def test_the_source_distribution_holds_the_whole_tree(built: Built) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PathDistribution
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ import pytest
 from fixtures.corpus import make
 from tests.packaging.distributions import Built, build_editable
 from tests.packaging.documented import CHECKS, SLOW, SOAKED, Material
-from tests.packaging.environments import Environment, installed, linked
+from tests.packaging.environments import Environment, clean_variables, installed, linked, metadata_of
 
-Maker = Callable[[Path, Path, Sequence[str]], Environment]
+Maker = Callable[[Path, Sequence[Path], Sequence[str]], Environment]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -31,14 +31,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_an_extra_is_enough(extras: str, make: Maker, built: Built, material: Material, tmp_path: Path) -> None:
-    environment = make(tmp_path, built.wheel, extras.split(",") if extras else [])
+    environment = make(tmp_path, built.wheels, extras.split(",") if extras else [])
     SOAKED[extras](environment, material)
 
 
-def test_every_extra_is_tried(built: Built, tmp_path: Path) -> None:
-    environment = linked(tmp_path, built.wheel)
-    [metadata] = environment.site_packages.glob("ckpt_tools-*.dist-info")
-    extras = set(PathDistribution(metadata).metadata.get_all("Provides-Extra", []))
+def test_every_extra_is_tried(built: Built) -> None:
+    extras = set(metadata_of(built.wheel).metadata.get_all("Provides-Extra", []))
     assert extras - {"all"} <= set(CHECKS)
 
 
@@ -51,7 +49,7 @@ def refused(done: subprocess.CompletedProcess[str], sentence: str) -> None:
 @pytest.fixture(scope="module")
 def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """The wheel without any extra."""
-    return linked(tmp_path_factory.mktemp("bare"), built.wheel)
+    return linked(tmp_path_factory.mktemp("bare"), built.wheels)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def test_without_the_extra_a_command_says_what_to_install(
 @pytest.fixture(scope="module")
 def uninstalled(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """What training and inference require, without ckpt-tools itself."""
-    environment = linked(tmp_path_factory.mktemp("uninstalled"), built.wheel, ["train", "serve"])
+    environment = linked(tmp_path_factory.mktemp("uninstalled"), built.wheels, ["train", "serve"])
     for path in environment.site_packages.glob("ckpt_tools*"):
         shutil.rmtree(path)
     return environment
@@ -103,7 +101,7 @@ def test_a_source_tree_runs_its_modules_without_being_installed(
 def test_a_source_tree_that_is_not_installed_says_so(
     name: str, with_metadata: bool, uninstalled: Environment, built: Built, tmp_path: Path
 ) -> None:
-    """Building leaves metadata in a source tree, which names the commands and not where they are."""
+    """Building leaves metadata in a source tree."""
     ignored = shutil.ignore_patterns() if with_metadata else shutil.ignore_patterns("*.egg-info")
     source = shutil.copytree(built.source, tmp_path / "source", ignore=ignored)
     refused(uninstalled.run_python("-m", "ckpt_tools", name, "--help", cwd=source), "source tree")
@@ -116,6 +114,12 @@ def test_an_editable_installation_has_both_names_for_the_same_files(built: Built
     program = "import ckpt_tools_training as t, ckpt_tools_inference as i; print(t.__file__, i.__file__, sep='\\n')"
     printed = environment.run_python("-c", program).stdout.splitlines()
     assert printed == [str(built.source / name / "__init__.py") for name in ("training", "inference")]
+    script = tmp_path / "script.py"
+    script.write_text("from ckpt_tools import convert\n")
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=skip", f"--cache-dir={tmp_path / 'cache'}"]
+    words = [*mypy, f"--python-executable={environment.python}", script]
+    done = subprocess.run(words, cwd=tmp_path, env=clean_variables(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_help_imports_nothing_of_the_commands_beside(bare: Environment) -> None:
