@@ -1,6 +1,6 @@
 """URLs of stores that are not local: which store each scheme is, and with which options.
 
-S3 has a store of our own. Everything else, and nothing of S3, goes through fsspec.
+S3 has a store of our own. Everything else, and nothing of S3, goes through fsspec; the Hub by commits.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.stores.destination import Place
+from ckpt_tools.stores.fsspec.hub import HubPlace, open_hub_store
 from ckpt_tools.stores.fsspec.lock import FsspecObjects
 from ckpt_tools.stores.fsspec.place import FsspecPlace
-from ckpt_tools.stores.fsspec.store import file_system, open_fsspec_store
+from ckpt_tools.stores.fsspec.store import file_system, is_hub, open_fsspec_store
 from ckpt_tools.stores.marker_files import PARTIAL
 from ckpt_tools.stores.read_ahead import BlockCache
 from ckpt_tools.stores.s3.client import S3Options
 from ckpt_tools.stores.s3.lock import ObjectLock
 from ckpt_tools.stores.s3.place import S3Place
 from ckpt_tools.stores.s3.store import bucket_of, open_s3_store
-from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.source import Source, Store
 
 
 def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
@@ -31,7 +32,11 @@ def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
         SourceNotFoundError: nothing is there. StoreError: it cannot be reached. UsageError: unknown options, or a
         missing package.
     """
-    store = open_s3_store(*bucket_of(url, S3Options.parse(options))) if _is_s3(url) else open_fsspec_store(url, options)
+    store: Store | None
+    if _is_s3(url):
+        store = open_s3_store(*bucket_of(url, S3Options.parse(options)))
+    else:
+        store = (open_hub_store if is_hub(url) else open_fsspec_store)(url, options)
     if store is None:
         raise SourceNotFoundError(f"there is no file or folder {url}")
     source = Source.open(store)
@@ -41,7 +46,7 @@ def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
 def open_remote_place(url: str, options: Mapping[str, Any]) -> Place:
     """Place of an output; nothing is touched. Raises UsageError."""
     if not _is_s3(url):
-        return FsspecPlace.of(url, options)
+        return (HubPlace if is_hub(url) else FsspecPlace).of(url, options)
     bucket, key = bucket_of(url, S3Options.parse(options))
     if ".." in PurePosixPath(key).parts or "//" in key:
         raise UsageError(f"{url}: the destination must not contain .. or empty names")
@@ -53,6 +58,8 @@ def lock_of(url: str, options: Mapping[str, Any]) -> ObjectLock:
     place = open_remote_place(url, options)
     if isinstance(place, S3Place):
         return place.lock
+    if is_hub(url):
+        raise UsageError(f"{url}: a repository cannot be claimed; name a path or another URL")
     objects = FsspecObjects.of(url, options)
     return ObjectLock(objects, f"{objects.path}/{PARTIAL}/lock", url)
 

@@ -365,8 +365,8 @@ def test_a_reference_on_the_hub(pair: tuple[Path, Path, Any], tmp_path: Path) ->
     """By huggingface_hub's own client; in a process of its own, because the client reads its endpoint once."""
     state, ref, model = pair
     shutil.copytree(ref, tmp_path / "hub" / "org" / "model")
-    with running_hub(tmp_path / "hub") as endpoint:
-        environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
+    with running_hub(tmp_path / "hub") as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
         words = [state, tmp_path / "out", "hf://org/model", "hf://org/model@main", "hf://org/none"]
         command = [sys.executable, "-c", HUB, *map(str, words)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import httpx
 
 from fixtures.corpus import make
 from tests.packaging.environments import Environment, clean_variables
+from tests.support.hub_server import running_hub
 from tests.support.s3_server import BUCKET, S3Server
 
 TINY = ["--num-samples=64", "--epochs=1", "--num-workers=2", "--batch-size=32"]
@@ -135,6 +137,16 @@ def s3(environment: Environment, material: Material) -> None:
     environment.succeed("verify", material.dcp, there, **server.environment)
 
 
+def hub(environment: Environment, material: Material) -> None:
+    for name in ("model", "empty"):
+        (environment.work / "hub" / "org" / name).mkdir(parents=True)
+    shutil.copy(material.model, environment.work / "hub" / "org" / "model")
+    with running_hub(environment.work / "hub") as running:
+        variables = {"HF_ENDPOINT": running.endpoint, "HF_HUB_DISABLE_XET": "1"}
+        environment.succeed("convert", "hf://org/model", "hf://org/empty/dcp", "--to", "dcp", **variables)
+        environment.succeed("verify", material.dcp, "hf://org/empty/dcp", **variables)
+
+
 def signatures(environment: Environment, material: Material) -> None:
     signature = environment.work / "model.sig"
     environment.succeed("sign", material.dcp, "--private-key", material.private_key, "--signature", signature)
@@ -156,6 +168,7 @@ CHECKS: Mapping[str, Check] = {
     "serve": inference,
     "ray": ray_cluster,
     "ray-serve": ray_service,
+    "hub": hub,
     "s3": s3,
     "sign": signatures,
     "orbax": orbax,

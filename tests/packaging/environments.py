@@ -83,7 +83,7 @@ def linked(folder: Path, wheels: Iterable[Path], extras: Iterable[str] = ()) -> 
     install = ["install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check"]
     pip = [sys.executable, "-m", "pip", "--python", str(environment.python), *install]
     words = [*pip, *(str(wheel) for name, wheel in ours.items() if name in needed)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, env=clean_variables(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     _link_all([each for name, each in needed.items() if name not in ours], environment.site_packages)
     return environment

@@ -58,8 +58,9 @@ def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
         (["train", "--engine=fsdp2", "--out=run"], "train"),
         (["predict", "--model", "MODEL", "--input=digits", "--output=rows.jsonl"], "serve"),
         (["serve", "MODEL", "--port=0"], "serve"),
-        (["serve", "MODEL", "--port=0", "--runner=ray"], "ray-serve"),
         (["inspect", "s3://bucket/model"], "s3"),
+        (["inspect", "hf://org/model"], "hub"),
+        (["convert", "MODEL", "hf://org/model"], "hub"),
         (["sign", "MODEL", "--private-key=KEY"], "sign"),
         (["convert", "MODEL", "out.pt", "--runner=ray"], "ray"),
         (["inspect", "ORBAX"], "orbax"),
@@ -77,6 +78,29 @@ def test_without_the_extra_a_command_says_what_to_install(
         "--private-key=KEY": f"--private-key={material.private_key}",
     }
     refused(bare.run(*(given.get(word, word) for word in words)), f"pip install 'ckpt-tools[{extra}]'")
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["train", "--engine=fsdp2", "--out=run"], "train"),
+        (["predict", "--model=MODEL", "--input=digits", "--output=rows.jsonl"], "serve"),
+        (["serve", "MODEL", "--port=0"], "serve"),
+        (["serve", "MODEL", "--port=0", "--runner=ray"], "ray-serve"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_the_packages_alone_say_which_extra_they_need(
+    words: list[str], extra: str, packages: Environment, material: Material
+) -> None:
+    given = [word.replace("MODEL", str(material.model)) for word in words]
+    refused(packages.run(*given), f"pip install 'ckpt-tools[{extra}]'")
+
+
+@pytest.fixture(scope="module")
+def packages(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """All three wheels, without any extra: inference, and what it needs."""
+    return linked(tmp_path_factory.mktemp("packages"), built.wheels[::-1])
 
 
 @pytest.fixture(scope="module")

@@ -256,7 +256,7 @@ class FsspecPlace(Place):
         check_free(self.url, self.form.kind, is_taken=bool(kinds), kinds=kinds, overwrite=overwrite)
 
     @contextmanager
-    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[FsspecClaim]:
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[Claim]:
         """Take the place; two who take it at once are not told apart, as file systems have no common lock.
 
         Services answer when bytes are safe, so that ``fsync`` asks for nothing more.

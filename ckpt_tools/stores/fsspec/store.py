@@ -28,6 +28,13 @@ Result = TypeVar("Result")
 
 _POLICY = RetryPolicy()
 
+_ONCE = RetryPolicy(attempts=1)
+
+
+def is_hub(url: str) -> bool:
+    """True for a URL of the Hugging Face Hub."""
+    return url.startswith("hf://")
+
 
 def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """The file system of ``url`` and the path in it.
@@ -42,6 +49,8 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     try:
         fs, path = url_to_fs(url, **options)
     except ImportError as error:
+        if is_hub(url):
+            raise UsageError(f"{url} needs huggingface_hub: pip install 'ckpt-tools[hub]'") from error
         raise UsageError(f"{url} needs a package that is not installed: {error}") from error
     except TypeError as error:
         raise UsageError(f"{option('storage_options')} does not fit: {error}") from error
@@ -52,7 +61,12 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return fs, str(path).rstrip("/")
 
 
-def asked(url: str, call: Callable[[], Result]) -> Result:
+def once(url: str, call: Callable[[], Result]) -> Result:
+    """Like ``asked``, for a call that must not be repeated."""
+    return asked(url, call, _ONCE)
+
+
+def asked(url: str, call: Callable[[], Result], policy: RetryPolicy | None = None) -> Result:
     """Result of ``call`` of a file system, repeated after failures of the network.
 
     Raises:
@@ -70,7 +84,7 @@ def asked(url: str, call: Callable[[], Result]) -> Result:
                 raise
             raise judged from error
 
-    return retried(ask, _POLICY)
+    return retried(ask, policy or _POLICY)
 
 
 @dataclass(slots=True)
@@ -140,7 +154,7 @@ class FsspecStore(Store):
 
     def _read_once(self, full: str, start: int, buffer: memoryview) -> None:
         """fsspec cuts a range at the end of the file, and does not say so."""
-        data = self.fs.cat_file(full, start=start, end=start + len(buffer))
+        data = self.fetched(full, start, start + len(buffer))
         if len(data) == len(buffer):
             buffer[:] = data
             return
@@ -155,6 +169,11 @@ class FsspecStore(Store):
             )
         raise EOFError(f"{len(data):,} bytes were received, but {len(buffer):,} were requested")
 
+    def fetched(self, full: str, start: int, stop: int) -> bytes:
+        """Bytes ``[start, stop)`` of a file, or fewer."""
+        data: bytes = self.fs.cat_file(full, start=start, end=stop)
+        return data
+
 
 def size_of(info: Mapping[str, Any], url: str) -> int:
     if info.get("type") == "directory":
@@ -168,7 +187,18 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "crea
 """What file systems call the time at which a file was written; ``created`` is what stores say that never change one."""
 
 
-_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "version_id", "blob_id", "ino")
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "content_md5",
+    "Content-MD5",
+    "version_id",
+    "blob_id",
+    "xet_hash",
+    "ino",
+)
 """What file systems call that which another content of a file changes."""
 
 
@@ -219,6 +249,13 @@ def kind_at(fs: Any, path: str, url: str) -> str | None:
         return "directory" if asked(url, lambda: fs.exists(path)) else None
 
 
+_HUB = "the Hugging Face Hub"
+
+_HUB_ACCESS = (
+    ". It does not exist, is private, or is gated: log in with `hf auth login` or set HF_TOKEN, and ask for access on "
+    "its page"
+)
+
 _GONE = (404, 410)
 _REFUSED = (401, 403, 407)
 
@@ -242,7 +279,8 @@ def _judged(error: Exception, url: str) -> Exception:
     if not _is_of_network(cause):
         # Each service's library has exceptions of its own, whose meaning is not known here.
         return StoreError(f"it failed: {type(cause).__name__}: {cause}", path=url)
-    host, found = host_of(url), getattr(cause, "os_error", cause)
+    host = _host(url, cause)
+    found = getattr(cause, "os_error", cause)
     if isinstance(found, socket.gaierror) and found.errno in _UNKNOWN_HOST:
         return StoreError(f"there is no host {host}: its name cannot be resolved", path=url)
     failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=url)
@@ -265,20 +303,28 @@ def _status(error: BaseException) -> int:
 
 
 def _answered(status: int, cause: BaseException, error: Exception, url: str) -> Exception:
-    host = host_of(url)
+    host = _host(url, cause)
     if status in _GONE:
         return error if isinstance(error, FileNotFoundError) else FileNotFoundError(url)
     reason = f"{host} answers {status} {getattr(cause, 'message', '')}".rstrip()
     if is_transient(status, ""):
         return TransientError(StoreError(reason, path=url), f"{host} answers {status}")
-    return StoreError(f"access was refused: {reason}" if status in _REFUSED else reason, path=url)
+    if status in _REFUSED:
+        reason = f"access was refused: {reason}{_HUB_ACCESS if host == _HUB else ''}"
+    return StoreError(reason, path=url)
+
+
+def _host(url: str, cause: BaseException) -> str:
+    is_of_hub = is_hub(url) or type(cause).__module__.startswith("huggingface_hub")
+    return _HUB if is_of_hub else host_of(url)
 
 
 def _is_of_network(cause: BaseException) -> bool:
-    """aiohttp's errors are not all of OSError: a server that hangs up is not. A full disk is one that no time mends."""
+    """Errors of aiohttp and httpx are not all of OSError: a server that hangs up is not. A full disk is one that no
+    time mends."""
     if isinstance(cause, OSError) and cause.errno in _LASTING:
         return False
-    return isinstance(cause, OSError | EOFError) or type(cause).__module__.startswith("aiohttp")
+    return isinstance(cause, OSError | EOFError) or type(cause).__module__.startswith(("aiohttp", "httpx"))
 
 
 _LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
