@@ -1,9 +1,11 @@
-# The service over one or several checkpoints, as docs/inference.md describes it.
+# The service over one or several checkpoints, as docs/inference.md describes it:
+# docker build -f docker/service.Dockerfile -t ckpt-tools-serve .
 FROM python:3.12-slim AS build
 WORKDIR /src
 COPY . .
 RUN python -m venv /venv \
- && /venv/bin/pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt '.[serve,s3]'
+ && /venv/bin/pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt \
+    '.[serve,s3]' ./training ./inference
 
 FROM python:3.12-slim
 RUN useradd --create-home --uid 10001 serve
