@@ -14,7 +14,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+DISTRIBUTIONS := pyproject.toml $(wildcard training/pyproject.toml training/setup.py inference/pyproject.toml inference/setup.py)
+
+$(STAMP): $(DISTRIBUTIONS) constraints.txt
 	@scripts/install.sh $(VENV) 'everything: torch, DeepSpeed, Ray and the tools of the tests (about 2 minutes)' \
 		-e '.[all]' -e ./training -e ./inference --group dev
 	@touch $@
@@ -22,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 # The demo needs less than the tests. After `make install` it needs nothing more.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo)
 
-$(VENV)/.installed-demo: pyproject.toml constraints.txt
+$(VENV)/.installed-demo: $(DISTRIBUTIONS) constraints.txt
 	@scripts/install.sh $(VENV) 'torch, DeepSpeed, Ray and transformers (about 1 minute)' \
 		-e '.[train,serve]' -e ./training -e ./inference
 	@touch $@

@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say. The version is that of ckpt-tools, because no other version of it fits. In a wheel
-the package is named ckpt_tools_inference: `inference` is too general a name.
+"""Settings that pyproject.toml cannot hold. The version is that of ckpt-tools, because no other fits. In a wheel the
+package is named ckpt_tools_inference: `inference` is too general a name.
 
 It is built from a whole checkout or the source distribution of ckpt-tools.
 """

@@ -34,7 +34,7 @@ BUCKETS = "buckets/"
 _FORMS = "hf://ORG/NAME or hf://ORG/NAME@REVISION/PATH"
 
 _REPOSITORYS_OWN = frozenset({".gitattributes", "README.md"})
-"""Files at the root of a repository that are no part of an output: the Hub makes the first, its page is the second."""
+"""Files at the root that belong to the repository itself: the Hub makes the first, its page shows the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def _repository(fs: Any, path: str, url: str) -> _Repository:
         try:
             return fs.resolve_path(path)
         except (ValueError, NotImplementedError) as error:
-            raise UsageError(f"{url}: {error}; write {_FORMS}") from error
+            raise UsageError(f"{url}: {str(error).rstrip('.')}; write {_FORMS}") from error
 
     found = asked(url, resolve)
     api = HfApi(endpoint=fs.endpoint, token=fs.token)
