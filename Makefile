@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 install: $(STAMP)
 
-DISTRIBUTIONS := pyproject.toml $(wildcard training/pyproject.toml training/setup.py inference/pyproject.toml inference/setup.py)
+DISTRIBUTIONS := pyproject.toml $(foreach each,training inference,$(each)/pyproject.toml $(each)/setup.py)
 
 $(STAMP): $(DISTRIBUTIONS) constraints.txt
 	@scripts/install.sh $(VENV) 'everything: torch, DeepSpeed, Ray and the tools of the tests (about 2 minutes)' \
