@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType, to_numpy
+from ckpt_tools.core.indexing import selection
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.wording import count, listed, nearest
 from ckpt_tools.errors import UnsupportedError
@@ -37,7 +38,8 @@ _NO_VIEW = "a stored tensor is read into new memory; copy=False cannot be had"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """One tensor, not read yet. Indexing it as numpy does, with integers, slices and an ellipsis, reads that part."""
+    """One tensor, not read yet. Indexing it as numpy does, with integers, slices, arrays of integers and masks, reads
+    that part."""
 
     key: StateKey
     entry: TensorEntry
@@ -134,59 +136,16 @@ class LazyTensor:
 
     def _part(self, index: Any) -> NDArray[Any]:
         """The elements at ``index`` as bare bytes of an element's width."""
-        slices, kept = _regular(index, self.shape)
-        spans = [_span(part) for part in slices]
-        read = self._read(Box(tuple(s.start for s in spans), tuple(s.stop for s in spans)))
-        # Without dims, only an ellipsis gives an array.
-        inside: tuple[Any, ...] = (*map(_inside, slices), ...)
-        found: NDArray[Any] = read[inside]
-        return found.reshape([extent for extent, keep in zip(found.shape, kept, strict=True) if keep])
-
-    def _read(self, box: Box) -> NDArray[Any]:
-        item_bytes = self.entry.dtype.item_bytes
-        raw = np.empty(box.numel * item_bytes, np.uint8)
-        if box.numel:
-            self._reader.read(self.entry, box, self.shape, 0, box.numel, raw.data)
-        return raw.view(np.dtype((np.void, item_bytes))).reshape(box.shape)
-
-
-def _regular(index: Any, shape: Shape) -> tuple[list[range], list[bool]]:
-    """For each dim the indices wanted, and whether the dim stays; an integer takes its dim away."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if sum(part is Ellipsis for part in parts) > 1:
-        raise IndexError("an index can only have a single ellipsis")
-    if Ellipsis not in parts:
-        parts.append(Ellipsis)
-    at = next(position for position, part in enumerate(parts) if part is Ellipsis)
-    missing = len(shape) - (len(parts) - 1)
-    if missing < 0:
-        raise IndexError(f"{len(parts) - 1} indices for a tensor of {len(shape)} dims")
-    parts[at : at + 1] = [slice(None)] * missing
-    ranges = [_range(part, size, dim) for dim, (part, size) in enumerate(zip(parts, shape, strict=True))]
-    return ranges, [isinstance(part, slice) for part in parts]
-
-
-def _range(part: Any, size: int, dim: int) -> range:
-    if isinstance(part, slice):
-        return range(size)[part]
-    if isinstance(part, bool) or not hasattr(part, "__index__"):
-        raise IndexError(f"only integers, slices and an ellipsis index a stored tensor, not {type(part).__name__}")
-    position = part.__index__()
-    if not -size <= position < size:
-        raise IndexError(f"index {position} is out of bounds for dim {dim} of size {size}")
-    return range(position % size, position % size + 1)
-
-
-def _span(wanted: range) -> slice:
-    """The smallest interval that holds ``wanted``."""
-    if not len(wanted):
-        return slice(0, 0)
-    return slice(min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1)
-
-
-def _inside(wanted: range) -> slice:
-    """``wanted`` as a slice of the smallest interval that holds it; a negative step starts at its end."""
-    return slice(None, None, wanted.step)
+        wanted = selection(index, self.shape)
+        found = np.empty(wanted.shape, np.dtype((np.void, self.entry.dtype.item_bytes)))
+        raw, start = found.reshape(-1).view(np.uint8), 0
+        for box in wanted.boxes:
+            stop = start + box.numel * found.itemsize
+            if box.numel:
+                self._reader.read(self.entry, box, self.shape, 0, box.numel, raw[start:stop].data)
+            start = stop
+        part: NDArray[Any] = found[wanted.inside]
+        return part
 
 
 class _Closed(Store):

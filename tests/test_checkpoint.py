@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as nps
 
 import ckpt_tools
 from ckpt_tools.checkpoint import Checkpoint
@@ -57,10 +58,45 @@ def test_any_index_gives_what_numpy_gives(index: Any) -> None:
     np.testing.assert_array_equal(opened()["w"][index], WHOLE[index])
 
 
-@pytest.mark.parametrize("index", [5, -6, (0, 0, 0, 0), (..., ...), [0, 1], None, True, 1.5])
+ARRAYS = st.lists(st.integers(-7, 6), max_size=4) | nps.arrays(st.sampled_from([np.int8, np.int64, np.uint8]), (2, 3))
+MASKS = nps.arrays(bool, st.sampled_from([(5,), (6,), (4,), (5, 6), (6, 4), (5, 6, 4)]))
+
+
+@given(st.lists(ARRAYS | MASKS | parts(4) | st.just(...), min_size=1, max_size=4).map(tuple) | ARRAYS | MASKS)
+def test_arrays_and_masks_give_what_numpy_gives(index: Any) -> None:
+    try:
+        wanted = WHOLE[index]
+    except IndexError:
+        with pytest.raises(IndexError):
+            opened()["w"][index]
+    else:
+        np.testing.assert_array_equal(opened()["w"][index], wanted, strict=True)
+
+
+def test_rows_by_a_tensor_of_torch() -> None:
+    import torch
+
+    rows = torch.tensor([4, 0, -1])
+    assert torch.equal(opened()["w"].torch(rows), torch.from_numpy(WHOLE)[rows])
+
+
+@pytest.mark.parametrize(
+    "index", [5, -6, (0, 0, 0, 0), (..., ...), None, True, 1.5, np.True_, [0.5], [5], "w", ([0, 1], [0, 1, 2])]
+)
 def test_other_indices_are_refused(index: Any) -> None:
     with pytest.raises(IndexError):
         opened()["w"][index]
+
+
+def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
+    whole = np.arange(1000 * 100, dtype=np.float32).reshape(10, 100, 100)
+    safetensors.numpy.save_file({"a": whole}, tmp_path / "m.safetensors")
+    checkpoint = ckpt_tools.open(tmp_path / "m.safetensors")
+    rows = [7, 1, 2, -3, 1]
+    np.testing.assert_array_equal(checkpoint["a"][rows], whole[rows])
+    assert checkpoint.bytes_read == 3 * 40_000
+    np.testing.assert_array_equal(checkpoint["a"][4, [90, 3]], whole[4, [90, 3]])
+    assert checkpoint.bytes_read == 3 * 40_000 + 2 * 400
 
 
 def test_only_the_bytes_asked_for_are_read(tmp_path: Path) -> None:
