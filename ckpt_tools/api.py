@@ -116,9 +116,21 @@ def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
         array([ 8.,  9., 10.], dtype=float32)
     """
     from ckpt_tools.checkpoint import Checkpoint
+    from ckpt_tools.runs.opening import named
 
-    source, manifest = _opened(src, ConvertOptions(**options))
-    return Checkpoint.of(source.store, manifest)
+    chosen = ConvertOptions(**options)
+    src = named(src, chosen.storage_options)
+    source, manifest = _opened(src, chosen)
+
+    def config() -> Mapping[str, Any]:
+        from ckpt_tools.reading.model_files import find_model_files
+        from ckpt_tools.stores.urls import open_source
+
+        stores = chosen.storage_options  # opened again, because a closed checkpoint keeps no file open
+        found = find_model_files(src, open_source(src, stores), manifest, config=None, storage_options=stores)
+        return {} if found is None else found.config
+
+    return Checkpoint.of(source.store, manifest, config)
 
 
 @public

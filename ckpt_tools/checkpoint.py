@@ -6,8 +6,9 @@ those elements and no others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType, to_numpy
 from ckpt_tools.core.indexing import selection
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.wording import count, listed, nearest
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.stores.source import Store
@@ -180,10 +181,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     manifest: Manifest
     _reader: TensorReader
+    _config: Callable[[], Mapping[str, Any]]
 
     @classmethod
-    def of(cls, store: Store, manifest: Manifest) -> Checkpoint:
-        return cls(manifest, TensorReader(store, SCRATCH_BYTES))
+    def of(cls, store: Store, manifest: Manifest, config: Callable[[], Mapping[str, Any]] = dict) -> Checkpoint:
+        """``config`` reads the model's ``config.json``."""
+        return cls(manifest, TensorReader(store, SCRATCH_BYTES), cache(config))
 
     def __enter__(self) -> Self:
         return self
@@ -252,6 +255,39 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def step(self) -> int | None:
         """The training step."""
         return self.manifest.step
+
+    @property
+    def groups(self) -> tuple[ParamGroup, ...]:
+        """The optimizer's parameter groups: ``params``, the names of each, and ``options``, its hyperparameters."""
+        return tuple(replace(group, options=self._live(group.options)) for group in self.manifest.groups)
+
+    @property
+    def extras(self) -> Mapping[str, Any]:
+        """What is neither a tensor of the model nor of the optimizer, under the names that ``inspect`` lists: the
+        scheduler, counters, ``["hyper_parameters"]`` of Lightning, ``["deepspeed"]["ds_config"]``, the user's own.
+
+        Tensors are ``LazyTensor``; objects of classes are made as ``load_into`` makes them, and stay inert otherwise.
+        """
+        return self._live(self.manifest.extra)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The model's ``config.json``, beside the weights or where ``convert`` finds it; empty if there is none. It is
+        read when it is first asked for.
+
+        Raises:
+            FormatError, StoreError: it cannot be read.
+        """
+        return self._config()
+
+    def _live(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Inert values as Python objects."""
+        from ckpt_tools.torch.revive import revive
+
+        def tensor(ref: TensorRef) -> LazyTensor:
+            return LazyTensor(ref.key, self.manifest.tensors[ref.key], self._reader)
+
+        return {name: revive(value, tensor=tensor, unknown=lambda inert: inert) for name, value in values.items()}
 
     @property
     def bytes_read(self) -> int:

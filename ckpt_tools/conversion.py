@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from ckpt_tools.core.quantized import check_together
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.trainer_folder import FILE
 from ckpt_tools.core.transforms import Transformed, cast_notes
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import listed, printable
 from ckpt_tools.errors import DestinationExistsError, LossError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import WRITING
 from ckpt_tools.formats.base import Format
@@ -74,6 +74,8 @@ class Prepared:
     keys: ReadOptions = field(default_factory=ReadOptions)
     """Options for reading the output, if it has the tree of a source that was read with them."""
     recipe: UsedRecipe | None = None
+    loading: Callable[[], str] = str
+    """Makes Python code that loads the output."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -121,7 +123,8 @@ class PlanReport(Shown):
 class ConvertReport(Shown):
     """The result of a conversion. ``bytes_recovered`` were written by an earlier run, and not again; of
     ``bytes_written`` the destination copied ``bytes_copied`` itself; ``digests`` is the path or URL of the digests, if
-    they were asked for."""
+    they were asked for. ``loading`` is Python code that loads the output by its own framework: it names ``model`` and
+    ``optimizer``, and comments say what is not Python."""
 
     SHOWN: ClassVar[tuple[str, ...]] = (
         "destination",
@@ -140,6 +143,7 @@ class ConvertReport(Shown):
     bytes_copied: int
     seconds: float
     digests: str | None = None
+    loading: str = ""
 
     @property
     def source_format(self) -> str:
@@ -278,7 +282,16 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         made.renamed,
         own_keys(source_format, writer.name, request),
         None if recipe is None else recipe.used,
+        partial(_loading, place, writer, manifest, layout, writing),
     )
+
+
+def _loading(place: Place, writer: Format, manifest: Manifest, layout: Layout, writing: WriteOptions) -> str:
+    """The code that loads the output, from a local copy if it is in a store."""
+    if not is_remote(place.url):
+        return writer.loading(place.url, manifest, layout, writing)
+    code = writer.loading(place.name, manifest, layout, writing)
+    return f"{code}\n# {place.name}: a local copy of {printable(place.url)}"
 
 
 def _check_dtypes(manifest: Manifest, writer: Format) -> None:
@@ -544,6 +557,7 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
         result.bytes_copied,
         time.perf_counter() - started,
         digests_url,
+        prepared.loading(),
     )
 
 

@@ -22,6 +22,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.values import Opaque
 from ckpt_tools.stores.memory import MemoryStore
 from tests.support.truth import Truth, assert_same_bits
 
@@ -292,3 +293,29 @@ def test_a_tensor_shares_the_memory_that_was_read() -> None:
     elements = np.arange(6, dtype=np.uint16)
     tensor_of(elements, DType.BFLOAT16).zero_()
     assert not elements.any()
+
+
+def test_what_is_beside_the_tensors(tmp_path: Path) -> None:
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    rng = torch.arange(5, dtype=torch.uint8)
+    own = {"epoch": 7, "seen": np.float64(2), "rng": {"cpu": rng}, "strange": Exception("x")}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **own}, tmp_path / "m.pt")
+    (tmp_path / "config.json").write_text('{"model_type": "none", "layers": 1}')
+    with ckpt_tools.open(tmp_path / "m.pt") as found:
+        (group,) = found.groups
+        assert group.params == ("weight", "bias")
+        assert group.options["lr"] == 0.25 and group.options["betas"] == (0.9, 0.999)
+        assert found.extras.keys() == own.keys()
+        assert (found.extras["epoch"], type(found.extras["seen"])) == (7, np.float64)
+        assert torch.equal(found.extras["rng"]["cpu"].torch(), rng)
+        assert isinstance(found.extras["strange"], Opaque)
+        assert found.bytes_read == rng.nbytes
+        assert found.config == {"model_type": "none", "layers": 1}
+    (tmp_path / "config.json").unlink()
+    assert found.config == {"model_type": "none", "layers": 1}
+    assert ckpt_tools.open(tmp_path / "m.pt").config == {}

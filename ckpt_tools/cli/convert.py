@@ -10,7 +10,7 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json, progress, show_notes
-from ckpt_tools.cli.wrapping import say, say_columns, say_item
+from ckpt_tools.cli.wrapping import echo, say, say_columns, say_item
 from ckpt_tools.core.format_names import SINGLE_FILES
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.core.wording import MAX_NAMES, count, printable, size
@@ -81,7 +81,7 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
         return
     with progress("converting", quiet=quiet) as on_progress:
         report = convert(src, dst, on_progress=on_progress, **chosen)
-    _show_done(report, as_json)
+    _show_done(report, as_json, quiet)
 
 
 @click.command("reshard", cls=options.Grouped)
@@ -100,7 +100,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: An
 
     with progress("resharding", quiet=quiet) as on_progress:
         report = reshard(src, dst, on_progress=on_progress, **chosen)
-    _show_done(report, as_json)
+    _show_done(report, as_json, quiet)
 
 
 @click.command("plan", cls=options.Grouped)
@@ -145,7 +145,7 @@ def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen
 
     with progress("consolidating", quiet=quiet) as on_progress:
         report = consolidate(src, dst, on_progress=on_progress, **chosen)
-    _show_done(report, as_json)
+    _show_done(report, as_json, quiet)
 
 
 @click.command("merge-lora", cls=options.Grouped)
@@ -181,7 +181,7 @@ def merge_lora_command(base: str, adapter: str, dst: str, as_json: bool, quiet: 
 
     with progress("merging", quiet=quiet) as on_progress:
         report = merge_lora(base, adapter, dst, on_progress=on_progress, **chosen)
-    _show_done(report, as_json)
+    _show_done(report, as_json, quiet)
 
 
 def _show_plan(report: PlanReport, as_json: bool) -> None:
@@ -221,7 +221,7 @@ def _show_files(sizes: Mapping[str, int]) -> None:
     say_columns(("bytes", "file"), rows, right=(0,))
 
 
-def _show_done(report: ConvertReport, as_json: bool) -> None:
+def _show_done(report: ConvertReport, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
@@ -233,6 +233,15 @@ def _show_done(report: ConvertReport, as_json: bool) -> None:
         say(f"digests in {report.digests}")
     _show_mapped(report.plan)
     show_notes(report.plan.notes)
+    if not quiet:
+        _show_loading(report.loading)
+
+
+def _show_loading(code: str) -> None:
+    """The lines as they are: code that is wrapped cannot be copied."""
+    say("load it with:")
+    for line in code.split("\n"):
+        echo(f"  {printable(line)}")
 
 
 @click.command("make-loadable")

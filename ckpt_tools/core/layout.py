@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from threading import Lock
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import StateKey, TensorEntry
+from ckpt_tools.core.manifest import StateKey, StateTree, TensorEntry
 from ckpt_tools.core.notes import Note
 
 
@@ -178,13 +178,16 @@ class Layout:
     The last is the one that makes the checkpoint valid (an index, ``.metadata``, ``latest``). ``notes`` say what the
     writer could not carry or had to make up. ``copied`` maps the keys of payloads that are small files
     of a trainer's folder to tensors of their bytes; None if no trainer's folder is written. ``as_stored`` names buffers
-    among the weights, which are written in the dtype of the source.
+    among the weights, which are written in the dtype of the source. ``tree`` has the places of model and optimizer,
+    where one is written, and ``config`` is the content of ``config.json`` among the files.
     """
 
     files: Sequence[FileSpec]
     notes: tuple[Note, ...] = ()
     copied: Mapping[StateKey, TensorEntry] | None = None
     as_stored: Collection[str] = ()
+    tree: StateTree | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert len({file.path for file in self.files}) == len(self.files), "two files have the same name"

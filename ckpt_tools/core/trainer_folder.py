@@ -40,8 +40,8 @@ class TrainerFolder:
     ``parts`` maps the folder of each checkpoint in it to the names at the top of its tree; an empty folder is the
     trainer's own. ``files`` are copied as they are, by their names in the folder. ``entries`` are the names in
     ``Manifest.extra`` that were read from them, and are not written a second time. ``unknown`` are files of the source
-    in the folder itself that the trainer is not known to write. ``without_ranks`` and ``first_is_enough``: as in
-    ``trainers.record.Returned``.
+    in the folder itself that the trainer is not known to write. ``without_ranks``, ``first_is_enough`` and
+    ``resume``: as in ``trainers.record.Returned``.
     """
 
     trainer: str
@@ -51,6 +51,7 @@ class TrainerFolder:
     first_is_enough: bool = False
     unknown: frozenset[str] = frozenset()
     entries: frozenset[str] = frozenset()
+    resume: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", MappingProxyType(dict(self.parts)))

@@ -128,3 +128,11 @@ class Format:
             UnsupportedError: a tensor has no form here.
         """
         raise NotImplementedError
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        """Python code that loads what ``layout`` made of ``manifest`` and ``options``, by the framework that the format
+        is for: at most five lines. ``path`` is the local file or folder. ``model`` and ``optimizer`` are the reader's
+        own. What is not Python, such as an option of a command, is a comment."""
+        from ckpt_tools.core.loading import opened
+
+        return opened(path)

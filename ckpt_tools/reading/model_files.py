@@ -124,6 +124,7 @@ def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> L
         files=[*files, *layout.files],
         notes=(*layout.notes, *notes, *_notes(found, dtype)),
         copied={**(layout.copied or {}), **copied},
+        config=found.config,
     )
 
 

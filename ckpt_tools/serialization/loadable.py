@@ -98,6 +98,17 @@ def loadable(value: Value, path: str) -> Loadable:
     return Loadable(found, tuple(visitor.left_out), tuple(visitor.replaced))
 
 
+def refused_in(value: Value) -> tuple[str, ...]:
+    """The classes of objects in ``value`` that ``torch.load(weights_only=True)`` refuses."""
+    visitor = _Visitor("")
+    try:
+        visitor.visit(value, ())
+    except UnsupportedError:
+        return ("torch.nn.Module",)
+    kinds = [each.kind for each in visitor.left_out] + [each.kind for each in visitor.replaced]
+    return tuple(dict.fromkeys(kinds))
+
+
 _Place = tuple[str | int, ...]
 
 

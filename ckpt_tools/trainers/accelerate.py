@@ -80,6 +80,7 @@ ACCELERATE = Trainer(
     returned=Returned(
         parts=PARTS,
         files=RETURNED,
+        resume="accelerator.load_state({path})",
         without_ranks="accelerate resumes without them, with generators as your script seeds them",
     ),
 )

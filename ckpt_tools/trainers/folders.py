@@ -32,7 +32,15 @@ def trainer_folder(
             known = {file.source for file in found.values()}
             around = (path for path in files if _is_in(path, base) and not is_of_dcp(path[len(base) :]))
             unknown = frozenset(path for path in around if path not in known)
-            return TrainerFolder(trainer.name, parts, found, returned.without_ranks, returned.first_is_enough, unknown)
+            return TrainerFolder(
+                trainer.name,
+                parts,
+                found,
+                returned.without_ranks,
+                returned.first_is_enough,
+                unknown,
+                resume=returned.resume,
+            )
     return None
 
 

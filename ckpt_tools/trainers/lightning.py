@@ -107,7 +107,7 @@ LIGHTNING = Trainer(
     reads={META: _meta},
     folders="checkpoint",
     last=re.escape(META),
-    returned=Returned(parts="", sign=META, files=(re.escape(META),)),
+    returned=Returned(parts="", sign=META, files=(re.escape(META),), resume="trainer.fit(model, ckpt_path={path})"),
     problem=_problem,
     metrics=_metrics,
     best=_best,

@@ -23,6 +23,7 @@ OLMO = Trainer(
     last=r"\.metadata\.json",
     returned=Returned(
         parts="model_and_optim",
+        resume="trainer.load_checkpoint({path})",
         files=(r"config\.json|\.metadata\.json|data_paths\.txt", r"train/rank(\d{1,9})\.pt"),
         without_ranks="OLMo-core gives every rank the state of rank 0 then",
         first_is_enough=True,

@@ -35,12 +35,14 @@ class Returned:
 
     ``parts`` matches the folders of its DCPs, and is empty if the folder is itself the one DCP. ``sign`` is a file that
     tells the trainer from others. ``files`` match paths in the folder that are copied as they are; a group is
-    the rank, 0 if it matches nothing. ``without_ranks`` says how the trainer resumes without the files of ranks; if
-    ``first_is_enough``, it takes those of rank 0.
+    the rank, 0 if it matches nothing. ``resume`` is Python code that resumes from the folder ``{path}``.
+    ``without_ranks`` says how the trainer resumes without the files of ranks; if ``first_is_enough``, it takes those of
+    rank 0.
     """
 
     parts: str
     files: tuple[str, ...]
+    resume: str
     sign: str | None = None
     without_ranks: str = ""
     first_is_enough: bool = False

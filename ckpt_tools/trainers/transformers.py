@@ -114,6 +114,7 @@ TRANSFORMERS = Trainer(
     returned=Returned(
         parts=accelerate.PARTS,
         sign=STATE,
+        resume="trainer.train(resume_from_checkpoint={path})",
         files=(
             _STATES,
             f"{re.escape(ARGUMENTS)}|{re.escape(STATE)}|scheduler\\.pt|{_MODEL_FILES}|tokenizer[^/]*|README\\.md",

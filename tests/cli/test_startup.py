@@ -66,7 +66,7 @@ ALLOWED = {
     "convert": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors"},
-        140,
+        141,
         {"click", "isal", "numpy", "xxhash"},
     ),
     "verify": Allowed(

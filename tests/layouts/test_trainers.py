@@ -24,6 +24,12 @@ SMALL = {
 }
 """What each lays beside its tensors for all ranks together."""
 
+RESUMED = {
+    "accelerate": "accelerator.load_state({})",
+    "lightning": "trainer.fit(model, ckpt_path={})",
+    "transformers": "trainer.train(resume_from_checkpoint={})",
+}
+
 
 def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -46,6 +52,7 @@ def test_the_small_files_are_copied_and_those_of_ranks_are_named(kind: str, tmp_
     assert {name for name in names(tmp_path / "out") if not name.endswith((".distcp", ".metadata"))} == SMALL[kind]
     for name in SMALL[kind]:
         assert (tmp_path / "out" / name).read_bytes() == (made.source / name).read_bytes()
+    assert report.loading == RESUMED[kind.partition("-")[0]].format(f'"{tmp_path}/out"')
     told = [note.what for note in report.plan.notes]
     of_ranks = sorted(name for name in names(made.source) if name.endswith(("_0.pth", "_1.pth", "_0.pkl", "_1.pkl")))
     of_ranks = [name for name in of_ranks if not name.startswith("custom")]

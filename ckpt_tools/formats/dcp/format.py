@@ -60,3 +60,10 @@ class DcpFormat(Format):
         from ckpt_tools.formats.dcp.writer import layout
 
         return layout(manifest, options)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        from ckpt_tools.formats.dcp.loading import code
+        from ckpt_tools.formats.state_dict.build import chosen_tree
+
+        tree = layout.tree or chosen_tree(manifest, model_key=options.model_key, optim_key=options.optim_key)
+        return code(path, manifest, tree)

@@ -29,7 +29,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         return _trainer_layout(manifest, manifest.trainer, tree, options.world_size)
     is_own = manifest.format == "dcp" and tree is manifest.tree
     entries, notes = entries_of_own_tree(manifest, tree) if is_own else (entries_read_back(manifest, tree), ())
-    return Layout(dcp_files(manifest, entries, options.world_size), (*entries.notes, *notes))
+    return Layout(dcp_files(manifest, entries, options.world_size), (*entries.notes, *notes), tree=entries.tree)
 
 
 def _trainer_layout(manifest: Manifest, trainer: TrainerFolder, tree: StateTree, world_size: int) -> Layout:
@@ -40,7 +40,7 @@ def _trainer_layout(manifest: Manifest, trainer: TrainerFolder, tree: StateTree,
     for part in [*trainer.parts][::-1]:
         files += dcp_files(manifest, _part(entries, trainer, part), world_size, part)
     copied = {key_of(name): entry_of(file) for name, file in kept.items()}
-    return Layout(files, (*entries.notes, *_left_out(trainer, left, world_size)), copied)
+    return Layout(files, (*entries.notes, *_left_out(trainer, left, world_size)), copied, tree=tree)
 
 
 def _without(manifest: Manifest, names: Collection[str]) -> Manifest:

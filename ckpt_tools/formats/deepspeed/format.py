@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckpt_tools.core.wording import count
 from ckpt_tools.formats.base import Format
 
 if TYPE_CHECKING:
@@ -51,6 +52,23 @@ class UniversalFormat(Format):
         from ckpt_tools.formats.deepspeed.universal.writer import layout
 
         return layout(manifest, options)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        config = '# engine: deepspeed.initialize, ZeRO stage 1, 2 or 3, and "checkpoint": {"load_universal": true}'
+        return f"{config}\n{_load_checkpoint(path, layout)}"
+
+
+def _load_checkpoint(path: str, layout: Layout) -> str:
+    """With the arguments that the notes ask for."""
+    from ckpt_tools.core.loading import quoted
+    from ckpt_tools.formats.deepspeed.common.written_extras import skips_scheduler
+
+    given = [quoted(path), f"tag={quoted(layout.files[0].path.partition('/')[0])}"]
+    if any("load_optimizer_states=False" in note.why for note in layout.notes):
+        given.append("load_optimizer_states=False")
+    if skips_scheduler(layout.notes):
+        given.append("load_lr_scheduler_states=False")
+    return f"_, client_state = engine.load_checkpoint({', '.join(given)})"
 
 
 class DeepSpeedFormat(Format):
@@ -107,6 +125,11 @@ class ZeroFormat(DeepSpeedFormat):
         from ckpt_tools.formats.deepspeed.zero_writer.writer import layout
 
         return layout(manifest, options, self.stage)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        ranks = count(options.world_size, "rank")
+        code = _load_checkpoint(path, layout)
+        return f"# engine: deepspeed.initialize, ZeRO stage {self.stage}, on {ranks}\n{code}"
 
 
 ZERO1, ZERO2, ZERO3 = map(ZeroFormat, (1, 2, 3))

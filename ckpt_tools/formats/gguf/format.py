@@ -47,3 +47,9 @@ class GgufFormat(Format):
         from ckpt_tools.formats.gguf.files import layout
 
         return layout(manifest, options)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        from ckpt_tools.core.loading import quoted
+
+        name = path if options.file_name else f"{path}/{layout.files[0].path}"
+        return f"from gguf import GGUFReader  # llama.cpp: --model FILE\nreader = GGUFReader({quoted(name)})"

@@ -52,3 +52,12 @@ class MegatronFormat(Format):
         from ckpt_tools.formats.megatron.writer import layout
 
         return layout(manifest, options)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        from ckpt_tools.core.loading import quoted
+
+        folder = layout.files[0].path.partition("/")[0]
+        return (
+            f"from megatron.core import dist_checkpointing  # Megatron-LM: --load DIR --ckpt-format torch_dist\n"
+            f"state = dist_checkpointing.load(sharded_state_dict, {quoted(f'{path}/{folder}')})"
+        )

@@ -49,3 +49,12 @@ class MetaFormat(Format):
         from ckpt_tools.formats.meta.writer import layout
 
         return layout(manifest, options)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        from ckpt_tools.core.loading import braced, quoted
+
+        name, ranks = quoted(f"{path}/consolidated.00.pth"), ""
+        if options.world_size > 1:
+            name = f"f{quoted(f'{braced(path)}/consolidated.{{rank:02d}}.pth')}"
+            ranks = f"  # rank is 0 to {options.world_size - 1}"
+        return f"import torch\nstate_dict = torch.load({name}, weights_only=True){ranks}"

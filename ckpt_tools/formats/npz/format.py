@@ -44,3 +44,9 @@ class NpzFormat(Format):
         from ckpt_tools.formats.npz.files import layout
 
         return layout(manifest, options)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        from ckpt_tools.core.loading import quoted
+
+        name = path if options.file_name else f"{path}/{layout.files[0].path}"
+        return f"import numpy as np\narrays = np.load({quoted(name)})"

@@ -33,3 +33,8 @@ class PeftFormat(Format):
         from ckpt_tools.formats.peft.files import layout
 
         return layout(manifest, options)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        from ckpt_tools.core.loading import quoted
+
+        return f"from peft import PeftModel\nmodel = PeftModel.from_pretrained(base_model, {quoted(path)})"

@@ -249,6 +249,27 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     return Layout((*files, *index), entries.notes)
 
 
+def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+    """``from_pretrained`` of a folder with ``config.json``, else the functions of safetensors; a whole state is in a
+    form of our own."""
+    from ckpt_tools.core.loading import into_job, joined, opened, pretrained, quoted
+    from ckpt_tools.formats.state_dict.build import is_model_only
+
+    if not is_model_only(manifest):
+        return into_job(path)
+    if not all(entry.dtype.is_of_torch for entry in manifest.tensors.values()):
+        return opened(path)
+    if (found := pretrained(layout.config, path)) is not None:
+        return found
+    files = [file.path for file in layout.files if file.path.endswith(".safetensors")]
+    name = quoted(path if options.file_name else f"{path}/{files[0]}")
+    if len(files) > 1:
+        return joined(path, "*.safetensors", "from safetensors.torch import load_file", "load_file(file)")
+    if manifest.aliases:
+        return f"from safetensors.torch import load_model\nload_model(model, {name})"
+    return f"from safetensors.torch import load_file\nstate_dict = load_file({name})"
+
+
 def _parts(entries: Mapping[str, TensorEntry], options: WriteOptions) -> dict[str, dict[str, TensorEntry]]:
     """The tensors of each file: by the options' map of names to files, in which a tensor without a file lies with the
     one before it, or by size."""

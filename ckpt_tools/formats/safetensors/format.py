@@ -59,3 +59,8 @@ class SafetensorsFormat(Format):
         from ckpt_tools.formats.safetensors.files import layout
 
         return layout(manifest, options)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        from ckpt_tools.formats.safetensors.files import loading
+
+        return loading(path, manifest, layout, options)

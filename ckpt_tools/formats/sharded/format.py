@@ -57,3 +57,8 @@ class ShardedFormat(Format):
         from ckpt_tools.formats.sharded.writer import layout
 
         return layout(manifest, options)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        from ckpt_tools.formats.sharded.writer import loading
+
+        return loading(path, manifest, layout, options)

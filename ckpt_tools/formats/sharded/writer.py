@@ -21,13 +21,14 @@ import numpy as np
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal, Payload, Segment
+from ckpt_tools.core.loading import braced, quoted
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TreePath
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.rank_limits import check_elements
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import count, listed
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.sharded.items import RANK, WORLD
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
@@ -199,6 +200,25 @@ class _Files:
             made["param_names"] = list(group.params)
 
 
+def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+    """``torch.load`` of the files of one rank, in a job whose process group is up."""
+    origin, world = origin_of(manifest) if manifest.format == "sharded" else None, options.world_size
+    tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
+    names = {str(tree.model[0]) if tree.model else "": "model_state"} | {
+        str(part): "optim_state" for part in (tree.optim or ())[:1]
+    }
+    written = {file.path for file in layout.files}
+    lines = [
+        f"import torch, torch.distributed.tensor  # in each of {count(world, 'rank')}, its process group initialized"
+    ]
+    for label, template in _templates(origin or VERL).items():
+        if _file_name(template, 0, world) in written:
+            marked = braced(f"{path}/") + re.sub(_RANK_BRACED, r"{\1}", braced(template.replace(WORLD, str(world))))
+            name = names.get(label, "extra_state")
+            lines.append(f"{name} = torch.load(f{quoted(marked)}, weights_only={name != 'extra_state'})")
+    return "\n".join(lines)
+
+
 def _generators(manifest: Manifest, entries: Entries, paths: Mapping[str, TreePath]) -> Mapping[str, str]:
     """The user's entries that the reader would take for states of random number generators: the name at the top, by
     leaf."""
@@ -213,6 +233,7 @@ def _templates(origin: Origin) -> Mapping[str, str]:
 
 
 _RANK = r"\{rank(?::0(\d+))?\}"
+_RANK_BRACED = r"\{\{(rank(?::0\d+)?)\}\}"
 
 
 def _file_name(template: str, rank: int, world: int) -> str:

@@ -52,6 +52,7 @@ class Entries:
     """Every name of a DCP with its path in the tree, and its tensor or object.
 
     ``tensors`` names tensors of the manifest, ``aliases`` maps the names of ties to the names that own the bytes.
+    ``tree`` has the places of model and optimizer, where there is a tree.
     """
 
     paths: Mapping[str, TreePath]
@@ -59,6 +60,7 @@ class Entries:
     aliases: Mapping[str, str]
     objects: Mapping[str, Any]
     notes: tuple[Note, ...]
+    tree: StateTree | None = None
 
 
 def entries_of(manifest: Manifest, tree: StateTree) -> Entries:
@@ -71,7 +73,7 @@ def entries_of(manifest: Manifest, tree: StateTree) -> Entries:
     found.add_model()
     found.add_optimizer()
     found.add_extras()
-    return Entries(found.paths, found.tensors, found.aliases, found.objects, (*found.notes, *found.unused()))
+    return Entries(found.paths, found.tensors, found.aliases, found.objects, (*found.notes, *found.unused()), tree)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import listed, printable
 from ckpt_tools.errors import CkptError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
 from ckpt_tools.formats.safetensors.hf_index import (
@@ -152,6 +152,26 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         )
     entries = entries_read_back(manifest, StateTree(("model",), ("optim",)))
     return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
+
+
+def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+    """``from_pretrained`` of a folder with ``config.json``, else ``torch.load``, with ``weights_only`` if it takes all
+    entries."""
+    from ckpt_tools.core.loading import joined, pretrained, quoted
+    from ckpt_tools.serialization.loadable import refused_in
+
+    if (found := pretrained(layout.config, path)) is not None:
+        return found
+    files = [file.path for file in layout.files if not file.path.endswith(".json")]
+    if is_model_only(manifest) and len(files) > 1:
+        return joined(path, "*.bin", "import torch", "torch.load(file, weights_only=True)")
+    name = quoted(path if options.file_name else f"{path}/{files[-1]}")
+    if is_model_only(manifest):
+        return f"import torch\nstate_dict = torch.load({name}, weights_only=True)"
+    entries = [dict(manifest.extra), *(dict(group.options) for group in manifest.groups)]
+    refused = refused_in(replaced(entries, lambda _: None))
+    kinds = f"  # executes the pickle: weights_only refuses {printable(listed(refused))}" if refused else ""
+    return f"import torch\nstate = torch.load({name}, weights_only={not refused}){kinds}"
 
 
 def _file_layout(path: str, part: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> FileLayout:

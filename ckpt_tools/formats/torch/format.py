@@ -56,3 +56,8 @@ class TorchFormat(Format):
         from ckpt_tools.formats.torch.files import layout
 
         return layout(manifest, options)
+
+    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+        from ckpt_tools.formats.torch.files import loading
+
+        return loading(path, manifest, layout, options)

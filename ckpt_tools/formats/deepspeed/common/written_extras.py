@@ -5,7 +5,7 @@ Entries of other frameworks become client state, which ``load_checkpoint`` retur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,7 @@ def adapted(config: Mapping[str, Any], stage: int, dtype: DType) -> dict[str, An
 NAME = "lr_scheduler"
 
 _WITHOUT = "load with load_lr_scheduler_states=False"
+_TAKEN = "load_checkpoint gives it to the run's scheduler"
 
 _OWN = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 """Schedulers that DeepSpeed makes of its config, lr_schedules.py ``VALID_LR_SCHEDULES``."""
@@ -162,8 +163,13 @@ def _taken(name: str, state: Mapping[str, Any]) -> Note:
     called = "" if name == NAME else f"it is called {NAME} now; "
     kinds = ("torch's", "one that DeepSpeed makes of its config, such as WarmupLR")
     kind, other = kinds if "last_epoch" in state else reversed(kinds)
-    why = f"{called}load_checkpoint gives it to the run's scheduler; if that is not {kind} but {other}, {_WITHOUT}"
+    why = f"{called}{_TAKEN}; if that is not {kind} but {other}, {_WITHOUT}"
     return Note(Outcome.KEPT, name, why)
+
+
+def skips_scheduler(notes: Iterable[Note]) -> bool:
+    """Whether ``notes`` say that no scheduler of the run can load what was written, whatever its kind."""
+    return any(_WITHOUT in note.why and _TAKEN not in note.why for note in notes)
 
 
 _NEUTRAL = ("global_step", "loss_scaler", "deepspeed", "client_state", "megatron")

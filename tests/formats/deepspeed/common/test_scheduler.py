@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +26,31 @@ TARGETS = ["zero1-fp32", "zero2-bf16", "zero3-fp16", "universal-1", "universal-3
 RANKS = 2
 
 
-def written(source: Path, folder: Path, target: str) -> Path:
-    """``source`` as ``target`` for two ranks."""
+def written(source: Path, folder: Path, target: str) -> str:
+    """The code that loads ``source`` as ``target`` for two ranks."""
     kind, _, dtype = target.partition("-")
     if kind == "universal":
-        ckpt_tools.convert(source, folder, to="universal")
+        report = ckpt_tools.convert(source, folder, to="universal")
     else:
         long = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype]
-        ckpt_tools.convert(source, folder, to=kind, world_size=RANKS, dtype=long)  # type: ignore[arg-type]
-    return folder
+        report = ckpt_tools.convert(source, folder, to=kind, world_size=RANKS, dtype=long)  # type: ignore[arg-type]
+    return report.loading
 
 
 def flavour_of(target: str) -> str:
     return f"zero{target[-1]}-fp32" if target.startswith("universal") else target
 
 
-def goes_on(folder: str, target: str, options: Mapping[str, Any]) -> tuple[list[float], list[float], list[str]]:
-    """Runs on every rank: the rates of two steps, their losses, and the names in the client state."""
+def goes_on(code: str, target: str) -> tuple[list[float], list[float], list[str]]:
+    """Runs on every rank ``code``, which loads: the rates of two steps, their losses, and the names in the client
+    state."""
     run = zero.Run(
         recipe.CASES["plain"], zero.FLAVOURS[flavour_of(target)], seed=2, load_universal="universal" in target
     )
     try:
-        path, client = run.engine.load_checkpoint(folder, **options)
-        assert path is not None
+        names: dict[str, Any] = {"engine": run.engine}
+        exec(code, names)
+        client = names["client_state"]
         rates, losses = [], []
         for _ in range(2):
             rates.append(run.engine.get_lr()[0])
@@ -58,8 +60,8 @@ def goes_on(folder: str, target: str, options: Mapping[str, Any]) -> tuple[list[
         run.close()
 
 
-def resumed(folder: Path, target: str, **options: Any) -> tuple[list[float], list[float], list[str]]:
-    return launch.pool(RANKS).run(goes_on, str(folder), target, options)[0]
+def resumed(code: str, target: str) -> tuple[list[float], list[float], list[str]]:
+    return launch.pool(RANKS).run(goes_on, code, target)[0]
 
 
 def uninterrupted(first: int = recipe.STEPS_BEFORE) -> list[float]:
@@ -115,15 +117,14 @@ def test_a_scheduler_is_found_by_its_name(name: str, form: str, saved: Any, tmp_
     assert (note.outcome, note.what) == (Outcome.KEPT, name)
     assert "load_checkpoint gives it to the run's scheduler" in note.why
     assert "load_lr_scheduler_states=False" in note.why
-    rates, _, client = resumed(tmp_path / "out", "zero1-fp32")
+    rates, _, client = resumed(report.loading, "zero1-fp32")
     assert rates == uninterrupted()
     assert name not in client
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_training_goes_on_as_if_nothing_had_happened(target: str, saved: Any, checkpoint: Any, tmp_path: Path) -> None:
-    folder = written(saved(NAMED["scheduler"]), tmp_path / "out", target)
-    rates, losses, _ = resumed(folder, target)
+    rates, losses, _ = resumed(written(saved(NAMED["scheduler"]), tmp_path / "out", target), target)
     assert rates == uninterrupted()
     truth = Truth.load(checkpoint("fsdp2", "plain", 2).root).facts["losses"]
     np.testing.assert_allclose(losses, truth[:2], rtol=1e-5 if target.endswith(("fp32", "1", "3")) else 0.05)
@@ -153,11 +154,11 @@ UNFIT: dict[str, tuple[Callable[[Tree], None], str]] = {
 def test_without_one_that_fits_the_note_says_what_to_pass(case: str, target: str, saved: Any, tmp_path: Path) -> None:
     change, why = UNFIT[case]
     source = saved(change)
-    folder = written(source, tmp_path / "out", target)
+    code = written(source, tmp_path / "out", target)
     notes = ckpt_tools.plan(source, tmp_path / "planned", to="zero1").notes
     (note,) = [note for note in notes if note.what == "lr_scheduler"]
     assert why in note.why and "load_lr_scheduler_states=False" in note.why
-    rates, losses, client = resumed(folder, target, load_lr_scheduler_states=False)
+    rates, losses, client = resumed(code, target)
     assert np.isfinite([*rates, *losses]).all()
     kept = read_checkpoint(source, ReadOptions())[1].extra.keys()
     assert {name for name in kept if "sched" in name} <= {*client}
@@ -168,7 +169,7 @@ def test_an_unfit_one_of_deepspeeds_name_is_returned(saved: Any, tmp_path: Path)
     report = ckpt_tools.convert(source, tmp_path / "out", to="zero1", world_size=RANKS)
     (note,) = [note for note in report.plan.notes if note.what == "lr_scheduler"]
     assert "it has 2 schedulers; load with load_lr_scheduler_states=False, which returns it" in note.why
-    assert "lr_scheduler" in resumed(tmp_path / "out", "zero1-fp32", load_lr_scheduler_states=False)[2]
+    assert "lr_scheduler" in resumed(report.loading, "zero1-fp32")[2]
 
 
 def test_a_trainers_folder(checkpoint: Any, tmp_path: Path) -> None:
@@ -180,10 +181,10 @@ def test_a_trainers_folder(checkpoint: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["zero1-fp32", "zero3-fp16", "universal-1"])
 def test_from_stage_to_stage_and_back(target: str, saved: Any, tmp_path: Path) -> None:
     """On the way back the state is called as DeepSpeed calls it."""
-    folder = written(saved(NAMED["scheduler"]), tmp_path / "out", target)
-    again = written(folder, tmp_path / "again", "zero2-fp32")
+    written(saved(NAMED["scheduler"]), tmp_path / "out", target)
+    again = written(tmp_path / "out", tmp_path / "again", "zero2-fp32")
     assert resumed(again, "zero2-fp32")[0] == uninterrupted()
-    ckpt_tools.convert(again, tmp_path / "back.pt", to="torch", state="all")
+    ckpt_tools.convert(tmp_path / "again", tmp_path / "back.pt", to="torch", state="all")
     tree = torch.load(tmp_path / "back.pt", weights_only=True)
     app = tree.get("app", tree)
     assert app["lr_scheduler"]["last_epoch"] == recipe.STEPS_BEFORE and "scheduler" not in app
@@ -215,21 +216,20 @@ def test_entries_with_names_of_deepspeed_do_not_reach_its_loader(target: str, sa
         app |= {name: "the user's" for name in OWN if name != "model"}
 
     source = saved(change)
-    folder = written(source, tmp_path / "out", target)
-    rates, _, client = resumed(folder, target)
+    rates, _, client = resumed(written(source, tmp_path / "out", target), target)
     assert rates == uninterrupted()
     assert {"sampler", "curriculum"} <= {*client}
     notes = ckpt_tools.plan(source, tmp_path / "planned", to="zero1").notes
     lost = {note.what for note in notes if note.outcome is Outcome.DROPPED}
     assert lost == {*OWN} - {"model", "sampler", "curriculum"}
-    assert read_checkpoint(folder, ReadOptions())[1].extra["client_state"].keys() >= {"sampler", "curriculum"}
+    assert read_checkpoint(tmp_path / "out", ReadOptions())[1].extra["client_state"].keys() >= {"sampler", "curriculum"}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_the_source_does_not_have_is_not_there(target: str, saved: Any, tmp_path: Path) -> None:
     """DeepSpeed asks whether a run's data sampler and random-LTD are in the file, and not whether they are None."""
-    folder = written(saved(NAMED["lr_scheduler"]), tmp_path / "out", target)
-    for file in folder.rglob("*model_states.pt"):
+    written(saved(NAMED["lr_scheduler"]), tmp_path / "out", target)
+    for file in (tmp_path / "out").rglob("*model_states.pt"):
         assert not {"data_sampler", "random_ltd"} & torch.load(file, weights_only=False).keys()
 
 
@@ -241,9 +241,9 @@ def test_without_an_optimizer(target: str, has_schedule: bool, saved: Any, tmp_p
         if not has_schedule:
             del app["lr_scheduler"]
 
-    folder = written(saved(change), tmp_path / "out", target)
-    options = {"load_optimizer_states": False, "load_lr_scheduler_states": has_schedule}
-    _, losses, _ = resumed(folder, target, **options)
+    code = written(saved(change), tmp_path / "out", target)
+    assert "load_optimizer_states=False" in code and ("load_lr_scheduler_states=False" in code) is not has_schedule
+    _, losses, _ = resumed(code, target)
     assert np.isfinite(losses).all()
 
 
