@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport as ConvertReport, PlanReport as PlanReport
     from ckpt_tools.core.notes import Note as Note, Outcome as Outcome
     from ckpt_tools.core.option_names import ReadFormat as ReadFormat, WrittenFormat as WrittenFormat
+    from ckpt_tools.core.progress_bar import progress_bar as progress_bar
     from ckpt_tools.core.summary import Summary as Summary, TensorSummary as TensorSummary
     from ckpt_tools.errors import (
         CkptError as CkptError,
@@ -108,6 +109,7 @@ _HOMES = {
     "core.notes": ("Note", "Outcome"),
     "core.option_names": ("ReadFormat", "WrittenFormat"),
     "runs.report": ("RunCheckpoint", "RunListing"),
+    "core.progress_bar": ("progress_bar",),
     "core.summary": ("Summary", "TensorSummary"),
     "errors": (
         "CkptError",

@@ -26,7 +26,7 @@ VERBS = [name for name in ckpt_tools.__all__ if name.islower() and not name.star
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the examples name: a file, another with one tensor changed, a run of two ranks, a recipe, an
-    adapter, a key."""
+    adapter, a state of training, a key."""
     monkeypatch.chdir(tmp_path)
     tensors = {
         "encoder.weight": np.arange(32, dtype=np.float32).reshape(4, 8),
@@ -45,6 +45,9 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file(named, "adapter/adapter_model.safetensors")
     Path("adapter/adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
     torch.save({"model": {"w": torch.ones(3)}, "trainer": _foreign_object()}, "foreign.pt")
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.25)
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 7}, "training.pt")
     key = ec.generate_private_key(ec.SECP256R1())
     private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     Path("key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, *private))

@@ -1,4 +1,4 @@
-"""Results on stdout, progress on stderr. rich draws the bar, and is imported for it alone."""
+"""Results on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -63,21 +63,12 @@ def progress(verb: str, *, quiet: bool) -> Iterator[Progress]:
     if quiet:
         yield lambda done, total: None
     elif sys.stderr.isatty():
-        with _bar(verb) as update:
+        from ckpt_tools import progress_bar
+
+        with progress_bar(verb) as update:
             yield update
     else:
         yield _lines(verb)
-
-
-@contextmanager
-def _bar(verb: str) -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
-        task = drawn.add_task(verb, total=None)
-        yield lambda done, total: drawn.update(task, completed=done, total=total)
 
 
 def _lines(verb: str) -> Progress:
