@@ -263,7 +263,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def extras(self) -> Mapping[str, Any]:
-        """What is neither a tensor of the model nor of the optimizer, under the names that ``inspect`` lists: the
+        """Entries that belong neither to the model nor to the optimizer, by the names that ``inspect`` lists: the
         scheduler, counters, ``["hyper_parameters"]`` of Lightning, ``["deepspeed"]["ds_config"]``, the user's own.
 
         Tensors are ``LazyTensor``; objects of classes are made as ``load_into`` makes them, and stay inert otherwise.

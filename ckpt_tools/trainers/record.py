@@ -42,7 +42,7 @@ class Returned:
 
     parts: str
     files: tuple[str, ...]
-    resume: str
+    resume: str = "# resume from {path} with the trainer"
     sign: str | None = None
     without_ranks: str = ""
     first_is_enough: bool = False
