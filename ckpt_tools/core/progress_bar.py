@@ -11,6 +11,7 @@ from importlib import import_module
 from threading import Lock
 from typing import Any
 
+from ckpt_tools.arguments import public
 from ckpt_tools.core.progress import Progress
 from ckpt_tools.core.wording import size
 
@@ -18,8 +19,9 @@ REDRAW_SECONDS = 0.2
 """In a notebook, where each drawing is a message to the browser."""
 
 
+@public
 @contextmanager
-def progress_bar(verb: str = "") -> Iterator[Progress]:
+def progress_bar(verb: str = "working") -> Iterator[Progress]:
     """Show a bar while inside: on stderr of a terminal, or below the cell of a notebook; elsewhere show nothing.
 
     Args:
@@ -29,7 +31,7 @@ def progress_bar(verb: str = "") -> Iterator[Progress]:
         A context manager that gives a function for the argument ``on_progress``.
 
     Raises:
-        What is raised inside; the bar is gone then.
+        UsageError: ``verb`` is empty.
 
     Example:
         >>> import ckpt_tools
