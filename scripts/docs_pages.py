@@ -138,7 +138,7 @@ class Recorder(click.HelpFormatter):
 def escaped(text: str) -> str:
     """Plain text as Markdown that shows it. Words that are options, and names with an underscore, are code."""
     text = re.sub(r"[\\`*\[\]]", r"\\\g<0>", escape(text, quote=False))
-    return re.sub(r"(?<![\w/`-])((?:--?[a-z][\w-]*|\w+_\w+)(?:=[\w:/.]+)?)(?![\w/`])", r"`\1`", text)
+    return re.sub(r"(?<![\w/`-])((?:--?[a-z][\w-]*|\w+_\w+)(?:=[\w:/.]*\w)?)(?![\w/`])", r"`\1`", text)
 
 
 def page_of(name: str) -> str:
