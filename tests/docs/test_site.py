@@ -17,11 +17,15 @@ import pytest
 from markdown_it import MarkdownIt
 
 import ckpt_tools
+from inference.batch.__main__ import main as predict
+from inference.serving.__main__ import main as serve
 from tests.inference.serving.http.browser import Browser, chromium
 from tests.support.commands import all_commands
+from training.__main__ import main as train
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+COMMANDS = {**all_commands(), "train": train, "predict": predict, "serve": serve}
 SAMPLE = (
     "index",
     "concepts/zero",
@@ -101,10 +105,11 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     assert {load for page in site.rglob("*.html") for load in re.findall(loads, page.read_text())} == set()
 
 
-@pytest.mark.parametrize("name", sorted(all_commands()))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_option_is_on_the_page_of_its_command(site: Path, name: str) -> None:
     text = (site / "cli" / f"{name.replace(' ', '-')}.html").read_text()
-    for option in all_commands()[name].params:
+    assert COMMANDS[name].params
+    for option in COMMANDS[name].params:
         if isinstance(option, click.Option) and not option.hidden:
             assert f'id="{max(option.opts, key=len)}"' in text, option.name
 
