@@ -46,7 +46,7 @@ Start with the first two of these commands.
 - `ckpt-tools consolidate PATH model.safetensors` writes the model's weights as one file.
 - `ckpt-tools scan PATH` says whether loading the files could run code ([scanning](scanning.md)).
 
-[The command line](cli.md) has all options, and the [glossary](glossary.md) explains the words. In the names below, `N`
+[The command line](cli.md) has the rules, and the [glossary](glossary.md) explains the words. In the names below, `N`
 and `M` stand for numbers, such as that of a rank, so that one line can be several files, and `HASH` for random letters
 and digits. The counts of tensors are those of the examples. Unless a line says otherwise, what opens can be converted
 to any format, and a format from which training continues can be written for another number of ranks (`reshard`).
