@@ -59,7 +59,9 @@ def lock_of(url: str, options: Mapping[str, Any]) -> ObjectLock:
     if isinstance(place, S3Place):
         return place.lock
     if is_hub(url):
-        raise UsageError(f"{url}: a repository cannot be claimed; name a path or another URL")
+        raise UsageError(
+            f"{url}: the Hub has no locks; to remove a checkpoint there, run: hf repos delete-files NAME FOLDER/"
+        )
     objects = FsspecObjects.of(url, options)
     return ObjectLock(objects, f"{objects.path}/{PARTIAL}/lock", url)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import email
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -118,3 +120,12 @@ def test_links_on_the_index_page_lead_to_files_of_the_repository(metadata: Messa
 def test_links_in_the_tree_lead_to_its_files() -> None:
     found = list(links((ROOT / "README.md").read_text()))
     assert found and all((ROOT / link.partition("#")[0]).is_file() for link in found), found
+
+
+def test_the_image_of_the_service_installs_what_there_is(built: Built) -> None:
+    text = (built.source / "docker" / "service.Dockerfile").read_text().replace("\\\n", " ")
+    [install] = re.findall(r"pip install (.*)", text)
+    wanted, *folders = [word for word in shlex.split(install) if word.startswith((".[", "./"))]
+    extras = set(metadata_of(built.wheel).metadata.get_all("Provides-Extra", []))
+    assert {"serve"} <= {*wanted[2:-1].split(",")} <= extras
+    assert folders == ["./training", "./inference"]

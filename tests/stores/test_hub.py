@@ -198,3 +198,14 @@ def test_a_failed_conversion_leaves_nothing(hub: Hub, tmp_path: Path, monkeypatc
     (tmp_path / "bad" / "model.safetensors").write_bytes(data[:-1])
     refusal(hub, tmp_path / "bad", "hf://org/empty")
     assert len(hub.commits("org/empty")) == 1 and not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_run_is_listed_and_not_pruned(hub: Hub, tmp_path: Path) -> None:
+    for step in (1, 2):
+        folder = tmp_path / "run" / f"step_{step}"
+        ckpt_tools.convert(tmp_path / "hub" / MODEL, folder, to="dcp", world_size=1)
+    hub.push("org/empty", files_in(tmp_path / "run"))
+    assert len(ckpt_tools.ls("hf://org/empty", storage_options=options(hub)).checkpoints) == 2
+    with pytest.raises(UsageError, match="hf repos delete-files"):
+        ckpt_tools.prune("hf://org/empty", keep_last=1, yes=True, storage_options=options(hub))
+    assert len(hub.commits("org/empty")) == 1

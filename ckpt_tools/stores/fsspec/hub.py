@@ -192,9 +192,7 @@ class HubPlace(FsspecPlace):
             with local.claim(overwrite=False, resume=False) as inner, let_through():
                 yield HubClaim(self, inner, overwrite)
 
-    def commit(
-        self, repository: _Repository, parent: str, added: Mapping[str, Path], removed: Sequence[str] | set[str]
-    ) -> None:
+    def commit(self, repository: _Repository, parent: str, added: Mapping[str, Path], removed: set[str]) -> None:
         """Add and remove files of this place in one commit after ``parent``.
 
         Raises:
@@ -215,7 +213,7 @@ class HubPlace(FsspecPlace):
                 with _without_bars():
                     repository.api.create_commit(
                         operations=operations,
-                        commit_message=f"{'Write' if added else 'Remove'} a checkpoint with ckpt-tools",
+                        commit_message="Write a checkpoint with ckpt-tools",
                         parent_commit=parent,
                         **repository.asking(),
                     )
@@ -237,15 +235,6 @@ class HubPlace(FsspecPlace):
 
     def remove_leftovers(self) -> Sequence[Leftover]:
         return ()
-
-    def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
-        """All in one commit."""
-        repository = self.repository()
-        parent = repository.commit(self.url)
-        found = self.present()
-        names = {name for batch in batches for name in batch} & (found.files.keys() if found else set())
-        if names:
-            self.commit(repository, parent, {}, names)
 
 
 _MOVED = 412
