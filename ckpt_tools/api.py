@@ -432,8 +432,9 @@ def verify(
         from_: The format of ``src``. Default: detected.
         state, dtype, weights, include, exclude, rename, key_map, strip, recipe, inverse, dequantize, config, like,
             model_key, optim_key, param_order, buffers, tag: As they were for ``convert``.
-        digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``.
-            Default: the list that lies with ``src``, if there is one.
+        digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``; or
+            a list of its files as ``sha256sum``, ``b2sum``, ``md5sum`` or Megatron-Core (``integrity.json``) write it.
+            Default: the lists that lie with ``src``, and the hub's hashes of what ``hf download`` stored there.
         public_key: Without ``dst``: a PEM file. The signature of ``digests``, else of ``src``, is checked first.
         signature: Where the signature is. Default: with what it signs.
         workers: The number of threads. Default: one for each processor, and at least 8 for stores.
@@ -454,10 +455,9 @@ def verify(
         (True, 2)
     """
     from ckpt_tools.core.applicability import ARGUMENTS, Case, check
-    from ckpt_tools.reading.checkpoint import check_reading
     from ckpt_tools.runs.opening import named, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
-    from ckpt_tools.verification.verify import verify_alone, verify_pair
+    from ckpt_tools.verification.verify import verify_one, verify_pair
 
     chosen = ConvertOptions(state=state, dtype=dtype, buffers=buffers, like=like, **options)
     given = {**chosen.given, "digests": digests, "public_key": public_key, "signature": signature}
@@ -469,13 +469,18 @@ def verify(
         from ckpt_tools.verification.signing import check_signature
 
         check_signature(digests or src, public_key=public_key, signature=signature)
+    files = None
+    if digests is not None:
+        from ckpt_tools.verification.file_checks import named_list
+
+        files = named_list(digests, src, chosen.storage_options)
+        check(ARGUMENTS["verify"], given, replace(case, has_digests=files is None))
+    how = _running(chosen, workers, on_progress, src, dst)
+    if dst is None:
+        return verify_one(src, chosen, how, against=digests if files is None else None, files=files)
     source, manifest = read_checkpoint(
         src, chosen.reading, format_name=chosen.from_, storage_options=chosen.storage_options
     )
-    how = _running(chosen, workers, on_progress, src, dst)
-    if dst is None:
-        check_reading(manifest, chosen.reading)
-        return verify_alone(source, manifest, chosen, how, against=digests)
     return verify_pair(src, source, manifest, dst, chosen, how)
 
 

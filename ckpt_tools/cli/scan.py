@@ -2,73 +2,103 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli import options
+from ckpt_tools.cli.forms import folder_of, form, say_markdown
 from ckpt_tools.cli.render import print_json
 from ckpt_tools.cli.wrapping import say, say_item
-from ckpt_tools.core.wording import count, printable, size
-from ckpt_tools.errors import UnsafeError, UsageError
+from ckpt_tools.core.wording import count, listed, printable, size
+from ckpt_tools.errors import UnsafeError
 
 if TYPE_CHECKING:
-    from ckpt_tools.verification.scan import ScanReport
-
-_FORMATS = ("text", "json", "sarif")
+    from ckpt_tools.verification.scan import Finding, ScanReport
 
 
 @click.command("scan")
-@options.source
+@click.argument("src", metavar="SRC...", nargs=-1, required=True)
+@options.storage
 @click.option(
     "--allow",
     multiple=True,
     metavar="MODULE.NAME",
     help="A class or function that you vouch for, by its exact name. Repeatable.",
 )
-@click.option("--format", "form", type=click.Choice(_FORMATS), help="How to print the result. Default: text.")
-@options.as_json
+@form("text", "json", "markdown", "sarif")
 @options.talking
 def scan_command(
-    src: str, allow: tuple[str, ...], form: str | None, as_json: bool, quiet: bool, storage_options: dict[str, str]
+    src: tuple[str, ...], allow: tuple[str, ...], form: str, quiet: bool, storage_options: dict[str, str]
 ) -> None:
     """Prove that loading any file of SRC runs no code, or list what is not proved.
 
     Nothing is executed. Exits with 0 if every byte of every file was accounted for
-    and nothing would run. Otherwise exits with 7.
+    and nothing would run. Otherwise exits with 7. Several SRC are scanned one after the other.
     """
     from ckpt_tools import scan
 
-    form = _form(form, as_json)
-    report = scan(src, allow=allow, storage_options=storage_options)
+    reports = [scan(each, allow=allow, storage_options=storage_options) for each in src]
+    found = _Found(src, reports)
     if form == "json":
-        print_json(report.to_json())
+        print_json(reports[0].to_json() if len(reports) == 1 else [each.to_json() for each in reports])
     elif form == "sarif":
-        print_json(report.to_sarif())
+        print_json(found.sarif())
+    elif form == "markdown":
+        found.say_markdown()
     else:
-        _show(report)
-    if not report.clean:
-        raise UnsafeError(f"{src} is not proved to be safe: {count(report.num_findings, 'finding')}")
+        found.say()
+    if found.num_findings:
+        raise UnsafeError(f"{listed(found.unsafe)} is not proved to be safe: {count(found.num_findings, 'finding')}")
 
 
-def _form(form: str | None, as_json: bool) -> str:
-    if as_json and form not in (None, "json"):
-        raise UsageError(f"--json and --format {form} contradict each other; give one of them")
-    return "json" if as_json else form or "text"
+class _Found:
+    """The reports of several sources, as one result."""
 
+    def __init__(self, sources: Sequence[str], reports: Sequence[ScanReport]) -> None:
+        self.reports, self.folders = reports, [folder_of(src) for src in sources]
+        self.unsafe = [src for src, report in zip(sources, reports, strict=True) if not report.clean]
+        self.num_findings = sum(report.num_findings for report in reports)
+        self.allowed = sorted({name for report in reports for name in report.allowed})
+        self.names = list(dict.fromkeys(name for report in reports for name in report.names))
+        # The files of one source are named as it does.
+        shown = self.folders if len(reports) > 1 else [""]
+        pairs = zip(shown, reports, strict=True)
+        self.findings = [(self._file(folder, each), each) for folder, report in pairs for each in report.findings]
 
-def _show(report: ScanReport) -> None:
-    for finding in report.findings:
-        place = f" ({finding.place})" if finding.place else ""
-        say_item(printable(f"{finding.danger.value}: {finding.file}{place}"), printable(finding.what))
-    if report.num_findings > len(report.findings):
-        say(f"and {report.num_findings - len(report.findings):,} more")
-    proved = f"{count(report.num_files, 'file')} ({size(report.num_bytes)}), {count(report.num_pickles, 'pickle')}"
-    say(f"proved: {proved}" if report.findings else f"nothing would run: proved {proved}")
-    if report.allowed:
-        say(f"allowed by you: {', '.join(report.allowed)}")
-    if report.names:
-        say(
-            "if you trust the code of these names on the loading machine: "
-            + " ".join(f"--allow {n}" for n in report.names)
-        )
+    def _file(self, folder: str, finding: Finding) -> str:
+        return f"{folder}/{finding.file}" if folder else finding.file
+
+    def sarif(self) -> dict[str, Any]:
+        """One log with a run for each source."""
+        logs = [report.to_sarif(folder) for folder, report in zip(self.folders, self.reports, strict=True)]
+        return {**logs[0], "runs": [run for log in logs for run in log["runs"]]}
+
+    def say(self) -> None:
+        for file, finding in self.findings:
+            place = f" ({finding.place})" if finding.place else ""
+            say_item(printable(f"{finding.danger.value}: {file}{place}"), printable(finding.what))
+        if self.num_findings > len(self.findings):
+            say(f"and {self.num_findings - len(self.findings):,} more")
+        for line in self._lines():
+            say(line)
+
+    def say_markdown(self) -> None:
+        title = f"ckpt-tools scan: {listed([report.source for report in self.reports])}"
+        verdict = f"{count(self.num_findings, 'finding')}" if self.num_findings else "nothing is found"
+        rows = [(each.danger.value, file, each.place, each.what) for file, each in self.findings]
+        say_markdown(title, [verdict, *self._lines()], ("danger", "file", "place", "what"), rows)
+
+    def _lines(self) -> list[str]:
+        """Totals of the proof, and the names that are or could be allowed."""
+        files, num_bytes = (sum(getattr(each, name) for each in self.reports) for name in ("num_files", "num_bytes"))
+        pickles = sum(each.num_pickles for each in self.reports)
+        proved = f"{count(files, 'file')} ({size(num_bytes)}), {count(pickles, 'pickle')}"
+        lines = [f"proved: {proved}" if self.num_findings else f"nothing would run: proved {proved}"]
+        if self.allowed:
+            lines.append(f"allowed by you: {', '.join(self.allowed)}")
+        if self.names:
+            names = " ".join(f"--allow {name}" for name in self.names)
+            lines.append(f"if you trust the code of these names on the loading machine: {names}")
+        return lines

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, progress, show_notes
+from ckpt_tools.cli.forms import folder_of, form, say_markdown
+from ckpt_tools.cli.render import MAX_NOTES, print_json, progress, show_notes
 from ckpt_tools.cli.wrapping import say, say_item
 from ckpt_tools.core.wording import count, listed, printable, size
 from ckpt_tools.errors import DifferenceError
 
 if TYPE_CHECKING:
-    from ckpt_tools.verification.report import Difference, VerifyReport
+    from ckpt_tools.verification.report import Difference, DifferenceRow, VerifyReport
 
 
 MAX_MODULES = 8
@@ -31,12 +33,13 @@ MAX_MODULES = 8
 @options.sizes
 @options.workers
 @options.listing
-@options.as_json
+@form("text", "json", "markdown")
 @options.talking
-def diff_command(a: str, b: str, top: int | None, as_json: bool, quiet: bool, **chosen: Any) -> None:
+def diff_command(a: str, b: str, top: int | None, form: str, quiet: bool, **chosen: Any) -> None:
     """Show which tensors of A and B differ, and by how much, in any two formats.
 
-    A summary comes first, then the largest differences. --recipe, --rename and --key-map change names of A to those
+    A summary comes first, then the largest differences, with one line for tensors that differ for the same reason.
+    --recipe, --rename and --key-map change names of A to those
     of B.
     --from, --tag, --model-key and --optim-key say how A is read. Exits with 6 if anything differs.
     """
@@ -44,17 +47,34 @@ def diff_command(a: str, b: str, top: int | None, as_json: bool, quiet: bool, **
 
     with progress("comparing", quiet=quiet) as on_progress:
         report = diff(a, b, on_progress=on_progress, **chosen)
-    if as_json:
+    if form == "json":
         print_json(report.to_json())
+    elif form == "markdown":
+        _say_markdown(f"ckpt-tools diff: {a} and {b}", report, _same(report, _DIFF), top)
     else:
-        _show_report(report, "are the same, bit for bit", top=top)
+        _show_report(report, _DIFF, top=top)
     _exit_by(report)
+
+
+_DIFF = "are the same, bit for bit"
+
+
+def _same(report: VerifyReport, same: str) -> str:
+    """The sentence of a report without differences."""
+    text = f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}: all {same}"
+    if not report.num_files:
+        return text
+    return f"{text}; {count(report.num_files, 'file')} {'is' if report.num_files == 1 else 'are'} as {_lists(report)}"
+
+
+def _lists(report: VerifyReport) -> str:
+    return f"{listed([printable(name) for name in report.lists])} say{'s' if len(report.lists) == 1 else ''}"
 
 
 def _show_report(report: VerifyReport, same: str, *, top: int | None) -> None:
     """The differences, or one line that says that there are none."""
     if report.equal:
-        say(f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}: all {same}")
+        say(_same(report, same))
     else:
         _show_summary(report)
         _show_rows(report, top)
@@ -69,6 +89,10 @@ def _exit_by(report: VerifyReport) -> None:
 
 def _verdict(report: VerifyReport) -> str:
     """``3 of 640 tensors differ: 2 in values, 1 missing``."""
+    if report.num_wrong_files:
+        verb = "is" if report.num_wrong_files == 1 else "are"
+        files = f"{report.num_wrong_files:,} of {count(report.num_files, 'file')} {verb} not as {_lists(report)}"
+        return f"{files}; no tensor was read"
     verb = "differs" if report.num_differing == 1 else "differ"
     kinds = ", ".join(_kind(aspect, number) for aspect, number in report.summary.aspects.items() if aspect != "entry")
     entries = (
@@ -85,13 +109,18 @@ def _kind(aspect: str, number: int) -> str:
 
 
 def _show_summary(report: VerifyReport) -> None:
-    summary = report.summary
     say(_verdict(report))
-    for group, difference in summary.largest.items():
-        say_item(f"largest difference of {group}", _largest(difference))
-    modules = [f"{printable(name)} {number:,}" for name, number in summary.modules.items()]
+    for name, what in _totals(report):
+        say_item(name, what)
+
+
+def _totals(report: VerifyReport) -> Iterator[tuple[str, str]]:
+    """The largest difference of each group of tensors, and how many differ in each module."""
+    for group, difference in report.summary.largest.items():
+        yield f"largest difference of {group}", _largest(difference)
+    modules = [f"{printable(name)} {number:,}" for name, number in report.summary.modules.items()]
     if modules:
-        say_item("by module", listed(modules, MAX_MODULES))
+        yield "by module", listed(modules, MAX_MODULES)
 
 
 def _largest(difference: Difference) -> str:
@@ -103,11 +132,27 @@ def _largest(difference: Difference) -> str:
 
 
 def _show_rows(report: VerifyReport, top: int | None) -> None:
-    rows = report.summary.rows
-    for row in rows[:top]:
+    rows, num_more = _rows(report, top)
+    for row in rows:
         say_item(printable(row.name), printable(row.what))
-    if top is not None and len(rows) > top:
-        say(f"and {len(rows) - top:,} more; --all lists them")
+    if num_more:
+        say(f"and {num_more:,} more; --all lists them")
+
+
+def _rows(report: VerifyReport, top: int | None) -> tuple[tuple[DifferenceRow, ...], int]:
+    """All rows; with ``top`` the first of the folded ones, and the number of differences that are left out."""
+    if top is None:
+        return report.summary.rows, 0
+    folded = report.summary.folded
+    return folded[:top], sum(row.count for row in folded[top:])
+
+
+def _say_markdown(title: str, report: VerifyReport, same: str, top: int | None) -> None:
+    rows, num_more = _rows(report, top)
+    lines = [same] if report.equal else [_verdict(report), *(f"{name}: {what}" for name, what in _totals(report))]
+    more = [f"and {num_more:,} more"] if num_more else []
+    notes = [f"{note.outcome.value}: {note.what} ({note.why})" for note in report.notes[:MAX_NOTES]]
+    say_markdown(title, [*lines, *more, *notes], ("name", "difference"), [(row.name, row.what) for row in rows])
 
 
 @click.command("verify")
@@ -118,33 +163,44 @@ def _show_rows(report: VerifyReport, top: int | None) -> None:
 @options.choosing
 @options.sizes
 @options.like
-@click.option("--digests", metavar="FILE", help="Check SRC against these digests. Default: those stored with SRC.")
+@click.option(
+    "--digests",
+    metavar="FILE",
+    help="Check SRC against these digests of its tensors, or these of its files as sha256sum, b2sum, md5sum or "
+    "Megatron-Core write them. Default: those stored with SRC.",
+)
 @click.option("--public-key", metavar="FILE", help="First check the signature of SRC, or of --digests, with this key.")
 @click.option("--signature", metavar="FILE", help="The file of the signature. Default: stored with what it signs.")
 @options.workers
 @options.listing
-@options.as_json
+@form("text", "json", "markdown", "sarif")
 @options.talking
-def verify_command(src: str, dst: str | None, top: int | None, as_json: bool, quiet: bool, **chosen: Any) -> None:
+def verify_command(src: str, dst: str | None, top: int | None, form: str, quiet: bool, **chosen: Any) -> None:
     """Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.
 
-    Give the same options as for the conversion to DST. Exits with 6 if a tensor differs.
+    Lists of other tools are checked too, if they are with SRC: SHA256SUMS, integrity.json, the hashes of hf download.
+    Give the same options as for the conversion to DST. Exits with 6 if a tensor or a file differs.
     """
     from ckpt_tools import verify
 
     with progress("verifying", quiet=quiet) as on_progress:
         report = verify(src, dst, on_progress=on_progress, **chosen)
-    if as_json:
+    same = "are bit for bit the same" if dst else _whole(report.num_digests)
+    if form == "json":
         print_json(report.to_json())
+    elif form == "sarif":
+        print_json(report.to_sarif(src, folder_of(src)))
+    elif form == "markdown":
+        _say_markdown(f"ckpt-tools verify: {src}" + (f" and {dst}" if dst else ""), report, _same(report, same), top)
     else:
-        _show(report, dst, top)
+        _show(report, same, dst, top)
     _exit_by(report)
 
 
-def _show(report: VerifyReport, dst: str | None, top: int | None) -> None:
+def _show(report: VerifyReport, same: str, dst: str | None, top: int | None) -> None:
     if not report.equal:
         say("verification failed")
-    _show_report(report, "are bit for bit the same" if dst else _whole(report.num_digests), top=top)
+    _show_report(report, same, top=top)
     if dst and set(report.summary.aspects) == {"dtype"}:
         say("Every difference is in dtype. Was DST converted with --dtype? Then give verify the same --dtype.")
 

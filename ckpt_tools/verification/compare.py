@@ -168,7 +168,8 @@ def _pair_difference(
     if ours.dtype is not theirs.dtype:
         found = deviation or Deviation()
         types = f"{ours.dtype.value} in {names[0]}, {theirs.dtype.value} in {names[1]}"
-        return Difference(key, Aspect.DTYPE, f"{types}; as numbers, {found.described(ours.numel)}", found)
+        what = f"{types}; as numbers, {found.described(ours.numel)}"
+        return Difference(key, Aspect.DTYPE, what, found, f"{ours.dtype.value} -> {theirs.dtype.value}")
     if deviation is None:
         return None
     return Difference(key, Aspect.VALUES, deviation.described(ours.numel), deviation)

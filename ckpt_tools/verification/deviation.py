@@ -53,7 +53,17 @@ class Deviation(Jsonable):
 
     def described(self, numel: int) -> str:
         """In words: ``3 of 10 elements differ, by at most 0.5 (relative 0.1); 1 in the sign of a zero``."""
-        text = f"{self.num_differing:,} of {count(numel, 'element')} differ{'s' if numel == 1 else ''}"
+        verb = "differs" if numel == 1 else "differ"
+        return self._with_details(f"{self.num_differing:,} of {count(numel, 'element')} {verb}")
+
+    def as_numbers(self) -> str:
+        """The same for two dtypes: ``equal as numbers``, or how many elements differ, and by how much."""
+        if not self.num_differing:
+            return "equal as numbers"
+        verb = "differs" if self.num_differing == 1 else "differ"
+        return self._with_details(f"{count(self.num_differing, 'element')} {verb} as numbers")
+
+    def _with_details(self, text: str) -> str:
         if self.max_abs:
             text += f", by at most {self.max_abs:.6g} (relative {self.max_rel:.3g})"
         apart = (

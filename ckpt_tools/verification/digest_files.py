@@ -41,7 +41,7 @@ def read_digests(url: str | Path, storage_options: StorageOptions = None) -> Dig
 
 def stored_digests(source: Source, manifest: Manifest, storage_options: StorageOptions = None) -> Digests | None:
     """The digests that lie with a checkpoint: in its folder, or beside its one file. Raises as ``digests.loads``."""
-    if not _is_one_file(source):
+    if not is_one_file(source):
         inside = digests.place_in(manifest)
         return digests.read_list(source, inside) if inside in source.files else None
     try:
@@ -89,12 +89,12 @@ def _is_list(path: str) -> bool:
 
 def digests_url(source: Source, manifest: Manifest) -> str:
     """Location of a checkpoint's digests, if it has any."""
-    if _is_one_file(source):
+    if is_one_file(source):
         return source.store.url + DIGESTS_SUFFIX
     return f"{source.store.url.rstrip('/')}/{digests.place_in(manifest)}"
 
 
-def _is_one_file(source: Source) -> bool:
+def is_one_file(source: Source) -> bool:
     """True if the source is a file, or a file with its optimizer's, and not the folder around it."""
     others = source.files.keys() - {source.store.url.rpartition("/")[2]}
     return len(others) < len(source.files) and all(is_optimizer(name) for name in others)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ckpt_tools.core.manifest import MASTER, WEIGHT, StateKey
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.wording import count, listed
+from ckpt_tools.credentials import without_secrets
 from ckpt_tools.verification.deviation import Deviation
 
 
@@ -31,11 +33,17 @@ class Aspect(Enum):
     """A stored record does not match the checksum stored with it."""
     ENTRY = "entry"
     """It is not a tensor: a hyperparameter, the step, an entry of the user's. Its value differs."""
+    FILE = "file"
+    """It is a file that a list of files names: missing, or of another digest."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Difference(Shown):
-    """One tensor that is not the same. ``deviation`` says how far its elements are apart, if they were compared."""
+    """One tensor that is not the same. ``deviation`` says how far its elements are apart, if they were compared.
+
+    ``reason`` is ``what`` without the figures of this tensor: the same words for all that differ in the same way. It is
+    empty for values and entries: each differs in its own way.
+    """
 
     SHOWN: ClassVar[tuple[str, ...]] = ("key", "aspect", "what")
 
@@ -43,6 +51,11 @@ class Difference(Shown):
     aspect: Aspect
     what: str
     deviation: Deviation | None = None
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.reason and self.aspect not in (Aspect.VALUES, Aspect.ENTRY):
+            object.__setattr__(self, "reason", self.what)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,7 +63,8 @@ class VerifyReport(Shown):
     """Result of a comparison. ``num_bytes`` are logical bytes of the tensors on one side.
 
     ``num_digests`` counts the tensors whose elements were compared with a recorded digest; it is None if there were no
-    digests. ``notes`` list what was left out of the comparison, and the reason.
+    digests. ``num_files`` counts the files that were compared with ``lists`` of other tools. ``notes`` list what was
+    left out of the comparison, and the reason.
     """
 
     SHOWN: ClassVar[tuple[str, ...]] = (
@@ -62,13 +76,21 @@ class VerifyReport(Shown):
         "num_digests",
         "notes",
     )
-    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("equal", "num_differing", "num_equal", "num_entries")
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = (
+        "equal",
+        "num_differing",
+        "num_equal",
+        "num_entries",
+        "num_wrong_files",
+    )
 
     num_tensors: int
     num_bytes: int
     differences: tuple[Difference, ...]
     num_digests: int | None = None
     notes: tuple[Note, ...] = ()
+    num_files: int = 0
+    lists: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -77,12 +99,17 @@ class VerifyReport(Shown):
     @property
     def num_differing(self) -> int:
         """Tensors that differ. A tensor that differs in several ways counts once."""
-        return len({difference.key for difference in self.differences if difference.aspect is not Aspect.ENTRY})
+        return len({difference.key for difference in self.differences if difference.aspect not in _NO_TENSOR})
 
     @property
     def num_entries(self) -> int:
         """Values that are not tensors and differ: hyperparameters, the step, the user's own entries."""
         return sum(difference.aspect is Aspect.ENTRY for difference in self.differences)
+
+    @property
+    def num_wrong_files(self) -> int:
+        """Files that are missing, or not as a list of files says."""
+        return sum(difference.aspect is Aspect.FILE for difference in self.differences)
 
     @property
     def num_equal(self) -> int:
@@ -98,6 +125,35 @@ class VerifyReport(Shown):
     def summary(self) -> DifferenceSummary:
         return summarize(self.differences)
 
+    def to_sarif(self, source: str, folder: str = "") -> dict[str, Any]:
+        """The differences of ``source`` in the form in which code hosts take results of scanners. The names of files
+        begin with ``folder``."""
+        from ckpt_tools.verification.sarif import in_file, log_of, of_name, result_of
+
+        rules = {aspect.value: about for aspect, about in _SARIF.items()}
+        results = []
+        for each in self.differences:
+            is_file = each.aspect is Aspect.FILE
+            place = in_file(each.key.fqn, folder) if is_file else of_name(str(each.key))
+            text = each.what if is_file else f"{each.key}: {each.what}"
+            results.append(result_of(each.aspect.value, "error", without_secrets(text), place))
+        properties = {"source": without_secrets(source), **self.shown()}
+        return log_of("ckpt-tools verify", rules, results, properties)
+
+
+_SARIF = {
+    Aspect.MISSING: "A tensor is missing.",
+    Aspect.UNEXPECTED: "A tensor is there that should not be.",
+    Aspect.SHAPE: "A tensor has another shape.",
+    Aspect.DTYPE: "A tensor has another dtype.",
+    Aspect.VALUES: "A tensor has other values.",
+    Aspect.DIGEST: "A tensor does not have its recorded digest.",
+    Aspect.CHECKSUM: "A record does not have the checksum stored with it.",
+    Aspect.ENTRY: "A value that is not a tensor differs.",
+    Aspect.FILE: "A file is missing, or does not have its listed digest.",
+}
+"""Descriptions of SARIF's rules."""
+
 
 MODULE_LEVELS = 2
 """Names of many models begin with ``model.layers`` or ``encoder.layers``: one level would be the whole model."""
@@ -109,16 +165,27 @@ training went on, by more than any weight."""
 _GROUPS = {WEIGHT: WEIGHTS, MASTER: WEIGHTS, "extra": EXTRAS, "step": STEPS}
 ENTRY = "entry"
 """The slot of differences of values that are not tensors."""
+FILE = "file"
+"""The slot of differences of files."""
+
+_NO_TENSOR = (Aspect.ENTRY, Aspect.FILE)
 
 _ORDER = (WEIGHTS, MOMENTS, EXTRAS, STEPS)
 
 
 @dataclass(frozen=True, slots=True)
 class DifferenceRow:
-    """One line of the list. ``name`` is that of a tensor, or of a weight and its master with the same difference."""
+    """One line of the list. ``name`` is that of a tensor, or of a weight and its master with the same difference.
+
+    ``reason`` and ``deviation`` are those of its ``count`` differences.
+    """
 
     name: str
     what: str
+    reason: str = ""
+    deviation: Deviation | None = None
+    count: int = 1
+    noun: str = "tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +195,7 @@ class DifferenceSummary:
     ``aspects`` counts tensors by the way in which they differ, the most frequent first. ``largest`` has the largest
     difference of values of each group of tensors. ``modules`` counts tensors that differ by the first levels of
     their names, the most first. ``rows`` has all differences, those of other things than values first, then by size,
-    weights before optimizer state.
+    weights before optimizer state; ``folded`` has one row for those of the same reason.
     """
 
     aspects: dict[str, int]
@@ -136,11 +203,35 @@ class DifferenceSummary:
     modules: dict[str, int]
     rows: tuple[DifferenceRow, ...]
 
+    @property
+    def folded(self) -> tuple[DifferenceRow, ...]:
+        return fold(self.rows)
+
+
+def fold(rows: Iterable[DifferenceRow]) -> tuple[DifferenceRow, ...]:
+    """One row for all of the same reason, in the place of the first: ``30 tensors``, ``float32 -> bfloat16 (a, b and 28
+    more)``."""
+    groups: dict[object, list[DifferenceRow]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(row.reason or number, []).append(row)
+    return tuple(group[0] if len(group) == 1 else _one_row(group) for group in groups.values())
+
+
+def _one_row(group: list[DifferenceRow]) -> DifferenceRow:
+    number = sum(row.count for row in group)
+    apart = [row.deviation for row in group if row.deviation is not None]
+    total = sum(apart, Deviation()) if apart else None
+    how = f"{group[0].reason}, {total.as_numbers()}" if total is not None else group[0].reason
+    what = f"{how} ({listed([row.name for row in group])})"
+    return DifferenceRow(count(number, group[0].noun), what, group[0].reason, total, number, group[0].noun)
+
 
 def summarize(differences: Iterable[Difference]) -> DifferenceSummary:
     ordered = sorted(differences, key=_rank)
     keys = {(each.aspect.value, each.key) for each in ordered}
-    modules = Counter(module_of(name) for name, slot in sorted({each.key for each in ordered}) if slot != ENTRY)
+    modules = Counter(
+        module_of(name) for name, slot in sorted({each.key for each in ordered}) if slot not in (ENTRY, FILE)
+    )
     return DifferenceSummary(
         aspects=dict(Counter(aspect for aspect, _ in sorted(keys)).most_common()),
         largest=_largest(ordered),
@@ -181,11 +272,16 @@ def _rows(ordered: list[Difference]) -> Iterable[DifferenceRow]:
     both = _equal_masters(ordered)
     for each in ordered:
         if each.key.fqn not in both:
-            yield DifferenceRow(each.key.fqn if each.key.slot == ENTRY else str(each.key), each.what)
+            yield _row(each.key.fqn if each.key.slot in (ENTRY, FILE) else str(each.key), each)
         elif each.key.slot == WEIGHT:
-            yield DifferenceRow(f"{each.key.fqn} (weight and master)", each.what)
+            yield replace(_row(f"{each.key.fqn} (weight and master)", each), count=2)
         elif each.key.slot != MASTER:
-            yield DifferenceRow(str(each.key), each.what)
+            yield _row(str(each.key), each)
+
+
+def _row(name: str, difference: Difference) -> DifferenceRow:
+    noun = "file" if difference.aspect is Aspect.FILE else "tensor"
+    return DifferenceRow(name, difference.what, difference.reason, difference.deviation, noun=noun)
 
 
 def _equal_masters(differences: list[Difference]) -> set[str]:

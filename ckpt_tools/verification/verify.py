@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import OF_TWO_COPIES, Case, check
@@ -17,11 +18,11 @@ from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.showing import Shown, json_of
 from ckpt_tools.core.wording import count
-from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import COMPARING, DIFFING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import known
-from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
+from ckpt_tools.reading.checkpoint import case_of, check_reading, own_keys, recipe_step
 from ckpt_tools.runs.opening import likeness, read_checkpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place
@@ -35,6 +36,9 @@ from ckpt_tools.verification.entries import differing_entries, not_compared
 from ckpt_tools.verification.integrity import check_integrity
 from ckpt_tools.verification.report import VerifyReport
 
+if TYPE_CHECKING:
+    from ckpt_tools.verification.file_lists import FileList
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -43,6 +47,64 @@ class Running:
     num_workers: int
     on_progress: Progress
     storage_options: StorageOptions = None
+
+
+def verify_one(
+    src: str | Path,
+    options: ConvertOptions,
+    how: Running,
+    *,
+    against: str | Path | None = None,
+    files: FileList | None = None,
+) -> VerifyReport:
+    """Check the files at ``src`` against lists of other tools, and then its tensors as ``verify_alone`` does.
+
+    ``files`` is such a list, ``against`` the place of a list of digests of tensors; default: what is stored with
+    ``src``. If a file is not as a list says, no tensor is read.
+
+    Raises:
+        CkptError: bytes or lists cannot be read.
+    """
+
+    def checked(folders: Collection[str]) -> VerifyReport | None:
+        if against is not None:
+            return None
+        from ckpt_tools.verification.file_checks import check_with_lists
+
+        return check_with_lists(
+            src,
+            files,
+            folders,
+            num_workers=how.num_workers,
+            on_progress=how.on_progress,
+            storage_options=how.storage_options,
+        )
+
+    try:
+        source, manifest = read_checkpoint(
+            src, options.reading, format_name=options.from_, storage_options=how.storage_options
+        )
+        check_reading(manifest, options.reading)
+    except FormatError:
+        report = checked(())
+        if report is None or report.equal:
+            raise
+        return report
+    listed = checked(_folders(manifest))
+    if listed is not None and not listed.equal:
+        return listed
+    report = verify_alone(source, manifest, options, how, against=against)
+    if listed is None:
+        return report
+    return replace(report, notes=report.notes + listed.notes, num_files=listed.num_files, lists=listed.lists)
+
+
+def _folders(manifest: Manifest) -> set[str]:
+    """The folders of the files that hold tensors."""
+    files = {
+        file for entry in manifest.tensors.values() for file in entry.shards.files if file not in manifest.literals
+    }
+    return {file.rpartition("/")[0] for file in files}
 
 
 def verify_alone(

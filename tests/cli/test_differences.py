@@ -138,8 +138,7 @@ def test_verify_says_that_it_failed_and_asks_for_the_dtype(tmp_path: Path, capsy
         "verification failed",
         "2 of 2 tensors differ: 2 in dtype",
         "by module: v 1, w 1",
-        "v: float32 in the source, bfloat16 in the destination; as numbers, 0 of 2 elements differ",
-        "w: float32 in the source, bfloat16 in the destination; as numbers, 0 of 4 elements differ",
+        "2 tensors: float32 -> bfloat16, equal as numbers (v, w)",
         "Every difference is in dtype. Was DST converted with --dtype? Then give verify the same --dtype.",
     ]
 

@@ -222,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.busy -= 1
             raise _RefusalError(429, "TooManyRequests")
         data = files[name]
-        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{_etag(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         wanted = _RANGE.fullmatch(self.headers.get("Range", ""))
         if wanted is None:
             self._answer(200, data, headers)
@@ -248,3 +248,10 @@ class _Handler(BaseHTTPRequestHandler):
 def _mode(asked: dict[str, object]) -> dict[str, object]:
     is_large = int(str(asked["size"])) >= LARGE_BYTES
     return {"path": asked["path"], "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False, "oid": None}
+
+
+def _etag(data: bytes) -> str:
+    """As the Hub has it: the SHA-256 of a file in LFS, git's SHA-1 of any other."""
+    if len(data) >= LARGE_BYTES:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

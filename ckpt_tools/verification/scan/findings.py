@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -39,14 +39,24 @@ class CouldRunError(UnsafeError):
     """A text that names or makes code."""
 
 
+Region = tuple[int, int]
+"""The offset of bytes in a file, and how many there are."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Finding(Shown):
-    """``what`` is the reason; ``place`` says which pickle of the file, and where in it."""
+    """``what`` is the reason; ``place`` says which pickle of the file, and where in it.
+
+    ``byte_offset`` and ``byte_length`` are the bytes of the file that are meant, where they are known: an opcode of a
+    pickle, a record of an archive, an item of a DCP. They are None for the file as a whole, and in compressed data.
+    """
 
     file: str
     place: str
     danger: Danger
     what: str
+    byte_offset: int | None = None
+    byte_length: int | None = None
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.file, self.place, self.what) if part)
@@ -68,10 +78,13 @@ class FindingCollector:
         self.met: set[str] = set()
         self.names: dict[str, None] = {}
 
-    def add(self, file: str, place: str, danger: Danger, what: str, *, count: int = 1) -> None:
+    def add(
+        self, file: str, place: str, danger: Danger, what: str, *, region: Region | None = None, count: int = 1
+    ) -> None:
         self.num_findings += count
         if len(self.findings) < MAX_FINDINGS:
-            self.findings.append(Finding(printable(file), printable(place), danger, printable(what)))
+            at = region or (None, None)
+            self.findings.append(Finding(printable(file), printable(place), danger, printable(what), *at))
 
     def add_name(self, file: str, place: str, name: str, what: str) -> None:
         """Add the finding that a file names code, unless the user vouches for it."""
@@ -128,10 +141,14 @@ class ScanReport(Shown):
     def clean(self) -> bool:
         return not self.num_findings
 
-    def to_sarif(self) -> dict[str, Any]:
-        """The findings in the form in which code hosts take results of scanners."""
+    def to_sarif(self, folder: str = "") -> dict[str, Any]:
+        """The findings in the form in which code hosts take results of scanners. The names of files begin with
+        ``folder``."""
+        from ckpt_tools.verification.sarif import log_of
+
         properties = {**self.shown(), "allowed": list(self.allowed), "names": list(self.names)}
-        return sarif_of(self.findings, properties)
+        rules = {_rule(danger): about for danger, (_, about) in _SARIF.items()}
+        return log_of("ckpt-tools scan", rules, (_result(finding, folder) for finding in self.findings), properties)
 
 
 _SARIF = {
@@ -144,34 +161,15 @@ _SARIF = {
 """Levels and descriptions of SARIF's rules."""
 
 
-def sarif_of(findings: Iterable[Finding], properties: Mapping[str, Any]) -> dict[str, Any]:
-    """The findings as SARIF 2.1.0, with further ``properties`` of the scan."""
-    rules = [{"id": _rule(danger), "shortDescription": {"text": about}} for danger, (_, about) in _SARIF.items()]
-    driver = {"name": "ckpt-tools scan", "rules": rules}
-    return {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [
-            {
-                "tool": {"driver": driver},
-                "results": [_result(finding) for finding in findings],
-                "properties": dict(properties),
-            }
-        ],
-    }
-
-
 def _rule(danger: Danger) -> str:
     return danger.value.replace(" ", "-")
 
 
-def _result(finding: Finding) -> dict[str, Any]:
-    from urllib.parse import quote
+def _result(finding: Finding, folder: str) -> dict[str, Any]:
+    from ckpt_tools.verification.sarif import in_file, result_of
 
     place = f" ({finding.place})" if finding.place else ""
-    return {
-        "ruleId": _rule(finding.danger),
-        "level": _SARIF[finding.danger][0],
-        "message": {"text": f"{finding.what}{place}"},
-        "locations": [{"physicalLocation": {"artifactLocation": {"uri": quote(finding.file)}}}],
-    }
+    offset, length = finding.byte_offset, finding.byte_length
+    region = None if offset is None or length is None else (offset, length)
+    level, _ = _SARIF[finding.danger]
+    return result_of(_rule(finding.danger), level, f"{finding.what}{place}", in_file(finding.file, folder, region))

@@ -9,13 +9,15 @@ from ckpt_tools.errors import MalformedError
 from ckpt_tools.verification.scan.findings import NotLookedIntoError
 
 PICKLED = re.compile(
-    r"(^|/)\.metadata$|\.(pt|pth|bin|ckpt|pkl|pickle|pk|p|mdl|th|pyt|dill|joblib|metadata|distcp|pth?\.tar)$", re.I
+    r"^(?!(.*/)?\.cache/huggingface/download/).*\.metadata$|\.(pt|pth|bin|ckpt|pkl|pickle|pk|p|mdl|th|pyt|dill|joblib|distcp|pth?\.tar)$",
+    re.I,
 )
-"""Names of files that loaders unpickle."""
+"""Names of files that loaders unpickle. The metadata of ``hf download`` are texts."""
 
 _TEXT = re.compile(
-    r"(^|/)(latest|latest_universal|README|LICENSE|LICENCE|NOTICE|COPYING|VERSION|AUTHORS|\.gitattributes|\.gitignore)$"
-    r"|\.(txt|md|rst|csv|tsv|log|cfg|ini|toml|jinja|jinja2|license)$",
+    r"(^|/)(latest|latest_universal|README|LICENSE|LICENCE|NOTICE|COPYING|VERSION|AUTHORS|"
+    r"CACHEDIR\.TAG|\.gitattributes|\.gitignore|(md5|sha\d+|b[23])sums?)$|(^|/)\.cache/huggingface/download/.+\.metadata$"
+    r"|\.(md5|sha1|sha224|sha256|sha384|sha512|txt|md|rst|csv|tsv|log|cfg|ini|toml|jinja|jinja2|license)$",
     re.I,
 )
 _YAML = re.compile(r"\.ya?ml$", re.I)

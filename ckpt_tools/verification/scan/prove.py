@@ -22,7 +22,7 @@ from ckpt_tools.serialization.legacy_proof import inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import check_start
 from ckpt_tools.serialization.pickle.machine import JoblibArrayError, PersistentLoad, TooLongError
-from ckpt_tools.serialization.pickle.proof import Proof, UnlistedNameError, prove
+from ckpt_tools.serialization.pickle.proof import Proof, Refusal, UnlistedNameError, prove
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, described_storage, noted
 from ckpt_tools.serialization.torch_legacy import is_legacy
 from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, TORCHSCRIPT, Record
@@ -31,7 +31,13 @@ from ckpt_tools.verification.scan.alike import ProvenItems
 from ckpt_tools.verification.scan.arrays import check_end, inflated_array, npy_elements
 from ckpt_tools.verification.scan.budget import InflationBudget, PickleBudget
 from ckpt_tools.verification.scan.configuration import CodeName, code_names, instantiator
-from ckpt_tools.verification.scan.findings import CouldRunError, Danger, FindingCollector, NotLookedIntoError
+from ckpt_tools.verification.scan.findings import (
+    CouldRunError,
+    Danger,
+    FindingCollector,
+    NotLookedIntoError,
+    Region,
+)
 from ckpt_tools.verification.scan.kinds import TEXTS, Kind
 from ckpt_tools.verification.scan.other_loaders import RunsElsewhereError, check_one_meaning
 from ckpt_tools.verification.scan.piece import Piece
@@ -142,7 +148,10 @@ class Prover:
                 raise MalformedError("it is not the metadata of a DCP")
             self.metadata[piece.file] = proof.value
 
-    def _pickle(self, piece: Piece, data: bytes, place: str, resolve: PersistentLoad | None = None) -> Proof:
+    def _pickle(
+        self, piece: Piece, data: bytes, place: str, resolve: PersistentLoad | None = None, start: int = 0
+    ) -> Proof:
+        """Prove the pickle ``data``, which begins at byte ``start`` of the piece."""
         proof = prove(
             data,
             path=piece.file,
@@ -150,7 +159,7 @@ class Prover:
             allowed=self._notebook.allowed,
             inner=lambda inner: inner_storage(inner, piece.file),
         )
-        self._note(piece, place, proof)
+        self._note(piece, place, proof, start)
         return proof
 
     def _joblib(self, piece: Piece) -> Proof:
@@ -161,19 +170,22 @@ class Prover:
         self._note(piece, "", proof)
         return proof
 
-    def _note(self, piece: Piece, place: str, proof: Proof) -> None:
+    def _note(self, piece: Piece, place: str, proof: Proof, start: int = 0) -> None:
         self._notebook.note(proof)
         self._add_names(piece, instantiator(proof.value))
         for refusal in proof.refusals:
             where = piece.within(", ".join(filter(None, (place, f"byte {refusal.at:,}"))))
-            self._notebook.add(piece.file, where, Danger.RUNS if refusal.name else Danger.COULD_RUN, refusal.what)
+            danger = Danger.RUNS if refusal.name else Danger.COULD_RUN
+            self._notebook.add(piece.file, where, danger, refusal.what, region=_opcode(piece, start, refusal))
         if left := proof.num_refusals - len(proof.refusals):
             self._notebook.add(piece.file, piece.within(place), Danger.COULD_RUN, f"{left:,} more", count=left)
 
     def _legacy(self, piece: Piece) -> None:
         found = prove_legacy(piece.read, piece.size, piece.file, allowed=self._notebook.allowed)
+        start = 0
         for proof in found.pickles:
-            self._note(piece, "", proof)
+            self._note(piece, "", proof, start)
+            start += proof.stop
 
     # Archives
 
@@ -203,7 +215,7 @@ class Prover:
         inner = piece.part(start, stop, "")
         check_start(inner.read, inner.size, path=piece.file, persistent_load=described_storage)
         data = directory.read_record(piece.read, f"{root}/data.pkl")
-        self._pickle(piece, data, f"{root}/data.pkl", resolve)
+        self._pickle(piece, data, f"{root}/data.pkl", resolve, start)
         _check_records(piece, records, storages)
 
     # Others
@@ -250,6 +262,11 @@ class Prover:
         if is_small and hashlib.sha256(piece.whole()).hexdigest() in kinds.KNOWN_PROGRAMS:
             return
         self._notebook.add(piece.file, piece.place, Danger.COULD_RUN, "it is a program")
+
+
+def _opcode(piece: Piece, start: int, refusal: Refusal) -> Region | None:
+    """The opcode that makes the object; none for a name that is only mentioned, and in compressed data."""
+    return None if piece.start is None or not refusal.at else (piece.start + start + refusal.at, 1)
 
 
 _SMALL = {

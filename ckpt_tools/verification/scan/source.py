@@ -17,7 +17,7 @@ from ckpt_tools.serialization.pickle.dcp_metadata import StorageInfo
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES
-from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, ScanReport
+from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, Region, ScanReport
 from ckpt_tools.verification.scan.other_loaders import RUNS_AS_A_PICKLE, check_items, runs_as_a_pickle
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.prove import HELD_BYTES, REASONS, Prover, danger_of, reason_of
@@ -83,13 +83,14 @@ class _Scan:
             return prove(piece)
         except REASONS as error:
             if danger_of(error) in (Danger.NOT_UNDERSTOOD, Danger.NOT_LOOKED_INTO) and runs_as_a_pickle(piece):
-                self._notebook.add(piece.file, piece.place, Danger.RUNS, f"{reason_of(error)}; {RUNS_AS_A_PICKLE}")
+                what = f"{reason_of(error)}; {RUNS_AS_A_PICKLE}"
+                self._notebook.add(piece.file, piece.place, Danger.RUNS, what, region=_region(piece))
             else:
-                self._refuse(piece.file, piece.place, error)
+                self._refuse(piece.file, piece.place, error, _region(piece))
             return None
 
-    def _refuse(self, path: str, place: str, error: Exception) -> None:
-        self._notebook.add(path, place, danger_of(error), reason_of(error))
+    def _refuse(self, path: str, place: str, error: Exception, region: Region | None = None) -> None:
+        self._notebook.add(path, place, danger_of(error), reason_of(error), region=region)
 
     def _whole(self, path: str) -> Piece:
         size = self._source.size(path)
@@ -137,7 +138,7 @@ class _Scan:
         try:
             whole = self._inflated(piece, info)
         except REASONS as error:
-            self._refuse(piece.file, piece.place, error)
+            self._refuse(piece.file, piece.place, error, _region(piece))
             return None
         is_inflated = whole is not piece
         start = self._judged(whole, partial(self._prover.item, packed_bytes=piece.size if is_inflated else None))
@@ -161,6 +162,11 @@ class _Scan:
         finally:
             self._inflation.spend(used_bytes)
         return piece.holding(data, "")
+
+
+def _region(piece: Piece) -> Region | None:
+    """The bytes of an item; none for a whole file."""
+    return piece.region if piece.place else None
 
 
 _SPECIAL = {
