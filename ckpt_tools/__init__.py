@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckpt_tools.api import (
+        cat as cat,
         check_recipe as check_recipe,
         checksum as checksum,
         clean as clean,
@@ -35,10 +36,11 @@ if TYPE_CHECKING:
     )
     from ckpt_tools.checkpoint import Checkpoint as Checkpoint, LazyTensor as LazyTensor
     from ckpt_tools.conversion import ConvertReport as ConvertReport, PlanReport as PlanReport
+    from ckpt_tools.core.collapsing import TensorSummary as TensorSummary
     from ckpt_tools.core.notes import Note as Note, Outcome as Outcome
     from ckpt_tools.core.option_names import ReadFormat as ReadFormat, WrittenFormat as WrittenFormat
     from ckpt_tools.core.progress_bar import progress_bar as progress_bar
-    from ckpt_tools.core.summary import Summary as Summary, TensorSummary as TensorSummary
+    from ckpt_tools.core.summary import Summary as Summary, TensorStats as TensorStats
     from ckpt_tools.errors import (
         CkptError as CkptError,
         DestinationExistsError as DestinationExistsError,
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from ckpt_tools.runs.pruning import Pruned as Pruned, PruneReport as PruneReport
     from ckpt_tools.runs.report import RunCheckpoint as RunCheckpoint, RunListing as RunListing
     from ckpt_tools.serialization.loadable import LeftOut as LeftOut, Replaced as Replaced
+    from ckpt_tools.slices import TensorSlice as TensorSlice
     from ckpt_tools.stores.claims import UrlClaim as UrlClaim, claim as claim
     from ckpt_tools.stores.destination import CleanReport as CleanReport, Leftover as Leftover
     from ckpt_tools.torch.load_into import load_into as load_into
@@ -83,6 +86,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "api": (
+        "cat",
         "check_recipe",
         "checksum",
         "clean",
@@ -106,11 +110,12 @@ _HOMES = {
     ),
     "checkpoint": ("Checkpoint", "LazyTensor"),
     "conversion": ("ConvertReport", "PlanReport"),
+    "core.collapsing": ("TensorSummary",),
     "core.notes": ("Note", "Outcome"),
     "core.option_names": ("ReadFormat", "WrittenFormat"),
     "runs.report": ("RunCheckpoint", "RunListing"),
     "core.progress_bar": ("progress_bar",),
-    "core.summary": ("Summary", "TensorSummary"),
+    "core.summary": ("Summary", "TensorStats"),
     "errors": (
         "CkptError",
         "DestinationExistsError",
@@ -131,6 +136,7 @@ _HOMES = {
     "loadable": ("LoadableReport",),
     "recipes.report": ("MappedTensor", "RecipeInfo", "RecipeMap", "UsedRecipe"),
     "serialization.loadable": ("LeftOut", "Replaced"),
+    "slices": ("TensorSlice",),
     "stores.claims": ("UrlClaim", "claim"),
     "stores.destination": ("CleanReport", "Leftover"),
     "torch.load_into": ("load_into",),

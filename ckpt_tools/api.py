@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ckpt_tools.recipes.report import RecipeInfo, RecipeMap
     from ckpt_tools.runs.pruning import PruneReport
     from ckpt_tools.runs.report import RunListing
+    from ckpt_tools.slices import TensorSlice
     from ckpt_tools.stores.destination import CleanReport
     from ckpt_tools.stores.source import Source
     from ckpt_tools.verification.report import VerifyReport
@@ -52,11 +53,31 @@ if TYPE_CHECKING:
 
 @public
 @written_out(ReadKeywords, Request)
-def inspect(src: str | Path, **options: Unpack[ReadKeywords]) -> Summary:
-    """Summarize the checkpoint at ``src`` from its headers; no tensor is read.
+def inspect(
+    src: str | Path,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    stats: bool = False,
+    sample: bool = False,
+    memory: str | int | None = None,
+    workers: int | None = None,
+    on_progress: Progress | None = None,
+    **options: Unpack[ReadKeywords],
+) -> Summary:
+    """Summarize the checkpoint at ``src`` from its headers; no tensor is read, except for ``stats``.
 
     Args:
         src: A path, or a URL of a store: ``s3://``, ``gs://``, ``http://``, ... A folder or one file.
+        include: Globs; only tensors with matching names are in ``tensors`` and ``stats``. Default: all tensors.
+        exclude: Globs; tensors with matching names are left out there.
+        stats: Read the tensors, and give the statistics of each in ``Summary.stats``.
+        sample: With ``stats``, read at most 16 blocks of each tensor, which are evenly apart. The statistics are then
+            those of the sample.
+        memory: With ``stats``, the most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what
+            a larger index needs.
+        workers: With ``stats``, the number of threads. Default: one for each processor.
+        on_progress: Called with the number of bytes done and in all. Default: not called.
         from_: The format of the source. Default: detected.
         tag: Which checkpoint of a DeepSpeed folder. Default: the tag that its file ``latest`` names.
         model_key: Where the model is in a tree, such as ``"app.model"``. Default: found by its content.
@@ -74,23 +95,50 @@ def inspect(src: str | Path, **options: Unpack[ReadKeywords]) -> Summary:
         SourceNotFoundError: nothing is at ``src``.
         FormatError: it is not a checkpoint that can be read.
         StoreError: the disk or the network failed.
-        UsageError: an option does not apply to this format.
+        MemoryBudgetError: ``memory`` is too small for this checkpoint.
+        UsageError: an option does not apply to this format, or a glob matches no tensor.
 
     Example:
         >>> import ckpt_tools
         >>> summary = ckpt_tools.inspect("run")
         >>> summary.format, summary.world_size, summary.num_parameters
         ('dcp', 2, 36)
+        >>> (bias,) = ckpt_tools.inspect("run", stats=True, include=["*.bias"]).stats
+        >>> bias.name, bias.num_read, bias.max
+        ('encoder.bias', 4, 3.0)
     """
+    from ckpt_tools.core.applicability import ARGUMENTS, Case, check
+    from ckpt_tools.core.matching import check_globs, is_chosen
     from ckpt_tools.core.summary import summarize
     from ckpt_tools.reading.naming import naming_of, wrapping_of
     from ckpt_tools.runs.opening import named
 
-    chosen = ConvertOptions(**options)
-    src = named(src, chosen.storage_options)
-    source, manifest = _opened(src, chosen)
+    given = {"sample": sample, "memory": memory, "workers": workers}
+    check(ARGUMENTS["inspect"], given, Case(has_stats=stats))
+    asked = Request(src=src, dst=src, include=include, exclude=exclude, memory=memory, **options)
+    src = named(src, asked.storage_options)
+    source, manifest = _opened(src, asked)
     naming = naming_of(source, manifest)
-    return summarize(manifest, str(src), source.files, naming=naming, wrapping=wrapping_of(manifest))
+    summary = summarize(manifest, str(src), source.files, naming=naming, wrapping=wrapping_of(manifest))
+    check_globs(manifest.fqns | manifest.left_out, include=asked.include, exclude=asked.exclude)
+    chosen = [key for key in manifest.tensors if is_chosen(key.fqn, asked.include, asked.exclude)]
+    if len(chosen) < len(manifest.tensors):
+        rows = (row for row in summary.tensors if is_chosen(row.name, asked.include, asked.exclude))
+        summary = replace(summary, tensors=tuple(rows))
+    if not stats:
+        return summary
+    from ckpt_tools.transfer.workers import choose_workers
+    from ckpt_tools.verification.statistics import Measuring, statistics
+
+    how = Measuring.within(
+        asked.memory_bytes,
+        manifest,
+        num_workers=choose_workers(workers, src),
+        is_limit=memory is not None,
+        sample=sample,
+    )
+    tensors = [(key, manifest.tensors[key]) for key in chosen]
+    return replace(summary, stats=statistics(source.store, tensors, how, on_progress or silent))
 
 
 @public
@@ -131,6 +179,38 @@ def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
         return {} if found is None else found.config
 
     return Checkpoint.of(source.store, manifest, config)
+
+
+@public
+@written_out(ReadKeywords, Request)
+def cat(src: str | Path, name: str, *, slot: str | None = None, **options: Unpack[ReadKeywords]) -> TensorSlice:
+    """Name a part of one tensor of the checkpoint at ``src``; only its elements are read, when they are asked for.
+
+    Args:
+        src, from_, tag, model_key, optim_key, param_order, storage_options: As for ``inspect``.
+        name: The name of a tensor, or a name with integers, slices and an ellipsis as numpy takes them:
+            ``"encoder.weight[0:2, :]"``.
+        slot: What of a parameter: ``"weight"`` is the model's own copy, ``"master"`` its fp32 master, ``"exp_avg"`` and
+            others are optimizer state. Default: the master if there is one, else the weight.
+
+    Returns:
+        A ``TensorSlice``: ``numpy()`` gives the elements, and ``print`` shows them as numpy does.
+
+    Raises:
+        UsageError: the checkpoint has no such tensor, or the index is not one of its shape.
+        CkptError: As ``inspect`` does.
+
+    Example:
+        >>> import ckpt_tools
+        >>> print(ckpt_tools.cat("run", "encoder.weight[1, :3]"))
+        [ 8.  9. 10.]
+        >>> ckpt_tools.cat("run", "encoder.bias").numpy()
+        array([0., 1., 2., 3.], dtype=float32)
+    """
+    from ckpt_tools.slices import slice_of
+
+    source, manifest = _opened(src, ConvertOptions(**options))
+    return slice_of(source.store, manifest, name, slot)
 
 
 @public

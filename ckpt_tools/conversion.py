@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ckpt_tools.core.applicability import check
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, tensors_by_role
 from ckpt_tools.core.matching import is_chosen
 from ckpt_tools.core.notes import Note, merged
 from ckpt_tools.core.option_names import option
@@ -82,7 +82,8 @@ class Prepared:
 class PlanReport(Shown):
     """The plan of a conversion. Sizes in bytes: ``num_bytes`` of the tensors that are written, ``file_bytes`` of the
     files that will hold them. ``renamed`` are the names that ``rename`` and ``key_map`` change, by their old ones,
-    which are those of ``recipe`` if there is one. ``removed_files`` lie at the destination now and are replaced."""
+    which are those of ``recipe`` if there is one. ``removed_files`` lie at the destination now and are replaced.
+    ``tensors_by_role`` counts the tensors by ``core.manifest.ROLES``; ``tied`` are further names of them, by owner."""
 
     SHOWN: ClassVar[tuple[str, ...]] = (
         "source_format",
@@ -94,12 +95,12 @@ class PlanReport(Shown):
         "peak_memory_bytes",
         "notes",
     )
-    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("file_bytes", "removed_bytes")
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("num_tensors", "file_bytes", "removed_bytes")
 
     source_format: str
     target_format: str
     files: Mapping[str, int]
-    num_tensors: int
+    tensors_by_role: Mapping[str, int]
     num_tasks: int
     bytes_read: int
     bytes_written: int
@@ -109,6 +110,11 @@ class PlanReport(Shown):
     renamed: Mapping[str, str] = field(default_factory=dict)
     removed_files: Mapping[str, int] = field(default_factory=dict)
     recipe: UsedRecipe | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(self.tensors_by_role.values())
 
     @property
     def file_bytes(self) -> int:
@@ -491,7 +497,7 @@ def plan_report(prepared: Prepared) -> PlanReport:
         source_format=prepared.source_format,
         target_format=prepared.target_format,
         files=figures.files,
-        num_tensors=len(tensors),
+        tensors_by_role=tensors_by_role(tensors),
         num_bytes=sum(entry.num_bytes for entry in tensors.values()),
         num_tasks=figures.num_tasks,
         bytes_read=figures.bytes_read,
@@ -501,6 +507,7 @@ def plan_report(prepared: Prepared) -> PlanReport:
         renamed=prepared.renamed,
         removed_files=prepared.removed,
         recipe=prepared.recipe,
+        tied={alias: owner for alias, owner in plan.manifest.aliases.items() if StateKey(owner) in tensors},
     )
 
 

@@ -43,7 +43,7 @@ VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, function_of(name)) fo
 BESIDE_COMMANDS = ("load_into", "storage_reader", "claim", "fingerprint", "recorded_digests")
 FUNCTIONS = {**VERBS, **{name: getattr(ckpt_tools, name) for name in BESIDE_COMMANDS}}
 
-ONLY_PRINTED = {"form", "as_json", "quiet", "tensors", "dry_run", "top", "list_all"}
+ONLY_PRINTED = {"form", "as_json", "quiet", "tensors", "tree", "depth", "dry_run", "top", "list_all"}
 """Options of commands about how a result is printed; ``convert --dry-run`` is ``plan``."""
 
 ONLY_IN_PYTHON = {

@@ -52,6 +52,7 @@ FACE = {
     "guard_process",
     "loadable",
     "signals",
+    "slices",
     "text_files",
 }
 """The modules at the root, beside the package itself."""

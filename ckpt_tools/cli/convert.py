@@ -13,7 +13,7 @@ from ckpt_tools.cli.render import print_json, progress, show_notes
 from ckpt_tools.cli.wrapping import echo, say, say_columns, say_item
 from ckpt_tools.core.format_names import SINGLE_FILES
 from ckpt_tools.core.option_names import WrittenFormat
-from ckpt_tools.core.wording import MAX_NAMES, count, printable, size
+from ckpt_tools.core.wording import MAX_NAMES, count, printable, size, tensor_count, ties
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport
@@ -200,11 +200,13 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
 
 
 def _figures(report: PlanReport) -> str:
-    tensors, files = count(report.num_tensors, "tensor"), count(len(report.files), "file")
-    return f"{tensors} ({size(report.num_bytes)}) in {files} ({size(report.file_bytes)})"
+    tensors, files = tensor_count(report.tensors_by_role, size(report.num_bytes)), count(len(report.files), "file")
+    return f"{tensors} in {files} ({size(report.file_bytes)})"
 
 
 def _show_mapped(report: PlanReport) -> None:
+    if report.tied:
+        say(printable(ties(report.tied)))
     if report.recipe is not None:
         recipe = report.recipe
         direction = " --inverse" if recipe.inverse else ""

@@ -1,28 +1,32 @@
-"""``ckpt-tools inspect`` and ``formats``."""
+"""``ckpt-tools inspect``, ``cat`` and ``formats``."""
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
-from operator import itemgetter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes
+from ckpt_tools.cli.render import MAX_NOTES, print_json, progress, show_notes
 from ckpt_tools.cli.wrapping import columns, echo, say, say_columns, say_pairs
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import count, listed, one_line, printable, size
+from ckpt_tools.core.wording import count, listed, one_line, printable, size, tensor_count, ties
+from ckpt_tools.errors import SeveralCheckpointsError
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.summary import Summary, TensorSummary
+    from ckpt_tools.core.collapsing import TensorLine, TensorSummary
+    from ckpt_tools.core.module_tree import ModuleSummary
+    from ckpt_tools.core.summary import Summary, TensorStats
 
 
 MAX_VALUE_CHARS = 400
 """Most characters of one hyperparameter group or entry; ``--json`` has more."""
+
+MAX_PART_CHARS = 80
+"""Most characters of a dict or list within an entry that is longer than ``MAX_VALUE_CHARS``."""
 
 MAX_NAME_CHARS = 40
 
@@ -32,24 +36,98 @@ FIRST_OPTIONS = ("lr", "betas", "momentum", "eps", "weight_decay")
 GAP = "  "
 
 
+def _only_with(name: str) -> Any:
+    """A callback that refuses an option without the flag ``name``, which is read before it."""
+
+    def check(context: click.Context, given: click.Parameter, value: Any) -> Any:
+        if value is not None and value is not False and not context.params.get(name):
+            raise click.UsageError(f"{given.opts[0]} is for --{name}; give both", context)
+        return value
+
+    return check
+
+
 @click.command("inspect")
 @options.source
 @options.reading
-@click.option("--tensors", is_flag=True, help="List every tensor.")
+@click.option(
+    "--tensors", is_flag=True, is_eager=True, help="List the tensors; those that differ in a number share a line."
+)
+@click.option(
+    "--all",
+    "list_all",
+    is_flag=True,
+    callback=_only_with("tensors"),
+    help="With --tensors, list every tensor in a line of its own. --json always does.",
+)
+@click.option("--tree", is_flag=True, is_eager=True, help="Show the modules with their parameters, sizes and dtypes.")
+@click.option(
+    "--depth",
+    type=click.IntRange(min=0),
+    metavar="N",
+    callback=_only_with("tree"),
+    help="With --tree, the number of levels. Default: all.",
+)
+@click.option(
+    "--stats", is_flag=True, help="Read the tensors, and show minimum, maximum, mean, norm, zeros, NaN and Inf of each."
+)
+@click.option("--sample", is_flag=True, help="With --stats, read at most 16 blocks of each tensor.")
+@click.option("--include", multiple=True, metavar="GLOB", help="List only tensors whose names match. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Do not list tensors whose names match. Repeatable.")
+@options.running
 @options.as_json
 @options.talking
-def inspect_command(src: str, tensors: bool, as_json: bool, quiet: bool, **reading: Any) -> None:
-    """Show what a checkpoint holds, from its headers alone."""
+def inspect_command(
+    src: str,
+    tensors: bool,
+    list_all: bool,
+    tree: bool,
+    depth: int | None,
+    as_json: bool,
+    quiet: bool,
+    **chosen: Any,
+) -> None:
+    """Show what a checkpoint holds, from its headers alone.
+
+    Of a folder of several checkpoints, it lists them, as ls does.
+    """
     from ckpt_tools import inspect
 
-    summary = inspect(src, **reading)
+    try:
+        with progress("reading", quiet=quiet or not chosen["stats"]) as on_progress:
+            summary = inspect(src, on_progress=on_progress, **chosen)
+    except SeveralCheckpointsError:
+        if as_json or tensors or tree or chosen["stats"] or not _show_run(src, chosen["storage_options"]):
+            raise
+        return
     if as_json:
-        print_json(summary.to_json(tensors=tensors))
+        found = summary.to_json(tensors=tensors)
+        print_json(found | {"modules": [each.to_json() for each in summary.modules(depth)]} if tree else found)
         return
     say_pairs((printable(name), printable(value)) for name, value in _rows(summary))
     show_notes(summary.notes, MAX_NOTES)
     if tensors:
-        _show_tensors(summary)
+        _show_tensors(summary.tensors) if list_all else _show_collapsed(summary.lines())
+    if tree:
+        _show_tree(summary.modules(depth))
+    if summary.stats is not None:
+        _show_stats(summary.stats)
+
+
+def _show_run(src: str, storage_options: Mapping[str, str]) -> bool:
+    """``ls`` of a folder of checkpoints; False if it is not one."""
+    from ckpt_tools import ls
+    from ckpt_tools.cli.runs import show_listing
+
+    found = ls(src, storage_options=storage_options).checkpoints
+    names = [each.name for each in found if each.name != "."]
+    if len(names) < 2:
+        return False
+    show_listing(found)
+    place = src.rstrip("/")
+    named = f"{place}/{names[0]}" if "@" in place else f"{place}@latest or {place}/{names[0]}"
+    say(printable(f"{count(len(names), 'checkpoint')}; name one: {named}"))
+    return True
 
 
 def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -60,19 +138,19 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "world size", _known(summary.world_size)
     yield "parameters", f"{summary.num_parameters:,}"
     shards = f"{count(summary.num_shards, 'shard')} of {count(summary.num_files, 'file')}"
-    yield "tensors", f"{count(summary.num_tensors, 'tensor')} in {shards}"
+    yield "tensors", f"{tensor_count(summary.tensors_by_role)} in {shards}"
     yield "size", f"{size(summary.num_bytes)} of tensors in {size(summary.file_bytes)} of files"
     yield "dtypes", ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in summary.bytes_by_dtype.items())
     yield "optimizer", ", ".join(summary.optimizer_slots) or "none"
     yield from _group_rows(summary)
     if summary.aliases:
-        yield "tied", listed([f"{alias} = {owner}" for alias, owner in summary.aliases.items()], MAX_NOTES)
+        yield "tied", ties(summary.aliases)
     if summary.naming:
         yield "names", summary.naming
     if summary.wrapping:
         yield "wrappers", f"{listed(summary.wrapping)} in names; {option('strip', 'auto')} takes them off"
     for name, value in islice(summary.extras.items(), MAX_NOTES):
-        yield _cut(name), one_line(value, MAX_VALUE_CHARS)
+        yield _cut(name), _folded(value)
     if len(summary.extras) > MAX_NOTES:
         yield "", f"and {count(len(summary.extras) - MAX_NOTES, 'more entry', 'more entries')}; see --json"
 
@@ -83,6 +161,26 @@ def _known(number: int | float | None) -> str:
 
 def _cut(name: str) -> str:
     return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 3]}..."
+
+
+def _folded(value: Any) -> str:
+    """``value`` on one line. If it is long, what is long in it is shown as its size, and else the whole of it."""
+    if len(one_line(value, MAX_VALUE_CHARS)) < MAX_VALUE_CHARS or not isinstance(value, dict | list):
+        return one_line(value, MAX_VALUE_CHARS)
+    if isinstance(value, dict):
+        short = {name: _size_if_long(part) for name, part in value.items()}
+        if len(text := one_line(short, MAX_VALUE_CHARS)) < MAX_VALUE_CHARS:
+            return text
+    return f"{_num_items(value)}; see --json"
+
+
+def _size_if_long(part: Any) -> Any:
+    is_long = isinstance(part, dict | list) and len(one_line(part, MAX_PART_CHARS)) == MAX_PART_CHARS
+    return f"<{_num_items(part)}>" if is_long else part
+
+
+def _num_items(value: dict[str, Any] | list[Any]) -> str:
+    return count(len(value), "key" if isinstance(value, dict) else "item")
 
 
 def _group_rows(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -102,45 +200,112 @@ def _group_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "", f"and {count(len(groups) - MAX_NOTES, 'more group')}; see --json"
 
 
-def _show_tensors(summary: Summary) -> None:
-    """Print one line per tensor; on a narrow terminal, the name on a line of its own."""
-    rows = [_HEADINGS, *map(_cells, summary.tensors)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    width = columns(sys.stdout)
-    if width is None or sum(widths) + len(GAP) * (len(widths) - 1) <= width:
-        for row in rows:
-            echo(_aligned(row, widths))
-        return
-    for name, block in groupby(rows[1:], key=itemgetter(0)):
-        echo("\n".join(folded(name, width)))
-        for row in block:
-            say(f"{GAP}{_aligned(row[1:], widths[1:])}")
-
-
-_HEADINGS = ("tensor", "slot", "kind", "dtype", "shape", "bytes", "shards")
+def _show_tensors(tensors: Iterable[TensorSummary]) -> None:
+    """Print a line for each tensor."""
+    header = ("tensor", "slot", "kind", "dtype", "shape", "bytes", "shards")
+    say_columns(header, map(_cells, tensors), right=(5, 6))
 
 
 def _cells(tensor: TensorSummary) -> tuple[str, ...]:
-    shape = " x ".join(map(str, tensor.shape)) or "scalar"
-    texts = (tensor.name, tensor.slot, tensor.kind, tensor.dtype, shape)
+    texts = (tensor.name, tensor.slot, tensor.kind, tensor.dtype, _shape(tensor.shape))
     return (*map(printable, texts), f"{tensor.num_bytes:,}", f"{tensor.num_shards:,}")
 
 
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Text to the left, the two numbers at the end to the right."""
-    *texts, num_bytes, num_shards = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-    numbers = (cell.strip().rjust(width) for cell, width in zip((num_bytes, num_shards), widths[-2:], strict=True))
-    return GAP.join([*texts, *numbers])
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
 
 
-def folded(name: str, width: int) -> list[str]:
-    """``name`` in lines of at most ``width``, broken behind dots; a part that is longer stays whole."""
-    lines = [""]
-    for part in re.split(r"(?<=\.)", name):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("")
-        lines[-1] += part
-    return lines
+def _show_collapsed(lines: Sequence[TensorLine]) -> None:
+    """Print a line for all tensors that differ in the numbers in their names. Slots are shown if there are others than
+    weights."""
+    slots = [", ".join(slot if kind in ("parameter", "state") else kind for slot, kind in line.slots) for line in lines]
+    has_slots = set(slots) - {"weight"}
+    header = ("tensor", "shape", "dtype", "count", "size", *(["slots"] if has_slots else []))
+    rows = [
+        (*_collapsed_cells(line), *([printable(each)] if has_slots else []))
+        for line, each in zip(lines, slots, strict=True)
+    ]
+    say_columns(header, rows, right=(3, 4))
+
+
+def _collapsed_cells(line: TensorLine) -> tuple[str, ...]:
+    return printable(str(line.names)), _shape(line.shape), line.dtype, f"x{len(line.names):,}", size(line.num_bytes)
+
+
+def _show_tree(rows: Sequence[ModuleSummary]) -> None:
+    """Print the modules; on a terminal each below the one that it is in, in a pipe by their whole names. The optimizer
+    has a column if its state is there."""
+    is_terminal = columns(sys.stdout) is not None
+    has_state = any(each.state_bytes for each in rows)
+    header = ("module", "parameters", "weights", *(["optimizer"] if has_state else []), "dtypes")
+    cells = [
+        (
+            printable(_indented(each) if is_terminal else each.name or "."),
+            f"{each.num_parameters:,}",
+            size(each.weight_bytes),
+            *([size(each.state_bytes)] if has_state else []),
+            ", ".join(each.dtypes),
+        )
+        for each in rows
+    ]
+    say_columns(header, cells, right=range(1, len(header) - 1))
+
+
+def _indented(module: ModuleSummary) -> str:
+    return f"{GAP * module.depth}{module.name.rpartition('.')[2] or '.'}"
+
+
+def _show_stats(stats: Iterable[TensorStats]) -> None:
+    """Print the statistics of each tensor; of a sample, with the number of elements that were read."""
+    from math import prod
+
+    rows = [(each, prod(each.shape)) for each in stats]
+    is_sample = any(each.num_read < numel and each.min is not None for each, numel in rows)
+    header = ("tensor", "slot", "min", "max", "mean", "norm", "zeros", "NaN", "Inf", *(["read"] if is_sample else []))
+    say_columns(
+        header,
+        [
+            (
+                *map(printable, (each.name, each.slot)),
+                *map(_number, (each.min, each.max, each.mean, each.norm, each.num_zeros, each.num_nan, each.num_inf)),
+                *([f"{each.num_read:,} of {numel:,}"] if is_sample else []),
+            )
+            for each, numel in rows
+        ],
+        right=range(2, len(header)),
+    )
+
+
+def _number(value: int | float | None) -> str:
+    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+@click.command("cat")
+@options.source
+@click.argument("name", metavar="'NAME[INDEX]'")
+@click.option(
+    "--slot",
+    metavar="SLOT",
+    help="What of the parameter: weight, master, exp_avg, ... Default: its master if there is one, else the weight.",
+)
+@options.reading
+@click.option("--all", "list_all", is_flag=True, help="Print every element. Default: of more than 1,000, the edges.")
+@options.as_json
+@options.talking
+def cat_command(src: str, name: str, list_all: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
+    """Print a part of one tensor, as numpy prints it. Only that part is read.
+
+    INDEX has integers, slices and an ellipsis, as numpy takes them: 'encoder.weight[0:2, :]'. --json prints every
+    element of it.
+    """
+    from ckpt_tools import cat
+
+    found = cat(src, name, **chosen)
+    if as_json:
+        print_json(found.to_json())
+        return
+    width = columns(sys.stdout)
+    echo(found.text(all=list_all, **({} if width is None else {"width": width - 1})))
 
 
 @click.command("formats")

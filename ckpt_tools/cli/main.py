@@ -21,6 +21,7 @@ from ckpt_tools.errors import CkptError, StoreError
 
 COMMANDS = {
     "inspect": Home("inspect", "Show what a checkpoint holds, from its headers alone."),
+    "cat": Home("inspect", "Print a part of one tensor, as numpy prints it."),
     "ls": Home("runs", "List the checkpoints of a run, the newest first, and whether each is complete."),
     "plan": Home("convert", "Show what convert would read, write, cast, drop and remove."),
     "convert": Home("convert", "Write a checkpoint in another format."),

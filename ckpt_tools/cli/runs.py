@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,8 +34,12 @@ def ls_command(run: str, as_json: bool, quiet: bool, storage_options: dict[str, 
     if as_json:
         print_json(found.to_json())
         return
+    show_listing(found.checkpoints)
+
+
+def show_listing(checkpoints: Iterable[RunCheckpoint]) -> None:
     header = ("checkpoint", "step", "time (UTC)", "size", "format", "ranks", "complete")
-    say_columns(header, [_row(each) for each in found.checkpoints], right=(1, 3, 5))
+    say_columns(header, map(_row, checkpoints), right=(1, 3, 5))
 
 
 def _row(each: RunCheckpoint) -> tuple[str, ...]:

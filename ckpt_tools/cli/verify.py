@@ -11,7 +11,7 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.forms import folder_of, form, say_markdown
 from ckpt_tools.cli.render import MAX_NOTES, print_json, progress, show_notes
 from ckpt_tools.cli.wrapping import say, say_item
-from ckpt_tools.core.wording import count, listed, printable, size
+from ckpt_tools.core.wording import count, listed, printable, size, tensor_count, ties
 from ckpt_tools.errors import DifferenceError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ _DIFF = "are the same, bit for bit"
 
 def _same(report: VerifyReport, same: str) -> str:
     """The sentence of a report without differences."""
-    text = f"{count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}: all {same}"
+    text = f"{_counted(report, size(report.num_bytes))}: all {same}"
     if not report.num_files:
         return text
     return f"{text}; {count(report.num_files, 'file')} {'is' if report.num_files == 1 else 'are'} as {_lists(report)}"
@@ -78,7 +78,15 @@ def _show_report(report: VerifyReport, same: str, *, top: int | None) -> None:
     else:
         _show_summary(report)
         _show_rows(report, top)
+    if report.tied:
+        say(printable(f"{ties(report.tied)} on one side, and not on the other"))
     show_notes(report.notes)
+
+
+def _counted(report: VerifyReport, also: str = "") -> str:
+    """``116 tensors (29 weights, 87 of the optimizer; 1.2 GB) and 1 tied name``."""
+    tied = f" and {count(len(report.tied), 'tied name')}" if report.tied else ""
+    return f"{tensor_count(report.tensors_by_role, also)}{tied}"
 
 
 def _exit_by(report: VerifyReport) -> None:
@@ -99,7 +107,7 @@ def _verdict(report: VerifyReport) -> str:
         f"{count(report.num_entries, 'value')} beside the tensors {'differs' if report.num_entries == 1 else 'differ'}"
     )
     if not report.num_differing:
-        return f"{count(report.num_tensors, 'tensor')} are the same, bit for bit; {entries}"
+        return f"{_counted(report)} are the same, bit for bit; {entries}"
     text = f"{report.num_differing:,} of {count(report.num_compared, 'tensor')} {verb}: {kinds}"
     return f"{text}; {entries}" if report.num_entries else text
 
@@ -231,7 +239,7 @@ def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, *
     if as_json or report.destination is None:
         print_json(report.to_json())
     else:
-        say(f"{report.destination}: digests of {count(report.num_tensors, 'tensor')}, {size(report.num_bytes)}")
+        say(f"{report.destination}: digests of {tensor_count(report.tensors_by_role, size(report.num_bytes))}")
 
 
 @click.command("sign")

@@ -55,21 +55,28 @@ def say_columns(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: 
     """Print rows under ``header``. The last column holds long names or sentences and wraps at words on a terminal.
 
     The columns numbered in ``right`` hold numbers. A terminal that is too narrow for the columns gets a paragraph a
-    row.
+    row. A pipe gets tabs between columns and no spaces around them, for ``cut`` and ``awk``.
     """
     width = columns(sys.stdout)
     lines = [tuple(header), *(tuple(map(without_secrets, row)) for row in rows)]
+    if width is None:
+        for line in lines:
+            echo("\t".join(line).rstrip("\t"))
+        return
     widths = [max(len(line[number]) for line in lines) for number in range(len(header) - 1)]
-    room = None if width is None else width - sum(widths) - 2 * len(widths)
-    if room is not None and room < len(header[-1]):
+    room = width - sum(widths) - 2 * len(widths)
+    if room < len(header[-1]):
         for line in lines[1:]:
-            echo(_paragraph(header, line, width or MIN_COLUMNS))
+            echo(_paragraph(header, line, width))
         return
     for line in lines:
         cells = (f"{cell:{'>' if n in right else '<'}{widths[n]}}" for n, cell in enumerate(line[:-1]))
         head = "  ".join([*cells, ""])
-        is_beside = room is None or _fits(line[-1], room)
-        echo(_hanging(head, line[-1], width) if is_beside else f"{head.rstrip()}\n{_below(line[-1], width)}")
+        echo(
+            _hanging(head, line[-1], width).rstrip()
+            if _fits(line[-1], room)
+            else f"{head.rstrip()}\n{_below(line[-1], width)}"
+        )
 
 
 def _fits(text: str, room: int) -> bool:
@@ -81,19 +88,23 @@ def _fits(text: str, room: int) -> bool:
 def _paragraph(header: Sequence[str], row: Sequence[str], width: int) -> str:
     """The name of a row, and below it its other cells, each with the name of its column."""
     cells = [f"{name} {cell}".strip() for name, cell in zip(header[1:-1], row[1:-1], strict=True) if cell]
-    return "\n".join([row[0], _below(", ".join(cells), width), _below(f"{header[-1]}: {row[-1]}", width)])
+    indent = 4 + len(row[0]) - len(row[0].lstrip())
+    last = f"{header[-1]}: {row[-1]}"
+    return "\n".join([row[0], *(_below(text, width, indent) for text in (", ".join(cells), last))])
 
 
-def _below(text: str, width: int | None) -> str:
-    return _hanging("    ", text, width, indent=4)
+def _below(text: str, width: int, indent: int = 4) -> str:
+    return _hanging(" " * indent, text, width, indent=indent)
 
 
 def say_pairs(rows: Iterable[tuple[str, str]]) -> None:
-    """Print names and what belongs to each, in two columns; the second wraps at words on a terminal."""
+    """Print names and what belongs to each, in two columns; the second wraps at words on a terminal. A pipe gets a tab
+    between them."""
     pairs, width = list(rows), columns(sys.stdout)
     room = max(len(name) for name, _ in pairs)
     for name, text in pairs:
-        echo(_hanging(f"{name:{room}}  ", without_secrets(text), width))
+        head = f"{name}\t" if width is None else f"{name:{room}}  "
+        echo(_hanging(head, without_secrets(text), width))
 
 
 def say_item(name: str, text: str) -> None:

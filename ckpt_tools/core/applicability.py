@@ -39,6 +39,7 @@ class Case:
     is_printed: bool = False
     is_remote: bool = False
     has_recipe: bool = False
+    has_stats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,14 @@ OF_RECIPES = Rule(
 _CHOOSING = ("state", "weights", "include", "exclude", "rename", "key_map")
 
 ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
+    "inspect": (
+        Rule(
+            ("sample", "memory", "workers"),
+            lambda case: case.has_stats,
+            "statistics, with {stats}",
+            lambda case: "headers alone are read",
+        ),
+    ),
     "verify": (
         Rule(
             ("digests", "public_key", "signature"),

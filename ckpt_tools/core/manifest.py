@@ -13,6 +13,7 @@ flat ZeRO interval stays one row until boxes are needed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -306,3 +307,22 @@ class Manifest:
     def of_kind(self, *kinds: Kind) -> dict[StateKey, TensorEntry]:
         """The tensors of these kinds, in order."""
         return {key: entry for key, entry in self.tensors.items() if entry.kind in kinds}
+
+
+ROLES = ("weights", "masters", "optimizer", "others")
+"""A tensor is a parameter or buffer, an fp32 master, a moment or step of the optimizer, or one of the entries. A tied
+weight is one tensor."""
+
+
+def tensors_by_role(tensors: Mapping[StateKey, TensorEntry]) -> dict[str, int]:
+    """The number of ``tensors`` in each of ``ROLES``."""
+    counts = Counter(_role(key, entry) for key, entry in tensors.items())
+    return {role: counts[role] for role in ROLES}
+
+
+def _role(key: StateKey, entry: TensorEntry) -> str:
+    if key.slot == MASTER:
+        return "masters"
+    if entry.kind is Kind.STATE:
+        return "optimizer"
+    return "others" if entry.kind is Kind.EXTRA or key.slot != WEIGHT else "weights"

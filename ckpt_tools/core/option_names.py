@@ -70,6 +70,7 @@ _FLAGS = {
     "storage_options": "--storage-option",
     "adapter_name": "--adapter",
     "tensors": "inspect --tensors",
+    "name": "NAME",
 }
 """Flags that are not named as their parameter is."""
 _PARAMETERS = {"tensors": "inspect(...).tensors"}

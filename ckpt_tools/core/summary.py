@@ -6,13 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorRef
+from ckpt_tools.core.collapsing import TensorLine, TensorSummary, collapsed
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorRef, tensors_by_role
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.showing import Jsonable, Shown, json_of
 from ckpt_tools.core.values import GlobalRef, Opaque, StoredTensor
 from ckpt_tools.core.wording import one_line
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.module_tree import ModuleSummary
 
 MAX_TEXT_CHARS = 1000
 """Of one string. What is longer is cut."""
@@ -31,16 +35,25 @@ MAX_INT_BITS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSummary(Jsonable):
-    """One logical tensor."""
+class TensorStats(Jsonable):
+    """Statistics of the ``num_read`` elements that were read of one tensor: all, or a sample.
+
+    ``min``, ``max``, ``mean`` and ``norm`` (the square root of the sum of squares) are those of its finite elements;
+    None if there are none. Complex numbers have no order and no mean here; packed ones (float4, float6) are not read.
+    """
 
     name: str
     slot: str
-    kind: str
     shape: tuple[int, ...]
     dtype: str
-    num_bytes: int
-    num_shards: int
+    num_read: int
+    min: int | float | None = None
+    max: int | float | None = None
+    mean: float | None = None
+    norm: float | None = None
+    num_zeros: int | None = None
+    num_nan: int | None = None
+    num_inf: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,8 @@ class GroupSummary(Jsonable):
 class Summary(Shown):
     """A checkpoint in figures, and its values that are not tensors.
 
-    ``num_parameters`` counts elements of parameters, each tie once. ``num_bytes`` is what the tensors take as they are
+    ``num_parameters`` counts elements of parameters, each tie once. ``tensors_by_role`` counts tensors as
+    ``core.manifest.ROLES`` says. ``num_bytes`` is what the tensors take as they are
     read, each in its own dtype; ``file_bytes`` is the size of the ``num_files`` files that hold them. A file may hold
     a weight and its fp32 master once, so that ``num_bytes`` can be the larger.
 
@@ -63,7 +77,8 @@ class Summary(Shown):
     understood and are copied as they are.
 
     ``naming`` says, if a recipe tells it, whose names the tensors have, and which recipe gives those of the hub.
-    ``wrapping`` are parts of names that wrappers put in.
+    ``wrapping`` are parts of names that wrappers put in. ``tensors`` are those that ``include`` and ``exclude`` choose,
+    and ``stats`` their statistics, if they were asked for; the figures are of the whole checkpoint.
 
     The options of ``groups`` and the values of ``extras`` are bounded, as ``ShownValues`` says.
     """
@@ -98,7 +113,20 @@ class Summary(Shown):
     notes: tuple[Note, ...]
     naming: str | None
     wrapping: tuple[str, ...]
+    tensors_by_role: Mapping[str, int]
     tensors: tuple[TensorSummary, ...]
+    stats: tuple[TensorStats, ...] | None = None
+
+    def lines(self) -> list[TensorLine]:
+        """``tensors`` as people read them: those that differ in the numbers in their names are one line."""
+        return collapsed(self.tensors)
+
+    def modules(self, depth: int | None = None) -> tuple[ModuleSummary, ...]:
+        """The modules above ``tensors`` with their sizes, down to ``depth`` levels (default: all), each before those in
+        it. The first is the whole model."""
+        from ckpt_tools.core.module_tree import modules
+
+        return modules(self.tensors, depth)
 
     def to_json(self, *, tensors: bool = True) -> dict[str, Any]:
         """The attributes by name; without ``tensors``, all except that list."""
@@ -150,6 +178,7 @@ def summarize(
         notes=(*manifest.notes, *_parted(manifest)),
         naming=naming,
         wrapping=wrapping,
+        tensors_by_role=tensors_by_role(manifest.tensors),
         tensors=tensors,
     )
 

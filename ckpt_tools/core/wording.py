@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
 from math import ceil
@@ -30,6 +30,22 @@ def printable(text: str) -> str:
 def count(number: int, noun: str, plural: str = "") -> str:
     """``1 file``, ``1,024 files``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def tensor_count(by_role: Mapping[str, int], also: str = "") -> str:
+    """``116 tensors (29 weights, 87 of the optimizer)``; the parts only if not all of them are weights."""
+    words = {"weights": ("weight", ""), "masters": ("fp32 master", ""), "optimizer": ("of the optimizer",) * 2}
+    words["others"] = "other", ""
+    parts = [count(number, *words[role]) for role, number in by_role.items() if number]
+    shown = ", ".join(parts) if any(number for role, number in by_role.items() if role != "weights") else ""
+    within = "; ".join(filter(None, (shown, also)))
+    return count(sum(by_role.values()), "tensor") + (f" ({within})" if within else "")
+
+
+def ties(aliases: Mapping[str, str]) -> str:
+    """``lm_head.weight is tied to embed_tokens.weight and stored once``."""
+    each = [f"{alias} is tied to {owner}" for alias, owner in aliases.items()]
+    return f"{listed(each)}; {'a tie is' if len(each) > 1 else 'it is'} stored once"
 
 
 def size(num_bytes: float, *, at_least: bool = False) -> str:

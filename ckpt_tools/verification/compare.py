@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, tensors_by_role
 from ckpt_tools.core.progress import Progress
 from ckpt_tools.core.value_refs import places
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
@@ -121,10 +121,15 @@ def compare(ours: Side, theirs: Side, *, num_workers: int, on_progress: Progress
             apart[block.key] = apart.get(block.key, Deviation()) + deviation
         done += (block.stop - block.start) * ours.tensors[block.key].dtype.item_bytes
         on_progress(done, total)
+    firsts: dict[StateKey, StateKey] = {}
+    for key in compared:
+        firsts.setdefault(key._replace(fqn=ours.owners.get(key.fqn, key.fqn)), key)
+    once = {key: compared[key] for key in firsts.values()}
     return VerifyReport(
-        len(compared),
-        sum(entry.num_bytes for entry in compared.values()),
+        tensors_by_role(once),
+        sum(entry.num_bytes for entry in once.values()),
         tuple(_differences(ours, theirs, compared, apart)),
+        tied={key.fqn: ours.owners[key.fqn] for key in compared if key not in once},
     )
 
 

@@ -206,7 +206,7 @@ def check_files(
     more = [path for path in source.files if path not in stated and _is_unlisted(path, lists)]
     notes = tuple(Note(Outcome.NOT_COMPARED, path, f"{names} does not name it") for path in more)
     return VerifyReport(
-        0, 0, tuple(differences), notes=notes, num_files=len(stated), lists=tuple(each.name for each in lists)
+        {}, 0, tuple(differences), notes=notes, num_files=len(stated), lists=tuple(each.name for each in lists)
     )
 
 
@@ -277,6 +277,6 @@ def check_with_lists(
         return None
     lists, notes = ([against], []) if against is not None else found_lists(source, folders)
     if not lists:
-        return VerifyReport(0, 0, (), notes=tuple(notes)) if notes else None
+        return VerifyReport({}, 0, (), notes=tuple(notes)) if notes else None
     report = check_files(source, lists, num_workers=num_workers, on_progress=on_progress)
     return replace(report, notes=report.notes + tuple(notes))

@@ -17,7 +17,7 @@ from isal import isal_zlib
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import Manifest, StateKey
+from ckpt_tools.core.manifest import Manifest, StateKey, tensors_by_role
 from ckpt_tools.core.progress import Progress
 from ckpt_tools.core.shards import ByteRange, Framing, ShardTable
 from ckpt_tools.errors import FormatError, UnsafeError
@@ -68,7 +68,7 @@ def check_integrity(source: Source, manifest: Manifest, *, num_workers: int, on_
         on_progress(done, total)
         broken += checked.broken
     num_bytes = sum(entry.num_bytes for entry in manifest.tensors.values())
-    return VerifyReport(len(manifest.tensors), num_bytes, tuple(broken))
+    return VerifyReport(tensors_by_role(manifest.tensors), num_bytes, tuple(broken))
 
 
 def _archives(source: Source, manifest: Manifest) -> Iterator[Archive]:

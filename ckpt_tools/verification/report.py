@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 from typing import Any, ClassVar
@@ -60,7 +60,9 @@ class Difference(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyReport(Shown):
-    """Result of a comparison. ``num_bytes`` are logical bytes of the tensors on one side.
+    """Result of a comparison. ``num_bytes`` are logical bytes of the tensors on one side, which ``tensors_by_role``
+    counts by ``core.manifest.ROLES``. ``tied`` are names, by owner, that are compared too: they are tied on that side,
+    and tensors of their own on the other.
 
     ``num_digests`` counts the tensors whose elements were compared with a recorded digest; it is None if there were no
     digests. ``num_files`` counts the files that were compared with ``lists`` of other tools. ``notes`` list what was
@@ -77,6 +79,7 @@ class VerifyReport(Shown):
         "notes",
     )
     JSON_PROPERTIES: ClassVar[tuple[str, ...]] = (
+        "num_tensors",
         "equal",
         "num_differing",
         "num_equal",
@@ -84,13 +87,18 @@ class VerifyReport(Shown):
         "num_wrong_files",
     )
 
-    num_tensors: int
+    tensors_by_role: Mapping[str, int]
     num_bytes: int
     differences: tuple[Difference, ...]
     num_digests: int | None = None
     notes: tuple[Note, ...] = ()
     num_files: int = 0
     lists: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(self.tensors_by_role.values())
 
     @property
     def equal(self) -> bool:
@@ -113,13 +121,13 @@ class VerifyReport(Shown):
 
     @property
     def num_equal(self) -> int:
-        """Tensors of the first side that do not differ."""
+        """Tensors of the first side, and its tied names that are compared, that do not differ."""
         return self.num_compared - self.num_differing
 
     @property
     def num_compared(self) -> int:
-        """Tensors that at least one side has."""
-        return self.num_tensors + sum(each.aspect is Aspect.UNEXPECTED for each in self.differences)
+        """Tensors that at least one side has, and the names in ``tied``."""
+        return self.num_tensors + len(self.tied) + sum(each.aspect is Aspect.UNEXPECTED for each in self.differences)
 
     @property
     def summary(self) -> DifferenceSummary:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import OF_TWO_COPIES, Case, check
 from ckpt_tools.core.apply_options import apply_options
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, tensors_by_role
 from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
@@ -312,14 +312,20 @@ class ChecksumReport(Shown):
 
     SHOWN: ClassVar[tuple[str, ...]] = ("destination", "digests", "num_bytes")
 
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("num_tensors",)
+
     digests: Digests
-    num_tensors: int
+    tensors_by_role: Mapping[str, int]
     num_bytes: int
     destination: str | None
 
+    @property
+    def num_tensors(self) -> int:
+        return sum(self.tensors_by_role.values())
+
     def to_json(self) -> dict[str, Any]:
         """``digests`` are rows, as in the file."""
-        return {**json_of(self), "digests": digests.rows(self.digests)}
+        return {**json_of(self, *self.JSON_PROPERTIES), "digests": digests.rows(self.digests)}
 
 
 def write_digests(
@@ -336,7 +342,7 @@ def write_digests(
         return digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
 
     if output == "-":
-        return ChecksumReport(made(), len(manifest.tensors), meter.total, None)
+        return ChecksumReport(made(), tensors_by_role(manifest.tensors), meter.total, None)
     place = open_place(output or digests_url(source, manifest), how.storage_options)
     found = write_list(place, made, overwrite=overwrite)
-    return ChecksumReport(found, len(manifest.tensors), meter.total, place.url)
+    return ChecksumReport(found, tensors_by_role(manifest.tensors), meter.total, place.url)

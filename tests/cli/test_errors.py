@@ -68,6 +68,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 
 OF_EMPTY_FOLDERS: dict[str, list[str]] = {
     "inspect": ["E"],
+    "cat": ["E", "name"],
     "ls": ["E"],
     "plan": ["E", "OUT.pt"],
     "convert": ["E", "OUT.pt"],

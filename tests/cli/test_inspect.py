@@ -12,7 +12,6 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli.inspect import folded
 from ckpt_tools.cli.main import group
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
@@ -83,10 +82,11 @@ def test_a_value_inside_itself_has_an_end() -> None:
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--tensors",), ("--tensors", "--json")])
 def test_a_checkpoint_does_not_command_the_terminal(more: tuple[str, ...], tmp_path: Path) -> None:
-    bad = "a\x1b[31m\x9b\u202e\x07b"
+    bad = "a\x1b[31m\x9b\u202e\x07\tb"
     torch.save({"model": {bad: torch.ones(2)}, bad: {bad: bad}}, tmp_path / "m.pt")
     said = printed("inspect", tmp_path / "m.pt", *more)
-    assert all(c.isprintable() or c == "\n" for c in said)
+    assert all(c.isprintable() or c in "\t\n" for c in said)
+    assert "\\x07\\tb" in said or "--json" in more
     if "--json" in more:
         assert json.loads(said)["extras"] == {bad: {bad: bad}}
 
@@ -96,24 +96,22 @@ LONG = "encoder.layers.encoder_layer_6.self_attention.out_proj.weight"
 
 def test_tensors_fit_the_terminal(tmp_path: Path) -> None:
     torch.save({LONG: torch.ones(4, 5), "a." * 60 + "b": torch.ones(2)}, tmp_path / "m.pt")
-    _, text = on_terminal("inspect", tmp_path / "m.pt", "--tensors", columns=80)
-    lines = text.split("\n")
-    assert LONG in lines
-    assert all(len(line) <= 80 for line in lines if str(tmp_path)[:8] not in line)
-    assert "".join(line for line in lines if line.startswith("a.")) == "a." * 40 + "a." * 20 + "b"
+    """A name stays whole, so that it can be copied; what is said of it wraps."""
+    for more in ([], ["--all"]):
+        _, text = on_terminal("inspect", tmp_path / "m.pt", "--tensors", *more, columns=60)
+        lines = text.split("\n")
+        assert LONG in lines and "a." * 60 + "b" in lines
+        assert not [line for line in lines if len(line) > 60 and len(line.split()) > 1 and "/m.pt" not in line]
 
 
 def test_a_pipe_gets_a_line_a_tensor(tmp_path: Path) -> None:
     names = [f"{LONG}.{LONG}.{LONG}.{number}" for number in range(3)]
     torch.save({name: torch.ones(4, 5) for name in names}, tmp_path / "m.pt")
-    lines = [line for line in printed("inspect", tmp_path / "m.pt", "--tensors").split("\n") if LONG in line]
-    assert [line.split()[0] for line in lines] == names
-    assert lines[0].split()[1:] == ["weight", "parameter", "float32", "4", "x", "5", "80", "1"]
-
-
-@pytest.mark.parametrize(("width", "lines"), [(80, ["ab.cd.ef"]), (6, ["ab.cd.", "ef"]), (1, ["ab.", "cd.", "ef"])])
-def test_names_fold_at_dots(width: int, lines: list[str]) -> None:
-    assert folded("ab.cd.ef", width) == lines
+    text = printed("inspect", tmp_path / "m.pt", "--tensors", "--all")
+    lines = [line.split("\t") for line in text.split("\n") if LONG in line]
+    assert [line[0] for line in lines] == names
+    assert lines[0][1:] == ["weight", "parameter", "float32", "4 x 5", "80", "1"]
+    assert not [line for line in text.split("\n") if line != line.rstrip() or "  " in line]
 
 
 def test_plurals(tmp_path: Path) -> None:
@@ -186,3 +184,151 @@ def test_notes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert "and 10 more notes; see --json" in said
     assert len(json.loads(printed("inspect", tmp_path / "m.pt", "--json"))["notes"]) == 3000
     assert len(repr(replace(known, notes=notes))) < 200 and "notes=<3000>" in repr(replace(known, notes=notes))
+
+
+def test_tensors_are_listed_as_people_think(tmp_path: Path) -> None:
+    blocks = {f"layers.{n}.{name}.weight": torch.ones(4, 4, dtype=torch.bfloat16) for n in range(3) for name in "qk"}
+    torch.save({"head.weight": torch.ones(2, 4), **blocks, "layers.3.q.weight": torch.ones(4)}, tmp_path / "m.pt")
+    lines = [line.split("\t") for line in printed("inspect", tmp_path / "m.pt", "--tensors").split("\n")]
+    assert lines[lines.index(["tensor", "shape", "dtype", "count", "size"]) + 1 :] == [
+        ["head.weight", "2 x 4", "float32", "x1", "32 B"],
+        ["layers.0-2.q.weight", "4 x 4", "bfloat16", "x3", "96 B"],
+        ["layers.0-2.k.weight", "4 x 4", "bfloat16", "x3", "96 B"],
+        ["layers.3.q.weight", "4", "float32", "x1", "16 B"],
+        [""],
+    ]
+
+
+def test_slots_alike_share_a_line(checkpoint: Any) -> None:
+    source = checkpoint("zero3-fp32", "awkward", 2).checkpoint
+    text = printed("inspect", source, "--tensors", "--include", "blocks.1.norm.weight")
+    lines = [line.split("\t") for line in text.split("\n")]
+    at = lines.index(["tensor", "shape", "dtype", "count", "size", "slots"])
+    assert [(line[0], line[5]) for line in lines[at + 1 : -1]] == [
+        ("blocks.1.norm.weight", "weight, master, exp_avg, exp_avg_sq"),
+        ("blocks.1.norm.weight", "step"),
+    ]
+
+
+def test_the_tree_has_equal_modules_once(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(5, 4), "layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(12))}
+    )
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    lines = [line.split("\t") for line in printed("inspect", tmp_path / "m.pt", "--tree").split("\n")]
+    assert lines[-5:-1] == [
+        [".", "260", "1.04 kB", "float32"],
+        ["embed", "20", "80 B", "float32"],
+        ["layers", "240", "960 B", "float32"],
+        ["layers.0-11", "240", "960 B", "float32"],
+    ]
+    assert "layers.0-11" not in printed("inspect", tmp_path / "m.pt", "--tree", "--depth", "1")
+    (_, *modules) = json.loads(printed("inspect", tmp_path / "m.pt", "--tree", "--depth", "1", "--json"))["modules"]
+    assert [(each["name"], each["num_parameters"]) for each in modules] == [("embed", 20), ("layers", 240)]
+
+
+def test_a_large_entry_is_one_line(tmp_path: Path) -> None:
+    config = {f"key{n}": {"values": list(range(50))} for n in range(40)}
+    source = saved(tmp_path, ds_config=config, args={"lr": 0.5, "layers": list(range(300))})
+    said = printed("inspect", source).split("\n")
+    assert "ds_config\t40 keys; see --json" in said
+    assert "args\tlr: 0.5, layers: <300 items>" in said
+    assert json.loads(printed("inspect", source, "--json"))["extras"]["ds_config"] == config
+
+
+def test_a_folder_of_checkpoints_is_listed(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / "run" / f"step-{step}").mkdir(parents=True)
+        torch.save({"w": torch.ones(2)}, tmp_path / "run" / f"step-{step}" / "model.pt")
+    said = printed("inspect", tmp_path / "run").split("\n")
+    assert said[:3] == printed("ls", tmp_path / "run").split("\n")[:3]
+    assert said[3] == f"2 checkpoints; name one: {tmp_path}/run@latest or {tmp_path}/run/step-2"
+    for more in ("--json", "--tensors", "--tree", "--stats"):
+        assert CliRunner().invoke(group, ["inspect", str(tmp_path / "run"), more]).exit_code != 0
+
+
+@pytest.mark.parametrize("words", [["--all"], ["--depth", "0"], ["--sample"], ["--memory", "1GB"], ["--include", "x*"]])
+def test_an_option_that_selects_nothing_is_refused(words: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(group, ["inspect", str(saved(tmp_path)), *words])
+    assert done.exit_code == 2 or isinstance(done.exception, ckpt_tools.UsageError)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+def test_lists_on_terminals(columns: int, checkpoint: Any) -> None:
+    source = checkpoint("zero3-fp32", "awkward", 2).checkpoint
+    code, text = on_terminal("inspect", source, "--tensors", "--tree", "--stats", "-q", columns=columns)
+    assert code == 0
+    assert not [line for line in text.split("\n") if len(line) > columns and len(line.split()) > 1][1:]
+    assert not [line for line in text.split("\n") if line != line.rstrip()]
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The whole state of a model with a tied weight and a buffer, in three formats."""
+    folder = tmp_path_factory.mktemp("tied")
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(7, 4), "head": torch.nn.Linear(4, 7), "n": torch.nn.BatchNorm1d(4)}
+    )
+    model["head"].weight = model["embed"].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "m.pt")
+    ckpt_tools.convert(folder / "m.pt", folder / "dcp", to="dcp")
+    ckpt_tools.convert(
+        folder / "m.pt", folder / "zero3", to="zero3", world_size=2, dtype="bfloat16", buffers=["n.run*", "n.num*"]
+    )
+    ckpt_tools.convert(folder / "m.pt", folder / "safetensors", to="safetensors", state="all")
+    return {name: folder / name for name in ("dcp", "zero3", "safetensors")}
+
+
+WITH_STATE = "19 tensors (7 weights, 12 of the optimizer"
+COUNTS = {
+    "dcp": WITH_STATE,
+    "safetensors": WITH_STATE,
+    "zero3": "23 tensors (7 weights, 4 fp32 masters, 12 of the optimizer",
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_command_counts_the_same_tensors(name: str, tied: dict[str, Path], tmp_path: Path) -> None:
+    """Weights and buffers, a tied one once, and what the optimizer keeps; a commands says all of it, or JSON does."""
+    source, out = tied[name], tmp_path / "out"
+    keeps = ("--to", name, "--state", "all")
+    said = {
+        "inspect": printed("inspect", source),
+        "plan": printed("plan", source, out, *keeps),
+        "convert": printed("convert", source, out, *keeps, "-q"),
+        "verify": printed("verify", source, "-q"),
+        "verify pair": printed("verify", source, out, "--state", "all", "-q"),
+        "diff": printed("diff", source, out, "-q"),
+        "checksum": printed("checksum", source, "-q"),
+    }
+    assert [command for command, text in said.items() if COUNTS[name] not in text] == []
+    for command in ("inspect", "plan", "convert"):
+        assert "head.weight is tied to embed.weight" in said[command], command
+    counts = [
+        json.loads(printed(*words, "--json"))["tensors_by_role"]
+        for words in (
+            ("inspect", source),
+            ("plan", source, tmp_path / "b", *keeps),
+            ("verify", source),
+            ("diff", source, out),
+        )
+    ]
+    assert counts == [counts[0]] * len(counts)
+    assert COUNTS[name].startswith(f"{sum(counts[0].values())} tensors ({counts[0]['weights']} weights")
+
+
+def test_a_tie_that_one_side_stores_apart_is_said(tmp_path: Path) -> None:
+    weight = torch.ones(2, 3)
+    torch.save({"a": weight, "b": weight}, tmp_path / "tied.pt")
+    torch.save({"a": weight, "b": weight.clone()}, tmp_path / "apart.pt")
+    said = printed("diff", tmp_path / "tied.pt", tmp_path / "apart.pt", "-q")
+    assert said.split("\n")[:2] == [
+        "1 tensor (24 B) and 1 tied name: all are the same, bit for bit",
+        "b is tied to a; it is stored once on one side, and not on the other",
+    ]
+    report = ckpt_tools.diff(tmp_path / "tied.pt", tmp_path / "apart.pt")
+    assert (report.num_tensors, report.num_compared, report.tied) == (1, 2, {"b": "a"})
+    assert ckpt_tools.diff(tmp_path / "apart.pt", tmp_path / "tied.pt").num_tensors == 2

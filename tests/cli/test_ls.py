@@ -48,7 +48,7 @@ def test_newest_first_and_the_incomplete_say_why(run: Path) -> None:
     assert lines[0].split() == ["checkpoint", "step", "time", "(UTC)", "size", "format", "ranks", "complete"]
     assert [line.split()[0] for line in lines[1:]] == ["step_15", "step_10", "step_5"]
     assert lines[1].endswith("no: model.pt has no end: it is cut off")
-    assert "2001-09-09 01:46 " in lines[2] and lines[2].endswith("yes")
+    assert "\t2001-09-09 01:46\t" in lines[2] and lines[2].endswith("yes")
 
 
 def test_json_is_what_the_function_returns(run: Path) -> None:

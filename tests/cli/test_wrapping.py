@@ -46,10 +46,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Any) -> Pat
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_an_error_wraps_at_words(columns: int, run_folder: Path) -> None:
-    code, text = shown("inspect", run_folder, columns=columns)
+    code, text = shown("inspect", run_folder, "--tensors", columns=columns)
     assert code == 4
     assert not lines_that_are_too_long(text, columns)
-    plain = piped("inspect", run_folder).stderr
+    plain = piped("inspect", run_folder, "--tensors").stderr
     assert plain.count("\n") == 1
     assert words(text) == words(plain)
 
@@ -114,7 +114,7 @@ def test_counts_have_their_plural(tmp_path: Path, checkpoint: Any) -> None:
 
 
 def test_a_run_folder_names_its_newest_checkpoints(run_folder: Path) -> None:
-    said = piped("inspect", run_folder).stderr
+    said = piped("inspect", run_folder, "--tensors").stderr
     assert "epoch_12, checkpoints/epoch_11, checkpoints/epoch_10, checkpoints/epoch_9 and 8 more" in said
 
 
@@ -123,7 +123,7 @@ def test_tags_are_named_the_newest_first(tmp_path: Path, checkpoint: Any) -> Non
     tag = (made / "latest").read_text()
     for number in range(1, 13):
         shutil.copytree(made / tag, tmp_path / "run" / f"global_step{number}")
-    said = piped("inspect", tmp_path / "run").stderr
+    said = piped("inspect", tmp_path / "run", "--tree").stderr
     assert "(global_step12, global_step11, global_step10, global_step9 and 8 more)" in said
 
 

@@ -1,0 +1,136 @@
+"""Lists of tensors as people read them: tensors that differ only in the numbers in their names are one line. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckpt_tools.core.showing import Jsonable
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.boxes import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSummary(Jsonable):
+    """One logical tensor."""
+
+    name: str
+    slot: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    num_shards: int
+
+
+_NUMBER = re.compile(r"(?<![^._/\[])(0|[1-9][0-9]{0,17})(?![^._/\]])", re.ASCII)
+"""A whole number between separators, or at an end of the name: of ``h.0``, ``encoder_layer_6`` and ``layers[3]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names with every combination of the numbers in ``ranges`` between the ``texts``, of which there is one more."""
+
+    texts: tuple[str, ...]
+    ranges: tuple[range, ...]
+
+    @classmethod
+    def of(cls, name: str) -> Names:
+        """The one ``name``, split at its numbers."""
+        parts = _NUMBER.split(name)
+        return cls(tuple(parts[::2]), tuple(range(int(part), int(part) + 1) for part in parts[1::2]))
+
+    def __len__(self) -> int:
+        return prod(map(len, self.ranges))
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._joined(map(str, numbers)) for numbers in product(*self.ranges))
+
+    def __str__(self) -> str:
+        """``layers.0-31.mlp.weight``."""
+        return self._joined(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in self.ranges)
+
+    def _joined(self, numbers: Iterable[str]) -> str:
+        return "".join(part for pair in zip(self.texts, [*numbers, ""], strict=True) for part in pair)
+
+
+Ranges = tuple[range, ...]
+
+
+def joined(ranges: Iterable[Ranges]) -> list[Ranges]:
+    """The same combinations of numbers in as few items as joining neighbours gives: the last number of a name first, so
+    that the experts of a layer are one item before the layers are."""
+    items = list(ranges)
+    for dim in reversed(range(len(items[0]) if items else 0)):
+        rows: defaultdict[Ranges, list[range]] = defaultdict(list)
+        for item in items:
+            rows[item[:dim] + item[dim + 1 :]].append(item[dim])
+        items = [(*rest[:dim], run, *rest[dim:]) for rest, found in rows.items() for run in _runs(found)]
+    return items
+
+
+def _runs(ranges: list[range]) -> Iterator[range]:
+    first, *others = sorted(ranges, key=lambda each: each.start)
+    for each in others:
+        if each.start == first.stop:
+            first = range(first.start, each.stop)
+        else:
+            yield first
+            first = each
+    yield first
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLine:
+    """The tensors of ``names`` in all ``slots``, which are pairs of a slot and a kind. ``shape`` and ``dtype`` are of
+    each of them, ``num_bytes`` and ``num_shards`` of all together."""
+
+    names: Names
+    slots: tuple[tuple[str, str], ...]
+    shape: Shape
+    dtype: str
+    num_bytes: int
+    num_shards: int
+
+
+def collapsed(tensors: Iterable[TensorSummary]) -> list[TensorLine]:
+    """``tensors`` in lines. A line has tensors of the same shape, dtype, slots and kinds, whose names have all numbers
+    of its ranges. The slots of a parameter share a line where they have its shape and dtype. Lines of optimizer state
+    alone come last, and steps after moments."""
+    alike: defaultdict[tuple[str, Shape, str], list[TensorSummary]] = defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.name, tensor.shape, tensor.dtype].append(tensor)
+    groups: defaultdict[tuple[object, ...], dict[Ranges, tuple[int, list[TensorSummary]]]] = defaultdict(dict)
+    for position, ((name, shape, dtype), slots) in enumerate(alike.items()):
+        names = Names.of(name)
+        kinds = tuple((tensor.slot, tensor.kind) for tensor in slots)
+        groups[names.texts, shape, dtype, kinds][names.ranges] = position, slots
+    placed = [_placed(item, found) for found in groups.values() for item in joined(found)]
+    return [line for _, line in sorted(placed, key=lambda each: (_rank(each[1]), each[0]))]
+
+
+def _rank(line: TensorLine) -> int:
+    is_state = all(kind == "state" for _, kind in line.slots)
+    return is_state + (is_state and not line.shape)
+
+
+def _placed(ranges: Ranges, found: dict[Ranges, tuple[int, list[TensorSummary]]]) -> tuple[int, TensorLine]:
+    """The line of the tensors with the numbers of ``ranges``, and the position of the first of them."""
+    members = [found[tuple(range(n, n + 1) for n in numbers)] for numbers in product(*ranges)]
+    tensors = [tensor for _, slots in members for tensor in slots]
+    first = members[0][1]
+    line = TensorLine(
+        Names(Names.of(first[0].name).texts, ranges),
+        tuple((tensor.slot, tensor.kind) for tensor in first),
+        first[0].shape,
+        first[0].dtype,
+        sum(tensor.num_bytes for tensor in tensors),
+        sum(tensor.num_shards for tensor in tensors),
+    )
+    return min(position for position, _ in members), line

@@ -1,0 +1,137 @@
+"""A part of one tensor, named by text: what ``cat`` prints."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from types import EllipsisType
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt_tools.checkpoint import Checkpoint, LazyTensor
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.index_text import Index, parse_index, split_index
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.showing import Jsonable
+from ckpt_tools.errors import UsageError
+from ckpt_tools.stores.source import Store
+
+MAX_SHOWN = 1000
+"""numpy shows more elements than these by their edges,"""
+
+EDGE = 3
+"""which are so many at each end of each dim."""
+
+LINE_WIDTH = 75
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSlice(Jsonable):
+    """A part of a tensor, not read yet. ``shape`` is that of the part."""
+
+    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("values",)
+
+    name: str
+    slot: str
+    shape: Shape
+    dtype: str
+    _tensor: LazyTensor
+    _index: Index
+
+    def __repr__(self) -> str:
+        return f"TensorSlice({self.name!r}, slot={self.slot!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def numpy(self) -> NDArray[Any]:
+        """The elements as a new array. Raises UnsupportedError: numpy does not have their dtype."""
+        return np.asarray(self._tensor[self._index])
+
+    def text(self, *, all: bool = False, width: int = LINE_WIDTH) -> str:
+        """The elements as numpy prints them in lines of ``width``. Of more than 1,000 only those that are shown are
+        read: three at each end of each dim; with ``all``, every element is shown."""
+        if all or prod(self.shape) <= MAX_SHOWN:
+            return np.array2string(self.numpy(), max_line_width=width, threshold=sys.maxsize)
+        return np.array2string(self._edges(), max_line_width=width, threshold=0, edgeitems=EDGE)
+
+    def _edges(self) -> NDArray[Any]:
+        """The elements at the edges, with one between them, which is not shown, where a dim has more."""
+        found = np.zeros([min(extent, 2 * EDGE + 1) for extent in self.shape], self._tensor.dtype)
+        ends = [_ends(extent) for extent in self.shape]
+        for parts in product(*ends):
+            index = _within(self._index, parts, self._tensor.shape)
+            found[tuple(into for into, _ in parts)] = self._tensor[index]
+        return found
+
+    @property
+    def values(self) -> Any:
+        """The elements as lists within each other, or one alone; a complex number is a list of its two parts."""
+        elements = self.numpy()
+        if elements.dtype.kind == "c":
+            elements = np.stack([elements.real, elements.imag], axis=-1)
+        # numpy makes no floats of those of ml_dtypes.
+        return (elements if elements.dtype.kind in "iub" else elements.astype(np.float64)).tolist()
+
+
+def slice_of(store: Store, manifest: Manifest, what: str, slot: str | None) -> TensorSlice:
+    """The part of a tensor that ``what`` names: ``NAME`` or ``NAME[INDEX]``.
+
+    Raises:
+        UsageError: there is no such tensor, or the index does not fit its shape.
+    """
+    checkpoint = Checkpoint.of(store, manifest)
+    names = {*manifest.fqns, *manifest.aliases}
+    name, text = (what, None) if what in names else split_index(what)
+    tensor = _tensor(checkpoint, name, slot)
+    index: Index = (...,) if text is None else parse_index(text)
+    try:
+        shape = np.broadcast_to(np.empty(()), tensor.shape)[index].shape
+    except IndexError as error:
+        raise UsageError(f"{name} has shape {list(tensor.shape)}: {error}") from error
+    return TensorSlice(name, tensor.key.slot, shape, tensor.dtype_name, tensor, index)
+
+
+def _tensor(checkpoint: Checkpoint, name: str, slot: str | None) -> LazyTensor:
+    manifest = checkpoint.manifest
+    slots = [key.slot for key in manifest.tensors if key.fqn == name]
+    try:
+        if slot is not None:
+            return checkpoint.state(name, slot)
+        # Tensors among the entries are no weights, and have one slot.
+        return checkpoint.state(name, slots[0]) if name not in checkpoint and len(slots) == 1 else checkpoint[name]
+    except KeyError as error:
+        raise UsageError(str(error.args[0])) from error
+
+
+Part = tuple[slice, range]
+"""Where elements go along a dim, and which they are."""
+
+
+def _ends(extent: int) -> list[Part]:
+    if extent <= 2 * EDGE:
+        return [(slice(0, extent), range(extent))]
+    return [(slice(0, EDGE), range(EDGE)), (slice(EDGE + 1, 2 * EDGE + 1), range(extent - EDGE, extent))]
+
+
+def _within(index: Index, parts: tuple[Part, ...], shape: Shape) -> Index:
+    """The index of those elements of what ``index`` gives that ``parts`` choose along each of its dims."""
+    at = index.index(...) if ... in index else len(index)
+    missing = (slice(None),) * (len(shape) - len(index) + (... in index))
+    chosen: list[int | slice | EllipsisType] = []
+    left = iter(parts)
+    for each, extent in zip((*index[:at], *missing, *index[at + 1 :]), shape, strict=True):
+        if isinstance(each, slice):
+            _, part = next(left)
+            each = _as_slice(range(extent)[each][part.start : part.stop])
+        chosen.append(each)
+    return tuple(chosen)
+
+
+def _as_slice(numbers: range) -> slice:
+    """A slice that gives these numbers. One that goes down to 0 has no end: -1 would be the last element."""
+    return slice(numbers.start, numbers.stop if numbers.stop >= 0 else None, numbers.step)

@@ -1,0 +1,138 @@
+"""``cat``: parts of tensors as numpy gives and prints them, and no more is read than they need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpt_tools
+from ckpt_tools.cli.main import group
+from ckpt_tools.core.index_text import parse_index
+from ckpt_tools.errors import UsageError
+
+WHOLE = np.random.default_rng(3).standard_normal((40, 30, 5)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cat") / "m.pt"
+    special = torch.tensor([float("nan"), float("inf"), -0.0, 0.1])
+    other = {"odd[1]": torch.arange(3), "half": torch.ones(3).bfloat16() / 3, "c": torch.tensor([1 + 2j])}
+    state = {"w": torch.from_numpy(WHOLE), "special": special, "flag": torch.tensor(True), **other}
+    torch.save({"model": state, "rng": torch.arange(4, dtype=torch.uint8)}, path)
+    return path
+
+
+INDICES = [
+    "0:2, :",
+    "...",
+    "-1",
+    "3, ..., 2",
+    "::-1, 5:1:-2",
+    "..., ::2, 0",
+    "5:5",
+    "10:30, 2:28, :",
+    "30:, ::-1, -5:",
+    " 1 , : ",
+]
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_a_part_is_that_of_numpy(index: str, source: Path) -> None:
+    expected = eval(f"WHOLE[{index}]")
+    found = ckpt_tools.cat(source, f"w[{index}]")
+    assert found.shape == expected.shape
+    assert np.array_equal(found.numpy(), expected)
+    assert str(found) == np.array2string(expected, threshold=1000)
+    assert found.text(all=True) == np.array2string(expected, threshold=10**9)
+    assert found.to_json()["values"] == expected.astype(np.float64).tolist()
+
+
+SIZES = st.none() | st.integers(-50, 50)
+PARTS = st.one_of(
+    st.builds(slice, SIZES, SIZES, SIZES.filter(lambda step: step != 0)), st.integers(-50, 50), st.just(...)
+)
+
+
+def written(part: Any) -> str:
+    if isinstance(part, slice):
+        return ":".join("" if each is None else str(each) for each in (part.start, part.stop, part.step))
+    return "..." if part is ... else str(part)
+
+
+@settings(deadline=None)
+@given(st.lists(PARTS, min_size=1, max_size=5))
+def test_what_is_written_is_what_is_read(parts: list[Any]) -> None:
+    assert parse_index(", ".join(map(written, parts))) == tuple(parts)
+
+
+@pytest.mark.parametrize(
+    "index", ["", "x", "1.5", "1:2:3:4", "::0", "0,,1", "None", "__import__('os')", "1e3", "٣", "True"]
+)
+def test_what_is_no_index_is_refused(index: str, source: Path) -> None:
+    with pytest.raises(UsageError, match=r"is not an integer|step of a slice"):
+        ckpt_tools.cat(source, f"w[{index}]")
+
+
+@pytest.mark.parametrize(
+    ("name", "slot", "said"),
+    [
+        ("w[40]", None, r"w has shape \[40, 30, 5\]: index 40 is out of bounds"),
+        ("w[0, 0, 0, 0]", None, "too many indices"),
+        ("w[..., ...]", None, "single ellipsis"),
+        ("v", None, "there is no weight 'v'; did you mean"),
+        ("w", "exp_avg", "there is no 'exp_avg' of 'w'; it has weight"),
+    ],
+)
+def test_what_is_not_there_is_refused(name: str, slot: str | None, said: str, source: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        ckpt_tools.cat(source, name, slot=slot)
+
+
+def test_names_with_brackets_other_tensors_and_all_dtypes(source: Path) -> None:
+    assert ckpt_tools.cat(source, "odd[1]").numpy().tolist() == [0, 1, 2]
+    assert ckpt_tools.cat(source, "odd[1][1:]").numpy().tolist() == [1, 2]
+    assert (ckpt_tools.cat(source, "rng").slot, ckpt_tools.cat(source, "rng[2]").values) == ("extra", 2)
+    assert ckpt_tools.cat(source, "flag").values is True
+    assert str(ckpt_tools.cat(source, "half[:2]")) == "[0.333984 0.333984]"
+    assert ckpt_tools.cat(source, "c").values == [[1.0, 2.0]]
+    done = CliRunner().invoke(group, ["cat", str(source), "special", "--json"])
+    found = json.loads(done.stdout)
+    assert found == {
+        "name": "special", "slot": "weight", "shape": [4], "dtype": "float32",
+        "values": ["nan", "inf", -0.0, float(np.float32(0.1))],
+    }  # fmt: skip
+
+
+def test_slots(checkpoint: Any) -> None:
+    source = checkpoint("zero3-fp32", "awkward", 2).checkpoint
+    opened = ckpt_tools.open(source)
+    name = next(iter(opened))
+    for slot in ("weight", "exp_avg"):
+        assert np.array_equal(ckpt_tools.cat(source, name, slot=slot).numpy(), opened.state(name, slot).numpy())
+
+
+def test_only_what_is_shown_is_read(source: Path) -> None:
+    found = ckpt_tools.cat(source, "w")
+    reader = found._tensor._reader
+    str(found)
+    # Six of forty, six of thirty, all five, and gaps between them.
+    assert 0 < reader.bytes_read < WHOLE.nbytes // 4
+    part = ckpt_tools.cat(source, "w[7]")
+    part.numpy()
+    assert part._tensor._reader.bytes_read == WHOLE[7].nbytes
+
+
+def test_printing(source: Path) -> None:
+    done = CliRunner().invoke(group, ["cat", str(source), "w[0:2, :]"])
+    assert done.stdout == np.array2string(WHOLE[0:2, :]) + "\n"
+    whole = CliRunner().invoke(group, ["cat", str(source), "w", "--all"]).stdout
+    assert "..." not in whole and whole.count("\n") > WHOLE.size // 5
