@@ -89,7 +89,8 @@ def inspect_command(
 ) -> None:
     """Show what a checkpoint holds, from its headers alone.
 
-    Of a folder of several checkpoints, it lists them, as ls does.
+    --tensors, --tree and --stats show a list in place of the summary. Of a folder of several checkpoints, it lists
+    them, as ls does.
     """
     from ckpt_tools import inspect
 
@@ -104,14 +105,28 @@ def inspect_command(
         found = summary.to_json(tensors=tensors)
         print_json(found | {"modules": [each.to_json() for each in summary.modules(depth)]} if tree else found)
         return
-    say_pairs((printable(name), printable(value)) for name, value in _rows(summary))
-    show_notes(summary.notes, MAX_NOTES)
-    if tensors:
-        _show_tensors(summary.tensors) if list_all else _show_collapsed(summary.lines())
+    if tensors and list_all:
+        _show_tensors(summary.tensors)
+    elif tensors:
+        _show_collapsed(summary.lines())
     if tree:
+        _space(after=tensors)
         _show_tree(summary.modules(depth))
     if summary.stats is not None:
+        _space(after=tensors or tree)
         _show_stats(summary.stats)
+    if not (tensors or tree or chosen["stats"]):
+        _show_summary(summary)
+
+
+def _space(*, after: bool) -> None:
+    if after:
+        echo("")
+
+
+def _show_summary(summary: Summary) -> None:
+    say_pairs((printable(name), printable(value)) for name, value in _rows(summary))
+    show_notes(summary.notes, MAX_NOTES)
 
 
 def _show_run(src: str, storage_options: Mapping[str, str]) -> bool:

@@ -1,0 +1,92 @@
+"""docs/inspecting.md: every command prints what the page shows under it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt_tools
+from ckpt_tools.cli import wrapping
+from ckpt_tools.cli.main import group
+
+PAGE = (Path(__file__).parents[2] / "docs/inspecting.md").read_text()
+COLUMNS = 100
+
+
+def blocks() -> Iterator[tuple[str, str]]:
+    """Each command of the page with the lines below it, up to the next."""
+    for block in re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, shown = part.partition("\n")
+            yield command, shown.strip()
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        self.self_attn = torch.nn.ModuleDict({name: torch.nn.Linear(width, width, bias=False) for name in names})
+        self.mlp = torch.nn.ModuleDict(
+            {"up": torch.nn.Linear(width, 2 * width), "down": torch.nn.Linear(2 * width, width)}
+        )
+
+
+def language_model() -> torch.nn.Module:
+    """Four layers with numbers that are the same on every machine, and a head that is tied to the embedding."""
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(32, 8), "layers": torch.nn.ModuleList(Block(8) for _ in range(4))}
+    )
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_((torch.arange(parameter.numel()).reshape(parameter.shape) - 10 * number) / 64)
+    model["head"] = torch.nn.Linear(8, 32, bias=False)
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    model = language_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 500}, "m.pt")
+    for step in (400, 500):
+        ckpt_tools.convert("m.pt", f"run/step-{step}", to="zero3", world_size=2, dtype="bfloat16")
+    return tmp_path
+
+
+def test_the_page_is_what_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapping, "columns", lambda _: COLUMNS)
+    monkeypatch.setattr("ckpt_tools.cli.inspect.columns", lambda _: COLUMNS)
+    wrong = []
+    for command, shown in blocks():
+        first, *words = shlex.split(command)
+        assert first == "ckpt-tools"
+        done = CliRunner().invoke(group, words)
+        if normal(done.stdout) != normal(shown):
+            wrong.append(f"$ {command}\n{done.output}")
+    assert not wrong, "\n".join(wrong)
+
+
+def normal(text: str) -> list[str]:
+    """Lines without the time at which a file was written."""
+    return [re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "TIME", line.rstrip()) for line in text.strip().split("\n")]
+
+
+def test_the_python_of_the_page_runs(folder: Path) -> None:
+    import doctest
+
+    text = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+    test = doctest.DocTestParser().get_doctest(text, {}, "inspecting.md", None, 0)
+    printed: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(test, out=printed.append)
+    assert result.attempted and not result.failed, "".join(printed)
