@@ -1,6 +1,6 @@
 """Pages of docs as a reader follows them: their fenced blocks, written, run and compared with what is printed.
 
-A ``console`` block is run by bash, its commands one after the other in one shell. A ``python`` block that begins with
+A ``console`` block is run by bash, its commands one after the other in one shell, and a ``bash`` block whole. A ``python`` block that begins with
 a docstring ``NAME.py: ...`` becomes that file; every other one is run in one process, with the names of the blocks
 before it on the page. Output is compared where the page prints some: below a command, or in the block without a
 language that follows Python. A line ``...`` stands for any lines.
@@ -74,10 +74,12 @@ def commands(block: Block) -> Iterator[Command]:
 
 
 def masked(text: str) -> str:
-    """Text without what differs from run to run: times, rates, dates, and the lines of loggers."""
+    """Text without what differs from run to run and between machines: times, rates, dates, the lines of loggers, and how
+    far weights of a training are from each other."""
     text = re.sub(r"^\[\d{4}-\d\d-\d\d .*\n|^DeepSpeed .*\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"[\d.]+ s \([\d.]+ \w+/s\)", "TIME", text)
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "DATE", text)
+    text = re.sub(r"\b0\.00\d+|relative [\d.e-]+", "DIFFERENCE", text)
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
@@ -101,6 +103,9 @@ class Reader(AbstractContextManager["Reader"]):
         for block, after in pairwise([*found, Block("", "")]):
             if block.language == "console":
                 self.run_commands(block)
+            elif block.language == "bash":
+                code, output = self._run_shell(block.text)
+                assert code == 0, f"{block.text}\n{output}{self._errors()}"
             elif block.language == "python" and (name := _FILE.match(block.text)):
                 (self.folder / name[1]).write_text(block.text)
             elif block.language == "python":
@@ -110,16 +115,21 @@ class Reader(AbstractContextManager["Reader"]):
     def run_commands(self, block: Block) -> None:
         """Raises AssertionError if a command fails where the page shows no error, or prints something else."""
         given = [each for each in commands(block) if not each.line.startswith("pip install ")]
-        script = _SHELL + "".join(f'{each.line}\necho "{_MARK} $?"\n' for each in given)
-        done = subprocess.run(
-            ["bash", "-c", script], cwd=self.folder, env=self._variables(), capture_output=True, text=True, check=False
-        )
-        outputs = re.split(rf"^{_MARK} (\d+)\n", done.stdout, flags=re.MULTILINE)
+        _, printed = self._run_shell("".join(f'{each.line}\necho "{_MARK} $?"\n' for each in given))
+        outputs = re.split(rf"^{_MARK} (\d+)\n", printed, flags=re.MULTILINE)
         for each, output, code in zip(given, outputs[::2], outputs[1::2], strict=False):
             differs = code == "6" and each.line.startswith("ckpt-tools diff ")
             assert (code == "0" or differs) is not each.output.startswith("Error"), f"{each.line}\n{output}{self._errors()}"
             assert not each.output or is_as_printed(output, each.output), f"{each.line}\n{output}"
-        assert len(outputs) // 2 == len(given), done.stdout
+        assert len(outputs) // 2 == len(given), printed
+
+    def _run_shell(self, script: str) -> tuple[int, str]:
+        """The exit code, and what is printed to both outputs; errors of Python and torchrun go to a file."""
+        command = ["bash", "-c", _SHELL + script]
+        done = subprocess.run(
+            command, cwd=self.folder, env=self._variables(), capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout
 
     def run_python(self, page: Path, code: str) -> str:
         """What the code prints."""
