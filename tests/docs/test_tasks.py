@@ -1,0 +1,90 @@
+"""Follows docs/start.md and docs/tasks/ as they are printed: files, commands and Python, and compares what is printed.
+
+All pages are followed in one folder, where the first two make the samples that the others name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import ROOT, Reader, blocks, commands, is_as_printed
+from tests.support.s3_server import S3Server
+
+DOCS = ROOT / "docs"
+TASKS = DOCS / "tasks"
+SAMPLES = (DOCS / "start.md", TASKS / "samples.md")
+PAGES = sorted(set(TASKS.glob("*.md")) - {TASKS / "index.md", TASKS / "samples.md"})
+"""`another-world-size.md` and so on; each of them needs the samples alone."""
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Iterator[Reader]:
+    with Reader(tmp_path_factory.mktemp("reader"), s3_server.environment) as reader:
+        for page in SAMPLES:
+            reader.follow(page)
+        yield reader
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_page_runs_as_printed(page: Path, reader: Reader) -> None:
+    reader.follow(page)
+
+
+def test_at_least_thirty_recipes_are_listed() -> None:
+    """The table links each heading of the pages that hold several recipes."""
+    linked = set(re.findall(r"\]\(([\w-]+\.md)(?:#[\w-]+)?\)", (TASKS / "index.md").read_text()))
+    assert {page.name for page in PAGES} <= linked
+    assert len(re.findall(r"^\| .*\.md[#)]", (TASKS / "index.md").read_text(), re.MULTILINE)) > 50
+
+
+@pytest.mark.parametrize("page", [DOCS / "start.md", *sorted(TASKS.glob("*.md"))], ids=lambda page: page.stem)
+def test_a_page_is_short(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 300
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_names_only_samples_that_are_made(page: Path) -> None:
+    """Each `runs/...` in a page is one of the samples, or is written by an earlier command of the page."""
+    samples = (TASKS / "samples.md").read_text()
+    text = page.read_text()
+    lines = [command.line for block in blocks(page, "console") for command in commands(block)]
+    for name in re.findall(r"\bruns/[\w.-]+\w", text):
+        written = any(re.search(rf"^\S+ \S+ \S+ {re.escape(name)}\b", line) for line in lines)
+        assert name in samples or written, name
+
+
+@pytest.mark.parametrize(
+    ("output", "page", "expected"),
+    [
+        ("a: 3 in 0.02 s (1.5 MB/s)\n", "a: 3 in 1.20 s\n    (9.1 kB/s)\n", True),
+        ("a: 3 in 0.02 s (1.5 MB/s)\n", "a: 4 in 0.02 s (1.5 MB/s)\n", False),
+        ("first\nsecond\nthird\n", "first\n...\n", True),
+        ("first\nsecond\nthird\n", "...\nthird\n", True),
+        ("first\nsecond\nthird\n", "second\n...\n", False),
+        ("first\nsecond\n", "first\n", False),
+    ],
+)
+def test_an_output_is_compared(output: str, page: str, expected: bool) -> None:
+    assert is_as_printed(output, page) is expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```console\n$ echo one\ntwo\n```\n",
+        "```console\n$ false\n```\n",
+        "```bash\nfalse\n```\n",
+        "```python\nprint(1)\n```\n\n```\n2\n```\n",
+        "```python\nraise SystemExit(0)\n```\n",
+        "```console\n$ echo one\none\n$ exit 3\n```\n",
+    ],
+)
+def test_a_page_that_is_wrong_is_found(text: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(text)
+    with Reader(tmp_path) as reader, pytest.raises(AssertionError):
+        reader.follow(tmp_path / "page.md")
