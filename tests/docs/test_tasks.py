@@ -29,7 +29,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Ite
         yield reader
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_page_runs_as_printed(page: Path, reader: Reader) -> None:
     reader.follow(page)

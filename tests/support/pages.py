@@ -132,15 +132,16 @@ class Reader(AbstractContextManager["Reader"]):
     def run_python(self, page: Path, code: str) -> str:
         """What the code prints."""
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _RUN_BLOCKS],
-                cwd=self.folder,
-                env=self._variables(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._error_file.open("a"),
-                text=True,
-            )
+            with self._error_file.open("a") as errors:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _RUN_BLOCKS],
+                    cwd=self.folder,
+                    env=self._variables(),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([str(page), code]) + "\n")
         self._process.stdin.flush()
