@@ -32,6 +32,7 @@ Resume = Callable[[str, str, Path, int], Truth]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the full matrices instead of their core")
+    parser.addoption("--write-pages", action="store_true", help="write what the commands print into the pages of docs")
     parser.addoption("--kills", type=int, default=30, help="in the soak: random kills of each kind of training run")
     parser.addoption("--kill-seed", default="7", help="in the soak: the seed of the moments of these kills")
 

@@ -1,6 +1,7 @@
 """Follows docs/start.md and docs/tasks/ as they are printed: files, commands and Python, and compares what is printed.
 
-All pages are followed in one folder, where the first two make the samples that the others name.
+All pages are followed in one folder, where the first two make the samples that the others name. With
+``pytest --write-pages``, the pages get the outputs that there were.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pages import ROOT, Reader, blocks, commands, is_as_printed
+from tests.support.pages import ROOT, Reader, blocks, commands, printed
 from tests.support.s3_server import S3Server
 
 DOCS = ROOT / "docs"
@@ -22,17 +23,26 @@ PAGES = sorted(set(TASKS.glob("*.md")) - {TASKS / "index.md", TASKS / "samples.m
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Iterator[Reader]:
+def reader(
+    tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server, pytestconfig: pytest.Config
+) -> Iterator[Reader]:
     with Reader(tmp_path_factory.mktemp("reader"), s3_server.environment) as reader:
         for page in SAMPLES:
-            reader.follow(page)
+            check(page, reader, pytestconfig)
         yield reader
+
+
+def check(page: Path, reader: Reader, config: pytest.Config) -> None:
+    followed = reader.follow(page)
+    if config.getoption("--write-pages"):
+        page.write_text(followed)
+    assert followed == page.read_text()
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_page_runs_as_printed(page: Path, reader: Reader) -> None:
-    reader.follow(page)
+def test_the_page_runs_as_printed(page: Path, reader: Reader, pytestconfig: pytest.Config) -> None:
+    check(page, reader, pytestconfig)
 
 
 def test_at_least_thirty_recipes_are_listed() -> None:
@@ -52,7 +62,7 @@ def test_a_page_names_only_samples_that_are_made(page: Path) -> None:
     """Each `runs/...` in a page is one of the samples, or is written by an earlier command of the page."""
     samples = (TASKS / "samples.md").read_text()
     text = page.read_text()
-    lines = [command.line for block in blocks(page, "console") for command in commands(block)]
+    lines = [command.text for block in blocks(page, "console") for command in commands(block)]
     for name in re.findall(r"\bruns/[\w.-]+\w", text):
         written = any(re.search(rf"^\S+ \S+ \S+ {re.escape(name)}\b", line) for line in lines)
         assert name in samples or written, name
@@ -70,21 +80,38 @@ def test_a_page_names_only_samples_that_are_made(page: Path) -> None:
     ],
 )
 def test_an_output_is_compared(output: str, page: str, expected: bool) -> None:
-    assert is_as_printed(output, page) is expected
+    assert (printed(output, page) == page) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "followed"),
+    [
+        ("```console\n$ echo one\ntwo\n```\n", "```console\n$ echo one\none\n```\n"),
+        (
+            "```console\n$ echo one \\\n  two\nthree\n$ echo 4\n```\n",
+            "```console\n$ echo one \\\n  two\none two\n$ echo 4\n```\n",
+        ),
+        ("```python\nprint(1)\n```\n\n```\n2\n```\n", "```python\nprint(1)\n```\n\n```\n1\n```\n"),
+        ("```python\nn = 1\n```\n\n```\n2\n```\n", "```python\nn = 1\n```\n\n```\n```\n"),
+    ],
+)
+def test_a_page_gets_the_outputs_that_there_were(text: str, followed: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(text)
+    with Reader(tmp_path) as reader:
+        assert reader.follow(tmp_path / "page.md") == followed
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "```console\n$ echo one\ntwo\n```\n",
         "```console\n$ false\n```\n",
+        "```console\n$ echo one\nError: two\n```\n",
+        "```console\n$ echo one\none\n$ exit 3\n$ echo two\n```\n",
         "```bash\nfalse\n```\n",
-        "```python\nprint(1)\n```\n\n```\n2\n```\n",
         "```python\nraise SystemExit(0)\n```\n",
-        "```console\n$ echo one\none\n$ exit 3\n```\n",
     ],
 )
-def test_a_page_that_is_wrong_is_found(text: str, tmp_path: Path) -> None:
+def test_what_fails_on_a_page_is_found(text: str, tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(text)
     with Reader(tmp_path) as reader, pytest.raises(AssertionError):
         reader.follow(tmp_path / "page.md")

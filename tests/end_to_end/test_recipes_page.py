@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
-import subprocess
-import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,12 +17,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, ViTConfig, ViTMode
 from ckpt_tools.recipes.reading import parse_recipe
 from fixtures import launch, megatron_moe_models
 from fixtures import megatron_models as mm
+from tests.support.pages import ROOT, blocks, check_commands
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = tuple(DOCS / f"recipes{part}.md" for part in ("", "_megatron", "_trainers"))
 """In this order: a page uses outputs of those before it."""
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def mixture_of_experts(folder: Path) -> None:
@@ -102,24 +96,6 @@ SOURCES: tuple[Callable[[Path], None], ...] = (
 )
 
 
-def blocks(language: str, page: Path) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-
-
-def commands(page: Path) -> Iterator[tuple[list[str], str]]:
-    """Each command of the page with the output that is printed under it."""
-    for block in blocks("console", page):
-        for part in re.split(r"^\$ ckpt-tools ", block, flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
-            yield shlex.split(command), output
-
-
-def without_times(text: str) -> str:
-    """Without lines of progress too, which a busy machine has."""
-    text = re.sub(r"^converting: .*\n?", "", text, flags=re.MULTILINE)
-    return re.sub(r"[\d.]+ s \([\d.]+ \w+/s\)", "TIME", text).strip()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("page")
@@ -130,21 +106,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_command_prints_what_the_page_says(folder: Path) -> None:
     for page in PAGES:
-        check_page(page, folder)
-
-
-def check_page(page: Path, folder: Path) -> None:
-    """Run the commands of the page in ``folder``."""
-    for words, output in commands(page):
-        command = [sys.executable, "-m", "ckpt_tools", *words]
-        result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-        printed = without_times(result.stdout + result.stderr)
-        assert (result.returncode == 0) is not output.startswith("Error"), printed
-        assert not output or printed == without_times(output), " ".join(words)
+        check_commands(page, folder)
 
 
 def test_the_file_is_a_recipe() -> None:
-    (text,) = blocks("toml", DOCS / "recipes_own.md")
+    (text,) = blocks(DOCS / "recipes_own.md", "toml")
     recipe = parse_recipe(text, "mine", "mine.toml")
     assert len(recipe.lines) == 3
     assert recipe.inverse().inverse() == recipe

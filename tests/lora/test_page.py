@@ -9,8 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from tests.end_to_end.test_recipes_page import ROOT, check_page
 from tests.lora.models import CASES, adapted, made
+from tests.support.pages import ROOT, check_commands
 
 
 def test_every_command_prints_what_the_page_says(tmp_path: Path) -> None:
@@ -28,4 +28,4 @@ def test_every_command_prints_what_the_page_says(tmp_path: Path) -> None:
         dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "run", no_dist=True)
     settings = (tmp_path / "adapter" / "adapter_config.json").read_bytes()
     (tmp_path / "run" / "adapter_config.json").write_bytes(settings)
-    check_page(ROOT / "docs" / "lora.md", tmp_path)
+    check_commands(ROOT / "docs" / "lora.md", tmp_path)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.end_to_end.test_recipes_page import ROOT, check_page
+from tests.support.pages import ROOT, check_commands
 from tests.support.quantized import fp8_model
 
 
 def test_every_command_prints_what_the_page_says(tmp_path: Path) -> None:
     fp8_model(tmp_path / "fp8")
-    check_page(ROOT / "docs" / "quantized.md", tmp_path)
+    check_commands(ROOT / "docs" / "quantized.md", tmp_path)

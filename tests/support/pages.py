@@ -1,9 +1,9 @@
-"""Pages of docs as a reader follows them: their fenced blocks, written, run and compared with what is printed.
+"""Pages of docs as a reader follows them: their fenced blocks, written and run, and what they print.
 
-A ``console`` block is run by bash, its commands one after the other in one shell, and a ``bash`` block whole. A ``python`` block that begins with
-a docstring ``NAME.py: ...`` becomes that file; every other one is run in one process, with the names of the blocks
-before it on the page. Output is compared where the page prints some: below a command, or in the block without a
-language that follows Python. A line ``...`` stands for any lines, and long lines of a page may be wrapped.
+A ``console`` block is run by bash, its commands one after the other in one shell, and a ``bash`` block whole. A
+``python`` block that begins with a docstring ``NAME.py: ...`` becomes that file; every other one is run in one process,
+with the names of the blocks before it on the page. Output is compared where the page prints some: below a command, or
+in the block without a language that follows Python. A line ``...`` stands for any lines, and long lines may be wrapped.
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+WIDTH = 118
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r'"""(\w+\.py):')
+_COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*\n)((?:(?!\$ ).*\n)*)", re.MULTILINE)
+_OF_A_LOGGER = re.compile(r"^(\[\d{4}-\d\d-\d\d |DeepSpeed |converting: ).*\n?", re.MULTILINE)
+"""And of progress, which a busy machine prints."""
 _MARK = "--- exit code"
 _SHELL = """
 ckpt-tools() { "$PYTHON" -m ckpt_tools "$@"; }
@@ -38,45 +43,37 @@ spaces = {}
 for line in sys.stdin:
     page, code = json.loads(line)
     importlib.invalidate_caches()
-    printed, failed = io.StringIO(), ""
+    output, failed = io.StringIO(), ""
     try:
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, page, "exec"), spaces.setdefault(page, {"__name__": "__main__"}))
+        with contextlib.redirect_stdout(output):
+            exec(compile(code, "block", "exec"), spaces.setdefault(page, {"__name__": "__main__"}))
     except BaseException:
         failed = traceback.format_exc()
-    print(json.dumps([printed.getvalue(), failed]), file=answers, flush=True)
+    print(json.dumps([output.getvalue(), failed]), file=answers, flush=True)
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    language: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Command:
-    line: str
+    text: str
+    """As the page has it, without ``$``."""
     output: str
     """What the page prints below it; empty if that is not compared."""
 
 
-def blocks(page: Path, language: str | None = None) -> list[Block]:
-    """The fenced blocks of a page, or those of one language."""
-    found = [Block(*match.groups()) for match in _FENCE.finditer(page.read_text())]
-    return [each for each in found if language in (None, each.language)]
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return [text for name, text in _FENCE.findall(page.read_text()) if name == language]
 
 
-def commands(block: Block) -> Iterator[Command]:
-    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
-        line, _, output = re.sub(r"\\\n", "", part).partition("\n")
-        yield Command(line, output)
+def commands(block: str) -> list[Command]:
+    return [Command(*parts) for parts in _COMMAND.findall(block)]
 
 
 def masked(text: str) -> str:
     """Words without what differs from run to run and between machines: times, rates, dates, lines of loggers, and how
     far weights of a training are from each other."""
-    words = " ".join(re.sub(r"^(\[\d{4}-\d\d-\d\d |DeepSpeed ).*$", "", text, flags=re.MULTILINE).split())
+    words = " ".join(_OF_A_LOGGER.sub("", text).split())
     words = re.sub(r"[\d.]+ s \([\d.]+ \w+/s\)", "TIME", words)
     words = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "DATE", words)
     return re.sub(r"\b\d\.\d{5,}|relative [\d.e-]+", "DIFFERENCE", words)
@@ -87,6 +84,22 @@ def is_as_printed(output: str, page: str) -> bool:
     return re.fullmatch(".*".join(re.escape(masked(part)) for part in parts), masked(output)) is not None
 
 
+def printed(output: str, page: str) -> str:
+    """What a page should print: the same if the output is as printed, else the output, wrapped and shortened alike."""
+    if not page or is_as_printed(output, page):
+        return page
+    lines = _OF_A_LOGGER.sub("", output).splitlines()
+    if page.endswith("...\n"):
+        return f"{lines[0] if lines else ''}\n...\n"
+    return "".join(f"{line.rstrip()}\n" for line in chain.from_iterable(map(_wrapped, lines)))
+
+
+def _wrapped(line: str) -> list[str]:
+    if len(line) <= WIDTH:
+        return [line]
+    return textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
 @dataclass
 class Reader(AbstractContextManager["Reader"]):
     """Follows pages in one folder."""
@@ -95,31 +108,48 @@ class Reader(AbstractContextManager["Reader"]):
     environment: Mapping[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[str] | None = None
 
-    def follow(self, page: Path) -> None:
-        """Write and run every block of the page, and compare what it prints."""
-        found = blocks(page)
-        for block, after in pairwise([*found, Block("", "")]):
-            if block.language == "console":
-                self.run_commands(block)
-            elif block.language == "bash":
-                code, output = self._run_shell(block.text)
-                assert code == 0, f"{block.text}\n{output}{self._errors()}"
-            elif block.language == "python" and (name := _FILE.match(block.text)):
-                (self.folder / name[1]).write_text(block.text)
-            elif block.language == "python":
-                printed = self.run_python(page, block.text)
-                assert after.language or not after.text or is_as_printed(printed, after.text), printed
+    def follow(self, page: Path) -> str:
+        """Write and run every block of the page. Returns its text with the outputs that there were.
 
-    def run_commands(self, block: Block) -> None:
-        """Raises AssertionError if a command fails where the page shows no error, or prints something else."""
-        given = [each for each in commands(block) if not each.line.startswith("pip install ")]
-        _, printed = self._run_shell("".join(f'{each.line}\necho "{_MARK} $?"\n' for each in given))
-        outputs = re.split(rf"^{_MARK} (\d+)\n", printed, flags=re.MULTILINE)
-        for each, output, code in zip(given, outputs[::2], outputs[1::2], strict=False):
-            differs = code == "6" and each.line.startswith("ckpt-tools diff ")
-            assert (code == "0" or differs) is not each.output.startswith("Error"), f"{each.line}\n{output}{self._errors()}"
-            assert not each.output or is_as_printed(output, each.output), f"{each.line}\n{output}"
-        assert len(outputs) // 2 == len(given), printed
+        Raises:
+            AssertionError: Something fails where the page shows no error, or the other way round.
+        """
+        text, at = page.read_text(), 0
+        output: str | None = None
+        followed = []
+        for fence in _FENCE.finditer(text):
+            language, block = fence.groups()
+            before = text[at : fence.start()]
+            if language == "python":
+                output = self._run_or_write(page, block)
+            elif not language and before.isspace() and output is not None:
+                block = printed(output, block)
+            elif language == "console":
+                block = self.run_commands(block)
+            elif language == "bash":
+                code, told = self._run_shell(block)
+                assert code == 0, f"{block}\n{told}{self._errors()}"
+            output = output if language == "python" else None
+            followed += [before, f"```{language}\n{block}```"]
+            at = fence.end()
+        return "".join([*followed, text[at:]])
+
+    def run_commands(self, block: str) -> str:
+        """The block with the outputs that there were."""
+        found = commands(block)
+        script = "".join(f'{each.text}echo "{_MARK} $?"\n' for each in found if not _is_installation(each))
+        _, told = self._run_shell(script)
+        outputs = iter(re.split(rf"^{_MARK} (\d+)\n", told, flags=re.MULTILINE))
+        followed = []
+        for each in found:
+            output = each.output
+            if not _is_installation(each):
+                output, code = next(outputs), next(outputs, "no")
+                differs = code == "6" and each.text.startswith("ckpt-tools diff ")
+                is_right = (code == "0" or differs) is not each.output.startswith("Error")
+                assert is_right, f"{each.text}{output}exit code {code}\n{self._errors()}"
+            followed.append(f"$ {each.text}{printed(output, each.output)}")
+        return "".join(followed)
 
     def _run_shell(self, script: str) -> tuple[int, str]:
         """The exit code, and what is printed to both outputs; errors of Python and torchrun go to a file."""
@@ -129,8 +159,11 @@ class Reader(AbstractContextManager["Reader"]):
         )
         return done.returncode, done.stdout
 
-    def run_python(self, page: Path, code: str) -> str:
-        """What the code prints."""
+    def _run_or_write(self, page: Path, code: str) -> str | None:
+        """What the code prints, or None if it is that of a file."""
+        if name := _FILE.match(code):
+            (self.folder / name[1]).write_text(code)
+            return None
         if self._process is None:
             with self._error_file.open("a") as errors:
                 self._process = subprocess.Popen(
@@ -145,13 +178,13 @@ class Reader(AbstractContextManager["Reader"]):
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([str(page), code]) + "\n")
         self._process.stdin.flush()
-        printed, failed = json.loads(self._process.stdout.readline())
+        output, failed = json.loads(self._process.stdout.readline())
         assert not failed, f"{code}\n{failed}"
-        return str(printed)
+        return str(output)
 
     @property
     def _error_file(self) -> Path:
-        return self.folder.with_name(self.folder.name + "-errors.txt")
+        return self.folder.with_name(f"{self.folder.name}-errors.txt")
 
     def _errors(self) -> str:
         return self._error_file.read_text()[-3000:] if self._error_file.exists() else ""
@@ -164,3 +197,15 @@ class Reader(AbstractContextManager["Reader"]):
         if self._process is not None:
             self._process.communicate()
             self._process = None
+
+
+def check_commands(page: Path, folder: Path) -> None:
+    """Run the commands of a page alone, and compare what they print."""
+    with Reader(folder) as reader:
+        for block in blocks(page, "console"):
+            assert reader.run_commands(block) == block
+
+
+def _is_installation(command: Command) -> bool:
+    """What the tests do not do."""
+    return command.text.startswith("pip install ")
