@@ -52,11 +52,6 @@ def test_at_least_thirty_recipes_are_listed() -> None:
     assert len(re.findall(r"^\| .*\.md[#)]", (TASKS / "index.md").read_text(), re.MULTILINE)) > 50
 
 
-@pytest.mark.parametrize("page", [DOCS / "start.md", *sorted(TASKS.glob("*.md"))], ids=lambda page: page.stem)
-def test_a_page_is_short(page: Path) -> None:
-    assert len(page.read_text().splitlines()) <= 300
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_names_only_samples_that_are_made(page: Path) -> None:
     """Each `runs/...` in a page is one of the samples, or is written by an earlier command of the page."""
