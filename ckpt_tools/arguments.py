@@ -9,11 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from inspect import Parameter, signature
+from itertools import zip_longest
 from typing import Any, ParamSpec, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from ckpt_tools.core.format_names import SINGLE_FILES
-from ckpt_tools.core.option_names import WrittenFormat, is_place, option
+from ckpt_tools.core.option_names import WrittenFormat, canonical, is_place, option, with_aliases
 from ckpt_tools.credentials import errors_masked, remember
 from ckpt_tools.errors import UsageError
 
@@ -38,8 +39,9 @@ def public(function: Callable[Parameters, Result]) -> Callable[Parameters, Resul
 
     @wraps(function)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        given, named = [_kept(each) for each in args], {name: _kept(each) for name, each in kwargs.items()}
         known = signature(function).parameters
+        given = [canonical(name, _kept(each)) for each, name in zip_longest(args, [*known][: len(args)])]
+        named = {name: canonical(name, _kept(each)) for name, each in kwargs.items()}
         by_name = {**dict(zip(known, given, strict=False)), **named}
         remember(by_name.values(), by_name.get("storage_options"))
         with errors_masked():
@@ -68,7 +70,7 @@ def written_out(keywords: type, defaults: type) -> Callable[[Function], Function
             for name, kind in keywords.__annotations__.items()
         ]
         text = (function.__doc__ or "").replace("{endings}", ", ".join(SINGLE_FILES))
-        function.__doc__ = text.replace("{formats}", ", ".join(get_args(WrittenFormat)))
+        function.__doc__ = text.replace("{formats}", with_aliases("to", get_args(WrittenFormat)))
         function.__signature__ = plain.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         return function
 

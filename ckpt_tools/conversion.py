@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from ckpt_tools.core.applicability import check
 from ckpt_tools.core.apply_options import apply_options
@@ -15,14 +15,14 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, tensors_by_role
 from ckpt_tools.core.matching import is_chosen
 from ckpt_tools.core.notes import Note, merged
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import WrittenFormat, option, with_aliases
 from ckpt_tools.core.options import ConvertOptions, ReadOptions, Request, WriteOptions
-from ckpt_tools.core.progress import Meter, Progress, silent
+from ckpt_tools.core.progress import Meter, Progress, inform, silent
 from ckpt_tools.core.quantized import check_together
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.trainer_folder import FILE
 from ckpt_tools.core.transforms import Transformed, cast_notes
-from ckpt_tools.core.wording import listed, printable
+from ckpt_tools.core.wording import count, listed, printable, size
 from ckpt_tools.errors import DestinationExistsError, LossError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import WRITING
 from ckpt_tools.formats.base import Format
@@ -274,6 +274,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         copies=_copies(source, place),
     )
     figures = plan.figures()
+    _log(source_format, writer.name, figures, notes)
     _refuse_nothing(written_tensors(manifest, figures), has_weights=has_weights, options=request)
     return Prepared(
         request,
@@ -298,6 +299,15 @@ def _loading(place: Place, writer: Format, manifest: Manifest, layout: Layout, w
         return writer.loading(place.url, manifest, layout, writing)
     code = writer.loading(place.name, manifest, layout, writing)
     return f"{code}\n# {place.name}: a local copy of {printable(place.url)}"
+
+
+def _log(source_format: str, target_format: str, figures: Figures, notes: Iterable[Note]) -> None:
+    inform(
+        "conversion",
+        f"{source_format} to {target_format}: {size(figures.bytes_written)} in {count(figures.num_tasks, 'task')}",
+    )
+    for note in notes:
+        inform("notes", f"{note.outcome.value}: {note.what} ({note.why})")
 
 
 def _check_dtypes(manifest: Manifest, writer: Format) -> None:
@@ -421,7 +431,7 @@ def _writer(to: str | None, name: str) -> Format:
     check_ending(name, to)
     implied = implied_format(name)
     if to is None and implied is None:
-        raise UsageError(f"choose a format with {option('to')}: dcp, zero3, safetensors, ...")
+        raise UsageError(f"choose a format with {option('to')}: {with_aliases('to', get_args(WrittenFormat))}")
     if to is not None and implied is not None and to != implied:
         raise UsageError(
             f"{name} is a {implied} file, which {option('to', to)} contradicts; name a folder or drop {option('to')}"

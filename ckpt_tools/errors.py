@@ -27,7 +27,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from ckpt_tools.credentials import without_secrets
 
@@ -89,9 +89,17 @@ class LossError(CkptError):
 
 
 class UsageError(CkptError):
-    """Options or arguments that do not fit together."""
+    """Options or arguments that do not fit together; ``inapplicable`` names a parameter that does not apply at all."""
 
     exit_code = 2
+    inapplicable: str | None = None
+
+    @classmethod
+    def of(cls, name: str, message: str) -> Self:
+        """The error that the parameter ``name`` does not apply."""
+        error = cls(message)
+        error.inapplicable = name
+        return error
 
 
 class SourceNotFoundError(CkptError):

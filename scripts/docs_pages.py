@@ -25,7 +25,7 @@ import ckpt_tools
 from ckpt_tools.cli.main import group
 from inference.batch.__main__ import main as predict
 from inference.serving.__main__ import main as serve
-from tests.support.commands import all_commands, function_of
+from tests.support.commands import WITHOUT_FUNCTION, all_commands, function_of
 from training.__main__ import main as train
 
 BESIDE = {"train": train, "predict": predict, "serve": serve}
@@ -153,7 +153,7 @@ def command_pages() -> dict[str, str]:
         text = f"# {name}\n\n{help_in(click.Context(command, top, info_name=name))}"
         function = function_of(name)
         in_python = f"In Python: [`ckpt_tools.{function}`](../api/{function}.md).\n"
-        pages[f"cli/{page_of(name)}"] = text if name in BESIDE else text + in_python
+        pages[f"cli/{page_of(name)}"] = text if name in WITHOUT_FUNCTION else text + in_python
     return pages
 
 

@@ -19,7 +19,6 @@ from safetensors.numpy import save_file
 
 import ckpt_tools
 from ckpt_tools import api, errors
-from ckpt_tools.cli.beside import BesideCommand
 from ckpt_tools.cli.main import main
 from ckpt_tools.core import option_names
 from ckpt_tools.core.manifest import StateKey
@@ -31,11 +30,11 @@ from ckpt_tools.formats.index import built_in
 from ckpt_tools.stores.destination import CleanReport
 from ckpt_tools.verification.report import Aspect
 from ckpt_tools.verification.signing import SignReport
-from tests.support.commands import all_commands, function_of
+from tests.support.commands import WITHOUT_FUNCTION, all_commands, function_of
 
 PAGE = (Path(__file__).parent.parent / "docs" / "python.md").read_text()
 BY_NAME = all_commands()
-COMMANDS = [name for name, command in BY_NAME.items() if not isinstance(command, BesideCommand)]
+COMMANDS = [name for name in BY_NAME if name not in WITHOUT_FUNCTION]
 
 
 VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, function_of(name)) for name in [*COMMANDS, "open"]}
@@ -43,7 +42,19 @@ VERBS: dict[str, Callable[..., Any]] = {name: getattr(api, function_of(name)) fo
 BESIDE_COMMANDS = ("load_into", "storage_reader", "claim", "fingerprint", "recorded_digests")
 FUNCTIONS = {**VERBS, **{name: getattr(ckpt_tools, name) for name in BESIDE_COMMANDS}}
 
-ONLY_PRINTED = {"form", "as_json", "quiet", "tensors", "tree", "depth", "dry_run", "top", "list_all"}
+ONLY_PRINTED = {
+    "form",
+    "as_json",
+    "quiet",
+    "progress",
+    "log_format",
+    "tensors",
+    "tree",
+    "depth",
+    "dry_run",
+    "top",
+    "list_all",
+}
 """Options of commands about how a result is printed; ``convert --dry-run`` is ``plan``."""
 
 ONLY_IN_PYTHON = {
@@ -353,3 +364,20 @@ def test_notebooks_show_a_small_escaped_table(made: Path) -> None:
 
 def reports_of_markup() -> list[Any]:
     return [CleanReport("<b>bold</b>", (), is_removed=True)]
+
+
+def test_aliases_are_the_names_that_they_stand_for(made: Path) -> None:
+    source = made / "model.safetensors"
+    plan = ckpt_tools.plan(source, made / "x", to="fsdp2", from_="hf", dtype="bf16")
+    assert (plan.source_format, plan.target_format) == ("safetensors", "dcp")
+    assert plan == ckpt_tools.plan(source, made / "x", to="dcp", from_="safetensors", dtype="bfloat16")
+    assert ckpt_tools.convert(source, made / "y", to="pt", dtype="fp16").to_json()["plan"]["target_format"] == "torch"
+    assert ckpt_tools.inspect(made / "y", from_="pt").format == "torch"
+    assert ckpt_tools.verify(source, made / "y", dtype="fp16").equal
+
+
+def test_a_missing_format_lists_them(made: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"choose a format with to=: safetensors \(hf\), torch \(pt\), dcp \(fsdp2\), zero1"
+    ):
+        ckpt_tools.plan(made / "model.safetensors", made / "x")

@@ -50,6 +50,7 @@ FACE = {
     "errors",
     "guard",
     "guard_process",
+    "help_text",
     "loadable",
     "signals",
     "slices",
@@ -57,10 +58,10 @@ FACE = {
 }
 """The modules at the root, beside the package itself."""
 
-EVERYWHERE = {"arguments", "credentials", "errors", "guard", "signals", "text_files"}
+EVERYWHERE = {"arguments", "credentials", "errors", "guard", "help_text", "signals", "text_files"}
 """Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
 
-LOWEST = {"credentials", "errors", "guard", "signals", "text_files"}
+LOWEST = {"credentials", "errors", "guard", "help_text", "signals", "text_files"}
 """Modules at the root that import none of the packages."""
 
 LIGHT = {"core.format_names", "core.option_names", "core.progress", "core.wording"}

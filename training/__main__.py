@@ -12,10 +12,20 @@ with killed_by_interrupts():
     import click
 
     from .config.command_line import CONTEXT, Command, check_installed, config_of, run_options
+    from .config.options import HEADINGS
     from .loop.stopping import advice_after_stop, interruptible
 
 
-@click.command(cls=Command, params=run_options(), context_settings=CONTEXT)
+@click.command(
+    cls=Command,
+    params=run_options(),
+    headings=HEADINGS,
+    examples=(
+        "ckpt-tools train --engine fsdp2 --out run",
+        "ckpt-tools train --model lm --engine zero3 --num-workers 4 --out run",
+    ),
+    context_settings=CONTEXT,
+)
 def main(**options: Any) -> None:
     """Train a small model. Writes result.json to --out, and sharded checkpoints there or to --storage."""
     config = config_of(options)

@@ -38,7 +38,12 @@ class BesideCommand(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **settings: Any
     ) -> click.Context:
-        return self.imported().make_context(info_name, args, parent, **settings)
+        command = self.imported()
+        if parent is not None and parent.params.get("quiet"):
+            if all(each.name != "quiet" for each in command.params):
+                raise UsageError(f"{self.name} has no --quiet")
+            settings["default_map"] = {"quiet": True}
+        return command.make_context(info_name, args, parent, **settings)
 
     def imported(self) -> click.Command:
         """The command itself. Raises ``UsageError`` if its package or something that the package needs is missing."""

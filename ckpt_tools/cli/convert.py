@@ -12,7 +12,7 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json, progress, show_notes
 from ckpt_tools.cli.wrapping import echo, say, say_columns, say_item
 from ckpt_tools.core.format_names import SINGLE_FILES
-from ckpt_tools.core.option_names import WrittenFormat
+from ckpt_tools.core.option_names import WrittenFormat, with_aliases
 from ckpt_tools.core.wording import MAX_NAMES, count, printable, size, tensor_count, ties
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _destination = click.argument("dst", metavar="DST")
 _to = click.option(
     "--to",
     metavar="FORMAT",
-    help=f"The format to write: {', '.join(get_args(WrittenFormat))}, or a plug-in's. "
+    help=f"The format to write: {with_aliases('to', get_args(WrittenFormat))}, or a plug-in's. "
     f"Default: by the ending of DST ({', '.join(SINGLE_FILES)}); with --like, safetensors.",
 )
 _state = options.state("Write the weights alone, or the whole training state. Default: all if the format can hold it.")
@@ -57,7 +57,14 @@ _writing = options.together(options.running, options.clustering, _strict, _overw
 """The options of every command that writes a checkpoint."""
 
 
-@click.command("convert", cls=options.Grouped)
+@click.command(
+    "convert",
+    cls=options.Command,
+    examples=(
+        "ckpt-tools convert run/step-1000 model.safetensors",
+        "ckpt-tools convert run/step-1000 resumed --to zero3 --world-size 8",
+    ),
+)
 @options.source
 @_destination
 @_to
@@ -71,7 +78,7 @@ _writing = options.together(options.running, options.clustering, _strict, _overw
 @_writing
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
 @options.as_json
-@options.talking
+@options.moving
 def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Write a checkpoint in another format."""
     from ckpt_tools import convert, plan
@@ -84,7 +91,7 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
     _show_done(report, as_json, quiet)
 
 
-@click.command("reshard", cls=options.Grouped)
+@click.command("reshard", cls=options.Command, examples=("ckpt-tools reshard run/step-1000 resumed --world-size 16",))
 @options.source
 @_destination
 @click.option(
@@ -93,7 +100,7 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
 @options.reading
 @_writing
 @options.as_json
-@options.talking
+@options.moving
 def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Write the same checkpoint in the same format for another number of ranks."""
     from ckpt_tools import reshard
@@ -103,7 +110,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: An
     _show_done(report, as_json, quiet)
 
 
-@click.command("plan", cls=options.Grouped)
+@click.command("plan", cls=options.Command, examples=("ckpt-tools plan run/step-1000 model --to hf --dtype bf16",))
 @options.source
 @_destination
 @_to
@@ -127,7 +134,9 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
     _show_plan(plan(src, dst, **chosen), as_json)
 
 
-@click.command("consolidate", cls=options.Grouped)
+@click.command(
+    "consolidate", cls=options.Command, examples=("ckpt-tools consolidate run/step-1000 model --max-shard-size 5GB",)
+)
 @options.source
 @_destination
 @_to
@@ -138,7 +147,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.like
 @_writing
 @options.as_json
-@options.talking
+@options.moving
 def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Write the model's weights alone, as safetensors or in the format that DST's ending implies."""
     from ckpt_tools import consolidate
@@ -148,7 +157,9 @@ def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen
     _show_done(report, as_json, quiet)
 
 
-@click.command("merge-lora", cls=options.Grouped)
+@click.command(
+    "merge-lora", cls=options.Command, examples=("ckpt-tools merge-lora llama adapter merged --to safetensors",)
+)
 @click.argument("base", metavar="BASE")
 @click.argument("adapter", metavar="ADAPTER")
 @_destination
@@ -168,14 +179,12 @@ def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen
 )
 @_writing
 @options.as_json
-@options.talking
+@options.moving
 def merge_lora_command(base: str, adapter: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Write a base model with a LoRA adapter of PEFT merged into it.
 
     ADAPTER is a folder of PEFT, or a training state of any format with an adapter in it. Each weight becomes
     W + scale B A, in fp32, and is then cast to its dtype in BASE.
-
-    Example: ckpt-tools merge-lora llama adapter merged --to safetensors
     """
     from ckpt_tools import merge_lora
 
@@ -246,14 +255,14 @@ def _show_loading(code: str) -> None:
         echo(f"  {printable(line)}")
 
 
-@click.command("make-loadable")
+@click.command("make-loadable", cls=options.Command, examples=("ckpt-tools make-loadable foreign.pt loadable.pt",))
 @options.source
 @_destination
 @click.option("--strict", is_flag=True, help="Fail if something would be left out.")
 @click.option("--overwrite", is_flag=True, help="Replace the file at DST, and nothing else.")
 @_fsync
 @options.as_json
-@options.talking
+@options.moving
 def make_loadable_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Write a file of torch.save again, so that torch.load(weights_only=True) takes it.
 

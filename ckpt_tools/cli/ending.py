@@ -25,6 +25,9 @@ LOOK_SECONDS = 0.5
 WRITING = {"convert", "reshard", "consolidate"}
 """Commands with a destination."""
 
+WITH_VALUE = {"--settings", "--log-format"}
+"""Options before the command that take the next word."""
+
 ENDING_THEMSELVES = {"train", "predict", "serve"}
 """Commands of other packages, which heed signals themselves: a service gives the requests in flight 10 seconds."""
 
@@ -58,13 +61,13 @@ def ended_by_signals(words: Sequence[str], *, is_process: bool) -> Iterator[None
             raise
 
 
-def end(error: BaseException, words: Sequence[str], say: Callable[[str], None], *, is_process: bool) -> NoReturn:
+def end(error: BaseException, words: Sequence[str], say: Callable[[str, int], None], *, is_process: bool) -> NoReturn:
     """Print the sentence and exit with the documented code; a process exits at once, without waiting for threads."""
     code = exit_code_of(error) if isinstance(error, KeyboardInterrupt) else 128 + signal.SIGINT
     with unheeded():
         # A terminal that was closed takes no words.
         with suppress(OSError):
-            say(_sentence(code - 128, words))
+            say(_sentence(code - 128, words), code)
         if is_process:
             _release(error)
             for stream in (sys.stdout, sys.stderr):
@@ -95,7 +98,13 @@ def _sentence(number: int, words: Sequence[str], *, is_cleaned: bool = True) -> 
 
 
 def _command(words: Sequence[str]) -> str | None:
-    return next((word for word in words if not word.startswith("-")), None)
+    given = iter(words)
+    for word in given:
+        if word in WITH_VALUE:
+            next(given, None)
+        elif not word.startswith("-"):
+            return word
+    return None
 
 
 def _end_in_time(words: Sequence[str]) -> None:

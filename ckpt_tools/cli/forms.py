@@ -34,7 +34,7 @@ def form(*names: str) -> Callable[[Command], Command]:
         @wraps(command)
         def run(*, form: str | None, as_json: bool, **chosen: Any) -> Any:
             if as_json and form not in (None, "json"):
-                raise UsageError(f"--json and --format {form} contradict each other; give one of them")
+                raise UsageError.of("as_json", f"--json and --format {form} contradict each other; give one of them")
             return command(form="json" if as_json else form or names[0], **chosen)
 
         as_json = click.option("--json", "as_json", is_flag=True, help="The same as --format json.")

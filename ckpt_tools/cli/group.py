@@ -1,93 +1,90 @@
-"""A group of commands. Their help wraps at words, and a line on stderr says when a store is asked again."""
+"""The group of commands, in sections, and the context that they run in."""
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import click
 
+from ckpt_tools.cli import reporting
 from ckpt_tools.cli.ending import StoppableGroup
-from ckpt_tools.cli.wrapping import columns, filled
-from ckpt_tools.core import progress as notices
-
-LINE_SECONDS = 2.0
-"""Many threads may be retrying at once, each every few tenths of a second: one line this often is enough."""
-
-
-@contextmanager
-def telling_of_retries(*, quiet: bool) -> Iterator[None]:
-    """While inside, stderr says so when a store is asked again, unless ``quiet``."""
-    if quiet:
-        yield
-        return
-    with notices.hearing(_lines()):
-        yield
+from ckpt_tools.cli.settings import GRAVE, Defaults, Lent
+from ckpt_tools.core.wording import printable
+from ckpt_tools.errors import UsageError
+from ckpt_tools.help_text import Grouped, HelpContext
 
 
-def _lines() -> notices.Listener:
-    lock = threading.Lock()
-    last = float("-inf")
+class Context(HelpContext):
+    """The context of a running command: what it logs goes to stderr, and what was not typed is taken from settings."""
 
-    def say(sentence: str) -> None:
-        nonlocal last
-        with lock:
-            if time.monotonic() - last < LINE_SECONDS:
-                return
-            last = time.monotonic()
-            width = columns(sys.stderr)
-            # Not by click: it writes past the stream with which rich keeps its bar below what is printed.
-            lines = filled(sentence, width) if width else [sentence]
-            sys.stderr.write("\n".join(lines) + "\n")
-            sys.stderr.flush()
-
-    return say
-
-
-NARROW_COLUMNS = 70
-"""Below this, the first column of a list of options is narrower, so that words of the second fit."""
-
-
-class Formatter(click.HelpFormatter):
-    """Help text that is not broken inside words or at hyphens: ``--world-size`` stays one word."""
-
-    def write_text(self, text: str) -> None:
-        paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
-        indent = " " * self.current_indent
-        wrapped = ["\n".join(indent + line for line in filled(each, self._room(0))) for each in paragraphs]
-        self.write("\n\n".join(wrapped) + "\n")
-
-    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
-        rows = list(rows)
-        col_max = min(col_max, 24) if self.width < NARROW_COLUMNS else col_max
-        first = min(max(len(term) for term, _ in rows), col_max) + col_spacing
-        for term, text in rows:
-            lines = filled(" ".join(text.split()), self._room(first))
-            head = f"{'':{self.current_indent}}{term:{first}}"
-            if len(term) > first - col_spacing:
-                self.write(f"{head.rstrip()}\n")
-                head = " " * (self.current_indent + first)
-            self.write(f"{head}{lines[0] if lines else ''}".rstrip() + "\n")
-            for line in lines[1:]:
-                self.write(f"{'':{self.current_indent + first}}{line}\n")
-
-    def _room(self, used: int) -> int:
-        return max(self.width - self.current_indent - used, 10)
-
-
-class Context(click.Context):
-    """The context of a running command. Its help wraps at words, and a line says when a store is asked again."""
-
-    formatter_class = Formatter
+    def __init__(self, command: click.Command, parent: click.Context | None = None, **settings: Any) -> None:
+        if parent is not None:
+            settings["default_map"] = Defaults(self, _before(command, parent))
+        super().__init__(command, parent, **settings)
 
     def invoke(self, callback: Callable[..., Any], /, *given: Any, **options: Any) -> Any:
-        with telling_of_retries(quiet=bool(self.params.get("quiet"))):
-            return super().invoke(callback, *given, **options)
+        lent = self._lent()
+        for name, each in lent.items():
+            _tell(name, each)
+        with reporting.heard(quiet=bool(self.params.get("quiet"))):
+            while True:
+                try:
+                    return super().invoke(callback, *given, **options)
+                except UsageError as error:
+                    if error.inapplicable not in lent:
+                        origin = _origin(error, lent)
+                        if not origin:
+                            raise
+                        raise UsageError(f"{error.message} ({origin})", path=error.path, key=error.key) from error
+                    dropped = lent.pop(error.inapplicable)
+                    options |= self._without(error.inapplicable)
+                    if reporting.is_verbose():
+                        reporting.notice(f"{dropped.option} from {dropped.where} does not apply here", "info")
+
+    def _lent(self) -> dict[str, Lent]:
+        """The values of this command that were neither typed nor left to their defaults."""
+        found = self.default_map.lent if isinstance(self.default_map, Defaults) else {}
+        return {name: each for name, each in found.items() if self.is_lent(name) and each.where != TYPED}
+
+    def is_lent(self, name: str) -> bool:
+        """Whether the value of the parameter is from settings."""
+        return self.get_parameter_source(name) is click.core.ParameterSource.DEFAULT_MAP
+
+    def _without(self, name: str) -> dict[str, Any]:
+        """The parameter with its default."""
+        option = next(each for each in self.command.params if each.name == name)
+        return {
+            name: option.process_value(self, False if isinstance(option, click.Option) and option.is_flag else None)
+        }
+
+
+TYPED = "typed before the command"
+
+
+def _before(command: click.Command, parent: click.Context) -> dict[str, Lent]:
+    """``--quiet`` where it stands before the command. Raises ``UsageError`` if that has none."""
+    root = parent.find_root()
+    if not root.params.get("quiet") or isinstance(command, click.Group):
+        return {}
+    if all(each.name != "quiet" for each in command.params):
+        raise UsageError(f"{command.name} has no --quiet")
+    return {"quiet": Lent("--quiet", True, TYPED)}
+
+
+def _tell(name: str, lent: Lent) -> None:
+    """On stderr: where a value is from. That of a store may be a secret."""
+    is_grave = name in GRAVE and bool(lent.value)
+    if is_grave or reporting.is_verbose():
+        value = "" if name == "storage_options" or lent.value is True else f" {printable(str(lent.value))}"
+        reporting.notice(f"{lent.option}{value} is from {lent.where}", "warning" if is_grave else "info")
+
+
+def _origin(error: UsageError, lent: Mapping[str, Lent]) -> str:
+    """Where the options of ``lent`` are from that the error names."""
+    named = [each for each in lent.values() if each.option in error.message or repr(each.value) in error.message]
+    return "; ".join(f"{each.option} is from {each.where}" for each in named)
 
 
 class Home(NamedTuple):
@@ -128,21 +125,28 @@ class Commands(MutableMapping[str, click.Command]):
         return len(self._known)
 
 
-class Group(StoppableGroup):
-    """A group of commands whose summaries are in ``homes``, so that listing them imports no command."""
+class Group(StoppableGroup, Grouped):
+    """A group of commands whose summaries are in ``sections``, so that listing them imports no command."""
 
     context_class = Context
 
-    def __init__(self, *, homes: Mapping[str, Home], **settings: Any) -> None:
+    def __init__(self, *, sections: Mapping[str, Mapping[str, Home]], **settings: Any) -> None:
+        homes = {name: home for each in sections.values() for name, home in each.items()}
         super().__init__(commands=Commands(homes), **settings)
-        self.homes = homes
+        self.sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Commands first."""
+        self.format_commands(ctx, formatter)
+        Grouped.format_options(self, ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, self.homes[name].summary) for name in self.list_commands(ctx)])
+        for title, homes in self.sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, home.summary) for name, home in homes.items()])
 
 
-class SubGroup(StoppableGroup):
+class SubGroup(StoppableGroup, Grouped):
     """A command that does something by itself, and has commands."""
 
     context_class = Context

@@ -47,7 +47,15 @@ def _only_with(name: str) -> Any:
     return check
 
 
-@click.command("inspect")
+@click.command(
+    "inspect",
+    cls=options.Command,
+    examples=(
+        "ckpt-tools inspect run/step-1000",
+        "ckpt-tools inspect s3://bucket/run@latest --tree --depth 2",
+        "ckpt-tools inspect model --stats --include '*.weight'",
+    ),
+)
 @options.source
 @options.reading
 @click.option(
@@ -76,7 +84,7 @@ def _only_with(name: str) -> Any:
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Do not list tensors whose names match. Repeatable.")
 @options.running
 @options.as_json
-@options.talking
+@options.moving
 def inspect_command(
     src: str,
     tensors: bool,
@@ -295,7 +303,7 @@ def _number(value: int | float | None) -> str:
     return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-@click.command("cat")
+@click.command("cat", cls=options.Command, examples=("ckpt-tools cat run/step-1000 'encoder.weight[0:2, :]'",))
 @options.source
 @click.argument("name", metavar="'NAME[INDEX]'")
 @click.option(
@@ -323,8 +331,9 @@ def cat_command(src: str, name: str, list_all: bool, as_json: bool, quiet: bool,
     echo(found.text(all=list_all, **({} if width is None else {"width": width - 1})))
 
 
-@click.command("formats")
+@click.command("formats", cls=options.Command, examples=("ckpt-tools formats",))
 @options.as_json
+@options.verbose
 def formats_command(as_json: bool) -> None:
     """List the formats that can be read and written."""
     from ckpt_tools import list_formats

@@ -8,6 +8,8 @@ from typing import Any, TypeVar, cast, get_args
 
 import click
 
+from ckpt_tools.cli import reporting
+from ckpt_tools.cli.render import PROGRESS, is_typed, keep_progress
 from ckpt_tools.core.option_names import (
     DEFAULT_MEMORY,
     DEFAULT_RUNNER,
@@ -17,11 +19,14 @@ from ckpt_tools.core.option_names import (
     STATES,
     WEIGHTS,
     ReadFormat,
+    canonical,
+    with_aliases,
 )
+from ckpt_tools.help_text import Grouped, Headings
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-HEADINGS = {
+HEADINGS: Headings = {
     "What to read": ("from_", "tag", "model_key", "optim_key", "param_order", "storage_options"),
     "Names and selection": (
         "include",
@@ -33,31 +38,68 @@ HEADINGS = {
         "inverse",
         "weights",
         "state",
+        "adapter_name",
     ),
-    "Output": ("to", "dequantize", "dtype", "buffers", "world_size", "max_shard_size", "config", "like"),
-    "Running": ("memory", "workers", "runner", "address"),
-    "Safety": ("overwrite", "resume", "strict", "fsync", "checksum"),
+    "What stays": ("keep_last", "keep_every", "keep_best"),
+    "Output": (
+        "to",
+        "dequantize",
+        "dtype",
+        "buffers",
+        "world_size",
+        "max_shard_size",
+        "config",
+        "like",
+        "output",
+        "tensors",
+        "tree",
+        "depth",
+        "stats",
+        "sample",
+        "slot",
+        "top",
+        "list_all",
+        "form",
+        "as_json",
+    ),
+    "Running": ("memory", "workers", "runner", "address", "progress", "quiet", "verbose", "log_format", "help"),
+    "Safety": (
+        "dry_run",
+        "yes",
+        "overwrite",
+        "resume",
+        "strict",
+        "fsync",
+        "checksum",
+        "incomplete",
+        "allow_less",
+        "allow",
+        "digests",
+        "public_key",
+        "private_key",
+        "signature",
+    ),
 }
-"""The options of a conversion by heading of its help, as in the docstring of ``ckpt_tools.convert``."""
+"""Parameters by heading of the help; those of conversions as in the docstring of ``ckpt_tools.convert``."""
 
 
-class Grouped(click.Command):
-    """A command whose help lists options under ``HEADINGS``, and the others under Options."""
+class Command(Grouped):
+    """A command of the converter."""
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        given = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
-        rows = {each.name: row for each in given if (row := each.get_help_record(ctx)) is not None}
-        groups = {title: [rows.pop(name) for name in names if name in rows] for title, names in HEADINGS.items()}
-        for title, group in {**groups, "Options": list(rows.values())}.items():
-            if group:
-                with formatter.section(title):
-                    formatter.write_dl(group)
+    headings = HEADINGS
 
 
-def together(*decorators: Callable[[Any], Any]) -> Callable[[Command], Command]:
+class DTypes(click.Choice[str]):
+    """The dtypes of ``--dtype``, and their aliases."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(canonical("dtype", value), param, ctx)
+
+
+def together(*decorators: Callable[[Any], Any]) -> Callable[[Decorated], Decorated]:
     """One decorator for several options, in their order."""
 
-    def apply(command: Command) -> Command:
+    def apply(command: Decorated) -> Decorated:
         for decorator in reversed(decorators):
             command = decorator(command)
         return command
@@ -93,7 +135,7 @@ reading = together(
         "--from",
         "from_",
         metavar="FORMAT",
-        help=f"The source's format: {', '.join(get_args(ReadFormat))}, or a plug-in's. Default: detected.",
+        help=f"The source's format: {with_aliases('from_', get_args(ReadFormat))}, or a plug-in's. Default: detected.",
     ),
     click.option("--tag", help="The checkpoint of a DeepSpeed folder. Default: the tag named in the file latest."),
     click.option("--model-key", help="The key of the model in a DCP tree, e.g. app.model. Default: detected."),
@@ -107,7 +149,7 @@ reading = together(
 )
 
 
-def state(text: str) -> Callable[[Command], Command]:
+def state(text: str) -> Callable[[Decorated], Decorated]:
     """``--state`` with the help that a command gives it."""
     return click.option("--state", type=click.Choice(STATES), help=text)
 
@@ -162,14 +204,19 @@ sizes = click.option(
 )
 
 choosing = together(
-    click.option("--dtype", type=click.Choice(DTYPE_NAMES), help="Cast the weights to this type, and nothing else."),
+    click.option(
+        "--dtype",
+        type=DTypes(DTYPE_NAMES),
+        metavar="DTYPE",
+        help=f"Cast the weights to this type, and nothing else: {with_aliases('dtype', DTYPE_NAMES)}.",
+    ),
     weights,
     click.option("--buffers", multiple=True, metavar="GLOB", help="Tensors that are buffers of the model. Repeatable."),
     naming,
 )
 
 workers = click.option(
-    "--workers", type=click.IntRange(min=1), help="Number of threads. Default: one for each processor."
+    "--workers", type=click.IntRange(min=1), metavar="N", help="Number of threads. Default: one for each processor."
 )
 
 running = together(
@@ -198,20 +245,20 @@ DEFAULT_TOP = 20
 """As many differences fit on a screen with their summary."""
 
 
-def _one_listing(context: click.Context, option: click.Parameter, is_all: bool) -> bool:
-    if is_all and context.params.get("top") is not None:
-        raise click.UsageError("--top and --all cannot be combined: --all lists every difference", context)
-    return is_all
-
-
-def _top(command: Command) -> Command:
+def _top(command: Decorated) -> Decorated:
     """Give the command ``top``: how many differences it lists, None for all."""
 
     @wraps(command)
     def run(*, top: int | None, list_all: bool, **chosen: Any) -> Any:
+        if top is not None and list_all:
+            context = click.get_current_context()
+            typed = [is_typed(context, name) for name in ("top", "list_all")]
+            if all(typed):
+                raise click.UsageError("--top and --all cannot be combined: --all lists every difference", context)
+            list_all = typed != [True, False]
         return command(top=None if list_all else top or DEFAULT_TOP, **chosen)
 
-    return cast("Command", run)
+    return cast("Decorated", run)
 
 
 listing = together(
@@ -221,15 +268,57 @@ listing = together(
         metavar="N",
         help=f"List the N largest differences. Default: {DEFAULT_TOP}.",
     ),
-    click.option("--all", "list_all", is_flag=True, callback=_one_listing, help="List every difference."),
+    click.option("--all", "list_all", is_flag=True, help="List every difference."),
     _top,
 )
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
-verbose = click.option("--verbose", "-v", is_flag=True, expose_value=False, help="Show the traceback of an error.")
 
-talking = together(
-    click.option("--quiet", "-q", is_flag=True, help="Show no progress and no lines about retries."),
-    verbose,
+def _choose_form(context: click.Context, option: click.Parameter, form: str | None) -> None:
+    """Set the format. Words before the command are stronger than settings."""
+    if is_typed(context, "log_format") or not is_typed(context.find_root(), "log_format"):
+        reporting.choose(form=form)
+
+
+def _choose_verbose(context: click.Context, option: click.Parameter, is_verbose: bool) -> None:
+    reporting.choose(verbose=is_verbose)
+
+
+verbose = together(
+    click.option(
+        "--verbose",
+        "-v",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_choose_verbose,
+        help="Show decisions, where settings are from, and the traceback of an error.",
+    ),
+    click.option(
+        "--log-format",
+        type=click.Choice(reporting.FORMS),
+        is_eager=True,
+        expose_value=False,
+        callback=_choose_form,
+        help="Write errors and notices on stderr as text or as a line of JSON each. Default: text.",
+    ),
 )
+
+quiet = click.option("--quiet", "-q", is_flag=True, help="Show no progress and no lines about retries.")
+
+talking = together(quiet, verbose)
+
+moving = together(
+    click.option(
+        "--progress",
+        type=click.Choice(PROGRESS),
+        expose_value=False,
+        callback=keep_progress,
+        metavar="MODE",
+        help="Show progress as a bar on a terminal and lines elsewhere (auto), as lines (plain), as JSON on a line "
+        "each (json), or not (none). Default: auto.",
+    ),
+    talking,
+)
+"""Of commands that move bytes."""

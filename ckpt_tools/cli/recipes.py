@@ -8,7 +8,7 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.group import SubGroup
-from ckpt_tools.cli.render import print_json, show_notes
+from ckpt_tools.cli.render import is_typed, print_json, show_notes
 from ckpt_tools.cli.wrapping import echo, say, say_columns
 from ckpt_tools.core.wording import count, listed, printable
 from ckpt_tools.errors import UsageError
@@ -29,7 +29,9 @@ def _named(context: click.Context, argument: click.Parameter, given: str) -> str
 _recipe = click.argument("recipe", metavar="RECIPE", callback=_named)
 
 
-@click.group("recipes", cls=SubGroup, invoke_without_command=True)
+@click.group(
+    "recipes", cls=SubGroup, headings=options.HEADINGS, invoke_without_command=True, examples=("ckpt-tools recipes",)
+)
 @options.as_json
 @click.pass_context
 def recipes_command(context: click.Context, as_json: bool) -> None:
@@ -38,7 +40,7 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
     convert --recipe NAME writes the layout on the right, --recipe NAME --inverse the one on the left.
     """
     if context.invoked_subcommand is not None:
-        if as_json:
+        if as_json and is_typed(context, "as_json"):
             raise click.UsageError(f"give --json behind {context.invoked_subcommand}", context)
         return
     from ckpt_tools import list_recipes
@@ -51,8 +53,9 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
     say_columns(("recipe", "left", "right", "description"), [tuple(map(printable, row)) for row in rows])
 
 
-@recipes_command.command("show")
+@recipes_command.command("show", cls=options.Command, examples=("ckpt-tools recipes show mixtral",))
 @_recipe
+@options.verbose
 def recipes_show_command(recipe: str) -> None:
     """Print the file of a recipe.
 
@@ -63,7 +66,7 @@ def recipes_show_command(recipe: str) -> None:
     echo(show_recipe(recipe).text.rstrip("\n"))
 
 
-@recipes_command.command("check")
+@recipes_command.command("check", cls=options.Command, examples=("ckpt-tools recipes check mixtral run/step-1000",))
 @_recipe
 @options.source
 @click.option("--inverse", is_flag=True, help="Read the recipe from right to left.")

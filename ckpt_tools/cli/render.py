@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt_tools.cli import reporting
 from ckpt_tools.cli.wrapping import echo, say
 from ckpt_tools.core.wording import count, listed, printable, size
 from ckpt_tools.credentials import without_secrets
@@ -18,8 +20,13 @@ from ckpt_tools.credentials import without_secrets
 if TYPE_CHECKING:
     from ckpt_tools.core.notes import Note
 
-QUIET_LINE_SECONDS = 5.0
+PROGRESS = ("auto", "json", "plain", "none")
+MODE = "ckpt_tools.progress"
+
+PLAIN_LINE_SECONDS = 5.0
 """If stderr is not a terminal, progress is one line at this interval, which is short enough to read in a log."""
+
+JSON_LINE_SECONDS = 1.0
 
 MAX_NOTES = 20
 """How many names a line lists for one outcome and reason; ``--json`` has all."""
@@ -57,27 +64,91 @@ def show_notes(notes: Iterable[Note], limit: int | None = None) -> None:
         say(f"and {count(len(lines) - limit, 'more note')}; see --json")
 
 
+def keep_progress(context: click.Context, option: click.Parameter, mode: str | None) -> None:
+    """Keep what ``--progress`` says for ``progress``."""
+    context.meta[MODE] = mode
+
+
+def _mode(quiet: bool) -> str:
+    """``--quiet`` means none. What is typed comes before what is from settings. Raises ``click.UsageError``."""
+    context = click.get_current_context(silent=True)
+    mode = None if context is None else context.meta.get(MODE)
+    if context is None or mode in (None, "none") or not quiet:
+        return "none" if quiet else mode or "auto"
+    typed = {name: is_typed(context, name) for name in ("progress", "quiet")}
+    if all(typed.values()):
+        raise click.UsageError(f"--quiet and --progress {mode} contradict each other", context)
+    return str(mode) if typed["progress"] else "none"
+
+
+def is_typed(context: click.Context, name: str) -> bool:
+    """Whether the parameter stands on the command line, and is not from settings or a default."""
+    return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+
 @contextmanager
 def progress(verb: str, *, quiet: bool) -> Iterator[Progress]:
-    """A callback that takes bytes done and total bytes: a bar on a terminal, lines in a pipe, nothing if quiet."""
-    if quiet:
-        yield lambda done, total: None
-    elif sys.stderr.isatty():
+    """A callback that takes bytes done and total bytes, and shows them as ``--progress`` says."""
+    mode = _mode(quiet)
+    if mode == "auto":
+        mode = "json" if reporting.is_json() else "bar" if sys.stderr.isatty() else "plain"
+    if mode == "bar":
         from ckpt_tools import progress_bar
 
         with progress_bar(verb) as update:
             yield update
+    elif mode == "none":
+        yield lambda done, total: None
     else:
-        yield _lines(verb)
+        lines = _Lines(verb, mode == "json")
+        yield lines.update
+        lines.end()
 
 
-def _lines(verb: str) -> Progress:
-    last = time.monotonic()
+class _Lines:
+    """Progress as a line at an interval: ``converting: 1.00 GB of 2.00 GB (50 %), 300.00 MB/s, 4 s left``, or the same
+    as JSON, then also at the begin and at the end."""
 
-    def update(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= QUIET_LINE_SECONDS:
-            last = time.monotonic()
-            click.echo(f"{verb}: {size(done)} of {size(total)} ({100 * done // max(total, 1)} %)", err=True)
+    def __init__(self, phase: str, is_json: bool) -> None:
+        self.phase, self.is_json = phase, is_json
+        self.interval = JSON_LINE_SECONDS if is_json else PLAIN_LINE_SECONDS
+        self.started = self.last = time.monotonic()
+        self.first: int | None = None
+        self.done = self.total = 0
+        self.lock = threading.Lock()
 
-    return update
+    def update(self, done: int, total: int) -> None:
+        with self.lock:
+            now, is_first = time.monotonic(), self.first is None
+            if is_first:
+                self.started, self.first = now, done  # a run that continues another begins with what that one wrote
+            self.done, self.total = done, total
+            if now - self.last >= self.interval or (is_first and self.is_json):
+                self.last = now
+                self._say("start" if is_first and self.is_json else "progress")
+
+    def end(self) -> None:
+        if self.is_json and self.first is not None:
+            self._say("done")
+
+    def _say(self, event: str) -> None:
+        seconds = time.monotonic() - self.started
+        moved = self.done - (self.first or 0)
+        rate = moved / seconds if moved and seconds > 0 else None
+        missing = self.total - self.done
+        left = 0.0 if not missing else missing / rate if rate else None
+        if self.is_json:
+            figures = {"bytes_done": self.done, "bytes_total": self.total, "bytes_per_second": rate}
+            sys.stderr.write(_event(event, self.phase, {**figures, "seconds_left": left}))
+            sys.stderr.flush()
+            return
+        more = f", {size(rate)}/s, {left:,.0f} s left" if rate is not None and left is not None else ""
+        share = f"{size(self.done)} of {size(self.total)} ({100 * self.done // max(self.total, 1)} %)"
+        reporting.notice(f"{self.phase}: {share}{more}", "info")
+
+
+def _event(event: str, phase: str, figures: dict[str, float | None]) -> str:
+    import json
+
+    rounded = {name: None if value is None else round(value, 1) for name, value in figures.items()}
+    return json.dumps({"event": event, "phase": phase, **rounded}) + "\n"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckpt_tools.runs.report import RunCheckpoint
 
 
-@click.command("ls")
+@click.command("ls", cls=options.Command, examples=("ckpt-tools ls run",))
 @click.argument("run", metavar="RUN")
 @options.storage
 @options.as_json
@@ -50,7 +50,14 @@ def _row(each: RunCheckpoint) -> tuple[str, ...]:
     return printable(each.name), step, when, size(each.file_bytes), each.format, ranks, printable(state)
 
 
-@click.command("prune")
+@click.command(
+    "prune",
+    cls=options.Command,
+    examples=(
+        "ckpt-tools prune run --keep-last 3",
+        "ckpt-tools prune run --keep-last 3 --keep-every 1000 --yes",
+    ),
+)
 @click.argument("run", metavar="RUN")
 @click.option(
     "--keep-last",
@@ -101,7 +108,7 @@ def prune_command(run: str, as_json: bool, quiet: bool, **rules: Any) -> None:
         say(f"{amount} would be removed; add --yes to remove them")
 
 
-@click.command("clean")
+@click.command("clean", cls=options.Command, examples=("ckpt-tools clean run/step-1000 --dry-run",))
 @click.argument("dst", metavar="DST")
 @options.storage
 @click.option("--dry-run", is_flag=True, help="List the leftovers and remove nothing.")

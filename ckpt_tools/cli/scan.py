@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ckpt_tools.verification.scan import Finding, ScanReport
 
 
-@click.command("scan")
+@click.command(
+    "scan", cls=options.Command, examples=("ckpt-tools scan downloaded.bin", "ckpt-tools scan run --format sarif")
+)
 @click.argument("src", metavar="SRC...", nargs=-1, required=True)
 @options.storage
 @click.option(

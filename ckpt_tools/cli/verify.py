@@ -22,7 +22,7 @@ MAX_MODULES = 8
 """A model's blocks, its head and its embeddings. More make the summary longer than a glance."""
 
 
-@click.command("diff")
+@click.command("diff", cls=options.Command, examples=("ckpt-tools diff run/step-1000 run/step-2000 --top 5",))
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @options.storage
@@ -34,7 +34,7 @@ MAX_MODULES = 8
 @options.workers
 @options.listing
 @form("text", "json", "markdown")
-@options.talking
+@options.moving
 def diff_command(a: str, b: str, top: int | None, form: str, quiet: bool, **chosen: Any) -> None:
     """Show which tensors of A and B differ, and by how much, in any two formats.
 
@@ -163,7 +163,14 @@ def _say_markdown(title: str, report: VerifyReport, same: str, top: int | None) 
     say_markdown(title, [*lines, *more, *notes], ("name", "difference"), [(row.name, row.what) for row in rows])
 
 
-@click.command("verify")
+@click.command(
+    "verify",
+    cls=options.Command,
+    examples=(
+        "ckpt-tools verify run/step-1000",
+        "ckpt-tools verify run/step-1000 model --state model",
+    ),
+)
 @options.source
 @click.argument("dst", metavar="[DST]", required=False)
 @options.reading
@@ -182,7 +189,7 @@ def _say_markdown(title: str, report: VerifyReport, same: str, top: int | None) 
 @options.workers
 @options.listing
 @form("text", "json", "markdown", "sarif")
-@options.talking
+@options.moving
 def verify_command(src: str, dst: str | None, top: int | None, form: str, quiet: bool, **chosen: Any) -> None:
     """Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.
 
@@ -219,14 +226,14 @@ def _whole(num_digests: int | None) -> str:
     return f"are whole, and match {count(num_digests, 'recorded digest')}"
 
 
-@click.command("checksum")
+@click.command("checksum", cls=options.Command, examples=("ckpt-tools checksum model.safetensors",))
 @options.source
 @click.option("--output", metavar="FILE", help="The file to write; - prints the digests. Default: stored with SRC.")
 @options.reading
 @options.workers
 @click.option("--overwrite", is_flag=True, help="Replace existing digests.")
 @options.as_json
-@options.talking
+@options.moving
 def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, **chosen: Any) -> None:
     """Write the digests of a checkpoint's tensors, for verify to check.
 
@@ -242,7 +249,7 @@ def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, *
         say(f"{report.destination}: digests of {tensor_count(report.tensors_by_role, size(report.num_bytes))}")
 
 
-@click.command("sign")
+@click.command("sign", cls=options.Command, examples=("ckpt-tools sign model.safetensors --private-key key.pem",))
 @click.argument("src", metavar="SRC")
 @click.option("--private-key", metavar="FILE", required=True, help="An elliptic-curve private key in PEM format.")
 @click.option("--signature", metavar="FILE", help="The file of the signature. Default: stored with SRC.")

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import click
 
 from ckpt_tools.credentials import without_secrets
+from ckpt_tools.help_text import filled
 
 MIN_COLUMNS = 20
 
@@ -28,11 +29,6 @@ def columns(stream: TextIO) -> int | None:
     except (OSError, ValueError):
         return None
     return max(found, MIN_COLUMNS) if found else None
-
-
-def filled(text: str, width: int) -> list[str]:
-    """``text`` in lines of at most ``width``. A longer word has a line of its own."""
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def echo(text: str, *, err: bool = False) -> None:

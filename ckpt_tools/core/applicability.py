@@ -58,7 +58,7 @@ class Rule:
             value = given.get(name)
             if value and self.value in (None, value) and not self.applies(case):
                 what = self.what if isinstance(self.what, str) else self.what()
-                raise UsageError(f"{option(name)} is for {spelled(what)}; {self.here(case)}")
+                raise UsageError.of(name, f"{option(name)} is for {spelled(what)}; {self.here(case)}")
 
 
 OF_TWO_COPIES = Rule(

@@ -6,9 +6,9 @@ The command line and the functions of the API both take them from here. This mod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 WrittenFormat: TypeAlias = Literal[
     "safetensors",
@@ -48,6 +48,8 @@ ReadFormat: TypeAlias = Literal[
 State: TypeAlias = Literal["model", "all"]
 Weights: TypeAlias = Literal["master", "model"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
+FormatAlias: TypeAlias = Literal["hf", "fsdp2", "pt"]
+DTypeAlias: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Runner: TypeAlias = Literal["threads", "ray"]
 
 STATES: tuple[str, ...] = get_args(State)
@@ -55,6 +57,12 @@ WEIGHTS: tuple[str, ...] = get_args(Weights)
 """The copies of a weight: the fp32 master of the optimizer, or the model's own."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DTypeName)
 """The dtypes that weights can be cast to."""
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
+    "to": {"hf": "safetensors", "fsdp2": "dcp", "pt": "torch"},
+    "from_": {"hf": "safetensors", "fsdp2": "dcp", "pt": "torch"},
+}
+"""Short values by option. Reports have the name that each stands for."""
 RUNNERS: tuple[str, ...] = get_args(Runner)
 """Where tasks run: in threads of this process, or in processes of a Ray cluster."""
 
@@ -75,6 +83,18 @@ _FLAGS = {
 """Flags that are not named as their parameter is."""
 _PARAMETERS = {"tensors": "inspect(...).tensors"}
 """What Python has in the place of an option of the command line."""
+
+
+def canonical(name: str | None, value: Any) -> Any:
+    """``value`` of the parameter ``name``; of an alias, the name that it stands for."""
+    return ALIASES.get(name or "", {}).get(value, value) if isinstance(value, str) else value
+
+
+def with_aliases(name: str, values: Iterable[str]) -> str:
+    """``values`` of the option ``name`` as a help lists them: ``safetensors (hf), torch (pt), zero1``."""
+    short = {long: alias for alias, long in ALIASES[name].items()}
+    return ", ".join(f"{value} ({short[value]})" if value in short else value for value in values)
+
 
 _is_command_line = False
 """How messages spell options. It is of the process and not of a thread: worker threads raise errors too."""

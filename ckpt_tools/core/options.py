@@ -28,10 +28,19 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ckpt_tools.core.option_names import DTypeName, ReadFormat, Runner, State, Weights, WrittenFormat
+    from ckpt_tools.core.option_names import (
+        DTypeAlias,
+        DTypeName,
+        FormatAlias,
+        ReadFormat,
+        Runner,
+        State,
+        Weights,
+        WrittenFormat,
+    )
     from ckpt_tools.core.progress import Progress
 
-    DTypeLike: TypeAlias = DTypeName | torch.dtype | np.dtype[Any] | type[np.generic]
+    DTypeLike: TypeAlias = DTypeName | DTypeAlias | torch.dtype | np.dtype[Any] | type[np.generic]
     """A dtype that weights can be cast to, by its name or as torch, numpy or ml_dtypes has it."""
 
 _UNITS = {"": 1, "b": 1}
@@ -53,7 +62,7 @@ def parse_size(text: str | int) -> int:
 class ReadKeywords(TypedDict, total=False):
     """Keywords of every function that opens a checkpoint."""
 
-    from_: ReadFormat | None
+    from_: ReadFormat | FormatAlias | None
     tag: str | None
     model_key: str | None
     optim_key: str | None
@@ -113,13 +122,13 @@ class ReshardKeywords(WriteKeywords, total=False):
 class MergeKeywords(WriteKeywords, total=False):
     """Keywords of ``merge_lora``."""
 
-    to: WrittenFormat | None
+    to: WrittenFormat | FormatAlias | None
     world_size: int | None
     adapter_name: str | None
 
 
 class ConsolidateKeywords(ReshardKeywords, total=False):
-    to: WrittenFormat | None
+    to: WrittenFormat | FormatAlias | None
     world_size: int | None
 
 
@@ -169,12 +178,15 @@ class ConvertOptions:
         _one_of("dtype", dtype, DTYPE_NAMES)
         _one_of("weights", self.weights, WEIGHTS)
         if self.inverse and self.recipe is None:
-            raise UsageError(f"{option('inverse', True)} is for a recipe; name it with {option('recipe')}")
+            raise UsageError.of(
+                "inverse", f"{option('inverse', True)} is for a recipe; name it with {option('recipe')}"
+            )
         if self.world_size is not None and self.world_size < 1:
             raise UsageError(f"{option('world_size', self.world_size)}: at least one rank is needed")
         for name, why in (("dtype", "the dtype of each weight"), ("config", "where config.json comes from")):
             if self.like is not None and getattr(self, name) is not None:
-                raise UsageError(f"{option(name)} contradicts {option('like')}, which says {why}; drop one of them")
+                message = f"{option(name)} contradicts {option('like')}, which says {why}; drop one of them"
+                raise UsageError.of(name, message)
         if self.rename:
             from ckpt_tools.core.transforms import parsed_rules
 

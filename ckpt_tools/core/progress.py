@@ -1,15 +1,17 @@
-"""Progress callbacks: bytes done, and sentences such as that a store is asked again.
+"""Progress callbacks, and what is logged: that a store is asked again, decisions and outcomes.
 
-Listeners to sentences are of the process, because stores are asked by threads that do not know for which call. Imports
-nothing that costs time at start-up.
+Imports nothing that costs time at start-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ckpt_tools.credentials import without_secrets
+
+if TYPE_CHECKING:
+    import logging
 
 Progress = Callable[[int, int], None]
 """Called with the number of bytes done and in all."""
@@ -30,22 +32,21 @@ class Meter:
         self.on_progress(min(self.done, self.total), self.total)
 
 
-Listener = Callable[[str], None]
+def logger(area: str) -> logging.Logger:
+    """The logger ``ckpt_tools.AREA``. One handler ignores everything: without any, Python prints warnings to stderr."""
+    import logging
 
-_listeners: list[Listener] = []
-
-
-@contextmanager
-def hearing(listener: Listener) -> Iterator[None]:
-    """While inside, ``listener`` is called with every sentence, from any thread."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
+    root = logging.getLogger("ckpt_tools")
+    if not root.handlers:
+        root.addHandler(logging.NullHandler())
+    return root.getChild(area)
 
 
-def tell(sentence: str) -> None:
-    """Pass ``sentence`` to all listeners, without credentials."""
-    for listener in tuple(_listeners):
-        listener(without_secrets(sentence))
+def warn(area: str, sentence: str) -> None:
+    """Log ``sentence``, without credentials, as a warning of ``area``: something went another way than asked for."""
+    logger(area).warning("%s", without_secrets(sentence))
+
+
+def inform(area: str, sentence: str) -> None:
+    """Log ``sentence``, without credentials, as a decision or an outcome of ``area``."""
+    logger(area).info("%s", without_secrets(sentence))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ckpt_tools.core.progress import tell
+from ckpt_tools.core.progress import warn
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.formats.deepspeed import names as deepspeed
@@ -70,7 +70,7 @@ def _chosen(run: str, name: str, source: Source) -> str:
     if len(chosen) == 1:
         problem = problem_in(finished[chosen[0]].saved(source))
         if problem is not None:  # what it lacks may be refused later, or may not be needed
-            tell(f"{chosen[0]} is not complete: {problem}")
+            warn("runs", f"{chosen[0]} is not complete: {problem}")
         return f"{run}/{chosen[0]}"
     if chosen:
         raise SourceNotFoundError(
@@ -101,7 +101,7 @@ def _tell_of(passed: Mapping[str, str], taken: Member) -> None:
     if passed:
         name, problem = next(iter(passed.items()))
         more = f" ({len(passed) - 1:,} more are not complete either)" if len(passed) > 1 else ""
-        tell(f"latest is {taken.name}: the newer {name} is not complete: {problem}{more}")
+        warn("runs", f"latest is {taken.name}: the newer {name} is not complete: {problem}{more}")
 
 
 def _called(name: str, found: Mapping[str, Member], files: Iterable[str]) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, Self
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
+from ckpt_tools.core.progress import inform
 from ckpt_tools.core.showing import Jsonable, Shown
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present
@@ -228,4 +229,6 @@ def clean(place: Place, *, dry_run: bool) -> CleanReport:
     """Leftovers of runs that were killed, or failed with ``--resume``, which are removed unless ``dry_run``. Raises as
     ``Place.leftovers``."""
     found = place.leftovers() if dry_run else place.remove_leftovers()
+    for left in () if dry_run else found:
+        inform("stores", f"{left.url}: removed {left.kind}")
     return CleanReport(place.url, tuple(found), is_removed=not dry_run)

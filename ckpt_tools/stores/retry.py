@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckpt_tools.core.progress import tell
+from ckpt_tools.core.progress import warn
 from ckpt_tools.credentials import errors_masked, without_secrets
 from ckpt_tools.errors import CkptError
 
@@ -81,7 +81,7 @@ def retried(
     sleep: Callable[[float], None] = time.sleep,
     fraction: Callable[[], float] = random.random,
 ) -> Result:
-    """Result of the first attempt of ``call`` without a ``TransientError``. Failed attempts are reported to listeners.
+    """Result of the first attempt of ``call`` without a ``TransientError``. Failed attempts are logged as warnings.
 
     Raises:
         CkptError: the last attempt's, where all failed. Whatever else ``call`` raises ends it at once.
@@ -95,5 +95,5 @@ def retried(
                 num_failures += 1
                 if num_failures == policy.attempts:
                     raise failure.error from failure
-                tell(f"{failure.trouble}; trying again ({num_failures + 1} of {policy.attempts})")
+                warn("stores", f"{failure.trouble}; trying again ({num_failures + 1} of {policy.attempts})")
                 sleep(policy.wait_seconds(num_failures, fraction()))

@@ -38,7 +38,7 @@ class WorkerPool:
         if self.runner not in RUNNERS:
             raise UsageError(f"{option('runner', self.runner)} is not one of {', '.join(RUNNERS)}")
         if self.address is not None and self.runner != "ray":
-            raise UsageError(f"{option('address')} is for {option('runner', 'ray')}")
+            raise UsageError.of("address", f"{option('address')} is for {option('runner', 'ray')}")
         if self.num_workers is not None:
             _checked(self.num_workers)
 

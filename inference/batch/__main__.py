@@ -21,7 +21,7 @@ with killed_by_interrupts():
     from ckpt_tools.errors import UsageError
 
     from ..common.errors import report_errors
-    from ..common.name_options import Reading, reading_options
+    from ..common.name_options import MODEL_HEADINGS, Reading, reading_options
     from ..common.training_package import commands
     from ..models.architectures import Architecture, check_there
     from .inputs import Inputs, Wanted, after, find_inputs
@@ -62,7 +62,20 @@ class Options:
             Architecture.parse(self.job.architecture)
 
 
-@click.command(cls=commands.Command, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+HEADINGS = {
+    "What to predict": ("input_url", "column", "truth", "data_root", "max_pixels"),
+    **MODEL_HEADINGS,
+    "Output": ("output", "top", "embeddings", "max_new_tokens", "report", "resume", "overwrite"),
+    "Running": ("runner", "workers", "threads", "device", "dtype", "fast", "quiet", "help"),
+}
+
+
+@click.command(
+    cls=commands.Command,
+    headings=HEADINGS,
+    examples=("ckpt-tools predict --model run@latest --input images --output out.jsonl",),
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
 @click.option("--model", metavar="URL", required=True, help="Checkpoint of any format, local or remote.")
 @click.option(
     "--input",
@@ -96,7 +109,6 @@ class Options:
 def main(**given: Any) -> None:
     """Predict images, texts or rows of a table with a checkpoint; prints the accuracy if true labels are known.
 
-    \b
     Exit codes: 0 done, 2 usage, 3 not found, 4 not readable, or of another model, 5 I/O failure,
     6 done except bad inputs, 7 refused as unsafe, 8 --output exists.
     """

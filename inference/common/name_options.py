@@ -37,6 +37,13 @@ class Reading:
 AS_IT_IS = Reading()
 
 
+MODEL_HEADINGS = {
+    "Model": ("model", "models", "models_file", "architecture", "model_key", "dequantize"),
+    "Names and selection": ("include", "exclude", "rename", "key_map", "recipe", "inverse"),
+}
+"""Options that every command has for its model, by heading of the help."""
+
+
 def reading_options(command: Command) -> Command:
     """Adds the options. Help and metavariables are those of ``ckpt-tools convert``."""
     options = [

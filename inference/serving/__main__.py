@@ -25,7 +25,7 @@ with killed_by_interrupts():
     from ckpt_tools.errors import FormatError, StoreError, UsageError
 
     from ..common.errors import printable, report_errors
-    from ..common.name_options import AS_IT_IS, Reading, reading_options
+    from ..common.name_options import AS_IT_IS, MODEL_HEADINGS, Reading, reading_options
     from ..common.training_package import commands
     from .settings import (
         GRPC_PORT,
@@ -254,7 +254,30 @@ class _Restarts:
             self.repository.reload(tell)
 
 
-@click.command(cls=commands.Command, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+HEADINGS = {
+    **MODEL_HEADINGS,
+    "Address and access": (
+        *("host", "port", "grpc_port", "allowed", "token", "certfile", "keyfile", "access_log"),
+        *("model_control", "control_token"),
+    ),
+    "Newer checkpoints": ("watch", "quiet_time"),
+    "Answers": ("exact", "embeddings", "max_new_tokens", "max_pixels"),
+    "Running": (
+        *("timeout", "max_batch", "max_queue_delay", "drain", "threads", "device", "dtype"),
+        *("runner", "replicas", "min_replicas", "max_replicas", "help"),
+    ),
+}
+
+
+@click.command(
+    cls=commands.Command,
+    headings=HEADINGS,
+    examples=(
+        "ckpt-tools serve model.safetensors --port 8080",
+        "ckpt-tools serve --model digits=run@latest --watch 60",
+    ),
+    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+)
 @click.argument("model", required=False)
 @click.option(
     "--model",
@@ -345,7 +368,6 @@ def main(
 ) -> None:
     """Serve MODEL, a checkpoint of any format, local or remote, over HTTP and gRPC, until SIGTERM, SIGINT or SIGHUP.
 
-    \b
     Exit codes: 1 the models' process ended, 2 usage, 3 not found, 4 not readable, or of another model, 5 the address
     cannot be listened on, 7 refused as unsafe, 143, 130 and 129 ended by SIGTERM, SIGINT and SIGHUP.
     """

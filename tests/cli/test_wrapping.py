@@ -56,7 +56,7 @@ def test_an_error_wraps_at_words(columns: int, run_folder: Path) -> None:
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_a_usage_error_wraps_at_words(columns: int) -> None:
-    code, text = shown("convert", "a", "b", "--dtype", "bf16", "--to", "dcp", columns=columns)
+    code, text = shown("convert", "a", "b", "--dtype", "bf17", "--to", "dcp", columns=columns)
     assert code == 2
     assert not lines_that_are_too_long(text, columns)
     assert "'float32', 'bfloat16', 'float16'" in " ".join(words(text))

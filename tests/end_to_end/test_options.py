@@ -44,6 +44,8 @@ APPLY_ALWAYS = {
     "adapter_name": "an adapter of another name is an error",
     "as_json": "how the result is printed",
     "quiet": "no progress and no line about retries",
+    "progress": "how progress is shown",
+    "log_format": "how stderr is written",
     "tensors": "lists more",
     "tree": "lists more",
     "depth": "an error without the tree",

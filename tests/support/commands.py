@@ -15,6 +15,10 @@ FUNCTIONS = {
 """Of commands that have another name than their function."""
 
 
+WITHOUT_FUNCTION = {"completion", "train", "predict", "serve"}
+"""Commands of the shell and of the packages beside the converter."""
+
+
 def function_of(command: str) -> str:
     """``make-loadable`` is ``make_loadable``."""
     return FUNCTIONS.get(command) or command.replace("-", "_")

@@ -15,6 +15,7 @@ def accepted() -> None:
     ckpt_tools.convert("a", "b", to="safetensors", from_="deepspeed", dtype="bfloat16", state="all", runner="ray")
     ckpt_tools.convert("a", "b", dtype=torch.bfloat16, weights="model")
     ckpt_tools.verify("a", "b", dtype=np.float16)
+    ckpt_tools.plan("a", "b", to="hf", from_="fsdp2", dtype="bf16")
     ckpt_tools.reshard("a", "b", world_size=2, dtype=np.dtype("float32"))
     ckpt_tools.convert("a", "b", recipe="mixtral", inverse=True, config="c")
     checked: ckpt_tools.RecipeMap = ckpt_tools.check_recipe("r.toml", "a", inverse=True, state="model")
@@ -30,7 +31,7 @@ def accepted() -> None:
 def refused() -> None:
     ckpt_tools.convert("a", "b", to="safetensor")  # type: ignore[arg-type]
     ckpt_tools.plan("a", "b", from_="zero")  # type: ignore[arg-type]
-    ckpt_tools.consolidate("a", "b", dtype="bf16")  # type: ignore[arg-type]
+    ckpt_tools.consolidate("a", "b", dtype="bf17")  # type: ignore[arg-type]
     ckpt_tools.verify("a", "b", weights="masters")  # type: ignore[arg-type]
     ckpt_tools.diff("a", "b", state="weights")  # type: ignore[arg-type]
     ckpt_tools.convert("a", "b", runner="dask")  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import click
 from ckpt_tools.arguments import check_not_empty
 from ckpt_tools.credentials import errors_masked, mask_output, remember, remember_words
 from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.help_text import Grouped
 from ckpt_tools.text_files import read_text
 
 from . import PACKAGE
@@ -85,7 +86,7 @@ CONTEXT_BEFORE_OPTIONS = CONTEXT | {"ignore_unknown_options": True}
 """Context of a command whose last argument is the options of a run."""
 
 
-class Command(click.Command):
+class Command(Grouped):
     """A command that refuses empty values, on the command line and in its ``--config`` file, and shows no credential.
     The values are checked as text, because ``click.Path(path_type=Path)`` turns an empty one into the current folder.
     """

@@ -69,7 +69,9 @@ ARG = "NAME=VALUE"
 class Options:
     """The options with their defaults, in the order of ``--help``; :class:`.train_config.TrainConfig` checks them."""
 
-    strategy: Annotated[StrategyName | None, Option("Sharding strategy.")] = None
+    strategy: Annotated[
+        StrategyName | None, Option(f"Sharding strategy: {', '.join(get_args(StrategyName))}.", "NAME")
+    ] = None
     engine: Annotated[EngineName | None, Option("Framework; without --strategy it shards fully.")] = None
     model: Annotated[Reference, Setting("Model: vit, lm, ..., or a function.", "NAME|hf:FOLDER|FUNCTION")] = "vit"
     model_arg: Annotated[tuple[str, ...], Setting("Argument of the model, such as layers=8; repeatable.", ARG)] = ()
@@ -216,6 +218,38 @@ def described() -> tuple[tuple[Field[Any], Any, Option], ...]:
         found.append((field, kind, option))
     return tuple(found)
 
+
+HEADINGS = {
+    "The run": (
+        *("strategy", "engine", "launcher", "num_workers", "out", "config", "epochs", "until", "max_steps", "seed"),
+        *("max_restarts", "min_workers", "help"),
+    ),
+    "Model and data": (
+        *("model", "model_arg", "lora", "dataset", "dataset_arg", "data_root", "num_samples", "epoch_steps"),
+        *("loader_workers", "batch_size"),
+    ),
+    "Optimizer": (
+        *("optimizer", "optimizer_arg", "learning_rate", "weight_decay", "schedule", "schedule_arg", "warmup_fraction"),
+        *("clip_grad_norm", "gradient_accumulation"),
+    ),
+    "Precision and speed": (
+        *("precision", "reduce_dtype", "matmul_precision", "deterministic", "activation_checkpointing", "compile"),
+    ),
+    "Sharding and parallelism": (
+        *("shard_size", "tp", "pp", "pp_schedule", "pp_chunks", "ep", "cpu_offload", "reshard_after_forward"),
+        *("forward_prefetch", "backward_prefetch", "deepspeed_config"),
+    ),
+    "Checkpoints": (
+        *("save_every", "save_every_steps", "save_every_minutes", "async_save", "keep_last", "keep_best", "storage"),
+        *("resume", "override", "export"),
+    ),
+    "First weights": ("init_from", "rename", "recipe", "inverse"),
+    "Evaluation and logs": (
+        *("eval_every_steps", "eval_batch_size", "metrics", "log_every", "callback", "peak_tflops", "tensorboard"),
+        *("profile",),
+    ),
+}
+"""Options by heading of the help."""
 
 SETTINGS = tuple(field.name for field, _, option in described() if isinstance(option, Setting))
 OVERRIDES = tuple(map(spelt, SETTINGS))

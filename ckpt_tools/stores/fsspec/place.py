@@ -265,9 +265,10 @@ class FsspecPlace(Place):
             UsageError: ``resume``, which this kind of store cannot do.
         """
         if resume:
-            raise UsageError(
+            raise UsageError.of(
+                "resume",
                 f"{option('resume', True)}: what was written to {self.url} cannot be continued, "
-                "only to paths and s3:// URLs"
+                "only to paths and s3:// URLs",
             )
         self.check_free(overwrite=overwrite)
         partial = self._partial

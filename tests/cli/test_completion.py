@@ -1,0 +1,144 @@
+"""Completion: what each word is offered, by click's protocol and in a real bash."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from ckpt_tools.core.option_names import ALIASES
+
+LIMIT_SECONDS = 30
+
+
+def offered(line: str, folder: Path, shell: str = "bash") -> list[str]:
+    """What is offered for the last word of ``line``, as click's script of the shell gets it."""
+    words = line.split(" ")
+    environment = {**os.environ, "COMP_WORDS": line, "_CKPT_TOOLS_COMPLETE": f"{shell}_complete"}
+    environment["COMP_CWORD"] = words[-1] if shell == "fish" else str(len(words) - 1)
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_tools"],
+        env=environment | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=True,
+    )
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("complete")
+    tensors = {f"layers.{number}.weight": np.zeros(2, np.float32) for number in range(3)}
+    safetensors.numpy.save_file({**tensors, "head.bias": np.zeros(2, np.float32)}, folder / "checkpoint.safetensors")
+    return folder
+
+
+CASES = [
+    ("ckpt-tools conv", ["plain,convert"]),
+    ("ckpt-tools -v resh", ["plain,reshard"]),
+    ("ckpt-tools convert --dt", ["plain,--dtype"]),
+    ("ckpt-tools convert a b --to f", ["plain,fsdp2"]),
+    ("ckpt-tools convert a b --to=saf", ["plain,safetensors"]),
+    ("ckpt-tools inspect a --from orb", ["plain,orbax"]),
+    ("ckpt-tools convert a b --dtype b", ["plain,bfloat16", "plain,bf16"]),
+    ("ckpt-tools convert a b --state m", ["plain,model"]),
+    ("ckpt-tools convert a b --recipe mixt", ["file,mixt", "plain,mixtral"]),
+    ("ckpt-tools recipes show mixt", ["file,mixt", "plain,mixtral"]),
+    ("ckpt-tools convert checkpoint.safetensors b --include head", ["plain,head.bias"]),
+    ("ckpt-tools diff checkpoint.safetensors b --exclude layers.1", ["plain,layers.1.weight"]),
+    ("ckpt-tools convert checkpoint.safetensors b --recipe mixtral --include head", []),
+    ("ckpt-tools convert no-such-file b --include head", []),
+    ("ckpt-tools convert --include head", []),
+    ("ckpt-tools inspect che", ["file,che"]),
+    ("ckpt-tools convert a che", ["file,che"]),
+    ("ckpt-tools convert a b --key-map che", ["file,che"]),
+    ("ckpt-tools convert a b --workers 1", []),
+    ("ckpt-tools completion f", ["plain,fish"]),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), CASES)
+def test_what_is_offered(line: str, expected: list[str], folder: Path) -> None:
+    assert offered(line, folder) == expected
+
+
+def test_aliases_are_offered(folder: Path) -> None:
+    assert {f"plain,{alias}" for alias in ALIASES["to"]} <= set(offered("ckpt-tools convert a b --to ", folder))
+
+
+@pytest.mark.parametrize(("shell", "expected"), [("zsh", ["plain", "dcp", "_"]), ("fish", ["plain,dcp"])])
+def test_other_shells_are_answered(shell: str, expected: list[str], folder: Path) -> None:
+    assert offered("ckpt-tools convert a b --to dc", folder, shell) == expected
+
+
+def test_a_store_that_does_not_answer_delays_for_seconds_alone(folder: Path) -> None:
+    """Nothing listens at the address, and a store is asked again for a minute."""
+    started = time.monotonic()
+    assert offered("ckpt-tools convert http://127.0.0.1:9/a b --include head", folder) == []
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_is_printed_without_torch(shell: str) -> None:
+    code = (
+        "import sys; from ckpt_tools.cli.main import main\n"
+        f"try: main(['completion', '{shell}'])\n"
+        "finally: assert not {'torch', 'numpy'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"_CKPT_TOOLS_COMPLETE={shell}_complete" in done.stdout
+
+
+def typed(keys: str, until: str, folder: Path, environment: dict[str, str]) -> str:
+    """What a bash on a terminal shows after the keys, until it shows ``until``."""
+    process, descriptor = pty.fork()
+    if process == 0:
+        os.chdir(folder)
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
+    shown, end = "", time.monotonic() + LIMIT_SECONDS
+    os.write(descriptor, b'eval "$(ckpt-tools completion bash)"; echo rea""dy\n')
+    is_typed = False
+    try:
+        while until not in shown and time.monotonic() < end:
+            if select.select([descriptor], [], [], 1)[0]:
+                shown += os.read(descriptor, 1 << 14).decode()
+            if not is_typed and "ready" in shown:
+                os.write(descriptor, keys.encode())
+                is_typed, shown = True, ""
+        return shown
+    finally:
+        os.close(descriptor)
+        os.kill(process, 9)
+        os.waitpid(process, 0)
+
+
+BASH: list[Any] = [
+    ("ckpt-tools inspect checkp\t", "checkpoint.safetensors"),
+    ("ckpt-tools convert a b --dtype bfl\t", "bfloat16"),
+    ("ckpt-tools convert checkpoint.safetensors b --include hea\t", "head.bias"),
+]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(("keys", "until"), BASH)
+def test_a_real_bash_completes(keys: str, until: str, folder: Path, tmp_path: Path) -> None:
+    program = tmp_path / "ckpt-tools"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckpt_tools "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "xterm", "PS1": "$ "}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent.parent)
+    assert until in typed(keys, until, folder, environment)

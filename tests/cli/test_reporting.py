@@ -1,0 +1,191 @@
+"""Progress, notices and errors on stderr: as a bar, as lines, as JSON, and in the library as logs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import ckpt_tools
+from ckpt_tools.cli import render, reporting
+from ckpt_tools.cli.main import main
+from tests.cli.terminals import shown
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    tensors = {f"t{number}": np.zeros(1 << 16, np.float32) for number in range(8)}
+    safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[object, list[str]]:
+    """The exit code, and the lines of stderr."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(map(str, words)))
+    return ended.value.code, capsys.readouterr().err.splitlines()
+
+
+def test_progress_as_json(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = run(capsys, "convert", source, tmp_path / "o.pt", "--progress", "json", "--workers", "1")
+    events = [json.loads(line) for line in lines]
+    assert code == 0
+    assert events[0]["event"] == "start"
+    assert [each["event"] for each in events[1:-1]] == ["progress"] * (len(events) - 2)
+    last = events[-1]
+    assert (last["event"], last["phase"], last["seconds_left"]) == ("done", "converting", 0)
+    assert last["bytes_done"] == last["bytes_total"] == (tmp_path / "o.pt").stat().st_size
+    assert {frozenset(each) for each in events} == {frozenset(last)}
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, *, is_json: bool, seconds: float, rows: list[tuple[int, int]]) -> None:
+    """Reports ``rows`` of bytes, each ``seconds`` after the one before."""
+    now = 100.0
+    monkeypatch.setattr(render.time, "monotonic", lambda: now)
+    lines = render._Lines("converting", is_json)
+    for done, total in rows:
+        now += seconds
+        lines.update(done, total)
+    lines.end()
+
+
+def test_lines_have_bytes_rate_and_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn(monkeypatch, is_json=False, seconds=3, rows=[(0, 10**9), (3 * 10**8, 10**9), (6 * 10**8, 10**9)])
+    assert capsys.readouterr().err == "converting: 300.00 MB of 1.00 GB (30 %), 100.00 MB/s, 7 s left\n"
+
+
+def test_a_run_that_continues_another_has_its_own_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn(monkeypatch, is_json=True, seconds=2, rows=[(600, 1000), (700, 1000), (800, 1000)])
+    found = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [each["event"] for each in found] == ["start", "progress", "progress", "done"]
+    assert [each["bytes_per_second"] for each in found] == [None, 50, 50, 50]
+    assert [each["seconds_left"] for each in found] == [None, 6, 4, 4]
+
+
+@pytest.mark.parametrize("mode", ["none", "plain", "auto"])
+def test_short_work_needs_no_line(mode: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "convert", source, tmp_path / "o.pt", "--progress", mode) == (0, [])
+
+
+def test_a_terminal_shows_a_bar(source: Path, tmp_path: Path) -> None:
+    code, text = shown("convert", source, tmp_path / "o.pt", columns=80)
+    assert code == 0
+    assert "converting" in text
+    code, text = shown("convert", source, tmp_path / "p.pt", "--progress", "plain", columns=80)
+    assert code == 0
+    assert "converting" not in text
+
+
+def test_quiet_and_progress_contradict_each_other(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("convert", source, tmp_path / "o.pt")
+    for order in (("-q", "--progress", "json"), ("--progress", "plain", "--quiet")):
+        code, lines = run(capsys, *words, *order)
+        assert code == 2
+        assert "contradict each other" in lines[-1]
+    assert run(capsys, *words, "-q", "--progress", "none")[0] == 0
+    monkeypatch.setenv("CKPT_TOOLS_QUIET", "1")
+    assert len(run(capsys, *words, "--progress", "json", "--overwrite")[1]) >= 2
+    monkeypatch.setenv("CKPT_TOOLS_PROGRESS", "json")
+    assert run(capsys, *words, "--overwrite") == (0, [])
+    monkeypatch.delenv("CKPT_TOOLS_QUIET")
+    assert run(capsys, *words, "--overwrite", "-q") == (0, [])
+    assert run(capsys, "-q", *words, "--overwrite") == (0, [])
+
+
+def test_quiet_before_a_command_that_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "-q", "formats") == (2, ["Error: formats has no --quiet"])
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_verbose_and_the_log_format_stand_before_or_behind(before: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-v", "--log-format", "json"]
+    words = [*options, "inspect", "no-such-file"] if before else ["inspect", "no-such-file", *options]
+    code, lines = run(capsys, *words)
+    found = json.loads(lines[-1])
+    assert code == found["exit_code"] == 3
+    assert (found["class"], found["level"]) == ("SourceNotFoundError", "error")
+    assert found["message"] == "there is no file or folder no-such-file"
+    assert found["traceback"].startswith("Traceback")
+
+
+USAGE: list[list[Any]] = [["convert", "a", "--log-format=json"], ["--log-format", "json", "convrt"]]
+
+
+@pytest.mark.parametrize("words", USAGE)
+def test_errors_of_usage_are_json_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = run(capsys, *words)
+    assert code == 2
+    assert [(each["class"], each["exit_code"]) for each in map(json.loads, lines)] == [("UsageError", 2)]
+
+
+def test_the_log_format_before_the_command_beats_settings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_TOOLS_LOG_FORMAT", "text")
+    assert json.loads(run(capsys, "--log-format", "json", "inspect", "none")[1][0])["exit_code"] == 3
+    monkeypatch.setenv("CKPT_TOOLS_LOG_FORMAT", "json")
+    assert json.loads(run(capsys, "inspect", "none")[1][0])["exit_code"] == 3
+    assert run(capsys, "inspect", "none", "--log-format", "text")[1][0].startswith("Error: ")
+
+
+def test_notices_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    reporting.begin(["--log-format", "json"])
+    with reporting.heard(quiet=False):
+        logging.getLogger("ckpt_tools.stores").warning("no answer yet")
+        logging.getLogger("ckpt_tools.stores").info("a decision")
+    reporting.begin([])
+    (found,) = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (found["level"], found["logger"], found["message"]) == ("warning", "ckpt_tools.stores", "no answer yet")
+    assert found["time"].endswith("+00:00")
+
+
+def test_progress_is_json_where_logs_are(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = run(capsys, "convert", source, tmp_path / "o.pt", "--log-format", "json")
+    assert code == 0
+    assert {json.loads(line)["event"] for line in lines} >= {"start", "done"}
+
+
+def test_the_end_on_a_signal_is_json_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/a.pt"
+        command = [sys.executable, "-m", "ckpt_tools", "--log-format", "json", "inspect", url]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        connection, _ = server.accept()
+        with connection:
+            process.send_signal(signal.SIGTERM)
+            said = process.communicate(timeout=30)[1].splitlines()
+    assert process.returncode == 143
+    assert (json.loads(said[-1])["exit_code"], json.loads(said[-1])["class"]) == (143, "Stopped")
+
+
+def test_the_library_logs_decisions_and_notes(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ckpt_tools"):
+        report = ckpt_tools.convert(source, tmp_path / "o.pt", dtype="bf16")
+    said = {record.name: record.getMessage() for record in caplog.records}
+    assert said["ckpt_tools.conversion"].startswith("safetensors to torch: ")
+    notes = [record.getMessage() for record in caplog.records if record.name == "ckpt_tools.notes"]
+    assert notes == [f"{note.outcome.value}: {note.what} ({note.why})" for note in report.notes]
+    assert notes
+
+
+def test_without_a_handler_nothing_is_printed() -> None:
+    code = "from ckpt_tools.core.progress import warn; warn('stores', 'again')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
