@@ -102,7 +102,7 @@ def _tensor(checkpoint: Checkpoint, name: str, slot: str | None) -> LazyTensor:
     try:
         if slot is not None:
             return checkpoint.state(name, slot)
-        # Tensors among the entries are no weights, and have one slot.
+        # Tensors among the entries are not weights, and have one slot.
         return checkpoint.state(name, slots[0]) if name not in checkpoint and len(slots) == 1 else checkpoint[name]
     except KeyError as error:
         raise UsageError(str(error.args[0])) from error

@@ -61,7 +61,7 @@ _DIFF = "are the same, bit for bit"
 
 def _same(report: VerifyReport, same: str) -> str:
     """The sentence of a report without differences."""
-    text = f"{_counted(report, size(report.num_bytes))}: all {same}"
+    text = f"{_counted(report)}, {size(report.num_bytes)}: all {same}"
     if not report.num_files:
         return text
     return f"{text}; {count(report.num_files, 'file')} {'is' if report.num_files == 1 else 'are'} as {_lists(report)}"
@@ -83,10 +83,10 @@ def _show_report(report: VerifyReport, same: str, *, top: int | None) -> None:
     show_notes(report.notes)
 
 
-def _counted(report: VerifyReport, also: str = "") -> str:
-    """``116 tensors (29 weights, 87 of the optimizer; 1.2 GB) and 1 tied name``."""
+def _counted(report: VerifyReport) -> str:
+    """``116 tensors (29 weights, 87 of the optimizer) and 1 tied name``."""
     tied = f" and {count(len(report.tied), 'tied name')}" if report.tied else ""
-    return f"{tensor_count(report.tensors_by_role, also)}{tied}"
+    return f"{tensor_count(report.tensors_by_role)}{tied}"
 
 
 def _exit_by(report: VerifyReport) -> None:
@@ -246,7 +246,7 @@ def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, *
     if as_json or report.destination is None:
         print_json(report.to_json())
     else:
-        say(f"{report.destination}: digests of {tensor_count(report.tensors_by_role, size(report.num_bytes))}")
+        say(f"{report.destination}: digests of {tensor_count(report.tensors_by_role)}, {size(report.num_bytes)}")
 
 
 @click.command("sign", cls=options.Command, examples=("ckpt-tools sign model.safetensors --private-key key.pem",))

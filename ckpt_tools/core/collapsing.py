@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"(?<![^._/\[])(0|[1-9][0-9]{0,17})(?![^._/\]])", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Names with every combination of the numbers in ``ranges`` between the ``texts``, of which there is one more."""
+    """Names with every combination of the numbers in ``ranges`` between the ``texts``; ``texts`` has one item more."""
 
     texts: tuple[str, ...]
     ranges: tuple[range, ...]

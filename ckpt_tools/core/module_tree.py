@@ -56,7 +56,7 @@ class _Node:
 
     @cached_property
     def form(self) -> object:
-        """What is in the module, without its own name: equal for equal modules."""
+        """Content of the module, without its own name: equal for equal modules."""
         own = frozenset((t.name.rpartition(".")[2], t.slot, t.kind, t.shape, t.dtype) for t in self.tensors)
         return own, frozenset((name, child.form) for name, child in self.children.items())
 

@@ -41,7 +41,7 @@ BUFFERS = 3
 """A block, its elements before a cast, and what is read to be placed strided."""
 
 SAMPLED_BLOCKS = 16
-"""Blocks of a sample, evenly apart, of which the first and the last are those of the tensor."""
+"""Blocks of a sample, evenly apart. The first and the last are those of the tensor."""
 
 SAFE_EXPONENT = 500
 """Squares of numbers up to two to this power, and the sums of squares, are far from the ends of float64."""
@@ -123,7 +123,7 @@ def _stats(reader: TensorReader, key: StateKey, entry: TensorEntry, how: Measuri
 
 
 def _starts(entry: TensorEntry, how: Measuring) -> tuple[list[int] | range, int]:
-    """Where blocks start, in elements, and how many elements they have."""
+    """Starts of the blocks, and the size of a block, both in elements."""
     step = how.block_bytes // entry.dtype.item_bytes
     starts = range(0, entry.numel, step)
     if not how.sample or len(starts) <= SAMPLED_BLOCKS:
@@ -151,7 +151,7 @@ def _blocks(reader: TensorReader, entry: TensorEntry, how: Measuring) -> Iterato
 
 @dataclass(slots=True)
 class _Sums:
-    """What is known of the elements so far. All but the counts is of finite elements."""
+    """Counts and sums of the elements so far. NaN and infinite elements are counted, and in nothing else."""
 
     is_ordered: bool
     num_zeros: int = 0
@@ -212,7 +212,7 @@ def _exact_sum(elements: NDArray[Any]) -> int:
 
 
 def _exponent(elements: NDArray[np.float64]) -> int:
-    """The power of two by which to scale, so that neither squares nor sums leave the range of float64."""
+    """Exponent of two to scale by. Squares and sums of what is scaled stay in the range of float64."""
     exponent = math.frexp(max(abs(elements.min().item()), abs(elements.max().item())))[1]
     return exponent if abs(exponent) > SAFE_EXPONENT else 0
 

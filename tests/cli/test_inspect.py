@@ -326,7 +326,7 @@ def test_a_tie_that_one_side_stores_apart_is_said(tmp_path: Path) -> None:
     torch.save({"a": weight, "b": weight.clone()}, tmp_path / "apart.pt")
     said = printed("diff", tmp_path / "tied.pt", tmp_path / "apart.pt", "-q")
     assert said.split("\n")[:2] == [
-        "1 tensor (24 B) and 1 tied name: all are the same, bit for bit",
+        "1 tensor and 1 tied name, 24 B: all are the same, bit for bit",
         "b is tied to a; it is stored once on one side, and not on the other",
     ]
     report = ckpt_tools.diff(tmp_path / "tied.pt", tmp_path / "apart.pt")

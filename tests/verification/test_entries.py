@@ -49,7 +49,8 @@ def test_another_value_is_a_difference(name: str, a: Path, tmp_path: Path) -> No
     shown = CliRunner().invoke(group, ["diff", str(a), str(b)])
     assert shown.exit_code == 6
     assert shown.stdout.splitlines() == [
-        "9 tensors are the same, bit for bit; 1 value beside the tensors differs",
+        "9 tensors (2 weights, 6 of the optimizer, 1 other) are the same, bit for bit; "
+        "1 value beside the tensors differs",
         line,
     ]
     found = json.loads(CliRunner().invoke(group, ["diff", str(a), str(b), "--json"]).stdout)
