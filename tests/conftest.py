@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import fixtures
 from fixtures import launch, store
 from fixtures.store import Fixture
+from tests.support.pages import WRITE_PAGES
 from tests.support.s3_server import S3Server, running_s3_server
 from tests.support.truth import Truth
 
@@ -56,6 +57,8 @@ NO_GPU = "not run: torch finds no GPU on this machine"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-pages"):
+        os.environ[WRITE_PAGES] = "1"
     # nohup, and a shell that starts the tests in the background, ignore them. What the tests start would inherit that.
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -33,8 +33,10 @@ def pretrained(config: Mapping[str, Any], path: str) -> str | None:
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(config.get("model_type"), str) or "auto_map" in config:
         return None
-    known = name if isinstance(name, str) and name.isidentifier() and name.isascii() else "AutoModel"
-    return f"from transformers import {known}\nmodel = {known}.from_pretrained({quoted(path)})"
+    is_named = isinstance(name, str) and name.isidentifier() and name.isascii()
+    known = name if is_named else "AutoModel"
+    code = f"from transformers import {known}\nmodel = {known}.from_pretrained({quoted(path)})"
+    return code if is_named else f"# config.json names no class: take your model's, as AutoModel has no head\n{code}"
 
 
 def joined(path: str, pattern: str, module: str, call: str) -> str:

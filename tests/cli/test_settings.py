@@ -94,7 +94,7 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("", {"JSON": "yes"}, "CKPT_TOOLS_JSON is 1, 0, true or false"),
     ("", {"SETTINGS": ""}, "CKPT_TOOLS_SETTINGS is empty"),
     ("memry = 1", {}, "memry is not an option or a command; the nearest is memory"),
-    ("[inspect]\nmemory = 1", {}, "inspect.memory is not an option of inspect"),
+    ("[ls]\nmemory = 1", {}, "ls.memory is not an option of ls"),
     ("[train]\nout = 1", {}, "train is not an option or a command"),
     ("max_shard_size = 1", {}, "max_shard_size is not an option or a command; the nearest is max-shard-size"),
     ("overwrite = true", {}, "overwrite is for the table of one command"),

@@ -6,13 +6,14 @@ All pages are followed in one folder, where the first two make the samples that 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.pages import ROOT, Reader, blocks, commands, printed
+from tests.support.pages import ROOT, WRITE_PAGES, Reader, blocks, commands, printed
 from tests.support.s3_server import S3Server
 
 DOCS = ROOT / "docs"
@@ -23,26 +24,24 @@ PAGES = sorted(set(TASKS.glob("*.md")) - {TASKS / "index.md", TASKS / "samples.m
 
 
 @pytest.fixture(scope="module")
-def reader(
-    tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server, pytestconfig: pytest.Config
-) -> Iterator[Reader]:
+def reader(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Iterator[Reader]:
     with Reader(tmp_path_factory.mktemp("reader"), s3_server.environment) as reader:
         for page in SAMPLES:
-            check(page, reader, pytestconfig)
+            check(page, reader)
         yield reader
 
 
-def check(page: Path, reader: Reader, config: pytest.Config) -> None:
+def check(page: Path, reader: Reader) -> None:
     followed = reader.follow(page)
-    if config.getoption("--write-pages"):
+    if WRITE_PAGES in os.environ:
         page.write_text(followed)
     assert followed == page.read_text()
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_page_runs_as_printed(page: Path, reader: Reader, pytestconfig: pytest.Config) -> None:
-    check(page, reader, pytestconfig)
+def test_the_page_runs_as_printed(page: Path, reader: Reader) -> None:
+    check(page, reader)
 
 
 def test_at_least_thirty_recipes_are_listed() -> None:

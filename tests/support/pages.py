@@ -14,13 +14,17 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+
+WRITE_PAGES = "WRITE_PAGES"
+"""Set in the environment by ``pytest --write-pages``."""
+
 WIDTH = 118
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -88,10 +92,20 @@ def printed(output: str, page: str) -> str:
     """What a page should print: the same if the output is as printed, else the output, wrapped and shortened alike."""
     if not page or is_as_printed(output, page):
         return page
-    lines = _OF_A_LOGGER.sub("", output).splitlines()
+    lines = _aligned(_OF_A_LOGGER.sub("", output).splitlines())
     if page.endswith("...\n"):
         return f"{lines[0] if lines else ''}\n...\n"
     return "".join(f"{line.rstrip()}\n" for line in chain.from_iterable(map(_wrapped, lines)))
+
+
+def _aligned(lines: Iterable[str]) -> list[str]:
+    """Columns with spaces between them, as on a terminal, where a pipe has tabs."""
+    aligned = []
+    for has_tabs, group in groupby(lines, lambda line: "\t" in line):
+        rows = [line.split("\t") for line in group]
+        widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")] if has_tabs else [0]
+        aligned += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) for row in rows]
+    return aligned
 
 
 def _wrapped(line: str) -> list[str]:
@@ -200,10 +214,14 @@ class Reader(AbstractContextManager["Reader"]):
 
 
 def check_commands(page: Path, folder: Path) -> None:
-    """Run the commands of a page alone, and compare what they print."""
+    """Run the commands of a page alone, and compare what they print; with ``--write-pages``, put that into the page."""
     with Reader(folder) as reader:
         for block in blocks(page, "console"):
-            assert reader.run_commands(block) == block
+            found = reader.run_commands(block)
+            if WRITE_PAGES in os.environ:
+                page.write_text(page.read_text().replace(block, found))
+            else:
+                assert found == block
 
 
 def _is_installation(command: Command) -> bool:
