@@ -89,7 +89,7 @@ def with_addresses(markdown: str, folder: PurePosixPath) -> str:
 
 
 def indented(markdown: str) -> str:
-    """What is inside of list items with four spaces for each item around it, as Python-Markdown wants it. On GitHub the
+    """Content of list items with four spaces for each item around it, as Python-Markdown wants it. On GitHub the
     width of the marker is enough."""
     lines = markdown.splitlines()
     depths, widths = [0] * len(lines), [0] * len(lines)
@@ -110,7 +110,7 @@ COMMANDS = {**all_commands(), **BESIDE}
 
 
 class Recorder(click.HelpFormatter):
-    """What a command's help is made of, as Markdown."""
+    """Writes the parts of a command's help as Markdown."""
 
     def write_usage(self, prog: str, args: str = "", prefix: str | None = None) -> None:
         self.write(f"```\n{prog} {args}\n```\n\n")
@@ -245,7 +245,7 @@ def section(title: str, text: str) -> str:
 
 
 def _names(term: str) -> str:
-    """``src, dst`` are two names. A term with words that are no names stays text."""
+    """``src, dst`` are two names. A term with other words stays text."""
     names = term.split(", ")
     return ", ".join(linked(f"``{name}``") for name in names) if all(each.isidentifier() for each in names) else term
 

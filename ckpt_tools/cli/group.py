@@ -82,7 +82,7 @@ def _tell(name: str, lent: Lent) -> None:
 
 
 def _origin(error: UsageError, lent: Mapping[str, Lent]) -> str:
-    """Where the options of ``lent`` are from that the error names."""
+    """Origins of the options of ``lent`` that the error names."""
     named = [each for each in lent.values() if each.option in error.message or repr(each.value) in error.message]
     return "; ".join(f"{each.option} is from {each.where}" for each in named)
 

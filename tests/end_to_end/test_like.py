@@ -477,7 +477,7 @@ def test_inspect_says_whose_names_they_are(pair: tuple[Path, Path, Any], tmp_pat
     wanted = "transformers 5 (qwen3_moe); --recipe qwen2_moe gives those of the hub"
     with on_command_line():
         shown = CliRunner().invoke(group, ["inspect", str(tmp_path / "dcp")]).stdout
-    assert [line for line in shown.splitlines() if line.startswith("names ")] == [f"names       {wanted}"]
+    assert [line for line in shown.splitlines() if line.startswith("names\t")] == [f"names\t{wanted}"]
     without_config = ckpt_tools.inspect(state).naming
     assert without_config is not None
     assert without_config.startswith("transformers 5; a recipe gives those of the hub: one of qwen2_moe, ")

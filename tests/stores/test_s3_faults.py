@@ -129,7 +129,9 @@ def old_files(s3: S3Server, source: str, prefix: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("kind", [*LATE, "503"])
 @pytest.mark.parametrize(("only", "first"), [(BEGIN, 1), (PART, 2), (COMPLETE, 0), (COMPLETE, 2), (COMPLETE, 3)])
-@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+@pytest.mark.parametrize(
+    "overwrite", [pytest.param(False, id="fresh", marks=pytest.mark.soak), pytest.param(True, id="overwrite")]
+)
 def test_a_store_that_is_full(
     kind: str,
     only: str,
