@@ -214,8 +214,10 @@ def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions
     for label, template in _templates(origin or VERL).items():
         if _file_name(template, 0, world) in written:
             marked = braced(f"{path}/") + re.sub(_RANK_BRACED, r"{\1}", braced(template.replace(WORLD, str(world))))
-            name = names.get(label, "extra_state")
-            lines.append(f"{name} = torch.load(f{quoted(marked)}, weights_only={name != 'extra_state'})")
+            if label in names:
+                lines.append(f"{names[label]} = torch.load(f{quoted(marked)}, weights_only=True)")
+            else:  # objects of classes, which only an executed pickle makes
+                lines.append(f"# the other entries: ckpt_tools.open({quoted(path)}).extras")
     return "\n".join(lines)
 
 

@@ -155,9 +155,9 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 
 
 def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-    """``from_pretrained`` of a folder with ``config.json``, else ``torch.load``, with ``weights_only`` if it takes all
-    entries."""
-    from ckpt_tools.core.loading import joined, pretrained, quoted
+    """``from_pretrained`` of a folder with ``config.json``, else ``torch.load(weights_only=True)``, or ``load_into`` if
+    that refuses an entry: no code that is printed executes a pickle."""
+    from ckpt_tools.core.loading import into_job, joined, pretrained, quoted
     from ckpt_tools.serialization.loadable import refused_in
 
     if (found := pretrained(layout.config, path)) is not None:
@@ -170,8 +170,10 @@ def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions
         return f"import torch\nstate_dict = torch.load({name}, weights_only=True)"
     entries = [dict(manifest.extra), *(dict(group.options) for group in manifest.groups)]
     refused = refused_in(replaced(entries, lambda _: None))
-    kinds = f"  # executes the pickle: weights_only refuses {printable(listed(refused))}" if refused else ""
-    return f"import torch\nstate = torch.load({name}, weights_only={not refused}){kinds}"
+    if refused:
+        why = f"torch.load(weights_only=True) refuses {printable(listed(refused))}"
+        return f"# {why}; ckpt-tools make-loadable rewrites such a file\n{into_job(path)}"
+    return f"import torch\nstate = torch.load({name}, weights_only=True)"
 
 
 def _file_layout(path: str, part: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> FileLayout:
