@@ -15,7 +15,7 @@ from ckpt_tools.core.values import DefaultDict, Opaque, OrderedDict, Size, Store
 
 def references(value: Value) -> Iterator[TensorRef]:
     """Every ``TensorRef`` in ``value``, as often as it is met."""
-    return (found for found in _leaves(value) if isinstance(found, TensorRef))
+    return (found for found in parts_of(value) if isinstance(found, TensorRef))
 
 
 def places(value: Value) -> Iterator[tuple[str, TensorRef]]:
@@ -32,7 +32,8 @@ def places(value: Value) -> Iterator[tuple[str, TensorRef]]:
             todo.extend((f"{path}.{name}", part) for name, part in parts)
 
 
-def _leaves(value: Value) -> Iterator[Value]:
+def parts_of(value: Value) -> Iterator[Value]:
+    """``value`` and every value in it: tensors as often as they are met, all others once."""
     seen: set[int] = set()
     todo = [value]
     while todo:
@@ -41,6 +42,7 @@ def _leaves(value: Value) -> Iterator[Value]:
             yield value
         elif id(value) not in seen:
             seen.add(id(value))
+            yield value
             todo.extend(_parts(value))
 
 
@@ -61,7 +63,7 @@ def replaced(value: Value, make: Callable[[TensorRef], Value]) -> Value:
 
 def extracted(value: Value, make: Callable[[StoredTensor], Value]) -> Value:
     """``value`` with what ``make`` gives in the place of each tensor that has elements; itself where there is none."""
-    found = any(isinstance(leaf, StoredTensor) for leaf in _leaves(value))
+    found = any(isinstance(leaf, StoredTensor) for leaf in parts_of(value))
     return _Replacing(StoredTensor, make).visit(value) if found else value
 
 

@@ -9,13 +9,13 @@ from itertools import product
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import CkptError, FormatError, IncompleteError, StoreError, UnsupportedError
+from ckpt_tools.errors import CkptError, FormatError, IncompleteError, StoreError, UnsafeError, UnsupportedError
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.runs.contents import Content, content_of, lack
 from ckpt_tools.runs.listing import read
 from ckpt_tools.runs.rules import Relied
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.names import is_optimizer
+from ckpt_tools.trainers.names import holds_optimizer
 from ckpt_tools.trainers.run_folders import Member
 
 
@@ -38,11 +38,27 @@ def compared(complete: Sequence[Member], run: Source, found: Relied) -> Mapping[
                 f"{each.name}, which is to stay, holds less than an older checkpoint that would go: {what}; nothing "
                 f"was removed; add {option('allow_less', True)} if that is right"
             )
-    if any(each.state_bytes for each in kept) or not any(each.state_bytes for each in elders):
+    if not found.elders or any(each.has_optimizer for each in kept):
         return {}
-    others = (_known(number, members, run) for number, members in steps.items() if number not in found.kept)
-    newest = next(each for each in others if each is not None and each.state_bytes)
-    return {each.name: "the newest with optimizer state" for each in steps[newest.number]}
+    others = (members for number, members in steps.items() if number not in found.kept)
+    newest = next((members for members in others if _may_have_optimizer(members, run, kept)), ())
+    return {each.name: "the newest with optimizer state" for each in newest}
+
+
+def _may_have_optimizer(members: Sequence[Member], run: Source, kept: Sequence[Content]) -> bool:
+    """Whether a step that may go has an optimizer, by its files' names or by its content. One that is not read may have
+    one if those that stay are read, and have none."""
+    if any(_optimizer_files(each, run) for each in members):
+        return True
+    try:
+        content = _content("", members, run)
+    except StoreError:
+        raise
+    except UnsafeError:
+        return True
+    except CkptError:
+        return False
+    return content.has_optimizer if content.is_read else all(each.is_read for each in kept)
 
 
 def _opened(number: str, members: Sequence[Member], run: Source) -> Content:
@@ -67,19 +83,21 @@ def _known(number: str, members: Sequence[Member], run: Source) -> Content | Non
 def _content(number: str, members: Sequence[Member], run: Source) -> Content:
     """From headers; the sizes of files alone if its layout is not read. Raises CkptError."""
     name, file_bytes = members[0].name, sum(sum(each.files.values()) for each in members)
+    files = {path: size for each in members for path, size in _optimizer_files(each, run).items()}
     try:
-        found = [_manifest(each, run) for each in members]
+        manifests = [_manifest(each, run) for each in members]
     except UnsupportedError:
-        return Content(number, name, {}, 0, file_bytes, is_read=False)
-    beside_bytes = sum(num_bytes for _, num_bytes in found)
-    manifests = [manifest for manifest, _ in found]
-    return content_of(number, name, manifests, beside_bytes=beside_bytes, file_bytes=file_bytes)
+        return Content(number, name, {}, sum(files.values()), file_bytes, is_read=False, has_optimizer=bool(files))
+    return content_of(number, name, manifests, files, file_bytes)
 
 
-def _manifest(member: Member, run: Source) -> tuple[Manifest, int]:
-    """With the bytes of the optimizer's file if that cannot be joined with the model."""
+def _optimizer_files(member: Member, run: Source) -> dict[str, int]:
+    return {path: size for path, size in member.saved(run).files.items() if holds_optimizer(path)}
+
+
+def _manifest(member: Member, run: Source) -> Manifest:
+    """Without the optimizer in a file beside the model if that cannot be joined with it."""
     saved = member.saved(run)
-    with suppress(FormatError):
-        return read_source(saved.source, ReadOptions())[1], 0
-    beside = sum(size for path, size in saved.files.items() if is_optimizer(path.rpartition("/")[2]))
-    return read(saved)[1], beside
+    with suppress(FormatError, UnsafeError):
+        return read_source(saved.source, ReadOptions())[1]
+    return read(saved)[1]

@@ -2,7 +2,7 @@
 
 Checkpoints of one run have the same weights. Elements are counted and not bytes, and names are those of the bare
 model, so that another precision, world size, sharding or wrapper makes no difference. fp32 masters are weights, and not
-state.
+state. An optimizer counts whether or not a reader knows its parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
 from ckpt_tools.core.transforms import without_wrappers
+from ckpt_tools.core.value_refs import parts_of, references
 from ckpt_tools.core.wording import count, listed, size
+from ckpt_tools.formats.foreign import is_optimizer_name
 
 PART = 2
 """One that holds less than half of what an older one does holds less. Another optimizer, or another dtype of its
@@ -31,33 +33,44 @@ class Content:
     state_bytes: int
     file_bytes: int
     is_read: bool = True
+    has_optimizer: bool = False
 
     @property
     def num_weights(self) -> int:
         return sum(self.weights.values())
 
 
-def content_of(number: str, name: str, manifests: Sequence[Manifest], *, beside_bytes: int, file_bytes: int) -> Content:
-    """The content of the checkpoints of one step together; ``beside_bytes`` are in files of the optimizer that the
-    manifests do not have."""
+def content_of(
+    number: str, name: str, manifests: Sequence[Manifest], optimizer_files: Mapping[str, int], file_bytes: int
+) -> Content:
+    """The content of the checkpoints of one step together; ``optimizer_files`` have the name of an optimizer's."""
     weights: dict[str, int] = {}
-    state_bytes = beside_bytes
+    read = {file for manifest in manifests for file in manifest.files}
+    state_bytes = sum(num_bytes for path, num_bytes in optimizer_files.items() if path not in read)
+    has_optimizer = bool(optimizer_files)
     for manifest in (without_wrappers(each)[0] for each in manifests):
         weights |= dict.fromkeys(manifest.aliases, 0)
+        # Optimizers of torch among the entries: those whose parameters' names are not known.
+        entries = parts_of(list(manifest.extra.values()))
+        unplaced = [each for each in entries if isinstance(each, dict) and "param_groups" in each]
+        inside = {ref.key for ref in references(unplaced)}
+        has_optimizer |= bool(manifest.groups or unplaced)
         for key, entry in manifest.tensors.items():
             if key.slot in (WEIGHT, MASTER) and entry.kind is not Kind.EXTRA:
                 weights[key.fqn] = entry.numel
-            elif entry.kind is Kind.STATE:
+            elif entry.kind is Kind.STATE or key in inside or is_optimizer_name(key.fqn):
                 state_bytes += entry.num_bytes
-    return Content(number, name, weights, state_bytes, file_bytes)
+                has_optimizer = True
+    return Content(number, name, weights, state_bytes, file_bytes, has_optimizer=has_optimizer)
 
 
 def lack(newer: Content, elder: Content) -> str | None:
     """Reason why ``newer`` holds less than ``elder``; None if it does not. Optimizer state that is missing altogether
     is a model that was saved alone, which is not a reason."""
     if not (newer.is_read and elder.is_read):
-        sizes = f"its files have {size(newer.file_bytes)}, those of {elder.name} {size(elder.file_bytes)}"
-        return sizes if newer.file_bytes * PART < elder.file_bytes else None
+        elder_bytes = elder.file_bytes - (0 if newer.has_optimizer else elder.state_bytes)
+        sizes = f"its files have {size(newer.file_bytes)}, those of {elder.name} {size(elder_bytes)}"
+        return sizes if newer.file_bytes * PART < elder_bytes else None
     if elder.weights and not newer.weights:
         return f"it holds no weights, and {elder.name} does"
     missing = [name for name, numel in elder.weights.items() if name not in newer.weights and numel]

@@ -16,6 +16,11 @@ _UNFINISHED = re.compile(r"(?i)(?:^|[._-])(?:in[_-]?progress|incomplete|unfinish
 _OF_RANKS = re.compile(r".*_rank_\d.*\.pt|.*_rank\d.*\.bin")
 """Each rank's part of something."""
 
+_OF_OPTIMIZER = re.compile(r"(?i)(?:.*[^a-z])?(?:opt(?=_states?)|optim(?:s|izers?)?)(?:[^a-z].*)?")
+"""A part of a path that says optimizer; one that says model too can hold either."""
+
+_TEXTS = (".json", ".jsonl", ".yaml", ".yml", ".txt", ".md", ".py", ".csv")
+
 _RANK_FILES = tuple(re.compile(trainer.rank_file) for trainer in TRAINERS if trainer.rank_file)
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _MEANINGS = {name: meaning for trainer in TRAINERS for name, meaning in trainer.reads.items()}
@@ -46,6 +51,14 @@ def is_beside(name: str) -> bool:
 def is_optimizer(name: str) -> bool:
     """Whether a file has the name of the optimizer of a model beside it."""
     return pattern("optimizer").fullmatch(name) is not None
+
+
+def holds_optimizer(path: str) -> bool:
+    """Whether a file in a checkpoint holds an optimizer by its name or the name of a folder around it, whichever
+    trainer wrote it."""
+    parts = path.split("/")
+    is_named = any(_OF_OPTIMIZER.fullmatch(part) and "model" not in part.lower() for part in parts)
+    return is_named and not path.lower().endswith(_TEXTS)
 
 
 def optimizer_of(files: Collection[str]) -> str | None:
