@@ -14,19 +14,16 @@ export PYTHONDONTWRITEBYTECODE :=
 
 install: $(STAMP)
 
-DISTRIBUTIONS := pyproject.toml $(foreach each,training inference,$(each)/pyproject.toml $(each)/setup.py)
-
-$(STAMP): $(DISTRIBUTIONS) constraints.txt
+$(STAMP): pyproject.toml constraints.txt
 	@scripts/install.sh $(VENV) 'everything: torch, DeepSpeed, Ray and the tools of the tests (about 2 minutes)' \
-		-e '.[all]' -e ./training -e ./inference --group dev
+		-e '.[all]' --group dev
 	@touch $@
 
 # The demo needs less than the tests. After `make install` it needs nothing more.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo)
 
-$(VENV)/.installed-demo: $(DISTRIBUTIONS) constraints.txt
-	@scripts/install.sh $(VENV) 'torch, DeepSpeed, Ray and transformers (about 1 minute)' \
-		-e '.[train,serve]' -e ./training -e ./inference
+$(VENV)/.installed-demo: pyproject.toml constraints.txt
+	@scripts/install.sh $(VENV) 'torch, DeepSpeed, Ray and transformers (about 1 minute)' -e '.[train,serve]'
 	@touch $@
 
 demo: $(DEMO_STAMP)

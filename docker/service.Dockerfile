@@ -5,7 +5,7 @@ WORKDIR /src
 COPY . .
 RUN python -m venv /venv \
  && /venv/bin/pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt \
-    '.[serve,s3]' ./training ./inference
+    '.[serve,s3]'
 
 FROM python:3.12-slim
 RUN useradd --create-home --uid 10001 serve

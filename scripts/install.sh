@@ -35,6 +35,9 @@ with_pip() {
 	quiet_pip install --upgrade 'pip>=25.1' -c constraints.txt && quiet_pip install -c constraints.txt "$@"
 }
 
+# Distributions of their own in earlier checkouts, which an environment may still have.
+quiet_pip uninstall --yes ckpt-tools-training ckpt-tools-inference 2>/dev/null || true
+
 echo "Installing $what into $venv ..."
 if with_uv "$@" >"$log" 2>&1; then
 	exit

@@ -29,7 +29,7 @@ TABLES: dict[str, dict[str, set[str]]] = {
 }
 """For each tree its rooms, and for each room the others that it may import."""
 
-ROOTS: dict[str, set[str]] = {"training": {"__main__", "setup"}, "inference": {"demo", "setup"}}
+ROOTS: dict[str, set[str]] = {"training": {"__main__"}, "inference": {"demo"}}
 """Modules beside the rooms. They may import all rooms, and no room imports them."""
 
 

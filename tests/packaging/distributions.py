@@ -1,4 +1,4 @@
-"""What is published, built as a build tool builds it: a source distribution of this tree, and wheels of that alone."""
+"""What is published, built as a build tool builds it: a source distribution of this tree, and a wheel of that alone."""
 
 from __future__ import annotations
 
@@ -13,45 +13,41 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 
-FOLDERS = {"ckpt_tools": ".", "ckpt_tools_training": "training", "ckpt_tools_inference": "inference"}
-"""The folder that each wheel is built in."""
+FOLDERS = {"ckpt_tools": "ckpt_tools", "ckpt_tools_training": "training", "ckpt_tools_inference": "inference"}
+"""The folder of the tree that each package of the wheel is."""
 
 _HOOK = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The source distribution, the folder that it unpacks to, and the wheels, that of the converter first."""
+    """The source distribution, the folder that it unpacks to, and the wheel."""
 
     sdist: Path
     source: Path
-    wheels: list[Path]
-
-    @property
-    def wheel(self) -> Path:
-        return self.wheels[0]
+    wheel: Path
 
 
 def build(folder: Path) -> Built:
     """Build in ``folder``, from copies: building leaves files in the tree, and takes up what an earlier build left."""
-    copy = shutil.copytree(ROOT, folder / "copy", ignore=_ignored)
+    copy = shutil.copytree(ROOT, folder / "copy", symlinks=True, ignore=_ignored)
     _run_hook("build_sdist", copy, folder)
     [sdist] = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     source = folder / sdist.name.removesuffix(".tar.gz")
-    return Built(sdist, source, _wheels("build_wheel", shutil.copytree(source, folder / "to-build"), folder))
+    return Built(sdist, source, _wheel("build_wheel", shutil.copytree(source, folder / "to-build"), folder))
 
 
-def build_editable(source: Path, folder: Path) -> list[Path]:
-    """Wheels that lead to ``source``, as ``pip install -e`` makes them."""
-    return _wheels("build_editable", source, folder)
+def build_editable(source: Path, folder: Path) -> Path:
+    """A wheel that leads to ``source``, as ``pip install -e`` makes it."""
+    return _wheel("build_editable", source, folder)
 
 
-def _wheels(hook: str, source: Path, out: Path) -> list[Path]:
-    for folder in FOLDERS.values():
-        _run_hook(hook, source / folder, out)
-    return [next(out.glob(f"{name}-*.whl")) for name in FOLDERS]
+def _wheel(hook: str, source: Path, out: Path) -> Path:
+    _run_hook(hook, source, out)
+    [wheel] = out.glob("*.whl")
+    return wheel
 
 
 def _run_hook(hook: str, source: Path, out: Path) -> None:

@@ -1,7 +1,7 @@
-"""Environments that hold wheels and what they require, and nothing else.
+"""Environments that hold the wheel and what it requires, and nothing else.
 
 Torch alone is gigabytes, so nothing is downloaded: an environment gets links to the packages of the one that the tests
-run in, but only to those that the wheels' own metadata leads to. A package that an extra forgets is absent.
+run in, but only to those that the wheel's own metadata leads to. A package that an extra forgets is absent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PathDistribution, distribution
 from pathlib import Path
@@ -75,28 +75,23 @@ class Environment:
         )
 
 
-def linked(folder: Path, wheels: Iterable[Path], extras: Iterable[str] = ()) -> Environment:
-    """The first of the wheels with these extras, those of the others that it requires, and links to other packages."""
+def linked(folder: Path, wheel: Path, extras: Iterable[str] = ()) -> Environment:
+    """The wheel with these extras, and links to the packages that it requires."""
     environment = empty(folder)
-    ours = {canonicalize_name(metadata_of(wheel).name): wheel for wheel in wheels}
-    needed = required({name: metadata_of(wheel) for name, wheel in ours.items()}, extras)
-    install = ["install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check"]
-    pip = [sys.executable, "-m", "pip", "--python", str(environment.python), *install]
-    words = [*pip, *(str(wheel) for name, wheel in ours.items() if name in needed)]
+    install = ["install", "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", str(wheel)]
+    words = [sys.executable, "-m", "pip", "--python", str(environment.python), *install]
     done = subprocess.run(words, env=clean_variables(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    _link_all([each for name, each in needed.items() if name not in ours], environment.site_packages)
+    link(required(metadata_of(wheel), extras), environment.site_packages)
     return environment
 
 
-def installed(folder: Path, wheels: Sequence[Path], extras: Iterable[str] = ()) -> Environment:
-    """The same as a user makes it, from the package index: minutes, and gigabytes where torch is one of them. Wheels
-    other than the first are found where they were built."""
+def installed(folder: Path, wheel: Path, extras: Iterable[str] = ()) -> Environment:
+    """The same as a user makes it, from the package index: minutes, and gigabytes where torch is one of them."""
     environment = empty(folder, with_pip=True)
     listed = ",".join(extras)
-    wanted = f"{wheels[0]}[{listed}]" if listed else str(wheels[0])
-    install = ["install", "--quiet", "--disable-pip-version-check", f"--find-links={wheels[0].parent}"]
-    for words in ([*install, wanted], ["check"]):
+    wanted = f"{wheel}[{listed}]" if listed else str(wheel)
+    for words in (["install", "--quiet", "--disable-pip-version-check", wanted], ["check"]):
         done = subprocess.run([environment.python, "-m", "pip", *words], capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return environment
@@ -115,36 +110,34 @@ def metadata_of(wheel: Path) -> Distribution:
     return PathDistribution(metadata)
 
 
-def required(ours: Mapping[str, Distribution], extras: Iterable[str]) -> dict[str, Distribution]:
-    """By name, the first of ``ours``, what it requires with ``extras``, and what that requires: one of ``ours``, or out
-    of the environment of the tests."""
-    first = next(iter(ours))
-    found = {first: ours[first]}
+def required(ours: Distribution, extras: Iterable[str]) -> list[Distribution]:
+    """What ``ours`` requires with ``extras``, and what that requires, out of the environment of the tests."""
+    first = canonicalize_name(ours.name)
+    found: dict[str, Distribution] = {first: ours}
     seen: set[tuple[str, str]] = set()
     waiting = [(first, extra) for extra in ("", *extras)]
     while waiting:
         each = waiting.pop()
         if each not in seen:
             seen.add(each)
-            waiting += _followed(found, ours, *each)
-    return found
+            waiting += _followed(found, *each)
+    del found[first]
+    return list(found.values())
 
 
-def _followed(
-    found: dict[str, Distribution], ours: Mapping[str, Distribution], name: str, extra: str
-) -> Iterator[tuple[str, str]]:
+def _followed(found: dict[str, Distribution], name: str, extra: str) -> Iterator[tuple[str, str]]:
     """Distributions with an extra, or with "" for none, that one with an extra requires; ``found`` grows by them."""
     for requirement in map(Requirement, found[name].requires or ()):
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             there = canonicalize_name(requirement.name)
             if there not in found:
-                found[there] = ours.get(there) or distribution(requirement.name)
+                found[there] = distribution(requirement.name)
             version = found[there].version
             assert requirement.specifier.contains(version, prereleases=True), f"{requirement}: {version} is installed"
             yield from ((there, each) for each in ("", *requirement.extras))
 
 
-def _link_all(distributions: Collection[Distribution], site_packages: Path) -> None:
+def link(distributions: Collection[Distribution], site_packages: Path) -> None:
     """Link what each has in its site-packages: whole folders, but for those of a namespace that several share. A file
     that several have, such as the ``__init__.py`` of a namespace, is that of the first."""
     files = {each.name: list(_files(each)) for each in distributions}

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from fixtures.corpus import make
-from tests.packaging.distributions import Built, build_editable
+from tests.packaging.distributions import FOLDERS, Built, build_editable
 from tests.packaging.documented import CHECKS, SLOW, SOAKED, Material
 from tests.packaging.environments import Environment, clean_variables, installed, linked, metadata_of
 
-Maker = Callable[[Path, Sequence[Path], Sequence[str]], Environment]
+Maker = Callable[[Path, Path, Sequence[str]], Environment]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -31,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_an_extra_is_enough(extras: str, make: Maker, built: Built, material: Material, tmp_path: Path) -> None:
-    environment = make(tmp_path, built.wheels, extras.split(",") if extras else [])
+    environment = make(tmp_path, built.wheel, extras.split(",") if extras else [])
     SOAKED[extras](environment, material)
 
 
@@ -49,7 +49,7 @@ def refused(done: subprocess.CompletedProcess[str], sentence: str) -> None:
 @pytest.fixture(scope="module")
 def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """The wheel without any extra."""
-    return linked(tmp_path_factory.mktemp("bare"), built.wheels)
+    return linked(tmp_path_factory.mktemp("bare"), built.wheel)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,7 @@ def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
         (["train", "--engine=fsdp2", "--out=run"], "train"),
         (["predict", "--model", "MODEL", "--input=digits", "--output=rows.jsonl"], "serve"),
         (["serve", "MODEL", "--port=0"], "serve"),
+        (["serve", "MODEL", "--port=0", "--runner=ray"], "ray-serve"),
         (["inspect", "s3://bucket/model"], "s3"),
         (["inspect", "hf://org/model"], "hub"),
         (["convert", "MODEL", "hf://org/model"], "hub"),
@@ -80,55 +81,37 @@ def test_without_the_extra_a_command_says_what_to_install(
     refused(bare.run(*(given.get(word, word) for word in words)), f"pip install 'ckpt-tools[{extra}]'")
 
 
-@pytest.mark.parametrize(
-    ("words", "extra"),
-    [
-        (["train", "--engine=fsdp2", "--out=run"], "train"),
-        (["predict", "--model=MODEL", "--input=digits", "--output=rows.jsonl"], "serve"),
-        (["serve", "MODEL", "--port=0"], "serve"),
-        (["serve", "MODEL", "--port=0", "--runner=ray"], "ray-serve"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value[0],
-)
-def test_the_packages_alone_say_which_extra_they_need(
-    words: list[str], extra: str, packages: Environment, material: Material
-) -> None:
-    given = [word.replace("MODEL", str(material.model)) for word in words]
-    refused(packages.run(*given), f"pip install 'ckpt-tools[{extra}]'")
-
-
-@pytest.fixture(scope="module")
-def packages(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """All three wheels, without any extra: inference, and what it needs."""
-    return linked(tmp_path_factory.mktemp("packages"), built.wheels[::-1])
+@pytest.mark.parametrize("extra", ["train", "ray-serve", "all"])
+def test_what_to_install_needs_ckpt_tools_of_no_index(extra: str, built: Built, tmp_path: Path) -> None:
+    """pip takes the installed ckpt-tools, and adds what its extra requires: all of it is there."""
+    environment = linked(tmp_path, built.wheel, [extra])
+    install = ["install", "--no-index", "--disable-pip-version-check", f"ckpt-tools[{extra}]"]
+    words = [sys.executable, "-m", "pip", "--python", str(environment.python), *install]
+    done = subprocess.run(words, env=clean_variables(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Successfully installed" not in done.stdout, done.stderr
 
 
 @pytest.fixture(scope="module")
 def uninstalled(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """What training and inference require, without ckpt-tools itself."""
-    environment = linked(tmp_path_factory.mktemp("uninstalled"), built.wheels, ["train", "serve"])
+    environment = linked(tmp_path_factory.mktemp("uninstalled"), built.wheel, ["train", "serve"])
     for path in environment.site_packages.glob("ckpt_tools*"):
         shutil.rmtree(path)
     return environment
 
 
-@pytest.mark.parametrize("module", ["training", "inference.batch", "inference.serving", "inference.demo"])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        *((module, []) for module in ("training", "inference.batch", "inference.serving", "inference.demo")),
+        *(("ckpt_tools", [name]) for name in ("train", "predict", "serve")),
+    ],
+)
 def test_a_source_tree_runs_its_modules_without_being_installed(
-    module: str, uninstalled: Environment, built: Built
+    module: str, words: list[str], uninstalled: Environment, built: Built
 ) -> None:
-    done = uninstalled.run_python("-m", module, "--help", cwd=built.source)
-    assert done.returncode == 0 and "Usage: python -m " in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize("with_metadata", [True, False])
-@pytest.mark.parametrize("name", ["train", "predict", "serve"])
-def test_a_source_tree_that_is_not_installed_says_so(
-    name: str, with_metadata: bool, uninstalled: Environment, built: Built, tmp_path: Path
-) -> None:
-    """Building leaves metadata in a source tree."""
-    ignored = shutil.ignore_patterns() if with_metadata else shutil.ignore_patterns("*.egg-info")
-    source = shutil.copytree(built.source, tmp_path / "source", ignore=ignored)
-    refused(uninstalled.run_python("-m", "ckpt_tools", name, "--help", cwd=source), "source tree")
+    done = uninstalled.run_python("-m", module, *words, "--help", cwd=built.source)
+    assert done.returncode == 0 and "Usage: " in done.stdout, done.stderr
 
 
 def test_an_editable_installation_has_both_names_for_the_same_files(built: Built, tmp_path: Path) -> None:
@@ -137,7 +120,7 @@ def test_an_editable_installation_has_both_names_for_the_same_files(built: Built
         assert f"Usage: ckpt-tools {name}" in environment.succeed(name, "--help")
     program = "import ckpt_tools_training as t, ckpt_tools_inference as i; print(t.__file__, i.__file__, sep='\\n')"
     printed = environment.run_python("-c", program).stdout.splitlines()
-    assert printed == [str(built.source / name / "__init__.py") for name in ("training", "inference")]
+    assert printed == [str(built.source / name / "__init__.py") for name in list(FOLDERS)[1:]]
     script = tmp_path / "script.py"
     script.write_text("from ckpt_tools import convert\n")
     mypy = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=skip", f"--cache-dir={tmp_path / 'cache'}"]
