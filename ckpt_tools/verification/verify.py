@@ -120,6 +120,7 @@ def verify_alone(
     reach = how.storage_options
     listed = read_digests(against, reach) if against is not None else stored_digests(source, manifest, reach)
     report = check_integrity(source, manifest, num_workers=how.num_workers, on_progress=how.on_progress)
+    check_equal(manifest, source.store)
     if listed is None:
         return report
     meter = Meter(how.on_progress, digests.num_bytes(manifest))
@@ -266,7 +267,8 @@ def compare_all(
     if recipe is not None:
         manifests[0], more = recipe(manifests[0])
         stores[0], notes = with_made_files(stores[0], manifests[0]), notes + more
-        check_equal(manifests[0], stores[0])
+    for manifest, store in zip(manifests, stores, strict=True):
+        check_equal(manifest, store)
     if options.rename or options.names:
         transforms.check_renaming(manifests[0], options.rename, options.names)
         new_name = transforms.substitutions(options.rename, options.names)
@@ -336,6 +338,7 @@ def write_digests(
     Raises:
         DestinationExistsError: the list exists. CkptError: bytes cannot be read or written.
     """
+    check_equal(manifest, source.store)
     meter = Meter(how.on_progress, digests.num_bytes(manifest))
 
     def made() -> Digests:

@@ -135,6 +135,9 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
     if not parts:
         return _plain(folder, read)
     ranks = _ranks(parts)
+    unknown = next((rank for rank in range(max(sizes, default=0)) if rank not in ranks), None)
+    if unknown is not None:  # a mesh of its own for some ranks does not know the others
+        raise IncompleteError(f"by their names these are files of {sizes[0]} ranks, and that of {unknown} is missing")
     if world not in (None, len(ranks)):
         raise MalformedError(f"the index states {world} ranks, but the files are of {len(ranks)}", path=INDEX)
     if len(files) == 1 and len(ranks) > 1:

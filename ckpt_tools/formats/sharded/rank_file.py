@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape, is_row_major
@@ -27,14 +27,16 @@ class Held:
     """A rank's part of a tensor of ``shape``: shards of it, none where it has no element.
 
     ``checksums`` are those of the storages of the shards, as the zip's directory has them; None where a shard is a part
-    of its storage, or the checksum was not taken. ``is_cut`` says that it is a part by its class, even if it is all.
+    of its storage, or the checksum was not taken. ``is_cut`` says that it is a part by its class, even if it is all:
+    ``members`` are then the ranks whose parts make the tensor.
     """
 
     shape: Shape
     dtype: DType
     shards: tuple[Shard, ...]
     checksums: tuple[int | None, ...]
-    is_cut: bool
+    is_cut: bool = False
+    members: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,11 @@ class _Found:
             if value.wrapper not in (None, PARAMETER):
                 raise UnsupportedError(f"a {value.wrapper} cannot be read; save plain tensors")
             whole = (Box.whole(value.shape), (0,) * len(value.shape), value)
-            return self._held(value.shape, value.dtype, [whole], is_cut=False)
+            return self._held(value.shape, value.dtype, [whole])
         part = self._parts.read(value)
         if part is not None:
             self._note(part)
-            return self._held(part.shape, part.dtype, _pieces(part), is_cut=True)
+            return replace(self._held(part.shape, part.dtype, _pieces(part)), is_cut=True, members=part.members)
         inner = None if isinstance(value, str | int | float | bool | bytes | None) else pieces_in(value)
         if inner is not None:
             raise UnsupportedError(f"it holds {inner} inside an object, which is not supported")
@@ -124,13 +126,13 @@ class _Found:
             self.mesh = self.mesh or part.mesh
         self.ranks.update(part.ranks)
 
-    def _held(self, shape: Shape, dtype: DType, pieces: Iterable[_Piece], *, is_cut: bool) -> Held:
+    def _held(self, shape: Shape, dtype: DType, pieces: Iterable[_Piece]) -> Held:
         shards, checksums = [], []
         for box, at, local in pieces:
             assert local.storage is not None, "tensors without elements were refused"
             shards.append(self._shard(box, at, local, local.storage))
             checksums.append(self._checksum(local, local.storage) if box.shape == local.shape else None)
-        return Held(tuple(shape), dtype, tuple(shards), tuple(checksums), is_cut)
+        return Held(tuple(shape), dtype, tuple(shards), tuple(checksums))
 
     def _shard(self, box: Box, at: Shape, local: StoredTensor, storage: StorageRef) -> Shard:
         """``box`` of the whole tensor, which begins ``at`` an index of the local one."""

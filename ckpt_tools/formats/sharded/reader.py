@@ -8,12 +8,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_tools.core.manifest import WEIGHT, Manifest, ParamGroup, StateKey, TreePath, dotted
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.manifest import (
+    WEIGHT,
+    Equal,
+    Kind,
+    Manifest,
+    ParamGroup,
+    StateKey,
+    TensorEntry,
+    TreePath,
+    dotted,
+)
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Shard, ShardTable
 from ckpt_tools.core.value_refs import references, replaced
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.wording import count, listed, of_ranks
 from ckpt_tools.errors import CkptError, MalformedError
 from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
 from ckpt_tools.formats.sharded.items import RANK, Checkpoint, Item, read_checkpoint_files, without_world
@@ -42,6 +53,12 @@ GENERATORS = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state
 """Entries with the states of a rank's random number generators. They are neither read nor written: ranks of another
 run cannot use them, and verl's loader restores its own from ``rng``."""
 
+PER_RANK = ("running_mean", "running_var", "num_batches_tracked", "step")
+"""Tensors that each rank may have by itself: those of rank 0 are taken. Any other must be the same on all ranks."""
+
+_Cut = dict[tuple[Shape, Shape], tuple[Shard, int | None]]
+"""Shards by the box that each holds, with their checksums."""
+
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf")
 
 
@@ -58,19 +75,22 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     ties = _ties(tree.tensors)
     tensors = {name: tensor for name, tensor in tree.tensors.items() if name not in ties}
     manifest = manifest_of(
-        Leaves(tree.paths, tensors, tree.objects, tree.inner, own=frozenset(tree.own)),
+        Leaves(tree.paths, tensors, tree.objects, tree.inner, own=frozenset(tree.own), unread=tree.unread),
         format_name="sharded",
         model_key=options.model_key,
         optim_key=options.optim_key,
         world_size=len(found.ranks),
         ties=ties,
         buffers=tree.buffers(),
+        include=options.include,
+        exclude=options.exclude,
     )
     _refuse_others_in_place(found, manifest)
     manifest = replace(manifest, groups=tuple(map(_without_names, manifest.groups)))
     origin = tree.origin(manifest)
     notes = (*manifest.notes, *tree.notes, *_notes_of_others(source, found))
-    return replace(manifest, notes=notes, literals={**manifest.literals, **origin.literals()})
+    literals = {**manifest.literals, **origin.literals()}
+    return replace(manifest, notes=notes, literals=literals, must_equal=tuple(tree.must_equal))
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
@@ -172,6 +192,8 @@ class _Tree:
     inner: dict[StateKey, TensorLeaf] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     own: set[str] = field(default_factory=set)
+    unread: dict[str, str] = field(default_factory=dict)
+    must_equal: list[Equal] = field(default_factory=list)
     _whole: set[str] = field(default_factory=set)
     _homes: dict[str, str] = field(default_factory=dict)
 
@@ -184,7 +206,7 @@ class _Tree:
         prefix: TreePath = () if len(self.found.items) == 1 else (item.label,)
         self._homes["" if not prefix else item.label] = item.template
         differing: list[str] = []
-        unlike: list[str] = []
+        unlike: dict[TreePath, str] = {}
         names = dict.fromkeys(path for file in item.files.values() for path in file.tensors)
         joined = {path: self._joined(path, item, differing, unlike) for path in names}
         # FSDP1's optimizer.state_dict(): state of each rank's own that is no part of a tensor by its class.
@@ -197,6 +219,10 @@ class _Tree:
             self.notes.append(Note(Outcome.DROPPED, f"optimizer state ({item.label})", why))
             return
         for path, (leaf, is_cut) in joined.items():
+            if path in unlike:
+                name = self._new((*prefix, *path))
+                self.paths[name], self.unread[name] = (*prefix, *path), unlike[path]
+                continue
             self._place((*prefix, *path), leaf)
             if not is_cut:
                 self._whole.add(dotted((*prefix, *path)))
@@ -208,7 +234,7 @@ class _Tree:
                 elif rank and not _equal(value, item, path):
                     differing.append(dotted(path))
         why = "the ranks differ, and those of rank 0 are taken"
-        self.notes += [Note(Outcome.DROPPED, f"other values of {name}", why) for name in (*differing, *unlike)]
+        self.notes += [Note(Outcome.DROPPED, f"other values of {name}", why) for name in differing]
 
     def _is_extra(self, item: Item) -> bool:
         """Whether it is neither model nor optimizer: it holds no part of a tensor, and no optimizer's state."""
@@ -218,37 +244,57 @@ class _Tree:
             return True
         return not item.label.startswith(("model", "pytorch_model")) and len(self.found.items) > 1
 
-    def _joined(self, path: TreePath, item: Item, differing: list[str], unlike: list[str]) -> tuple[TensorLeaf, bool]:
+    def _joined(
+        self, path: TreePath, item: Item, differing: list[str], unlike: dict[TreePath, str]
+    ) -> tuple[TensorLeaf, bool]:
+        """The tensor of all ranks. Ranks are replicas where the mesh of a tensor says so: a mesh of other ranks, or a
+        plain tensor, may be another tensor of the same name, such as other experts."""
         held = {rank: file.tensors[path] for rank, file in item.files.items() if path in file.tensors}
-        first = next(iter(held))
         _check_same(path, held, item)
-        if held[first].is_cut:
-            shards = self._cut(path, held, differing)
-        else:
-            shards = held[first].shards
-            others = [rank for rank in held if rank != first]
-            if not all(self._agree(held[first], held[rank]) for rank in others):
-                (unlike if held[first].shape else differing).append(dotted(path))
-        table = _table(dotted(path), held[first], shards)
-        return TensorLeaf(held[first].shape, held[first].dtype, table), held[first].is_cut
+        copies: defaultdict[frozenset[int], dict[int, Held]] = defaultdict(dict)
+        for rank, part in held.items():
+            copies[part.members if part.is_cut else frozenset([rank])][rank] = part
+        first, *others = copies
+        cuts = {members: self._cut(path, ranks, differing) for members, ranks in copies.items()}
+        leaves = {members: _leaf(path, held.values(), cut) for members, cut in cuts.items()}
+        for other in others:
+            is_same = self._are_same(cuts[first], cuts[other])
+            if is_same is None:
+                what = f"{dotted(path)} of {of_ranks(first)} and of {of_ranks(other)}"
+                self.must_equal.append(Equal(what, _entry(leaves[first]), _entry(leaves[other])))
+            elif not is_same and dotted(path).rpartition(".")[2] in PER_RANK:
+                differing.append(dotted(path))
+            elif not is_same:
+                unlike[path] = (
+                    f"{of_ranks(first)} and {of_ranks(other)} hold different values of it, and no placement says how "
+                    "these make one tensor; save it as a DTensor on one mesh of all of them"
+                )
+        return leaves[first], next(iter(held.values())).is_cut
 
-    def _cut(self, path: TreePath, held: Mapping[int, Held], differing: list[str]) -> tuple[Shard, ...]:
-        """The shards of all ranks, of replicas one."""
-        taken: dict[tuple[TreePath, TreePath], tuple[Shard, int | None]] = {}
+    def _cut(self, path: TreePath, held: Mapping[int, Held], differing: list[str]) -> _Cut:
+        """The shards of ranks, of replicas one."""
+        taken: _Cut = {}
         for each in held.values():
             for shard, checksum in zip(each.shards, each.checksums, strict=True):
                 known = taken.setdefault((shard.box.start, shard.box.stop), (shard, checksum))
                 if None not in (known[1], checksum) and known[1] != checksum:
                     differing.append(dotted(path))
-        return tuple(shard for shard, _ in taken.values())
+        return taken
 
-    def _agree(self, one: Held, other: Held) -> bool:
-        """Whether two ranks have the same bytes of a tensor that each has whole; by checksums, or if it is small."""
-        if None not in (one.checksums[0], other.checksums[0]):
-            return one.checksums == other.checksums
-        a, b = one.shards[0].at, other.shards[0].at
-        if one.shards[0].strides != other.shards[0].strides or a.stop - a.start > MAX_COMPARED_BYTES:
-            return False
+    def _are_same(self, cut: _Cut, other: _Cut) -> bool | None:
+        """Whether two copies of a tensor have the same bytes, by checksums, or if they are small; None if only reading
+        them tells."""
+        if cut.keys() != other.keys():
+            return None
+        answers = {self._is_same(*cut[box], *other[box]) for box in cut}
+        return False if False in answers else None if None in answers else True
+
+    def _is_same(self, shard: Shard, checksum: int | None, other: Shard, other_checksum: int | None) -> bool | None:
+        if None not in (checksum, other_checksum):
+            return checksum == other_checksum
+        a, b = shard.at, other.at
+        if shard.strides != other.strides or a.stop - a.start > MAX_COMPARED_BYTES:
+            return None
         return self.source.read(a.file, a.start, a.stop) == self.source.read(b.file, b.start, b.stop)
 
     def _add_extra(self, item: Item, first: RankFile) -> None:
@@ -277,8 +323,9 @@ class _Tree:
     def _is_agreed(self, path: TreePath, item: Item) -> bool:
         held = [file.tensors[path] for file in item.files.values() if path in file.tensors]
         if held:
-            is_same = all(each.shape == held[0].shape and each.dtype is held[0].dtype for each in held)
-            return len(held) == len(item.files) and is_same and all(self._agree(held[0], each) for each in held[1:])
+            is_alike = all(each.shape == held[0].shape and each.dtype is held[0].dtype for each in held)
+            cut, *others = (self._cut(path, {0: each}, []) for each in held)
+            return len(held) == len(item.files) and is_alike and all(self._are_same(cut, each) for each in others)
         return all(path in file.objects and _equal(file.objects[path], item, path) for file in item.files.values())
 
     def _place(self, path: TreePath, leaf: TensorLeaf) -> None:
@@ -356,6 +403,15 @@ def _check_same(path: TreePath, held: Mapping[int, Held], item: Item) -> None:
 def _described(held: Held) -> str:
     whole = "a part of a tensor" if held.is_cut else "a whole tensor"
     return f"{whole} of shape {list(held.shape)} and type {held.dtype.value}"
+
+
+def _leaf(path: TreePath, held: Iterable[Held], cut: _Cut) -> TensorLeaf:
+    part = next(iter(held))
+    return TensorLeaf(part.shape, part.dtype, _table(dotted(path), part, (shard for shard, _ in cut.values())))
+
+
+def _entry(leaf: TensorLeaf) -> TensorEntry:
+    return TensorEntry(leaf.shape, leaf.dtype, Kind.PARAMETER, leaf.shards)
 
 
 def _table(name: str, held: Held, shards: Iterable[Shard]) -> ShardTable:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from typing import Any, NoReturn
 
@@ -103,12 +104,13 @@ Placement = Shard | StridedShard | Replicate
 class Mesh:
     """The ranks that share a tensor, as one of them saved it.
 
-    ``ranks`` are all that the mesh knows of, those of the mesh that it was cut from included. ``coordinate`` is the
-    place of ``rank`` in the mesh of ``shape``.
+    ``ranks`` are all that the mesh knows of, those of the mesh that it was cut from included; ``members`` are its own.
+    ``coordinate`` is the place of ``rank`` in the mesh of ``shape``.
     """
 
     shape: Shape
     ranks: tuple[int, ...]
+    members: frozenset[int]
     rank: int
     coordinate: Shape
     device_type: str
@@ -133,15 +135,21 @@ class DTensorPart:
     def ranks(self) -> tuple[int, ...]:
         return self.mesh.ranks
 
+    @property
+    def members(self) -> frozenset[int]:
+        return self.mesh.members
+
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorPart:
-    """One rank's part of a ShardedTensor of ``shape``: tensors with their offsets."""
+    """One rank's part of a ShardedTensor of ``shape``: tensors with their offsets. ``members`` are the ranks that hold
+    it together."""
 
     shape: Shape
     dtype: DType
     rank: int
     ranks: tuple[int, ...]
+    members: frozenset[int]
     locals: tuple[tuple[Shape, StoredTensor], ...]
 
 
@@ -306,11 +314,12 @@ def _mesh(value: Value) -> Mesh:
     # torch 2.10 and 2.11 say the rank by the coordinate in the mesh that this one was cut from.
     root = found.get("_root_mesh") if "_rank" not in found else None
     rank = _rank(found.get("_rank") if root is None else _mesh(root).rank, ranks, shape, strides, coordinate)
+    members = _members(rank, ranks, shape, strides, coordinate)
     if names is not None:
         are_names = isinstance(names, tuple | list) and all(type(name) is str for name in names)
         if not are_names or len(names) != len(shape):
             _wrong("DeviceMesh")
-    return Mesh(shape, ranks, rank, coordinate, device, None if names is None else tuple(names))
+    return Mesh(shape, ranks, members, rank, coordinate, device, None if names is None else tuple(names))
 
 
 def _rank(given: Value, ranks: tuple[int, ...], shape: Shape, strides: Any, coordinate: Shape) -> int:
@@ -325,6 +334,17 @@ def _rank(given: Value, ranks: tuple[int, ...], shape: Shape, strides: Any, coor
     if rank not in ranks or (is_whole and ranks[at] != rank):
         raise MalformedError(f"a DeviceMesh of rank {brief(rank)} does not have it at its coordinate")
     return int(rank)
+
+
+def _members(rank: int, ranks: tuple[int, ...], shape: Shape, strides: Any, coordinate: Shape) -> frozenset[int]:
+    """The ranks at all coordinates of the mesh that has ``rank`` at ``coordinate``."""
+    if prod(shape) == len(ranks):
+        return frozenset(ranks)
+    first = ranks.index(rank) - sum(map(_along, coordinate, strides))
+    places = [first + sum(map(_along, each, strides)) for each in product(*map(range, shape))]
+    if min(places) < 0 or max(places) >= len(ranks):
+        raise MalformedError(f"a DeviceMesh of rank {rank} has coordinates outside of the mesh that it was cut from")
+    return frozenset(ranks[place] for place in places)
 
 
 def _along(position: int, axis: tuple[Shape, Shape]) -> int:
@@ -385,7 +405,15 @@ def _sharded_tensor(shape: Shape, dtype: DType, state: Value) -> ShardedTensorPa
         raise MalformedError(f"the metadata of a ShardedTensor of shape {list(shape)} is of another tensor")
     rank, world = _process_group(group)
     pieces = tuple(_shard(each, shape, dtype) for each in shards)
-    return ShardedTensorPart(shape, dtype, rank, tuple(range(world)), pieces)
+    return ShardedTensorPart(shape, dtype, rank, tuple(range(world)), _holders(known.get("shards_metadata")), pieces)
+
+
+def _holders(shards: Value) -> frozenset[int]:
+    """The ranks of all shards: those of one process group, which need not be all ranks."""
+    metadata = (each.attributes for each in (shards if isinstance(shards, list) else ()) if isinstance(each, Opaque))
+    devices = (found.get("placement") for found in metadata)
+    ranks = (device.attributes.get("_rank") for device in devices if isinstance(device, Opaque))
+    return frozenset(rank for rank in ranks if type(rank) is int)
 
 
 def _process_group(value: Value) -> tuple[int, int]:

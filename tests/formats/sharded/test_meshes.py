@@ -1,0 +1,191 @@
+"""Ranks that hold a tensor of one name on meshes of their own: replicas if their values are the same, else refused.
+
+A process group that sends nothing lets one process save the file of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import permutations
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.api import load_with_process_group
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.testing._internal.distributed import fake_pg
+
+import ckpt_tools
+from ckpt_tools.core.notes import Outcome
+from ckpt_tools.errors import CkptError, DifferenceError
+
+WHOLE = torch.arange(96.0).reshape(4, 6, 4)
+BASE = torch.arange(24.0).reshape(8, 3)
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
+    """This rank's part of ``whole``, as ``torch.chunk`` cuts."""
+    local, coordinate = whole, mesh.get_coordinate()
+    assert coordinate is not None
+    for placement, size, position in zip(placements, mesh.shape, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            parts = local.chunk(size, placement.dim)
+            local = parts[position] if position < len(parts) else local.narrow(placement.dim, 0, 0)
+    shape, stride = whole.shape, whole.stride()
+    return DTensor.from_local(local.clone(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def save(
+    folder: Path, sizes: dict[str, int], names: tuple[str, ...], experts: Callable[[int], torch.Tensor], dim: int = 0
+) -> Path:
+    """A file a rank: ``base`` over all ranks, and ``experts`` over the dims ``names`` of the mesh, ``dim`` along the
+    last and whole along the others. ``experts`` is asked for what lies at a place along all other dims."""
+    folder.mkdir()
+    for rank in range(prod(sizes.values())):
+        with as_rank(rank, prod(sizes.values())):
+            mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            flat = init_device_mesh("cpu", (prod(sizes.values()),), mesh_dim_names=("all",))
+            place = 0
+            for name in sizes:
+                place = place if name in names else place * sizes[name] + mesh[name].get_local_rank()
+            placements = [*[Replicate()] * (len(names) - 1), Shard(dim)]
+            part = cut(experts(place), mesh[names] if len(names) < len(sizes) else mesh, placements)
+            state = {"base": cut(BASE, flat, [Shard(0)]), "experts": part}
+            torch.save(state, folder / f"model_world_size_{prod(sizes.values())}_rank_{rank}.pt")
+    return folder
+
+
+def other_experts(place: int) -> torch.Tensor:
+    return WHOLE + 1000 * place
+
+
+def same_experts(place: int) -> torch.Tensor:
+    return WHOLE
+
+
+MESHES = [dict(order) for order in permutations({"ep": 2, "fsdp": 3}.items())]
+MESHES += [dict(order) for order in permutations({"dp": 2, "ep": 2, "fsdp": 2}.items())]
+MESHES += [{"ep": 4, "fsdp": 1}, {"fsdp": 1, "ep": 2}]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_experts_of_other_ranks_are_no_replicas(sizes: dict[str, int], dim: int, tmp_path: Path) -> None:
+    source = save(tmp_path / "run", sizes, ("fsdp",), other_experts, dim)
+    for verb in (ckpt_tools.inspect, ckpt_tools.verify, ckpt_tools.checksum, lambda run: ckpt_tools.open(run)):
+        with pytest.raises(CkptError, match=r"experts: ranks? .* and ranks? .* hold different values of it") as found:
+            verb(source)
+        assert found.value.exit_code == 4
+    ckpt_tools.convert(source, tmp_path / "base.pt", exclude=["experts"])
+    assert torch.equal(torch.load(tmp_path / "base.pt", weights_only=True)["base"], BASE)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_replicas_on_other_ranks_are_one_tensor(sizes: dict[str, int], dim: int, tmp_path: Path) -> None:
+    source = save(tmp_path / "run", sizes, ("fsdp",), same_experts, dim)
+    assert ckpt_tools.verify(source).equal
+    assert not ckpt_tools.convert(source, tmp_path / "out.pt", strict=True).plan.notes
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(loaded["experts"], WHOLE) and torch.equal(loaded["base"], BASE)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 2}, {"dp": 3, "fsdp": 2}, {"pp": 1, "dp": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("is_cut_out", [False, True])
+def test_replicas_by_their_placement_are_taken(sizes: dict[str, int], is_cut_out: bool, tmp_path: Path) -> None:
+    """HSDP, on the mesh of all ranks or a part of it."""
+    names = ("dp", "fsdp") if is_cut_out else tuple(sizes)
+    source = save(tmp_path / "run", sizes, names, same_experts)
+    assert ckpt_tools.verify(source).equal and not ckpt_tools.inspect(source).notes
+    ckpt_tools.convert(source, tmp_path / "out.pt", strict=True)
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["experts"], WHOLE)
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_values_that_headers_do_not_compare_are_read(differs: bool, tmp_path: Path) -> None:
+    """Without checksums in the files, and too large to be read for ``inspect``."""
+    large = torch.arange(1024 * 600.0).reshape(1024, 600)
+    torch.serialization.set_crc32_options(False)
+    try:
+        source = save(tmp_path / "run", {"ep": 2, "fsdp": 2}, ("fsdp",), lambda place: large + place * differs)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert ckpt_tools.inspect(source).world_size == 4
+    verbs = (
+        ckpt_tools.verify,
+        lambda run: ckpt_tools.convert(run, tmp_path / "out.pt"),
+        lambda run: ckpt_tools.checksum(run, output="-"),
+        lambda run: ckpt_tools.diff(run, run),
+        lambda run: ckpt_tools.load_into(torch.nn.ParameterDict({"experts": large * 0, "base": BASE * 0}), None, run),
+    )
+    for verb in verbs:
+        if not differs:
+            verb(source)
+            continue
+        with pytest.raises(DifferenceError, match="experts of ranks 0, 1 and of ranks 2, 3: their bits differ"):
+            verb(source)
+    assert (tmp_path / "out.pt").exists() is not differs
+
+
+@pytest.mark.parametrize("name", ["experts.w", "gate.scale", "norm.running_mean", "norm.num_batches_tracked"])
+def test_plain_tensors_that_differ_are_no_replicas(name: str, tmp_path: Path) -> None:
+    """Each rank's own statistics of a batch norm are told; any other tensor is no model's."""
+    source = tmp_path / "run"
+    source.mkdir()
+    for rank in range(2):
+        with as_rank(rank, 2):
+            value = torch.full((2,) * ("scale" not in name), float(rank))
+            state = {"base": cut(BASE, init_device_mesh("cpu", (2,)), [Shard(0)]), name: value}
+            torch.save(state, source / f"model_rank_{rank}.pt")
+    if name.startswith("norm."):
+        (note,) = ckpt_tools.convert(source, tmp_path / "out.pt").plan.notes
+        assert note.outcome is Outcome.DROPPED and note.what == f"other values of {name}"
+        return
+    with pytest.raises(CkptError, match=f"{name}: rank 0 and rank 1 hold different values of it, .*exclude='{name}'"):
+        ckpt_tools.verify(source)
+
+
+def test_a_rank_that_no_mesh_knows_is_missed_by_its_name(tmp_path: Path) -> None:
+    """Meshes that were not cut from one of all ranks."""
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = DeviceMesh("cpu", [rank // 2 * 2, rank // 2 * 2 + 1])
+            torch.save({"base": cut(BASE, mesh, [Shard(0)])}, tmp_path / f"model_world_size_4_rank_{rank}.pt")
+    assert ckpt_tools.verify(tmp_path).equal
+    for rank in (2, 3):
+        (tmp_path / f"model_world_size_4_rank_{rank}.pt").unlink()
+    with pytest.raises(CkptError, match="files of 4 ranks, and that of 2 is missing"):
+        ckpt_tools.verify(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+@pytest.mark.parametrize("differs", [False, True])
+def test_groups_of_fsdp1_that_hold_a_tensor_each(differs: bool, tmp_path: Path) -> None:
+    """Those of ``HYBRID_SHARD`` are replicas; those of experts are not."""
+    for rank in range(4):
+        with as_rank(rank, 4):
+            groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+            group, whole = groups[rank // 2], BASE + rank // 2 * differs
+            part = _create_chunk_sharded_tensor(whole, rank % 2, 2, 1, group, torch.device("cpu"))
+            with load_with_process_group(group):
+                torch.save({"base": part}, tmp_path / f"part_{rank}.pt")
+    if not differs:
+        assert torch.equal(ckpt_tools.open(tmp_path)["base"].torch(), BASE)
+        return
+    with pytest.raises(CkptError, match=r"base: ranks 0, 1 and ranks 2, 3 hold different values of it"):
+        ckpt_tools.verify(tmp_path)
