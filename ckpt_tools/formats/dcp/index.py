@@ -50,6 +50,8 @@ MAX_ITEMS = 1 << 24
 
 _FILE_NAME = re.compile(r"__(\d{1,9})_\d+\.distcp")
 
+Copy = tuple[ShardTable, ShardTable]
+
 
 @dataclass(frozen=True, slots=True)
 class Index:
@@ -71,6 +73,8 @@ class Index:
     """One more than the highest rank that wrote a file, as the files are named."""
     is_ordered: bool = True
     """True if the tensors are in the order of the saved state dict."""
+    copies: Mapping[str, Sequence[Copy]] = field(default_factory=dict)
+    """Chunks that several ranks saved, each for itself: the one that is read, and another."""
 
     @property
     def archives(self) -> tuple[ByteRange, ...]:

@@ -2,22 +2,26 @@
 
 Each ``__<rank>.metadata`` describes the files of its rank: its own chunks of cut tensors, and a copy of everything
 else. torch gives each rank its own copy back. A checkpoint for other ranks has one of them, that of the lowest rank,
-which is the one that torch keeps when it saves with collectives. Objects that differ are noted.
+which is the one that torch keeps when it saves with collectives. Objects that differ are noted; weights and optimizer
+state that differ are no copies, such as other experts under the same names.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from ckpt_tools.core.manifest import Equal, Kind, Manifest, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, RowTable, ShardTable
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.formats.dcp.index import Index, most_ranks
+from ckpt_tools.formats.dcp.index import Copy, Index, most_ranks
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.param_numbers import PER_RANK
 from ckpt_tools.formats.state_dict.parse import TreePath
 from ckpt_tools.stores.source import Source
 
@@ -42,8 +46,9 @@ def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[N
     if both := tensors.keys() & objects.keys():
         raise MalformedError("it is a tensor of one rank and an object of another", key=min(both))
     unread = {name: reason for index in indexes.values() for name, reason in index.unread.items()}
+    copies: dict[str, list[Copy]] = {}
     index = Index(
-        {name: _united(name, leaves) for name, leaves in tensors.items() if name not in unread},
+        {name: _united(name, leaves, copies) for name, leaves in tensors.items() if name not in unread},
         {name: found[0] for name, found in objects.items()},
         paths,
         frozenset(name for index in indexes.values() for name in index.compressed),
@@ -52,37 +57,74 @@ def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[N
         frozenset(name for index in indexes.values() for name in index.unflattened),
         most_ranks(indexes.values()),
         all(index.is_ordered for index in indexes.values()),
+        copies,
     )
     return index, tuple(note for name, found in objects.items() for note in _differing(source, name, found))
 
 
-def _united(name: str, leaves: Sequence[TensorLeaf]) -> TensorLeaf:
+def with_copies_compared(manifest: Manifest, source: Source, index: Index) -> Manifest:
+    """``manifest`` with the copies of weights and optimizer state to be compared, and notes on others that differ."""
+    keys = {id(entry.shards): (key, entry) for key, entry in manifest.tensors.items()}
+    notes, equal = list[Note](), list[Equal]()
+    for name, copies in index.copies.items():
+        key, entry = keys.get(id(index.tensors[name].shards), (None, None))
+        if key is None or entry is None:
+            continue
+        if entry.kind is Kind.EXTRA or name.rpartition(".")[2] in PER_RANK:
+            notes += _differing(source, name, [copies[0][0].byte_range(0), *(copy.byte_range(0) for _, copy in copies)])
+            continue
+        for pair in copies:
+            files = [table.files[0] for table in pair]
+            tensors = (TensorEntry(table.shape, table.dtype, entry.kind, table) for table in pair)
+            equal.append(Equal(f"{key} in {files[0]} and in {files[1]}", *tensors))
+    return replace(manifest, notes=(*manifest.notes, *notes), must_equal=(*manifest.must_equal, *equal))
+
+
+def _united(name: str, leaves: Sequence[TensorLeaf], copies: dict[str, list[Copy]]) -> TensorLeaf:
     first = leaves[0]
     if any(leaf.shape != first.shape or leaf.dtype is not first.dtype for leaf in leaves):
         raise MalformedError("ranks saved tensors of different shapes or dtypes under this name", key=name)
-    return first if len(leaves) == 1 else TensorLeaf(first.shape, first.dtype, _table([leaf.shards for leaf in leaves]))
+    if len(leaves) == 1:
+        return first
+    table, doubled = _table([leaf.shards for leaf in leaves])
+    if doubled:
+        copies[name] = doubled
+    return TensorLeaf(first.shape, first.dtype, table)
 
 
-def _table(tables: Sequence[ShardTable]) -> ShardTable:
+def _table(tables: Sequence[ShardTable]) -> tuple[ShardTable, list[Copy]]:
+    """The shards of all ranks, each box once, and the others."""
     files = list(dict.fromkeys(file for table in tables for file in table.files))
     number = {file: position for position, file in enumerate(files)}
-    ids = [np.array([number[file] for file in table.files], np.int64)[table.file_ids] for table in tables]
-    starts, stops = (np.concatenate([getattr(table, name) for table in tables]) for name in ("starts", "stops"))
-    boxes = np.concatenate([starts, stops], axis=1)
-    # Each box once; all those of a 0-d tensor are the same.
-    rows = np.sort(np.unique(boxes, axis=0, return_index=True)[1]) if boxes.shape[1] else np.arange(min(1, len(boxes)))
-    first = tables[0]
-    return RowTable(
+    ids = np.concatenate(
+        [np.array([number[file] for file in table.files], np.int64)[table.file_ids] for table in tables]
+    )
+    starts, stops, byte_starts, byte_stops = (
+        np.concatenate([getattr(table, name) for table in tables])
+        for name in ("starts", "stops", "byte_starts", "byte_stops")
+    )
+    # All boxes of a 0-d tensor are the same.
+    boxes = np.concatenate([starts, stops, np.zeros((len(ids), 1), np.int64)], axis=1)
+    _, firsts, numbers = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
+    first, rows = tables[0], np.sort(firsts)
+
+    def item(row: int) -> ShardTable:
+        at = ByteRange(files[ids[row]], int(byte_starts[row]), int(byte_stops[row]))
+        return ShardTable.whole(tuple((stops - starts)[row].tolist()), first.dtype, at, framing=first.framing)
+
+    kept = firsts[numbers.reshape(-1)]
+    table = RowTable(
         shape=first.shape,
         dtype=first.dtype,
         starts=starts[rows],
         stops=stops[rows],
         files=files,
-        file_ids=np.concatenate(ids)[rows],
-        byte_starts=np.concatenate([table.byte_starts for table in tables])[rows],
-        byte_stops=np.concatenate([table.byte_stops for table in tables])[rows],
+        file_ids=ids[rows],
+        byte_starts=byte_starts[rows],
+        byte_stops=byte_stops[rows],
         framing=first.framing,
     )
+    return table, [(item(kept[row]), item(row)) for row in range(len(kept)) if kept[row] != row]
 
 
 def _differing(source: Source, name: str, found: Sequence[ByteRange]) -> list[Note]:

@@ -21,7 +21,7 @@ from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, most_ranks, read_index
 from ckpt_tools.formats.dcp.megatron_fsdp import of_weights
 from ckpt_tools.formats.dcp.names import is_of_dcp, is_of_one_rank
-from ckpt_tools.formats.dcp.rank_indexes import merged
+from ckpt_tools.formats.dcp.rank_indexes import merged, with_copies_compared
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place, with_references
 from ckpt_tools.formats.state_dict.parse import manifest_of
@@ -73,7 +73,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         literals={**manifest.literals, **used},
         archives=index.archives,
     )
-    return with_other_half(manifest, source, paths)
+    return with_other_half(with_copies_compared(manifest, source, index), source, paths)
 
 
 def _joined(indexes: Mapping[str, Index]) -> Index:

@@ -31,6 +31,7 @@ from ckpt_tools.formats.sharded.items import RANK, Checkpoint, Item, read_checkp
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.param_numbers import PER_RANK
 from ckpt_tools.formats.state_dict.parse import Leaves, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.strict_json import parse_json
@@ -52,9 +53,6 @@ FSDP = "fsdp"
 GENERATORS = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state")
 """Entries with the states of a rank's random number generators. They are neither read nor written: ranks of another
 run cannot use them, and verl's loader restores its own from ``rng``."""
-
-PER_RANK = ("running_mean", "running_var", "num_batches_tracked", "step")
-"""Tensors that each rank may have by itself: those of rank 0 are taken. Any other must be the same on all ranks."""
 
 _Cut = dict[tuple[Shape, Shape], tuple[Shard, int | None]]
 """Shards by the box that each holds, with their checksums."""

@@ -22,6 +22,9 @@ from ckpt_tools.errors import UsageError
 BUFFER_NAMES = ("running_mean", "running_var")
 """torch's own floating-point buffers, of every normalization by batch: as many of one shape as there are layers."""
 
+PER_RANK = (*BUFFER_NAMES, "num_batches_tracked")
+"""Buffers that each rank computes by itself: those of rank 0 are taken. Other tensors must be the same on all ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class NumberedGroup:

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.api import load_with_process_group
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -189,3 +191,30 @@ def test_groups_of_fsdp1_that_hold_a_tensor_each(differs: bool, tmp_path: Path) 
         return
     with pytest.raises(CkptError, match=r"base: ranks 0, 1 and ranks 2, 3 hold different values of it"):
         ckpt_tools.verify(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
+@pytest.mark.parametrize("is_compressed", [False, True])
+@pytest.mark.parametrize("differs", [False, True])
+def test_ranks_that_save_a_dcp_by_themselves(differs: bool, is_compressed: bool, tmp_path: Path) -> None:
+    """Without collectives nobody leaves out the chunk that another rank has too."""
+    source = tmp_path / "run"
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+            place = mesh["ep"].get_local_rank() * differs
+            state = {"experts": cut(WHOLE + place, mesh["fsdp"], [Shard(1)]), "bias": torch.zeros(2)}
+            own = {"norm": {"running_mean": torch.full((2,), 1.0 + rank)}, "seen": torch.tensor(rank)}
+            writer = dcp.FileSystemWriter(source, _extensions=[ZStandard()] if is_compressed else [])
+            dcp.save({"model": state, **own}, storage_writer=writer, use_collectives=False)
+    notes = {note.what: note.count for note in ckpt_tools.inspect(source, model_key="model").notes}
+    assert notes == {"other values of norm.running_mean": 3, "other values of seen": 3}
+    if not differs:
+        assert ckpt_tools.verify(source, model_key="model").equal
+        ckpt_tools.convert(source, tmp_path / "out.safetensors", model_key="model")
+        assert torch.equal(ckpt_tools.open(tmp_path / "out.safetensors")["experts"].torch(), WHOLE)
+        return
+    for verb in (ckpt_tools.verify, lambda run, **key: ckpt_tools.convert(run, tmp_path / "out.pt", **key)):
+        with pytest.raises(DifferenceError, match=r"experts in __0_0.distcp and in __2_0.distcp: their bits differ"):
+            verb(source, model_key="model")
+    assert not (tmp_path / "out.pt").exists()

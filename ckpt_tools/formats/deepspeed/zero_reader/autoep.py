@@ -247,7 +247,7 @@ def _without_zero(source: Source, tag: TagFiles, files: ExpertFiles, fused: Fuse
         parts.append(FusedRank(own, each, part=f"rank{rank}.", rank=rank, fused=fused, weights=tables).manifest())
     joined = Joining(parts, ExpertRules({}, fused.path, fused), of="expert-parallel rank").manifest()
     literals = {name: data for part in parts for name, data in part.literals.items()}
-    equal = tuple(_equal_numbers(parts, fused))
+    equal = (*joined.must_equal, *_equal_numbers(parts, fused))
     return replace(joined, world_size=parts[0].world_size, literals=literals, must_equal=equal)
 
 

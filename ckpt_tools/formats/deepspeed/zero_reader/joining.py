@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import Equal, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import to_json
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Join, Rules, whole_extra
+from ckpt_tools.formats.state_dict.param_numbers import PER_RANK
 
 
 @dataclass
@@ -46,7 +47,15 @@ class Joining:
             extra=whole_extra(first.extra),
             world_size=None if first.world_size is None else first.world_size * len(self.parts),
             notes=(*first.notes, *self.notes, *notes),
+            must_equal=tuple(self._equal_buffers()),
         )
+
+    def _equal_buffers(self) -> Iterator[Equal]:
+        """Buffers, for which there is no rule: of one shape they may be parts or copies."""
+        for key, first in self.parts[0].of_kind(Kind.BUFFER).items():
+            for rank, part in enumerate(self.parts[1:], 1):
+                if key.fqn.rpartition(".")[2] not in PER_RANK:
+                    yield Equal(f"{key} of {self.of}s 0 and {rank}", first, part.tensors[key])
 
     def _joined(self, key: StateKey, first: TensorEntry) -> TensorEntry:
         if first.kind is Kind.EXTRA or not first.shape:

@@ -12,7 +12,7 @@ import ckpt_tools
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import DifferenceError, FormatError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
 from fixtures import launch
 from fixtures.corpus import deepspeed, make
@@ -197,6 +197,14 @@ def test_what_the_ranks_have_for_themselves_is_noted(native: Path) -> None:
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(epoch=9))
     notes = [f"{note.what}: {note.why}" for note in contents(native)[0].notes]
     assert any("client_state of the other ranks" in note for note in notes), notes
+
+
+def test_buffers_of_which_the_ranks_have_other_values_are_no_copies(native: Path, tmp_path: Path) -> None:
+    change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content["module"]["table"].add_(1))
+    for verb in (ckpt_tools.verify, lambda run: ckpt_tools.convert(run, tmp_path / "out.pt")):
+        with pytest.raises(DifferenceError, match="table of tensor-parallel ranks 0 and 1: their bits differ"):
+            verb(native)
+    assert not (tmp_path / "out.pt").exists()
 
 
 @pytest.mark.parametrize(("stage", "dtype", "to"), [(2, "fp32", 3), (3, "bf16", 1)])
