@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 
 from ckpt_tools.core.manifest import Kind, Manifest
 
-WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What torch.compile, FSDP1 and activation checkpointing put into a name, anywhere in it."""
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module")
+"""What torch.compile, FSDP1, activation checkpointing and Lightning Fabric put into a name, anywhere in it."""
 
 _WRAPPERS = re.compile(r"(?:module\.|model0\.)+")
 
@@ -29,9 +29,15 @@ def unnumbered(name: str) -> str:
     return ".".join("0" if part.isdecimal() else part for part in name.split("."))
 
 
+def without_parts(name: str) -> str:
+    """A name without the ``WRAPPER_PARTS``."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
+
+
 def shared_wrappers(names: Collection[str]) -> str:
-    """The prefix of wrappers that all names share: ``module.`` any number of times, and Megatron's ``model0.``
-    for the first part of a pipeline."""
+    """The prefix of wrappers that all names share without the ``WRAPPER_PARTS``: ``module.`` any number of times, and
+    Megatron's ``model0.`` for the first part of a pipeline."""
+    names = set(map(without_parts, names))
     first = min(names, key=len, default="")
     found = _WRAPPERS.match(first)
     front = found[0] if found is not None else ""
@@ -41,13 +47,18 @@ def shared_wrappers(names: Collection[str]) -> str:
 
 
 def bare_names(names: Collection[str]) -> dict[str, str]:
-    """Names as the bare model has them, by what they are."""
+    """Names as the bare model has them, by what they are: without wrappers, in whatever order these were put on."""
     front = shared_wrappers(names)
+    return {name: without_parts(name).removeprefix(front) for name in names}
 
-    def bare(name: str) -> str:
-        return ".".join(part for part in name.removeprefix(front).split(".") if part not in WRAPPER_PARTS)
 
-    return {name: bare(name) for name in names}
+def bare_model_names(manifest: Manifest) -> dict[str, str]:
+    """The same of ``model_names``. State of the optimizer may have other wrappers in its names than the weights."""
+    names = model_names(manifest)
+    weights = names & ({key.fqn for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)} | manifest.aliases.keys())
+    bare, bare_of_state = bare_names(weights), bare_names(names - weights)
+    is_same_model = weights and {*bare_of_state.values()} <= {*bare.values()}
+    return {**bare, **bare_of_state} if is_same_model else bare_names(names)
 
 
 def is_of_model(names: Collection[str], is_known: Callable[[Collection[str]], bool]) -> bool:

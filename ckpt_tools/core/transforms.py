@@ -13,7 +13,7 @@ from ckpt_tools.core import matching, quantized
 from ckpt_tools.core.casts import CASTABLE, check_cast
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.names import bare_names, model_names
+from ckpt_tools.core.names import bare_model_names, model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import count, listed
@@ -160,17 +160,20 @@ def reowned(manifest: Manifest, chosen: Callable[[str], bool]) -> Manifest:
 
 
 def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
-    """Every fqn through ``new_name``: weights, optimizer state, ties and groups alike.
+    """Every fqn through ``new_name``: weights, optimizer state, ties and groups alike. A weight and state that had
+    another name may come to have one name.
 
     Raises:
         UsageError: two names become one, one becomes empty, or a quantized weight is parted from its scales.
     """
     names = {name: new_name(name) for name in sorted(model_names(manifest))}
-    taken: dict[str, str] = {}
-    for old, new in names.items():
-        if not new or new in taken:
+    keys = [key for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA]
+    taken: dict[StateKey, str] = {}
+    for old, slot in sorted((*keys, *map(StateKey, manifest.aliases))):
+        new = StateKey(names[old], slot)
+        if not new.fqn or new in taken:
             other = f" as does {taken[new]!r}" if new in taken else ""
-            raise UsageError(f"renaming makes {old!r} into {new!r}{other}; names must stay distinct")
+            raise UsageError(f"renaming makes {old!r} into {new.fqn!r}{other}; names must stay distinct")
         taken[new] = old
     quantized.check_renamed(manifest, names)
     renamed = replace(
@@ -235,7 +238,7 @@ def _rule(rule: str) -> tuple[re.Pattern[str], str]:
 def without_wrappers(manifest: Manifest) -> Transformed:
     """Names as the bare model has them: parts that wrappers put in are taken out, and what all names begin with of
     ``module.`` and ``model0.``."""
-    bare = bare_names(model_names(manifest))
+    bare = bare_model_names(manifest)
     if all(name == old for old, name in bare.items()):
         return manifest, ()
     return rename(manifest, bare.__getitem__)

@@ -18,7 +18,7 @@ from ckpt_tools.core import transforms
 from ckpt_tools.core.applicability import OF_RECIPES, Case, check
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
-from ckpt_tools.core.names import WRAPPER_PARTS
+from ckpt_tools.core.names import bare_names
 from ckpt_tools.core.options import ConvertOptions, SelectKeywords
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsafeError, UsageError
@@ -200,7 +200,7 @@ def _saved_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[str]
 
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     state = model.state_dict(keep_vars=True)
-    for name, value in zip(_bare(state), state.values(), strict=True):
+    for name, value in zip(bare_names(state).values(), state.values(), strict=True):
         if isinstance(value, torch.Tensor):
             found.setdefault(id(value), (value, []))[1].append(name)
     return list(found.values())
@@ -209,17 +209,9 @@ def _saved_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[str]
 def _parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
     named = dict(model.named_parameters(remove_duplicate=False))
     names: dict[int, list[str]] = {}
-    for name, parameter in zip(_bare(named), named.values(), strict=True):
+    for name, parameter in zip(bare_names(named).values(), named.values(), strict=True):
         names.setdefault(id(parameter), []).append(name)
     return names
-
-
-def _bare(names: Iterable[str]) -> list[str]:
-    """Names without what DistributedDataParallel, torch.compile and activation checkpointing put into them."""
-    found = list(names)
-    shared = bool(found) and all(name.startswith("module.") for name in found)
-    found = [name.removeprefix("module.") for name in found] if shared else found
-    return [".".join(part for part in name.split(".") if part not in WRAPPER_PARTS) for name in found]
 
 
 @dataclass(frozen=True, slots=True)

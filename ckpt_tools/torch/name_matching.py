@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckpt_tools.core.manifest import Manifest, StateTree, TreePath, dotted
-from ckpt_tools.core.names import WRAPPER_PARTS
+from ckpt_tools.core.names import without_parts
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.state_dict.build import Entries
 
@@ -48,7 +48,7 @@ class JobNames:
 
     def find(self, name: str) -> Match | None:
         """The entry that a job means by ``name``, in which wrappers of the model may have left their marks."""
-        for prefix, own in _splits(".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)):
+        for prefix, own in _splits(without_parts(name)):
             for part in (OPTIM, MODEL, EXTRA):
                 entry = self.entries[part].get(own)
                 if entry is not None and self.prefixes.get(part) in (None, prefix):

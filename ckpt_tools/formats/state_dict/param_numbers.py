@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.names import bare_names
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.param_order import ParamOrder
 from ckpt_tools.core.wording import count, nearest
@@ -48,6 +49,7 @@ def match_numbers(
     other order, only a shape that no other parameter has proves anything.
     """
     choices = [name for name in parameters if name.rpartition(".")[2] not in BUFFER_NAMES]
+    groups = _in_names_of_model(groups, parameters)
     if not is_ordered:
         return _by_shape_alone(groups, shapes, parameters)
     found: dict[int, str] = {}
@@ -59,6 +61,15 @@ def match_numbers(
             return None
         found.update(zip(group.numbers, names, strict=True))
     return found if _is_sound(found, groups, shapes, parameters) else None
+
+
+def _in_names_of_model(groups: Sequence[NumberedGroup], parameters: Mapping[str, Shape]) -> Sequence[NumberedGroup]:
+    """Names that the optimizer says, with the wrappers that the model's have."""
+    said = [name for group in groups for name in group.names or ()]
+    if parameters.keys() >= {*said}:
+        return groups
+    bare, owners = bare_names(said), {bare: name for name, bare in bare_names(parameters).items()}
+    return [replace(each, names=each.names and tuple(owners.get(bare[n], n) for n in each.names)) for each in groups]
 
 
 def why_unnamed(

@@ -227,7 +227,8 @@ class _Reading:
         names = tuple(self.manifest.aliases.get(name, name) for name in group.params)
         for name in names:
             if StateKey(name) not in self.manifest.tensors:
-                raise IncompleteError("a parameter group names it, but there is no such weight", key=name)
+                advice = f"{option('strip', 'auto')} takes wrappers off names"
+                raise IncompleteError(f"a parameter group names it, but there is no such weight; {advice}", key=name)
         return names
 
     def _flavour(self, trained: Sequence[str]) -> DType:
