@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, StoredTensor, Value
+from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, StoredTensor, Value, brief
+from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.serialization.unread_tensors import why_unread
 from ckpt_tools.trainers.names import rank_file, world_of
@@ -67,6 +68,33 @@ def rank_in_name(path: str) -> str | None:
         return None
     rank, world = int(match["rank"]), world_of(match)
     return f"rank {rank}" if world is None else f"rank {rank} of {world}" if world > 1 else None
+
+
+_OF_ONE_RANK = re.compile(
+    r"(?:model-rank-\d+-part-\d+|model\d+-mp(?!1\.)\d+|rank\d+|(?:\w+_)?tp_rank_?\d+(?:_\w+)?)\.safetensors"
+)
+"""Files of vLLM and SGLang (``sharded_state``), DeepSeek, TensorRT-LLM and NeuronX Distributed."""
+
+
+def why_no_model(paths: Iterable[str]) -> str | None:
+    """Why safetensors of these names are no model: each has one rank's piece of tensors, under the names of whole ones;
+    None where one of them may be a model."""
+    names = [path.rpartition("/")[2] for path in paths if path.endswith(".safetensors")]
+    if not names or not all(map(_OF_ONE_RANK.fullmatch, names)):
+        return None
+    what = "this is one part" if len(names) == 1 else f"these are {len(names):,} parts"
+    return (
+        f"by name {what} of a model that tensor parallelism cut ({listed(names)}), and no file says how; take the "
+        "model that was cut"
+    )
+
+
+def why_delta(metadata: Any) -> str | None:
+    """Why a folder whose index has this ``metadata`` is no model: slime, SGLang and miles publish what has changed."""
+    if not isinstance(metadata, Mapping) or "delta_encoding" not in metadata:
+        return None
+    base = brief(metadata.get("base_version", "unknown"))
+    return f"it is a delta against an earlier version: {base}; apply it to that version by what published it"
 
 
 def refuse_pieces(value: Value, path: str) -> None:

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+from ckpt_tools.formats.foreign import why_delta, why_no_model
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.saved import Saved
@@ -18,14 +19,18 @@ _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
 
 def problem(saved: Saved) -> str | None:
     found = (_tensors_end(saved, path) for path in saved.files if path.endswith(".safetensors"))
-    return _index(saved) or _shards(saved) or next(filter(None, found), None)
+    named = why_no_model(saved.files) or _index(saved) or _shards(saved)
+    return named or next(filter(None, found), None) or _twice(saved)
 
 
 def _index(saved: Saved) -> str | None:
     """Shards that an index names."""
     for path in saved.files:
         if path.endswith((".safetensors.index.json", ".bin.index.json")):
-            names = saved.object_at(saved.path(path)).get("weight_map", {})
+            index = saved.object_at(saved.path(path))
+            if (why := why_delta(index.get("metadata"))) is not None:
+                return why
+            names = index.get("weight_map", {})
             folder = parent_of(path)
             for name in sorted({*names.values()}) if isinstance(names, dict) else []:
                 file = f"{folder}/{name}" if folder else str(name)
@@ -51,9 +56,25 @@ def is_empty(saved: Saved, path: str) -> bool:
     """True if the header of a file lists no tensor."""
     if not path.endswith(".safetensors"):
         return False
+    return not any(True for _ in _stops(_header(saved, path)))
+
+
+def _header(saved: Saved, path: str) -> Any:
     read, _, _ = saved.part(path)
     (length,) = struct.unpack("<Q", read(0, 8))
-    return not any(True for _ in _stops(parse_json(read(8, 8 + length), path)))
+    return parse_json(read(8, 8 + length), path)
+
+
+def _twice(saved: Saved) -> str | None:
+    """Shards with the same tensors, which are of ranks: each has its part of them."""
+    seen: dict[tuple[str, str, str], str] = {}
+    shards = {path: match for path in saved.files if (match := _SHARD.fullmatch(path)) and path.endswith("tensors")}
+    for path, match in shards.items() if len(shards) > 1 else ():
+        for name in {*_header(saved, path)} - {"__metadata__"}:
+            other = seen.setdefault((match[1], match[3], name), path)
+            if other != path:
+                return f"tensors are in two files, {other} and {path}: they may be those of ranks, with a part of each"
+    return None
 
 
 def _tensors_end(saved: Saved, path: str) -> str | None:

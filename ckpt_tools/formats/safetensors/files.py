@@ -26,6 +26,7 @@ from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.values import are_naturals, brief
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
+from ckpt_tools.formats.foreign import why_delta, why_no_model
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
 from ckpt_tools.formats.safetensors.hf_index import (
     are_shards,
@@ -98,6 +99,8 @@ def is_own(path: str) -> bool:
 
 
 def _files(source: Source) -> list[str]:
+    if (why := why_no_model(filter(is_own, source.files))) is not None:
+        raise UnsupportedError(why)
     index = index_of(source.files, INDEX_NAME)
     if index is not None:
         weight_map = read_weight_map(source, index)
@@ -138,6 +141,9 @@ def read_header(source: Source, path: str) -> _Header:
     metadata = _metadata(found.pop("__metadata__", {}), path)
     tensors = {name: _described(name, found.pop(name), 8 + length, path) for name in list(found)}
     _check_ranges(tensors, 8 + length, size, path)
+    # Its metadata has a checksum of each tensor after the change.
+    if tensors and all(name in metadata and dtype is DType.UINT8 for name, (dtype, _, _) in tensors.items()):
+        raise UnsupportedError(f"{why_delta({'delta_encoding': ''})}", path=path)
     return _Header(tensors, metadata)
 
 
@@ -199,7 +205,9 @@ def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
     for path, header in headers.items():
         for name, (dtype, shape, at) in header.tensors.items():
             if name in found:
-                raise MalformedError("this tensor is in two files", path=path, key=name)
+                other = found[name].shards.files[0]
+                why = f"this tensor is in two files, {other} too: they may be those of ranks, with a part of it each"
+                raise MalformedError(why, path=path, key=name)
             found[name] = TensorLeaf(shape, dtype, ShardTable.whole(shape, dtype, at))
     return found
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.foreign import why_delta
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source, checked_name
 
@@ -57,6 +58,8 @@ def read_weight_map(source: Source, index: str) -> Mapping[str, str]:
     weight_map = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise MalformedError("the index has no weight_map of names to files", path=index)
+    if (why := why_delta(found.get("metadata"))) is not None:
+        raise UnsupportedError(why, path=index)
     for file in dict.fromkeys(weight_map.values()):
         source.size(checked_name(file))
     return weight_map
