@@ -83,7 +83,7 @@ def _measure(asked: argparse.Namespace, settings: Settings, journal: Journal) ->
     try:
         claim(settings.data)
     except FolderError as error:
-        raise SystemExit(f"error: {error}") from None
+        raise SystemExit(f"Error: {error}") from None
     for name in asked.works if asked.fresh else ():
         field = "kind" if name in (MEMORY, START_UP, INFERENCE) else "work"
         journal.forget(keep={"kind": None}, **{field: name})

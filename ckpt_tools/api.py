@@ -545,10 +545,11 @@ def verify(
     check(ARGUMENTS["verify"], given, case)
     check_storage_options(chosen.storage_options, src, dst, digests, chosen.config, like)
     src = named(src, chosen.storage_options)
+    signed = None
     if public_key is not None:
         from ckpt_tools.verification.signing import check_signature
 
-        check_signature(digests or src, public_key=public_key, signature=signature)
+        signed = check_signature(digests or src, public_key=public_key, signature=signature)
     files = None
     if digests is not None:
         from ckpt_tools.verification.file_checks import named_list
@@ -557,7 +558,8 @@ def verify(
         check(ARGUMENTS["verify"], given, replace(case, has_digests=files is None))
     how = _running(chosen, workers, on_progress, src, dst)
     if dst is None:
-        return verify_one(src, chosen, how, against=digests if files is None else None, files=files)
+        report = verify_one(src, chosen, how, against=digests if files is None else None, files=files)
+        return replace(report, signature=signed)
     source, manifest = read_checkpoint(
         src, chosen.reading, format_name=chosen.from_, storage_options=chosen.storage_options
     )

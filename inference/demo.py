@@ -228,12 +228,12 @@ def main(out: Path) -> None:
         with interruption.interruptible(lambda: "start the demo again"):
             rows = run_demo(out.absolute(), console)
     except CkptError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)
     console.print(table_of(rows))
     failures = [sentence for row in rows for sentence in row.failures()]
     for sentence in failures:
-        click.echo(f"error: {sentence}", err=True)
+        click.echo(f"Error: {sentence}", err=True)
     sys.exit(1 if failures else 0)
 
 

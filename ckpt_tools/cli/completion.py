@@ -105,7 +105,8 @@ def _is_place(wanted: click.Parameter) -> bool:
 def _recipes() -> Found:
     from ckpt_tools import list_recipes
 
-    return [each.name for each in list_recipes()]
+    recipes = list_recipes()
+    return [*(each.name for each in recipes), *sorted({name for each in recipes for name in each.also})]
 
 
 def _tensors(context: click.Context) -> Found:

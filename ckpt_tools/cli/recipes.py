@@ -49,7 +49,10 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
     if as_json:
         print_json([{name: value for name, value in each.to_json().items() if name != "text"} for each in found])
         return
-    rows = [(each.name, each.left, each.right, each.about) for each in found]
+    rows = [
+        (each.name, each.left, each.right, f"{each.about}; also {', '.join(each.also)}" if each.also else each.about)
+        for each in found
+    ]
     say_columns(("recipe", "left", "right", "description"), [tuple(map(printable, row)) for row in rows])
 
 

@@ -78,9 +78,15 @@ def _show_report(report: VerifyReport, same: str, *, top: int | None) -> None:
     else:
         _show_summary(report)
         _show_rows(report, top)
+    if report.signature:
+        say(printable(_signed(report)))
     if report.tied:
         say(printable(f"{ties(report.tied)} on one side, and not on the other"))
     show_notes(report.notes)
+
+
+def _signed(report: VerifyReport) -> str:
+    return f"the signature {report.signature} is by the private key to --public-key, and no signed file has changed"
 
 
 def _counted(report: VerifyReport) -> str:
@@ -159,6 +165,7 @@ def _say_markdown(title: str, report: VerifyReport, same: str, top: int | None) 
     rows, num_more = _rows(report, top)
     lines = [same] if report.equal else [_verdict(report), *(f"{name}: {what}" for name, what in _totals(report))]
     more = [f"and {num_more:,} more"] if num_more else []
+    more += [_signed(report)] if report.signature else []
     notes = [f"{note.outcome.value}: {note.what} ({note.why})" for note in report.notes[:MAX_NOTES]]
     say_markdown(title, [*lines, *more, *notes], ("name", "difference"), [(row.name, row.what) for row in rows])
 

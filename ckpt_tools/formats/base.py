@@ -60,9 +60,11 @@ class Format:
 
     @property
     def holds(self) -> str:
-        """Content for the table of formats."""
+        """Content for the table of formats. One that is only read says here what it reads."""
         if self.is_weights_alone:
             return "weights"
+        if not self.writes:
+            return ""
         return "whole state" if self.holds_optimizer else "weights; whole state on request"
 
     def detect(self, source: Source) -> bool:

@@ -98,9 +98,18 @@ def written_format(name: str) -> Format:
 def _able(name: str, verb: str, is_able: Callable[[Format], bool]) -> Format:
     found = known(name)
     if found is None or not is_able(found):
-        ours = [each.name for each in built_in() if is_able(each)]
-        raise UsageError(f"no format {name!r} can be {verb}; there are {', '.join((*ours, *plugins()))}")
+        able = [each for each in names() if _is_perhaps(is_able, each)]
+        raise UsageError(f"no format {name!r} can be {verb}; there are {', '.join(able)}")
     return found
+
+
+def _is_perhaps(is_able: Callable[[Format], bool], name: str) -> bool:
+    """True for a plug-in that cannot be imported too."""
+    try:
+        found = known(name)
+    except UsageError:
+        return True
+    return found is not None and is_able(found)
 
 
 def find_format(source: Source, name: str | None = None) -> Format:

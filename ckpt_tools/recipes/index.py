@@ -5,6 +5,7 @@ A distribution adds recipes by an entry point of the group ``ckpt_tools.recipes`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -58,6 +59,12 @@ def _found(recipe: str | Path) -> Recipe:
 def list_recipes() -> tuple[Recipe, ...]:
     """All recipes by name, the built-in ones first. Raises UsageError if one of a plug-in cannot be read."""
     return tuple(map(read_recipe, _all_paths()))
+
+
+def other_names(recipe: Recipe) -> tuple[str, ...]:
+    """The names of models by which :func:`load_recipe` finds it. Raises as ``list_recipes``."""
+    counts = Counter(name for each in list_recipes() for name in {each.name, *each.known_as})
+    return tuple(sorted(name for name in recipe.known_as - {recipe.name} if counts[name] == 1))
 
 
 def _all_paths() -> list[Path]:

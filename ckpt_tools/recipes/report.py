@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, repr=False)
 class RecipeInfo(Shown):
     """A recipe: ``left`` and ``right`` are the two namings, ``models`` the ``model_type`` that it is for, ``source`` is
-    what it was made from, ``text`` the file."""
+    what it was made from, ``text`` the file, ``also`` its other names."""
 
     SHOWN: ClassVar[tuple[str, ...]] = ("name", "left", "right", "about")
 
@@ -30,10 +30,16 @@ class RecipeInfo(Shown):
     models: tuple[str, ...]
     source: str
     text: str
+    also: tuple[str, ...]
 
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeInfo:
-        return cls(recipe.name, recipe.left, recipe.right, recipe.about, recipe.models, recipe.source, recipe.text)
+        from ckpt_tools.recipes.index import other_names
+
+        also = other_names(recipe)
+        return cls(
+            recipe.name, recipe.left, recipe.right, recipe.about, recipe.models, recipe.source, recipe.text, also
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,10 +55,71 @@ _MANY = settings(
 )
 
 
-class FormatTests:
-    """Inherit it, and give the ``format``, which can be read and written."""
+class ReaderTests:
+    """Inherit it, and give the ``format``, which can be read, and the files of a small ``example``."""
 
     format: ClassVar[Format]
+    optional_files: ClassVar[tuple[str, ...]] = ()
+    """Files that the example can be read without."""
+
+    def example(self) -> Mapping[str, bytes | bytearray]:
+        """A checkpoint by the paths of all its files. It has a tensor."""
+        raise NotImplementedError
+
+    def test_it_says_its_name(self) -> None:
+        assert self.format.name and self.format.about
+        assert self._read(self.example())[1].format == self.format.name
+
+    def test_a_missing_or_short_file_is_a_format_error(self) -> None:
+        files = self.example()
+        assert self._elements(files)
+        for path, data in files.items():
+            others = {name: each for name, each in files.items() if name != path}
+            shortened = [{**others, path: part} for part in (data[:0], data[:-1], data[: len(data) // 2])]
+            # A folder without any file is refused before a reader is asked.
+            without = [] if path in self.optional_files else [others]
+            for damaged in [*shortened, *filter(None, without)]:
+                with pytest.raises(FormatError):
+                    self._elements(damaged)
+
+    def test_damage_is_no_other_exception(self) -> None:
+        """Any bytes may be others: the checkpoint is read, or one of our errors says why not."""
+        files = self.example()
+
+        @_MANY
+        @given(st.data())
+        def check(data: st.DataObject) -> None:
+            path = data.draw(st.sampled_from(sorted(path for path in files if files[path])))
+            damaged = bytearray(files[path])
+            for _ in range(data.draw(st.integers(1, 3))):
+                damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+            with suppress(CkptError):
+                self._elements({**files, path: bytes(damaged)})
+
+        check()
+
+    def test_it_recognises_its_checkpoint_and_no_other_does(self) -> None:
+        source = Source.open(_store_of(self.example()))
+        others = [each for each in built_in() if each.name != self.format.name]
+        assert self.format.detect(source)
+        assert not [each.name for each in others if each.detect(source)]
+
+    @pytest.mark.parametrize("name", FOREIGN)
+    def test_it_does_not_claim_others(self, name: str) -> None:
+        files = {path: bytearray(b"\0") for path in FOREIGN[name]}
+        assert self.format.detect(Source.open(MemoryStore(files))) is (name == self.format.name)
+
+    def _read(self, files: Mapping[str, bytes | bytearray]) -> tuple[Source, Manifest]:
+        source = Source.open(_store_of(files))
+        return source, self.format.read(source, ReadOptions())
+
+    def _elements(self, files: Mapping[str, bytes | bytearray]) -> dict[StateKey, bytes]:
+        return _elements(*self._read(files))
+
+
+class FormatTests(ReaderTests):
+    """Inherit it, and give the ``format``, which can be read and written."""
+
     unsupported_dtypes: ClassVar[tuple[DType, ...]] = ()
     """Those that the format refuses with UnsupportedError."""
     keeps_state: ClassVar[bool] = True
@@ -69,8 +130,9 @@ class FormatTests:
     """Whether tied names are told from names of equal tensors."""
     own_entries: ClassVar[tuple[str, ...]] = ()
     """Entries that reading adds, which say something of the files."""
-    optional_files: ClassVar[tuple[str, ...]] = ()
-    """Files that it writes and can be read without."""
+
+    def example(self) -> Mapping[str, bytes | bytearray]:
+        return self._written(_checkpoint_of(DType.FLOAT32, is_whole=self.keeps_state))
 
     def test_what_is_written_is_read(self) -> None:
         """Every tensor bit for bit, and all that is not a tensor."""
@@ -109,10 +171,6 @@ class FormatTests:
 
         check()
 
-    def test_it_says_its_name(self) -> None:
-        assert self.format.name and self.format.about
-        assert self._read(self._written(self._small()))[1].format == self.format.name
-
     @pytest.mark.parametrize("dtype", DType)
     def test_every_dtype_is_kept_or_refused(self, dtype: DType) -> None:
         if not dtype.is_of_torch and not self.format.keeps_every_dtype:
@@ -135,55 +193,14 @@ class FormatTests:
         self.format.read(source, ReadOptions())
         assert store.bytes_read < 1 << 20
 
-    def test_a_missing_or_short_file_is_a_format_error(self) -> None:
-        files = self._written(self._small())
-        for path, data in files.items():
-            others = {name: each for name, each in files.items() if name != path}
-            shortened = [{**others, path: part} for part in (data[:0], data[:-1], data[: len(data) // 2])]
-            # A folder without any file is refused before a reader is asked.
-            without = [] if path in self.optional_files else [others]
-            for damaged in [*shortened, *filter(None, without)]:
-                with pytest.raises(FormatError):
-                    self._elements(damaged)
-
-    def test_damage_is_no_other_exception(self) -> None:
-        """Any bytes may be others: the checkpoint is read, or one of our errors says why not."""
-        files = self._written(self._small())
-
-        @_MANY
-        @given(st.data())
-        def check(data: st.DataObject) -> None:
-            path = data.draw(st.sampled_from(sorted(path for path in files if files[path])))
-            damaged = bytearray(files[path])
-            for _ in range(data.draw(st.integers(1, 3))):
-                damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-            with suppress(CkptError):
-                self._elements({**files, path: bytes(damaged)})
-
-        check()
-
     def test_its_own_files_are_those_it_wrote(self) -> None:
-        files = self._written(self._small())
+        files = self.example()
         source, manifest = self._read({**files, "notes.md": b"mine", "folder/notes.md": b"mine"})
         assert self.format.own_files(source, manifest) & source.files.keys() == files.keys()
-
-    def test_it_recognises_what_it_wrote_and_no_other_does(self) -> None:
-        source = Source.open(MemoryStore(self._written(self._small())))
-        others = [each for each in built_in() if each.name != self.format.name]
-        assert self.format.detect(source)
-        assert not [each.name for each in others if each.detect(source)]
-
-    @pytest.mark.parametrize("name", FOREIGN)
-    def test_it_does_not_claim_others(self, name: str) -> None:
-        files = {path: bytearray(b"\0") for path in FOREIGN[name]}
-        assert self.format.detect(Source.open(MemoryStore(files))) is (name == self.format.name)
 
     def _facts(self, manifest: Manifest, elements: Mapping[StateKey, bytes]) -> dict[str, object]:
         extra = {name: value for name, value in manifest.extra.items() if name not in self.own_entries}
         return _facts(replace(manifest, extra=extra), elements)
-
-    def _small(self) -> StoredCheckpoint:
-        return _checkpoint_of(DType.FLOAT32, is_whole=self.keeps_state)
 
     def _written(self, checkpoint: StoredCheckpoint) -> dict[str, bytearray]:
         """The files that the writer makes, by the way of every conversion."""
@@ -194,12 +211,9 @@ class FormatTests:
         execute(plan, checkpoint.store, StoreDestination(target), runner=runner, on_bytes=lambda num_bytes: None)
         return target.files
 
-    def _read(self, files: Mapping[str, bytes | bytearray]) -> tuple[Source, Manifest]:
-        source = Source.open(MemoryStore({path: bytearray(data) for path, data in files.items()}))
-        return source, self.format.read(source, ReadOptions())
 
-    def _elements(self, files: Mapping[str, bytes | bytearray]) -> dict[StateKey, bytes]:
-        return _elements(*self._read(files))
+def _store_of(files: Mapping[str, bytes | bytearray]) -> MemoryStore:
+    return MemoryStore({path: bytearray(data) for path, data in files.items()})
 
 
 class _Counting(MemoryStore):

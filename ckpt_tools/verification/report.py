@@ -66,7 +66,7 @@ class VerifyReport(Shown):
 
     ``num_digests`` counts the tensors whose elements were compared with a recorded digest; it is None if there were no
     digests. ``num_files`` counts the files that were compared with ``lists`` of other tools. ``notes`` list what was
-    left out of the comparison, and the reason.
+    left out of the comparison, and the reason. ``signature`` is the file of a signature that was checked first.
     """
 
     SHOWN: ClassVar[tuple[str, ...]] = (
@@ -95,6 +95,7 @@ class VerifyReport(Shown):
     num_files: int = 0
     lists: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
+    signature: str | None = None
 
     @property
     def num_tensors(self) -> int:

@@ -8,9 +8,12 @@ every format that holds them.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +95,9 @@ def is_signature(data: bytes) -> bool:
     return isinstance(content, dict) and "sigstore" in str(content.get("mediaType"))
 
 
-def check_signature(src: str | Path, *, public_key: str | Path, signature: str | Path | None) -> None:
+def check_signature(src: str | Path, *, public_key: str | Path, signature: str | Path | None) -> str:
     """Check that the signature of ``src`` was made with the private key to ``public_key``, and that every file is
-    unchanged since then, with none added or removed.
+    unchanged since then, with none added or removed. Returns where the signature is.
 
     Raises:
         DifferenceError: the check fails. SourceNotFoundError: no signature. UsageError: as for ``sign_with_key``.
@@ -104,6 +107,7 @@ def check_signature(src: str | Path, *, public_key: str | Path, signature: str |
     use_key = verifying.Config().use_elliptic_key_verifier
     verifier = _calling("the public key cannot be used", UsageError, lambda: use_key(public_key=key))
     _calling(f"{found} is not the signature of {path}", DifferenceError, lambda: verifier.verify(path, found))
+    return str(found)
 
 
 def _model_signing() -> tuple[Any, Any, Any]:
@@ -134,4 +138,17 @@ def _calling(failed: str, kind: type[CkptError], action: Callable[[], Any]) -> A
     try:
         return action()
     except Exception as error:
-        raise kind(f"{failed}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise kind(f"{failed}: {_sentence(error)}") from error
+
+
+_DIGEST = re.compile(r"""Digest\(algorithm='\w+', digest_value=(b'(?:\\.|[^'\\])*'|b"(?:\\.|[^"\\])*")\)""")
+
+
+def _sentence(error: Exception) -> str:
+    """The library's message, with its lists as text, its digests in hexadecimal and no advice to read a web page."""
+    text = str(error)
+    head, _, rest = text.partition(": [")
+    with suppress(ValueError, SyntaxError):
+        text = f"{head}: {'; '.join(ast.literal_eval(f'[{rest}'))}"
+    text = _DIGEST.sub(lambda found: str(ast.literal_eval(found[1]).hex()), text)
+    return " ".join(re.sub(r"See https\S+ for more details\.", "", text).split()) or type(error).__name__

@@ -25,15 +25,15 @@ def report_errors() -> Iterator[None]:
         with stopping_on_signals():
             yield
     except CkptError as error:
-        _exit(f"error: {error}", error, error.exit_code)
+        _exit(f"Error: {error}", error, error.exit_code)
     except ModuleNotFoundError as error:
         missing = _missing_package(error)
         if missing is None:
             raise
-        _exit(f"error: {missing}", error, UsageError.exit_code)
+        _exit(f"Error: {missing}", error, UsageError.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _exit(f"error: {where}{error.strerror or error}", error, StoreError.exit_code)
+        _exit(f"Error: {where}{error.strerror or error}", error, StoreError.exit_code)
     except KeyboardInterrupt as error:
         code = exit_code_of(error)
         _exit(f"stopped by {signal.Signals(code - 128).name}", error, code)

@@ -57,6 +57,7 @@ CASES = [
     ("ckpt-tools convert a b --dtype b", ["plain,bfloat16", "plain,bf16"]),
     ("ckpt-tools convert a b --state m", ["plain,model"]),
     ("ckpt-tools convert a b --recipe mixt", ["file,mixt", "plain,mixtral"]),
+    ("ckpt-tools convert a b --recipe qwen3_mo", ["file,qwen3_mo", "plain,qwen3_moe"]),
     ("ckpt-tools recipes show mixt", ["file,mixt", "plain,mixtral"]),
     ("ckpt-tools convert checkpoint.safetensors b --include head", ["plain,head.bias"]),
     ("ckpt-tools diff checkpoint.safetensors b --exclude layers.1", ["plain,layers.1.weight"]),

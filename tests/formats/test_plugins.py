@@ -122,21 +122,40 @@ class TestThePrintedReader:
         with pytest.raises(FormatError, match=r"w\.f32: 24 bytes cannot hold 8 elements"):
             ckpt_tools.inspect(raw)
 
-    def test_it_is_not_written(self, raw: Path, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="raw"):
+    @pytest.mark.parametrize("shapes", ['{"w": [3, "a"]}', "[1]", '{"w": 3}', "{", ""])
+    def test_damage_is_an_error_of_ours(self, shapes: str, raw: Path) -> None:
+        (raw / "shapes.json").write_text(shapes)
+        with pytest.raises(FormatError, match=r"shapes\.json"):
+            ckpt_tools.inspect(raw)
+
+    def test_it_is_no_target(self, raw: Path, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=r"^no format 'raw' can be written; there are megatron.*, npz$"):
             ckpt_tools.convert(raw, tmp_path / "out", to="raw")
+        row = ckpt_tools.list_formats()[-1]
+        assert (row.name, row.reads, row.writes, row.holds) == ("raw", True, False, "weights")
+
+    def test_it_passes_the_suite_of_readers(self, tmp_path: Path) -> None:
+        (tmp_path / "ckpt_raw.py").write_text(printed("ckpt_raw.py"))
+        block = PAGE.index("from ckpt_raw import RawFormat")
+        (tmp_path / "test_ckpt_raw.py").write_text(PAGE[block : PAGE.index("```", block)])
+        check_suite(tmp_path / "test_ckpt_raw.py", tmp_path)
+
+
+def check_suite(test: Path, folder: Path) -> None:
+    """Every test of the file passes in a process that finds packages in ``folder``; none is skipped."""
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    done = subprocess.run(
+        line, capture_output=True, text=True, env=environment(folder), check=False, timeout=300, cwd=test.parent
+    )
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\d\d passed", done.stdout)
 
 
 class TestThePrintedFormat:
     def test_it_passes_the_suite_that_it_inherits(self, installed: Path, tmp_path: Path) -> None:
         test = tmp_path / "test_ckpt_npy.py"
         test.write_text(printed("test_ckpt_npy.py"))
-        line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
-        done = subprocess.run(
-            line, capture_output=True, text=True, env=environment(installed), check=False, timeout=300, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stdout
-        assert re.search(r"\d\d passed", done.stdout)
+        check_suite(test, installed)
 
     def test_it_appears_in_formats(self, npy: None) -> None:
         row = ckpt_tools.list_formats()[-1]

@@ -60,4 +60,4 @@ def test_a_function_refuses_an_empty_argument(function: Callable[..., Any], name
 @pytest.mark.parametrize(("text", "what"), [("vit=", "URL"), ("=run", "NAME"), ("=", "NAME")])
 def test_half_of_a_named_model_is_refused(text: str, what: str) -> None:
     ended = CliRunner().invoke(serve.main, ["--model", text])
-    assert (ended.exit_code, ended.output) == (2, f"error: --model {text} has an empty {what}; it is NAME=URL\n")
+    assert (ended.exit_code, ended.output) == (2, f"Error: --model {text} has an empty {what}; it is NAME=URL\n")

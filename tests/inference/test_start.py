@@ -90,6 +90,6 @@ def test_a_missing_package_is_one_sentence(
     done = run(command, *model, forms / "model.pt", *out, missing=missing, folder=str(hiding))
     assert done.returncode == 2
     assert done.stderr == (
-        f"error: this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'\n"
+        f"Error: this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'\n"
     )
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def test_every_built_in_recipe_is_listed_and_shown() -> None:
         recipe = load_recipe(path.stem)
         assert (recipe.name, bool(recipe.about)) == (path.stem, True)
         assert (load_recipe(path.stem, inverse=True).left, recipe.left) == (recipe.right, recipe.left)
+
+
+def test_every_other_name_that_is_taken_is_listed() -> None:
+    lines = {line.split()[0]: line for line in printed("recipes").splitlines()[1:]}
+    listed = {name: each.name for each in ckpt_tools.list_recipes() for name in each.also}
+    assert listed["qwen3_moe"] == "qwen2_moe"
+    for name, recipe in listed.items():
+        assert load_recipe(name).name == recipe
+        assert re.search(rf"; also .*\b{name}\b", lines[recipe])
 
 
 def test_a_plug_in_adds_recipes(plugin: Plugin) -> None:

@@ -63,7 +63,7 @@ def used(tmp_path: Path) -> Path:
 def test_options_that_do_not_fit_are_a_usage_error(tmp_path: Path) -> None:
     code, sentence = fail(f"--out={tmp_path}", "--num-workers=3")
     assert code == 2
-    assert sentence.startswith("error: the global batch of 64 does not divide over 3 workers")
+    assert sentence.startswith("Error: the global batch of 64 does not divide over 3 workers")
 
 
 def test_an_option_without_its_value_is_a_usage_error() -> None:
@@ -128,7 +128,7 @@ def test_a_missing_library_is_a_sentence_with_the_command_that_installs_it(
     code, stderr, modules = run(*given, refused=refused)
     assert code == 2
     install = "pip install 'ckpt-tools[train]'"
-    assert stderr == f"error: this run needs {names}, not installed here; install with: {install}\n"
+    assert stderr == f"Error: this run needs {names}, not installed here; install with: {install}\n"
     assert not modules & FRAMEWORKS
 
 
@@ -141,7 +141,7 @@ def test_the_names_that_options_take_are_the_light_ones() -> None:
 def test_an_out_that_cannot_be_made_is_a_sentence(out: str) -> None:
     code, sentence = fail(f"--out={out}", "--launcher=torchrun")
     assert code == 5
-    assert sentence.startswith(f"error: {out} cannot be written: ")
+    assert sentence.startswith(f"Error: {out} cannot be written: ")
 
 
 @pytest.mark.parametrize("option", ["--out", "--resume"])
@@ -157,13 +157,13 @@ def test_a_file_at_out_stays(below: str, tmp_path: Path) -> None:
     file.write_text("mine")
     code, sentence = fail(f"--out={file}{below}", "--launcher=torchrun")
     assert code == 8
-    assert sentence == f"error: --out {file}{below} is to be a folder, and {file} is a file\n"
+    assert sentence == f"Error: --out {file}{below} is to be a folder, and {file} is a file\n"
     assert file.read_text() == "mine"
 
 
 def test_more_samples_than_there_are_is_refused(tmp_path: Path) -> None:
     code, sentence = fail(f"--out={tmp_path / 'run'}", "--num-samples=5000")
-    assert (code, sentence) == (2, "error: --num-samples is 5000 and digits has 1437 to train on\n")
+    assert (code, sentence) == (2, "Error: --num-samples is 5000 and digits has 1437 to train on\n")
     assert not (tmp_path / "run").exists()
 
 
@@ -200,7 +200,7 @@ def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> 
     )
     assert done.returncode == 5
     unfinished = tmp_path / "checkpoints/.epoch_0002.partial"
-    assert done.stderr.startswith(f"error: {unfinished} cannot be written: torch could not write a whole file; ")
+    assert done.stderr.startswith(f"Error: {unfinished} cannot be written: torch could not write a whole file; ")
     assert done.stderr.endswith(" bytes left; continue with --resume latest\n")
     assert done.stderr.count("\n") == 1
 
@@ -208,4 +208,4 @@ def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> 
 def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "torchrun.log").mkdir()
     code, sentence = fail(f"--out={tmp_path}", "--launcher=torchrun", "--num-samples=64")
-    assert (code, sentence) == (5, f"error: {tmp_path / 'torchrun.log'}: Is a directory\n")
+    assert (code, sentence) == (5, f"Error: {tmp_path / 'torchrun.log'}: Is a directory\n")

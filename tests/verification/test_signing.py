@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def dcp(tmp_path: Path) -> Path:
 def test_a_signed_folder_is_whole_and_the_tool_itself_says_so(dcp: Path, key: Path) -> None:
     report = ckpt_tools.sign(dcp, private_key=key)
     assert report.signature == str(dcp / "model.sig")
-    assert ckpt_tools.verify(dcp, public_key=key.with_suffix(".pub")).equal
+    verified = ckpt_tools.verify(dcp, public_key=key.with_suffix(".pub"))
+    assert (verified.equal, verified.signature) == (True, report.signature)
     tool = verifying.Config().use_elliptic_key_verifier(public_key=key.with_suffix(".pub"))
     tool.verify(dcp, dcp / "model.sig")
 
@@ -130,10 +132,26 @@ def test_the_commands(dcp: Path, key: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as ended:
         main(["sign", str(dcp), "--private-key", str(key)])
     assert ended.value.code == 0 and capsys.readouterr().out == f"{dcp}/model.sig\n"
+    words = ["verify", str(dcp), "--public-key", str(key.with_suffix(".pub"))]
+    for more in ([], ["--format", "markdown"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *more])
+        printed = " ".join(capsys.readouterr().out.split())
+        assert ended.value.code == 0 and f"the signature {dcp}/model.sig is by the private key" in printed
+    before = sha256((dcp / ".metadata").read_bytes()).hexdigest()
     _other_bytes(dcp)
     with pytest.raises(SystemExit) as ended:
-        main(["verify", str(dcp), "--public-key", str(key.with_suffix(".pub"))])
-    assert ended.value.code == 6 and "is not the signature of" in capsys.readouterr().err
+        main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 6 and "is not the signature of" in said
+    assert f"Expected '{before}', Actual '{sha256((dcp / '.metadata').read_bytes()).hexdigest()}'" in said
+
+
+def test_a_key_that_is_none_is_told_without_a_web_page(dcp: Path, key: Path) -> None:
+    ckpt_tools.sign(dcp, private_key=key)
+    with pytest.raises(UsageError, match="cannot be used: Unable to load PEM file") as refused:
+        ckpt_tools.verify(dcp, public_key=dcp / ".metadata")
+    assert "http" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "key.pem", "link", "folder"])

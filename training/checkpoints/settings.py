@@ -31,11 +31,14 @@ def reading(checkpoint: Path | str) -> Iterator[None]:
     try:
         yield
     except CkptError as error:
-        named = (option.rstrip("_=").replace("_", "-").removeprefix("--") for option in OPTION.findall(error.message))
+        # The path of a tag's folder is enough.
+        message = re.sub(r"choose one with (--tag|tag=) \(", "name the folder of one (", error.message)
+        named = (option.rstrip("_=").replace("_", "-").removeprefix("--") for option in OPTION.findall(message))
         options = ", ".join(f"--{option}" for option in named)
-        if not options:
+        if options:
+            message += f" ({options}: of `ckpt-tools convert {checkpoint}`; then resume the copy)"
+        if message == error.message:
             raise
-        message = f"{error.message} ({options}: of `ckpt-tools convert {checkpoint}`; then resume the copy)"
         raise type(error)(message, path=error.path, key=error.key) from error
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.errors import DestinationExistsError, UsageError
 
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
@@ -75,6 +75,11 @@ def check_export(config: TrainConfig) -> None:
         except DestinationExistsError:
             message = f"--export {place} exists already; move it away or choose another name"
             raise DestinationExistsError(message) from None
+        except UsageError as error:
+            if "choose a format" not in error.message:
+                raise
+            message = "name a file that ends in .safetensors or .pt, or a folder without an ending"
+            raise UsageError(f"--export {place} ends as no model file does: {message}") from None
     if not is_url(place):
         nearest = next(folder for folder in Path(place).absolute().parents if os.path.lexists(folder))
         with writing(Path(place)), tempfile.TemporaryFile(dir=nearest):

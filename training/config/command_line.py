@@ -122,7 +122,7 @@ class Command(Grouped):
         try:
             return super().invoke(ctx)
         except CkptError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"Error: {error}", err=True)
             sys.exit(error.exit_code)
 
 

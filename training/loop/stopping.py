@@ -113,7 +113,7 @@ def interruptible(advice: Callable[[], str]) -> Iterator[None]:
     except RunStoppedError as error:
         _leave(str(error), error.exit_code)
     except LostStorageError as error:
-        _leave(f"error: {error}", error.exit_code)
+        _leave(f"Error: {error}", error.exit_code)
 
 
 def _leave(sentence: str, code: int) -> NoReturn:

@@ -201,7 +201,7 @@ def _run(config: TrainConfig, stdout: int | None = None) -> None:
     done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CkptError(lines[-1].removeprefix("error: "))
+        raise CkptError(lines[-1].removeprefix("Error: "))
 
 
 if __name__ == "__main__":

@@ -77,6 +77,7 @@ class DeepSpeedFormat(Format):
 
     name = "deepspeed"
     about = "DeepSpeed in any stage, also without ZeRO; the stage is detected"
+    holds = "whole state"
     holds_masters = True
     reading_options = ("tag",)
 

@@ -18,6 +18,7 @@ class NanotronFormat(Format):
 
     name = "nanotron"
     about = "nanotron: a folder with checkpoint_metadata.json, a file for each tensor, and files of the optimizer"
+    holds = "whole state"
 
     def detect(self, source: Source) -> bool:
         from ckpt_tools.formats.nanotron.names import METADATA

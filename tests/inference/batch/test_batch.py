@@ -159,7 +159,7 @@ def test_a_broken_image_is_a_row_and_disturbs_no_other(
     assert (result.exit_code, result.stdout) == (6, f"40 predictions in {out}\n")
     first = ", ".join(names[:3])
     assert result.stderr == (
-        f"error: 7 of 47 inputs could not be predicted: {first} and 4 more; their rows in {out} say why\n"
+        f"Error: 7 of 47 inputs could not be predicted: {first} and 4 more; their rows in {out} say why\n"
     )
     rows = rows_of(out)
     assert [row["name"] for row in rows] == sorted([*names, *(row["name"] for row in rows_of(expected))])
@@ -383,7 +383,7 @@ def test_a_full_disk_keeps_what_was_predicted(suffix: str, forms: Path, tmp_path
     assert num_rows >= 30
     assert (
         stderr
-        == f"error: File too large; the {num_rows} rows that were done are kept in {unfinished}; --resume continues\n"
+        == f"Error: File too large; the {num_rows} rows that were done are kept in {unfinished}; --resume continues\n"
     )
 
 

@@ -377,7 +377,7 @@ def test_files_are_predicted_by_the_users_functions(tmp_path: Path, monkeypatch:
         given = torch.tensor([[1.0, 2.0, 3.0]] * 8).bfloat16()
         assert first["outputs"]["all"] == deepcopy(linear).bfloat16()(given)[0].float().tolist()
     refused = CliRunner().invoke(main, [*half[:-1], "none", "--overwrite"])
-    assert (refused.exit_code, refused.stderr) == (2, "error: --dtype none is not a dtype of torch\n")
+    assert (refused.exit_code, refused.stderr) == (2, "Error: --dtype none is not a dtype of torch\n")
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert rows[0]["outputs"] == {"largest": int(theirs[1] > theirs[0]), "all": theirs}
     assert "could not convert string to float" in rows[1]["error"]

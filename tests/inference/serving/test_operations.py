@@ -116,7 +116,7 @@ def test_a_token_that_cannot_be_one_stops_the_start(
         file.write_text(content)
     done = run_serve(forms / "model.pt", f"--token={file}", "--port=0")
     assert (done.returncode, done.stderr.count("\n")) == (code, 1)
-    assert done.stderr.startswith("error: --token: ")
+    assert done.stderr.startswith("Error: --token: ")
 
 
 # --- ids, deadlines, the log
@@ -335,7 +335,7 @@ def test_a_certificate_that_cannot_be_used_stops_the_start(
 ) -> None:
     done = run_serve(forms / "model.pt", "--port=0", *(option.format(certificate) for option in options))
     assert (done.returncode, done.stderr.count("\n")) == (code, 1)
-    assert done.stderr.startswith("error: --")
+    assert done.stderr.startswith("Error: --")
 
 
 @pytest.mark.parametrize(
@@ -353,13 +353,13 @@ def test_a_certificate_that_cannot_be_used_stops_the_start(
 def test_a_number_that_makes_no_sense_is_refused(options: list[str], forms: Path) -> None:
     done = run_serve(forms / "model.pt", "--port=0", *options)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"error: {options[0].partition('=')[0]} is a number")
+    assert done.stderr.startswith(f"Error: {options[0].partition('=')[0]} is a number")
 
 
 def test_no_model_is_refused() -> None:
     done = run_serve("--port=0")
     assert done.returncode == 2
-    assert done.stderr == "error: there is no model to serve; name one, as MODEL or by --model NAME=URL\n"
+    assert done.stderr == "Error: there is no model to serve; name one, as MODEL or by --model NAME=URL\n"
 
 
 def test_a_path_with_an_equals_sign_is_a_path(weights: dict[str, Tensor], tmp_path: Path) -> None:

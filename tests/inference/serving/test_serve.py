@@ -317,7 +317,7 @@ def test_a_configuration_that_makes_no_sense_is_one_sentence(module: list[str], 
     )
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
         4,
-        f"error: {folder / 'config.json'} is not usable: num_attention_heads is 0, and not a number from 1",
+        f"Error: {folder / 'config.json'} is not usable: num_attention_heads is 0, and not a number from 1",
     )
     assert "Traceback" not in done.stderr
 
@@ -325,17 +325,17 @@ def test_a_configuration_that_makes_no_sense_is_one_sentence(module: list[str], 
 def test_a_bad_model_stops_the_start(tmp_path: Path) -> None:
     done = run_serve(tmp_path / "none.pt")
     assert done.returncode == 3
-    assert done.stderr == f"error: there is no file or folder {tmp_path / 'none.pt'}\n"
+    assert done.stderr == f"Error: there is no file or folder {tmp_path / 'none.pt'}\n"
 
 
 @pytest.mark.parametrize(
     ("args", "code", "sentence"),
     [
-        (["--port=99999"], 2, "error: --port is a number from 0 to 65535, not 99999\n"),
-        (["--port=-1"], 2, "error: --port is a number from 0 to 65535, not -1\n"),
-        (["--host=no-such-host.invalid"], 5, "error: the host no-such-host.invalid cannot be found ("),
-        (["--host=" + "a" * 70], 5, "error: the host " + "a" * 70 + " cannot be found ("),
-        (["--host=192.0.2.1", "--port=0"], 5, "error: cannot listen on host 192.0.2.1, port 0: "),
+        (["--port=99999"], 2, "Error: --port is a number from 0 to 65535, not 99999\n"),
+        (["--port=-1"], 2, "Error: --port is a number from 0 to 65535, not -1\n"),
+        (["--host=no-such-host.invalid"], 5, "Error: the host no-such-host.invalid cannot be found ("),
+        (["--host=" + "a" * 70], 5, "Error: the host " + "a" * 70 + " cannot be found ("),
+        (["--host=192.0.2.1", "--port=0"], 5, "Error: cannot listen on host 192.0.2.1, port 0: "),
     ],
 )
 def test_a_bad_address_is_one_sentence(args: list[str], code: int, sentence: str, forms: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_second_service_on_the_same_port_is_refused(service: Service, forms: P
     done = run_serve(forms / "model.pt", f"--port={service.port}")
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr == (
-        f"error: cannot listen on host 127.0.0.1, port {service.port}: Address already in use; "
+        f"Error: cannot listen on host 127.0.0.1, port {service.port}: Address already in use; "
         "try another --port or --host\n"
     )
 

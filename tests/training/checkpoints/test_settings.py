@@ -18,6 +18,7 @@ from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import default_config
 from training.__main__ import main
 from training.checkpoints.settings import check_settings, reading, recorded_settings
+from training.checkpoints.weights import check_export
 from training.config.options import SETTINGS, spelt
 from training.config.train_config import Settings, TrainConfig
 from training.launchers.checks import check_before_start
@@ -243,18 +244,18 @@ def test_a_torchrun_of_the_users_own_compares_too(small_run: SmallRun, tmp_path:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
     done = in_process(*torchrun, "-m", "training", *given.to_args())
     assert done.returncode != 0
-    assert "error: --seed is 7 here and 0 in the checkpoint" in done.stderr
+    assert "Error: --seed is 7 here and 0 in the checkpoint" in done.stderr
 
 
-def test_several_tags_are_answered_with_the_converter(small_run: SmallRun, tmp_path: Path) -> None:
+def test_several_tags_are_answered_with_their_folders(small_run: SmallRun, tmp_path: Path) -> None:
     checkpoint = Path(small_run("zero2").checkpoint)
     tag = (checkpoint / "latest").read_text()
     for name in ("global_step4", "global_step8"):
         shutil.copytree(checkpoint / tag, tmp_path / name, copy_function=os.link)
     with pytest.raises(UnsupportedError) as caught:
         recorded_settings(tmp_path)
-    assert "choose one with tag= (global_step8, global_step4)" in str(caught.value)
-    assert str(caught.value).endswith(f"(--tag: of `ckpt-tools convert {tmp_path}`; then resume the copy)")
+    assert "name the folder of one (global_step8, global_step4)" in str(caught.value)
+    assert "tag=" not in str(caught.value) and "--" not in str(caught.value)
     assert recorded_settings(tmp_path / "global_step8") == small_run("zero2").settings
 
 
@@ -288,3 +289,11 @@ def test_a_recipe_that_cannot_be_read_is_refused_before_anything_is_made(
     done = CliRunner().invoke(main, options)
     assert (done.exit_code, recipe in done.stderr) == (code, True)
     assert not out.exists()
+
+
+def test_an_export_that_ends_as_no_model_is_answered_with_endings(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        check_export(default_config(tmp_path, engine="fsdp2", export=str(tmp_path / "out.xyz")))
+    assert str(caught.value).startswith(f"--export {tmp_path / 'out.xyz'} ends as no model file does: name a file")
+    assert "--to" not in str(caught.value) and "to=" not in str(caught.value)
+    check_export(default_config(tmp_path, engine="fsdp2", export=str(tmp_path / "v2.5")))

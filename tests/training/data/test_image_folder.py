@@ -103,5 +103,5 @@ def test_a_bad_image_is_one_sentence_before_the_run(how: str, named: str, root: 
     args = ["--strategy=ddp", "--dataset=image-folder", f"--data-root={root}", f"--out={tmp_path / 'run'}"]
     done = CliRunner().invoke(main, [*args, "--launcher=torchrun", "--batch-size=16"])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
-    assert done.stderr.startswith(f"error: {root / named} cannot be read as an image: ")
+    assert done.stderr.startswith(f"Error: {root / named} cannot be read as an image: ")
     assert not (tmp_path / "run").exists()

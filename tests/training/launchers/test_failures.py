@@ -97,7 +97,7 @@ def test_the_ranks_that_lost_a_killed_one_are_not_blamed(tmp_path: Path) -> None
     finally:
         run.destroy()
     sentence = f"rank 1 was ended by SIGKILL; the kernel does so when memory runs out (see {tmp_path / 'torchrun.log'})"
-    assert (run.process.returncode, said) == (1, f"error: {sentence}; continue with --resume latest\n")
+    assert (run.process.returncode, said) == (1, f"Error: {sentence}; continue with --resume latest\n")
 
 
 def rank_of(run: Watched, rank: int) -> int:

@@ -179,7 +179,7 @@ def test_ranks_of_a_users_own_torchrun_end_with_it(tmp_path: Path) -> None:
     try:
         run.wait_until(lambda: bool(saved_checkpoints(tmp_path)))
         assert refused("--out", str(tmp_path), "--resume=latest").startswith(
-            f"error: another run is writing to {tmp_path}"
+            f"Error: another run is writing to {tmp_path}"
         )
         run.stop(signal.SIGKILL)
         assert run.left_in_time() == []
@@ -312,7 +312,7 @@ def test_a_run_ends_that_lost_its_storage(s3_server: S3Server, s3: S3Server, tmp
         s3.put(f"{prefix}run/.ckpt-tools-partial/", {"lock": b'{"token": "another", "host": "elsewhere", "pid": 1}'})
         _, said = run.process.communicate(timeout=OVERDUE_SECONDS)
         assert run.process.returncode == 5, said
-        assert re.fullmatch(rf"error: another process took over {url}, because this one .*\n", said), said
+        assert re.fullmatch(rf"Error: another process took over {url}, because this one .*\n", said), said
         assert run.left() == []
     finally:
         run.destroy()

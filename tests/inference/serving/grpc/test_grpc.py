@@ -533,7 +533,7 @@ def test_a_port_that_is_taken_stops_the_start(service: Service, forms: Path) -> 
     done = run_serve(forms / "model.pt", "--port=0", f"--grpc-port={port}")
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr == (
-        f"error: cannot listen on host 127.0.0.1, port {port}: Address already in use; "
+        f"Error: cannot listen on host 127.0.0.1, port {port}: Address already in use; "
         "try another --grpc-port or --host\n"
     )
     assert run_serve(forms / "model.pt", "--grpc-port=-1").returncode == 2
