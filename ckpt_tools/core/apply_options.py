@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from ckpt_tools.core import transforms
-from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import HEADER_ENTRY, WEIGHT, Manifest, StateKey
 from ckpt_tools.core.notes import Note, Outcome, without_gone
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.transforms import Transformed
@@ -63,6 +64,7 @@ def apply_options(
         UsageError: the options do not fit this checkpoint or each other. UnsupportedError: all state is written of
         weights and optimizer state under different names, and there is no recipe to join them.
     """
+    before = _dtypes(manifest)
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
     if manifest.parted:
         manifest, notes = _taken(manifest, notes, [] if recipe is None else [recipe])
@@ -85,7 +87,14 @@ def apply_options(
         manifest, more = like.named(manifest)
         notes += more
     made, more = transforms.cast(manifest, options.target_dtype) if like is None else like.cast(manifest)
+    if HEADER_ENTRY in made.extra and (merge is not None or _dtypes(made) != before):
+        why = "carried as it is, and it may say of tensors what was true before this conversion"
+        more = (*more, Note(Outcome.KEPT, HEADER_ENTRY, why))
     return Applied(replace(made, notes=notes + more), manifest, renamed)
+
+
+def _dtypes(manifest: Manifest) -> Mapping[StateKey, DType]:
+    return {key: entry.dtype for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
 
 
 def _items(manifest: Manifest) -> frozenset[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.manifest import Kind, Manifest
+from ckpt_tools.core.manifest import HEADER_ENTRY, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import Format
@@ -48,8 +48,8 @@ def read_both(reader: Format, source: Source, file: str, options: ReadOptions) -
 
 def _is_model_alone(manifest: Manifest) -> bool:
     kinds = {entry.kind for entry in manifest.tensors.values()}
-    is_model = bool(kinds) and kinds <= {Kind.PARAMETER, Kind.BUFFER}
-    return manifest.format in READERS and is_model and not manifest.groups and not manifest.extra
+    is_model = bool(kinds) and kinds <= {Kind.PARAMETER, Kind.BUFFER} and manifest.extra.keys() <= {HEADER_ENTRY}
+    return manifest.format in READERS and is_model and not manifest.groups
 
 
 def _with_optimizer(manifest: Manifest, source: Source, file: str, options: ReadOptions) -> Manifest:
@@ -89,7 +89,8 @@ def _joined(manifest: Manifest, own: Leaves, own_ties: Mapping[str, str], option
         param_order=options.param_order,
     )
     _check_fit(joined, {key.fqn: entry.shape for key, entry in manifest.tensors.items()}, manifest.aliases)
-    return replace(joined, world_size=manifest.world_size, notes=(*manifest.notes, *joined.notes))
+    extra, notes = {**joined.extra, **manifest.extra}, (*manifest.notes, *joined.notes)
+    return replace(joined, world_size=manifest.world_size, extra=extra, notes=notes)
 
 
 def _check_fit(joined: Manifest, shapes: Mapping[str, Shape], aliases: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt_tools.core.manifest import Manifest, StateKey, TensorRef
+from ckpt_tools.core.manifest import HEADER_ENTRY, Manifest, StateKey, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
@@ -28,8 +28,18 @@ def differing_entries(ours: Manifest, theirs: Manifest, names: tuple[str, str]) 
     """Entries that both sides have, with other values."""
     found = [*_options(ours, theirs, names), *_steps(ours, theirs, names)]
     for path, a, b in _pairs(_entries(ours), _entries(theirs)):
-        if _is_plain(a) and _is_plain(b) and not _same(a, b):
+        if not path.startswith(HEADER_ENTRY) and _is_plain(a) and _is_plain(b) and not _same(a, b):
             found.append(_difference(path, a, b, names))
+    return found
+
+
+def differing_texts(ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> list[Difference]:
+    """Texts of a safetensors header that one side alone has, or that differ."""
+    a, b = ({HEADER_ENTRY: _entries(each).get(HEADER_ENTRY, {})} for each in (ours, theirs))
+    found = [_difference(path, x, y, names) for path, x, y in _pairs(a, b) if x != y and not isinstance(x, Mapping)]
+    for texts, others, side in ((a, b, names[0]), (b, a, names[1])):
+        for name in texts[HEADER_ENTRY].keys() - others[HEADER_ENTRY].keys():
+            found.append(Difference(StateKey(f"{HEADER_ENTRY}.{name}", ENTRY), Aspect.ENTRY, f"only in {side}"))
     return found
 
 

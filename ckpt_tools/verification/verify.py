@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import OF_TWO_COPIES, Case, check
 from ckpt_tools.core.apply_options import apply_options
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, tensors_by_role
+from ckpt_tools.core.manifest import HEADER_ENTRY, MASTER, WEIGHT, Kind, Manifest, tensors_by_role
 from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
@@ -32,7 +32,7 @@ from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import Side, compare
 from ckpt_tools.verification.digest_files import digests_url, read_digests, stored_digests, write_list
 from ckpt_tools.verification.digests import Digests
-from ckpt_tools.verification.entries import differing_entries, not_compared
+from ckpt_tools.verification.entries import differing_entries, differing_texts, not_compared
 from ckpt_tools.verification.integrity import check_integrity
 from ckpt_tools.verification.report import VerifyReport
 
@@ -172,7 +172,10 @@ def verify_pair(
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole, has_recipe=has_recipe)
     check(COMPARING, options.given, case)
     recipe, like = recipe_step(src, source, manifest, options), likeness(options)
-    made = apply_options(manifest, options, whole=whole, holds_masters=holds_masters, recipe=recipe, like=like)
+    kept = () if target is None else target.kept_entries
+    made = apply_options(
+        manifest, options, whole=whole, holds_masters=holds_masters, kept=kept, recipe=recipe, like=like
+    )
     expected = made.manifest
     compared, notes = _of_model(other, options) if options.state == "model" else (other, ())
     theirs = Side.of("the destination", other_source.store, compared)
@@ -180,8 +183,10 @@ def verify_pair(
     check_equal(expected, store)
     ours = Side.of("the source", store, expected).with_masters_like(theirs).with_extras_like(theirs)
     report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
-    report = replace(report, notes=notes)
-    return _with_entries(report, expected, other, (ours.name, theirs.name)) if whole else report
+    names = (ours.name, theirs.name)
+    texts = differing_texts(expected, other, names) if whole or HEADER_ENTRY in kept else []
+    report = replace(report, notes=notes, differences=(*report.differences, *texts))
+    return _with_entries(report, expected, other, names) if whole else report
 
 
 def _of_model(manifest: Manifest, options: ConvertOptions) -> tuple[Manifest, tuple[Note, ...]]:

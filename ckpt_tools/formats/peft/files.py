@@ -8,7 +8,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.wording import count
-from ckpt_tools.formats.safetensors.files import file_layout
+from ckpt_tools.formats.safetensors.files import file_layout, written_texts
 from ckpt_tools.lora.adapter import adapter_names, chosen, named_weights, weight_keys
 from ckpt_tools.lora.config import parse_config
 from ckpt_tools.serialization.strict_json import parse_json
@@ -35,4 +35,4 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     )
     part = {name: (key, manifest.tensors[key]) for name, key in written.items()}
     settings = FileLayout(ADAPTER, (Literal(options.adapter_config),))
-    return Layout((settings, file_layout(WEIGHTS, part, {}, {})), notes)
+    return Layout((settings, file_layout(WEIGHTS, part, {}, written_texts(manifest))), notes)

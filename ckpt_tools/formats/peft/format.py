@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckpt_tools.core.manifest import HEADER_ENTRY
 from ckpt_tools.formats.base import Format
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class PeftFormat(Format):
     is_weights_alone = True
     writing_options = ("config",)
     asks_adapter_config = True
+    kept_entries = (HEADER_ENTRY,)
 
     def read(self, source: Source, options: ReadOptions) -> Manifest:
         from ckpt_tools.formats.safetensors.files import read

@@ -6,6 +6,7 @@ and the ranges cover the data exactly, without a gap or an overlap. A sharded mo
 ``<name>-0000i-of-0000n.safetensors`` files and an index of Hugging Face's form.
 
 Tied weights are stored once; as ``safetensors.torch.save_model`` does, the metadata maps each alias to the name stored.
+What else the metadata says is an entry of the manifest, ``HEADER_ENTRY``, and each file that is written has all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType, from_safetensors
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import HEADER_ENTRY, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ByteRange, ShardTable
@@ -38,6 +39,7 @@ from ckpt_tools.formats.safetensors.hf_index import (
 )
 from ckpt_tools.formats.safetensors.rank_pieces import (
     OFFSETS_KEY,
+    VERSION_KEY,
     Piece,
     check_numbers,
     is_shard_name,
@@ -62,6 +64,10 @@ STATE_KEY = "ckpt_tools.state"
 """Our entry of the metadata where a file holds a whole training state: what ``state_dict.packed`` makes of it."""
 
 
+_FORMAT = "pt"
+"""The library whose tensors these are, as ``format`` of the metadata says it; others' say ``mlx`` or ``np``."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Header:
     tensors: Mapping[str, tuple[DType, tuple[int, ...], ByteRange]]
@@ -69,45 +75,49 @@ class _Header:
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    headers = {path: read_header(source, path) for path in _files(source)}
+    files, notes = _files(source)
+    headers = {path: read_header(source, path) for path in files}
     # Each file holds pieces of tensors, as torch's DCP writes them from every rank.
     are_pieces = any(OFFSETS_KEY in header.metadata for header in headers.values())
     leaves = _pieces(headers) if are_pieces else _leaves(headers)
     ties = _ties(headers.values(), leaves)
+    texts, more = _texts(headers.values(), ties)
+    notes, extra = notes + more, {HEADER_ENTRY: texts} if texts else {}
     state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
     if state is not None:
         from ckpt_tools.formats.state_dict.packed import unpacked
 
-        return unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
-    notes: tuple[Note, ...] = ()
+        whole = unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
+        return replace(whole, extra={**whole.extra, **extra}, notes=(*whole.notes, *notes))
     if are_pieces:
         # No file says how many there are, and no piece how large its tensor is.
         why = f"the files do not state it; if one after {max(headers)} is missing, tensors are missing or end too early"
-        notes = (Note(Outcome.MISSING, "the number of ranks", why),)
+        notes.append(Note(Outcome.MISSING, "the number of ranks", why))
     del headers
     # A model may have hundreds of thousands: what one was read from is given up as its entry is made.
     tensors = {StateKey(name): _entry(leaves.pop(name)) for name in list(leaves)}
-    return Manifest("safetensors", tensors, aliases=ties, notes=notes)
+    return Manifest("safetensors", tensors, aliases=ties, extra=extra, notes=tuple(notes))
 
 
 def own_files(source: Source) -> frozenset[str]:
-    return frozenset(filter(None, [*_files(source), index_of(source.files, INDEX_NAME)]))
+    return frozenset(filter(None, [*_files(source)[0], index_of(source.files, INDEX_NAME)]))
 
 
 def is_own(path: str) -> bool:
     return "/" not in path and path.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def _files(source: Source) -> list[str]:
+def _files(source: Source) -> tuple[list[str], list[Note]]:
+    """The files of the model, and notes on what an index says of it."""
     if (why := why_no_model(filter(is_own, source.files))) is not None:
         raise UnsupportedError(why)
     index = index_of(source.files, INDEX_NAME)
     if index is not None:
-        weight_map = read_weight_map(source, index)
+        weight_map, notes = read_weight_map(source, index)
         files = list(dict.fromkeys(weight_map.values()))
         for file in files:
             check_promises(weight_map, index, file, read_header(source, file).tensors)
-        return files
+        return files, notes
     files = [path for path in source.files if is_own(path)]
     # A folder without an index is one model only if its files have all numbers.
     if len(files) > 1 and all(map(is_shard_name, files)):
@@ -116,7 +126,7 @@ def _files(source: Source) -> list[str]:
         raise SeveralCheckpointsError(
             f"there are several models here ({listed(files)}); name the file of the one you mean"
         )
-    return files
+    return files, []
 
 
 def read_header(source: Source, path: str) -> _Header:
@@ -236,11 +246,39 @@ def _ties(headers: Iterable[_Header], tensors: Mapping[str, TensorLeaf]) -> dict
     }
 
 
+def _texts(headers: Iterable[_Header], ties: Mapping[str, str]) -> tuple[dict[str, str], list[Note]]:
+    """What the headers say beside ties, pieces and our own state, and notes on names that have several texts."""
+    found: dict[str, str] = {}
+    several = set[str]()
+    for name, text in (each for header in headers for each in header.metadata.items()):
+        if ties.get(name) != text and name not in (STATE_KEY, OFFSETS_KEY, VERSION_KEY):
+            several |= {name} if found.setdefault(name, text) != text else set()
+    if found.get("format") == _FORMAT:
+        del found["format"]
+    why = "the files have different texts, and each file that is written has all texts"
+    notes = [Note(Outcome.DROPPED, f"{HEADER_ENTRY}.{name}", why) for name in sorted(several)]
+    return {name: text for name, text in found.items() if name not in several}, notes
+
+
+def written_texts(manifest: Manifest) -> Mapping[str, str]:
+    """What the headers of a source said. Raises UnsupportedError if an entry of this name is something else."""
+    found = manifest.extra.get(HEADER_ENTRY, {})
+    if not isinstance(found, Mapping) or not all(type(text) is str for each in found.items() for text in each):
+        raise UnsupportedError(f"the entry {HEADER_ENTRY!r} of the checkpoint does not map names to texts")
+    return found
+
+
+def without_texts(manifest: Manifest) -> Manifest:
+    return replace(manifest, extra={name: value for name, value in manifest.extra.items() if name != HEADER_ENTRY})
+
+
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.formats.state_dict.build import entries_of, is_model_only
     from ckpt_tools.formats.state_dict.packed import TREE, packed
 
+    texts = written_texts(manifest)
+    manifest = without_texts(manifest)
     entries = entries_of(manifest, TREE)
     whole = None if is_model_only(manifest) else packed(manifest, entries)
     state = {STATE_KEY: whole.text} if whole else {}
@@ -250,7 +288,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     options = replace(options, shard_map={}) if whole else options
     parts = _parts({name: entry for name, (_, entry) in contents.items()}, options)
     files = [
-        file_layout(name, {n: contents[n] for n in part}, entries.aliases, {} if number else state)
+        file_layout(name, {n: contents[n] for n in part}, entries.aliases, {**texts, **({} if number else state)})
         for number, (name, part) in enumerate(parts.items())
     ]
     index = [index_layout(INDEX_NAME, parts, {})] if len(parts) > 1 or _needs_index(parts, options) else []
@@ -263,7 +301,7 @@ def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions
     from ckpt_tools.core.loading import into_job, joined, opened, pretrained, quoted
     from ckpt_tools.formats.state_dict.build import is_model_only
 
-    if not is_model_only(manifest):
+    if not is_model_only(without_texts(manifest)):
         return into_job(path)
     if not all(entry.dtype.is_of_torch for entry in manifest.tensors.values()):
         return opened(path)
@@ -297,9 +335,9 @@ def _needs_index(parts: Mapping[str, object], options: WriteOptions) -> bool:
 
 
 def file_layout(
-    path: str, part: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], state: Mapping[str, str]
+    path: str, part: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], texts: Mapping[str, str]
 ) -> FileLayout:
-    """A file of the tensors in ``part``, with ``aliases`` and ``state`` in its metadata.
+    """A file of the tensors in ``part``, with ``aliases`` and ``texts`` in its metadata.
 
     Wide elements come first, so that every tensor is aligned to its own width; three bytes are aligned anywhere.
     """
@@ -308,7 +346,7 @@ def file_layout(
     ordered = dict(sorted(part.items(), key=lambda item: -_alignment(item[1][1].dtype)))
     payloads = [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype) for key, entry in ordered.values()]
     ties = {alias: owner for alias, owner in aliases.items() if owner in ordered}
-    header = _header_bytes({name: entry for name, (_, entry) in ordered.items()}, {**ties, **state})
+    header = _header_bytes({name: entry for name, (_, entry) in ordered.items()}, {**texts, **ties})
     return FileLayout(path, (Literal(header), *payloads))
 
 
@@ -323,7 +361,7 @@ def _values_of(entry: TensorEntry) -> list[int]:
 
 
 def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    header: dict[str, Any] = {"__metadata__": {"format": _FORMAT, **metadata}}
     cursor = 0
     for name, entry in tensors.items():
         if entry.dtype.safetensors_name is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckpt_tools.core.manifest import HEADER_ENTRY
 from ckpt_tools.formats.base import Format
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class SafetensorsFormat(Format):
     holds_optimizer = False
     reading_options = ("model_key", "optim_key")
     writing_options = ("max_shard_size", "config")
+    kept_entries = (HEADER_ENTRY,)
     keeps_every_dtype = True
 
     def detect(self, source: Source) -> bool:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
@@ -48,8 +49,8 @@ def are_shards(files: list[str], suffix: str) -> bool:
     return True
 
 
-def read_weight_map(source: Source, index: str) -> Mapping[str, str]:
-    """Names to files, all of them in ``source``.
+def read_weight_map(source: Source, index: str) -> tuple[Mapping[str, str], list[Note]]:
+    """Names to files, all of them in ``source``, and notes on what else the index states beside sizes.
 
     Raises:
         MalformedError: it is not such an index. IncompleteError: a file is missing. UnsafeError: it names one outside.
@@ -62,7 +63,12 @@ def read_weight_map(source: Source, index: str) -> Mapping[str, str]:
         raise UnsupportedError(why, path=index)
     for file in dict.fromkeys(weight_map.values()):
         source.size(checked_name(file))
-    return weight_map
+    stated = found.get("metadata")
+    others = [name for name in stated if name not in _SIZES] if isinstance(stated, dict) else []
+    return weight_map, [Note(Outcome.DROPPED, f"{name} in {index}", "an index is written anew") for name in others]
+
+
+_SIZES = ("total_size", "total_parameters")
 
 
 def check_promises(weight_map: Mapping[str, str], index: str, file: str, names: Collection[str]) -> None:

@@ -21,6 +21,7 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError
 from ckpt_tools.serialization.strict_json import parse_json
 
 OFFSETS_KEY = "DCP_SHARDING_INFO"
+VERSION_KEY = "DCP_VERSION"
 
 _FILE_NAME = re.compile(r"shard-(\d{1,9})-model-\d+-of-\d+\.safetensors")
 

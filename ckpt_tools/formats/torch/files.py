@@ -7,11 +7,13 @@ same view are tied. Views of one storage that differ each read their own part of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.boxes import Box, contiguous_strides
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
 from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey, StateTree, TensorEntry
+from ckpt_tools.core.notes import Note
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.value_refs import replaced
@@ -44,7 +46,7 @@ MAX_LOOKS = 4
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    weight_map, files = _files(source)
+    weight_map, files, notes = _files(source)
     trees = {file: read_tree(source, file) for file in files}
     for file, tree in trees.items():
         if not (tree.tensors or tree.unread):
@@ -60,7 +62,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         include=options.include,
         exclude=options.exclude,
     )
-    return with_scheduler(manifest)
+    return with_scheduler(replace(manifest, notes=(*manifest.notes, *notes)))
 
 
 def own_files(source: Source) -> frozenset[str]:
@@ -71,16 +73,16 @@ def is_own(path: str) -> bool:
     return "/" not in path and path.endswith((*SUFFIXES, ".bin.index.json"))
 
 
-def _files(source: Source) -> tuple[Mapping[str, str], list[str]]:
-    """The index's map, empty where there is none, and the files that make up the state."""
+def _files(source: Source) -> tuple[Mapping[str, str], list[str], list[Note]]:
+    """The index's map, empty where there is none, the files that make up the state, and notes on the index."""
     index = index_of(source.files, INDEX_NAME)
     if index is not None:
-        weight_map = read_weight_map(source, index)
-        return weight_map, list(dict.fromkeys(weight_map.values()))
+        weight_map, notes = read_weight_map(source, index)
+        return weight_map, list(dict.fromkeys(weight_map.values())), notes
     files = _model_files(source)
     if len(files) > 1:
         _check_shards(source, files)
-    return {}, files
+    return {}, files, []
 
 
 def _model_files(source: Source) -> list[str]:

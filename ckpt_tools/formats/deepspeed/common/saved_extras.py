@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.core.manifest import Kind, StateKey, TensorEntry, TensorRef
+from ckpt_tools.core.manifest import DESCRIPTIONS, Kind, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.value_refs import extracted
 from ckpt_tools.core.values import Opaque, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.files import File, plain
@@ -62,7 +62,11 @@ class Extras:
         self.values["global_step"] = content.get("global_steps")
         if content.get("lr_scheduler") is not None:
             self.values["lr_scheduler"] = self.inert(content["lr_scheduler"], "lr_scheduler", file)
-        self._add_section("client_state", file, content, (name for name in content if name not in RESERVED))
+        for name in DESCRIPTIONS:
+            if name in content:
+                self.values[name] = self.inert(content[name], name, file)
+        client = (name for name in content if name not in (*RESERVED, *DESCRIPTIONS))
+        self._add_section("client_state", file, content, client)
         self._add_section("deepspeed", file, content, (name for name in _OWN if name not in without))
 
     def add_optimizer(self, file: File, own: Mapping[str, Value]) -> None:
