@@ -255,7 +255,7 @@ class Manifest:
     tensors lie as in a file of their own: the objects of a DCP. ``must_equal`` are pairs to compare before anything is
     written. ``computed`` are tensors as files that are nowhere, as ``literals`` are: their elements are computed when
     they are read. ``parted`` is empty, or says where weights are and where optimizer state is under other names than
-    theirs: a recipe joins them.
+    theirs: a recipe joins them. ``is_quantized`` says that a ``config.json`` beside the weights says so.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
@@ -278,6 +278,7 @@ class Manifest:
     must_equal: tuple[Equal, ...] = ()
     computed: Mapping[str, Computed] = field(default_factory=dict)
     parted: str = ""
+    is_quantized: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

@@ -13,9 +13,19 @@ from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import UsageError
 
 _BYTES = (DType.INT8, DType.UINT8)
-_PACKED = ("qweight", "qzeros", "weight_packed")
-"""Names by GPTQ, AWQ and compressed-tensors: several elements in an integer of any width. MLX has a ``weight`` of
-uint32, whose ``biases`` are zero points."""
+_COUNTING = (DType.INT64, DType.BOOL)
+_PACKED = ("qweight", "qzeros", "weight_packed", "W_q", "trellis", "codes", "indices")
+"""Names by GPTQ, AWQ, compressed-tensors, HQQ, EXL3, AQLM and VPTQ: several elements in an integer of any width."""
+
+_INTEGERS = re.compile(r"(?:.*_)?weights?(?:_packed|_qdata)?|_data|.*_(?:blocks|scales)")
+"""Names of integers of any width that are quantized: MLX has a ``weight`` of uint32, whose ``biases`` are zero points,
+torchao ``_weight_qdata``, quanto ``weight._data``, gpt-oss ``_blocks``. Another integer of 8 bits may be a mask."""
+
+_BELOW = re.compile(r"(?:nested_)?(?:absmax|quant_map)|quant_state(?:\..+)?|_scale|_shift")
+"""Names below that of a quantized weight, as bitsandbytes and quanto give them, whose elements may be of any type."""
+
+_BELOW_MODULE = re.compile(r"(?:res_|outlier_)?centroids")
+"""Modules of codebooks below that of a weight, by VPTQ."""
 
 SCALE_NAMES = re.compile(
     r"(?:weight|input|output|activation|k|v|q)_(?:global_)?scale(?:_inv|_2)?|scale_(?:weight|input)|SCB|(?:nested_)?absmax"
@@ -35,20 +45,44 @@ def is_small(dtype: DType) -> bool:
     return dtype in _BYTES or (dtype.is_floating and dtype not in CASTABLE)
 
 
-def scales(manifest: Manifest) -> set[StateKey]:
-    """Floating-point tensors that quantized weights need: in the same module, or known by name. A bias is none."""
+def uncast(manifest: Manifest) -> set[StateKey]:
+    """Quantized weights, and the floating-point tensors that they need: in the same module, or known by name. A bias is
+    none."""
     weights = _weights(manifest)
-    quantized = [fqn for fqn, dtype in weights.items() if is_quantized(fqn, dtype)]
+    quantized = set(_quantized(weights, is_said=manifest.is_quantized))
     if not quantized:
         return set()
-    modules = {fqn.rpartition(".")[0] for fqn in quantized} | set(quantized)
-    return {StateKey(fqn) for fqn in weights.keys() - set(quantized) if _is_scale(fqn, modules)}
+    modules = {fqn.rpartition(".")[0] for fqn in quantized} | quantized
+    return {StateKey(fqn) for fqn in weights if fqn in quantized or _is_scale(fqn, modules)}
+
+
+def may_be_quantized(manifest: Manifest) -> bool:
+    """True if a weight's type is not one of those that weights are cast between, nor that of an index."""
+    return not {entry.dtype for entry in manifest.tensors.values()} <= {*CASTABLE, *_COUNTING}
+
+
+def _quantized(weights: Mapping[str, DType], *, is_said: bool = False) -> list[str]:
+    """The names of quantized weights; ``is_said`` says that the model is quantized, so that no integer is a mask."""
+    members = _members(weights)
+    owners = {module for module in members if module in weights and any(map(_is_below, members[module]))}
+    owners |= {fqn.rpartition(".quant_state.")[0] for fqn in weights if ".quant_state." in fqn}
+    return [
+        fqn
+        for fqn, dtype in weights.items()
+        if fqn in owners
+        or is_quantized(fqn, dtype, members[fqn.rpartition(".")[0]])
+        or (is_said and dtype not in CASTABLE and dtype not in _COUNTING)
+    ]
+
+
+def _is_below(fqn: str) -> bool:
+    return _BELOW.fullmatch(fqn.rpartition(".")[2]) is not None
 
 
 def companions(manifest: Manifest) -> dict[str, str]:
     """Tensors without which a quantized weight has no meaning, each with the name of the weight."""
     weights = _weights(manifest)
-    quantized = [fqn for fqn, dtype in weights.items() if is_quantized(fqn, dtype)]
+    quantized = _quantized(weights)
     members = _members(weights) if quantized else {}
     found: dict[str, str] = {}
     for fqn in sorted(quantized, key=lambda name: name.endswith("qzeros")):
@@ -59,7 +93,7 @@ def companions(manifest: Manifest) -> dict[str, str]:
 
 def holds_quantized(manifest: Manifest) -> bool:
     """True if there is a quantized weight with what it needs."""
-    packed = (fqn.rpartition(".")[2] in _PACKED for fqn in _weights(manifest))
+    packed = (fqn.rpartition(".")[2] in _PACKED and not dtype.is_floating for fqn, dtype in _weights(manifest).items())
     return any(packed) or bool(companions(manifest))
 
 
@@ -87,8 +121,8 @@ def check_together(manifest: Manifest, is_chosen: Callable[[str], bool]) -> None
     """Raises UsageError if a quantized weight is chosen, and a tensor that it needs is not."""
     weights = _weights(manifest)
     members = _members(weights)
-    for fqn, dtype in weights.items():
-        if is_chosen(fqn) and is_quantized(fqn, dtype):
+    for fqn in _quantized(weights):
+        if is_chosen(fqn):
             lost = next((name for name in _needed(fqn, members) if not is_chosen(name)), None)
             if lost is not None:
                 raise UsageError(
@@ -125,15 +159,20 @@ def _weights(manifest: Manifest) -> dict[str, DType]:
 
 def _is_scale(fqn: str, modules: set[str]) -> bool:
     module, _, name = fqn.rpartition(".")
-    if name.endswith("bias"):
+    if name.endswith("bias") and name != "weight_bias":
         return False
-    return module in modules or SCALE_NAMES.fullmatch(name) is not None
+    above, _, last = module.rpartition(".")
+    is_known = SCALE_NAMES.fullmatch(name) is not None or (above in modules and _BELOW_MODULE.fullmatch(last))
+    return module in modules or bool(is_known)
 
 
-def is_quantized(fqn: str, dtype: DType) -> bool:
+def is_quantized(fqn: str, dtype: DType, beside: Iterable[str] = ()) -> bool:
+    """Whether name and type are those of a quantized weight; integers of 8 bits with scales ``beside`` them are."""
     name = fqn.rpartition(".")[2]
-    is_packed = (not dtype.is_floating and name in _PACKED) or (dtype is DType.UINT32 and name == "weight")
-    return is_packed or is_small(dtype)
+    if dtype.is_floating or dtype in _COUNTING:
+        return dtype.is_floating and is_small(dtype)
+    is_named = name in _PACKED or _INTEGERS.fullmatch(name) is not None
+    return is_named or (dtype in _BYTES and any(other.startswith(f"{fqn}_scale") for other in beside))
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -143,6 +182,15 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if isinstance(found, Mapping):
             return found
     return None
+
+
+def method_of(quantization: Mapping[str, Any]) -> str:
+    """The ``quant_method``, which compressed-tensors may leave out."""
+    return str(quantization.get("quant_method", "compressed-tensors" if "config_groups" in quantization else ""))
+
+
+KNOWN_METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes", "gptq", "awq")
+"""Methods all of whose weights are known by names and types; others may quantize weights when they are loaded."""
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

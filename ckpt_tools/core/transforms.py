@@ -267,18 +267,19 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
     if dtype is None:
         return manifest, ()
     changed = {key for key, entry in manifest.tensors.items() if _is_cast(entry) and entry.dtype is not dtype}
-    scales = changed & quantized.scales(manifest)
+    left = changed & quantized.uncast(manifest)
     tensors = {
-        key: _cast(entry, dtype) if key.slot == WEIGHT and key not in scales else entry
+        key: _cast(entry, dtype) if key.slot == WEIGHT and key not in left else entry
         for key, entry in manifest.tensors.items()
     }
-    notes = []
-    if scales:
-        names = sorted(key.fqn for key in scales)
-        what = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
-        why = "not cast: they belong to quantized weights (scales, zero points), which have no meaning in another type"
-        notes.append(Note(Outcome.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in scales)))
-    return replace(manifest, tensors=tensors), tuple(notes)
+    why = "not cast: they belong to quantized weights (scales, zero points), which have no meaning in another type"
+    if not left:
+        left = {key for key, e in manifest.tensors.items() if e.kind is Kind.PARAMETER and quantized.is_small(e.dtype)}
+        why = f"not cast: floats of 8 bits or less may need scales; {option('dequantize', True)} widens them"
+    names = sorted(key.fqn for key in left)
+    what = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
+    note = Note(Outcome.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in left))
+    return replace(manifest, tensors=tensors), (note,) if left else ()
 
 
 def cast_notes(before: Manifest, after: Manifest, as_stored: Collection[str]) -> tuple[Note, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.core.applicability import Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
+from ckpt_tools.core.quantized import may_be_quantized, quantization_of
 from ckpt_tools.core.wording import newest
 from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, UnsupportedError
 from ckpt_tools.formats.applicability import READING
@@ -47,6 +48,11 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     if parts is None:
         source, manifest, own = _read_one(source, options, format_name)
     manifest = enriched(manifest, source, own)
+    if may_be_quantized(manifest):
+        from ckpt_tools.reading.model_files import config_beside
+
+        is_quantized = quantization_of(config_beside(source, manifest)) is not None
+        manifest = replace(manifest, is_quantized=is_quantized)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
 

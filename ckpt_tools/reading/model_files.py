@@ -20,7 +20,14 @@ from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.quantized import CONFIG_KEY, holds_quantized, quantization_of, without_quantization
+from ckpt_tools.core.quantized import (
+    CONFIG_KEY,
+    KNOWN_METHODS,
+    holds_quantized,
+    method_of,
+    quantization_of,
+    without_quantization,
+)
 from ckpt_tools.core.trainer_folder import BesideFile
 from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.serialization.strict_json import parse_json
@@ -274,11 +281,12 @@ def _with_own(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
 
 
 def _notes_on_quantization(config: Mapping[str, Any], manifest: Manifest) -> Iterator[Note]:
-    """``config.json`` says of quantized weights alone how they are quantized."""
-    is_quantized = holds_quantized(manifest)
-    if quantization_of(config) is not None and not is_quantized:
+    """``config.json`` says how weights are quantized. Where it names a method whose weights are known by their names
+    and types, and there are none, as of a model that was trained from a quantized one, it does not say so any more."""
+    is_quantized, said = holds_quantized(manifest), quantization_of(config)
+    if said is not None and not is_quantized and method_of(said) in KNOWN_METHODS:
         yield Note(Outcome.DROPPED, f"{CONFIG_KEY} in {CONFIG}", "no weight is quantized", asked=True)
-    elif is_quantized and quantization_of(config) is None:
+    elif is_quantized and said is None:
         yield Note(Outcome.MISSING, f"{CONFIG_KEY} in {CONFIG}", "weights are quantized, and it does not say how")
 
 

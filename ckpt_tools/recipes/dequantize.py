@@ -18,7 +18,7 @@ from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import WEIGHT, Computed, Kind, Manifest, StateKey, TensorEntry, computed_file
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.quantized import CONFIG_KEY, SCALE_NAMES, TEXT_CONFIG, is_quantized, quantization_of
+from ckpt_tools.core.quantized import CONFIG_KEY, SCALE_NAMES, TEXT_CONFIG, is_quantized, method_of, quantization_of
 from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError, UsageError
@@ -30,10 +30,10 @@ _EXPONENTS = frozenset({DType.UINT8, DType.FLOAT8_E8M0FNU})
 
 _ACTIVATIONS = re.compile(
     r"(?:input|output)_(?:global_)?(?:scale|zero_point)|(?:\w+_)?activation_scale|[kvq]_(?:scale|zero_point)|qscale_act"
-    r"|weight_format"
+    r"|weight_format|scale_input|scaled_fp8"
 )
-"""Names of what a quantized model holds about activations and caches, which a plain one has no use for; and of
-bitsandbytes' number of the layout of its weights, which is 0 in files."""
+"""Names of what a quantized model holds about activations and caches, which a plain one has no use for; of
+bitsandbytes' number of the layout of its weights, which is 0 in files; and of ComfyUI's mark of files with scales."""
 
 _COMPANION = re.compile(r"scale|zero|qz|absmax|scb|g_idx|perm|quant|codebook|packed|blocks|shape", re.IGNORECASE)
 """Parts of the names of tensors that belong to quantized weights."""
@@ -63,6 +63,9 @@ class _Module:
         return UnsupportedError(f"{full} cannot be dequantized: {why}; convert without {option('dequantize', True)}")
 
 
+_PLAIN = "plain fp8"
+"""Stands for a method where no config names one."""
+
 _MORE_THAN_SCALES = ("transform_config", "sparsity_config")
 """Keys of compressed-tensors for rotated weights, and for weights without their zeros."""
 
@@ -82,14 +85,14 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
         UsageError: ``config`` does not say how the model is quantized, or no tensor is quantized.
         UnsupportedError: a tensor is quantized in a way that is not known.
     """
-    quantization = None if config is None else quantization_of(config)
-    if config is None or quantization is None:
-        raise UsageError(
-            f"{option('dequantize', True)} needs the {CONFIG_KEY} of the model's config.json; name its folder with "
-            f"{option('config')}"
-        )
-    method = str(quantization.get("quant_method", "compressed-tensors" if "config_groups" in quantization else ""))
-    if method not in _METHODS:
+    config = config or {}
+    quantization = quantization_of(config)
+    method = _PLAIN if quantization is None else method_of(quantization)
+    if quantization is None:
+        quantization = {"has_scales": any(map(_is_scale_name, manifest.fqns))}
+        if not any(entry.dtype in _FP8 for entry in manifest.tensors.values()):
+            raise _needs_config()
+    elif method not in _METHODS:
         raise UnsupportedError(
             f"weights quantized by {method or 'an unnamed method'} cannot be dequantized here, only those of "
             f"{', '.join(_METHODS)}; convert without {option('dequantize', True)}"
@@ -103,7 +106,7 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     made: dict[str, tuple[str, Scaled]] = {}
     gone: set[str] = set()
     for module in _modules(manifest):
-        for name, computed in _weights_of(module, _METHODS[method], quantization):
+        for name, computed in _weights_of(module, _METHODS.get(method, _fp8_alone), quantization):
             made[module.prefix + name[0]] = module.prefix + name[1], computed
         gone |= {module.prefix + name for name in module.used}
     if not made:
@@ -113,7 +116,21 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     if activations:
         what = count(len(activations), "tensor") + " of quantized activations or caches"
         notes = (*notes, Note(Outcome.DROPPED, what, "the output computes without them", len(activations), asked=True))
+    if method is _PLAIN and not quantization["has_scales"]:
+        why = "taken as the numbers that they are: no tensor is a scale, and no config.json says how they are quantized"
+        notes = (*notes, Note(Outcome.KEPT, count(len(made), "float8 tensor"), why, len(made)))
     return manifest, notes
+
+
+def _needs_config(why: str = "") -> UsageError:
+    return UsageError(
+        f"{why}{option('dequantize', True)} needs the {CONFIG_KEY} of the model's config.json; name its folder with "
+        f"{option('config')}"
+    )
+
+
+def _is_scale_name(fqn: str) -> bool:
+    return SCALE_NAMES.fullmatch(fqn.rpartition(".")[2]) is not None
 
 
 def _is_set(settings: object) -> bool:
@@ -199,7 +216,8 @@ def _replaced(manifest: Manifest, made: Mapping[str, tuple[str, Scaled]], gone: 
         Note(Outcome.CAST, count(number, f"{kind.value} tensor"), f"dequantized to {dtype.value}", number, asked=True)
         for kind, number in kinds.items()
     )
-    return replace(manifest, tensors=tensors, computed=computed, aliases=aliases, groups=groups), notes
+    plain = replace(manifest, tensors=tensors, computed=computed, aliases=aliases, groups=groups, is_quantized=False)
+    return plain, notes
 
 
 def _scaled(
@@ -279,6 +297,28 @@ def _fp8(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made |
     if len(scale.shape) < 2 and not _is_one(scale):
         raise module.refused(name, f"its scales are of shape {list(scale.shape)}")
     return name, _scaled(module, name, values, scale, wanted=wanted)
+
+
+def _fp8_alone(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made | None:
+    """fp8 without a config: scales under the usual names for the tensor, for each row, or for blocks of 128 x 128 that
+    no edge cuts, so that their size is certain; without any scale in the checkpoint the values as they are."""
+    entry = module.tensors[name]
+    if entry.dtype not in _FP8:
+        raise _needs_config(f"{module.prefix}{name} is {entry.dtype.value}, and ")
+    names = ("weight_scale_inv", "weight_scale", "scale_weight") if name == "weight" else (f"{name}_scale_inv",)
+    scale = module.take(*names)
+    if scale is None and quantization["has_scales"]:
+        raise module.refused(name, f"it is {entry.dtype.value} without scales, and other tensors have them")
+    if scale is None and entry.shape:
+        blocks = tuple(max(1, extent) for extent in entry.shape)
+        return name, Scaled(entry.shape, DType.FLOAT32, (entry,), _FP8[entry.dtype], blocks)
+    if scale is None:
+        raise module.refused(name, "it is a single number")
+    rows = entry.shape[:1]
+    grid = tuple(extent // 128 for extent in entry.shape if extent % 128 == 0)
+    if not _is_one(scale) and scale.shape not in (rows, (*rows, 1), grid if len(grid) == 2 else rows):
+        raise _needs_config(f"{module.prefix}{name} has scales {list(scale.shape)} of blocks of an unknown size, and ")
+    return name, _scaled(module, name, _FP8[entry.dtype], scale, wanted=None)
 
 
 def _mxfp4(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made | None:

@@ -59,7 +59,7 @@ class Third(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaled(Computed):
-    """Values times scales: the operands are the stored weight, its scales, and what ``third`` says.
+    """Values times scales: the operands are the stored weight, its scales if it has any, and what ``third`` says.
 
     ``blocks`` are the elements in each dim of the stored weight that share a scale. Dims that the scales lack at their
     end are of one block. Scales that are bytes are exponents of two, less ``bias``. ``is_transposed`` exchanges the
@@ -92,7 +92,7 @@ class Scaled(Computed):
         stored = self._stored(box)
         is_plain = self.dtype is DType.FLOAT32 and not self.is_transposed
         found = self._decoded(stored, parts[0], out if is_plain else None)
-        scale = self._wide(parts[1])
+        scale = self._wide(parts[1]) if len(parts) > 1 else np.ones((1,) * len(box.start), np.float32)
         if self.third is Third.MINUS:
             found -= self._spread(stored, self._wide(parts[2]))
         elif self.third is not Third.NONE:

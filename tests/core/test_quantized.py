@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.utils.quantization_config import QuantizationMethod
 
 import ckpt_tools
 from ckpt_tools.errors import UnsupportedError, UsageError
@@ -124,6 +126,99 @@ def test_leaving_one_of_them_out_is_refused(source: Path, module: Tensors, tmp_p
     for name in others:
         with pytest.raises(UsageError, match=r"is quantized and needs"):
             ckpt_tools.convert(source, tmp_path / "out.safetensors", exclude=[f"a.q.{name}"])
+
+
+HALF = torch.full((8,), 1.0009765625, dtype=torch.float16)
+"""Other bits in bfloat16."""
+
+SAVED: dict[str, Tensors] = {
+    "exl3": {"trellis": torch.ones(2, 2, 4, dtype=torch.int16), "suh": HALF, "svh": HALF},
+    "aqlm": {"codes": torch.ones(2, 2, 1, dtype=torch.int16), "codebooks": HALF, "scales": HALF},
+    "vptq": {
+        "indices": torch.ones(1, 4, 2, dtype=torch.int32),
+        "centroids.weight": HALF,
+        "res_centroids.weight": HALF,
+        "weight_scale": HALF,
+        "weight_bias": HALF,
+    },
+    "hqq": {"W_q": torch.ones(4, 2, dtype=torch.int32), "scale": HALF, "zero": HALF, "nbits": torch.tensor(4)},
+    "quanto": {
+        "weight._data": bytes_of((4, 8)).view(torch.int8),
+        "weight._scale": HALF,
+        "input_scale": torch.ones((), dtype=torch.float16),
+    },
+    "eetq": {"weight": bytes_of((8, 4)).view(torch.int8), "weight_scales": HALF},
+    "higgs": {"weight": torch.ones(4, 2, dtype=torch.int16), "scales": HALF, "tables": HALF, "tables2": HALF},
+    "torchao": {"_weight_qdata": bytes_of((8, 4)).view(torch.int8), "_weight_scale": HALF, "_weight_act_scale": HALF},
+    "bitnet": {"weight": bytes_of((2, 4)), "weight_scale": HALF},
+    "spqr": {"dense_weights": torch.ones(4), "row_offsets": torch.ones(5, dtype=torch.int32), "col_vals": HALF},
+    "fp_quant": {"qweight": bytes_of((4, 2)), "scales": bytes_of((4, 1)), "weight_global_scale": HALF},
+    "sinq": {"W_q": bytes_of((4, 2)), "scale": HALF, "zero": HALF, "scale2": HALF},
+    "auto-round": {k: v.half() if v.is_floating_point() else v for k, v in MODULES["GPTQ"].items()},
+    "bitsandbytes": {
+        "weight": torch.arange(4, dtype=torch.float32).to(torch.bfloat16),
+        "weight.absmax": bytes_of((2,)),
+        "weight.quant_map": torch.rand(16),
+        "weight.nested_absmax": torch.rand(1),
+        "weight.quant_state.bitsandbytes__nf4": bytes_of((64,)),
+    },
+}
+"""What the libraries save of a layer, with the codes of bitsandbytes in a float type, as FSDP wants them."""
+
+ANY: Tensors = {"weight": torch.ones(4, 2, dtype=torch.int16), "of_its_own": HALF, "codes_8": bytes_of((4,))}
+
+
+@pytest.mark.parametrize("method", sorted({*SAVED, *(method.value for method in QuantizationMethod)}))
+def test_every_method_keeps_its_settings_and_bits(method: str, tmp_path: Path) -> None:
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    layer = {f"l.q.{name}": tensor.clone() for name, tensor in SAVED.get(method, ANY).items()}
+    save_file({**layer, "norm.weight": torch.ones(4, dtype=torch.float16)}, source / "model.safetensors")
+    config = {"model_type": "llama", "quantization_config": {"quant_method": method, "bits": 4}}
+    (source / "config.json").write_text(json.dumps(config))
+    ckpt_tools.convert(source, out, to="safetensors", dtype="float32", strict=True)
+    assert json.loads((out / "config.json").read_text()) == config
+    expected = {name: raw(tensor) for name, tensor in layer.items()}
+    plain = {name: dtype for name, (dtype, *_) in read(out / "model.safetensors").items() if name not in expected}
+    assert plain == {"norm.weight": torch.float32}
+    assert {name: each for name, each in read(out / "model.safetensors").items() if name in expected} == expected
+    assert ckpt_tools.verify(source, out, dtype="float32").equal
+
+
+@pytest.mark.parametrize("method", sorted(SAVED.keys() - {"spqr"}))
+def test_names_tell_quantized_weights_where_no_config_does(method: str, tmp_path: Path) -> None:
+    layer = {f"l.q.{name}": tensor.clone() for name, tensor in SAVED[method].items()}
+    save_file({**layer, "norm.weight": torch.ones(4, dtype=torch.float16)}, tmp_path / "in.safetensors")
+    ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bfloat16")
+    found = read(tmp_path / "out.safetensors")
+    assert found.pop("norm.weight")[0] is torch.bfloat16
+    assert found == {name: raw(tensor) for name, tensor in layer.items()}
+
+
+class Attention(torch.nn.Module):
+    """Parameters of no usual name beside a mask of 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj_weight = torch.nn.Parameter(torch.randn(12, 4))
+        self.pos_embed = torch.nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.uint8))
+        self.register_buffer("bias", torch.ones(4, dtype=torch.int8))
+        self.out = torch.nn.Linear(4, 4)
+
+
+def test_a_buffer_of_8_bits_makes_nothing_quantized(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"attn": Attention()})
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    parameters = {name for name, _ in model.named_parameters()}
+    ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "o.safetensors", dtype="bfloat16")
+    assert {name for name, each in read(tmp_path / "o.safetensors").items() if each[0] is torch.bfloat16} == parameters
+    for to in ("zero1", "zero3"):
+        ckpt_tools.convert(tmp_path / "m.pt", tmp_path / to, to=to, dtype="bfloat16")
+        (states,) = (tmp_path / to).rglob("*model_states.pt")
+        content = torch.load(states, weights_only=False)
+        assert {name for group in content["param_shapes"] for name in group} == parameters
+        assert set(content["buffer_names"]) == {"attn.mask", "attn.bias"}
 
 
 def recipe_of(path: Path, left: str, right: str, *more: str) -> Path:

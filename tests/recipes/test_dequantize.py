@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools.cli.main import main
+from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import UnsupportedError, UsageError
 from tests.support.quantized import (
     Tensors,
@@ -302,6 +303,46 @@ def test_a_matrix_of_any_size_takes_little_memory(tmp_path: Path) -> None:
     assert report.plan.peak_memory_bytes < 64 << 20 < report.plan.num_bytes
 
 
+BESIDE: dict[str, tuple[str, tuple[int, ...]]] = {
+    "ComfyUI": ("scale_weight", ()),
+    "of the tensor": ("weight_scale", (1,)),
+    "of rows": ("weight_scale", (256, 1)),
+    "a row of scales": ("weight_scale_inv", (256,)),
+    "of blocks": ("weight_scale_inv", (2, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_scales_beside_the_weights_need_no_config(kind: str, tmp_path: Path) -> None:
+    name, grid = BESIDE[kind]
+    weight, scale = floats8((256, 384), E4M3), torch.rand(grid) + 0.5
+    more = {"scaled_fp8": torch.empty(2, dtype=E4M3), "m.scale_input": torch.ones(())} if kind == "ComfyUI" else {}
+    save_file({"m.weight": weight, f"m.{name}": scale, **more}, tmp_path / "in.safetensors")
+    ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dequantize=True, dtype="float32")
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1) if kind == "of blocks" else scale
+    spread = spread[:, None] if kind == "a row of scales" else spread
+    found = load_file(tmp_path / "out.safetensors")
+    assert found.keys() == {"m.weight"}
+    assert torch.equal(found["m.weight"], weight.float() * spread)
+    ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.gguf", dequantize=True)
+
+
+def test_plain_floats_of_8_bits_are_widened_or_named(tmp_path: Path) -> None:
+    """There are no scales: as torch's own ``.to`` does it, and a note says so."""
+    weights = {f"m.{dtype}": bytes_of((4, 16)).view(dtype) for dtype in (E4M3, torch.float8_e5m2)}
+    source = tmp_path / "in.safetensors"
+    save_file({**weights, "n.weight": torch.ones(2)}, source)
+    kept = [n for n in ckpt_tools.convert(source, tmp_path / "a.safetensors", dtype="bfloat16").notes if n.count == 2]
+    assert [note.outcome for note in kept] == [Outcome.KEPT] and "m.torch.float8_e4m3fn" in kept[0].what
+    report = ckpt_tools.convert(source, tmp_path / "b.safetensors", dequantize=True)
+    assert [note.why.partition(":")[0] for note in report.notes if note.outcome is Outcome.KEPT] == [
+        "taken as the numbers that they are"
+    ]
+    found = load_file(tmp_path / "b.safetensors")
+    for name, weight in weights.items():
+        assert torch.equal(found[name].nan_to_num(7), weight.to(torch.bfloat16).nan_to_num(7)), name
+
+
 # What is refused
 
 
@@ -315,7 +356,21 @@ def scheme(**weights: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[Tensors, Mapping[str, Any] | None, tuple[str, ...]]] = {
-    "no config": ({"m.weight": weight_of(E4M3)}, None, ("needs the quantization_config", "--config")),
+    "no config": (
+        {"m.weight": bytes_of((4, 16)).view(torch.int8), "n.weight": weight_of(E4M3)},
+        None,
+        ("m.weight is int8", "needs the quantization_config", "--config"),
+    ),
+    "blocks of no known size": (
+        {"m.weight": weight_of(E4M3, 200, 128), "m.weight_scale_inv": torch.ones(2, 1)},
+        None,
+        ("m.weight has scales [2, 1] of blocks of an unknown size", "needs the quantization_config"),
+    ),
+    "scales for some": (
+        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(1), "n.weight": weight_of(E4M3)},
+        None,
+        ("n.weight", "without scales, and other tensors have them"),
+    ),
     "nothing": ({"m.weight": torch.ones(2)}, fp8(), ("no tensor is quantized",)),
     "gptq": ({"m.qweight": torch.ones(2, dtype=torch.int32)}, {"quant_method": "gptq"}, ("gptq", "fp8, mxfp4")),
     "awq": ({"m.qweight": torch.ones(2, dtype=torch.int32)}, {"quant_method": "awq"}, ("awq",)),
