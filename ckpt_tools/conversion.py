@@ -14,7 +14,7 @@ from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, tensors_by_role
 from ckpt_tools.core.matching import is_chosen
-from ckpt_tools.core.notes import Note, merged
+from ckpt_tools.core.notes import Note, Outcome, merged
 from ckpt_tools.core.option_names import WrittenFormat, option, with_aliases
 from ckpt_tools.core.options import ConvertOptions, ReadOptions, Request, WriteOptions
 from ckpt_tools.core.progress import Meter, Progress, inform, silent
@@ -259,7 +259,8 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, like)
     manifest = _with_copied(manifest, layout, carried)
     cast = cast_notes(made.uncast, made.manifest, layout.as_stored)
-    notes = merged(manifest.notes + cast + layout.notes)
+    left = _left_beside(manifest, carried, layout, has_place=_has_place(writer, place))
+    notes = merged(manifest.notes + cast + layout.notes + left)
     if request.strict:
         _refuse_losses(notes)
     plan = make_plan(
@@ -373,8 +374,7 @@ def _with_model_files(
     storage_options = options.storage_options
     if writer.asks_adapter_config:
         return source, layout, frozenset()
-    is_folder = "config" in writer.writing_options and not isinstance(place.form, SingleFile)
-    if not is_folder:
+    if not _has_place(writer, place):
         if options.config is not None and not options.needs_config:
             raise UsageError(f"{option('config')} is for folders; {place.name} is one file")
         return source, layout, frozenset()
@@ -402,6 +402,21 @@ def _with_copied(manifest: Manifest, layout: Layout, carried: frozenset[str]) ->
     sources = manifest.trainer.sources if manifest.trainer is not None and not carried else carried
     notes = tuple(note for note in manifest.notes if note.what not in sources)
     return replace(manifest, tensors={**manifest.tensors, **layout.copied}, notes=notes)
+
+
+def _has_place(writer: Format, place: Place) -> bool:
+    """Whether the output is a folder that ``from_pretrained`` opens."""
+    return "config" in writer.writing_options and not isinstance(place.form, SingleFile)
+
+
+def _left_beside(manifest: Manifest, carried: frozenset[str], layout: Layout, *, has_place: bool) -> tuple[Note, ...]:
+    """A note on the files beside the weights that are not ``carried``, which layouts may have notes on. Whoever chooses
+    a format without a place for a model's files asks for that."""
+    known = carried.union(note.what for note in layout.notes)
+    left = [path for path in manifest.beside if path not in known]
+    why = "not known to be the model's" if layout.config else "a model's files are copied if its config.json is there"
+    why = why if has_place else "the output has no place for a model's files"
+    return (Note(Outcome.DROPPED, listed(left), why, len(left), asked=not has_place),) if left else ()
 
 
 def _wanted_bytes(place: Place, layout: Layout) -> int:

@@ -256,6 +256,7 @@ class Manifest:
     written. ``computed`` are tensors as files that are nowhere, as ``literals`` are: their elements are computed when
     they are read. ``parted`` is empty, or says where weights are and where optimizer state is under other names than
     theirs: a recipe joins them. ``is_quantized`` says that a ``config.json`` beside the weights says so.
+    ``beside`` are files in the folders of the weights that were neither read nor noted.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
@@ -279,6 +280,7 @@ class Manifest:
     computed: Mapping[str, Computed] = field(default_factory=dict)
     parted: str = ""
     is_quantized: bool = False
+    beside: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

@@ -39,6 +39,13 @@ _WEIGHTS = Rule(
     value="model",
 )
 
+_CONFIG = Rule(
+    ("config",),
+    lambda case: "config" in case.writes or case.has_recipe,
+    lambda: f"folders that from_pretrained opens ({_names('config')}), for sizes of a recipe, and for {{dequantize}}",
+    lambda case: f"this writes {case.target}",
+)
+
 READING = (
     Rule(
         ("tag",),
@@ -71,14 +78,7 @@ WRITING = (
     *READING,
     _written("world_size", "formats that are written for a number of ranks"),
     _written("max_shard_size", "formats that are cut into shards of a size"),
-    Rule(
-        ("config",),
-        lambda case: "config" in case.writes or case.has_recipe,
-        lambda: (
-            f"folders that from_pretrained opens ({_names('config')}), for sizes of a recipe, and for {{dequantize}}"
-        ),
-        lambda case: f"this writes {case.target}",
-    ),
+    _CONFIG,
     Rule(
         ("state",),
         lambda case: not case.is_weights_alone,
@@ -90,7 +90,7 @@ WRITING = (
 )
 """Rules of ``convert`` and ``plan``, checked once the formats are known."""
 
-COMPARING = (*READING, _WEIGHTS, OF_RECIPES)
+COMPARING = (*READING, _WEIGHTS, _CONFIG)
 """Rules of ``verify`` with two checkpoints, checked once their formats are known."""
 
 DIFFING = (*READING, OF_TWO_COPIES, OF_RECIPES)

@@ -16,6 +16,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import FormatError, IncompleteError
+from ckpt_tools.stores.marker_files import is_shown
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import SCHEDULER, has_several_schedulers
 from ckpt_tools.trainers.names import is_unread, marks_unfinished, meaning_of
@@ -44,6 +45,8 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
     folders, trainer = _folders(manifest.files), manifest.trainer
     copied = frozenset() if trainer is None else trainer.sources
     entries: set[str] = set()
+    beside: list[str] = []
+    homes = {path.rpartition("/")[0] for path in manifest.stored_files}
     for path in _others(manifest, source, own):
         folder, _, name = path.rpartition("/")
         if marks_unfinished(name) and folder in folders:
@@ -66,6 +69,8 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         elif trainer is not None and path in trainer.unknown:
             why = f"not part of this checkpoint: {trainer.trainer} is not known to write it"
             notes.append(Note(Outcome.DROPPED, path, why))
+        elif is_shown(path) and not name.startswith(".") and folder in homes:
+            beside.append(path)
     step = extra.get("global_step") if manifest.step is None else manifest.step
     return replace(
         manifest,
@@ -73,6 +78,7 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         extra=extra,
         notes=(*notes, *_calls_noted(extra)),
         step=step if type(step) is int else None,
+        beside=tuple(beside),
         trainer=None if trainer is None else replace(trainer, entries=frozenset(entries)),
     )
 

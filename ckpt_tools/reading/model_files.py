@@ -1,14 +1,16 @@
-"""``config.json``, tokenizer and preprocessor of a model, copied so that ``from_pretrained`` opens the output.
+"""``config.json`` and the other files of a model, copied so that ``from_pretrained`` opens the output.
 
 They are beside the weights, in a folder ``huggingface`` there, or in the folder above, and go into a folder of weights
-in safetensors or torch files. Only the dtype in ``config.json`` is changed, to that of the written weights.
+in safetensors or torch files. A model's own folder gives all its small files but weights and what is a trainer's, code
+too, which is copied and never run. Elsewhere it is the names that are known. Only the dtype in ``config.json`` is
+changed, to that of the written weights.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +37,7 @@ from ckpt_tools.stores.marker_files import MARKERS
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
 from ckpt_tools.stores.wrappers import Joined
+from ckpt_tools.trainers.names import is_beside, marks_unfinished
 from ckpt_tools.trainers.transformers import ARGUMENTS, COMPANIONS, CONFIG, PREPARATION, STATE, TOKENIZER, TRANSFORMERS
 from ckpt_tools.trainers.verl import HUGGING_FACE
 
@@ -49,6 +52,16 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Of transformers 5, and before."""
 
 _EXTRA = re.compile(r"chat_templates/[\w.-]+\.jinja")
+
+_NOT_CARRIED = re.compile(
+    r"(?:.*/)?(?:\..*|.*\.(?:safetensors|bin|pth?|ckpt|gguf|np[yz]|h5|msgpack|onnx(?:_data)?|ot|pkl|distcp|nemo|index\.json"
+    r"|zip|gz|sig|digests\.json|md5|sha\d+(?:sum)?|b[23])|(?:md5|sha\d+|b[23])sums?(?:\.txt)?)",
+    re.IGNORECASE,
+)
+"""Hidden files, weights, and what was stated of the bytes of other files."""
+
+SETTINGS_OF_WEIGHTS = ("hf_quant_config.json", "quantize_config.json")
+"""Files that say how weights are quantized, of ModelOpt and of GPTQ's and AWQ's own tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +83,14 @@ class ModelFiles:
 
 
 def is_model_file(path: str) -> bool:
-    """Whether a path in the folder of the weights is one of these files."""
+    """Whether a path in the folder of the weights is one of these files, by the names that are known."""
     return path in (CONFIG, *COMPANIONS) or _EXTRA.fullmatch(path) is not None
+
+
+def is_carried(path: str) -> bool:
+    """Whether a path in a model's own folder is of a file that is copied: not in a folder, and nobody else's."""
+    is_others = is_beside(path) or marks_unfinished(path) or path in MARKERS
+    return is_model_file(path) or not ("/" in path or is_others or _NOT_CARRIED.fullmatch(path))
 
 
 def find_model_files(
@@ -90,8 +109,10 @@ def find_model_files(
     """
     if config is not None:
         return _named(config, source, storage_options)
-    for prefix in folders_around(_files_of_weights(manifest)):
-        found = _in(source, prefix)
+    weights = _files_of_weights(manifest)
+    for prefix in folders_around(weights):
+        is_own = manifest.format in ("safetensors", "torch") and any(path.startswith(prefix) for path in weights)
+        found = _in(source, prefix, is_carried if is_own or prefix.endswith(f"{HUGGING_FACE}/") else is_model_file)
         if found is not None:
             return found
     return _near(url, source, storage_options)
@@ -119,20 +140,29 @@ def config_in(source: Source, prefix: str = "") -> Mapping[str, Any] | None:
 
 def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> Layout:
     """The layout with the files in front of the weights: the index or the only file of weights still comes last."""
-    dtype, notes = _written_dtype(manifest), tuple(_notes_on_quantization(found.config, manifest))
-    if notes:
-        found = replace(found, config=without_quantization(found.config))
-    text = json.dumps(_with_dtype(found.config, dtype), indent=2, ensure_ascii=False) + "\n"
+    found, notes = fitted(found, manifest)
+    text = json.dumps(found.config, indent=2, ensure_ascii=False) + "\n"
     files: list[FileSpec] = [FileLayout(CONFIG, (Literal(text.encode()),))]
     files += [copy_of(name, file) for name, file in sorted(found.files.items())]
     copied = {key_of(name): entry_of(file) for name, file in found.files.items()}
     return replace(
         layout,
         files=[*files, *layout.files],
-        notes=(*layout.notes, *notes, *_notes(found, dtype)),
+        notes=(*layout.notes, *notes),
         copied={**(layout.copied or {}), **copied},
         config=found.config,
     )
+
+
+def fitted(found: ModelFiles, manifest: Manifest) -> tuple[ModelFiles, tuple[Note, ...]]:
+    """The files as they are written beside the weights of ``manifest``, and notes."""
+    dtype, notes = _written_dtype(manifest), tuple(_notes_on_quantization(found, manifest))
+    gone = {note.what for note in notes if note.outcome is Outcome.DROPPED}
+    if f"{CONFIG_KEY} in {CONFIG}" in gone:
+        found = replace(found, config=without_quantization(found.config))
+    found = replace(found, files={name: file for name, file in found.files.items() if name not in gone})
+    notes += tuple(_notes(found, dtype))
+    return replace(found, config=_with_dtype(found.config, dtype)), notes
 
 
 def missing_note(source: Source, manifest: Manifest) -> Note | None:
@@ -165,25 +195,23 @@ def folders_around(files: Iterable[str]) -> Iterator[str]:
         yield f"{base}{HUGGING_FACE}/"
 
 
-def _in(source: Source, prefix: str) -> ModelFiles | None:
-    """Files in a folder of ``source``."""
+def _in(source: Source, prefix: str, is_chosen: Callable[[str], bool]) -> ModelFiles | None:
+    """Files in a folder of ``source`` whose names are chosen."""
     content = config_in(source, prefix)
     if content is None:
         return None
     names = (path.removeprefix(prefix) for path in source.files if path.startswith(prefix))
-    files = {name: BesideFile(prefix + name, source.files[prefix + name]) for name in names if _is_companion(name)}
+    chosen = [name for name in names if name != CONFIG and is_chosen(name)]
+    files = {name: BesideFile(prefix + name, source.files[prefix + name]) for name in chosen}
     return ModelFiles(source.store, content, prefix + CONFIG, _small(files))
 
 
-def _is_companion(name: str) -> bool:
-    return name != CONFIG and is_model_file(name)
-
-
 def _small(files: Mapping[str, BesideFile]) -> Mapping[str, BesideFile]:
+    """The files, of which those that only a model's own folder gives may be too large and are left."""
     for name, file in files.items():
-        if file.num_bytes > MAX_FILE_BYTES:
+        if file.num_bytes > MAX_FILE_BYTES and is_model_file(name):
             raise MalformedError(f"{file.num_bytes:,} bytes are too many for a {name}", path=file.source)
-    return files
+    return {name: file for name, file in files.items() if file.num_bytes <= MAX_FILE_BYTES}
 
 
 def _config_of(source: Source, path: str) -> Mapping[str, Any] | None:
@@ -194,7 +222,7 @@ def _config_of(source: Source, path: str) -> Mapping[str, Any] | None:
 
 def _named(folder: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles:
     opened = open_source(folder, storage_options if is_remote(folder) else None)
-    found = _in(opened, "")
+    found = _in(opened, "", is_carried)
     if found is None:
         raise UsageError(f"{option('config', folder)} has no {CONFIG} of a model")
     return _joined(source, found, {name: (opened.store, file.source) for name, file in found.files.items()})
@@ -280,10 +308,13 @@ def _with_own(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
     return {key: dtype.value if key in _DTYPE_KEYS and value else value for key, value in config.items()}
 
 
-def _notes_on_quantization(config: Mapping[str, Any], manifest: Manifest) -> Iterator[Note]:
+def _notes_on_quantization(found: ModelFiles, manifest: Manifest) -> Iterator[Note]:
     """``config.json`` says how weights are quantized. Where it names a method whose weights are known by their names
     and types, and there are none, as of a model that was trained from a quantized one, it does not say so any more."""
-    is_quantized, said = holds_quantized(manifest), quantization_of(config)
+    is_quantized, said = holds_quantized(manifest), quantization_of(found.config)
+    if not is_quantized:
+        lost = (name for name in SETTINGS_OF_WEIGHTS if name in found.files)
+        yield from (Note(Outcome.DROPPED, name, "no weight is quantized", asked=True) for name in lost)
     if said is not None and not is_quantized and method_of(said) in KNOWN_METHODS:
         yield Note(Outcome.DROPPED, f"{CONFIG_KEY} in {CONFIG}", "no weight is quantized", asked=True)
     elif is_quantized and said is None:
@@ -301,11 +332,7 @@ def _notes(found: ModelFiles, dtype: DType | None) -> Iterator[Note]:
     if "architecture" not in found.config and not {*TOKENIZER, *PREPARATION} & {*found.files}:
         advice = "" if found.is_of_reference else f"; name a folder that has one with {option('config')}"
         yield Note(Outcome.MISSING, "tokenizer or preprocessor", f"none found beside {CONFIG}{advice}")
-    if "auto_map" in found.config:
-        named = found.config["auto_map"]
-        files = (
-            sorted({str(each).rpartition("--")[2].partition(".")[0] + ".py" for each in named.values()})
-            if (isinstance(named, dict))
-            else ["*.py"]
-        )
-        yield from (Note(Outcome.DROPPED, name, "code is not copied") for name in files)
+    named = found.config.get("auto_map")
+    classes = [each for each in named.values() if isinstance(each, str)] if isinstance(named, dict) else []
+    files = sorted({f"{each.partition('.')[0]}.py" for each in classes if "--" not in each} - {*found.files})
+    yield from (Note(Outcome.MISSING, name, f"code that {CONFIG} names is not beside it") for name in files)

@@ -12,7 +12,7 @@ from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
 from ckpt_tools.formats.index import find_format, read_manifest
-from ckpt_tools.reading.model_files import is_model_file
+from ckpt_tools.reading.model_files import is_carried
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_shown
 from ckpt_tools.stores.present import NOTHING, Present, listed
@@ -39,7 +39,7 @@ def replaced_files(place: Place, written: Iterable[str]) -> Mapping[str, int]:
     own = _own_files(present, place.url)
     if own:
         # What says what the model is, if the output has the same: no such file is removed without a new one.
-        own |= {path for path in written if is_model_file(path) or path == ADAPTER}
+        own |= {path for path in written if is_carried(path) or path == ADAPTER}
     files = {path: size for path, size in present.files.items() if path in own}
     others = present.beyond(files)
     if others and not files:

@@ -34,6 +34,7 @@ from ckpt_tools.verification.digest_files import digests_url, read_digests, stor
 from ckpt_tools.verification.digests import Digests
 from ckpt_tools.verification.entries import differing_entries, differing_texts, not_compared
 from ckpt_tools.verification.integrity import check_integrity
+from ckpt_tools.verification.model_files import differing_files
 from ckpt_tools.verification.report import VerifyReport
 
 if TYPE_CHECKING:
@@ -185,7 +186,8 @@ def verify_pair(
     report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
     names = (ours.name, theirs.name)
     texts = differing_texts(expected, other, names) if whole or HEADER_ENTRY in kept else []
-    report = replace(report, notes=notes, differences=(*report.differences, *texts))
+    files = [] if target is None else differing_files(src, source, expected, dst, other_source, target, options)
+    report = replace(report, notes=notes, differences=(*report.differences, *texts, *files))
     return _with_entries(report, expected, other, names) if whole else report
 
 

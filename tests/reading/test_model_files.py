@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint
 
 import ckpt_tools
+from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from tests.inference.tiny_models import save_image_model, save_text_model, save_writer
 
@@ -204,8 +205,9 @@ def test_a_config_is_for_what_transformers_opens(llama: Path, tmp_path: Path) ->
 def test_what_is_missing_is_said(llama: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(llama, tmp_path / "bare")
     (bare / "config.json").unlink()
-    (note,) = ckpt_tools.plan(bare, tmp_path / "out", to="safetensors").notes
+    note, left = ckpt_tools.plan(bare, tmp_path / "out", to="safetensors").notes
     assert (note.what, "from_pretrained needs it" in note.why) == ("config.json", True)
+    assert left.is_loss and left.count == 1 + len(TOKENIZER)
     (bare / "config.json").write_bytes((llama / "config.json").read_bytes())
     for name in TOKENIZER:
         (bare / name).unlink()
@@ -228,11 +230,63 @@ def test_a_config_that_is_broken_is_named(llama: Path, tmp_path: Path) -> None:
         ckpt_tools.plan(source, tmp_path / "out", to="safetensors")
 
 
-def test_code_that_a_config_names_is_not_copied(llama: Path, tmp_path: Path) -> None:
+def test_code_that_a_config_names_is_copied_or_missed(llama: Path, tmp_path: Path) -> None:
     source = shutil.copytree(llama, tmp_path / "source")
     config = {**json.loads((source / "config.json").read_text()), "auto_map": {"AutoModel": "modeling_x.XModel"}}
     (source / "config.json").write_text(json.dumps(config))
-    (source / "modeling_x.py").write_text("raise SystemExit")
     (note,) = ckpt_tools.convert(source, tmp_path / "out", to="safetensors").plan.notes
-    assert (note.what, note.why) == ("modeling_x.py", "code is not copied")
-    assert not (tmp_path / "out" / "modeling_x.py").exists()
+    assert (note.what, note.why) == ("modeling_x.py", "code that config.json names is not beside it")
+    (source / "modeling_x.py").write_text("raise SystemExit")
+    ckpt_tools.convert(source, tmp_path / "again", to="safetensors", strict=True)
+    assert (tmp_path / "again" / "modeling_x.py").read_text() == "raise SystemExit"
+
+
+OF_MODEL = (
+    *("tiktoken.model", "tokenization_x.py", "modeling_x.py", "qwen.tiktoken", "tekken.json", "params.json"),
+    *("modules.json", "chat_template.jinja", "LICENSE", "README.md", "vocab.bpe"),
+)
+OF_OTHERS = ("model.onnx", "flax_model.msgpack", "SHA256SUMS", "training_args.bin", "trainer_state.json")
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_every_small_file_of_a_model_is_carried(to: Any, llama: Path, tmp_path: Path) -> None:
+    source, out = shutil.copytree(llama, tmp_path / "source"), tmp_path / "out"
+    for name in (*OF_MODEL, *OF_OTHERS, ".gitattributes", "hf_quant_config.json"):
+        (source / name).write_text("{}")
+    report = ckpt_tools.convert(source, out, to=to)
+    assert {path.name for path in out.iterdir()} >= {path.name for path in llama.glob("*.json")} | {*OF_MODEL}
+    assert not {path.name for path in out.iterdir()} & {*OF_OTHERS, ".gitattributes", "hf_quant_config.json"}
+    dropped = ", ".join(note.what for note in report.notes if note.outcome is Outcome.DROPPED)
+    assert all(name in dropped for name in ("model.onnx", "flax_model.msgpack", "SHA256SUMS", "hf_quant_config.json"))
+    ckpt_tools.convert(source, out, to=to, overwrite=True)
+    shutil.copytree(out, tmp_path / "clean")
+    ckpt_tools.convert(tmp_path / "clean", tmp_path / "strict", to=to, strict=True)
+
+
+@pytest.mark.parametrize("to", ["dcp", "npz", "out.safetensors", "zero3"])
+def test_files_that_have_no_place_are_named(to: Any, llama: Path, tmp_path: Path) -> None:
+    single = to.endswith(".safetensors")
+    (note,) = ckpt_tools.plan(
+        llama, tmp_path / to, **({} if single else {"to": to}), state="model", dtype="float32"
+    ).notes[-1:]
+    assert note.outcome is Outcome.DROPPED and note.asked and "config.json" in note.what
+    assert note.count == len([*llama.glob("*.json")])
+
+
+def test_verify_compares_the_files_of_a_model(llama: Path, tmp_path: Path) -> None:
+    source, out = shutil.copytree(llama, tmp_path / "source"), tmp_path / "out"
+    (source / "tokenization_x.py").write_text("x")
+    ckpt_tools.convert(source, out, to="safetensors", dtype="float32")
+    assert ckpt_tools.verify(source, out, dtype="float32").equal
+    (out / "tokenization_x.py").write_text("y")
+    (out / "tokenizer.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "vocab_size": 1}))
+    report = ckpt_tools.verify(source, out, dtype="float32")
+    assert {each.key.fqn: each.what for each in report.differences} == {
+        "config.json": "vocab_size: another content",
+        "tokenization_x.py": "another content",
+        "tokenizer.json": "missing",
+    }
+    (out / "config.json").unlink()
+    assert ckpt_tools.verify(source, out, dtype="float32").differences[0].what == "missing"
