@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
+from ckpt_tools.core.accounting import check_account
 from ckpt_tools.core.applicability import check
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.layout import Layout
@@ -213,6 +214,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     src, place = named(request.src, stores), open_place(dst, stores)
     writer = None if request.keeps_format else _writer(_target(request, place.name), place.name)
     source, manifest = read_checkpoint(src, request.reading, format_name=request.from_, storage_options=stores)
+    read = manifest
     check_apart(src, dst, stores)
     merge, source, request = _merge(request, src, source, manifest)
     source_format, reading, has_weights = manifest.format, reading_bytes(manifest), holds_weights(manifest.tensors)
@@ -276,7 +278,10 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     )
     figures = plan.figures()
     _log(source_format, writer.name, figures, notes)
-    _refuse_nothing(written_tensors(manifest, figures), has_weights=has_weights, options=request)
+    written = written_tensors(manifest, figures)
+    _refuse_nothing(written, has_weights=has_weights, options=request)
+    is_mapped = recipe is not None or merge is not None or like is not None
+    check_account(read, made.manifest, written, notes, is_mapped=is_mapped)
     return Prepared(
         request,
         source.store,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import FormatError, IncompleteError
@@ -46,7 +46,8 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
     copied = frozenset() if trainer is None else trainer.sources
     entries: set[str] = set()
     beside: list[str] = []
-    homes = {path.rpartition("/")[0] for path in manifest.stored_files}
+    weights = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
+    homes = {path.rpartition("/")[0] for path in frozenset().union(*weights)}
     for path in _others(manifest, source, own):
         folder, _, name = path.rpartition("/")
         if marks_unfinished(name) and folder in folders:

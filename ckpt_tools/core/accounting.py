@@ -1,0 +1,62 @@
+"""The account of a conversion: each tensor and description of the source is written, or a note names it. Pure.
+
+A tensor goes in one of two steps: an option leaves it out of the manifest, or the writer has no place for it. Each step
+says so in a note. What neither step named is a defect of this program, never a loss in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+
+from ckpt_tools.core.manifest import DESCRIPTIONS, MASTER, Kind, Manifest, StateKey
+from ckpt_tools.core.notes import Note
+from ckpt_tools.core.value_refs import references
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import CkptError
+
+_BY_NUMBER = re.compile(r"[\d,]+ (?:\S+ )?tensors?(?: .*)?")
+"""A note on tensors by their number alone, as selecting some makes it."""
+
+
+def check_account(
+    read: Manifest, made: Manifest, written: Collection[StateKey], notes: Iterable[Note], *, is_mapped: bool
+) -> None:
+    """Every tensor of ``read`` is in ``made`` under its name or another, every one of ``made`` is ``written``, and
+    every description of ``read`` is in ``made``; or ``notes`` name them. ``is_mapped`` says that a recipe or an adapter
+    made tensors of others: these check by themselves that each has its place.
+
+    Raises:
+        CkptError: an item is neither written nor named.
+    """
+    named = [note.what for note in notes]
+    missing = [*_left_out(read, made, is_mapped=is_mapped), *(key for key in made.tensors if key not in written)]
+    entries = {ref.key: str(name) for name, value in read.extra.items() for ref in references(value)} if missing else {}
+    lost = [str(key) for key in missing if not _is_named(key, entries.get(key), named)]
+    lost += [name for name in DESCRIPTIONS if name in read.extra and name not in made.extra and name not in named]
+    if lost:
+        raise CkptError(
+            f"a defect of ckpt-tools: {listed(lost)} would be neither written nor named in a note; please report it"
+        )
+
+
+def _left_out(read: Manifest, made: Manifest, *, is_mapped: bool) -> Iterator[StateKey]:
+    """Tensors of ``read`` that are not in ``made``, by name or by the shards that a renamed one keeps."""
+    kept = {id(entry.shards) for entry in made.tensors.values()}
+    for key, entry in read.tensors.items():
+        is_there = key in made.tensors or id(entry.shards) in kept or (is_mapped and entry.kind is not Kind.STATE)
+        # Of a parameter's two copies one is written where there is room for one.
+        if not (is_there or key.slot == MASTER):
+            yield key
+
+
+def _is_named(key: StateKey, entry: str | None, named: Iterable[str]) -> bool:
+    """``entry`` is the one that refers to the tensor: it goes with it, and the note begins with its name."""
+    return any(
+        what in (str(key), key.fqn)
+        or what.startswith(f"{key.slot} of ")
+        or _BY_NUMBER.fullmatch(what)
+        or (entry is not None and what.casefold().startswith(entry.casefold()))
+        or f".{key.fqn}.".startswith((f".{what}.", f".client_state.{what}."))
+        for what in named
+    )
