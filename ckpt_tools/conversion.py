@@ -48,6 +48,7 @@ from ckpt_tools.stores.urls import (
     open_place,
     open_source,
 )
+from ckpt_tools.trainers.transformers import ADAPTER
 
 if TYPE_CHECKING:
     from ckpt_tools.lora.merge import Merge
@@ -261,7 +262,8 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, like)
     manifest = _with_copied(manifest, layout, carried)
     cast = cast_notes(made.uncast, made.manifest, layout.as_stored)
-    left = _left_beside(manifest, carried, layout, has_place=_has_place(writer, place))
+    used = frozenset() if merge is None else {ADAPTER}
+    left = _left_beside(manifest, carried | used, layout, has_place=_has_place(writer, place))
     notes = merged(manifest.notes + cast + layout.notes + left)
     if request.strict:
         _refuse_losses(notes)
@@ -417,7 +419,7 @@ def _has_place(writer: Format, place: Place) -> bool:
 def _left_beside(manifest: Manifest, carried: frozenset[str], layout: Layout, *, has_place: bool) -> tuple[Note, ...]:
     """A note on the files beside the weights that are not ``carried``, which layouts may have notes on. Whoever chooses
     a format without a place for a model's files asks for that."""
-    known = carried.union(note.what for note in layout.notes)
+    known = carried.union((note.what for note in layout.notes), (file.path for file in layout.files))
     left = [path for path in manifest.beside if path not in known]
     why = "not known to be the model's" if layout.config else "a model's files are copied if its config.json is there"
     why = why if has_place else "the output has no place for a model's files"
