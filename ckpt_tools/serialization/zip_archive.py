@@ -59,6 +59,11 @@ MERGE_GAP_BYTES = 4096
 """Local headers closer than this are read at once; farther ones would drag tensor bytes along."""
 
 
+def is_inside(name: str) -> bool:
+    """Whether a record of this name stays inside of what it is unpacked to."""
+    return not (any(each in name for each in "\0\\") or name.startswith("/") or ".." in name.split("/"))
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """An entry of the directory: ``size`` bytes with checksum ``crc32``, after a local header at ``header_offset``.
@@ -319,7 +324,7 @@ class _DirectoryReader:
             name = raw.decode()
         except UnicodeDecodeError:
             self._fail("a record has a name that is not UTF-8")
-        if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
+        if not name or not is_inside(name):
             raise UnsafeError(f"a record of the zip archive is named {name!r}, outside of it", path=self._path)
         return name
 

@@ -177,6 +177,8 @@ def _padding(num_bytes: int, alignment: int) -> list[Segment]:
 
 
 def _description(name: str, entry: TensorEntry, offset: int) -> bytes:
+    if "\0" in name:
+        raise UnsupportedError(f"a NUL would end the name for llama.cpp; rename it with {option('rename')}", key=name)
     if len(name.encode()) > MAX_NAME_BYTES:
         raise UnsupportedError(
             f"GGUF has names of at most {MAX_NAME_BYTES} bytes; shorten it with {option('rename')}", key=name

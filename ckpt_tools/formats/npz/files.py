@@ -12,6 +12,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.wording import count, listed
@@ -19,7 +20,7 @@ from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, Unsupport
 from ckpt_tools.formats.flat_names import weights_by_name
 from ckpt_tools.formats.npz.npy import NpyHeader, check_size, npy_header, parse_header
 from ckpt_tools.serialization.npy_header import PREFIX_BYTES, header_length
-from ckpt_tools.serialization.zip_archive import ArchiveWriter, Directory, ReadRange, read_directory
+from ckpt_tools.serialization.zip_archive import ArchiveWriter, Directory, ReadRange, is_inside, read_directory
 from ckpt_tools.stores.source import Source
 
 SUFFIX = ".npz"
@@ -103,6 +104,12 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     names, notes = weights_by_name(manifest, "numpy")
     archive = ArchiveWriter("", base=0)
     for name, key in names.items():
+        # numpy takes a name for that of a member before it adds the ending.
+        if not name or not is_inside(name + MEMBER_SUFFIX) or name.removesuffix(MEMBER_SUFFIX) in names.keys() - {name}:
+            why = (
+                f"the tensor is called {name!r:.80}, which cannot be a member of npz; rename it with {option('rename')}"
+            )
+            raise UnsupportedError(why)
         entry = manifest.tensors[key]
         header = Literal(npy_header(entry.shape, entry.dtype, name))
         payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)

@@ -364,6 +364,8 @@ def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str
     header: dict[str, Any] = {"__metadata__": {"format": _FORMAT, **metadata}}
     cursor = 0
     for name, entry in tensors.items():
+        if name in header:
+            raise UnsupportedError(f"safetensors has no tensor {name!r}; rename it with {option('rename')}")
         if entry.dtype.safetensors_name is None:
             instead = f"write it with {option('to', 'torch')} or exclude it"
             raise UnsupportedError(f"safetensors does not support {entry.dtype.value}; {instead}", key=name)

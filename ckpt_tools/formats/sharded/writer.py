@@ -196,7 +196,9 @@ class _Files:
         for part in path[1:] if label else path:
             value = value.get(part) if isinstance(value, dict) else None
         groups = value.get("param_groups") if isinstance(value, dict) else None
-        for made, group in zip(groups or (), self._names, strict=False):
+        if self._tree.optim is None or not isinstance(groups, list):
+            return
+        for made, group in zip(groups, self._names, strict=False):
             made["param_names"] = list(group.params)
 
 

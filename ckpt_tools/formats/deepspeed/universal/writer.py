@@ -8,6 +8,7 @@ the other. But the loader of stage 3 takes the dicts too, and only asks for ``op
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,8 +19,10 @@ from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor, Value
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, is_scaling, loss_scaler
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.common.tensor_rows import Tensors, counters
@@ -39,6 +42,12 @@ from ckpt_tools.serialization.torch_zip import archive_segments, root_of
 from ckpt_tools.stores.source import checked_name
 
 UNIVERSAL_VERSION = 0.4
+
+MAX_FOLDER_BYTES = 255
+
+_FOLDER = re.compile(r"(?!\.)(?!.*\.pt\Z)[^\\\0]+", re.DOTALL)
+"""A folder of a parameter: hidden ones are not listed, and the files in others end in ``.pt``."""
+
 """checkpoint/constants.py ``UNIVERSAL_CHECKPOINT_VERSION_VALUE``; only tensor-parallel loads look at it."""
 
 
@@ -89,6 +98,9 @@ class _Output:
                     yield tensors.file(self._path(fqn, STEP), tensors.scalar(group.scalars[STEP]))
 
     def _path(self, fqn: str, slot: str) -> str:
+        if not all(_FOLDER.fullmatch(part) and len(part.encode()) <= MAX_FOLDER_BYTES for part in fqn.split("/")):
+            why = f"the tensor is called {fqn!r:.80}, which cannot be a folder of universal; rename it with"
+            raise UnsupportedError(f"{why} {option('rename')}")
         return checked_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
 
     def optimizer_file(self) -> FileLayout:
