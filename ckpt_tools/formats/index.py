@@ -14,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.format_names import ALIASES, BUILT_IN
+from ckpt_tools.core.format_names import ALIASES, BUILT_IN, SINGLE_FILES
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import listed, newest
@@ -238,11 +238,25 @@ def _refuse_known(source: Source) -> None:
         about = next((text for pattern, text in _FOREIGN.items() if fnmatchcase(name, pattern)), None)
         if about is not None:
             raise UnsupportedError(f"it is {about}", path=path)
-    if len(source.files) != 1:
+    if len(source.files) == 1:
+        refuse_content(source, next(iter(source.files)))
+
+
+def refuse_content(source: Source, path: str) -> None:
+    """Raises UnsupportedError for a file whose content is none of what its name says: the pointer or page that a
+    download left in its place, or a file of ``torch.save``."""
+    if path not in source.files:
+        return
+    head = source.read(path, 0, min(source.size(path), 64)).lstrip().lower()
+    if head.startswith(b"version https://git-lfs"):
+        raise UnsupportedError("it is a Git LFS pointer and not the file itself; fetch it with git lfs pull", path=path)
+    if head.startswith((b"<!doctype html", b"<html")):
+        raise UnsupportedError("it is a page of HTML, such as a login or an error; download the file again", path=path)
+    is_single = path.endswith(tuple(SINGLE_FILES)) or len(source.files) == 1
+    if not is_single or path.endswith(BUILT_IN["torch"].signs):
         return
     from ckpt_tools.serialization.torch_zip import open_archive
 
-    path = next(iter(source.files))
     with suppress(MalformedError, IncompleteError):
         open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
         advice = f"add {option('from_', 'torch')}"

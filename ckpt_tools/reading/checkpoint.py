@@ -17,7 +17,7 @@ from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError,
 from ckpt_tools.formats.applicability import READING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
-from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest
+from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest, refuse_content
 from ckpt_tools.reading.enrich import enriched
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import Overlay
@@ -104,6 +104,7 @@ def _errors_explained(source: Source, chosen: Format | None = None) -> Iterator[
         raise SeveralCheckpointsError(error.message + proposal(source.files, source.store.url)) from error
     except (FormatError, UnsafeError) as error:
         error.path = error.path or known_by(source)
+        refuse_content(source, error.path)
         if chosen is not None:
             error.message += hint_of_plugins(source, chosen)
         raise

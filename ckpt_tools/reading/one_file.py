@@ -15,6 +15,7 @@ from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE
 from ckpt_tools.formats.orbax.names import CHECKPOINT, TREE
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import PARTS
+from ckpt_tools.trainers.lightning import META
 from ckpt_tools.trainers.names import is_own
 
 SINGLE_FILES = ("torch", "safetensors", "gguf", "npz")
@@ -49,9 +50,9 @@ def folder_of_one_file(url: str, source: Source, exists: Exists) -> str | None:
         return folder if any(exists(f"{folder}/{each}") for each in _beside_model_states(int(model["mp"]))) else None
     shard = _SHARD.fullmatch(name)
     is_shard = shard is not None and int(shard[1]) > 1
+    if name in (COMMON_FILE, CONFIG_FILE, META):  # names that other files have too
+        return folder if exists(f"{folder}/{METADATA}") else None
     if is_shard or name.endswith(("model_states.pt", "optim_states.pt")) or is_own(name) or rank_in_name(name):
-        return folder
-    if name in (COMMON_FILE, CONFIG_FILE) and exists(f"{folder}/{METADATA}"):
         return folder
     return None if name.endswith(_KNOWN) or "://" in url else _orbax_folder(folder, exists)
 

@@ -10,8 +10,8 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import WEIGHT, Equal, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Shard, ShardTable
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.meta.names import LAST_NORM, axis_of, check_ranks, files_of
+from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
+from ckpt_tools.formats.meta.names import LAST_NORM, axis_of, check_ranks, file_name, files_of
 from ckpt_tools.formats.meta.params import own_params
 from ckpt_tools.formats.state_dict.parse import manifest_of
 from ckpt_tools.formats.torch.files import read_tree
@@ -20,6 +20,8 @@ from ckpt_tools.stores.source import Source
 
 def read(source: Source, options: ReadOptions) -> Manifest:
     files = files_of(source.files)
+    if not files:
+        raise SourceNotFoundError(f"there is no {file_name(0)} in {source.store.url}")
     check_ranks(files)
     parts = {file: _part(source, file, options) for file in files}
     first = parts[files[0]]

@@ -26,7 +26,13 @@ from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.values import are_naturals, brief
 from ckpt_tools.core.wording import count, listed
-from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
+from ckpt_tools.errors import (
+    IncompleteError,
+    MalformedError,
+    SeveralCheckpointsError,
+    SourceNotFoundError,
+    UnsupportedError,
+)
 from ckpt_tools.formats.foreign import why_delta, why_no_model
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
 from ckpt_tools.formats.safetensors.hf_index import (
@@ -118,7 +124,9 @@ def _files(source: Source) -> tuple[list[str], list[Note]]:
         for file in files:
             check_promises(weight_map, index, file, read_header(source, file).tensors)
         return files, notes
-    files = [path for path in source.files if is_own(path)]
+    files = [path for path in source.files if is_own(path)] or list(source.files)
+    if len(source.files) > 1 and not is_own(files[0]):
+        raise SourceNotFoundError(f"there is no file of safetensors in {source.store.url}")
     # A folder without an index is one model only if its files have all numbers.
     if len(files) > 1 and all(map(is_shard_name, files)):
         check_numbers(files)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import why_delta
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source, checked_name
@@ -44,7 +44,13 @@ def are_shards(files: list[str], suffix: str) -> bool:
     if len(numbers) != len(files):
         return False
     totals = {total for _, total in numbers}
-    if len(totals) > 1 or numbers != {(number, total) for total in totals for number in range(1, total + 1)}:
+    complete = {(number, total) for total in totals for number in range(1, total + 1)}
+    if len(totals) > 1 and numbers == complete:
+        sizes = ", ".join(f"of {total}" for total in sorted(totals))
+        raise SeveralCheckpointsError(
+            f"{len(totals)} complete sets of shards ({sizes}) and no index: name one, in a folder of its own"
+        )
+    if numbers != complete:
         raise IncompleteError(f"some of the shards {files[0]} ... {files[-1]} are missing")
     return True
 

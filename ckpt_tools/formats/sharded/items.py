@@ -218,9 +218,11 @@ def _plain_item(
 def _plain(folder: str, read: Mapping[str, RankFile]) -> Checkpoint:
     """Files without a part of a tensor, as verl writes on one GPU. Raises UnsupportedError where they are of several
     ranks."""
+    if not read:
+        raise UnsupportedError("there are no files of ranks here, which are torch files by their names")
     ranks = {path: int(match["rank"]) if (match := rank_file(path)) else 0 for path in read}
     world = max(max(worlds(read), default=1), max(ranks.values(), default=0) + 1)
-    if world > 1 or not read:
+    if world > 1:
         raise UnsupportedError(
             f"by their names these are files of {world} ranks ({listed(list(read))}), but they hold plain tensors, and "
             "do not say which part of the model each one is; save with torch.distributed.checkpoint.save"
