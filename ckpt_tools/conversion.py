@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
+from ckpt_tools.core import transforms
 from ckpt_tools.core.accounting import check_account
 from ckpt_tools.core.applicability import check
 from ckpt_tools.core.apply_options import apply_options
@@ -214,7 +215,9 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     dst, stores = request.dst, request.storage_options
     src, place = named(request.src, stores), open_place(dst, stores)
     writer = None if request.keeps_format else _writer(_target(request, place.name), place.name)
-    source, manifest = read_checkpoint(src, request.reading, format_name=request.from_, storage_options=stores)
+    is_weights = writer is not None and not is_whole(request, writer)
+    reading_options = replace(request.reading, state="model" if is_weights else "all")
+    source, manifest = read_checkpoint(src, reading_options, format_name=request.from_, storage_options=stores)
     read = manifest
     check_apart(src, dst, stores)
     merge, source, request = _merge(request, src, source, manifest)
@@ -253,6 +256,9 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         like=like,
     )
     manifest = made.manifest
+    if manifest.values and writer.holds_values not in ("always", "with state" if whole else "always"):
+        manifest, more = transforms.without_values(manifest, to=writer.name)
+        manifest = replace(manifest, notes=(*manifest.notes, *more))
     if recipe is not None or merge is not None or like is not None:
         from ckpt_tools.transfer.computing import with_made_files
 

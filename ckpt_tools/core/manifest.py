@@ -253,10 +253,11 @@ class Manifest:
     ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one. ``left_out`` are names of
     tensors that cannot be read, and that the options did not choose. ``archives`` are zips within files, in which
     tensors lie as in a file of their own: the objects of a DCP. ``must_equal`` are pairs to compare before anything is
-    written. ``computed`` are tensors as files that are nowhere, as ``literals`` are: their elements are computed when
-    they are read. ``parted`` is empty, or says where weights are and where optimizer state is under other names than
-    theirs: a recipe joins them. ``is_quantized`` says that a ``config.json`` beside the weights says so.
-    ``beside`` are files in the folders of the weights that were neither read nor noted.
+    written. ``values`` are those of optimizer state and of ``get_extra_state`` that are no tensors: by parameter and
+    slot, or by the name of the module's entry. ``computed`` are tensors as files that are nowhere, as ``literals`` are:
+    their elements are computed when they are read. ``parted`` is empty, or says where weights are and where optimizer
+    state is under other names than theirs: a recipe joins them. ``is_quantized`` says that a ``config.json`` beside the
+    weights says so. ``beside`` are files in the folders of the weights that were neither read nor noted.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
@@ -268,6 +269,7 @@ class Manifest:
     groups: tuple[ParamGroup, ...] = ()
     literals: Mapping[str, bytes] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[StateKey, Any] = field(default_factory=dict)
     step: int | None = None
     world_size: int | None = None
     tree: StateTree | None = None
@@ -286,11 +288,13 @@ class Manifest:
         object.__setattr__(self, "tensors", _frozen(self.tensors))
         object.__setattr__(self, "aliases", _frozen(self.aliases))
         object.__setattr__(self, "extra", _frozen(self.extra))
+        object.__setattr__(self, "values", _frozen(self.values))
         object.__setattr__(self, "literals", _frozen(self.literals))
         object.__setattr__(self, "computed", _frozen(self.computed))
         object.__setattr__(self, "notes", merged(self.notes))
         names = self.fqns
-        _check_text(chain(names, {key.slot for key in self.tensors}, self.aliases, map(str, self.extra)))
+        slots = {key.slot for key in chain(self.tensors, self.values)}
+        _check_text(chain(names, slots, self.aliases, map(str, self.extra), (key.fqn for key in self.values)))
         for alias, owner in self.aliases.items():
             if owner not in names or alias in names:
                 raise MalformedError(f"{alias!r} is tied to {owner!r}, which is not a tensor of the checkpoint")

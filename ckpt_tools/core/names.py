@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 
-from ckpt_tools.core.manifest import Kind, Manifest
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_forward_module")
 """What torch.compile, FSDP1, activation checkpointing and Lightning Fabric put into a name, anywhere in it."""
+
+_EXTRA_STATE = "_extra_state"
+"""How torch names what ``Module.get_extra_state`` returned, behind the module's name."""
 
 _WRAPPERS = re.compile(r"(?:module\.|model0\.)+")
 
@@ -21,7 +24,12 @@ def model_names(manifest: Manifest) -> frozenset[str]:
     """Names of parameters, buffers and their state. Tensors of the user's own entries keep the keys by which these
     entries refer to them."""
     kinds = manifest.of_kind(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
-    return frozenset(key.fqn for key in kinds) | set(manifest.aliases)
+    return frozenset(key.fqn for key in (*kinds, *manifest.values)) | set(manifest.aliases)
+
+
+def is_extra_state(name: str | int) -> bool:
+    """Whether a module's ``get_extra_state`` returned what has this name."""
+    return str(name).rpartition(".")[2] == _EXTRA_STATE
 
 
 def unnumbered(name: str) -> str:
@@ -55,7 +63,8 @@ def bare_names(names: Collection[str]) -> dict[str, str]:
 def bare_model_names(manifest: Manifest) -> dict[str, str]:
     """The same of ``model_names``. State of the optimizer may have other wrappers in its names than the weights."""
     names = model_names(manifest)
-    weights = names & ({key.fqn for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)} | manifest.aliases.keys())
+    own = [*manifest.of_kind(Kind.PARAMETER, Kind.BUFFER), *(key for key in manifest.values if key.slot == WEIGHT)]
+    weights = names & ({key.fqn for key in own} | manifest.aliases.keys())
     bare, bare_of_state = bare_names(weights), bare_names(names - weights)
     is_same_model = weights and {*bare_of_state.values()} <= {*bare.values()}
     return {**bare, **bare_of_state} if is_same_model else bare_names(names)

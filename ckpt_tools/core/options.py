@@ -159,7 +159,7 @@ class ConvertOptions:
     recipe: str | Path | None = None
     inverse: bool = False
     dequantize: bool = False
-    state: str | None = None
+    state: State | None = None
     dtype: DTypeLike | None = None
     buffers: Sequence[str] = ()
     max_shard_size: str | int | None = None
@@ -230,6 +230,7 @@ class ConvertOptions:
             param_order=self.order,
             include=tuple(self.include) if has_own_names else (),
             exclude=tuple(self.exclude) if has_own_names else (),
+            state=self.state,
         )
 
 
@@ -309,7 +310,8 @@ class ReadOptions:
     """Options of readers. ``tag`` chooses one of several checkpoints of a DeepSpeed folder; the
     keys say where model and optimizer live in a DCP tree (``app.model``), ``param_order`` which parameters the numbers
     of an optimizer mean. ``include`` and ``exclude`` matter to a reader that cannot read every tensor: one that is not
-    chosen is not refused."""
+    chosen is not refused. ``state`` says what is used of the checkpoint: weights alone need no choice of an optimizer,
+    and the whole state needs the weights that the optimizer belongs to. None: it is not known yet."""
 
     tag: str | None = None
     model_key: str | None = None
@@ -317,6 +319,7 @@ class ReadOptions:
     param_order: ParamOrder | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    state: State | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ckpt_tools.core import matching, quantized
 from ckpt_tools.core.casts import CASTABLE, check_cast
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.names import bare_model_names, model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
+from ckpt_tools.core.value_refs import references, replaced
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import UnsupportedError, UsageError
 
@@ -36,12 +38,15 @@ def model_only(manifest: Manifest, *, weights: str, asked: bool, entries: Collec
     }
     if weights == "master":
         kept = {key: _master(manifest, key, entry) for key, entry in kept.items()}
+    values = {key: value for key, value in manifest.values.items() if key.slot == WEIGHT}
+    inside = {ref.key: manifest.tensors[ref.key] for ref in references(list(values.values()))}
     if not kept and any(entry.kind is Kind.STATE for entry in manifest.tensors.values()) | bool(manifest.extra):
         raise UnsupportedError(f"{_no_weights(manifest)}; name the file or folder of the model")
     extra = {name: value for name, value in manifest.extra.items() if name in entries}
-    notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, kept, extra))
+    notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, {**kept, **inside}, extra))
     step = manifest.step if extra.keys() >= manifest.extra.keys() else None
-    return replace(manifest, tensors=kept, groups=(), extra=extra, step=step, trainer=None), notes
+    kept |= inside
+    return replace(manifest, tensors=kept, groups=(), extra=extra, values=values, step=step, trainer=None), notes
 
 
 def _no_weights(manifest: Manifest) -> str:
@@ -89,6 +94,7 @@ def _dropped_state(
         entries = [entry for key, entry in manifest.tensors.items() if key.slot == slot and key not in kept]
         if slot != MASTER:
             notes.append(_dropped(f"{slot} of {count(len(entries), 'tensor')}", entries))
+    notes += [Note(Outcome.DROPPED, str(key), _ONLY_WEIGHTS) for key in manifest.values if key.slot != WEIGHT]
     if manifest.groups:
         notes.append(Note(Outcome.DROPPED, "parameter groups", _ONLY_WEIGHTS, len(manifest.groups)))
     notes += [Note(Outcome.DROPPED, name, _ONLY_WEIGHTS) for name in manifest.extra if name not in kept_entries]
@@ -122,11 +128,31 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
     kept = {key: entry for key, entry in manifest.tensors.items() if entry.kind is Kind.EXTRA or is_chosen(key.fqn)}
     if all(entry.kind is Kind.EXTRA for entry in kept.values()):
         raise UsageError(f"{option('include')} and {option('exclude')} select no tensor")
+    values = {key: value for key, value in manifest.values.items() if is_chosen(key.fqn)}
     left = len(manifest.tensors) - len(kept)
     aliases = {alias: owner for alias, owner in manifest.aliases.items() if is_chosen(alias) and is_chosen(owner)}
     groups = tuple(replace(group, params=tuple(filter(is_chosen, group.params))) for group in manifest.groups)
     notes = (Note(Outcome.DROPPED, count(left, "tensor"), "not selected", left, asked=True),) if left else ()
-    return replace(manifest, tensors=kept, aliases=aliases, groups=groups), notes
+    return replace(manifest, tensors=kept, aliases=aliases, groups=groups, values=values), notes
+
+
+def without_values(manifest: Manifest, *, to: str) -> Transformed:
+    """The manifest without the values of ``get_extra_state`` that are no tensors, for formats that cannot hold them.
+
+    Raises:
+        UnsupportedError: optimizer state has such values, without which the optimizer cannot resume.
+    """
+    state = [str(key) for key in manifest.values if key.slot != WEIGHT]
+    if state:
+        raise UnsupportedError(
+            f"{to} cannot hold optimizer state that is a list, a dict or another object ({listed(state)}); write "
+            f"{option('to', 'dcp')} or a .pt file with {option('state', 'all')}, or {option('state', 'model')}"
+        )
+    inside = {ref.key for ref in references(list(manifest.values.values()))}
+    tensors = {key: entry for key, entry in manifest.tensors.items() if key not in inside}
+    why = f"{to} cannot hold what get_extra_state returned, which is no tensor"
+    notes = tuple(Note(Outcome.DROPPED, key.fqn, why) for key in manifest.values)
+    return replace(manifest, tensors=tensors, values={}), notes
 
 
 def with_buffers(manifest: Manifest, globs: Sequence[str]) -> Transformed:
@@ -156,7 +182,22 @@ def reowned(manifest: Manifest, chosen: Callable[[str], bool]) -> Manifest:
     aliases = {alias: heirs.get(owner, owner) for alias, owner in manifest.aliases.items() if heirs.get(owner) != alias}
     aliases |= heirs
     groups = tuple(replace(group, params=tuple(heirs.get(n, n) for n in group.params)) for group in manifest.groups)
-    return replace(manifest, tensors=tensors, aliases=aliases, groups=groups)
+    values = _renamed_values(manifest, heirs)
+    return replace(manifest, tensors=tensors, aliases=aliases, groups=groups, values=values)
+
+
+def _renamed_values(manifest: Manifest, names: Mapping[str, str]) -> dict[StateKey, Any]:
+    """``Manifest.values`` with new names of their owners, and of the optimizer's tensors inside them."""
+
+    def renamed(ref: TensorRef) -> TensorRef:
+        if manifest.tensors[ref.key].kind is Kind.EXTRA:
+            return ref
+        return TensorRef(StateKey(names.get(ref.key.fqn, ref.key.fqn), ref.key.slot))
+
+    return {
+        StateKey(names.get(key.fqn, key.fqn), key.slot): replaced(value, renamed)
+        for key, value in manifest.values.items()
+    }
 
 
 def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
@@ -184,6 +225,7 @@ def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
         },
         aliases={names[alias]: names[owner] for alias, owner in manifest.aliases.items()},
         groups=tuple(replace(g, params=tuple(names.get(n, n) for n in g.params)) for g in manifest.groups),
+        values=_renamed_values(manifest, names),
     )
     return renamed, ()
 

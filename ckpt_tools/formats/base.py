@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
@@ -40,6 +40,8 @@ class Format:
     """Those of ``READING_OPTIONS`` that mean something here; any other is an error."""
     writing_options: tuple[str, ...] = ()
     """Those of ``WRITING_OPTIONS`` that mean something here; any other is an error."""
+    holds_values: Literal["never", "with state", "always"] = "never"
+    """When ``Manifest.values`` have a place; a conversion leaves them out or refuses them where they have none."""
     kept_entries: tuple[str, ...] = ()
     """Top-level names of ``Manifest.extra`` that are written with weights alone, because they describe the model."""
     keeps_every_dtype: bool = False

@@ -8,8 +8,10 @@ anything is loaded.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -17,9 +19,11 @@ from ckpt_tools.arguments import public, written_out
 from ckpt_tools.core import transforms
 from ckpt_tools.core.applicability import OF_RECIPES, Case, check
 from ckpt_tools.core.apply_options import apply_options
+from ckpt_tools.core.literals import literal_number
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
-from ckpt_tools.core.names import bare_names
+from ckpt_tools.core.names import bare_names, is_extra_state
 from ckpt_tools.core.options import ConvertOptions, SelectKeywords
+from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsafeError, UsageError
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
@@ -41,6 +45,9 @@ KEPT_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "different
 
 DEEPSPEED_OPTIONS = frozenset({"bias_correction", "step"})
 """Options of a param group that only DeepSpeed's own Adams keep."""
+
+BITSANDBYTES_STATE = "__bnb_optimizer_quant_state__"
+"""Where the optimizers of bitsandbytes put quantized state in their state dicts (optim/optimizer.py)."""
 
 MAX_NAMED = 5
 """Names that an error lists of each kind."""
@@ -99,7 +106,8 @@ def load_into(
         [8.0, 9.0, 10.0]
     """
     chosen = ConvertOptions(**given)
-    options, stores = chosen.reading, chosen.storage_options
+    options = replace(chosen.reading, state="model" if optimizer is None else "all")
+    stores = chosen.storage_options
     check_storage_options(stores, url)
     check([OF_RECIPES], chosen.given, Case(has_recipe=chosen.needs_config))
     url = named(url, stores)
@@ -115,12 +123,15 @@ def load_into(
     others = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
     loader = _Loader(manifest, TensorReader(store, SCRATCH_BYTES), _Problems(), others.union(elsewhere), dry_run)
     targets = list(loader.model_targets(model))
+    extra_states = list(loader.extra_states(model))
     loader.problems.check()
     if dry_run:
         return {}
     if optimizer is not None:
         _OptimizerLoader(loader, optimizer, _parameter_names(model)).load(model)
     loader.fill(targets)
+    for module, value in extra_states:
+        module.set_extra_state(value)
     extras, _ = user_entries(manifest)
     return {name: revive(value, tensor=loader.whole, unknown=lambda inert: inert) for name, value in extras.items()}
 
@@ -167,7 +178,20 @@ class _Loader:
                 known.add(key.fqn)
                 yield from self.target(tensor, key, names[0])
         stored = self.manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)
-        self.problems.add("not in the model", [key.fqn for key in stored if key.fqn not in known])
+        left = [key.fqn for key in stored if key.fqn not in known and not is_extra_state(key.fqn)]
+        self.problems.add("not in the model", left)
+
+    def extra_states(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+        """Each module with a ``get_extra_state`` of its own, and what it returned when it was saved."""
+        paths = {bare: path for path, bare in bare_names(model.state_dict()).items() if is_extra_state(bare)}
+        values = {key.fqn: value for key, value in self.manifest.values.items() if key.slot == WEIGHT}
+        tensors = {key.fqn: TensorRef(key) for key in self.manifest.of_kind(Kind.BUFFER) if is_extra_state(key.fqn)}
+        stored = {**values, **tensors}
+        self.problems.add("not in the checkpoint", [name for name in paths if name not in stored])
+        self.problems.add("not in the model", [name for name in stored if name not in {*paths, *self.elsewhere}])
+        for name in paths.keys() & stored.keys():
+            module = model.get_submodule(paths[name].rpartition(".")[0])
+            yield module, None if self.dry_run else revive(stored[name], tensor=self.whole, unknown=_refuse)
 
     def key(self, names: Iterable[str], slot: str) -> StateKey | None:
         found = (StateKey(self.manifest.aliases.get(name, name), slot) for name in names)
@@ -201,7 +225,7 @@ def _saved_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[str]
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     state = model.state_dict(keep_vars=True)
     for name, value in zip(bare_names(state).values(), state.values(), strict=True):
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not is_extra_state(name):
             found.setdefault(id(value), (value, []))[1].append(name)
     return list(found.values())
 
@@ -215,12 +239,12 @@ def _parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
-    """One value of an optimizer's state: ``holder[key]``, and the tensor of the checkpoint that it takes."""
+class _NewValue:
+    """What takes the place of ``holder[key]``: a number or an object of a parameter's state."""
 
     holder: dict[Any, Any]
     key: Any
-    stored: StateKey
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,57 +254,108 @@ class _OptimizerLoader:
     loader: _Loader
     optimizer: torch.optim.Optimizer
     names: Mapping[int, list[str]]
+    targets: list[_Target] = field(default_factory=list)
 
     def load(self, model: torch.nn.Module) -> None:
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         options = [self._options(number, group) for number, group in enumerate(groups)]
         self.loader.problems.check()
-        self._initialize(model)
-        slots = list(self._slots())
-        values = [(slot.holder[slot.key], slot.stored) for slot in slots]
-        tensors = [(value, stored) for value, stored in values if not isinstance(value, int | float)]
-        targets = [target for each in tensors for target in self.loader.target(*each, str(each[1]))]
-        self._check_left(slots)
+        is_initialized = self._initialize(model)
+        stored = self._stored_state()
+        values = [
+            value for parameter in self._parameters() for value in self._new_values(parameter, stored, is_initialized)
+        ]
+        left = [
+            f"{fqn} ({slot})" for fqn, slots in stored.items() if fqn not in self.loader.elsewhere for slot in slots
+        ]
+        self.loader.problems.add("not in the optimizer", left)
         self.loader.problems.check()
-        self.loader.fill(targets)
-        for slot in slots:
-            self._set_number(slot)
+        self.loader.fill(self.targets)
+        for new in values:
+            new.holder[new.key] = new.value
         for group, found in zip(groups, options, strict=True):
             self._set_options(group, found)
 
-    def _initialize(self, model: torch.nn.Module) -> None:
-        """Have the optimizer make its state. torch does it with a step of no gradient at a learning rate of zero."""
+    def _initialize(self, model: torch.nn.Module) -> bool:
+        """Have the optimizer make its state, and return whether it could: a step that needs a closure, as that of
+        LBFGS, cannot be tried. torch does it with a step of no gradient at a learning rate of zero. Optimizers count
+        their steps in attributes too."""
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        if not self.optimizer.state and any(p.grad is not None for p in self._parameters()):
+        if self.optimizer.state:
+            return True
+        if any(p.grad is not None for p in self._parameters()):
             raise UsageError("the optimizer has no state yet but there are gradients; load before backward()")
-        get_optimizer_state_dict(model, self.optimizer)
+        if signature(self.optimizer.step).parameters["closure"].default is Parameter.empty:
+            return False
+        counts = {name: value for name, value in vars(self.optimizer).items() if isinstance(value, int | float)}
+        try:
+            get_optimizer_state_dict(model, self.optimizer)
+        except Exception as error:
+            raise UsageError(
+                f"{type(self.optimizer).__name__} cannot make its state by a step without gradients "
+                f"({type(error).__name__}: {error}); step it once before its state is loaded"
+            ) from error
+        vars(self.optimizer).update(counts)
+        return True
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
-    def _slots(self) -> Iterator[_Slot]:
-        for parameter in self._parameters():
-            names = self.names[id(parameter)]
-            for holder, key, slot in _leaves(self.optimizer.state.get(parameter, {}), ""):
-                stored = self.loader.key(names, slot)
-                if stored is not None:
-                    yield _Slot(holder, key, stored)
-                elif parameter.numel():
-                    self.loader.problems.add("optimizer state not in the checkpoint", [f"{names[0]} ({slot})"])
+    def _stored_state(self) -> dict[str, dict[str, Any]]:
+        """The checkpoint's values of each parameter's state by slot, those that bitsandbytes packs like all others."""
+        manifest, found = self.loader.manifest, defaultdict[str, dict[str, Any]](dict)
+        inside = {ref.key for ref in references(list(manifest.values.values()))}
+        for key in manifest.of_kind(Kind.STATE):
+            if key not in inside:
+                found[key.fqn][key.slot] = TensorRef(key)
+        for key, value in manifest.values.items():
+            if key.slot != WEIGHT:
+                found[key.fqn].update(value if key.slot == BITSANDBYTES_STATE else {key.slot: value})
+        return found
 
-    def _check_left(self, slots: list[_Slot]) -> None:
-        """State that the optimizer does not take is the state of another one."""
-        taken = {slot.stored for slot in slots}
-        stored = self.loader.manifest.of_kind(Kind.STATE)
-        left = [str(key) for key in stored if key not in taken and key.fqn not in self.loader.elsewhere]
-        self.loader.problems.add("not in the optimizer", left)
+    def _new_values(
+        self, parameter: torch.Tensor, stored: Mapping[str, dict[str, Any]], is_initialized: bool
+    ) -> Iterator[_NewValue]:
+        """The values that are not filled in place. Takes what the parameter has out of ``stored``."""
+        aliases = self.loader.manifest.aliases
+        fqns = [aliases.get(name, name) for name in self.names[id(parameter)]]
+        slots: dict[str, Any] = next((stored[fqn] for fqn in fqns if fqn in stored), {})
+        live = self.optimizer.state.get(parameter, {}) if is_initialized else dict.fromkeys(slots)
+        for key, value in live.items():
+            if str(key) in slots:
+                made = self._merge(value, slots.pop(str(key)), parameter)
+                if made is not value:
+                    yield _NewValue(self.optimizer.state[parameter], key, made)
+            elif parameter.numel():
+                self.loader.problems.add("optimizer state not in the checkpoint", [f"{fqns[0]} ({key})"])
 
-    def _set_number(self, slot: _Slot) -> None:
-        value = slot.holder[slot.key]
-        if isinstance(value, int | float):
-            slot.holder[slot.key] = type(value)(self.loader.whole(TensorRef(slot.stored)).item())
+    def _merge(self, live: Any, stored: Any, parameter: torch.Tensor) -> Any:
+        """The value to keep: ``live``, whose tensors are to be filled in place, or one made of ``stored``."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(stored, TensorRef):
+            if isinstance(live, torch.Tensor):
+                self.targets.extend(self.loader.target(live, stored.key, str(stored.key)))
+                return live
+            number = literal_number(self.loader.manifest, self.loader.manifest.tensors[stored.key])
+            if number is not None or isinstance(live, int | float):
+                number = self.loader.whole(stored).item() if number is None else number
+                return type(live)(number) if isinstance(live, int | float) else number
+            if isinstance(parameter, DTensor):
+                self.loader.problems.add(
+                    "optimizer state that the job has not made and whose placement is unknown", [str(stored.key)]
+                )
+                return live
+            return self.loader.whole(stored).to(parameter.device)
+        if isinstance(live, list) and isinstance(stored, list) and len(live) == len(stored):
+            return [self._merge(*pair, parameter) for pair in zip(live, stored, strict=True)]
+        if isinstance(live, dict) and isinstance(stored, dict) and set(map(str, live)) == set(map(str, stored)):
+            by_text = {str(key): value for key, value in stored.items()}
+            return {key: self._merge(value, by_text[str(key)], parameter) for key, value in live.items()}
+        return revive(stored, tensor=lambda ref: self._merge(None, ref, parameter), unknown=_refuse)
 
     def _options(self, number: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """The hyperparameters of the checkpoint's group that the parameters of a group are in."""
@@ -308,22 +383,18 @@ class _OptimizerLoader:
             current = group.get(name)
             if name in KEPT_OPTIONS or (name in DEEPSPEED_OPTIONS and name not in group):
                 continue
-            if isinstance(current, torch.Tensor):
+            if (
+                isinstance(current, torch.Tensor)
+                and isinstance(found, torch.Tensor)
+                and found.numel() == current.numel()
+            ):
+                current.copy_(found.reshape(current.shape))
+            elif isinstance(current, torch.Tensor) and isinstance(found, int | float):
                 current.fill_(found)
             else:
-                group[name] = found.item() if isinstance(found, torch.Tensor) and current is not None else found
-
-
-def _leaves(state: dict[Any, Any], prefix: str) -> Iterator[tuple[dict[Any, Any], Any, str]]:
-    """Tensors and numbers of a parameter's state with their slots; nested dicts join their keys with dots."""
-    import torch
-
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif isinstance(value, torch.Tensor | int | float):
-            yield state, key, f"{prefix}{key}"
+                is_number = isinstance(current, int | float) and isinstance(found, torch.Tensor) and found.numel() == 1
+                group[name] = found.item() if is_number else found
 
 
 def _refuse(value: Any) -> Any:
-    raise UnsafeError("a hyperparameter is an object that only code named in the checkpoint could create")
+    raise UnsafeError("an optimizer or extra state holds an object that only code named in the checkpoint could create")

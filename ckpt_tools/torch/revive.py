@@ -8,6 +8,7 @@ on: making it would be calling what the checkpoint names.
 from __future__ import annotations
 
 import collections
+import io
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ _FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, li
 """What a ``defaultdict`` may call."""
 
 _DTYPE = GlobalRef("numpy", "dtype")
+_DEQUE = GlobalRef("collections", "deque")
 _ARRAY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
@@ -75,7 +77,10 @@ class _Reviver:
         return items
 
     def _object(self, value: Opaque) -> Any:
-        make = _MAKERS.get(value.ref) if isinstance(value.ref, GlobalRef) and value.form == "call" else None
+        if value.ref == _DEQUE and len(value.args) in (1, 2) and not value.args[0] and value.state is None:
+            return collections.deque(self.visit(value.items), *value.args[1:])
+        makers = _MAKERS if value.form == "call" else _NEW_MAKERS
+        make = makers.get(value.ref) if isinstance(value.ref, GlobalRef) else None
         if make is None or value.kwargs or value.items or value.pairs:
             return self._unknown(value)
         try:
@@ -122,6 +127,15 @@ def _counter(counts: Value) -> Any:
     return collections.Counter(counts)
 
 
+def _stream(*, state: Value) -> Any:
+    data, position, attributes = state
+    if not isinstance(data, bytes) or attributes:
+        raise TypeError
+    stream = io.BytesIO(data)
+    stream.seek(position)
+    return stream
+
+
 def _device(*args: Value) -> Any:
     try:
         return _torch().device(*args)
@@ -138,3 +152,6 @@ _MAKERS: dict[GlobalRef, Callable[..., Any]] = {
     GlobalRef("torch", "device"): _device,
 }
 """Objects that are made from plain data by these functions, which check it."""
+
+_NEW_MAKERS: dict[GlobalRef, Callable[..., Any]] = {GlobalRef("_io", "BytesIO"): _stream}
+"""The same for objects whose class is called without its ``__init__``."""

@@ -25,6 +25,19 @@ META = "meta.pt"
 _IN_NAME = re.compile(r"([A-Za-z][\w/]*)=(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)")
 
 
+TRAINED = ("current_model_state",)
+"""Where WeightAveraging and EMAWeightAveraging put the weights that the optimizer belongs to; ``state_dict`` is their
+average then (callbacks/weight_averaging.py)."""
+
+
+def with_average(manifest: Manifest) -> Manifest:
+    """Renames ``state_dict`` beside the trained weights, so that its name says that it is an average of them."""
+    if manifest.tree is None or manifest.tree.model != TRAINED or "state_dict" not in manifest.extra:
+        return manifest
+    names = {name: "averaged_state_dict" if name == "state_dict" else name for name in manifest.extra}
+    return replace(manifest, extra={names[name]: value for name, value in manifest.extra.items()})
+
+
 def with_scheduler(manifest: Manifest) -> Manifest:
     """Renames the only one of Lightning's ``lr_schedulers`` to ``lr_scheduler``, as other trainers call it."""
     is_lightning = "pytorch-lightning_version" in manifest.extra and "lr_scheduler" not in manifest.extra

@@ -168,6 +168,9 @@ def verify_pair(
     found = known(other.format)
     target = found if found is not None and found.writes else None
     whole = options.state != "model" and (_has_more(other) or _keeps_names(manifest, other, target, options))
+    if options.state is None and manifest.tree is not None:  # the weights may be others than those with the optimizer
+        reading = replace(options.reading, state="all" if whole else "model")
+        source, manifest = read_checkpoint(src, reading, format_name=options.from_, storage_options=how.storage_options)
     holds_masters = target is None or target.holds_masters
     has_recipe = options.needs_config
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole, has_recipe=has_recipe)

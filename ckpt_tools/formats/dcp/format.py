@@ -20,6 +20,7 @@ class DcpFormat(Format):
 
     name = "dcp"
     about = "PyTorch Distributed Checkpoint: a .metadata file and __R_N.distcp files (FSDP2 and others)"
+    holds_values = "always"
     reading_options = ("model_key", "optim_key")
     writing_options = ("model_key", "optim_key", "world_size")
 

@@ -62,6 +62,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
             ties=found.ties,
             include=options.include,
             exclude=options.exclude,
+            state=options.state,
         )
     tops = {path: {str(parts[0]) for parts in each.paths.values()} for path, each in indexes.items()}
     trainer = trainer_folder(source.files, paths, tops, is_of_dcp)

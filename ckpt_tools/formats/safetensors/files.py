@@ -287,7 +287,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 
     texts = written_texts(manifest)
     manifest = without_texts(manifest)
-    entries = entries_of(manifest, TREE)
+    entries = entries_of(manifest, TREE, whole_values=True)
     whole = None if is_model_only(manifest) else packed(manifest, entries)
     state = {STATE_KEY: whole.text} if whole else {}
     tensors = {**entries.tensors, **(whole.tensors if whole else {})}

@@ -22,6 +22,7 @@ class SafetensorsFormat(Format):
     name = "safetensors"
     about = "one .safetensors file, or Hugging Face shards with their index"
     holds_optimizer = False
+    holds_values = "with state"
     reading_options = ("model_key", "optim_key")
     writing_options = ("max_shard_size", "config")
     kept_entries = (HEADER_ENTRY,)

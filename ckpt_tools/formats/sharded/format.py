@@ -20,6 +20,7 @@ class ShardedFormat(Format):
 
     name = "sharded"
     about = "a torch file a rank with its part of each tensor (DTensor): verl, SkyRL, accelerate, FSDP2"
+    holds_values = "always"
     reading_options = ("model_key", "optim_key")
     writing_options = ("world_size",)
 

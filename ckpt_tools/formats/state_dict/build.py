@@ -13,7 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.core.literals import literal_number
-from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath, dotted
+from ckpt_tools.core.manifest import (
+    WEIGHT,
+    Kind,
+    Manifest,
+    ParamGroup,
+    StateKey,
+    StateTree,
+    TensorRef,
+    TreePath,
+    dotted,
+)
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.value_refs import references
@@ -63,15 +73,16 @@ class Entries:
     tree: StateTree | None = None
 
 
-def entries_of(manifest: Manifest, tree: StateTree) -> Entries:
-    """The names of ``manifest`` in ``tree``.
+def entries_of(manifest: Manifest, tree: StateTree, *, whole_values: bool = False) -> Entries:
+    """The names of ``manifest`` in ``tree``; with ``whole_values`` those of ``Manifest.values`` are one entry each.
 
     Raises:
         UnsupportedError: two entries would have one name, or there are too many.
     """
-    found = _Found(manifest, tree)
+    found = _Found(manifest, tree, whole_values)
     found.add_model()
     found.add_optimizer()
+    found.add_values()
     found.add_extras()
     return Entries(found.paths, found.tensors, found.aliases, found.objects, (*found.notes, *found.unused()), tree)
 
@@ -80,6 +91,7 @@ def entries_of(manifest: Manifest, tree: StateTree) -> Entries:
 class _Found:
     manifest: Manifest
     tree: StateTree
+    whole_values: bool
     paths: dict[str, TreePath] = field(default_factory=dict)
     tensors: dict[str, StateKey] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -95,8 +107,10 @@ class _Found:
             self.aliases[self._new((*self.tree.model, alias))] = names[owner]
 
     def add_optimizer(self) -> None:
+        inside = {ref.key for ref in references(list(self.manifest.values.values()))}
         for key in self.manifest.of_kind(Kind.STATE):
-            self._add_state(self._state_path(key), key)
+            if key not in inside:
+                self._add_state(self._state_path(key), key)
         self._add_empty_state()
         for number, group in enumerate(self.manifest.groups):
             if self.manifest.tree is None:
@@ -145,18 +159,37 @@ class _Found:
             yield (*prefix, "params"), list(group.params)
             yield from (((*prefix, name), value) for name, value in group.options.items())
 
+    def add_values(self) -> None:
+        for key, value in self.manifest.values.items():
+            path = (*self.tree.model, key.fqn) if key.slot == WEIGHT else self._state_path(key)
+            if self.whole_values:
+                self.objects[self._new(path)] = value
+            else:
+                self._add_leaves(path, value)
+
     def add_extras(self) -> None:
         root = self.tree.model[:-1]
         has_optimizer = self.manifest.groups or self.manifest.of_kind(Kind.STATE)
         reserved = (self.tree.model, self.tree.optim if has_optimizer else None)
         extras, notes = user_entries(self.manifest)
         self.notes += notes
+        inside = self._entries_inside()
         for name, value in extras.items():
-            path = self.tree.extras.get(name, (*root, name))
-            if path in reserved and name not in self.tree.extras:
+            path = self.tree.extras.get(name, inside.get(name, (*root, name)))
+            if name in inside and isinstance(value, dict):
+                self._add_leaves(path, value)
+            elif path in reserved and name not in self.tree.extras:
                 self.notes.append(Note(Outcome.DROPPED, name, "the model or the optimizer has this name in the tree"))
             else:
                 self._add_leaves(path, value)
+
+    def _entries_inside(self) -> dict[str, TreePath]:
+        """Entries of the source that are in the mappings of its model or optimizer, and the mappings they belong in."""
+        source = self.manifest.tree or StateTree((), None)
+        homes = {
+            home: self.tree.model if home == source.model else self.tree.optim for home in (source.model, source.optim)
+        }
+        return {name: path for name, home in source.extras.items() if home and (path := homes.get(home)) is not None}
 
     def _add_leaves(self, path: TreePath, value: Any) -> None:
         for leaf, item in leaves(path, value):
@@ -165,6 +198,8 @@ class _Found:
                 self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "its tensor is not selected", asked=True))
             elif isinstance(item, TensorRef):
                 self._add_tensor(leaf, item.key)
+            elif isinstance(item, _Nothing) and self.whole_values:
+                self.objects[self._new(leaf)] = {}
             elif isinstance(item, _Nothing):
                 self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "a DCP cannot hold an empty dict"))
             else:

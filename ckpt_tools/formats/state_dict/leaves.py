@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.core.manifest import StateKey, TensorRef
+from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.value_refs import extracted
 from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.core.wording import count
@@ -71,18 +72,38 @@ def with_references(value: Any, place: Place, name: str, inner: dict[StateKey, T
     return referring
 
 
-def tree_leaves(value: Any, path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
-    """The leaves of a tree of dicts and of the lists that hold dicts or tensors; other lists are leaves whole."""
+def tree_leaves(value: Any, path: TreePath, file: str, *, whole_values: bool = False) -> Iterator[tuple[TreePath, Any]]:
+    """The leaves of a tree of dicts and of the lists that hold dicts or tensors; other lists are leaves whole.
+
+    ``whole_values`` keeps each value of a parameter's optimizer state, and of ``get_extra_state``, as one leaf: taken
+    apart, a list could not be told from a dict of numbers, and an empty dict would be lost.
+    """
     if len(path) > MAX_TREE_DEPTH:
         raise MalformedError("its dicts are nested too deeply", path=file)
-    if isinstance(value, dict) and (value or not path):
+    if whole_values and path and is_extra_state(path[-1]):
+        yield path, value
+    elif isinstance(value, dict) and (value or not path):
         for key, inner in value.items():
-            yield from tree_leaves(inner, (*path, key if type(key) is int else str(key)), file)
+            below = (*path, key if type(key) is int else str(key))
+            if whole_values and key == "state" and "param_groups" in value and isinstance(inner, dict):
+                yield from _state_leaves(inner, below, file)
+            else:
+                yield from tree_leaves(inner, below, file, whole_values=whole_values)
     elif isinstance(value, list) and any(isinstance(inner, dict | StoredTensor) for inner in value):
         for position, inner in enumerate(value):
-            yield from tree_leaves(inner, (*path, position), file)
+            yield from tree_leaves(inner, (*path, position), file, whole_values=whole_values)
     else:
         yield path, value
+
+
+def _state_leaves(state: dict[Any, Any], path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
+    """The values of each parameter in an optimizer's state."""
+    for owner, slots in state.items():
+        below = (*path, owner if type(owner) is int else str(owner))
+        if isinstance(slots, dict):
+            yield from (((*below, str(slot)), value) for slot, value in slots.items())
+        else:
+            yield from tree_leaves(slots, below, file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +122,7 @@ class FoundLeaves:
 
     def add_tree(self, value: Any, path: TreePath, place: Place) -> None:
         """Add the leaves of the tree ``value``, which lies at ``path`` of the whole. Raises FormatError."""
-        for each, inner in tree_leaves(value, path, place.file):
+        for each, inner in tree_leaves(value, path, place.file, whole_values=True):
             if not each:
                 raise UnsupportedError("it does not contain a dict, so it is not a state dict", path=place.file)
             self.add(".".join(map(str, each)), each, inner, place)

@@ -13,18 +13,29 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.literals import is_number, number_table
-from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef, dotted
+from ckpt_tools.core.manifest import (
+    WEIGHT,
+    Kind,
+    Manifest,
+    ParamGroup,
+    StateKey,
+    StateTree,
+    TensorEntry,
+    TensorRef,
+    dotted,
+)
 from ckpt_tools.core.manifest import TreePath as TreePath
 from ckpt_tools.core.matching import is_chosen
+from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.param_order import ParamOrder
-from ckpt_tools.core.value_refs import references
+from ckpt_tools.core.value_refs import places, references, replaced
 from ckpt_tools.core.values import Distinct
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
@@ -32,6 +43,7 @@ from ckpt_tools.formats.foreign import refuse_weights
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, follow_order, match_numbers, why_unnamed
 from ckpt_tools.serialization.unread_tensors import why_unread
+from ckpt_tools.trainers.lightning import TRAINED
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 """Usual names of a model's entry, which decide between mappings that no optimizer knows."""
@@ -73,7 +85,20 @@ class Extra:
     path: TreePath
 
 
-LeafRole = Weight | State | Option | Extra
+@dataclass(frozen=True, slots=True)
+class PartOfValue:
+    """What lies at ``path`` in a value that is no tensor: of optimizer state, or of ``get_extra_state``."""
+
+    owner: StateKey
+    path: TreePath
+
+    @property
+    def is_state(self) -> bool:
+        return self.owner.slot != WEIGHT
+
+
+PathRole = Weight | State | Option | Extra
+LeafRole = PathRole | PartOfValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +117,11 @@ def find_tree(
     optim_key: str | None,
     own: Collection[str] = (),
     integers: Collection[str] = (),
+    state: str | None = None,
 ) -> Tree:
     """The tree of a checkpoint with leaves at ``paths``. Those with ``numels`` are tensors, and ``integers`` those that
-    are not of floating point. Leaves that are known to be the user's ``own`` are ignored.
+    are not of floating point. Leaves that are known to be the user's ``own`` are ignored. ``state`` is "model" if
+    weights alone are used, and "all" if the optimizer is used too.
 
     Raises:
         UsageError: a given key leads nowhere. UnsupportedError: there are several optimizers, or several models.
@@ -106,13 +133,41 @@ def find_tree(
         numels = {name: numel for name, numel in numels.items() if name not in own}
     if optim_key is None:
         found = _optim_prefixes(paths.values())
-        if len(found) > 1:
+        if len(found) > 1 and state != "model":
             raise UnsupportedError(f"there are several optimizers {choices('optim_key', found)}")
-        optim = next(iter(found), None)
+        optim = found[0] if len(found) == 1 else None
     if given is not None:
         return Tree(given, optim)
     known = {place.fqn for path in paths.values() if isinstance(place := _in_optim(path, optim), State)}
-    return Tree(_model_prefix(paths, numels, optim, known, integers), optim)
+    model = _model_prefix(paths, numels, optim, known, integers)
+    if state != "all" or optim is None:
+        return Tree(model, optim)
+    twins = _twins(model, paths, numels, optim)
+    if twins == [TRAINED] and "pytorch-lightning_version" in paths:
+        return Tree(TRAINED, optim)
+    if twins:
+        raise UnsupportedError(
+            "several models have the same names and shapes, and nothing says which one the optimizer belongs to "
+            f"{choices('model_key', [model, *twins])}"
+        )
+    return Tree(model, optim)
+
+
+def _twins(
+    model: TreePath, paths: Mapping[str, TreePath], numels: Mapping[str, int], optim: TreePath | None
+) -> list[TreePath]:
+    """The mappings with tensors of the names and sizes of the model's, which are not called an average of it."""
+    found: defaultdict[TreePath, dict[str | int, int]] = defaultdict(dict)
+    for name, numel in numels.items():
+        path = paths[name]
+        if path and _in_optim(path, optim) is None:
+            found[path[:-1]][path[-1]] = numel
+    own = found.pop(model, {})
+    return [each for each, inside in found.items() if own and own.items() <= inside.items() and not _is_averaged(each)]
+
+
+def _is_averaged(prefix: TreePath) -> bool:
+    return any(_AVERAGED.search(str(part)) for part in prefix)
 
 
 def _given(key: str, paths: Mapping[str, TreePath], name: str) -> TreePath:
@@ -164,6 +219,7 @@ def _model_prefix(
         return rivals[0]
     if rivals:
         fitting = _fitting(rivals, paths, numels, optim)
+        fitting = [rival for rival in fitting if not _is_averaged(rival)] or fitting
         chosen = (len(fitting) > 1 and list(filter(_is_model_name, fitting))) or fitting
         if len(chosen) > 1:
             raise UnsupportedError(
@@ -197,7 +253,7 @@ def _possible_models(paths: Mapping[str, TreePath], found: _Found, integers: Col
         and not any(prefix[: len(optim)] == optim and prefix != optim for optim in optims)
     }
     # A moving average of another mapping has a name that says so, and tensors of the same names and sizes.
-    averaged = [prefix for prefix in weights if any(_AVERAGED.search(str(part)) for part in prefix)]
+    averaged = list(filter(_is_averaged, weights))
     same = [a for a in averaged if any(b != a and weights[a].items() <= weights[b].items() for b in weights)]
     weights = {prefix: inside for prefix, inside in weights.items() if prefix not in same}
     root = sum(weights.pop((), {}).values())
@@ -237,7 +293,7 @@ def _fitting(
     return [rival for rival in rivals if wrong[rival] == least]
 
 
-def role_of(path: TreePath, tree: Tree, *, is_tensor: bool) -> LeafRole:
+def role_of(path: TreePath, tree: Tree, *, is_tensor: bool) -> PathRole:
     """Role of the leaf at ``path``."""
     in_optim = _in_optim(path, tree.optim)
     if in_optim is not None:
@@ -303,6 +359,7 @@ def manifest_of(
     buffers: Collection[str] = (),
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    state: str | None = None,
 ) -> Manifest:
     """The tree as a manifest. ``ties`` maps other names of a leaf to it, ``buffers`` are leaves that are known not to
     be parameters. A tensor that cannot be read is left out if ``include`` and ``exclude`` do not choose it.
@@ -314,8 +371,16 @@ def manifest_of(
     numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
     numels |= dict.fromkeys(leaves.unread, 1)
     integers = {name for name, tensor in leaves.tensors.items() if not tensor.dtype.is_floating}
-    tree = find_tree(leaves.paths, numels, model_key=model_key, optim_key=optim_key, own=leaves.own, integers=integers)
-    doubts = () if model_key is not None else _doubts(leaves, numels, tree)
+    tree = find_tree(
+        leaves.paths,
+        numels,
+        model_key=model_key,
+        optim_key=optim_key,
+        own=leaves.own,
+        integers=integers,
+        state=state,
+    )
+    doubts = () if model_key is not None else _doubts(leaves, numels, tree, state)
     parameters = _parameter_shapes(leaves, tree, buffers)
     leaves, tree, notes = _by_name(leaves, tree, ties or {}, param_order, parameters)
     del numels, parameters, integers
@@ -330,6 +395,7 @@ def manifest_of(
     more |= {name: TensorLeaf((), table.dtype, table) for name, (table, _) in numbers.items()}
     if more:
         leaves = replace(leaves, tensors={**leaves.tensors, **more})
+    values, leaves = _values(leaves, roles)
     extra, homes = _extras(leaves, roles, tree)
     in_optim = [path for path in leaves.paths.values() if path and path[:-1] == tree.optim]
     is_flattened = any(_flattened(str(path[-1])) for path in in_optim)
@@ -341,6 +407,7 @@ def manifest_of(
         groups=_groups(_options(leaves, roles), left),
         literals={file: data for _, files in numbers.values() for file, data in files.items()},
         extra=extra,
+        values=values,
         step=_step(extra),
         world_size=world_size,
         tree=StateTree(tree.model, tree.optim, is_flattened, homes),
@@ -381,22 +448,26 @@ def _without_unread(
     return kept, frozenset(names.values())
 
 
-def _is_chosen(where: LeafRole, name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
+def _is_chosen(where: PathRole, name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether a leaf is chosen; state of the optimizer also goes by its parameter, and the user's own stays unless it
     is excluded."""
     by_parameter = isinstance(where, Extra | Option) or is_chosen(where.fqn, include, exclude)
     return by_parameter and is_chosen(name, (), exclude)
 
 
-def _doubts(leaves: Leaves, numels: Mapping[str, int], tree: Tree) -> tuple[Note, ...]:
-    """Another mapping with the name of a model, which was passed over for its size alone: no optimizer knows the
-    parameters of either by their names."""
+def _doubts(leaves: Leaves, numels: Mapping[str, int], tree: Tree, state: str | None) -> tuple[Note, ...]:
+    """Notes on other mappings that could be meant: with the same tensors, if weights alone are used, and with the name
+    of a model, which was passed over for its size alone, as no optimizer knows the parameters of either."""
     places = {name: leaves.paths[name] for name in numels if name not in leaves.own}
+    if state == "model" and (twins := _twins(tree.model, places, numels, tree.optim)):
+        others = listed([dotted(twin) for twin in twins])
+        why = f"the weights are those of {dotted(tree.model)}, and {others} has tensors of the same names; choose with"
+        return (Note(Outcome.KEPT, "the model's place in the tree", f"{why} {option('model_key', dotted(twins[0]))}"),)
     found = (_in_optim(path, tree.optim) for path in places.values())
     if any(isinstance(place, State) and not place.fqn.isdecimal() for place in found):
         return ()
-    others = {path[:-1] for path in places.values() if path and _in_optim(path, tree.optim) is None} - {tree.model}
-    named = [other for other in others if _is_model_name(other) and other[: len(tree.model)] != tree.model]
+    rest = {path[:-1] for path in places.values() if path and _in_optim(path, tree.optim) is None} - {tree.model}
+    named = [other for other in rest if _is_model_name(other) and other[: len(tree.model)] != tree.model]
     if not _is_model_name(tree.model):
         return ()
     why = f"the model is {dotted(tree.model)}, and this is carried along; choose it with"
@@ -413,7 +484,7 @@ def _by_name(
         if order is not None:
             raise UsageError(f"{option('param_order')} is for optimizers that number their parameters; here is none")
         return leaves, tree, ()
-    impossible = why_unnamed(list(groups.values()), _state_shapes(leaves, tree.optim), parameters)
+    impossible = why_unnamed(list(groups.values()), _state_shapes(leaves, tree.optim, parameters), parameters)
     if impossible is not None and order is not None:
         raise UsageError(f"{option('param_order')} cannot name the parameters of this optimizer: {impossible}")
     names = _names_of_numbers(leaves, tree, tree.optim, list(groups.values()), ties, order, parameters)
@@ -444,7 +515,7 @@ def _names_of_numbers(
     order: ParamOrder | None,
     parameters: Mapping[str, Shape],
 ) -> dict[int, str] | None:
-    shapes = _state_shapes(leaves, optim)
+    shapes = _state_shapes(leaves, optim, parameters)
     if order is None:
         return match_numbers(groups, shapes, parameters, is_ordered=leaves.is_ordered)
     depth = len(tree.model)
@@ -484,15 +555,16 @@ def _state_numbers(leaves: Leaves, optim: TreePath) -> set[int]:
     return {number for number in found if number is not None}
 
 
-def _state_shapes(leaves: Leaves, optim: TreePath) -> dict[int, Shape]:
-    """The one shape that all state of a parameter has but its step."""
+def _state_shapes(leaves: Leaves, optim: TreePath, parameters: Mapping[str, Shape]) -> dict[int, Shape]:
+    """The one shape that all state of a parameter has but its step. One element, which no parameter has, is none."""
+    single = {shape for shape in ((), (1,)) if shape not in parameters.values()}
     found: defaultdict[int, set[Shape]] = defaultdict(set)
     for name, tensor in leaves.tensors.items():
         path = leaves.paths[name]
         number = _state_number(path, optim)
-        if number is not None and path[len(optim) + 2] != "step":
+        if number is not None and len(path) == len(optim) + 3 and path[-1] != "step":
             found[number].add(tensor.shape)
-    return {number: next(iter(shapes)) for number, shapes in found.items() if len(shapes) == 1}
+    return {n: next(iter(shapes)) for n, shapes in found.items() if len(shapes) == 1 and not shapes <= single}
 
 
 def _parameter_shapes(leaves: Leaves, tree: Tree, buffers: Collection[str]) -> dict[str, Shape]:
@@ -515,12 +587,54 @@ def _renamed(leaves: Leaves, optim: TreePath, groups: Mapping[str, NumberedGroup
 
 
 def _role(name: str, leaves: Leaves, tree: Tree) -> LeafRole:
-    """Role of a leaf. Optimizer state that is neither a tensor nor a number has no slot, and stays the user's own."""
+    """Role of a leaf."""
+    path, is_tensor = leaves.paths[name], name not in leaves.objects
     if name in leaves.own:
-        return Extra(leaves.paths[name])
-    where = role_of(leaves.paths[name], tree, is_tensor=name not in leaves.objects)
-    is_value = isinstance(where, State) and name in leaves.objects and not is_number(leaves.objects[name])
-    return Extra(leaves.paths[name]) if is_value else where
+        return Extra(path)
+    where = role_of(path, tree, is_tensor=is_tensor)
+    if isinstance(where, State):
+        is_plain = is_tensor or is_number(leaves.objects[name])
+        depth = len(tree.optim or ()) + 3
+        if len(path) > depth or not is_plain:
+            owner = where if len(path) <= depth else State(where.fqn, str(path[depth - 1]))
+            return PartOfValue(StateKey(owner.fqn, owner.slot), path[depth:])
+    elif not isinstance(where, Option) and path[: len(tree.model)] == tree.model:
+        own = path[len(tree.model) :]
+        end = next((number for number, part in enumerate(own, 1) if is_extra_state(part)), 0)
+        if end and (end < len(own) or not is_tensor):
+            return PartOfValue(StateKey(dotted(own[:end])), own[end:])
+    return where
+
+
+def _values(leaves: Leaves, roles: Mapping[str, LeafRole]) -> tuple[dict[StateKey, Any], Leaves]:
+    """The values that are no tensors, whole, and the leaves whose tensors inside them have names by their places."""
+    found: dict[StateKey, Any] = {}
+    for name, where in roles.items():
+        if isinstance(where, PartOfValue):
+            tensor = leaves.tensors.get(name)
+            value = leaves.objects.get(name) if tensor is None else TensorRef(_key(where, tensor)[0])
+            if where.path:
+                _set(found.setdefault(where.owner, _Node()), where.path, value)
+            else:
+                found[where.owner] = value
+    inner = dict(leaves.inner)
+    for owner, value in found.items():
+        value = _with_lists(value)
+        names = {ref.key: _key_in_value(owner, place) for place, ref in places(value)}
+        inner.update({new: inner.pop(old) for old, new in names.items() if old in inner})
+        found[owner] = replaced(value, partial(_named_anew, names))
+    return found, replace(leaves, inner=inner)
+
+
+def _named_anew(names: Mapping[StateKey, StateKey], ref: TensorRef) -> TensorRef:
+    return TensorRef(names[ref.key])
+
+
+def _key_in_value(owner: StateKey, place: str) -> StateKey:
+    """The key of a tensor inside a value."""
+    if owner.slot != WEIGHT:
+        return StateKey(owner.fqn, f"{owner.slot}.{place}")
+    return StateKey(f"{owner.fqn}.{place}", "extra")
 
 
 def _options(leaves: Leaves, roles: Mapping[str, LeafRole]) -> dict[Option, Any]:
@@ -548,20 +662,24 @@ def _entries(
     for key, tensor in leaves.inner.items():
         if key in found:
             raise MalformedError("another entry of the tree has the name of this tensor", key=str(key))
-        found[key] = TensorEntry(tensor.shape, tensor.dtype, Kind.EXTRA, tensor.shards)
+        kind = Kind.EXTRA if key.slot == "extra" else Kind.STATE
+        found[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)
     return found
 
 
 def _key(where: LeafRole, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
     match where:
         case Weight(fqn):
-            return StateKey(fqn), Kind.PARAMETER if tensor.dtype.is_floating else Kind.BUFFER
+            is_parameter = tensor.dtype.is_floating and not is_extra_state(fqn)
+            return StateKey(fqn), Kind.PARAMETER if is_parameter else Kind.BUFFER
         case State(fqn, slot):
             return StateKey(fqn, slot), Kind.STATE
         case Option(owner, name):
             return StateKey(f"param_groups.{owner}", name), Kind.EXTRA
         case Extra(path):
             return StateKey(dotted(path), "extra"), Kind.EXTRA
+        case PartOfValue(owner, path):
+            return _key_in_value(owner, dotted(path)), Kind.STATE if where.is_state else Kind.EXTRA
 
 
 def _aliases(ties: Mapping[str, str], roles: Mapping[str, LeafRole]) -> tuple[dict[str, str], dict[str, str]]:

@@ -9,6 +9,7 @@ source in another order could be taken for parameters that the numbers do not me
 from __future__ import annotations
 
 from ckpt_tools.core.manifest import Kind, Manifest, StateTree, TreePath, dotted
+from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import UnsupportedError
@@ -25,14 +26,14 @@ from ckpt_tools.formats.state_dict.parse import (
 )
 
 
-def entries_read_back(manifest: Manifest, tree: StateTree) -> Entries:
+def entries_read_back(manifest: Manifest, tree: StateTree, *, whole_values: bool = False) -> Entries:
     """Entries as of ``entries_of``, for a tree whose model a reader finds.
 
     Raises:
         UnsupportedError: as ``entries_of`` does, or a reader would take something else for the model, or the
         optimizer's numbers for parameters that nothing proves.
     """
-    entries = entries_of(manifest, tree)
+    entries = entries_of(manifest, tree, whole_values=whole_values)
     _check_numbers(manifest, entries, tree)
     wrong = _taken_for_model(manifest, entries)
     if wrong is not None:
@@ -78,7 +79,8 @@ def _taken_for_model(manifest: Manifest, entries: Entries) -> TreePath | None:
     tree = _tree_found(manifest, entries) if Kind.EXTRA in kinds.values() else None
     if tree is None:
         return None
-    is_meant = all(_is_meant(entries.paths[name], tree, kind, manifest) for name, kind in kinds.items())
+    paths = {name: entries.paths[name] for name in kinds if not any(map(is_extra_state, entries.paths[name]))}
+    is_meant = all(_is_meant(path, tree, kinds[name], manifest) for name, path in paths.items())
     return None if is_meant else tree.model
 
 

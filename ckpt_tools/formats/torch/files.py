@@ -36,7 +36,7 @@ from ckpt_tools.formats.state_dict.read_back import entries_read_back
 from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.lightning import with_scheduler
+from ckpt_tools.trainers.lightning import with_average, with_scheduler
 from ckpt_tools.trainers.names import is_beside
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -61,8 +61,9 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         ties={alias: owner for tree in trees.values() for alias, owner in tree.ties.items()},
         include=options.include,
         exclude=options.exclude,
+        state=options.state,
     )
-    return with_scheduler(replace(manifest, notes=(*manifest.notes, *notes)))
+    return with_average(with_scheduler(replace(manifest, notes=(*manifest.notes, *notes))))
 
 
 def own_files(source: Source) -> frozenset[str]:
@@ -145,14 +146,17 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     if is_model_only(manifest):
         weights = {key.fqn: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
         parts = shards(weights, options, "pytorch_model.bin")
-        files = [_file_layout(name, part, manifest.aliases) for name, part in parts.items()]
+        values = {key.fqn: value for key, value in manifest.values.items()}
+        files = [
+            _file_layout(name, part, manifest, values if n == 0 else {}) for n, (name, part) in enumerate(parts.items())
+        ]
         index = [index_layout(INDEX_NAME, parts, manifest.aliases)] if len(parts) > 1 else []
         return Layout((*files, *index))
     if options.max_shard_bytes is not None:
         raise UnsupportedError(
             f"a whole state is one file; remove {option('max_shard_size')}, or use {option('state', 'model')}"
         )
-    entries = entries_read_back(manifest, StateTree(("model",), ("optim",)))
+    entries = entries_read_back(manifest, StateTree(("model",), ("optim",)), whole_values=True)
     return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
 
 
@@ -170,7 +174,8 @@ def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions
     name = quoted(path if options.file_name else f"{path}/{files[-1]}")
     if is_model_only(manifest):
         return f"import torch\nstate_dict = torch.load({name}, weights_only=True)"
-    entries = [dict(manifest.extra), *(dict(group.options) for group in manifest.groups)]
+    groups = [dict(group.options) for group in manifest.groups]
+    entries = [dict(manifest.extra), *groups, *manifest.values.values()]
     refused = refused_in(replaced(entries, lambda _: None))
     if refused:
         why = f"torch.load(weights_only=True) refuses {printable(listed(refused))}"
@@ -178,10 +183,13 @@ def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions
     return f"import torch\nstate = torch.load({name}, weights_only=True)"
 
 
-def _file_layout(path: str, part: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> FileLayout:
-    storages = _Storages({StateKey(name): entry for name, entry in part.items()})
+def _file_layout(
+    path: str, part: Mapping[str, TensorEntry], manifest: Manifest, values: Mapping[str, Any]
+) -> FileLayout:
+    storages = _Storages(manifest.tensors)
     value = {name: storages.tensor(StateKey(name)) for name in part}
-    value |= {alias: value[owner] for alias, owner in aliases.items() if owner in value}
+    value |= {alias: value[owner] for alias, owner in manifest.aliases.items() if owner in value}
+    value |= {name: replaced(found, lambda ref: storages.tensor(ref.key)) for name, found in values.items()}
     return FileLayout(path, tuple(archive_segments(OrderedDict(value), storages.segments)))
 
 
@@ -194,6 +202,8 @@ def _tree_layout(path: str, manifest: Manifest, entries: Entries) -> FileLayout:
         else:
             value = storages.tensor(entries.tensors[entries.aliases.get(name, name)])
         put_leaf(root, where, value)
+    if manifest.groups:  # load_state_dict asks for the state of an optimizer that has none, too
+        root["optim"].setdefault("state", Branch())
     return FileLayout(path, tuple(archive_segments(as_lists(root), storages.segments)))
 
 

@@ -21,6 +21,7 @@ class TorchFormat(Format):
     name = "torch"
     about = "a full state dict of torch.save: .pt, .pth, .bin, or .bin shards with their index"
     holds_optimizer = False
+    holds_values = "always"
     reading_options = ("model_key", "optim_key")
     writing_options = ("max_shard_size", "config")
 

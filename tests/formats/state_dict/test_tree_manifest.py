@@ -6,7 +6,7 @@ import pytest
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import Leaves, manifest_of
@@ -95,10 +95,18 @@ def test_state_that_is_a_number_is_a_tensor_in_a_literal_file(number: float, dty
     assert manifest.literals[entry.shards.files[0]] == data
 
 
-def test_state_that_is_neither_tensor_nor_number_stays_with_the_user() -> None:
+def test_state_that_is_neither_tensor_nor_number_is_a_value_of_its_parameter() -> None:
     manifest = read(WEIGHT, {**GROUP, ("app", "optim", "state", "w", "momentum_buffer"): None})
-    assert manifest.extra == {"optim": {"state": {"w": {"momentum_buffer": None}}}}
-    assert manifest.tree is not None and manifest.tree.extras == {"optim": ("app", "optim")}
+    assert manifest.values == {StateKey("w", "momentum_buffer"): None}
+    assert not manifest.extra
+
+
+def test_state_that_is_a_list_is_one_value_whose_tensors_have_keys_by_their_places() -> None:
+    path = ("app", "optim", "state", "w", "GG")
+    manifest = read([*WEIGHT, (*path, 0)], {**GROUP, (*path, 1): None})
+    key = StateKey("w", "GG.0")
+    assert manifest.values == {StateKey("w", "GG"): [TensorRef(key), None]}
+    assert manifest.tensors[key].kind is Kind.STATE
 
 
 def test_a_hyperparameter_that_is_a_tensor_is_referred_to() -> None:

@@ -1,0 +1,347 @@
+"""Optimizer state and ``get_extra_state`` that are lists, dicts, None or other objects, kept in their structure.
+
+Judges are torch's own ``load_state_dict`` and ``dcp.load``, with every optimizer of pytorch_optimizer.
+"""
+
+import io
+from collections.abc import Callable, Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_optimizer
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, LossError, UnsupportedError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+OPTIMIZERS = sorted(pytorch_optimizer.get_supported_optimizers())
+
+NOT_RUN = {
+    "adahessian", "alig", "sophiah",  # need the graph of the gradients
+    "adalomo", "adammini", "lomo", "bsam", "ranger21", "demo",  # other arguments, or a process group
+    "adago", "adamuon", "distributedmuon", "muon", "muonclip", "normuon", "spectralsphere",  # groups of their own
+    "magma",  # its own load_state_dict refuses what its state_dict returns
+}  # fmt: skip
+
+REFUSED = {
+    "spam": "there are several optimizers",  # one is the state of its warm-up
+}
+
+LOST_IN_DCP = {"scion", "scionlight"}  # an option that is an empty dict
+
+NOT_IN_GET_STATE_DICT = {"emofact", "emolynx", "emonavi", "madgrad"}  # state of no parameter, which torch refuses
+
+CHANGES_ITS_OPTIONS = {"dadaptadan"}  # dcp.save of torch itself cannot be loaded: a float becomes a tensor
+
+NOT_LOADED_INTO = {
+    "asgd": "step it once before its state is loaded",
+    "conda": "only code named in the checkpoint",
+    "dadaptsgd": "not in the optimizer",
+    "emofact": "step it once before its state is loaded",
+    "emolynx": "step it once before its state is loaded",
+    "emonavi": "step it once before its state is loaded",
+    "gravity": "step it once before its state is loaded",
+    "madgrad": "step it once before its state is loaded",
+    "sara": "not in the optimizer",
+    "scalableshampoo": "only code named in the checkpoint",
+    "scion": "only code named in the checkpoint",
+    "scionlight": "only code named in the checkpoint",
+}
+
+COUNTS_OUTSIDE_ITS_STATE = {"stablespam"}
+
+Step = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    return pytorch_optimizer.load_optimizer(name)(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(2, 4)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    if type(optimizer).__name__ == "LBFGS":
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+
+
+def bits(value: Any) -> Any:
+    """A value whose tensors are their bytes, and whose objects are their attributes."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().contiguous().view(-1)
+        return value.dtype, tuple(value.shape), bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+    if isinstance(value, dict):
+        return type(value), {key: bits(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return type(value), [bits(item) for item in value]
+    is_object = type(value).__module__.startswith("pytorch_optimizer") and not isinstance(value, Enum)
+    return type(value), bits(vars(value)) if is_object else repr(value)
+
+
+def contiguous(value: Any) -> Any:
+    """State whose tensors are in row-major order, as they are written: other strides round differently."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        return {key: contiguous(item) for key, item in value.items()}
+    return [contiguous(item) for item in value] if type(value) is list else value
+
+
+def resumed(name: str, weights: Any, state: Any) -> Any:
+    """The weights after the next step of an optimizer with this state."""
+    model = make_model()
+    optimizer = make_optimizer(name, model)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(contiguous(state))
+    step(model, optimizer)
+    return bits(model.state_dict())
+
+
+def numbered(state: dict[str, Any]) -> dict[Any, Any]:
+    """The state of each parameter by number, without that of parameters that have none."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    found = {names.index(name) if name in names else name: value for name, value in state["state"].items()}
+    return {number: value for number, value in found.items() if value != {}}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_RUN])
+def test_every_optimizer_resumes_or_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    model = make_model()
+    optimizer = make_optimizer(name, model)
+    for _ in range(2):
+        step(model, optimizer)
+    source = tmp_path / "source.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    if name in REFUSED:
+        with pytest.raises(UnsupportedError, match=REFUSED[name]):
+            ckpt_tools.convert(source, tmp_path / "whole.pt", state="all")
+        return
+    saved = torch.load(source, weights_only=False)
+    expected = bits(numbered(saved["optimizer"]))  # before a step changes the objects in it
+    after = resumed(name, saved["model"], saved["optimizer"])
+
+    ckpt_tools.convert(source, tmp_path / "whole.pt", state="all", strict=True)
+    written = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert bits(numbered(written["optim"])) == expected
+    assert resumed(name, written["model"], written["optim"]) == after
+
+    check_dcp(name, source, tmp_path / "dcp", model, optimizer)
+    check_load_into(name, source, saved["optimizer"], after)
+
+
+def check_dcp(name: str, source: Path, target: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The code that ``convert`` prints loads every value."""
+    if name in LOST_IN_DCP:
+        with pytest.raises(LossError, match="norm_kwargs"):
+            ckpt_tools.convert(source, target, to="dcp", strict=True)
+        return
+    ckpt_tools.convert(source, target, to="dcp", strict=True)
+    if name in NOT_IN_GET_STATE_DICT | CHANGES_ITS_OPTIONS:
+        return
+    other = make_model()
+    stepped = make_optimizer(name, other)
+    step(other, stepped)
+    weights, optim = torch_state.get_state_dict(other, stepped)
+    dcp.load({"app": {"model": weights, "optim": optim}}, checkpoint_id=target, no_dist=True)
+    assert bits(optim["state"]) == bits(torch_state.get_state_dict(model, optimizer)[1]["state"])
+
+
+def check_load_into(name: str, source: Path, saved: Any, after: Any) -> None:
+    model = make_model()
+    optimizer = make_optimizer(name, model)
+    if name in NOT_LOADED_INTO:
+        with pytest.raises(CkptError, match=NOT_LOADED_INTO[name]):
+            ckpt_tools.load_into(model, optimizer, source)
+        return
+    ckpt_tools.load_into(model, optimizer, source)
+    loaded = optimizer.state_dict()
+    assert bits(numbered(loaded)) == bits(numbered(saved))
+    if name not in CHANGES_ITS_OPTIONS:
+        assert bits(loaded["param_groups"]) == bits(saved["param_groups"])
+    if name not in COUNTS_OUTSIDE_ITS_STATE:
+        optimizer.load_state_dict(contiguous(loaded))
+        step(model, optimizer)
+        assert bits(model.state_dict()) == after
+
+
+QUANTIZED = {
+    "step": 3,
+    "__bnb_optimizer_quant_state__": {
+        "state1": torch.arange(8, dtype=torch.uint8).reshape(2, 4),
+        "qmap1": torch.linspace(-1, 1, 256),
+        "absmax1": torch.ones(1),
+    },
+}
+"""State of one parameter as bitsandbytes 0.50 saves it (optim/optimizer.py, ``state_dict``)."""
+
+STRUCTURES: dict[str, Any] = {
+    "bitsandbytes": QUANTIZED,
+    "a dict of numbers": {"exp_avg": torch.ones(2, 4), "blocks": {0: torch.ones(2), 1: torch.zeros(2)}},
+    "nothing and empty": {
+        "exp_avg": torch.ones(2, 4),
+        "q": None,
+        "list": [],
+        "dict": {},
+        "nested": [[torch.ones(1)], [None]],
+    },
+    "text": {"exp_avg": torch.ones(2, 4), "kind": "adam", "betas": (0.9, 0.99), "pair": (torch.ones(1), 2)},
+}
+
+
+def save_state(path: Path, slots: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    groups = [{"lr": 0.1, "params": [0]}]
+    state = {"model": {"w": torch.rand(2, 4)}, "optimizer": {"state": {0: slots}, "param_groups": groups}}
+    torch.save(state, path)
+    return state
+
+
+@pytest.mark.parametrize("name", list(STRUCTURES))
+@pytest.mark.parametrize("between", [(), ("rename",), ("safetensors",)])
+def test_a_structure_stays_as_it_is(tmp_path: Path, name: str, between: tuple[str, ...]) -> None:
+    save_state(tmp_path / "source.pt", STRUCTURES[name])
+    source, owner = tmp_path / "source.pt", "w"
+    if between == ("safetensors",):
+        ckpt_tools.convert(source, tmp_path / "whole.safetensors", state="all", strict=True)
+        source = tmp_path / "whole.safetensors"
+    if between == ("rename",):
+        owner = "weight"
+    rename = ["^w$=weight"] if between == ("rename",) else []
+    ckpt_tools.convert(source, tmp_path / "whole.pt", state="all", strict=True, rename=rename)
+    written = torch.load(tmp_path / "whole.pt", weights_only=True)["optim"]["state"]
+    assert bits(written[owner]) == bits(STRUCTURES[name])
+    assert not ckpt_tools.verify(source, tmp_path / "whole.pt", rename=rename).differences
+
+
+@pytest.mark.parametrize("target", ["zero1", "zero2", "zero3", "universal", "megatron"])
+def test_a_format_without_a_place_refuses_by_name(tmp_path: Path, target: str) -> None:
+    save_state(tmp_path / "source.pt", QUANTIZED)
+    with pytest.raises(
+        UnsupportedError, match=rf"{target} cannot hold optimizer state .*__bnb_optimizer_quant_state__"
+    ):
+        ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out", to=target)  # type: ignore[arg-type]
+    report = ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "w.safetensors")
+    assert any("__bnb_optimizer_quant_state__" in note.what for note in report.notes)
+
+
+def test_an_optimizer_that_steps_by_a_closure_is_loaded(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.LBFGS(model.parameters(), history_size=3)
+    for _ in range(2):
+        step(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "lbfgs.pt")
+    other = make_model()
+    fresh = torch.optim.LBFGS(other.parameters(), history_size=3)
+    ckpt_tools.load_into(other, fresh, tmp_path / "lbfgs.pt")
+    step(model, optimizer)
+    step(other, fresh)
+    assert bits(other.state_dict()) == bits(model.state_dict())
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = make_optimizer("soap", model)
+    step(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "soap.pt")
+    other = make_model()
+    with pytest.raises(UsageError, match=r"not in the optimizer: 0.weight \(GG\)|0.weight \(step\)"):
+        ckpt_tools.load_into(other, torch.optim.AdamW(other.parameters()), tmp_path / "soap.pt")
+
+
+EXTRA_STATES: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.arange(3, dtype=torch.uint8),
+    "floats": lambda: torch.linspace(0, 1, 5),
+    "stream": lambda: io.BytesIO(b"abc"),
+    "dict": lambda: {"scale": torch.ones(2), "n": 3, "history": [torch.zeros(2, 2), None]},
+    "nothing": lambda: None,
+    "text": lambda: "fp8",
+}
+
+
+class Layer(nn.Linear):
+    kind = ""
+    received: Any = "none"
+
+    def get_extra_state(self) -> Any:
+        return EXTRA_STATES[self.kind]()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.received = state
+
+
+def plain(value: Any) -> Any:
+    return bits(value.getvalue() if isinstance(value, io.BytesIO) else value)
+
+
+@pytest.mark.parametrize("kind", list(EXTRA_STATES))
+@pytest.mark.parametrize("state", ["all", "model"])
+def test_what_get_extra_state_returned_is_set_again(
+    tmp_path: Path, kind: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Layer, "kind", kind)
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(3, 2), nn.Linear(2, 2))
+    torch.save({"model": model.state_dict(), "step": 1}, tmp_path / "source.pt")
+    expected = plain(EXTRA_STATES[kind]())
+
+    ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.pt", state=state, strict=state == "all")  # type: ignore[arg-type]
+    written = torch.load(tmp_path / "out.pt", weights_only=False)
+    other = nn.Sequential(Layer(3, 2), nn.Linear(2, 2))
+    other.load_state_dict(written["model"] if state == "all" else written)
+    assert plain(other[0].received) == expected
+
+    ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "dcp", to="dcp", state=state, strict=state == "all")  # type: ignore[arg-type]
+    weights = nn.Sequential(Layer(3, 2), nn.Linear(2, 2)).state_dict()
+    dcp.load({"app": {"model": weights}} if state == "all" else weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert plain(weights["0._extra_state"]) == expected
+
+    for source in ("source.pt", "out.pt", "dcp"):
+        other = nn.Sequential(Layer(3, 2), nn.Linear(2, 2))
+        ckpt_tools.load_into(other, None, tmp_path / source)
+        assert plain(other[0].received) == expected
+        assert torch.equal(other[0].weight, model[0].weight)
+
+    report = ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.safetensors")
+    is_tensor = isinstance(EXTRA_STATES[kind](), torch.Tensor)
+    assert is_tensor or any(note.what == "0._extra_state" and note.is_loss for note in report.notes)
+
+
+def test_a_missing_extra_state_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layer, "kind", "dict")
+    torch.save(nn.Sequential(nn.Linear(3, 2)).state_dict(), tmp_path / "plain.pt")
+    with pytest.raises(UsageError, match=r"not in the checkpoint: 0\._extra_state"):
+        ckpt_tools.load_into(nn.Sequential(Layer(3, 2)), None, tmp_path / "plain.pt")
+    torch.save(nn.Sequential(Layer(3, 2)).state_dict(), tmp_path / "own.pt")
+    with pytest.raises(UsageError, match=r"not in the model: 0\._extra_state"):
+        ckpt_tools.load_into(nn.Sequential(nn.Linear(3, 2)), None, tmp_path / "own.pt")
+
+
+def test_state_of_no_parameter_stays_in_the_optimizer(tmp_path: Path) -> None:
+    state = save_state(tmp_path / "source.pt", {"exp_avg": torch.ones(2, 4)})
+    state["optimizer"]["state"]["k"] = torch.tensor([2])
+    state["model"]["version"] = 3
+    torch.save(state, tmp_path / "source.pt")
+    ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "whole.pt", state="all", strict=True)
+    written = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert written["optim"]["state"]["k"].tolist() == [2]
+    assert written["model"]["version"] == 3
