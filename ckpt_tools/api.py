@@ -85,6 +85,7 @@ def inspect(
         param_order: A file of parameter names, for an optimizer that knows its parameters by number and whose shapes do
             not identify them: in the optimizer's order, or all of the model's in the model's order. A name on each
             line, a JSON list, or a JSON list with one list for each parameter group.
+        optimizer_file: The file of ``torch.save`` with the optimizer, if it is apart from the model.
         storage_options: How the store is reached (credentials, ``endpoint_url``), as ``docs/stores.md`` lists them.
             Only for URLs. Default: the environment's.
 
@@ -147,7 +148,7 @@ def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
     """Open the checkpoint at ``src`` as a mapping from names to tensors, which are read when they are indexed.
 
     Args:
-        src, from_, tag, model_key, optim_key, param_order, storage_options: As for ``inspect``.
+        src, from_, tag, model_key, optim_key, param_order, optimizer_file, storage_options: As for ``inspect``.
 
     Returns:
         A ``Checkpoint``. Indexing one of its tensors reads those elements and no others.
@@ -187,7 +188,7 @@ def cat(src: str | Path, name: str, *, slot: str | None = None, **options: Unpac
     """Name a part of one tensor of the checkpoint at ``src``; only its elements are read, when they are asked for.
 
     Args:
-        src, from_, tag, model_key, optim_key, param_order, storage_options: As for ``inspect``.
+        src, from_, tag, model_key, optim_key, param_order, optimizer_file, storage_options: As for ``inspect``.
         name: The name of a tensor, or a name with integers, slices and an ellipsis as numpy takes them:
             ``"encoder.weight[0:2, :]"``.
         slot: What of a parameter: ``"weight"`` is the model's own copy, ``"master"`` its fp32 master, ``"exp_avg"`` and
@@ -261,7 +262,7 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         tag: Which checkpoint of a DeepSpeed folder is read, or the name of the one that is written.
         model_key: Where the model is in the tree that is read, or written to dcp: ``"app.model"``.
         optim_key: Where the optimizer is in the tree that is read, or written to dcp.
-        param_order: A file of parameter names, as for ``inspect``.
+        param_order, optimizer_file: As for ``inspect``.
         storage_options: How stores are reached, the same for ``src`` and ``dst``.
 
     Names and selection:
@@ -426,7 +427,7 @@ def merge_lora(
         adapter_name: The name of the adapter, if the training state has several.
         config: A folder with the base model's ``config.json``, with ``adapter_config.json``, or with both. Default: the
             files beside ``base`` and ``adapter``.
-        from_, tag, model_key, optim_key, param_order, weights: As for ``convert``, of ``base``.
+        from_, tag, model_key, optim_key, param_order, optimizer_file, weights: As for ``convert``, of ``base``.
         All others: As for ``convert``. ``strip`` and ``recipe`` come before the merge, the other options that name
             tensors after it.
 
@@ -511,7 +512,7 @@ def verify(
         dst: What ``src`` was converted to.
         from_: The format of ``src``. Default: detected.
         state, dtype, weights, include, exclude, rename, key_map, strip, recipe, inverse, dequantize, config, like,
-            model_key, optim_key, param_order, buffers, tag: As they were for ``convert``.
+            model_key, optim_key, param_order, optimizer_file, buffers, tag: As they were for ``convert``.
         digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``; or
             a list of its files as ``sha256sum``, ``b2sum``, ``md5sum`` or Megatron-Core (``integrity.json``) write it.
             Default: the lists that lie with ``src``, and the hub's hashes of what ``hf download`` stored there.
@@ -581,7 +582,7 @@ def diff(
 
     Args:
         a, b: The checkpoints: paths, or URLs of stores.
-        from_, tag, model_key, optim_key, param_order: How ``a`` is read, as for ``inspect``.
+        from_, tag, model_key, optim_key, param_order, optimizer_file: How ``a`` is read, as for ``inspect``.
         state: ``"model"`` compares weights alone. Default: everything, optimizer state too.
         weights: Which copy of a weight is compared if one checkpoint alone keeps fp32 masters: ``"master"`` or
             ``"model"``. Default: ``"master"``.
@@ -634,7 +635,7 @@ def checksum(
     """Write the digest of every tensor of ``src`` to a list, for ``verify``.
 
     Args:
-        src, from_, tag, model_key, optim_key, param_order, storage_options: As for ``inspect``.
+        src, from_, tag, model_key, optim_key, param_order, optimizer_file, storage_options: As for ``inspect``.
         output: The file to write; ``"-"`` writes no file. Default: in the folder of ``src``, or beside its file,
             where ``verify`` looks for it.
         workers: The number of threads. Default: one for each processor, and at least 8 for stores.
@@ -926,7 +927,7 @@ def check_recipe(
 
     Args:
         recipe, inverse, config: As for ``convert``.
-        src, from_, tag, model_key, optim_key, param_order, storage_options: As for ``inspect``.
+        src, from_, tag, model_key, optim_key, param_order, optimizer_file, storage_options: As for ``inspect``.
         state: ``"all"`` maps the whole training state, as ``convert`` with it does. Default: the weights alone.
 
     Returns:

@@ -27,7 +27,7 @@ from ckpt_tools.help_text import Grouped, Headings
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 HEADINGS: Headings = {
-    "What to read": ("from_", "tag", "model_key", "optim_key", "param_order", "storage_options"),
+    "What to read": ("from_", "tag", "model_key", "optim_key", "param_order", "optimizer_file", "storage_options"),
     "Names and selection": (
         "include",
         "exclude",
@@ -145,6 +145,12 @@ reading = together(
         type=click.Path(),
         metavar="FILE",
         help="Parameter names in the optimizer's order or in the model's, if it numbers its parameters.",
+    ),
+    click.option(
+        "--optimizer",
+        "optimizer_file",
+        metavar="FILE",
+        help="The file of torch.save with the optimizer, if it is apart from the model in SRC.",
     ),
 )
 

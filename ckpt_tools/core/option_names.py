@@ -77,6 +77,7 @@ _FLAGS = {
     "from_": "--from",
     "storage_options": "--storage-option",
     "adapter_name": "--adapter",
+    "optimizer_file": "--optimizer",
     "tensors": "inspect --tensors",
     "name": "NAME",
 }

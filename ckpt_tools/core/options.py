@@ -67,6 +67,7 @@ class ReadKeywords(TypedDict, total=False):
     model_key: str | None
     optim_key: str | None
     param_order: str | Path | None
+    optimizer_file: str | Path | None
     storage_options: Mapping[str, Any] | None
 
 
@@ -149,6 +150,7 @@ class ConvertOptions:
     model_key: str | None = None
     optim_key: str | None = None
     param_order: str | Path | None = None
+    optimizer_file: str | Path | None = None
     storage_options: Mapping[str, Any] | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -228,6 +230,7 @@ class ConvertOptions:
             model_key=self.model_key,
             optim_key=self.optim_key,
             param_order=self.order,
+            optimizer_file=self.optimizer_file,
             include=tuple(self.include) if has_own_names else (),
             exclude=tuple(self.exclude) if has_own_names else (),
             state=self.state,
@@ -309,14 +312,16 @@ def read_key_map(path: Path) -> Mapping[str, str]:
 class ReadOptions:
     """Options of readers. ``tag`` chooses one of several checkpoints of a DeepSpeed folder; the
     keys say where model and optimizer live in a DCP tree (``app.model``), ``param_order`` which parameters the numbers
-    of an optimizer mean. ``include`` and ``exclude`` matter to a reader that cannot read every tensor: one that is not
-    chosen is not refused. ``state`` says what is used of the checkpoint: weights alone need no choice of an optimizer,
-    and the whole state needs the weights that the optimizer belongs to. None: it is not known yet."""
+    of an optimizer mean, ``optimizer_file`` where the optimizer of a model is, if it is apart. ``include`` and
+    ``exclude`` matter to a reader that cannot read every tensor: one that is not chosen is not refused. ``state`` says
+    what is used of the checkpoint: weights alone need no choice of an optimizer, and the whole state needs the weights
+    that the optimizer belongs to. None: it is not known yet."""
 
     tag: str | None = None
     model_key: str | None = None
     optim_key: str | None = None
     param_order: ParamOrder | None = None
+    optimizer_file: str | Path | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     state: State | None = None

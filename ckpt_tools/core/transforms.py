@@ -43,7 +43,10 @@ def model_only(manifest: Manifest, *, weights: str, asked: bool, entries: Collec
     if not kept and any(entry.kind is Kind.STATE for entry in manifest.tensors.values()) | bool(manifest.extra):
         raise UnsupportedError(f"{_no_weights(manifest)}; name the file or folder of the model")
     extra = {name: value for name, value in manifest.extra.items() if name in entries}
-    notes = tuple(replace(note, asked=asked) for note in _dropped_state(manifest, {**kept, **inside}, extra))
+    trains = [number for number, group in enumerate(manifest.groups) if group.options.get("train_mode") is True]
+    why = "the optimizer is in train mode, and evaluation uses others (ScheduleFree's x); save after optimizer.eval()"
+    modes = (Note(Outcome.KEPT, "weights of training", why),) if trains else ()
+    notes = modes + tuple(replace(note, asked=asked) for note in _dropped_state(manifest, {**kept, **inside}, extra))
     step = manifest.step if extra.keys() >= manifest.extra.keys() else None
     kept |= inside
     return replace(manifest, tensors=kept, groups=(), extra=extra, values=values, step=step, trainer=None), notes

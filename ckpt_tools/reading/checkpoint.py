@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.core.applicability import Case, check
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.quantized import may_be_quantized, quantization_of
 from ckpt_tools.core.wording import newest
-from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, UnsupportedError
+from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import READING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
@@ -89,6 +90,10 @@ def _read(reader: Format, source: Source, prefix: str | None, options: ReadOptio
     from ckpt_tools.reading.optimizer_file import read_both
 
     manifest, is_joined = read_both(reader, source, optimizer, options)
+    if options.optimizer_file is not None and not is_joined:
+        raise UsageError(
+            f"{option('optimizer_file')} is for a model alone in safetensors or a torch file; here is more"
+        )
     return manifest, frozenset([optimizer] if is_joined else [])
 
 

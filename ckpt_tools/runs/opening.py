@@ -14,7 +14,7 @@ from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
 from ckpt_tools.reading.checkpoint import known_by, read_source
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
-from ckpt_tools.trainers.accelerate import with_optimizer
+from ckpt_tools.trainers.accelerate import OPTIMIZER, with_file, with_optimizer
 
 if TYPE_CHECKING:
     from ckpt_tools.recipes.like import Like
@@ -47,7 +47,9 @@ def read_checkpoint(
 
     source, place = look(url), str(url) if is_remote(url) else str(local_path(url).absolute())
     notes = _notes_on_one_file(place, source, exists, format_name) if len(source.files) == 1 else None
-    if notes is None:
+    if options.optimizer_file is not None:
+        source, notes = with_file(source, look(options.optimizer_file), OPTIMIZER), notes or ()
+    elif notes is None:
         source, notes = with_optimizer(place, source, look)
     source, manifest = read_source(source, options, format_name=format_name)
     if not manifest.tensors and not may_be_empty:

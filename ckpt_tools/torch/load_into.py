@@ -77,6 +77,7 @@ def load_into(
         model_key: Where the model is in a tree, such as ``"app.model"``. Default: found by its content.
         optim_key: Where the optimizer is in a tree. Default: found by its content.
         param_order: A file of parameter names, as for ``inspect``.
+        optimizer_file: The file of ``torch.save`` with the optimizer, if it is apart from the model.
         weights: Which copy of a weight, if the checkpoint has both: the fp32 ``"master"``, or the ``"model"``'s own.
             Default: ``"master"``.
         elsewhere: Names of parameters and buffers that only other ranks have, such as those of the other stages of a

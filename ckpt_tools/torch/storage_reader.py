@@ -52,8 +52,8 @@ def storage_reader(
 
     Args:
         url: A path, or a URL of a store, of a checkpoint of any format.
-        from_, tag, model_key, optim_key, param_order, storage_options: How the checkpoint is read, as for
-            ``load_into``.
+        from_, tag, model_key, optim_key, param_order, optimizer_file, storage_options: How the checkpoint is read, as
+            for ``load_into``.
         weights: Which copy of a weight, if the checkpoint has both: the fp32 ``"master"``, or the ``"model"``'s own.
             Default: ``"master"``.
         job_model_key: Where the model is in the state dict to load, such as ``"app.model"``. Default: found by names.

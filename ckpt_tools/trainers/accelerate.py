@@ -17,7 +17,7 @@ from typing import Any
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import listed, natural, of_ranks
-from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
+from ckpt_tools.errors import SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.record import Returned, Trainer
 from ckpt_tools.trainers.saved import Saved
@@ -151,12 +151,21 @@ def _both_files(base: str, file: re.Match[str], source: Source, look: Look) -> t
     name = f"optimizer_{number}.bin" if number else "optimizer.bin"
     found = _found(look, f"{base}/{name}")
     if found is not None and list(found.files) == [name]:
-        from ckpt_tools.stores.wrappers import Joined
-
-        return Source(Joined(source.store, {name: (found.store, name)}), {**source.files, **found.files}), ()
+        return with_file(source, found, name), ()
     others = ("optimizer.bin", "optimizer_1.bin")
     has_others = any(_found(look, f"{base}/{other}") is not None for other in others)
     return source, (_missing(name, file[0]),) if has_others else ()
+
+
+def with_file(source: Source, other: Source, name: str) -> Source:
+    """``source`` with the one file of ``other``, called ``name``. Raises UsageError if ``other`` is a folder."""
+    from ckpt_tools.stores.wrappers import Joined
+
+    if len(other.files) != 1:
+        raise UsageError(f"{option('optimizer_file', other.store.url)} is not a file")
+    own, size = next(iter(other.files.items()))
+    files = {path: each for path, each in source.files.items() if path != own or len(source.files) == 1}
+    return Source(Joined(source.store, {name: (other.store, own)}), {**files, name: size})
 
 
 def _found(look: Look, url: str) -> Source | None:

@@ -106,7 +106,8 @@ def _model_files(source: Source) -> list[str]:
 def _check_shards(source: Source, files: list[str]) -> None:
     if not are_shards(files, ".bin"):
         refuse_ranks({file: found for file in files[:MAX_LOOKS] if (found := _rank_of(source, file)) is not None})
-        raise SeveralCheckpointsError(f"there are several files here ({listed(files)}); name the one you mean")
+        apart = f"name the one you mean; the file of its optimizer goes with {option('optimizer_file')}"
+        raise SeveralCheckpointsError(f"there are several files here ({listed(files)}); {apart}")
 
 
 def _rank_of(source: Source, file: str) -> str | None:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import schedulefree
 import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.errors import UnsupportedError, UsageError
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -122,3 +123,64 @@ def test_weights_alone_need_no_choice_of_an_optimizer(tmp_path: Path, state: Any
     assert model.bias.tolist() == [2.0] * 3  # type: ignore[union-attr, operator]
     with pytest.raises(UnsupportedError, match="several optimizers"):
         ckpt_tools.load_into(model, optimizer, tmp_path / "source.pt", model_key="critic")
+
+
+def test_a_model_is_joined_with_the_optimizer_in_another_file(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    apart = tmp_path / "apart"
+    for folder in (tmp_path / "run", apart):
+        folder.mkdir()
+    torch.save(model.state_dict(), tmp_path / "run" / "net.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "run" / "adam.pt")
+    torch.save(optimizer.state_dict(), apart / "adam.pt")
+    with pytest.raises(UnsupportedError, match=r"several files here .* goes with optimizer_file="):
+        ckpt_tools.inspect(tmp_path / "run")
+    for source, file in (
+        (tmp_path / "run", tmp_path / "run" / "adam.pt"),
+        (tmp_path / "run" / "net.pt", tmp_path / "run" / "adam.pt"),
+        (tmp_path / "run" / "net.pt", apart / "adam.pt"),
+    ):
+        other, fresh = trained()
+        ckpt_tools.load_into(other, fresh, source, optimizer_file=file)
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert all(
+                torch.equal(fresh.state[a][slot], optimizer.state[b][slot])
+                for a, b in zip(other.parameters(), model.parameters(), strict=True)
+            )
+    ckpt_tools.convert(tmp_path / "run" / "net.pt", tmp_path / "dcp", to="dcp", optimizer_file=apart / "adam.pt")
+    assert ckpt_tools.verify(tmp_path / "dcp").equal
+    assert ckpt_tools.inspect(tmp_path / "dcp").tensors_by_role["optimizer"] == 6
+    whole = tmp_path / "whole.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, whole)
+    with pytest.raises(UsageError, match="optimizer_file= is for a model alone"):
+        ckpt_tools.inspect(whole, optimizer_file=apart / "adam.pt")
+
+
+def test_the_note_on_bias_correction_is_for_adam(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "adam.pt")
+    other = optimizer.state_dict()
+    other["state"] = {n: {**slots, "exp_avg_diff": slots["exp_avg"]} for n, slots in other["state"].items()}
+    torch.save({"model": model.state_dict(), "optimizer": other}, tmp_path / "adan.pt")
+    noted = {
+        name: any(
+            "bias_correction" in note.what
+            for note in ckpt_tools.plan(tmp_path / f"{name}.pt", tmp_path / "z", to="zero2").notes
+        )
+        for name in ("adam", "adan")
+    }
+    assert noted == {"adam": True, "adan": False}
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_weights_of_schedule_free_in_train_mode_get_a_note(tmp_path: Path, is_training: bool) -> None:
+    model, _ = trained()
+    optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.1)
+    optimizer.train()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if not is_training:
+        optimizer.eval()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "free.pt")
+    notes = ckpt_tools.convert(tmp_path / "free.pt", tmp_path / "w.safetensors").notes
+    assert any(note.what == "weights of training" for note in notes) is is_training

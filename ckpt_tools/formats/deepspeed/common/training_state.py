@@ -106,6 +106,7 @@ FLAVOURS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 """The types in which DeepSpeed trains."""
 
 _ADAM_OPTIONS = {"lr", "betas", "eps", "weight_decay"}
+_NOT_OF_ADAM_ALONE = {MASTER, "step", "max_exp_avg_sq"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ class _Reading:
         return Group(
             params,
             tuple(self._weight(name).numel for name in params),
-            self._options(number, group.options),
+            self._options(number, group.options, params),
             Slot(MASTER, DType.FLOAT32, tuple(_master(self.manifest, name) for name in params)),
             slots,
             scalars,
@@ -291,10 +292,12 @@ class _Reading:
     def _states(self, names: Iterable[str]) -> list[TensorEntry]:
         return [self.manifest.tensors[StateKey(n, slot)] for n in names for slot in self.slots.get(n, ())]
 
-    def _options(self, number: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _options(self, number: int, options: Mapping[str, Any], params: Sequence[str]) -> Mapping[str, Any]:
         """DeepSpeed's own Adams ask their groups for ``bias_correction`` (KeyError at the first step, ops/adam), which
-        torch's do not have because they always correct."""
-        if is_deepspeed(self.manifest) or not options.keys() >= _ADAM_OPTIONS or "bias_correction" in options:
+        torch's do not have because they always correct. Other optimizers have options of the same names."""
+        slots = {slot for name in params for slot in self.slots.get(name, ())} - _NOT_OF_ADAM_ALONE
+        is_adam = options.keys() >= _ADAM_OPTIONS and (not slots or slots == {"exp_avg", "exp_avg_sq"})
+        if is_deepspeed(self.manifest) or not is_adam or "bias_correction" in options:
             return options
         why = "DeepSpeed's Adam requires this setting; torch's Adam always corrects the bias and does not store it"
         self.notes.append(Note(Outcome.DEFAULTED, f"bias_correction = True in parameter group {number}", why))
