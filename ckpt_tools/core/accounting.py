@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from ckpt_tools.core.manifest import DESCRIPTIONS, MASTER, Kind, Manifest, StateKey
+from ckpt_tools.core.manifest import DESCRIPTIONS, MASTER, Manifest, StateKey
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import listed
@@ -30,7 +30,8 @@ def check_account(
         CkptError: an item is neither written nor named.
     """
     named = [note.what for note in notes]
-    missing = [*_left_out(read, made, is_mapped=is_mapped), *(key for key in made.tensors if key not in written)]
+    missing = [] if is_mapped else [*_left_out(read, made)]
+    missing += [key for key in made.tensors if key not in written and not _is_of_nothing(key, made)]
     entries = {ref.key: str(name) for name, value in read.extra.items() for ref in references(value)} if missing else {}
     lost = [str(key) for key in missing if not _is_named(key, entries.get(key), named)]
     lost += [name for name in DESCRIPTIONS if name in read.extra and name not in made.extra and name not in named]
@@ -40,13 +41,18 @@ def check_account(
         )
 
 
-def _left_out(read: Manifest, made: Manifest, *, is_mapped: bool) -> Iterator[StateKey]:
+def _is_of_nothing(key: StateKey, made: Manifest) -> bool:
+    """Some frameworks store optimizer state of parameters without elements, others do not."""
+    weight = made.tensors.get(StateKey(key.fqn))
+    return weight is not None and not weight.numel
+
+
+def _left_out(read: Manifest, made: Manifest) -> Iterator[StateKey]:
     """Tensors of ``read`` that are not in ``made``, by name or by the shards that a renamed one keeps."""
     kept = {id(entry.shards) for entry in made.tensors.values()}
     for key, entry in read.tensors.items():
-        is_there = key in made.tensors or id(entry.shards) in kept or (is_mapped and entry.kind is not Kind.STATE)
         # Of a parameter's two copies one is written where there is room for one.
-        if not (is_there or key.slot == MASTER):
+        if not (key in made.tensors or id(entry.shards) in kept or key.slot == MASTER):
             yield key
 
 
@@ -54,7 +60,7 @@ def _is_named(key: StateKey, entry: str | None, named: Iterable[str]) -> bool:
     """``entry`` is the one that refers to the tensor: it goes with it, and the note begins with its name."""
     return any(
         what in (str(key), key.fqn)
-        or what.startswith(f"{key.slot} of ")
+        or what.startswith((f"{key.slot} of ", f"optimizer state of {key.fqn}"))
         or _BY_NUMBER.fullmatch(what)
         or (entry is not None and what.casefold().startswith(entry.casefold()))
         or f".{key.fqn}.".startswith((f".{what}.", f".client_state.{what}."))

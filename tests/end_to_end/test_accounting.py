@@ -1,0 +1,104 @@
+"""No item of a source is lost in silence: each is written, or a note names it, in every format that is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from ckpt_tools.conversion import written_tensors
+from ckpt_tools.core.accounting import check_account
+from ckpt_tools.core.apply_options import apply_options
+from ckpt_tools.core.manifest import HEADER_ENTRY, Kind, Manifest
+from ckpt_tools.core.notes import Note, Outcome, merged
+from ckpt_tools.core.options import ConvertOptions, ReadOptions, WriteOptions
+from ckpt_tools.errors import CkptError, UnsupportedError
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.index import built_in
+from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.planning.plan import make_plan
+from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Source
+from ckpt_tools.testing.manifests import StoredCheckpoint, stored_checkpoints
+from ckpt_tools.transfer.execute import execute
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+
+MEMORY_BYTES = 64 << 20
+HEADER = {"said": "x", "ss_network_alpha": "16"}
+WRITERS = {form.name: form for form in built_in() if form.writes and not form.asks_adapter_config}
+
+
+def converted(checkpoint: StoredCheckpoint, writer: Format, whole: bool) -> tuple[Manifest, tuple[Note, ...]]:
+    """What is read of the output, and the notes, by the way of every conversion."""
+    read = checkpoint.manifest
+    made = apply_options(
+        read, ConvertOptions(), whole=whole, holds_masters=writer.holds_masters, kept=writer.kept_entries
+    ).manifest
+    layout = writer.layout(made, WriteOptions())
+    notes = merged(made.notes + layout.notes)
+    plan = make_plan(made, layout, memory_bytes=MEMORY_BYTES, num_workers=1)
+    check_account(read, made, written_tensors(made, plan.figures()), notes, is_mapped=False)
+    target = MemoryStore()
+    execute(plan, checkpoint.store, StoreDestination(target), runner=ThreadRunner(1), on_bytes=lambda num_bytes: None)
+    return writer.read(Source.open(target), ReadOptions()), notes
+
+
+def items(manifest: Manifest) -> set[str]:
+    weights = {key.fqn for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)}
+    state = {str(key) for key in manifest.of_kind(Kind.STATE)}
+    entries, _ = user_entries(manifest)
+    return {*weights, *manifest.aliases, *state, *map(str, entries)}
+
+
+def is_named(item: str, notes: Iterable[Note]) -> bool:
+    slot = item.rpartition("(")[2].rstrip(")")
+    lost = [note.what for note in notes if note.outcome in (Outcome.DROPPED, Outcome.DEFAULTED)]
+    owner = item.partition(" (")[0]
+    return any(
+        what == item or what.startswith((f"{item}.", f"{slot} of ", f"optimizer state of {owner}")) for what in lost
+    )
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", WRITERS)
+def test_no_item_is_lost_in_silence(name: str, whole: bool) -> None:
+    writer = WRITERS[name]
+    if whole and writer.is_weights_alone:
+        return
+
+    @settings(max_examples=10, phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck))
+    @given(stored_checkpoints(is_whole=True))
+    def check(checkpoint: StoredCheckpoint) -> None:
+        manifest = checkpoint.manifest
+        source = replace(checkpoint, manifest=replace(manifest, extra={**manifest.extra, HEADER_ENTRY: HEADER}))
+        try:
+            found, notes = converted(source, writer, whole)
+        except UnsupportedError:
+            return
+        lost = {item for item in items(source.manifest) - items(found) if not is_named(item, notes)}
+        assert not lost, notes
+
+    check()
+
+
+@pytest.mark.parametrize("name", [WRITERS["dcp"].name, WRITERS["safetensors"].name])
+def test_what_a_step_forgets_is_an_error_that_names_it(name: str) -> None:
+    @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(stored_checkpoints())
+    def check(checkpoint: StoredCheckpoint) -> None:
+        read = replace(checkpoint.manifest, extra={HEADER_ENTRY: HEADER})
+        first = next(iter(read.tensors))
+        rest = {key: entry for key, entry in read.tensors.items() if key.fqn != first.fqn}
+        made = replace(read, tensors=rest, aliases={}, groups=(), extra={})
+        with pytest.raises(CkptError, match=f"a defect of ckpt-tools: .*{HEADER_ENTRY}"):
+            check_account(read, made, made.tensors, (), is_mapped=False)
+        with pytest.raises(CkptError, match="a defect of ckpt-tools"):
+            check_account(made, made, [], (), is_mapped=False) if rest else check_account(
+                read, read, [], (), is_mapped=False
+            )
+        check_account(read, read, read.tensors, (), is_mapped=False)
+
+    check()
