@@ -72,6 +72,9 @@ def apply_options(
         if manifest.parted and whole:
             raise transforms.parted_error(manifest)
     manifest, notes = _taken(manifest, notes, _copying(options, whole, holds_masters, kept))
+    if manifest.values and (options.recipe is not None or merge is not None or like is not None):
+        manifest, more = transforms.without_values(manifest, to="a recipe, an adapter or another model's layout")
+        notes += more
     for step in (recipe, merge):
         if step is not None:
             manifest, more = step(manifest)

@@ -148,8 +148,8 @@ def without_values(manifest: Manifest, *, to: str) -> Transformed:
     state = [str(key) for key in manifest.values if key.slot != WEIGHT]
     if state:
         raise UnsupportedError(
-            f"{to} cannot hold optimizer state that is a list, a dict or another object ({listed(state)}); write "
-            f"{option('to', 'dcp')} or a .pt file with {option('state', 'all')}, or {option('state', 'model')}"
+            f"{to} cannot hold optimizer state that is a list, a dict or another object ({listed(state)}); write the "
+            f"whole state as it is, in a .pt file or with {option('to', 'dcp')}, or {option('state', 'model')}"
         )
     inside = {ref.key for ref in references(list(manifest.values.values()))}
     tensors = {key: entry for key, entry in manifest.tensors.items() if key not in inside}

@@ -345,3 +345,11 @@ def test_state_of_no_parameter_stays_in_the_optimizer(tmp_path: Path) -> None:
     written = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert written["optim"]["state"]["k"].tolist() == [2]
     assert written["model"]["version"] == 3
+
+
+def test_a_recipe_refuses_state_that_it_cannot_map(tmp_path: Path) -> None:
+    save_state(tmp_path / "source.pt", QUANTIZED)
+    text = 'about = "one"\nleft = "a"\nright = "b"\n[[map]]\nleft = "w"\nright = "v"\n'
+    (tmp_path / "r.toml").write_text(text)
+    with pytest.raises(CkptError, match="a recipe, an adapter or another model's layout cannot hold optimizer state"):
+        ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.pt", state="all", recipe=tmp_path / "r.toml")
