@@ -970,7 +970,12 @@ def _opened(
     stores = options.storage_options
     check_storage_options(stores, src, *urls)
     source, manifest = read_checkpoint(
-        src, options.reading, format_name=options.from_, storage_options=stores, may_be_empty=may_be_empty
+        src,
+        options.reading,
+        format_name=options.from_,
+        storage_options=stores,
+        may_be_empty=may_be_empty,
+        step_by_name=True,
     )
     check_reading(manifest, options.reading)
     return source, manifest

@@ -217,7 +217,9 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     writer = None if request.keeps_format else _writer(_target(request, place.name), place.name)
     is_weights = writer is not None and not is_whole(request, writer)
     reading_options = replace(request.reading, state="model" if is_weights else "all")
-    source, manifest = read_checkpoint(src, reading_options, format_name=request.from_, storage_options=stores)
+    source, manifest = read_checkpoint(
+        src, reading_options, format_name=request.from_, storage_options=stores, step_by_name=True
+    )
     read = manifest
     check_apart(src, dst, stores)
     merge, source, request = _merge(request, src, source, manifest)

@@ -15,6 +15,8 @@ from ckpt_tools.reading.checkpoint import known_by, read_source
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
 from ckpt_tools.trainers.accelerate import OPTIMIZER, with_file, with_optimizer
+from ckpt_tools.trainers.run_folders import Member
+from ckpt_tools.trainers.saved import ITSELF
 
 if TYPE_CHECKING:
     from ckpt_tools.recipes.like import Like
@@ -27,8 +29,10 @@ def read_checkpoint(
     format_name: str | None = None,
     storage_options: StorageOptions = None,
     may_be_empty: bool = False,
+    step_by_name: bool = False,
 ) -> tuple[Source, Manifest]:
-    """The manifest of what is at ``url``, with the source whose files its shards name.
+    """The manifest of what is at ``url``, with the source whose files its shards name. With ``step_by_name`` its step,
+    if it says none, is that of the folder's name, as ``ls`` shows it.
 
     Raises:
         CkptError: as ``open_source``, ``find_format`` and the reader say. UnsupportedError: ``url`` is one file of a
@@ -54,6 +58,9 @@ def read_checkpoint(
     source, manifest = read_source(source, options, format_name=format_name)
     if not manifest.tensors and not may_be_empty:
         raise UnsupportedError("it holds no tensors", path=known_by(source))
+    if step_by_name and manifest.step is None:
+        files = {path: source.files[path] for path in manifest.stored_files & source.files.keys()}
+        manifest = replace(manifest, step=Member(ITSELF, files, known_as=place.rstrip("/").rpartition("/")[2]).step)
     return source, replace(manifest, notes=(*manifest.notes, *notes)) if notes else manifest
 
 

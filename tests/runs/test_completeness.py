@@ -132,7 +132,10 @@ CASES: list[tuple[str, Damage, str]] = [
         lambda path: (path.parent / "checkpoint-5-unfinished").touch(),
         "checkpoint-5-unfinished marks it",
     ),
-    ("1000", without("_CHECKPOINT_METADATA"), "no _CHECKPOINT_METADATA"),
+    ("1000", without("_CHECKPOINT_METADATA"), ""),  # as old versions wrote it
+    ("1000", lambda path: [without(name)(path) for name in ("_CHECKPOINT_METADATA", "default/_METADATA")], "no _META"),
+    ("1000", lambda path: [without("_CHECKPOINT_METADATA")(path), (path / "orbax.checkpoint").touch()], "no _CHECK"),
+    ("1000", lambda path: (path / "_CHECKPOINT_METADATA").write_text('{"init_timestamp_nsecs": 1}'), "time of commit"),
     ("1000", renamed("1000.orbax-checkpoint-tmp-17"), "says that the save did not finish"),
     ("epoch=1-step=7.ckpt", cut(), "has no end: it is cut off"),
 ]

@@ -106,7 +106,6 @@ RUNS = (
         ("latest_universal", TAGS[1]), format="universal"),
     Run("deepspeed-universal", "global_step4", TAGS, "zero/blocks.0.up.weight/fp32.pt", "fp32.pt",
         ("latest_universal", TAGS[1]), format="universal"),
-    Run("orbax-manager", "run/5", ("5", "10"), "_CHECKPOINT_METADATA", "no _CHECKPOINT_METADATA", format="orbax"),
     Run("orbax-manager", "run/5", ("5", "10"), "commit_success.txt", "no commit_success.txt", format="orbax"),
 )  # fmt: skip
 

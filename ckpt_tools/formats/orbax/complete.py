@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, DELETION, MANIFEST, TREE, unfinished
+from ckpt_tools.formats.orbax.names import CHECKPOINT, COMMITTED, DELETION, MANIFEST, MARKER, TREE, unfinished
 from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.saved import Saved
 
@@ -21,9 +21,14 @@ def problem(saved: Saved) -> str | None:
         return f"{DELETION}: the deletion of an item did not finish"
     if not is_orbax(saved):
         return None
-    if not {CHECKPOINT, TREE} & saved.files.keys():
-        return f"no {CHECKPOINT}: the save did not finish"
-    # Object stores cannot rename: there this file, which is written last, is in each checkpoint of the run.
+    if CHECKPOINT in saved.files:
+        times = saved.object_at(saved.path(CHECKPOINT))
+        if times.get("init_timestamp_nsecs") is not None and times.get("commit_timestamp_nsecs") is None:
+            return f"{CHECKPOINT} has no time of commit: the save did not finish"
+    elif MARKER in saved.files or TREE not in saved.names:
+        return f"no {CHECKPOINT if MARKER in saved.files else TREE}: the save did not finish"
+    # A folder gets its name when it is whole; old versions write no file at the top. Object stores cannot rename: there
+    # this file, which is written last, is in each checkpoint of the run.
     marked = [parent_of(parent_of(path)) for path in saved.run.files if path.endswith(f"/{COMMITTED}")]
     if COMMITTED in saved.files or not saved.root or parent_of(saved.root) not in marked:
         return None
