@@ -254,12 +254,14 @@ class _Tree:
             copies[part.members if part.is_cut else frozenset([rank])][rank] = part
         first, *others = copies
         cuts = {members: self._cut(path, ranks, differing) for members, ranks in copies.items()}
-        leaves = {members: _leaf(path, held.values(), cut) for members, cut in cuts.items()}
-        for other in others:
+        part = next(iter(held.values()))
+        leaves = [_leaf(path, part, (shard for shard, _ in cut.values())) for cut in cuts.values()]
+        for other, leaf in zip(others, leaves[1:], strict=True):
             is_same = self._are_same(cuts[first], cuts[other])
             if is_same is None:
                 what = f"{dotted(path)} of {of_ranks(first)} and of {of_ranks(other)}"
-                self.must_equal.append(Equal(what, _entry(leaves[first]), _entry(leaves[other])))
+                pair = (TensorEntry(each.shape, each.dtype, Kind.PARAMETER, each.shards) for each in (leaves[0], leaf))
+                self.must_equal.append(Equal(what, *pair))
             elif not is_same and dotted(path).rpartition(".")[2] in PER_RANK:
                 differing.append(dotted(path))
             elif not is_same:
@@ -267,7 +269,7 @@ class _Tree:
                     f"{of_ranks(first)} and {of_ranks(other)} hold different values of it, and no placement says how "
                     "these make one tensor; save it as a DTensor on one mesh of all of them"
                 )
-        return leaves[first], next(iter(held.values())).is_cut
+        return leaves[0], part.is_cut
 
     def _cut(self, path: TreePath, held: Mapping[int, Held], differing: list[str]) -> _Cut:
         """The shards of ranks, of replicas one."""
@@ -309,7 +311,7 @@ class _Tree:
             if str(path[0]) in own or (path == ("lr_scheduler",) and first.objects.get(path, "") is None):
                 continue
             if held := first.tensors.get(path):
-                self._place(where, TensorLeaf(held.shape, held.dtype, _table(dotted(path), held, held.shards)))
+                self._place(where, _leaf(path, held, held.shards))
                 self._whole.add(dotted(where))
             else:
                 self._place_object(where, first.objects[path], first)
@@ -403,20 +405,11 @@ def _described(held: Held) -> str:
     return f"{whole} of shape {list(held.shape)} and type {held.dtype.value}"
 
 
-def _leaf(path: TreePath, held: Iterable[Held], cut: _Cut) -> TensorLeaf:
-    part = next(iter(held))
-    return TensorLeaf(part.shape, part.dtype, _table(dotted(path), part, (shard for shard, _ in cut.values())))
-
-
-def _entry(leaf: TensorLeaf) -> TensorEntry:
-    return TensorEntry(leaf.shape, leaf.dtype, Kind.PARAMETER, leaf.shards)
-
-
-def _table(name: str, held: Held, shards: Iterable[Shard]) -> ShardTable:
+def _leaf(path: TreePath, held: Held, shards: Iterable[Shard]) -> TensorLeaf:
     try:
-        return ShardTable.build(held.shape, held.dtype, list(shards))
+        return TensorLeaf(held.shape, held.dtype, ShardTable.build(held.shape, held.dtype, list(shards)))
     except CkptError as error:
-        raise type(error)(error.message, path=error.path, key=name) from error
+        raise type(error)(error.message, path=error.path, key=dotted(path)) from error
 
 
 def _equal(value: Any, item: Item, path: TreePath) -> bool:
