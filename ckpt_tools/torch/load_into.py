@@ -239,13 +239,8 @@ def _parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
     return names
 
 
-@dataclass(frozen=True, slots=True)
-class _NewValue:
-    """What takes the place of ``holder[key]``: a number or an object of a parameter's state."""
-
-    holder: dict[Any, Any]
-    key: Any
-    value: Any
+NewValue = tuple[dict[Any, Any], Any, Any]
+"""The state of a parameter, a key of it, and the number or object that this key gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +267,8 @@ class _OptimizerLoader:
         self.loader.problems.add("not in the optimizer", left)
         self.loader.problems.check()
         self.loader.fill(self.targets)
-        for new in values:
-            new.holder[new.key] = new.value
+        for holder, key, value in values:
+            holder[key] = value
         for group, found in zip(groups, options, strict=True):
             self._set_options(group, found)
 
@@ -318,7 +313,7 @@ class _OptimizerLoader:
 
     def _new_values(
         self, parameter: torch.Tensor, stored: Mapping[str, dict[str, Any]], is_initialized: bool
-    ) -> Iterator[_NewValue]:
+    ) -> Iterator[NewValue]:
         """The values that are not filled in place. Takes what the parameter has out of ``stored``."""
         aliases = self.loader.manifest.aliases
         fqns = [aliases.get(name, name) for name in self.names[id(parameter)]]
@@ -328,7 +323,7 @@ class _OptimizerLoader:
             if str(key) in slots:
                 made = self._merge(value, slots.pop(str(key)), parameter)
                 if made is not value:
-                    yield _NewValue(self.optimizer.state[parameter], key, made)
+                    yield self.optimizer.state[parameter], key, made
             elif parameter.numel():
                 self.loader.problems.add("optimizer state not in the checkpoint", [f"{fqns[0]} ({key})"])
 

@@ -29,6 +29,7 @@ APPLY_ALWAYS = {
     "from_": "names the reader, which refuses what is not of its format",
     "to": "names the writer",
     "state": "weights alone or everything; what a target cannot hold is said",
+    "optimizer_file": "joins a model, and anything else is an error",
     "memory": "bounds every conversion",
     "workers": "bounds every command that moves bytes",
     "strict": "watches every conversion",

@@ -13,7 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
@@ -620,14 +620,10 @@ def _values(leaves: Leaves, roles: Mapping[str, LeafRole]) -> tuple[dict[StateKe
     inner = dict(leaves.inner)
     for owner, value in found.items():
         value = _with_lists(value)
-        names = {ref.key: _key_in_value(owner, place) for place, ref in places(value)}
-        inner.update({new: inner.pop(old) for old, new in names.items() if old in inner})
-        found[owner] = replaced(value, partial(_named_anew, names))
+        names = {ref: TensorRef(_key_in_value(owner, place)) for place, ref in places(value)}
+        inner.update({new.key: inner.pop(old.key) for old, new in names.items() if old.key in inner})
+        found[owner] = replaced(value, names.__getitem__)
     return found, replace(leaves, inner=inner)
-
-
-def _named_anew(names: Mapping[StateKey, StateKey], ref: TensorRef) -> TensorRef:
-    return TensorRef(names[ref.key])
 
 
 def _key_in_value(owner: StateKey, place: str) -> StateKey:
