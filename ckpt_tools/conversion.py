@@ -228,7 +228,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     whole = is_whole(request, writer)
     recipe = recipe_step(src, source, manifest, request)
     like = likeness(request)
-    keeps_both, has_recipe = whole and writer.holds_masters, request.needs_config
+    keeps_both, has_recipe = whole and (writer.holds_masters or manifest.keeps_masters), request.needs_config
     check(
         WRITING,
         request.given,

@@ -54,7 +54,8 @@ def apply_options(
 ) -> Applied:
     """The manifest as ``options`` make it.
 
-    ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights.
+    ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights, as
+    they have where the source keeps them in the optimizer's state.
     ``kept`` are entries that are written with the weights also if no other state is. ``recipe`` is the step of
     ``options.strip`` and ``options.recipe``; options that name tensors name those that it makes. ``merge`` is the step
     that merges an adapter into these. ``like`` comes last,
@@ -71,7 +72,8 @@ def apply_options(
         recipe = None
         if manifest.parted and whole:
             raise transforms.parted_error(manifest)
-    manifest, notes = _taken(manifest, notes, _copying(options, whole, holds_masters, kept))
+    copying = _copying(options, whole, holds_masters or manifest.keeps_masters, kept)
+    manifest, notes = _taken(manifest, notes, copying)
     if manifest.values and (options.recipe is not None or merge is not None or like is not None):
         manifest, more = transforms.without_values(manifest, to="a recipe, an adapter or another model's layout")
         notes += more

@@ -221,13 +221,18 @@ class StateTree:
 
     ``optim`` is None where there was no optimizer. ``is_flattened`` says that optimizer state had one key each,
     ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<option>``. ``extras`` maps the names at the top of
-    ``Manifest.extra`` to their paths.
+    ``Manifest.extra`` to their paths. ``masters`` is the slot of the optimizer's state that has the fp32 masters.
     """
 
     model: TreePath
     optim: TreePath | None
     is_flattened: bool = False
     extras: Mapping[str, TreePath] = field(default_factory=dict)
+    masters: str = ""
+
+    def slot_name(self, slot: str) -> str:
+        """What the tree calls a slot of a parameter's state."""
+        return self.masters or slot if slot == MASTER else slot
 
 
 def _check_text(names: Iterable[str]) -> None:
@@ -313,6 +318,11 @@ class Manifest:
         operands = (entry for each in self.computed.values() for entry in each.operands)
         files = self.files.union(file for entry in operands for file in entry.shards.files)
         return files - self.literals.keys() - self.computed.keys()
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the source's optimizer has the masters in a slot of its own: every format writes them there."""
+        return self.tree is not None and bool(self.tree.masters)
 
     @property
     def fqns(self) -> frozenset[str]:

@@ -20,9 +20,10 @@ from ckpt_tools.trainers.names import rank_file, world_of
 
 _SLOTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "momentum_buffer",
-     "square_avg", "acc_delta", "grad_avg", "fp32_param")
+     "square_avg", "acc_delta", "grad_avg", "fp32_param", "master_param", "master_weight")
 )  # fmt: skip
-"""What optimizers of torch, DeepSpeed and Megatron-Core call their state; ``fp32_param`` is the latter's master."""
+"""What optimizers of torch, DeepSpeed and Megatron-Core call their state; ``fp32_param`` is the latter's master,
+``master_param`` that of TransformerEngine."""
 
 _OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizers?|chained_\d+)\.(?:.*\.)?(?:state|distributed|param_groups)\.")
 

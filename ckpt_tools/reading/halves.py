@@ -16,6 +16,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.index import read_format, read_manifest
+from ckpt_tools.formats.state_dict.masters import with_masters
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import part_of
 from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
@@ -54,6 +55,7 @@ def read_halves(source: Source, prefix: str, options: ReadOptions) -> Manifest:
         tree=tree,
         notes=(*optim.notes, *model.notes),
     )
+    joined = with_masters(joined)
     return replace(joined, notes=(*joined.notes, *_beside(source, prefix, joined)))
 
 

@@ -119,6 +119,9 @@ def load_into(
         manifest = replace(manifest, parted="")  # The weights alone.
     manifest, _ = transforms.without_wrappers(manifest)
     manifest = apply_options(manifest, chosen, whole=True, holds_masters=False, recipe=recipe).manifest
+    if manifest.tree is not None:  # A job has masters where it saved them.
+        tensors = {StateKey(key.fqn, manifest.tree.slot_name(key.slot)): e for key, e in manifest.tensors.items()}
+        manifest = replace(manifest, tensors=tensors)
     store = with_made_files(source.store, manifest)
     check_equal(manifest, store)
     others = frozenset(manifest.aliases.get(name, name) for name in elsewhere)

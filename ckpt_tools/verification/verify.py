@@ -171,7 +171,7 @@ def verify_pair(
     if options.state is None and manifest.tree is not None:  # the weights may be others than those with the optimizer
         reading = replace(options.reading, state="all" if whole else "model")
         source, manifest = read_checkpoint(src, reading, format_name=options.from_, storage_options=how.storage_options)
-    holds_masters = target is None or target.holds_masters
+    holds_masters = target is None or target.holds_masters or manifest.keeps_masters
     has_recipe = options.needs_config
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole, has_recipe=has_recipe)
     check(COMPARING, options.given, case)

@@ -122,9 +122,10 @@ class _Found:
 
     def _state_path(self, key: StateKey) -> TreePath:
         assert self.tree.optim is not None, "a tree with optimizer state has a place for it"
+        slot = key.slot if self.manifest.tree is None else self.manifest.tree.slot_name(key.slot)
         if self.tree.is_flattened:
-            return (*self.tree.optim, f"state.{key.fqn}.{key.slot}")
-        return (*self.tree.optim, "state", key.fqn, key.slot)
+            return (*self.tree.optim, f"state.{key.fqn}.{slot}")
+        return (*self.tree.optim, "state", key.fqn, slot)
 
     def _add_empty_state(self) -> None:
         """State for parameters without elements, which DeepSpeed does not optimize, and which ``dcp.load`` expects.

@@ -41,6 +41,7 @@ from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.formats.foreign import refuse_weights
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.masters import with_masters
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, follow_order, match_numbers, why_unnamed
 from ckpt_tools.serialization.unread_tensors import why_unread
 from ckpt_tools.trainers.lightning import TRAINED
@@ -400,7 +401,7 @@ def manifest_of(
     in_optim = [path for path in leaves.paths.values() if path and path[:-1] == tree.optim]
     is_flattened = any(_flattened(str(path[-1])) for path in in_optim)
     dropped = (Note(Outcome.DROPPED, listed(sorted(left)), "not selected", len(left), asked=True),) if left else ()
-    return Manifest(
+    manifest = Manifest(
         format_name,
         _entries(leaves, roles, buffers),
         aliases=aliases,
@@ -414,6 +415,7 @@ def manifest_of(
         notes=(*doubts, *notes, *dropped),
         left_out=left,
     )
+    return with_masters(manifest)
 
 
 def _without_unread(

@@ -1,0 +1,143 @@
+"""fp32 masters that an optimizer keeps in a slot of its state, as TransformerEngine's ``FusedAdam`` does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import ckpt_tools
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """An optimizer with the state of TransformerEngine's ``FusedAdam(master_weights=True)``, which needs a GPU."""
+
+    def __init__(self, params: Iterable[Any], slot: str) -> None:
+        self.slot = slot
+        super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                zeros = {name: torch.zeros_like(param, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+                state = self.state[param] or {"step": torch.zeros(()), self.slot: param.float(), **zeros}
+                self.state[param] = state
+                state["step"] += 1
+                state["exp_avg"].lerp_(param.grad.float(), 0.1)
+                state["exp_avg_sq"].add_(param.grad.float() ** 2)
+                state[self.slot].addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt() + 1e-8, value=-1e-2)
+                param.copy_(state[self.slot])
+
+
+def job(slot: str, *, trained: bool = True) -> tuple[torch.nn.Module, FusedAdam]:
+    torch.manual_seed(trained)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)).to(torch.bfloat16)
+    optimizer = FusedAdam(model.parameters(), slot)
+    if trained:
+        model(torch.randn(4, 6).bfloat16()).float().pow(2).mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def save_dcp(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def flattened(optim: dict[str, Any]) -> dict[str, Any]:
+    """As torchtitan has it."""
+    (group,) = optim["param_groups"]
+    state = {f"state.{name}.{slot}": value for name, each in optim["state"].items() for slot, value in each.items()}
+    options = {f"param_groups.{n}.{o}": v for n in group["params"] for o, v in group.items() if o != "params"}
+    return {**state, **options}
+
+
+def of_ranks(state: dict[str, Any], folder: Path) -> None:
+    folder.mkdir()
+    for part, name in (("model", "model"), ("optim", "optim")):
+        torch.save(state[part], folder / f"{name}_world_size_1_rank_0.pt")
+
+
+SAVED: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "dcp": save_dcp,
+    "flattened dcp": lambda state, path: save_dcp({**state["model"], "optimizer": flattened(state["optim"])}, path),
+    "torch": lambda state, path: torch.save(state, path.with_suffix(".pt")),
+    "sharded": of_ranks,
+}
+SLOTS = ("master_param", "master_params", "fp32_param", "master_weight", "master")
+
+
+def saved(layout: str, slot: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    model, optimizer = get_state_dict(*job(slot))
+    state = {"model": model, "optim": optimizer}
+    SAVED[layout](state, folder / "src")
+    return next(folder.glob("src*")), state
+
+
+@pytest.mark.parametrize(
+    ("layout", "slot"), [*((each, "master_param") for each in SAVED), *(("torch", slot) for slot in SLOTS[1:])]
+)
+def test_masters_go_where_masters_are(layout: str, slot: str, tmp_path: Path) -> None:
+    source, state = saved(layout, slot, tmp_path)
+    masters = {name: each[slot] for name, each in state["optim"]["state"].items()}
+    assert ckpt_tools.inspect(source).tensors_by_role["masters"] == len(masters)
+    for to in ("zero1", "zero3", "universal"):
+        size: dict[str, Any] = {} if to == "universal" else {"world_size": 2}
+        ckpt_tools.convert(source, tmp_path / to, to=to, **size)
+        found = ckpt_tools.open(tmp_path / to)
+        for name, master in masters.items():
+            assert torch.equal(found.state(name, "master").torch(), master), (to, name)
+            assert torch.equal(found.state(name, "weight").torch(), state["model"][name]), (to, name)
+        assert ckpt_tools.verify(source, tmp_path / to).equal and ckpt_tools.diff(source, tmp_path / to).equal
+    ckpt_tools.convert(source, tmp_path / "model.safetensors")
+    ckpt_tools.convert(source, tmp_path / "bf16.safetensors", weights="model")
+    exported, own = load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "bf16.safetensors")
+    assert all(torch.equal(exported[name], masters[name]) for name in masters)
+    assert all(torch.equal(own[name], state["model"][name]) for name in masters)
+
+
+@pytest.mark.parametrize("layout", SAVED)
+def test_the_slot_is_written_again_under_its_name(layout: str, tmp_path: Path) -> None:
+    """A tree of state is written with all that its optimizer had: torch and the job load it."""
+    source, state = saved(layout, "master_param", tmp_path)
+    ckpt_tools.convert(source, tmp_path / "made.pt", state="all")
+    found = torch.load(tmp_path / "made.pt", weights_only=True)
+    for name, weight in state["model"].items():
+        assert torch.equal(found["model"][name], weight)
+        for slot, value in state["optim"]["state"][name].items():
+            assert torch.equal(found["optim"]["state"][name][slot], value), (name, slot)
+    if layout == "dcp":
+        ckpt_tools.reshard(source, tmp_path / "more", world_size=2)
+        assert ckpt_tools.verify(source, tmp_path / "more").equal
+        model, optim = get_state_dict(*job("master_param", trained=False))
+        target = {"model": model, "optim": optim}
+        with warnings.catch_warnings(action="ignore"):
+            dcp.load(target, checkpoint_id=tmp_path / "more", no_dist=True)
+        assert all(torch.equal(model[name], weight) for name, weight in state["model"].items())
+    for path in (source, tmp_path / "made.pt"):
+        module, optimizer = job("master_param", trained=False)
+        module(torch.ones(1, 6).bfloat16()).sum().backward()
+        optimizer.step()
+        ckpt_tools.load_into(module, optimizer, path)
+        for name, param in module.named_parameters():
+            assert torch.equal(param, state["model"][name])
+            assert torch.equal(optimizer.state[param]["master_param"], state["optim"]["state"][name]["master_param"])
+
+
+@pytest.mark.parametrize(
+    "master", [torch.zeros(8, 6, dtype=torch.int16), torch.zeros(8, 6).bfloat16(), torch.zeros(48)]
+)
+def test_what_is_no_copy_in_fp32_is_state(master: torch.Tensor, tmp_path: Path) -> None:
+    """Remainders of TransformerEngine are int16."""
+    state = {"state": {"w": {"master_param": master}}, "param_groups": [{"params": ["w"]}]}
+    torch.save({"model": {"w": torch.ones(8, 6).bfloat16()}, "optimizer": state}, tmp_path / "a.pt")
+    roles = ckpt_tools.inspect(tmp_path / "a.pt").tensors_by_role
+    assert (roles["masters"], roles["optimizer"]) == (0, 1)
