@@ -954,7 +954,7 @@ def check_recipe(
     step = recipe_step(src, source, manifest, chosen)
     assert step is not None and step.recipe is not None
     if state != "all" and not manifest.parted:
-        alone, _ = transforms.model_only(manifest, weights=chosen.weight_copy, asked=True)
+        alone, _ = transforms.model_only(manifest, weights=chosen.weight_copy(manifest), asked=True)
         manifest, _ = transforms.without_wrappers(alone)
     return recipe_map(manifest, step.recipe, step)
 

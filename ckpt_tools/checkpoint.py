@@ -216,7 +216,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if name not in self:
             raise KeyError(f"there is no weight {name!r}{self._near(name)}")
         master = StateKey(self._owner(name), MASTER)
-        return self.state(name, MASTER if master in self.manifest.tensors else WEIGHT)
+        return self.state(name, WEIGHT if self.manifest.masters_lag or master not in self.manifest.tensors else MASTER)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and StateKey(self._owner(name)) in self.manifest.tensors

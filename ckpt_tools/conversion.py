@@ -79,6 +79,9 @@ class Prepared:
     recipe: UsedRecipe | None = None
     loading: Callable[[], str] = str
     """Makes Python code that loads the output."""
+    original: Manifest | None = None
+    """The source as it was read, whose copies of weights are compared, and which of them is written."""
+    copy_written: str = ""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -234,7 +237,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         request.given,
         case_of(manifest, writer.name, keeps_both=keeps_both, whole=whole, has_recipe=has_recipe),
     )
-    writing = _write_options(place.form, manifest, request)
+    original, writing = manifest, _write_options(place.form, manifest, request)
     if like is not None:
         writing = replace(writing, shard_map=like.reference.files)
     if writer.asks_adapter_config:
@@ -306,7 +309,15 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         own_keys(source_format, writer.name, request),
         None if recipe is None else recipe.used,
         partial(_loading, place, writer, manifest, layout, writing),
+        original,
+        "both are written" if keeps_both else _copy_in_words(original, request),
     )
+
+
+def _copy_in_words(manifest: Manifest, request: Request) -> str:
+    if request.weight_copy(manifest) == "model":
+        return "the model's is written" + (", as ZenFlow updates masters later" if manifest.masters_lag else "")
+    return f"the master is written; {option('weights', 'model')} writes the model's"
 
 
 def _loading(place: Place, writer: Format, manifest: Manifest, layout: Layout, writing: WriteOptions) -> str:
@@ -564,6 +575,11 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
     started = time.perf_counter()
+    if prepared.original is not None:
+        from ckpt_tools.transfer.copies import note_of_copies
+
+        notes = note_of_copies(prepared.original, prepared.store, prepared.copy_written, is_sample=True)
+        prepared = replace(prepared, notes=merged((*prepared.notes, *notes)))
     plan, report, request = prepared.plan, plan_report(prepared), prepared.request
     if plan.manifest.must_equal:
         from ckpt_tools.transfer.equality import check_equal

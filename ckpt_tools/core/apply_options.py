@@ -127,11 +127,13 @@ def _copying(options: ConvertOptions, whole: bool, holds_masters: bool, kept: tu
     asked = options.state == "model"
     if not whole:
         return [
-            lambda manifest: transforms.model_only(manifest, weights=options.weight_copy, asked=asked, entries=kept),
+            lambda manifest: transforms.model_only(
+                manifest, weights=options.weight_copy(manifest), asked=asked, entries=kept
+            ),
             transforms.without_wrappers,
         ]
     if not holds_masters:
-        return [lambda manifest: transforms.one_copy(manifest, weights=options.weight_copy)]
+        return [lambda manifest: transforms.one_copy(manifest, weights=options.weight_copy(manifest))]
     return []
 
 

@@ -263,6 +263,7 @@ class Manifest:
     their elements are computed when they are read. ``parted`` is empty, or says where weights are and where optimizer
     state is under other names than theirs: a recipe joins them. ``is_quantized`` says that a ``config.json`` beside the
     weights says so. ``beside`` are files in the folders of the weights that were neither read nor noted.
+    ``masters_lag`` says that the model's own weights are newer than the masters.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
@@ -288,6 +289,7 @@ class Manifest:
     parted: str = ""
     is_quantized: bool = False
     beside: tuple[str, ...] = ()
+    masters_lag: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.option_names import (
         DTypeAlias,
         DTypeName,
@@ -203,10 +204,10 @@ class ConvertOptions:
         """Whether ``config.json`` of the source tells what becomes of its tensors."""
         return self.recipe is not None or self.dequantize
 
-    @property
-    def weight_copy(self) -> str:
-        """The copy of a weight to use: the master unless the user chose, so that no precision is lost."""
-        return self.weights or DEFAULT_WEIGHTS
+    def weight_copy(self, *manifests: Manifest) -> str:
+        """The copy of a weight to use: the master unless the user chose, so that no precision is lost; the model's own
+        where that is newer."""
+        return self.weights or ("model" if any(each.masters_lag for each in manifests) else DEFAULT_WEIGHTS)
 
     @property
     def given(self) -> Mapping[str, Any]:

@@ -79,7 +79,7 @@ def storage_reader(
     source, manifest = read_checkpoint(url, options, format_name=chosen.from_, storage_options=stores)
     check_reading(manifest, options)
     if not manifest.keeps_masters:
-        manifest, _ = transforms.one_copy(manifest, weights=chosen.weight_copy)
+        manifest, _ = transforms.one_copy(manifest, weights=chosen.weight_copy(manifest))
     manifest, _ = transforms.without_wrappers(manifest)
     # Groups have the names of both forms of an optimizer; a flattened one has no groups to ask for.
     tree = replace(chosen_tree(manifest, model_key=None, optim_key=None), is_flattened=False)

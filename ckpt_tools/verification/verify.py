@@ -27,6 +27,7 @@ from ckpt_tools.runs.opening import likeness, read_checkpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place
 from ckpt_tools.transfer.computing import with_made_files
+from ckpt_tools.transfer.copies import note_of_copies
 from ckpt_tools.transfer.equality import check_equal
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import Side, compare
@@ -122,6 +123,9 @@ def verify_alone(
     listed = read_digests(against, reach) if against is not None else stored_digests(source, manifest, reach)
     report = check_integrity(source, manifest, num_workers=how.num_workers, on_progress=how.on_progress)
     check_equal(manifest, source.store)
+    advice = "an export takes the model's" if manifest.masters_lag else "an export takes the master's"
+    notes = note_of_copies(manifest, source.store, advice, is_sample=False)
+    report = replace(report, notes=(*report.notes, *notes))
     if listed is None:
         return report
     meter = Meter(how.on_progress, digests.num_bytes(manifest))
@@ -134,7 +138,7 @@ def verify_alone(
 def _converted(listed: Digests, options: ConvertOptions) -> Digests:
     """The list after the conversion of its checkpoint: only weights, selected and renamed. Raises UsageError."""
     if options.state == "model":
-        copies = digests.one_copy(listed, weights=options.weight_copy)
+        copies = digests.one_copy(listed, weights=options.weight_copy())
         listed = {key: digest for key, digest in copies.items() if key.slot == WEIGHT}
     names = sorted({key.fqn for key in listed})
     matching.check_renaming(names, rules=transforms.parsed_rules(options.rename), key_map=options.names)
@@ -153,7 +157,8 @@ def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions
     check([OF_TWO_COPIES], options.given, Case(has_masters=sides[0], keeps_both=all(sides)))
     if sides[0] == sides[1]:
         return wanted, found
-    return digests.one_copy(wanted, weights=options.weight_copy), digests.one_copy(found, weights=options.weight_copy)
+    weights = options.weight_copy()
+    return digests.one_copy(wanted, weights=weights), digests.one_copy(found, weights=weights)
 
 
 def verify_pair(
@@ -199,7 +204,7 @@ def _of_model(manifest: Manifest, options: ConvertOptions) -> tuple[Manifest, tu
     more = [key for key in manifest.of_kind(Kind.STATE, Kind.EXTRA) if key.slot != MASTER]
     if not more:
         return manifest, ()
-    alone, _ = transforms.model_only(manifest, weights=options.weight_copy, asked=True)
+    alone, _ = transforms.model_only(manifest, weights=options.weight_copy(manifest), asked=True)
     why = "the destination has them besides the model"
     note = Note(Outcome.NOT_COMPARED, count(len(more), "tensor"), why, len(more))
     return transforms.without_wrappers(alone)[0], (note,)
@@ -304,15 +309,15 @@ def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[lis
     If only one side has fp32 masters, ``options.weights`` says which of its copies is compared.
     """
     if options.state == "model":
-        bare = [transforms.model_only(each, weights=options.weight_copy, asked=True) for each in manifests]
+        bare = [transforms.model_only(each, weights=options.weight_copy(each), asked=True) for each in manifests]
         return [transforms.without_wrappers(each)[0] for each, _ in bare], ()
     counts = [sum(key.slot == MASTER for key in each.tensors) for each in manifests]
     if all(counts) or not any(counts):
         return manifests, ()
-    left_out = "model copies" if options.weight_copy == "master" else "fp32 masters"
+    left_out = "model copies" if options.weight_copy(*manifests) == "master" else "fp32 masters"
     what = f"{left_out} of {count(max(counts), 'tensor')}"
     note = Note(Outcome.NOT_COMPARED, what, "only one side has fp32 masters", max(counts))
-    return [transforms.one_copy(each, weights=options.weight_copy)[0] for each in manifests], (note,)
+    return [transforms.one_copy(each, weights=options.weight_copy(*manifests))[0] for each in manifests], (note,)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

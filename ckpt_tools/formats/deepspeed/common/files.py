@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import MASTER, WEIGHT
+from ckpt_tools.core.names import without_parts
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.values import INT64_MAX, Opaque, StoredTensor, Value, are_naturals, brief, kind_of
 from ckpt_tools.errors import MalformedError, UnsupportedError
@@ -134,14 +135,15 @@ class ModelStates:
     def _of(cls, file: File, module: Mapping[str, Value], param_shapes: tuple[Mapping[str, Shape], ...]) -> ModelStates:
         ties = _optional(file, "shared_params")
         _strings([*ties, *ties.values()], file.path)
+        in_module = _NamesInModule(module)
         return cls(
             file=file,
             module=module,
-            buffers=frozenset(_strings(file.get("buffer_names", list), file.path)),
-            param_shapes=param_shapes,
-            frozen_shapes=_shapes(_optional(file, "frozen_param_shapes"), file.path),
-            frozen_fragments=_tensors(_optional(file, "frozen_param_fragments"), file.path),
-            ties=ties,
+            buffers=frozenset(map(in_module, _strings(file.get("buffer_names", list), file.path))),
+            param_shapes=tuple(map(in_module.keys_of, param_shapes)),
+            frozen_shapes=in_module.keys_of(_shapes(_optional(file, "frozen_param_shapes"), file.path)),
+            frozen_fragments=in_module.keys_of(_tensors(_optional(file, "frozen_param_fragments"), file.path)),
+            ties={in_module(alias): in_module(owner) for alias, owner in ties.items()},
         )
 
     @property
@@ -155,6 +157,19 @@ class ModelStates:
 
     def home(self, name: str) -> File:
         return self.homes.get(name, self.file)
+
+
+class _NamesInModule:
+    """Names of parameters as ``module`` has them: a state dict leaves out parts that wrappers put into them."""
+
+    def __init__(self, module: Mapping[str, Value]) -> None:
+        self.module, self.bare = module, {without_parts(name): name for name in module}
+
+    def __call__(self, name: str) -> str:
+        return name if name in self.module else self.bare.get(without_parts(name), name)
+
+    def keys_of(self, values: Mapping[str, Kind]) -> Mapping[str, Kind]:
+        return {self(name): value for name, value in values.items()}
 
 
 def _module(file: File) -> Mapping[str, Value]:

@@ -16,7 +16,12 @@ def check_names(model: ModelStates) -> None:
     """Raises IncompleteError where a parameter that trains is not in ``module``."""
     missing = model.trainable.keys() - model.module.keys()
     if missing:
-        raise IncompleteError("it is in param_shapes but not in module", path=model.file.path, key=min(missing))
+        raise IncompleteError(
+            "it is in param_shapes but not in module: it was lost, or a hook of the model gives it another name in "
+            "state_dict(), and nothing says which; save a checkpoint of the model without the hook",
+            path=model.file.path,
+            key=min(missing),
+        )
 
 
 def check_experts(model: ModelStates) -> None:
@@ -95,6 +100,11 @@ def other_shape(model: ModelStates, name: str, value: StoredTensor, shape: Shape
 
 def is_round_robin(model: ModelStates) -> bool:
     """Whether the config sets ``round_robin_gradients``, which only stage_1_and_2.py supports."""
+    return bool(zero_option(model, "round_robin_gradients"))
+
+
+def zero_option(model: ModelStates, name: str) -> Value:
+    """An option of ``zero_optimization`` in the run's config; None if it has no such option."""
     config = model.file.content.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
+    return zero.get(name) if isinstance(zero, dict) else None

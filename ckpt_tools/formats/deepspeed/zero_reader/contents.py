@@ -24,7 +24,13 @@ from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates
-from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, is_round_robin, other_shape
+from ckpt_tools.formats.deepspeed.common.model_file import (
+    aliases,
+    check_names,
+    is_round_robin,
+    other_shape,
+    zero_option,
+)
 from ckpt_tools.formats.deepspeed.common.partition import MOMENTUM, original_order
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
 from ckpt_tools.formats.deepspeed.zero_reader.flat import (
@@ -78,6 +84,7 @@ class Contents:
             step=self.model.step,
             world_size=self.optim.world_size,
             notes=tuple(self._notes()),
+            masters_lag=zero_option(self.model, "zenflow") is not None,
         )
 
     def _notes(self) -> Iterator[Note]:
