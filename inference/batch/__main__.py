@@ -153,7 +153,7 @@ def local_path(text: str, option: str, instead: str) -> Path:
 
 def run(options: Options) -> None:
     """Predict, write the output and the report, print a summary. Raises ``BadInputsError`` at the end."""
-    check_there(options.job.model, options.job.architecture)
+    check_there(options.job.model, options.job.architecture, options.job.reading.config)
     if options.report is not None:
         options.report.check()
     output = options.output

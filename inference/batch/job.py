@@ -64,7 +64,10 @@ class Job:
         """All that answers depend on, except the weights and the input."""
         import torch
 
-        found = asdict(self) | {"beside": digest_of_config(self.model), "torch": torch.__version__}
+        found = asdict(self) | {
+            "beside": digest_of_config(self.reading.config or self.model),
+            "torch": torch.__version__,
+        }
         return json.dumps({name: value for name, value in found.items() if name != "model"}, sort_keys=True)
 
 

@@ -24,9 +24,12 @@ class Reading:
     recipe: str | Path | None = None
     inverse: bool = False
     dequantize: bool = False
+    config: str | Path | None = None
 
     def given(self) -> dict[str, Any]:
-        return {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
+        """Those for ``ckpt_tools.load_into``, which takes sizes for a recipe from ``config``."""
+        found = {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
+        return found if self.recipe else {name: value for name, value in found.items() if name != "config"}
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Reading:
@@ -38,7 +41,7 @@ AS_IT_IS = Reading()
 
 
 MODEL_HEADINGS = {
-    "Model": ("model", "models", "models_file", "architecture", "model_key", "dequantize"),
+    "Model": ("model", "models", "models_file", "architecture", "config", "model_key", "dequantize"),
     "Names and selection": ("include", "exclude", "rename", "key_map", "recipe", "inverse"),
 }
 """Options that every command has for its model, by heading of the help."""
@@ -47,6 +50,9 @@ MODEL_HEADINGS = {
 def reading_options(command: Command) -> Command:
     """Adds the options. Help and metavariables are those of ``ckpt-tools convert``."""
     options = [
+        click.option(
+            "--config", metavar="DIR", help="Folder of config.json and the tokenizer, if not with the weights."
+        ),
         click.option("--model-key", help="The key of the model in a DCP tree, e.g. app.model. Default: detected."),
         click.option("--include", multiple=True, metavar="GLOB", help="Take only tensors whose names match."),
         click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose names match."),

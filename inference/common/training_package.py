@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from training import launchers
     from training.checkpoints import locking
+    from training.checkpoints import settings as run_settings
     from training.config import command_line as commands
     from training.config import model_names, references
     from training.config import train_config as config
@@ -35,6 +36,7 @@ __all__ = [
     "model_names",
     "references",
     "result",
+    "run_settings",
     "zoo",
 ]
 
@@ -52,6 +54,7 @@ _MODULES = {
     "model_names": "config.model_names",
     "references": "config.references",
     "result": "loop.result",
+    "run_settings": "checkpoints.settings",
     "zoo": "models.zoo",
 }
 

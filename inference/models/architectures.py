@@ -24,11 +24,13 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 import ckpt_tools
 from ckpt_tools.errors import FormatError, UsageError
 
-from ..common.errors import errors_of_files
-from .config_folder import CONFIG, read_config, refuse_quantized
+from ..common.errors import errors_of_files, printable
+from .config_folder import CONFIG, describing_folder, read_config, refuse_quantized
 from .programs import PROGRAMS, check_asked
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class Architecture:
     library: str
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    is_assumed: bool = False
+    """Nothing says that the weights are of this architecture."""
 
     @classmethod
     def parse(cls, text: str) -> Architecture:
@@ -170,11 +174,20 @@ class Architecture:
         return model
 
 
-def check_there(url: str, architecture: str | None) -> None:
-    """Raises CkptError if there is no checkpoint that can be read at ``url``. A program is read only when it is run."""
-    if not is_program(architecture):
-        check_asked(url)
-        ckpt_tools.inspect(url)
+def check_there(url: str, architecture: str | None, config: str | Path | None) -> None:
+    """Raises CkptError if there is no checkpoint that can be read at ``url``, or nothing tells its architecture. Prints
+    one that is assumed. A program is read only when it is run."""
+    if is_program(architecture):
+        return
+    check_asked(url)
+    summary = ckpt_tools.inspect(url)
+    with describing_folder(summary.source, None, config) as folder:
+        if architecture_of(architecture, folder, summary.source, None).is_assumed:
+            click.echo(
+                f"{printable(url)}: nothing says what the model is, so it is taken for {OURS}, the built-in Vision "
+                "Transformer; --architecture names another, --config a folder with its config.json",
+                err=True,
+            )
 
 
 def is_program(architecture: str | None) -> bool:
@@ -188,15 +201,41 @@ def _no_backbone(library: Any, name: str) -> dict[str, None]:
     return {"weights_backbone": None} if has_backbone else {}
 
 
-def architecture_of(text: str | None, folder: Path | None) -> Architecture:
-    """The architecture that the user names, or that ``config.json`` in ``folder`` names, or our own model. Raises
-    UsageError if the user names none. FormatError if ``config.json`` is not usable."""
+def architecture_of(
+    text: str | None, folder: Path | None, url: str | Path, storage_options: Mapping[str, Any] | None
+) -> Architecture:
+    """The architecture that the user names, or that ``config.json`` in ``folder`` names, or the training run that saved
+    the checkpoint at ``url``, or our own model. Raises UsageError if the user names none, or the run's model is code of
+    the user's. FormatError if ``config.json`` is not usable."""
     if text is not None:
         return Architecture.parse(text)
     config = read_config(folder)
     if "model_type" in config:
         return Architecture(HUGGING_FACE)
-    return _named_in(config, f"{folder}/{CONFIG}") if "architecture" in config else Architecture(OURS)
+    if "architecture" in config:
+        return _named_in(config, f"{folder}/{CONFIG}")
+    return _of_run(url, storage_options)
+
+
+def _of_run(url: str | Path, storage_options: Mapping[str, Any] | None) -> Architecture:
+    from ..common.training_package import model_names, run_settings
+
+    settings = run_settings.settings_in(ckpt_tools.open(url, storage_options=storage_options).manifest.extra)
+    name = settings.get("model")
+    if not isinstance(name, str):
+        return Architecture(OURS, is_assumed=True)
+    query = str(settings.get("model_arg") or "").replace("; ", "&")
+    if name in model_names.MODELS:
+        return Architecture.parse(f"{OURS}:{name}?{query}")
+    if name.startswith("hf:"):
+        raise UsageError(f"{url} is of a run with --model {name}; give --config {name.removeprefix('hf:')}")
+    module, _, function = name.rpartition(":")
+    arguments = f"?{query}" if query else ""
+    raise UsageError(
+        f"{url} is of a run with the model {name}, a function that the checkpoint does not have; name it with "
+        f"--architecture {module}:{function}{arguments}, or with its file in the place of the module: {module}.py:"
+        f"{function}{arguments}"
+    )
 
 
 def _named_in(config: Mapping[str, Any], path: str) -> Architecture:

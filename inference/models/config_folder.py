@@ -15,7 +15,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from ckpt_tools.errors import FormatError, StoreError, UnsupportedError
+from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UnsupportedError
 
 from ..common.errors import one_line
 from ..common.urls import file_system
@@ -46,6 +46,18 @@ def config_folder(
         return
     with TemporaryDirectory(prefix="ckpt-tools-config-") as temporary:
         yield Path(temporary) if _copy(str(url), options or {}, Path(temporary), name, places) else None
+
+
+@contextmanager
+def describing_folder(
+    url: str | Path, options: Mapping[str, Any] | None, config: str | Path | None
+) -> Iterator[Path | None]:
+    """The folder ``config``, or the one that :func:`config_folder` finds for the weights at ``url``. Raises
+    SourceNotFoundError if ``config`` has no ``config.json``, and as ``config_folder``."""
+    with config_folder(config or url, options, places=BESIDE if config else PLACES) as folder:
+        if config and folder is None:
+            raise SourceNotFoundError(f"--config {config} is not a folder with {CONFIG}")
+        yield folder
 
 
 def _local(path: Path, name: str, places: Sequence[str]) -> Path | None:

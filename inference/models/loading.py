@@ -17,8 +17,8 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
-from .architectures import Architecture, architecture_of, is_program
-from .config_folder import config_folder, refuse_adapter
+from .architectures import HOW_TO_NAME, OURS, Architecture, architecture_of, is_program
+from .config_folder import describing_folder, refuse_adapter
 from .programs import SCRIPTED, check_asked, check_unchanged, load_program
 from .steady import CheckpointFiles, steadily
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 LORA = ".lora_A."
+ASSUMED = (
+    f"; nothing says what the model is, so it was taken for {OURS}, the built-in Vision Transformer: name its "
+    f"architecture with --architecture ({HOW_TO_NAME}), or the folder of its config.json with --config"
+)
 SCALES = re.compile(r"[._](weight_scale|scale_inv|qweight|qzeros|weight_packed|proj_blocks|absmax|SCB)\b")
 """Names of the tensors without which quantized weights have no meaning, by the libraries that quantize."""
 
@@ -47,6 +51,7 @@ def load_model(
     recipe: str | Path | None = None,
     inverse: bool = False,
     dequantize: bool = False,
+    config: str | Path | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """The model with the weights of the checkpoint at ``url``, in evaluation mode.
@@ -68,6 +73,7 @@ def load_model(
         recipe, inverse: A recipe that maps the checkpoint's tensors to the model's; as for ``ckpt_tools.convert``.
         dequantize: Make floating-point weights of quantized ones; as for ``ckpt_tools.convert``. Without it, these are
             refused.
+        config: A folder with ``config.json`` and its companions. Default: found beside the weights.
         storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
 
     Returns:
@@ -86,7 +92,7 @@ def load_model(
         >>> model["encoder"].weight[1, :3].tolist()
         [8.0, 9.0, 10.0]
     """
-    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize).given()
+    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config).given()
     if isinstance(model, str) and is_program(model):
         kind = Architecture.parse(model).library
         check_unchanged(kind, reading, dtype)
@@ -94,17 +100,18 @@ def load_model(
     check_asked(url)
 
     def load(files: CheckpointFiles) -> nn.Module:
-        found = files.weights.url
+        found, is_assumed = files.weights.url, False
         if model is None or isinstance(model, str):
-            with config_folder(found, storage_options) as folder:
-                chosen = architecture_of(model, folder)
+            with describing_folder(found, storage_options, config) as folder:
+                chosen = architecture_of(model, folder, found, storage_options)
+                is_assumed = chosen.is_assumed
                 chosen.check_plain(folder, dequantize=dequantize)
                 built = chosen.build(folder, dtype).to(device=device)
         else:
             from .uninitialized import made_real
 
             built = made_real(model, device).to(device=device, dtype=dtype)
-        return filled(built, found, storage_options, reading)
+        return filled(built, found, storage_options, reading, is_assumed=is_assumed)
 
     return steadily(url, storage_options, load)
 
@@ -114,6 +121,8 @@ def filled(
     url: str | Path,
     storage_options: Mapping[str, Any] | None,
     reading: Mapping[str, Any] | None = None,
+    *,
+    is_assumed: bool = False,
 ) -> nn.Module:
     """``model`` (or a copy, if transformers has to rename tensors) with the weights of the checkpoint at ``url``.
     ``reading`` are options of ``ckpt_tools.load_into``. Raises as ``load_model``."""
@@ -125,7 +134,8 @@ def filled(
         refuse_adapter(url, storage_options)
         renamed = None if reading else _by_names_of_transformers(model, url, storage_options)
         if renamed is None:
-            raise FormatError(f"{url}: {error.message}{_advice(error.message)}") from error
+            advice = _advice(error.message) or (ASSUMED if is_assumed else "")
+            raise FormatError(f"{url}: {error.message}{advice}") from error
         return renamed
     except UnsupportedError as error:
         if "TorchScript" in error.message:

@@ -21,7 +21,7 @@ from ..common.errors import errors_of_files
 from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
 from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
-from .config_folder import CONFIG, config_folder, read_config
+from .config_folder import CONFIG, describing_folder, read_config
 from .loading import bytes_of, filled
 from .options import Exact, ModelOptions
 from .programs import SCRIPTED, Program, check_asked, check_unchanged, load_program
@@ -104,8 +104,15 @@ class Predictor:
         Raises:
             FormatError: an input has another shape or dtype than the model takes.
         """
-        rows = [each if isinstance(each, tuple) else np.asarray(each) for each in inputs]
+        # Stacked rows keep their strides, and a library may sum in another order over another layout.
+        rows = [
+            tuple(map(_row_major, each)) if isinstance(each, tuple) else _row_major(np.asarray(each)) for each in inputs
+        ]
         return list(rows_of(self.task.predict(rows))) if rows else []
+
+
+def _row_major(value: Any) -> Any:
+    return np.asarray(value, order="C") if isinstance(value, np.ndarray) else value
 
 
 @public
@@ -131,6 +138,7 @@ def load_predictor(
     recipe: str | Path | None = None,
     inverse: bool = False,
     dequantize: bool = False,
+    config: str | Path | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Predictor:
     """The model of the checkpoint at ``url``, ready to answer.
@@ -155,7 +163,7 @@ def load_predictor(
             says, else 64.
         max_pixels: Largest image file, in pixels. Default: 4096 x 4096, or 64 times what the model takes if that is
             more. A JPEG file of more is decoded at a half, a fourth or an eighth of its size.
-        model_key, include, exclude, rename, key_map, recipe, inverse, dequantize: As for ``load_model``.
+        model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config: As for ``load_model``.
         storage_options: Options of the store (credentials, ``endpoint_url``). Only for URLs.
 
     Raises:
@@ -164,7 +172,7 @@ def load_predictor(
     """
     ModelOptions(exact=exact, max_batch=max_batch, max_pixels=max_pixels)
     named = None if architecture is None else Architecture.parse(architecture)
-    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize).given()
+    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config).given()
     texts = None if labels is None else tuple(labels)
     settings = (texts, exact, max_batch, max_new_tokens, embeddings, dtype)
 
@@ -182,12 +190,13 @@ def load_predictor(
             task = settled(_task_of_program(program, device, TaskOptions(named, None, *settings)))
         else:
             summary = ckpt_tools.inspect(files.weights.url, storage_options=storage_options)
-            with config_folder(summary.source, storage_options) as folder:
-                chosen = architecture_of(architecture, folder)
+            with describing_folder(summary.source, storage_options, config) as folder:
+                chosen = architecture_of(architecture, folder, summary.source, storage_options)
                 options = TaskOptions(chosen, folder, *settings)
                 options.check()
                 chosen.check_plain(folder, dequantize=dequantize)
-                model = filled(chosen.build(folder, dtype).to(device=device), summary.source, storage_options, reading)
+                built = chosen.build(folder, dtype).to(device=device)
+                model = filled(built, summary.source, storage_options, reading, is_assumed=chosen.is_assumed)
                 digest = digest_of(model)
                 with errors_of_files("the files beside the weights do not fit the model"):
                     task = settled(task_of(model, options))
@@ -224,7 +233,8 @@ def loaded(url: str, name: str, options: ModelOptions) -> Predictor:
         embeddings=options.embeddings,
         max_new_tokens=options.max_new_tokens,
         max_pixels=options.max_pixels,
-        **options.reading.given(),
+        config=options.reading.config,
+        **{name: value for name, value in options.reading.given().items() if name != "config"},
     )
 
 

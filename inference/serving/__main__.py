@@ -195,7 +195,7 @@ class Options:
         from ..models.architectures import check_there
 
         for source in self.sources():
-            check_there(source.url, source.options.architecture)
+            check_there(source.url, source.options.architecture, source.options.reading.config)
 
 
 def _check_certificate(certificate: Path, key: Path | None) -> None:

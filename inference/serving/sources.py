@@ -22,7 +22,7 @@ DEFAULT_NAME = "model"
 TEXT, NUMBER, FLAG, TEXTS = "a text", "a number", "true or false", "a list of texts"
 
 KINDS: Mapping[str, str] = {
-    **dict.fromkeys(("architecture", "device", "dtype", "exact", "model_key", "key_map", "recipe"), TEXT),
+    **dict.fromkeys(("architecture", "device", "dtype", "exact", "model_key", "key_map", "recipe", "config"), TEXT),
     **dict.fromkeys(("max_batch", "max_new_tokens", "max_pixels"), NUMBER),
     **dict.fromkeys(("embeddings", "inverse", "dequantize"), FLAG),
     **dict.fromkeys(("include", "exclude", "rename"), TEXTS),

@@ -58,7 +58,7 @@ def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
     """Compare the run's settings with those of the checkpoint; the message to print, if any. Raises UsageError if
     ``--override`` lacks a setting that differs, CkptError if the checkpoint cannot be read."""
     extra = _extra(checkpoint)
-    recorded = _recorded(extra)
+    recorded = settings_in(extra)
     ours = config.settings
     differing = [name for name, value in recorded.items() if value != ours[name]]
     _check_differing(config, recorded, differing)
@@ -74,7 +74,7 @@ def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
 
 def recorded_settings(checkpoint: Path | str) -> Settings:
     """Settings that are saved in the checkpoint; it may lack some. Raises ``CkptError``."""
-    return _recorded(_extra(checkpoint))
+    return settings_in(_extra(checkpoint))
 
 
 def _extra(checkpoint: Path | str) -> Mapping[Any, Any]:
@@ -82,7 +82,8 @@ def _extra(checkpoint: Path | str) -> Mapping[Any, Any]:
         return ckpt_tools.open(checkpoint).manifest.extra
 
 
-def _recorded(extra: Mapping[Any, Any]) -> Settings:
+def settings_in(extra: Mapping[Any, Any]) -> Settings:
+    """The settings among the entries of a checkpoint that are not tensors; none if no run of ours saved it."""
     found = _entry(extra, SETTINGS_ENTRY) or _entry(_entry(extra, "client_state"), SETTINGS_ENTRY)
     return {name: found[name] for name in SETTINGS if isinstance(found.get(name, ()), str | int | float | None)}
 
