@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from inspect import signature
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import ckpt_tools
-from ckpt_tools.errors import FormatError, UsageError
+from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..common.errors import errors_of_files, printable
 from .config_folder import CONFIG, describing_folder, read_config, refuse_quantized
@@ -220,7 +220,9 @@ def architecture_of(
 def _of_run(url: str | Path, storage_options: Mapping[str, Any] | None) -> Architecture:
     from ..common.training_package import model_names, run_settings
 
-    settings = run_settings.settings_in(ckpt_tools.open(url, storage_options=storage_options).manifest.extra)
+    settings: Mapping[str, Any] = {}
+    with suppress(CkptError):  # what cannot be read is refused when the weights are
+        settings = run_settings.settings_in(ckpt_tools.open(url, storage_options=storage_options).manifest.extra)
     name = settings.get("model")
     if not isinstance(name, str):
         return Architecture(OURS, is_assumed=True)

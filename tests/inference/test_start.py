@@ -87,7 +87,7 @@ def test_a_missing_package_is_one_sentence(
     out = ["--input=digits", f"--output={tmp_path / 'x.parquet'}"] if command == "batch" else ["--port=0"]
     missing = (package, "multipart") if package == "python_multipart" else (package,)
     model = ["--model"] if command == "batch" else []
-    done = run(command, *model, forms / "model.pt", *out, missing=missing, folder=str(hiding))
+    done = run(command, *model, forms / "model.pt", "--architecture=ours", *out, missing=missing, folder=str(hiding))
     assert done.returncode == 2
     assert done.stderr == (
         f"Error: this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'\n"
