@@ -119,7 +119,8 @@ def inspect(
     asked = Request(src=src, dst=src, include=include, exclude=exclude, memory=memory, **options)
     src = named(src, asked.storage_options)
     source, manifest = _opened(src, asked)
-    naming = naming_of(source, manifest)
+    found = naming_of(source, manifest)
+    naming = None if found is None else str(found)
     summary = summarize(manifest, str(src), source.files, naming=naming, wrapping=wrapping_of(manifest))
     check_globs(manifest.fqns | manifest.left_out, include=asked.include, exclude=asked.exclude)
     chosen = [key for key in manifest.tensors if is_chosen(key.fqn, asked.include, asked.exclude)]
@@ -291,6 +292,7 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         world_size: The number of ranks to write for, in formats with files for each rank. Default: the source's.
         max_shard_size: Cut the weights into files of at most this size: bytes, or ``"5GB"``, ``"512MiB"``. Default:
             one file.
+        untie: Write embeddings and head as two tensors, and ``tie_word_embeddings`` in ``config.json`` as false.
         config: A folder with ``config.json`` and what belongs to it (``generation_config.json``, a tokenizer, a
             preprocessor), which is copied to a folder that ``from_pretrained`` opens. A recipe takes its sizes from it.
             Default: the files beside ``src``, if there are any.
@@ -423,8 +425,10 @@ def merge_lora(
         base: The base model: a checkpoint of any format.
         adapter: A folder of PEFT, or a training state of any format that has an adapter in it.
         dst: As for ``convert``.
-        to: As for ``convert``.
+        to: As for ``convert``. Default: the format that the ending of ``dst`` implies, else ``"safetensors"`` if that
+            is the base model's.
         adapter_name: The name of the adapter, if the training state has several.
+        allow_missing: Merge an adapter that lacks parts which ``adapter_config.json`` names.
         config: A folder with the base model's ``config.json``, with ``adapter_config.json``, or with both. Default: the
             files beside ``base`` and ``adapter``.
         from_, tag, model_key, optim_key, param_order, optimizer_file, weights: As for ``convert``, of ``base``.
@@ -436,6 +440,7 @@ def merge_lora(
 
     Raises:
         UsageError: the adapter is for another model, or there is not exactly one.
+        IncompleteError: the adapter lacks what ``adapter_config.json`` names.
         UnsupportedError: the adapter is not of LoRA, or more than ``W + scale * B A``; the base model is quantized.
         CkptError: As ``convert`` does.
 

@@ -22,16 +22,24 @@ from ckpt_tools.core.options import ConvertOptions, ReadOptions, Request, WriteO
 from ckpt_tools.core.progress import Meter, Progress, inform, silent
 from ckpt_tools.core.quantized import check_together
 from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.ties import untied_config, with_ties
 from ckpt_tools.core.trainer_folder import FILE
 from ckpt_tools.core.transforms import Transformed, cast_notes
 from ckpt_tools.core.wording import count, listed, printable, size
-from ckpt_tools.errors import DestinationExistsError, LossError, UnsupportedError, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    DestinationExistsError,
+    IncompleteError,
+    LossError,
+    UnsupportedError,
+    UsageError,
+)
 from ckpt_tools.formats.applicability import WRITING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import written_format
 from ckpt_tools.planning.plan import REMOTE_BYTES, CopyRules, Figures, Plan, make_plan, reading_bytes
 from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
-from ckpt_tools.reading.model_files import config_in, find_model_files, missing_note, with_model_files
+from ckpt_tools.reading.model_files import ModelFiles, config_in, find_model_files, missing_note, with_model_files
 from ckpt_tools.runs.opening import likeness, named, read_checkpoint
 from ckpt_tools.signals import held_back
 from ckpt_tools.stores.destination import Claim, Place
@@ -217,8 +225,10 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     """
     dst, stores = request.dst, request.storage_options
     src, place = named(request.src, stores), open_place(dst, stores)
-    writer = None if request.keeps_format else _writer(_target(request, place.name), place.name)
-    is_weights = writer is not None and not is_whole(request, writer)
+    is_named = request.to is not None or implied_format(place.name) is not None
+    has_form_of_source = request.keeps_format or (request.adapter is not None and not is_named)
+    writer = None if has_form_of_source else _writer(_target(request, place.name), place.name)
+    is_weights = request.adapter is not None or (writer is not None and not is_whole(request, writer))
     reading_options = replace(request.reading, state="model" if is_weights else "all")
     source, manifest = read_checkpoint(
         src, reading_options, format_name=request.from_, storage_options=stores, step_by_name=True
@@ -227,7 +237,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     check_apart(src, dst, stores)
     merge, source, request = _merge(request, src, source, manifest)
     source_format, reading, has_weights = manifest.format, reading_bytes(manifest), holds_weights(manifest.tensors)
-    writer = writer or _same_writer(manifest, place.name)
+    writer = writer or _same_writer(request, manifest, place.name)
     whole = is_whole(request, writer)
     recipe = recipe_step(src, source, manifest, request)
     like = likeness(request)
@@ -250,16 +260,19 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     mapped = None if recipe is None else partial(_mapped, recipe, request)
     if recipe is None:
         _check_quantized(manifest, request)
-    made = apply_options(
-        manifest,
-        request,
-        whole=whole,
-        holds_masters=writer.holds_masters,
-        kept=writer.kept_entries,
-        recipe=mapped,
-        merge=merge,
-        like=like,
-    )
+    try:
+        made = apply_options(
+            manifest,
+            request,
+            whole=whole,
+            holds_masters=writer.holds_masters,
+            kept=writer.kept_entries,
+            recipe=mapped,
+            merge=merge,
+            like=like,
+        )
+    except (UsageError, IncompleteError) as error:
+        raise _with_options(error, request) from error
     manifest = made.manifest
     if manifest.values and writer.holds_values not in ("always", "with state" if whole else "always"):
         manifest, more = transforms.without_values(manifest, to=writer.name)
@@ -269,13 +282,23 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
 
         source = replace(source, store=with_made_files(source.store, manifest))
     _check_dtypes(manifest, writer)
+    files = _model_files(src, source, manifest, request, place, writer, like)
+    tying: tuple[Note, ...] = ()
+    if files is not None:
+        manifest, tying = with_ties(manifest, files.config, untie=request.untie)
+        files = replace(files, config=untied_config(files.config)) if request.untie else files
+    elif request.untie:
+        here = f"this writes {writer.name}" + (", and finds none" if _has_place(writer, place) else "")
+        raise UsageError(f"{option('untie', True)} is for folders with a config.json; {here}")
     layout = writer.layout(manifest, writing)
-    source, layout, carried = _with_model_files(src, source, manifest, layout, request, place, writer, like)
+    source, layout, carried = _with_model_files(source, manifest, layout, files, is_folder=_has_place(writer, place))
+    names, way = _naming(source, manifest, files) if recipe is None and like is None else ((), "")
     manifest = _with_copied(manifest, layout, carried)
     cast = cast_notes(made.uncast, made.manifest, layout.as_stored)
-    used = frozenset() if merge is None else {ADAPTER}
-    left = _left_beside(manifest, carried | used, layout, has_place=_has_place(writer, place))
-    notes = merged(manifest.notes + cast + layout.notes + left)
+    used = ADAPTER if merge is not None or writer.asks_adapter_config else None
+    left = _left_beside(manifest, carried | {str(used)}, layout, has_place=_has_place(writer, place))
+    noted = merged(names + manifest.notes + tying + cast + layout.notes + left)
+    notes = tuple(note for note in noted if note.what.rpartition("/")[2] != used)
     if request.strict:
         _refuse_losses(notes)
     plan = make_plan(
@@ -308,7 +331,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
         made.renamed,
         own_keys(source_format, writer.name, request),
         None if recipe is None else recipe.used,
-        partial(_loading, place, writer, manifest, layout, writing),
+        partial(_loading, place, writer, manifest, layout if not way else replace(layout, config={}), writing, way),
         original,
         "both are written" if keeps_both else _copy_in_words(original, request),
     )
@@ -320,8 +343,29 @@ def _copy_in_words(manifest: Manifest, request: Request) -> str:
     return f"the master is written; {option('weights', 'model')} writes the model's"
 
 
-def _loading(place: Place, writer: Format, manifest: Manifest, layout: Layout, writing: WriteOptions) -> str:
-    """The code that loads the output, from a local copy if it is in a store."""
+def _naming(source: Source, manifest: Manifest, files: ModelFiles | None) -> tuple[tuple[Note, ...], str]:
+    """A note on names that are not the hub's beside a ``config.json``; and if ``from_pretrained`` does not know them,
+    how they become the hub's. A folder of safetensors is taken for one of the hub: it costs 20 ms to know."""
+    if files is None or manifest.format == "safetensors":
+        return (), ""
+    from ckpt_tools.reading.naming import naming_of
+
+    found = naming_of(source, manifest, files.config)
+    if found is None or not found.to_hub:
+        return (), ""
+    loaders = "other loaders do" if found.is_live else "from_pretrained does"
+    note = Note(Outcome.KEPT, "names of tensors", f"those of {found.left}, which {loaders} not know; {found.like}")
+    return (note,), "" if found.is_live else found.way
+
+
+def _loading(
+    place: Place, writer: Format, manifest: Manifest, layout: Layout, writing: WriteOptions, way: str = ""
+) -> str:
+    """The code that loads the output, from a local copy if it is in a store; ``way`` says how from_pretrained could."""
+    if way:
+        return f"# from_pretrained does not know these names: {way}\n" + _loading(
+            place, writer, manifest, layout, writing
+        )
     if not is_remote(place.url):
         return writer.loading(place.url, manifest, layout, writing)
     code = writer.loading(place.name, manifest, layout, writing)
@@ -354,18 +398,35 @@ def _merge(
         return None, source, request
     from ckpt_tools.lora.merge import Merge
     from ckpt_tools.reading.adapter import open_adapter
+    from ckpt_tools.reading.naming import way_to_live
 
     stores = request.storage_options
     check_apart(request.adapter, request.dst, stores)
     on_its_own = stores if is_remote(request.adapter) else None
     beside = read_checkpoint(request.adapter, ReadOptions(), storage_options=on_its_own)
     opened = open_adapter(request, *beside, source.store)
-    config = request.config
-    if config is not None and config_in(open_source(config, stores if is_remote(config) else None)) is None:
+    folder = request.config
+    if folder is not None and config_in(open_source(folder, stores if is_remote(folder) else None)) is None:
         request = replace(request, config=None)
     found = find_model_files(src, source, manifest, config=request.config, storage_options=stores)
-    merge = Merge(opened.adapter, opened.config, {} if found is None else found.config)
+    config = {} if found is None else found.config
+    live = partial(way_to_live, config)
+    merge = Merge(opened.adapter, opened.config, config, request.untie, request.allow_missing, live)
     return merge, replace(source, store=opened.store), request
+
+
+def _with_options(error: UsageError | IncompleteError, request: Request) -> CkptError:
+    """The error with the options that names depend on, because what one makes the other may not find."""
+    names = ("dequantize", "strip", "recipe", "include", "exclude", "rename", "key_map", "like")
+    given = [option(name) for name in names if getattr(request, name)]
+    others = [each for each in given if each not in error.message]
+    if (
+        not others
+        or (len(given) < 2 and request.adapter is None)
+        or (isinstance(error, IncompleteError) and request.like is None)
+    ):
+        return error
+    return UsageError(f"{error.message} (with {listed(others)})")
 
 
 def _check_quantized(manifest: Manifest, options: ConvertOptions) -> None:
@@ -386,31 +447,35 @@ def remote_bytes(*urls: str | Path) -> int:
     return REMOTE_BYTES if any(map(is_remote, urls)) else 0
 
 
-def _with_model_files(
+def _model_files(
     src: str | Path,
     source: Source,
     manifest: Manifest,
-    layout: Layout,
     options: ConvertOptions,
     place: Place,
     writer: Format,
     like: Like | None,
-) -> tuple[Source, Layout, frozenset[str]]:
-    """A folder of weights with the files that say what the model is, the source that has them too, and their names."""
-    storage_options = options.storage_options
+) -> ModelFiles | None:
+    """The files that say what the model is, for a folder of its weights; None if none is written or there are none."""
     if writer.asks_adapter_config:
-        return source, layout, frozenset()
+        return None
     if not _has_place(writer, place):
         if options.config is not None and not options.needs_config:
             raise UsageError(f"{option('config')} is for folders; {place.name} is one file")
-        return source, layout, frozenset()
+        return None
     folder = options.config if like is None else like.folder_of_config
-    found = find_model_files(src, source, manifest, config=folder, storage_options=storage_options)
-    if found is None:
-        note = missing_note(source, manifest)
-        return source, layout if note is None else replace(layout, notes=(*layout.notes, note)), frozenset()
-    found = replace(found, is_of_reference=like is not None)
-    return replace(source, store=found.store), with_model_files(layout, found, manifest), found.sources
+    found = find_model_files(src, source, manifest, config=folder, storage_options=options.storage_options)
+    return None if found is None else replace(found, is_of_reference=like is not None)
+
+
+def _with_model_files(
+    source: Source, manifest: Manifest, layout: Layout, found: ModelFiles | None, *, is_folder: bool
+) -> tuple[Source, Layout, frozenset[str]]:
+    """A folder of weights with these files, the source that has them too, and their names."""
+    if found is not None:
+        return replace(source, store=found.store), with_model_files(layout, found, manifest), found.sources
+    note = missing_note(source, manifest) if is_folder else None
+    return source, layout if note is None else replace(layout, notes=(*layout.notes, note)), frozenset()
 
 
 def _model_config(src: str | Path, source: Source, manifest: Manifest, request: Request) -> Mapping[str, Any]:
@@ -480,8 +545,10 @@ def _writer(to: str | None, name: str) -> Format:
     return written_format(to or implied or "")
 
 
-def _same_writer(manifest: Manifest, name: str) -> Format:
-    """The writer of the source's own format, for another world size."""
+def _same_writer(request: Request, manifest: Manifest, name: str) -> Format:
+    """The writer of the source's own format: for another world size, or of a base model in safetensors."""
+    if not request.keeps_format:
+        return _writer("safetensors" if manifest.format == "safetensors" else None, name)
     if manifest.world_size is None or manifest.format in ("universal", "zero0"):
         raise UsageError(f"a {manifest.format} checkpoint has no world size to change")
     return _writer(manifest.format, name)

@@ -60,7 +60,7 @@ ONLY_PRINTED = {
 ONLY_IN_PYTHON = {
     "reshard": {
         *("state", "dtype", "weights", "max_shard_size", "include", "exclude", "rename", "key_map", "buffers"),
-        *("strip", "recipe", "inverse", "dequantize", "config", "like"),
+        *("strip", "recipe", "inverse", "dequantize", "config", "like", "untie"),
     },
     "consolidate": {"world_size"},
     "plan": {"runner", "address", "resume", "fsync"},

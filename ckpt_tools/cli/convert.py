@@ -43,6 +43,11 @@ _config = click.option(
     help="The folder with config.json, for sizes of the recipe too, and tokenizer and preprocessor files for the "
     "output. Default: beside SRC.",
 )
+_untie = click.option(
+    "--untie",
+    is_flag=True,
+    help="Write embeddings and head as two tensors, and tie_word_embeddings in config.json as false.",
+)
 _strict = click.option("--strict", is_flag=True, help="Fail if something would be dropped.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST, and nothing else.")
 _resume = click.option(
@@ -73,6 +78,7 @@ _writing = options.together(options.running, options.clustering, _strict, _overw
 @_state
 @options.choosing
 @_max_shard_size
+@_untie
 @_config
 @options.like
 @_writing
@@ -119,6 +125,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: An
 @_state
 @options.choosing
 @_max_shard_size
+@_untie
 @_config
 @options.like
 @options.running
@@ -143,6 +150,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.reading
 @options.choosing
 @_max_shard_size
+@_untie
 @_config
 @options.like
 @_writing
@@ -169,9 +177,13 @@ def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen
 @click.option(
     "--adapter", "adapter_name", metavar="NAME", help="The name of the adapter, if the training state has several."
 )
+@click.option(
+    "--allow-missing", is_flag=True, help="Merge an adapter that lacks parts which adapter_config.json names."
+)
 @options.reading
 @options.choosing
 @_max_shard_size
+@_untie
 @click.option(
     "--config",
     metavar="DIR",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from ckpt_tools.core.manifest import DESCRIPTIONS, MASTER, Manifest, StateKey
+from ckpt_tools.core.manifest import DESCRIPTIONS, MASTER, WEIGHT, Manifest, StateKey
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import listed
@@ -52,7 +52,9 @@ def _left_out(read: Manifest, made: Manifest) -> Iterator[StateKey]:
     kept = {id(entry.shards) for entry in made.tensors.values()}
     for key, entry in read.tensors.items():
         # Of a parameter's two copies one is written where there is room for one.
-        if not (key in made.tensors or id(entry.shards) in kept or key.slot == MASTER):
+        master = read.tensors.get(StateKey(key.fqn, MASTER)) if key.slot == WEIGHT else None
+        is_there = key in made.tensors or id(entry.shards) in kept or (master is not None and id(master.shards) in kept)
+        if not (is_there or key.slot == MASTER):
             yield key
 
 

@@ -192,11 +192,13 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Equal:
-    """Two tensors of one shape and dtype that become one, ``what`` in words, so that their bits must be equal."""
+    """Two tensors of one shape and dtype that become one, ``what`` in words, so that their bits must be equal;
+    ``otherwise`` says what the user can do if they are not."""
 
     what: str
     first: TensorEntry
     second: TensorEntry
+    otherwise: str = ""
 
 
 TreePath = tuple[str | int, ...]
@@ -325,6 +327,17 @@ class Manifest:
     def keeps_masters(self) -> bool:
         """Whether the source's optimizer has the masters in a slot of its own: every format writes them there."""
         return self.tree is not None and bool(self.tree.masters)
+
+    @property
+    def computed_in_order(self) -> tuple[Mapping[str, Computed], ...]:
+        """``computed`` in two steps: what others are computed from, such as a dequantized weight with an adapter, and
+        all others."""
+        operands = (entry for each in self.computed.values() for entry in each.operands)
+        first = {file for entry in operands for file in entry.shards.files}
+        steps = [{}, {}] if self.computed else []  # type: list[dict[str, Computed]]
+        for file, each in self.computed.items():
+            steps[file not in first][file] = each
+        return tuple(step for step in steps if step)
 
     @property
     def fqns(self) -> frozenset[str]:

@@ -103,6 +103,7 @@ class WriteKeywords(SelectKeywords, total=False):
     dtype: DTypeLike | None
     buffers: Sequence[str]
     max_shard_size: str | int | None
+    untie: bool
     memory: str | int | None
     workers: int | None
     runner: Runner
@@ -127,6 +128,7 @@ class MergeKeywords(WriteKeywords, total=False):
     to: WrittenFormat | FormatAlias | None
     world_size: int | None
     adapter_name: str | None
+    allow_missing: bool
 
 
 class ConsolidateKeywords(ReshardKeywords, total=False):
@@ -169,6 +171,7 @@ class ConvertOptions:
     world_size: int | None = None
     config: str | Path | None = None
     like: str | Path | None = None
+    untie: bool = False
     names: Mapping[str, str] = field(default_factory=dict, init=False)
     order: ParamOrder | None = field(default=None, init=False)
 
@@ -186,8 +189,9 @@ class ConvertOptions:
             )
         if self.world_size is not None and self.world_size < 1:
             raise UsageError(f"{option('world_size', self.world_size)}: at least one rank is needed")
-        for name, why in (("dtype", "the dtype of each weight"), ("config", "where config.json comes from")):
-            if self.like is not None and getattr(self, name) is not None:
+        ruled = {"dtype": "the dtype of each weight", "config": "where config.json comes from", "untie": "what is tied"}
+        for name, why in ruled.items():
+            if self.like is not None and getattr(self, name):
                 message = f"{option(name)} contradicts {option('like')}, which says {why}; drop one of them"
                 raise UsageError.of(name, message)
         if self.rename:
@@ -252,6 +256,7 @@ class Request(ConvertOptions):
     keeps_format: bool = False
     adapter: str | Path | None = None
     adapter_name: str | None = None
+    allow_missing: bool = False
     memory: str | int | None = None
     workers: int | None = None
     runner: str = DEFAULT_RUNNER

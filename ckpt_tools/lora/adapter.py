@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.transforms import model_only, rename, without_wrappers
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import UnsupportedError, UsageError
@@ -52,7 +53,7 @@ def chosen(manifest: Manifest, config: AdapterConfig, adapter: str | None, advic
         raise UsageError(_empty(names))
     if adapter is not None and adapter not in known:
         has = f"has {listed(known)}" if known else "is that of one adapter, without names of adapters"
-        raise UsageError(f"there is no adapter {adapter!r}; the checkpoint {has}")
+        raise UsageError(f"{option('adapter_name', adapter)}: there is no adapter {adapter!r}; the checkpoint {has}")
     if adapter is None and len(known) > 1:
         raise UsageError(f"there are several adapters ({listed(known)}); {advice}")
     wanted = adapter if adapter is not None else next(iter(known), None)

@@ -31,6 +31,9 @@ _HANDLED = {
     "target_parameters",
     "modules_to_save",
     "init_lora_weights",
+    "exclude_modules",
+    "layers_pattern",
+    "layers_to_transform",
 }
 
 _NEUTRAL = {
@@ -39,10 +42,7 @@ _NEUTRAL = {
     "corda_config",
     "ensure_weight_tying",
     "eva_config",
-    "exclude_modules",
     "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
     "loftq_config",
     "lora_dropout",
     "lora_ga_config",
@@ -53,8 +53,7 @@ _NEUTRAL = {
     "runtime_config",
     "task_type",
 }
-"""Keys that do not change what is merged: the tensors themselves tell which modules have an adapter, and the others are
-for training."""
+"""Keys that do not change what is merged: they are for training."""
 
 _REFUSED = {
     "use_dora": "DoRA",
@@ -86,11 +85,20 @@ class AdapterConfig:
     alpha_pattern: Mapping[str, float] | None = None
     fan_in_fan_out: bool = False
     bias: str = "none"
+    target_modules: str | tuple[str, ...] | None = None
+    exclude_modules: str | tuple[str, ...] = ()
+    layers: frozenset[int] | None = None
+    layers_pattern: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
     saves_embeddings: bool = False
     is_language_model: bool = False
     methods: tuple[str, ...] = ()
     """Settings with which an adapter cannot be merged."""
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether ``target_parameters`` names a tensor of the base model."""
+        return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
 
     def ranked(self, key: str) -> tuple[int, float]:
         """Rank and scale of the module or parameter ``key``, by the first pattern that its name ends with."""
@@ -110,8 +118,7 @@ def parse_config(content: Any, path: str) -> AdapterConfig:
     kind = content.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(f"the adapter's peft_type is {kind!r}; only LORA is supported", path=path)
-    targets = content.get("target_modules")
-    modules = [] if isinstance(targets, str) else _names(content, "target_modules", path)
+    targets = None if content.get("target_modules") is None else _names_or_pattern(content, "target_modules", path)
     return AdapterConfig(
         rank=_number(content, "r", 8, path, whole=True),
         alpha=_number(content, "lora_alpha", 8, path),
@@ -120,8 +127,13 @@ def parse_config(content: Any, path: str) -> AdapterConfig:
         alpha_pattern=_pattern(content, "alpha_pattern", path),
         fan_in_fan_out=bool(content.get("fan_in_fan_out")),
         bias=str(content.get("bias") or "none"),
+        target_modules=targets,
+        exclude_modules=_names_or_pattern(content, "exclude_modules", path),
+        layers=_layers(content.get("layers_to_transform"), path),
+        layers_pattern=_one_or_several(content, "layers_pattern", path),
+        modules_to_save=_names(content, "modules_to_save", path),
         target_parameters=_names(content, "target_parameters", path),
-        saves_embeddings=isinstance(targets, str) or bool({*modules} & {*EMBEDDING_LAYERS}),
+        saves_embeddings=isinstance(targets, str) or not {*EMBEDDING_LAYERS}.isdisjoint(targets or ()),
         is_language_model=content.get("task_type") in ("CAUSAL_LM", "SEQ_2_SEQ_LM"),
         methods=tuple(_methods(content)),
     )
@@ -163,14 +175,18 @@ def _pattern(content: Mapping[str, Any], key: str, path: str, *, whole: bool = F
         raise MalformedError(f"{key} is not a JSON object", path=path)
     for pattern, value in found.items():
         _checked(value, f"{key} of {pattern!r}", path, whole=whole)
-        try:
-            re.compile(_ending(pattern))
-        except (re.error, RecursionError, OverflowError) as error:
-            raise MalformedError(f"{key}: {pattern!r} is not a regular expression ({error})", path=path) from error
-        if not _is_quick(pattern):
+        _check_pattern(_ending(pattern), pattern, key, path)
+        if not is_quick(pattern):
             why = "may take hours to match; write it with fewer repetitions and alternatives"
             raise UnsupportedError(f"{key}: {pattern!r} {why}", path=path)
     return found
+
+
+def _check_pattern(regex: str, shown: str, key: str, path: str) -> None:
+    try:
+        re.compile(regex)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise MalformedError(f"{key}: {shown!r} is not a regular expression ({error})", path=path) from error
 
 
 MAX_KEY = 256
@@ -179,8 +195,8 @@ MAX_KEY = 256
 MAX_TRIALS = 1e8
 
 
-def _is_quick(pattern: str) -> bool:
-    """False if trying all ways to match a name of ``MAX_KEY`` letters may take more than ``MAX_TRIALS`` steps.
+def is_quick(pattern: str, longest: int = MAX_KEY) -> bool:
+    """False if trying all ways to match a name of ``longest`` letters may take more than ``MAX_TRIALS`` steps.
 
     Each repetition can end at any letter, and each group take any of its alternatives. A repeated group is refused,
     and so is what begins with ``(?`` but for ``(?:``.
@@ -192,7 +208,7 @@ def _is_quick(pattern: str) -> bool:
     alternatives = choices + plain.count("|") + plain.count("?")
     repetitions = len(re.findall(r"[*+{]", plain))
     ways = (alternatives / choices) ** choices if choices else 1 + plain.count("|")
-    return bool(MAX_KEY ** (1 + repetitions) * ways <= MAX_TRIALS)
+    return bool(longest ** (1 + repetitions) * ways <= MAX_TRIALS)
 
 
 def _names(content: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
@@ -202,6 +218,27 @@ def _names(content: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise MalformedError(f"{key} is not a list of names", path=path)
     return tuple(found)
+
+
+def _names_or_pattern(content: Mapping[str, Any], key: str, path: str) -> str | tuple[str, ...]:
+    found = content.get(key)
+    if not isinstance(found, str):
+        return _names(content, key, path)
+    _check_pattern(found, found, key, path)
+    return found
+
+
+def _one_or_several(content: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
+    found = content.get(key)
+    return ((found,) if found else ()) if isinstance(found, str) else _names(content, key, path)
+
+
+def _layers(found: Any, path: str) -> frozenset[int] | None:
+    """PEFT takes no layers for all of them."""
+    several = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(each) is int for each in several):
+        raise MalformedError(f"layers_to_transform is {found!r}, and no numbers of layers", path=path)
+    return frozenset(several) or None
 
 
 def _ending(pattern: str) -> str:

@@ -7,7 +7,7 @@ a tensor's elements become those of a computed file, in fp32, and reading casts 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -19,13 +19,16 @@ from ckpt_tools.core.literals import literal_file
 from ckpt_tools.core.manifest import Equal, Kind, Manifest, StateKey, TensorEntry, computed_file
 from ckpt_tools.core.matching import nearest_names
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.quantized import is_quantized
 from ckpt_tools.core.shards import ByteRange, ShardTable
+from ckpt_tools.core.ties import EMBEDDINGS, is_head, stated_tie, tie, untied
 from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.core.wording import count, listed
-from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.lora.adapter import Adapter, base_of
-from ckpt_tools.lora.config import EMBEDDING_LAYERS, AdapterConfig
+from ckpt_tools.lora.complete import is_resolved, lacking
+from ckpt_tools.lora.config import AdapterConfig
 from ckpt_tools.lora.names import BIAS, EMBEDDING, MATRICES, bare_module
 from ckpt_tools.lora.product import Factor, Product, WithProduct
 
@@ -35,8 +38,6 @@ TRANSPOSED_LINEAR = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt
 TRANSPOSED_EXPERTS = frozenset({"aria", "aria_text", "gpt_oss", "openai_privacy_filter"})
 """``model_type`` of transformers (5.23) whose experts keep ``[E, in, out]`` (``is_transposed``)."""
 
-INPUT_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "shared", "tokens_embed")
-
 _ONE = literal_file("one of an adapter's bias")
 _ONE_TABLE = ShardTable.whole((1,), DType.FLOAT32, ByteRange(_ONE, 0, 4))
 
@@ -44,11 +45,15 @@ _ONE_TABLE = ShardTable.whole((1,), DType.FLOAT32, ByteRange(_ONE, 0, 4))
 @dataclass(frozen=True, slots=True)
 class Merge:
     """The step of a conversion that merges ``adapter``. ``model`` is the content of the base model's ``config.json``,
-    empty if there is none."""
+    empty if there is none. With ``unties`` a head that is tied becomes a tensor of its own before."""
 
     adapter: Adapter
     config: AdapterConfig
     model: Mapping[str, Any]
+    unties: bool = False
+    allows_missing: bool = False
+    live: Callable[[], str] = str
+    """The options that lead from the base model's names to those of the model in memory; empty if none are known."""
 
     def __call__(self, manifest: Manifest) -> Transformed:
         """``manifest`` with the adapter merged.
@@ -56,12 +61,16 @@ class Merge:
         Raises:
             UsageError: the adapter is of another model. UnsupportedError: the weights cannot be merged.
         """
-        manifest = base_of(manifest)
+        manifest, untying = base_of(manifest), tuple[Note, ...]()
+        if self.unties:
+            manifest, untying = untied(manifest, is_tied=self._is_tied(manifest.fqns))
         saved, dropped, must_equal = self._saved(manifest)
         weights = {key.fqn: entry for key, entry in manifest.tensors.items()} | saved
         products = dict(self._products(manifest, weights))
-        computed = {computed_file(name): _added(name, weights[name], product) for name, product in products.items()}
-        merged = {name: _merged(weights[name], computed_file(name)) for name in products}
+        incomplete = tuple(self._incomplete(manifest))
+        files = {name: computed_file(f"{name} with the adapter") for name in products}
+        computed = {files[name]: _added(name, weights[name], made, manifest) for name, made in products.items()}
+        merged = {name: _merged(weights[name], file) for name, file in files.items()}
         tensors = {**manifest.tensors, **{StateKey(name): entry for name, entry in (saved | merged).items()}}
         made = replace(
             manifest,
@@ -70,7 +79,7 @@ class Merge:
             computed={**manifest.computed, **computed},
             must_equal=(*manifest.must_equal, *must_equal),
         )
-        return made, tuple(self._notes(manifest, saved, merged, dropped))
+        return made, (*untying, *incomplete, *self._notes(manifest, saved, merged, dropped))
 
     def _notes(
         self,
@@ -89,6 +98,29 @@ class Merge:
         for name in dropped:
             yield Note(Outcome.DROPPED, name, "tied to the embeddings, whose bits it has", asked=True)
 
+    def _incomplete(self, manifest: Manifest) -> Iterator[Note]:
+        """Notes on what the settings name and the adapter does not hold.
+
+        Raises:
+            IncompleteError: there is something, and the user does not allow it.
+        """
+        weights = {key.fqn: entry for key, entry in manifest.tensors.items()}
+        found = lacking(self.config, self.adapter, weights, self.model)
+        settings = listed(sorted({*found.values()}))
+        if found and not self.allows_missing:
+            experts = self.live() if any(".experts." in name for name in found) else ""
+            advice = f"; if it was trained on the names that {experts} gives, add that" if experts else ""
+            raise IncompleteError(
+                f"the adapter lacks {listed(found)}, which {settings} of adapter_config.json "
+                f"{'names' if len({*found.values()}) == 1 else 'name'}; {option('allow_missing', True)} merges what it "
+                f"holds{advice}"
+            )
+        if found:
+            yield Note(Outcome.MISSING, listed(found), f"named by {settings}, and not in the adapter", asked=True)
+        if not is_resolved(self.config, [*weights]):
+            why = "it does not tell by itself which it names: those in layers beside an adapted one were looked for"
+            yield Note(Outcome.KEPT, "modules of target_modules", why, asked=True)
+
     # What replaces tensors
 
     def _saved(self, manifest: Manifest) -> tuple[dict[str, TensorEntry], list[str], list[Equal]]:
@@ -99,24 +131,26 @@ class Merge:
             before = manifest.tensors.get(StateKey(name))
             other = self._tied_to(manifest, name)
             if other is not None:
-                twin = self.adapter.saved.get(other) or self._twin(name, entry)
+                twin = self.adapter.saved.get(other) or self._twin(name)
                 if twin is None:
                     raise UnsupportedError(_ties(name, other), key=name)
-                pairs.append(Equal(f"{name} and {other} of the adapter, which the base model ties", entry, twin))
+                pairs.append(tie(f"{name} and {other} of the adapter, which the base model ties", entry, twin))
             if before is None and other is not None:
                 dropped.append(name)
                 continue
             found[name] = entry if before is None else _like(name, entry, before)
         return found, dropped, pairs
 
-    def _twin(self, name: str, entry: TensorEntry) -> TensorEntry | None:
-        """The other of head and embeddings that the adapter holds, by its shape."""
-        found = [each for other, each in self.adapter.saved.items() if other != name and each.shape == entry.shape]
+    def _twin(self, name: str) -> TensorEntry | None:
+        """The other of head and embeddings, if the adapter holds it."""
+        found = [each for other, each in self.adapter.saved.items() if other != name and _is_embedding(other)]
         return found[0] if len(found) == 1 else None
 
     def _tied_to(self, manifest: Manifest, name: str) -> str | None:
         """The tensor whose bytes ``name`` shares in the base model; the head's is not named there."""
         aliases = manifest.aliases
+        if self.unties:
+            return None
         if name in aliases:
             return aliases[name]
         owned = next((alias for alias, owner in aliases.items() if owner == name), None)
@@ -124,20 +158,15 @@ class Merge:
             return owned
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         weights = {key.fqn: entry for key, entry in manifest.tensors.items()}
-        if leaf in INPUT_EMBEDDINGS and self._is_tied(name, weights):
+        if leaf in EMBEDDINGS and name in weights and self._is_tied(weights):
             return "the head"
-        is_head = leaf == "lm_head" and name not in weights and self.model.get("tie_word_embeddings")
-        return "the embeddings" if is_head else None
+        return "the embeddings" if is_head(name) and stated_tie(self.model) else None
 
-    def _is_tied(self, name: str, weights: Mapping[str, TensorEntry]) -> bool:
-        """Whether the embeddings ``name`` are the head too: as ``config.json`` says, else unless there is another
-        tensor of their shape, in a model that predicts tokens."""
-        stated = self.model.get("tie_word_embeddings")
-        if name not in weights or any(
-            other != name and entry.shape == weights[name].shape for other, entry in weights.items()
-        ):
-            return False
-        return bool(stated) if stated is not None else self.config.is_language_model
+    def _is_tied(self, names: Collection[str]) -> bool:
+        """Whether embeddings and head are one tensor: as ``config.json`` says, else in a model that predicts tokens and
+        has no head."""
+        stated = stated_tie(self.model)
+        return bool(stated) if stated is not None else self.config.is_language_model and not any(map(is_head, names))
 
     # What is added
 
@@ -150,7 +179,7 @@ class Merge:
             other = self._tied_to(manifest, name)
             if other is not None:
                 raise UnsupportedError(_ties(name, other), key=name)
-            key = name if _is_parameter(self.config, name) else bare_module(module)
+            key = name if self.config.is_parameter(name) else bare_module(module)
             rank, scale = self.config.ranked(key)
             yield name, self._product(name, weight, parts, rank, scale, orientations)
             if BIAS in parts:
@@ -165,8 +194,13 @@ class Merge:
         groups: dict[str, list[str]] = {}
         for module in self.adapter.parts:
             groups.setdefault(bare_module(module), []).append(module)
+        for target in self.config.target_parameters:
+            module = target.rpartition(".")[0]
+            if not any(map(self.config.is_parameter, weights)) and any(f".{each}".endswith(module) for each in groups):
+                way = f"; {live} leads to it" if (live := self.live()) else ""
+                raise UsageError(f"the adapter is for {target}, a tensor that the base model does not have{way}")
         for bare, modules in groups.items():
-            names = [name for name in weights if name.rpartition(".")[0] == bare and _is_parameter(self.config, name)]
+            names = [name for name in weights if name.rpartition(".")[0] == bare and self.config.is_parameter(name)]
             if names:
                 found |= self._parameters(bare, modules, names, weights)
             elif len(modules) == 1:
@@ -203,8 +237,10 @@ class Merge:
                 raise UnsupportedError(f"{bare} is a MultiheadAttention of torch, which is not supported", key=bare)
             packed = [other for other in weights if other.startswith((f"{bare}.", f"{bare}_"))]
             if any(is_quantized(other, weights[other].dtype) for other in packed):
-                raise UnsupportedError(f"{bare} is quantized in the base model; dequantize it first", key=bare)
-            if name == "lm_head.weight" and self.model.get("tie_word_embeddings"):
+                raise UnsupportedError(
+                    f"{bare} is quantized in the base model; dequantize it with {option('dequantize', True)}", key=bare
+                )
+            if is_head(name) and stated_tie(self.model):
                 raise UnsupportedError(_ties(name, "the embeddings"), key=name)
         if missing:
             first = next(iter(missing.values()))
@@ -254,14 +290,14 @@ class Merge:
         if pair == EMBEDDING:
             _check_shapes(name, shape, (a, b), ((rank, shape[0]), (shape[1], rank)) if len(shape) == 2 else None)
             return _of_matrices(a, b, is_transposed=True, scale=scale)
-        if len(shape) == 3 and _is_parameter(self.config, name):
+        if len(shape) == 3 and self.config.is_parameter(name):
             return self._of_experts(name, shape, a, b, rank, scale, orientations[3])
         if len(shape) == 2:
             straight, turned = ((rank, shape[1]), (shape[0], rank)), ((rank, shape[0]), (shape[1], rank))
             is_transposed = (a.shape, b.shape) == turned
             _check_shapes(name, shape, (a, b), turned if is_transposed else straight)
             if shape[0] == shape[1]:
-                is_parameter = _is_parameter(self.config, name)
+                is_parameter = self.config.is_parameter(name)
                 is_transposed = not is_parameter and self._is_square_transposed(name, orientations[2])
             return _of_matrices(a, b, is_transposed=is_transposed, scale=scale)
         kernel = (1,) * (len(shape) - 2)
@@ -317,18 +353,16 @@ _NEEDS_CONFIG = "the base model has no config.json"
 
 def _ties(name: str, other: str) -> str:
     return (
-        f"the base model ties {name} to {other}, and the adapter changes {name} alone; untie the base model first "
-        "(tie_word_embeddings=False, with both tensors)"
+        f"the base model ties {name} to {other}, and the adapter changes {name} on its own; "
+        f"{option('untie', True)} writes both tensors, and tie_word_embeddings as false"
     )
-
-
-def _is_parameter(config: AdapterConfig, name: str) -> bool:
-    return any(name == target or name.endswith(f".{target}") for target in config.target_parameters)
 
 
 def _check_dtypes(name: str, weight: TensorEntry, parts: Mapping[str, TensorEntry]) -> None:
     if weight.dtype not in CASTABLE:
-        raise UnsupportedError(f"it is {weight.dtype.value} in the base model; dequantize it first", key=name)
+        raise UnsupportedError(
+            f"it is {weight.dtype.value} in the base model; dequantize it with {option('dequantize', True)}", key=name
+        )
     for part, entry in parts.items():
         if entry.dtype not in CASTABLE - {DType.FLOAT64}:
             raise UnsupportedError(f"{part} of the adapter is {entry.dtype.value}", key=name)
@@ -378,13 +412,14 @@ def _like(name: str, entry: TensorEntry, before: TensorEntry) -> TensorEntry:
 
 
 def _is_embedding(name: str) -> bool:
-    return name.removesuffix(".weight").rpartition(".")[2] in (*INPUT_EMBEDDINGS, *EMBEDDING_LAYERS)
+    return is_head(name) or name.removesuffix(".weight").rpartition(".")[2] in EMBEDDINGS
 
 
-def _added(name: str, entry: TensorEntry, product: Product) -> WithProduct:
+def _added(name: str, entry: TensorEntry, product: Product, base: Manifest) -> WithProduct:
+    """The sum. A dequantized weight is rounded to its dtype first, as in a model that was dequantized before."""
     if entry.plus:
         raise UnsupportedError("something else is added to it already", key=name)
-    return WithProduct.of(entry, product)
+    return WithProduct.of(entry, product, is_rounded=not base.computed.keys().isdisjoint(entry.shards.files))
 
 
 def _merged(entry: TensorEntry, file: str) -> TensorEntry:

@@ -80,11 +80,11 @@ class WithProduct(Computed):
     product: Product
 
     @classmethod
-    def of(cls, weight: TensorEntry, product: Product) -> WithProduct:
-        """``weight`` with ``product`` added."""
+    def of(cls, weight: TensorEntry, product: Product, *, is_rounded: bool = False) -> WithProduct:
+        """``weight`` with ``product`` added: to its stored elements, or if ``is_rounded`` to those of its dtype."""
         dtype = DType.FLOAT64 if weight.dtype is DType.FLOAT64 else DType.FLOAT32
         is_widened = dtype is DType.FLOAT32 and weight.shards.dtype is DType.BFLOAT16  # by numpy, while it adds
-        operand = weight.cast(DType.BFLOAT16 if is_widened else dtype)
+        operand = weight if is_rounded else weight.cast(DType.BFLOAT16 if is_widened else dtype)
         factors = (product.left.entry.cast(DType.FLOAT32), product.right.entry.cast(DType.FLOAT32))
         return cls(weight.shape, dtype, (operand, *factors), product)
 

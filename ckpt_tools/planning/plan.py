@@ -242,7 +242,8 @@ def _typical(lazy: Sequence[LazyFile]) -> Sequence[LazyFile]:
 
 
 def _fixed_bytes(manifest: Manifest, layout: Layout, num_workers: int) -> int:
-    computing = num_workers * max((each.working_bytes for each in manifest.computed.values()), default=0)
+    steps = manifest.computed_in_order
+    computing = num_workers * sum(max(each.working_bytes for each in computed.values()) for computed in steps)
     return _tables_bytes(manifest) + _layout_bytes(layout) + manifest.decoding_bytes + computing
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from ckpt_tools.core.manifest import Manifest, TensorEntry
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import Request
-from ckpt_tools.errors import SourceNotFoundError, StoreError, UsageError, errors_name
+from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError, errors_name
 from ckpt_tools.lora.adapter import Adapter, read_adapter
 from ckpt_tools.lora.config import AdapterConfig, check_mergeable, parse_config
 from ckpt_tools.reading.model_files import MAX_CONFIG_BYTES, folder_near, folders_around
@@ -42,6 +43,7 @@ def open_adapter(request: Request, source: Source, manifest: Manifest, base: Sto
         config = parse_config(parse_json(text, ADAPTER), ADAPTER)
         check_mergeable(config, ADAPTER)
         adapter = read_adapter(manifest, config, request.adapter_name, f"choose one with {option('adapter_name')}")
+        _refuse_empty(adapter)
     prefix = "adapter:"
     files = {
         file
@@ -53,6 +55,14 @@ def open_adapter(request: Request, source: Source, manifest: Manifest, base: Sto
     parts = {module: {part: _below(e, prefix) for part, e in found.items()} for module, found in adapter.parts.items()}
     saved = {name: _below(entry, prefix) for name, entry in adapter.saved.items()}
     return OpenAdapter(Adapter(parts, saved), config, store)
+
+
+def _refuse_empty(adapter: Adapter) -> None:
+    parts = {f"{module}.{part}": entry for module, found in adapter.parts.items() for part, entry in found.items()}
+    empty = [name for name, entry in {**parts, **adapter.saved}.items() if not entry.numel]
+    if empty:
+        why = "saved empty by ZeRO-3, which had gathered nothing; build it from the checkpoint of the run"
+        raise IncompleteError(f"{listed(empty)}: {why} (ckpt-tools convert CKPT OUT {option('to', 'peft')})")
 
 
 def _below(entry: TensorEntry, prefix: str) -> TensorEntry:

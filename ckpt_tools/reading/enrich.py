@@ -16,6 +16,7 @@ from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEnt
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import FormatError, IncompleteError
+from ckpt_tools.lora.names import Role, read_name
 from ckpt_tools.stores.marker_files import is_shown
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import SCHEDULER, has_several_schedulers
@@ -62,7 +63,7 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
             tensors |= inner
             notes += note
         elif path == ADAPTER and manifest.format in ("safetensors", "torch"):
-            notes.append(_adapter(source, path))
+            notes.append(_adapter(source, path, manifest))
         elif path in copied or is_one_of_several or is_unread(name):
             notes.append(Note(Outcome.DROPPED, path, "only the trainer that wrote it reads it"))
         elif meaning is not None or _is_foreign_part(path, manifest):
@@ -107,8 +108,13 @@ def _folders(files: Iterable[str]) -> set[str]:
     return found
 
 
-def _adapter(source: Source, path: str) -> Note:
-    """Note on the adapter of PEFT (0.21) that the tensors are."""
+def _adapter(source: Source, path: str, manifest: Manifest) -> Note:
+    """Note on the adapter of PEFT (0.21) that the tensors are, or that is among them."""
+    roles = {read_name(key.fqn).role for key in manifest.tensors}
+    if roles == {Role.BASE} and not any(file.startswith("adapter_") for file in manifest.files):
+        return not_part(path)
+    if Role.LORA in roles and any(".base_layer." in key.fqn for key in manifest.tensors):
+        return Note(Outcome.DROPPED, path, "of the adapter among the tensors; copy this file beside them to use it")
     try:
         kind = _json(source, path).get("peft_type")
     except (FormatError, ValueError, RecursionError, AttributeError):

@@ -7,8 +7,9 @@ and only those whose names may be the checkpoint's are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.names import (
@@ -20,7 +21,11 @@ from ckpt_tools.core.names import (
     shared_wrappers,
     unnumbered,
 )
+from ckpt_tools.core.option_names import option
 from ckpt_tools.stores.source import Source
+
+if TYPE_CHECKING:
+    from ckpt_tools.recipes.families import Naming
 
 _STACKED = re.compile(r'^stacked\s*=\s*\{\s*(left|right)\s*=\s*\["([^"]+)"\]', re.MULTILINE)
 _RIGHT = re.compile(r"^right\s*=.*$", re.MULTILINE)
@@ -28,8 +33,8 @@ _RIGHT = re.compile(r"^right\s*=.*$", re.MULTILINE)
 _BUILT_IN = Path(__file__).parents[1] / "recipes" / "builtin"
 
 
-def naming_of(source: Source, manifest: Manifest) -> str | None:
-    """The naming in words, and the recipe that leads to the hub's; None if no built-in recipe tells it."""
+def naming_of(source: Source, manifest: Manifest, config: Mapping[str, Any] | None = None) -> Naming | None:
+    """The naming, by ``config.json`` if there is one; None if no built-in recipe tells it."""
     names = model_names(manifest)
     paths = list(_likely(names))
     if not paths:
@@ -38,7 +43,19 @@ def naming_of(source: Source, manifest: Manifest) -> str | None:
     from ckpt_tools.recipes.families import naming
     from ckpt_tools.recipes.reading import read_recipe
 
-    return naming(names, config_beside(source, manifest), map(read_recipe, paths))
+    return naming(names, config_beside(source, manifest) if config is None else config, map(read_recipe, paths))
+
+
+def way_to_live(config: Mapping[str, Any]) -> str:
+    """The options that lead from the hub's names to those of the model of ``config.json`` in memory; empty if they are
+    the same, or no recipe is known."""
+    from ckpt_tools.recipes.families import LIVE, model_types
+    from ckpt_tools.recipes.index import list_recipes
+
+    for model_type in sorted(model_types(config)):
+        if any(model_type in recipe.models and recipe.left == LIVE for recipe in list_recipes()):
+            return f"{option('recipe', model_type)} {option('inverse', True)}"
+    return ""
 
 
 def wrapping_of(manifest: Manifest) -> tuple[str, ...]:

@@ -10,13 +10,14 @@ from typing import Any
 from ckpt_tools.core.manifest import Kind, Manifest
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.options import ConvertOptions
+from ckpt_tools.core.ties import untied_config
 from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.errors import UsageError
 from ckpt_tools.reading.halves import check_names
 from ckpt_tools.reading.model_files import config_in, find_model_files
 from ckpt_tools.reading.own_sizes import own_config, refuse_parts_of_ranks
 from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
-from ckpt_tools.recipes.apply import with_ties
+from ckpt_tools.recipes.apply import with_ties, without_unknown
 from ckpt_tools.recipes.families import is_known
 from ckpt_tools.recipes.prefixes import strip
 from ckpt_tools.recipes.report import UsedRecipe
@@ -27,12 +28,14 @@ from ckpt_tools.stores.urls import is_remote, open_source
 @dataclass(frozen=True, slots=True)
 class RecipeStep:
     """Dequantizes if ``dequantizes``, takes off the prefix ``strip`` and applies ``recipe``, each if it is not None.
-    ``config`` is the content of ``config.json``; None if there is none."""
+    ``config`` is the content of ``config.json``; None if there is none. ``exclude`` leaves out what the recipe does not
+    know, under the names of the source."""
 
     dequantizes: bool
     strip: str | None
     recipe: Recipe | None
     config: Mapping[str, Any] | None
+    exclude: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep:
@@ -51,7 +54,9 @@ class RecipeStep:
             config = config_in(open_source(options.like, stores if is_remote(options.like) else None))
         if config is None:
             config = own_config(source, manifest)
-        return cls(options.dequantize, options.strip, recipe, config)
+        if options.untie and config is not None:
+            config = untied_config(config)
+        return cls(options.dequantize, options.strip, recipe, config, tuple(options.exclude))
 
     @property
     def used(self) -> UsedRecipe | None:
@@ -72,8 +77,9 @@ class RecipeStep:
             manifest, more = strip(manifest, self.strip, is_known)
             notes += more
         if self.recipe is not None:
+            manifest, left = without_unknown(manifest, self.recipe, self.exclude)
             manifest, more = apply_recipe(manifest, self.recipe, self.config)
-            notes += more
+            notes += (*left, *more)
         return manifest, notes
 
     def _joined(self, manifest: Manifest, recipe: Recipe) -> Transformed:

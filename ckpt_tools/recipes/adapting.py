@@ -119,7 +119,8 @@ def _equals(found: Fit, tensors: Mapping[StateKey, TensorEntry]) -> Iterator[Equ
     for name in sorted(found.unproved):
         owner = found.ties[name]
         owned = tensors[StateKey(found.given.get(owner, owner))]
-        yield Equal(f"{name} and {owner}, which the reference ties", tensors[StateKey(name)], owned)
+        otherwise = f"to write both, take {option('config')} and {option('untie')} instead of {option('like')}"
+        yield Equal(f"{name} and {owner}, which the reference ties", tensors[StateKey(name)], owned, otherwise)
 
 
 def _notes(found: Fit, reference: Reference, sizes: Mapping[str, Shape]) -> Iterator[Note]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from glob import escape
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
@@ -13,16 +14,28 @@ from ckpt_tools.core.casts import CASTABLE, check_cast
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import literal_file
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Equal, Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.matching import is_chosen
 from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.quantized import companions, is_quantized, name_beside
-from ckpt_tools.core.transforms import Transformed, cast_note, reowned
+from ckpt_tools.core.ties import stated_tie, tie
+from ckpt_tools.core.transforms import Transformed, cast_note, reowned, select
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.recipes.axes import One, is_rest
 from ckpt_tools.recipes.forms import chosen_form
-from ckpt_tools.recipes.groups import Group, Grouped, Slot, bound, check_way_back, group_names, matches, targets
+from ckpt_tools.recipes.groups import (
+    Group,
+    Grouped,
+    Slot,
+    bound,
+    check_way_back,
+    group_names,
+    is_known,
+    matches,
+    targets,
+)
 from ckpt_tools.recipes.moves import Moves, make_moves
 from ckpt_tools.recipes.recipe import Line, Recipe
 from ckpt_tools.recipes.sizes import Env, from_config
@@ -35,8 +48,6 @@ MAX_ITEM_BYTES = 16
 
 _OF_MUON = frozenset({"ns_steps", "ns_coefficients"})
 """Options of torch's Muon that no other optimizer has."""
-
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | None) -> Transformed:
@@ -437,6 +448,20 @@ def _one_kind(entries: Mapping[Slot, TensorEntry], made: StateKey, group: Group)
     return like
 
 
+def without_unknown(manifest: Manifest, recipe: Recipe, exclude: tuple[str, ...]) -> Transformed:
+    """The manifest without tensors whose names match a glob of ``exclude`` and are none that ``recipe`` takes."""
+    names = _in_order(manifest) if exclude else []
+    unknown = frozenset(
+        name
+        for name in names
+        if not is_chosen(name, (), exclude) and not any(is_known(name, form, names) for form in recipe.forms())
+    )
+    if not unknown:
+        return manifest, ()
+    made, notes = select(manifest, include=(), exclude=tuple(map(escape, sorted(unknown))))
+    return replace(made, left_out=made.left_out | unknown), notes
+
+
 def _is_same_range(one: TensorEntry, other: TensorEntry) -> bool:
     return (
         len(one.shards) == len(other.shards) == 1
@@ -450,7 +475,7 @@ def with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | No
     it has them. There the tied name has no bytes of its own; on the way back it is given, since a live model has it,
     unless the left side has no such names.
     """
-    if not recipe.tied or not _are_tied(config or {}, recipe.tied_by_default):
+    if not recipe.tied or not stated_tie(config or {}, recipe.tied_by_default):
         return manifest
     manifest = reowned(manifest, lambda name: name not in recipe.tied)
     tensors, aliases, equal = dict(manifest.tensors), dict(manifest.aliases), list(manifest.must_equal)
@@ -461,7 +486,7 @@ def with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | No
         if weight is not None:
             if weight.shape != owned.shape or weight.dtype is not owned.dtype:
                 raise UnsupportedError(f"{alias} and {owner} are tied by config.json, and differ in shape or dtype")
-            equal.append(Equal(f"{alias} and {owner}, which config.json ties", owned, weight))
+            equal.append(tie(f"{alias} and {owner}, which config.json ties", owned, weight))
             state = [key.slot for key in tensors if key.fqn == alias and key.slot != WEIGHT]
             if state:
                 raise UnsupportedError(f"{alias} is tied to {owner} by config.json, and has {listed(state)} of its own")
@@ -474,11 +499,3 @@ def with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | No
     if recipe.is_inverse and not recipe.left_ties:
         aliases = {alias: owner for alias, owner in aliases.items() if alias not in recipe.tied}
     return replace(manifest, tensors=tensors, aliases=aliases, groups=groups, must_equal=tuple(equal))
-
-
-def _are_tied(config: Mapping[str, Any], by_default: Collection[str]) -> bool:
-    parts = [config, *(config.get(name) for name in _TEXT_CONFIGS)]
-    found = [
-        part["tie_word_embeddings"] for part in parts if isinstance(part, Mapping) and "tie_word_embeddings" in part
-    ]
-    return found[0] is True if found else config.get("model_type") in by_default

@@ -21,6 +21,9 @@ from ckpt_tools.recipes.recipe import Line, Recipe
 HUB = "hub"
 """The naming of files on the Hub, as recipes call it."""
 
+LIVE = "transformers 5"
+"""The naming of models in memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -80,9 +83,37 @@ def model_types(config: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(found for part in parts if isinstance(found := part.get("model_type"), str))
 
 
-def naming(names: Collection[str], config: Mapping[str, Any], recipes: Iterable[Recipe]) -> str | None:
-    """The naming that a checkpoint has, in words, and the one of ``recipes`` that leads to the hub's; None if none of
-    them tells."""
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Whose names a checkpoint has, in words, and the recipes that lead to the hub's."""
+
+    left: str
+    of_model: str
+    to_hub: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = f"{self.left} ({self.of_model})" if self.of_model else self.left
+        return f"{shown}; {self.way}" if self.to_hub else shown
+
+    @property
+    def way(self) -> str:
+        """How the names of the hub are got."""
+        if len(self.to_hub) == 1:
+            return f"{option('recipe', self.to_hub[0])} gives those of the {HUB}"
+        return f"{self.like}, and so does a recipe: one of {listed(self.to_hub)}"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether they are those of a model of transformers in memory, which its ``from_pretrained`` takes."""
+        return self.left == LIVE
+
+    @property
+    def like(self) -> str:
+        return f"{option('like', 'FOLDER')} gives those of the {HUB}'s model in FOLDER"
+
+
+def naming(names: Collection[str], config: Mapping[str, Any], recipes: Iterable[Recipe]) -> Naming | None:
+    """The naming that a checkpoint has; None if none of ``recipes`` tells."""
     types = model_types(config)
     found = [each for each in routes(names, recipes) if _is_told(each, types)]
     # One that takes them both ways changes shapes alone, which names do not tell.
@@ -92,11 +123,8 @@ def naming(names: Collection[str], config: Mapping[str, Any], recipes: Iterable[
     if len({recipe.left for recipe in told}) != 1:
         return None
     of_model = ", ".join(sorted(types & {*told[0].models}))
-    shown = f"{told[0].left} ({of_model})" if of_model else told[0].left
-    to_hub = [recipe.name for recipe in told if recipe.right == HUB and not recipe.is_inverse]
-    if len(to_hub) == 1:
-        return f"{shown}; {option('recipe', to_hub[0])} gives those of the {HUB}"
-    return f"{shown}; a recipe gives those of the {HUB}: one of {listed(to_hub)}" if to_hub else shown
+    to_hub = tuple(recipe.name for recipe in told if recipe.right == HUB and not recipe.is_inverse)
+    return Naming(told[0].left, of_model, to_hub)
 
 
 def _is_told(route: Route, types: Collection[str]) -> bool:

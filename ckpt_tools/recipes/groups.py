@@ -112,6 +112,13 @@ def matches(name: str, recipe: Recipe, names: Collection[str], *, of_state: bool
     return counted or [match for match in found if not recipe.lines[match[0]].is_otherwise] or found
 
 
+def is_known(name: str, recipe: Recipe, names: Collection[str]) -> bool:
+    """Whether the recipe has a line for a name of a checkpoint with ``names``, drops it, or lets it stay."""
+    if recipe.keeps_others or any(pattern.match(name) is not None for pattern in recipe.drops[0]):
+        return True
+    return bool(matches(name, recipe, names) or matches(name, recipe, names, of_state=True))
+
+
 def check_way_back(group: Group, made: Mapping[Slot, str], back: Recipe, names: Collection[str]) -> None:
     """Raises UsageError if a name that a group becomes is read as another by ``back``, the inverse. ``names`` are all
     names that there are then."""
@@ -176,8 +183,8 @@ def _check_kept(kept: Sequence[str], recipe: Recipe) -> None:
         patterns = [pattern.name for line in recipe.lines for pattern in line.left]
         near = nearest(kept[0], [pattern.text for pattern in patterns])
         raise UsageError(
-            f"the recipe {recipe.name} has no line for {listed(kept)}; the nearest is {near[0]}; add one, or drop the "
-            "name"
+            f"the recipe {recipe.name} has no line for {listed(kept)}; the nearest is {near[0]}; add one, or leave "
+            f"the tensors out with {option('exclude')}"
         )
     for name in kept:
         for line in recipe.lines:

@@ -25,7 +25,9 @@ SCRATCH_BYTES = 1 << 20
 def with_made_files(store: Store, manifest: Manifest) -> Store:
     """``store`` with the files of ``manifest`` that are nowhere: literals, and computed tensors."""
     store = Overlay(store, manifest.literals)
-    return ComputedStore(store, manifest.computed) if manifest.computed else store
+    for computed in manifest.computed_in_order:
+        store = ComputedStore(store, computed)
+    return store
 
 
 @dataclass(slots=True)

@@ -18,7 +18,8 @@ def check_equal(manifest: Manifest, store: Store) -> None:
     reader = TensorReader(store, BLOCK_BYTES)
     for pair in manifest.must_equal:
         if not _is_equal(reader, pair.first, pair.second):
-            raise DifferenceError(f"{pair.what}: their bits differ, and must be the same")
+            advice = f"; {pair.otherwise}" if pair.otherwise else ""
+            raise DifferenceError(f"{pair.what}: their bits differ, and must be the same{advice}")
 
 
 def _is_equal(reader: TensorReader, one: TensorEntry, other: TensorEntry) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.inline import inline_commands, runnable
 from tests.support.pages import ROOT, WRITE_PAGES, Reader, blocks, commands, printed
 from tests.support.s3_server import S3Server
 
@@ -36,6 +37,10 @@ def check(page: Path, reader: Reader) -> None:
     if WRITE_PAGES in os.environ:
         page.write_text(followed)
     assert followed == page.read_text()
+    for name, words in inline_commands(page):
+        line = runnable(reader.folder, name, words)
+        if line is not None:
+            reader.run_commands(f"$ {line}\n")
 
 
 @pytest.mark.timeout(600)

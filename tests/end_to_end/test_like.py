@@ -480,7 +480,9 @@ def test_inspect_says_whose_names_they_are(pair: tuple[Path, Path, Any], tmp_pat
     assert [line for line in shown.splitlines() if line.startswith("names\t")] == [f"names\t{wanted}"]
     without_config = ckpt_tools.inspect(state).naming
     assert without_config is not None
-    assert without_config.startswith("transformers 5; a recipe gives those of the hub: one of qwen2_moe, ")
+    assert without_config.startswith(
+        "transformers 5; like='FOLDER' gives those of the hub's model in FOLDER, and so does a recipe: one of "
+    )
     built("llama").save_pretrained(tmp_path / "llama")
     assert ckpt_tools.inspect(tmp_path / "llama").naming == "hub (llama)"
 
@@ -609,3 +611,27 @@ def test_a_missing_expert_is_named(number: str, pair: tuple[Path, Path, Any], tm
     with pytest.raises(IncompleteError, match=said):
         ckpt_tools.convert(tmp_path / "part.safetensors", tmp_path / "out", to="dcp", like=state)
     assert not (tmp_path / "out").exists()
+
+
+def test_names_that_are_not_the_hubs(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+    """The first line after the figures says so, with the way to the hub's; ``from_pretrained`` is printed for names
+    that it knows."""
+    state, ref, _ = pair
+    with on_command_line():
+        shown = CliRunner().invoke(
+            group, ["convert", str(state), str(tmp_path / "a"), "--to", "hf", "--config", str(ref)]
+        )
+    said = (
+        "kept: names of tensors (those of transformers 5, which other loaders do not know; --like FOLDER gives those of"
+    )
+    assert shown.stdout.splitlines()[1].startswith(said)
+    assert "from_pretrained" in shown.stdout
+    report = ckpt_tools.convert(state, tmp_path / "b", like=ref)
+    assert not [note for note in report.notes if note.what == "names of tensors"]
+    built("llama").save_pretrained(tmp_path / "llama")
+    options: dict[str, Any] = {"recipe": "megatron_llama", "inverse": True, "config": tmp_path / "llama"}
+    ckpt_tools.convert(tmp_path / "llama", tmp_path / "megatron.pt", **options)
+    report = ckpt_tools.convert(tmp_path / "megatron.pt", tmp_path / "c", to="safetensors", config=tmp_path / "llama")
+    assert "does not know these names: recipe='megatron_llama' gives those of the hub" in report.loading
+    assert "from_pretrained(" not in report.loading
+    assert "those of Megatron-Core, which from_pretrained does not know" in report.notes[0].why

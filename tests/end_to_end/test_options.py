@@ -43,6 +43,8 @@ APPLY_ALWAYS = {
     "private_key": "required",
     "runner": "where the work is done",
     "adapter_name": "an adapter of another name is an error",
+    "allow_missing": "allows what is an error otherwise",
+    "untie": "an output without config.json refuses it",
     "as_json": "how the result is printed",
     "quiet": "no progress and no line about retries",
     "progress": "how progress is shown",

@@ -372,3 +372,20 @@ def test_every_verb_refuses_in_the_same_words(
         VERBS[verb](made.source, tmp_path, **{"recipe": tmp_path / "r.toml", **options})
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]
+
+
+def test_what_a_recipe_does_not_know_is_left_out_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('[[map]]\nleft = "a.{n}.w"\nright = "b.{n}.w"\n')
+    kept = {f"a.{number}.w": torch.full((2,), float(number)) for number in range(2)}
+    save_file(kept | {"value_head.[1].w": torch.ones(3)}, tmp_path / "source.safetensors")
+    options: dict[str, Any] = {"recipe": tmp_path / "r.toml"}
+    with pytest.raises(UsageError, match=r"has no line for value_head.*or leave the tensors out with exclude="):
+        ckpt_tools.convert(tmp_path / "source.safetensors", tmp_path / "out.safetensors", **options)
+    options["exclude"] = ["value_head.*", "b.1.w"]
+    report = ckpt_tools.convert(tmp_path / "source.safetensors", tmp_path / "out.safetensors", **options)
+    assert {*load_file(tmp_path / "out.safetensors")} == {"b.0.w"}
+    assert [note.why for note in report.notes if note.what == "1 tensor"] == ["not selected"]
+    assert ckpt_tools.verify(tmp_path / "source.safetensors", tmp_path / "out.safetensors", **options).equal
+    options["exclude"] = ["value_head.*", "a.0.*"]
+    with pytest.raises(UsageError, match=r"a\.0\.\*.* matches no tensor"):
+        ckpt_tools.convert(tmp_path / "source.safetensors", tmp_path / "b.safetensors", **options)

@@ -122,7 +122,7 @@ TENSORS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
     "quantized": (
         UnsupportedError,
         {"base": {"model.q.weight": torch.zeros(6, 4, dtype=torch.int8)}},
-        "int8 in the base model; dequantize it first",
+        "int8 in the base model; dequantize it with dequantize=True",
     ),
     "packed": (
         UnsupportedError,

@@ -75,8 +75,8 @@ def with_copies_compared(manifest: Manifest, source: Source, index: Index) -> Ma
             continue
         for pair in copies:
             files = [table.files[0] for table in pair]
-            tensors = (TensorEntry(table.shape, table.dtype, entry.kind, table) for table in pair)
-            equal.append(Equal(f"{key} in {files[0]} and in {files[1]}", *tensors))
+            one, other = (TensorEntry(table.shape, table.dtype, entry.kind, table) for table in pair)
+            equal.append(Equal(f"{key} in {files[0]} and in {files[1]}", one, other))
     return replace(manifest, notes=(*manifest.notes, *notes), must_equal=(*manifest.must_equal, *equal))
 
 

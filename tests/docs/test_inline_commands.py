@@ -1,0 +1,50 @@
+"""Every command in the prose of a page is one of the command line, with options and values that it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.docs.inline import COMMANDS, inline_commands
+from tests.support.pages import ROOT
+
+pytestmark = pytest.mark.quick
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def wrong(name: str, words: list[str]) -> str | None:
+    """What click says of the words; a command without its places is one that the page shortens."""
+    command = COMMANDS[name]
+    context = click.Context(command)
+    places = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
+    try:
+        given, left, _ = command.make_parser(context).parse_args(list(words))
+        for parameter in command.params:
+            value = given.get(parameter.name or "")
+            if isinstance(parameter, click.Option) and value is not None and not str(value).isupper():
+                parameter.type_cast_value(context, value)
+    except click.UsageError as error:
+        is_cut = isinstance(error, click.BadOptionUsage) and words[-1] == error.option_name
+        return None if is_cut or isinstance(error, click.MissingParameter) else error.format_message()
+    return f"more than {len(places)} places: {left}" if left else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_the_command_line_takes_it(page: Path) -> None:
+    found = [(name, words, wrong(name, words)) for name, words in inline_commands(page)]
+    assert [each for each in found if each[2] is not None] == []
+
+
+def test_commands_are_found_and_judged(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`merge-lora base runs/lora\nmerged` and `ckpt-tools convert a b --to hf`, `convert --two dcp`,\n"
+        "`ls run extra`, `convert`, `verify A|B`.\n\n```console\n$ ckpt-tools inspect a\n```\n\n"
+        "`plan a b --dtype int3`\n"
+    )
+    found = inline_commands(page)
+    assert [name for name, _ in found] == ["merge-lora", "convert", "convert", "ls", "plan"]
+    assert [wrong(name, words) is None for name, words in found] == [True, True, False, False, False]
