@@ -21,6 +21,7 @@ from ckpt_tools.core.option_names import WrittenFormat, option, with_aliases
 from ckpt_tools.core.options import ConvertOptions, ReadOptions, Request, WriteOptions
 from ckpt_tools.core.progress import Meter, Progress, inform, silent
 from ckpt_tools.core.quantized import check_together
+from ckpt_tools.core.rank_limits import rank_notes
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.ties import untied_config, with_ties
 from ckpt_tools.core.trainer_folder import FILE
@@ -239,6 +240,8 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     source_format, reading, has_weights = manifest.format, reading_bytes(manifest), holds_weights(manifest.tensors)
     writer = writer or _same_writer(request, manifest, place.name)
     whole = is_whole(request, writer)
+    if whole and writer.holds_optimizer and writer.name != manifest.format:
+        _refuse_unplaced(manifest, writer)
     recipe = recipe_step(src, source, manifest, request)
     like = likeness(request)
     keeps_both, has_recipe = whole and (writer.holds_masters or manifest.keeps_masters), request.needs_config
@@ -266,6 +269,7 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
             request,
             whole=whole,
             holds_masters=writer.holds_masters,
+            keeps_tree=writer.name == manifest.format,
             kept=writer.kept_entries,
             recipe=mapped,
             merge=merge,
@@ -297,7 +301,8 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     cast = cast_notes(made.uncast, made.manifest, layout.as_stored)
     used = ADAPTER if merge is not None or writer.asks_adapter_config else None
     left = _left_beside(manifest, carried | {str(used)}, layout, has_place=_has_place(writer, place))
-    noted = merged(names + manifest.notes + tying + cast + layout.notes + left)
+    of_ranks = rank_notes(manifest, writing.world_size) if "world_size" in writer.writing_options else ()
+    noted = merged(names + manifest.notes + tying + cast + of_ranks + layout.notes + left)
     notes = tuple(note for note in noted if note.what.rpartition("/")[2] != used)
     if request.strict:
         _refuse_losses(notes)
@@ -356,6 +361,15 @@ def _naming(source: Source, manifest: Manifest, files: ModelFiles | None) -> tup
     loaders = "other loaders do" if found.is_live else "from_pretrained does"
     note = Note(Outcome.KEPT, "names of tensors", f"those of {found.left}, which {loaders} not know; {found.like}")
     return (note,), "" if found.is_live else found.way
+
+
+def _refuse_unplaced(manifest: Manifest, writer: Format) -> None:
+    """Raises UnsupportedError for an optimizer whose parameters are not known: a run would go on without it."""
+    if manifest.unplaced:
+        ways = "" if option("state", "model") in manifest.unplaced else f", or convert with {option('state', 'model')}"
+        raise UnsupportedError(
+            f"{writer.name} keeps an optimizer by the names of its parameters; {manifest.unplaced}{ways}"
+        )
 
 
 def _loading(

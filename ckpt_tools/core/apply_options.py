@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from ckpt_tools.core import transforms
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import HEADER_ENTRY, WEIGHT, Manifest, StateKey
-from ckpt_tools.core.notes import Note, Outcome, without_gone
+from ckpt_tools.core.notes import ASSUMED_ORDER, Note, Outcome, without_gone
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.transforms import Transformed
 
@@ -47,6 +47,7 @@ def apply_options(
     *,
     whole: bool,
     holds_masters: bool,
+    keeps_tree: bool = False,
     kept: tuple[str, ...] = (),
     recipe: Step | None = None,
     merge: Step | None = None,
@@ -58,8 +59,8 @@ def apply_options(
     they have where the source keeps them in the optimizer's state.
     ``kept`` are entries that are written with the weights also if no other state is. ``recipe`` is the step of
     ``options.strip`` and ``options.recipe``; options that name tensors name those that it makes. ``merge`` is the step
-    that merges an adapter into these. ``like`` comes last,
-    so that the other options can leave out or rename what does not fit.
+    that merges an adapter into these. ``like`` comes last, so that the other options can leave out or rename what does
+    not fit. ``keeps_tree`` says that the target is a tree as the source is one.
 
     Raises:
         UsageError: the options do not fit this checkpoint or each other. UnsupportedError: all state is written of
@@ -91,6 +92,11 @@ def apply_options(
     if like is not None:
         manifest, more = like.named(manifest)
         notes += more
+    if keeps_tree:
+        manifest, more = _named(manifest, are_others=options.recipe is not None or like is not None)
+        notes += more
+    if not manifest.groups or (keeps_tree and manifest.tree is not None and manifest.tree.numbers):
+        notes = tuple(note for note in notes if note.what != ASSUMED_ORDER)  # numbers, or nothing, is what is written
     made, more = transforms.cast(manifest, options.target_dtype) if like is None else like.cast(manifest)
     if HEADER_ENTRY in made.extra and (merge is not None or _dtypes(made) != before):
         why = "carried as it is, and it may say of tensors what was true before this conversion"
@@ -100,6 +106,19 @@ def apply_options(
 
 def _dtypes(manifest: Manifest) -> Mapping[StateKey, DType]:
     return {key: entry.dtype for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
+
+
+def _named(manifest: Manifest, *, are_others: bool) -> Transformed:
+    """The optimizer by names if it had numbers, and these would be of other parameters than in the source:
+    ``are_others``, or some are left out."""
+    numbers = () if manifest.tree is None else manifest.tree.numbers
+    if manifest.tree is None or not manifest.groups or not numbers:
+        return manifest, ()
+    if not are_others and sum(len(group.params) for group in manifest.groups) == len(numbers):
+        return manifest, ()
+    why = "they are of other parameters than the source's; the optimizer has names, as get_optimizer_state_dict gives"
+    note = Note(Outcome.DROPPED, "the numbers of the optimizer's parameters", why, len(numbers))
+    return replace(manifest, tree=replace(manifest.tree, numbers=())), (note,)
 
 
 def _items(manifest: Manifest) -> frozenset[str]:

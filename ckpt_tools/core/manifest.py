@@ -224,6 +224,8 @@ class StateTree:
     ``optim`` is None where there was no optimizer. ``is_flattened`` says that optimizer state had one key each,
     ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<option>``. ``extras`` maps the names at the top of
     ``Manifest.extra`` to their paths. ``masters`` is the slot of the optimizer's state that has the fp32 masters.
+    ``numbers`` are those that the optimizer gave its parameters, in the order of ``Manifest.groups``; empty where it
+    named them. ``changed`` are parts that are written in another form, in words.
     """
 
     model: TreePath
@@ -231,6 +233,8 @@ class StateTree:
     is_flattened: bool = False
     extras: Mapping[str, TreePath] = field(default_factory=dict)
     masters: str = ""
+    numbers: tuple[int, ...] = ()
+    changed: tuple[str, ...] = ()
 
     def slot_name(self, slot: str) -> str:
         """What the tree calls a slot of a parameter's state."""
@@ -263,9 +267,10 @@ class Manifest:
     written. ``values`` are those of optimizer state and of ``get_extra_state`` that are no tensors: by parameter and
     slot, or by the name of the module's entry. ``computed`` are tensors as files that are nowhere, as ``literals`` are:
     their elements are computed when they are read. ``parted`` is empty, or says where weights are and where optimizer
-    state is under other names than theirs: a recipe joins them. ``is_quantized`` says that a ``config.json`` beside the
-    weights says so. ``beside`` are files in the folders of the weights that were neither read nor noted.
-    ``masters_lag`` says that the model's own weights are newer than the masters.
+    state is under other names than theirs: a recipe joins them. ``unplaced`` is empty, or says which entry is an
+    optimizer whose parameters are not known, and why. ``is_quantized`` says that a ``config.json`` beside the weights
+    says so. ``beside`` are files in the folders of the weights that were neither read nor noted. ``masters_lag`` says
+    that the model's own weights are newer than the masters.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
@@ -292,6 +297,7 @@ class Manifest:
     is_quantized: bool = False
     beside: tuple[str, ...] = ()
     masters_lag: bool = False
+    unplaced: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

@@ -11,6 +11,9 @@ from ckpt_tools.core.showing import Shown
 ABSENT = "none is taken from the source"
 """Reason for a default: the source has none, or none under names of parameters, or a step before left it out."""
 
+ASSUMED_ORDER = "the order of the optimizer's parameters"
+"""Item of the note that names were found for numbers by the order of the model."""
+
 
 class Outcome(Enum):
     """The outcome of one item."""

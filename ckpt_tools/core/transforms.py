@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tools.core import matching, quantized
 from ckpt_tools.core.casts import CASTABLE, check_cast
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, TensorRef
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.names import bare_model_names, model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
@@ -227,10 +227,17 @@ def rename(manifest: Manifest, new_name: Callable[[str], str]) -> Transformed:
             for key, entry in manifest.tensors.items()
         },
         aliases={names[alias]: names[owner] for alias, owner in manifest.aliases.items()},
-        groups=tuple(replace(g, params=tuple(names.get(n, n) for n in g.params)) for g in manifest.groups),
+        groups=tuple(_renamed(group, names) for group in manifest.groups),
         values=_renamed_values(manifest, names),
     )
     return renamed, ()
+
+
+def _renamed(group: ParamGroup, names: Mapping[str, str]) -> ParamGroup:
+    """The group with new names, also among its options: torch's ``param_names``."""
+    params = tuple(names.get(name, name) for name in group.params)
+    named = {"param_names": list(params)} if "param_names" in group.options and params != group.params else {}
+    return replace(group, params=params, options={**group.options, **named})
 
 
 def new_names(manifest: Manifest, new_name: Callable[[str], str]) -> dict[str, str]:

@@ -18,6 +18,16 @@ def references(value: Value) -> Iterator[TensorRef]:
     return (found for found in parts_of(value) if isinstance(found, TensorRef))
 
 
+def holds_tensors(value: Value) -> bool:
+    """Whether there is a tensor in ``value``, read or referred to."""
+    return any(isinstance(part, TensorRef | StoredTensor) for part in parts_of(value))
+
+
+def is_tree(value: Value) -> bool:
+    """Whether a value is a dict whose keys are all texts, and at least one."""
+    return isinstance(value, dict) and bool(value) and all(type(key) is str for key in value)
+
+
 def places(value: Value) -> Iterator[tuple[str, TensorRef]]:
     """Every ``TensorRef`` in ``value`` with the path at which it is met first: keys and positions, joined by dots."""
     seen: set[int] = set()

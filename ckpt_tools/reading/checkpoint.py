@@ -146,8 +146,8 @@ def _prefix_of_halves(source: Source) -> str | None:
 
 def own_keys(source: str, target: str, options: ConvertOptions) -> ReadOptions:
     """Options for reading what was converted from the format ``source`` to ``target``: a DCP keeps the tree of a DCP,
-    and with it the keys."""
-    is_kept = source == target == "dcp"
+    a file of torch that of one, and with it the keys."""
+    is_kept = source == target and source in ("dcp", "torch")
     return ReadOptions(model_key=options.model_key, optim_key=options.optim_key) if is_kept else ReadOptions()
 
 

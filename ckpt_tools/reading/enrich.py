@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import FormatError, IncompleteError
@@ -74,6 +74,8 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         elif is_shown(path) and not name.startswith(".") and folder in homes:
             beside.append(path)
     step = extra.get("global_step") if manifest.step is None else manifest.step
+    if step is None:
+        step = _stored_step(manifest, source)
     return replace(
         manifest,
         tensors=tensors,
@@ -83,6 +85,17 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         beside=tuple(beside),
         trainer=None if trainer is None else replace(trainer, entries=frozenset(entries)),
     )
+
+
+def _stored_step(manifest: Manifest, source: Source) -> int | None:
+    """The step that is kept as a tensor, as torchtitan keeps it."""
+    from ckpt_tools.formats.dcp.reader import read_integer
+    from ckpt_tools.formats.state_dict.parse import steps_in
+
+    refs = (value for value in steps_in(manifest.extra) if isinstance(value, TensorRef))
+    entries = (manifest.tensors[ref.key] for ref in refs)
+    entry = next((each for each in entries if not each.shape and "int" in each.dtype.value), None)
+    return None if entry is None or entry.shards.files[0] not in source.files else read_integer(source, entry)
 
 
 def _others(manifest: Manifest, source: Source, own: Collection[str]) -> list[str]:

@@ -74,13 +74,14 @@ def _joined(manifest: Manifest, own: Leaves, own_ties: Mapping[str, str], option
         for key, entry in manifest.tensors.items()
     }
     ties = {_name(MODEL, alias): _name(MODEL, owner) for alias, owner in manifest.aliases.items()}
+    is_ordered = manifest.format == "torch" and len(manifest.files) == 1
     joined = manifest_of(
         Leaves(
             {**model, **optim},
             {**weights, **{_name(OPTIM, name): leaf for name, leaf in own.tensors.items()}},
             {name: value for each, value in own.objects.items() if (name := _name(OPTIM, each)) in optim},
             own.inner,
-            is_ordered=manifest.format == "torch" and len(manifest.files) == 1,
+            is_ordered=is_ordered,
         ),
         format_name=manifest.format,
         model_key=options.model_key or MODEL,
@@ -88,6 +89,8 @@ def _joined(manifest: Manifest, own: Leaves, own_ties: Mapping[str, str], option
         ties=ties | {_name(OPTIM, alias): _name(OPTIM, owner) for alias, owner in own_ties.items()},
         param_order=options.param_order,
     )
+    if joined.tree is not None and not is_ordered:
+        joined = replace(joined, tree=replace(joined.tree, numbers=()))  # no reader of one tree would find the names
     _check_fit(joined, {key.fqn: entry.shape for key, entry in manifest.tensors.items()}, manifest.aliases)
     extra, notes = {**joined.extra, **manifest.extra}, (*manifest.notes, *joined.notes)
     return replace(joined, world_size=manifest.world_size, extra=extra, notes=notes)

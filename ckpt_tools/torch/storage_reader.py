@@ -82,7 +82,7 @@ def storage_reader(
         manifest, _ = transforms.one_copy(manifest, weights=chosen.weight_copy(manifest))
     manifest, _ = transforms.without_wrappers(manifest)
     # Groups have the names of both forms of an optimizer; a flattened one has no groups to ask for.
-    tree = replace(chosen_tree(manifest, model_key=None, optim_key=None), is_flattened=False)
+    tree = replace(chosen_tree(manifest, model_key=None, optim_key=None), is_flattened=False, numbers=())
     entries = entries_of(manifest, tree)
     names = JobNames.of(manifest, entries, tree, model_key=job_model_key, optim_key=job_optim_key)
     reader: StorageReader = _reader_class()(

@@ -35,7 +35,9 @@ def with_average(manifest: Manifest) -> Manifest:
     if manifest.tree is None or manifest.tree.model != TRAINED or "state_dict" not in manifest.extra:
         return manifest
     names = {name: "averaged_state_dict" if name == "state_dict" else name for name in manifest.extra}
-    return replace(manifest, extra={names[name]: value for name, value in manifest.extra.items()})
+    extra = {names[name]: value for name, value in manifest.extra.items()}
+    homes = {names.get(name, name): home for name, home in manifest.tree.extras.items()}
+    return replace(manifest, extra=extra, tree=replace(manifest.tree, extras=homes))
 
 
 def with_scheduler(manifest: Manifest) -> Manifest:
@@ -44,7 +46,11 @@ def with_scheduler(manifest: Manifest) -> Manifest:
     found = _scheduler(manifest.extra) if is_lightning else {}
     if not found:
         return manifest
-    return replace(manifest, extra={**{k: v for k, v in manifest.extra.items() if k != "lr_schedulers"}, **found})
+    extra = {**{k: v for k, v in manifest.extra.items() if k != "lr_schedulers"}, **found}
+    tree = manifest.tree and replace(
+        manifest.tree, extras={**manifest.tree.extras, "lr_scheduler": ("lr_schedulers", 0)}
+    )
+    return replace(manifest, extra=extra, tree=tree)
 
 
 def _scheduler(content: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.manifest import HEADER_ENTRY, MASTER, WEIGHT, Kind, Manifest, tensors_by_role
 from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import State, option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.progress import Meter, Progress
 from ckpt_tools.core.showing import Shown, json_of
@@ -176,6 +176,8 @@ def verify_pair(
     if options.state is None and manifest.tree is not None:  # the weights may be others than those with the optimizer
         reading = replace(options.reading, state="all" if whole else "model")
         source, manifest = read_checkpoint(src, reading, format_name=options.from_, storage_options=how.storage_options)
+        if whole and other.tree is not None:
+            other_source, other = _read_beside(dst, manifest, options, how.storage_options, state="all")
     holds_masters = target is None or target.holds_masters or manifest.keeps_masters
     has_recipe = options.needs_config
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole, has_recipe=has_recipe)
@@ -230,12 +232,17 @@ def _with_entries(report: VerifyReport, ours: Manifest, theirs: Manifest, names:
 
 
 def _read_beside(
-    dst: str | Path, manifest: Manifest, options: ConvertOptions, storage_options: StorageOptions
+    dst: str | Path,
+    manifest: Manifest,
+    options: ConvertOptions,
+    storage_options: StorageOptions,
+    state: State | None = None,
 ) -> tuple[Source, Manifest]:
     """The destination; with the keys of the source if it may have kept the source's tree and does not say by itself
     which model is meant. Raises CkptError."""
     try:
-        return read_checkpoint(dst, _reading_beside(manifest, options), storage_options=storage_options)
+        reading = replace(_reading_beside(manifest, options), state=state)
+        return read_checkpoint(dst, reading, storage_options=storage_options)
     except UnsupportedError:
         keys = own_keys(manifest.format, manifest.format, options)
         if keys == ReadOptions():

@@ -20,7 +20,7 @@ def code(path: str, manifest: Manifest, tree: StateTree) -> str:
     start, about = "import torch.distributed.checkpoint as dcp", _about(manifest, tree)
     if not manifest.groups and not manifest.of_kind(Kind.STATE):
         return f"{start}\ndcp.load({_tree({tree.model: 'model.state_dict()'})}, {where}){about}"
-    if tree.optim is None or (tree.is_flattened and not manifest.groups):
+    if tree.optim is None or tree.numbers or (tree.is_flattened and not manifest.groups):
         return into_job(path)
     options = ", options=sd.StateDictOptions(flatten_optimizer_state_dict=True)" if tree.is_flattened else ""
     optim = {tree.optim: "optim"} if manifest.groups else {(*tree.optim, "state"): 'optim["state"]'}

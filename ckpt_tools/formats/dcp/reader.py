@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.core.manifest import Manifest, StateKey
+from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.shards import ByteRange, ShardTable
+from ckpt_tools.core.shards import ByteRange, Framing, ShardTable
 from ckpt_tools.errors import MalformedError, errors_name
 from ckpt_tools.formats.dcp.folders import metadata_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
@@ -41,6 +41,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     tensors = {fqn: each for fqn, each in index.tensors.items() if fqn not in ties}
     literals: dict[str, bytes] = {}
     found = FoundLeaves(tensors=tensors, unread=dict(index.unread), ties=ties)
+    changed: list[str] = []
     for fqn, path in index.paths.items():
         if fqn not in index.objects:
             found.put(fqn, path, paths[0])
@@ -48,10 +49,13 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         place = _place(source, fqn, index.objects[fqn], literals, is_compressed=fqn in index.compressed)
         if fqn in index.unflattened:
             found.add_tree(place.archive.value, path, place)
+            changed += [f"{fqn} as one entry"] if isinstance(place.archive.value, dict) else []
         else:
             found.add(fqn, path, place.archive.value, place)
     with errors_name(paths[0]):
-        found = of_weights(found, literals)
+        read = of_weights(found, literals)
+        changed += ["the optimizer of Megatron-FSDP"] if read is not found else []
+        found = read
         manifest = manifest_of(
             found.leaves(is_ordered=index.is_ordered),
             format_name="dcp",
@@ -70,6 +74,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     manifest = replace(
         manifest,
         trainer=trainer,
+        tree=manifest.tree and replace(manifest.tree, changed=tuple(changed)),
         notes=(*manifest.notes, *of_ranks, *note_of_missing([path.rpartition("/")[0] for path in paths])),
         literals={**manifest.literals, **used},
         archives=index.archives,
@@ -127,6 +132,16 @@ def read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, T
     """The value of an item that is not compressed; tensors inside it are added to ``inner``, and leave references."""
     place = _place(source, fqn, at, {}, is_compressed=False)
     return with_references(place.archive.value, place, fqn, inner)
+
+
+def read_integer(source: Source, entry: TensorEntry) -> int:
+    """The element of a tensor of one integer, which lies in an item or in the file itself. Raises FormatError."""
+    framing, at, literals = entry.shards.framing, entry.shards.byte_range(0), dict[str, bytes]()
+    if framing is not Framing.RAW:
+        place = _place(source, at.file, at, literals, is_compressed=framing is Framing.ZSTD_ITEM)
+        at = place.leaf(place.archive.value).shards.byte_range(0)
+    data = literals[at.file][at.start : at.stop] if literals else source.read(at.file, at.start, at.stop)
+    return int.from_bytes(data, "little", signed=entry.dtype.value.startswith("int"))
 
 
 def _place(source: Source, fqn: str, at: ByteRange, literals: dict[str, bytes], *, is_compressed: bool) -> Place:

@@ -17,18 +17,20 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.trainer_folder import BesideFile, TrainerFolder
 from ckpt_tools.core.value_refs import references
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import count, listed
 from ckpt_tools.formats.dcp.files import dcp_files
 from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
-from ckpt_tools.formats.state_dict.read_back import entries_of_own_tree, entries_read_back
+from ckpt_tools.formats.state_dict.read_back import entries_for
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     tree = chosen_tree(manifest, model_key=options.model_key, optim_key=options.optim_key)
     if manifest.trainer is not None:
         return _trainer_layout(manifest, manifest.trainer, tree, options.world_size)
-    is_own = manifest.format == "dcp" and tree is manifest.tree
-    entries, notes = entries_of_own_tree(manifest, tree) if is_own else (entries_read_back(manifest, tree), ())
+    entries, notes = entries_for(manifest, tree, is_own=manifest.format == "dcp" and tree is manifest.tree)
+    if tree.changed:
+        why = "it is written as get_state_dict and dcp.load have it by default"
+        notes += (Note(Outcome.DROPPED, f"the form of {listed(tree.changed)}", why, len(tree.changed)),)
     return Layout(dcp_files(manifest, entries, options.world_size), (*entries.notes, *notes), tree=entries.tree)
 
 

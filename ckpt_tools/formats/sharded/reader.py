@@ -260,8 +260,10 @@ class _Tree:
             is_same = self._are_same(cuts[first], cuts[other])
             if is_same is None:
                 what = f"{dotted(path)} of {of_ranks(first)} and of {of_ranks(other)}"
-                pair = (TensorEntry(each.shape, each.dtype, Kind.PARAMETER, each.shards) for each in (leaves[0], leaf))
-                self.must_equal.append(Equal(what, *pair))
+                one, two = (
+                    TensorEntry(each.shape, each.dtype, Kind.PARAMETER, each.shards) for each in (leaves[0], leaf)
+                )
+                self.must_equal.append(Equal(what, one, two))
             elif not is_same and dotted(path).rpartition(".")[2] in PER_RANK:
                 differing.append(dotted(path))
             elif not is_same:

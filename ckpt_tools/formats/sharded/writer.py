@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal, Payload, Segment
 from ckpt_tools.core.loading import braced, quoted
-from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TreePath
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.rank_limits import check_elements
@@ -55,8 +55,9 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     check_elements(manifest, options.world_size)
     origin = origin_of(manifest) if manifest.format == "sharded" else None
     tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
-    entries = entries_of(manifest, tree)
     origin = origin or VERL
+    tree = replace(tree, numbers=_numbers(manifest) if origin.is_numbered and not tree.is_flattened else ())
+    entries = entries_of(manifest, tree)
     whole, guesses = _whole(manifest, origin, options.world_size)
     files = _Files(manifest, entries, origin, tree, whole, options.world_size)
     specs = [*files.of_ranks(), *files.beside()]
@@ -114,11 +115,10 @@ class _Files:
         self._whole = whole
         self._world = world_size
         self._entries = entries
-        paths = _numbered(manifest, entries, tree) if origin.is_numbered else entries.paths
-        self._names = manifest.groups if origin.is_numbered and paths is not entries.paths else ()
-        generators = _generators(manifest, entries, paths)
+        self._names = manifest.groups if tree.numbers else ()
+        generators = _generators(manifest, entries)
         self._generators = list(dict.fromkeys(generators.values()))
-        self._paths = {name: path for name, path in paths.items() if name not in generators}
+        self._paths = {name: path for name, path in entries.paths.items() if name not in generators}
         self._templates = _templates(origin)
         self._tree = tree
         self._labels = self._labelled()
@@ -183,12 +183,7 @@ class _Files:
     def _value(self, name: str, tensors: _RankTensors) -> Any:
         if name not in self._entries.objects:
             return tensors.part(self._entries.tensors[self._entries.aliases.get(name, name)])
-        value = self._entries.objects[name]
-        groups = (*(self._tree.optim or ()), "param_groups")
-        if self._names and self._paths[name][-1] == "params" and self._paths[name][: len(groups)] == groups:
-            order = _order(self._manifest)
-            return [order[name] for name in value]
-        return replaced(value, lambda ref: tensors.whole(ref.key))
+        return replaced(self._entries.objects[name], lambda ref: tensors.whole(ref.key))
 
     def _name_parameters(self, value: Any, label: str) -> None:
         """Names beside the numbers: torch keeps them where an optimizer is made of named parameters."""
@@ -223,10 +218,11 @@ def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions
     return "\n".join(lines)
 
 
-def _generators(manifest: Manifest, entries: Entries, paths: Mapping[str, TreePath]) -> Mapping[str, str]:
+def _generators(manifest: Manifest, entries: Entries) -> Mapping[str, str]:
     """The user's entries that the reader would take for states of random number generators: the name at the top, by
     leaf."""
     tensors = {name for name, key in entries.tensors.items() if manifest.tensors[key].kind is Kind.EXTRA}
+    paths = entries.paths
     own = (name for name in paths if name in entries.objects or name in tensors)
     return {name: str(paths[name][0]) for name in own if any(part in GENERATORS for part in paths[name][:-1])}
 
@@ -244,28 +240,11 @@ def _file_name(template: str, rank: int, world: int) -> str:
     return re.sub(_RANK, lambda found: str(rank).zfill(int(found[1] or 0)), template).replace(WORLD, str(world))
 
 
-def _order(manifest: Manifest) -> dict[str, int]:
-    names = (name for group in manifest.groups for name in group.params)
-    return {name: number for number, name in enumerate(names)}
-
-
-def _numbered(manifest: Manifest, entries: Entries, tree: StateTree) -> Mapping[str, TreePath]:
-    """Paths with the numbers of parameters in the place of their names; unchanged if a parameter with state is in no
-    group."""
-    order, prefix = _order(manifest), (*(tree.optim or ()), "state")
-    depth = len(prefix)
-    state = {name: path for name, path in entries.paths.items() if tree.optim is not None and path[:depth] == prefix}
-    unknown = {name for name, path in state.items() if path[depth] not in order}
-    if tree.is_flattened or any(
-        manifest.tensors[entries.tensors[name]].numel for name in unknown if name in entries.tensors
-    ):
-        return entries.paths
-    numbered = {
-        name: (*prefix, order[str(path[depth])], *path[depth + 1 :])
-        for name, path in state.items()
-        if name not in unknown
-    }
-    return {name: numbered.get(name, path) for name, path in entries.paths.items() if name not in unknown}
+def _numbers(manifest: Manifest) -> tuple[int, ...]:
+    """The numbers of the optimizer's parameters; none if a parameter with state is in no group."""
+    names = [name for group in manifest.groups for name in group.params]
+    is_known = {key.fqn for key in manifest.of_kind(Kind.STATE)} <= {*names}
+    return tuple(range(len(names))) if is_known else ()
 
 
 @dataclass(slots=True)

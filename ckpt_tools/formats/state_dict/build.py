@@ -26,7 +26,7 @@ from ckpt_tools.core.manifest import (
 )
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.value_refs import references
+from ckpt_tools.core.value_refs import holds_tensors, is_tree, references
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.state_dict.from_deepspeed import adam_decays_apart, for_torch, user_entries
@@ -74,7 +74,8 @@ class Entries:
 
 
 def entries_of(manifest: Manifest, tree: StateTree, *, whole_values: bool = False) -> Entries:
-    """The names of ``manifest`` in ``tree``; with ``whole_values`` those of ``Manifest.values`` are one entry each.
+    """The names of ``manifest`` in ``tree``; with ``whole_values`` those of ``Manifest.values`` are one entry each, and
+    dicts that are empty or have other keys than texts, as in a pickle.
 
     Raises:
         UnsupportedError: two entries would have one name, or there are too many.
@@ -97,6 +98,12 @@ class _Found:
     aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+    numbers: dict[str, int] = field(init=False)
+    """By the names of parameters, where the optimizer of the tree numbers them."""
+
+    def __post_init__(self) -> None:
+        names = (name for group in self.manifest.groups for name in group.params)
+        self.numbers = dict(zip(names, self.tree.numbers, strict=False))
 
     def add_model(self) -> None:
         names = {}
@@ -133,7 +140,7 @@ class _Found:
         It has no elements either: the parameter itself serves for each slot of its shape, and a 0-d slot is that of
         another parameter. No group has these parameters, as torch matches groups by their members.
         """
-        if self.manifest.tree is not None:
+        if self.manifest.tree is not None or self.numbers:
             return
         state = self.manifest.of_kind(Kind.STATE)
         known = {key.fqn for key in state}
@@ -157,7 +164,7 @@ class _Found:
                 yield from (((*prefix, f"param_groups.{fqn}.{name}"), value) for name, value in group.options.items())
         else:
             prefix = (*prefix, "param_groups", number)
-            yield (*prefix, "params"), list(group.params)
+            yield (*prefix, "params"), [self.numbers.get(name, name) for name in group.params]
             yield from (((*prefix, name), value) for name, value in group.options.items())
 
     def add_values(self) -> None:
@@ -193,7 +200,7 @@ class _Found:
         return {name: path for name, home in source.extras.items() if home and (path := homes.get(home)) is not None}
 
     def _add_leaves(self, path: TreePath, value: Any) -> None:
-        for leaf, item in leaves(path, value):
+        for leaf, item in leaves(path, value, whole_values=self.whole_values):
             missing = [ref.key for ref in references(item) if ref.key not in self.manifest.tensors]
             if missing:
                 self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "its tensor is not selected", asked=True))
@@ -220,6 +227,10 @@ class _Found:
         return name
 
     def _new(self, path: TreePath) -> str:
+        state = (*(self.tree.optim or ()), "state")
+        match path[len(state) :] if self.numbers and path[: len(state)] == state else ():
+            case (str(fqn), *slot) if fqn in self.numbers:
+                path = (*state, str(self.numbers[fqn]), *slot)
         name = dotted(path)
         if name in self.paths:
             raise UnsupportedError(
@@ -242,16 +253,19 @@ class _Nothing:
     """Stands for an empty dict among leaves."""
 
 
-def leaves(path: TreePath, value: Any) -> Iterator[tuple[TreePath, Any]]:
-    """The leaves of ``value`` as DCP takes it apart, an empty dict as ``_Nothing``."""
-    if isinstance(value, dict):
+def leaves(path: TreePath, value: Any, *, whole_values: bool = False) -> Iterator[tuple[TreePath, Any]]:
+    """The leaves of ``value`` as DCP takes it apart, an empty dict as ``_Nothing``; if ``whole_values``, as files of
+    torch are taken apart."""
+    if whole_values and isinstance(value, dict) and not (is_tree(value) or holds_tensors(value)):
+        yield path, value
+    elif isinstance(value, dict):
         if not value:
             yield path, _Nothing()
         for name, item in value.items():
-            yield from leaves((*path, str(name)), item)
+            yield from leaves((*path, str(name)), item, whole_values=whole_values)
     elif isinstance(value, list) and _is_taken_apart(value, set()):
         for position, item in enumerate(value):
-            yield from leaves((*path, position), item)
+            yield from leaves((*path, position), item, whole_values=whole_values)
     else:
         yield path, value
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.core.manifest import StateKey, TensorRef
 from ckpt_tools.core.names import is_extra_state
-from ckpt_tools.core.value_refs import extracted
+from ckpt_tools.core.value_refs import extracted, holds_tensors, is_tree
 from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import MalformedError, UnsupportedError
@@ -73,7 +73,8 @@ def with_references(value: Any, place: Place, name: str, inner: dict[StateKey, T
 
 
 def tree_leaves(value: Any, path: TreePath, file: str, *, whole_values: bool = False) -> Iterator[tuple[TreePath, Any]]:
-    """The leaves of a tree of dicts and of the lists that hold dicts or tensors; other lists are leaves whole.
+    """The leaves of a tree of dicts and of the lists that hold dicts or tensors; other lists are leaves whole, as dicts
+    are that are options, or have other keys than texts, and hold no tensors; but not the state of an optimizer.
 
     ``whole_values`` keeps each value of a parameter's optimizer state, and of ``get_extra_state``, as one leaf: taken
     apart, a list could not be told from a dict of numbers, and an empty dict would be lost.
@@ -82,7 +83,7 @@ def tree_leaves(value: Any, path: TreePath, file: str, *, whole_values: bool = F
         raise MalformedError("its dicts are nested too deeply", path=file)
     if whole_values and path and is_extra_state(path[-1]):
         yield path, value
-    elif isinstance(value, dict) and (value or not path):
+    elif isinstance(value, dict) and (not path or (value and not _is_object(value, path))):
         for key, inner in value.items():
             below = (*path, key if type(key) is int else str(key))
             if whole_values and key == "state" and "param_groups" in value and isinstance(inner, dict):
@@ -94,6 +95,11 @@ def tree_leaves(value: Any, path: TreePath, file: str, *, whole_values: bool = F
             yield from tree_leaves(inner, (*path, position), file, whole_values=whole_values)
     else:
         yield path, value
+
+
+def _is_object(value: dict[Any, Any], path: TreePath) -> bool:
+    is_option = path[-3:-2] == ("param_groups",)
+    return path[-1] != "state" and (is_option or not is_tree(value)) and not holds_tensors(value)
 
 
 def _state_leaves(state: dict[Any, Any], path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:

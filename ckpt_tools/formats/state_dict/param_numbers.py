@@ -4,7 +4,8 @@
 optim/optimizer.py), and names them only if it was made from named ones (``param_names``). Recipes give a group's
 parameters in the order of the model. On that ground the numbers of a group are proven to be certain parameters if its
 states have the shapes of these, in the model's order, and of no other choice. Frozen parameters and buffers are among
-the choices, so that one of them in the place of a trained one is never taken for it.
+the choices, so that one of them in the place of a trained one is never taken for it. A group in another order whose
+shapes are the same could not be told apart, so a note says that the order is assumed, where several have one shape.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.names import bare_names
+from ckpt_tools.core.notes import ASSUMED_ORDER, Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.param_order import ParamOrder
 from ckpt_tools.core.wording import count, nearest
@@ -70,6 +72,21 @@ def _in_names_of_model(groups: Sequence[NumberedGroup], parameters: Mapping[str,
         return groups
     bare, owners = bare_names(said), {bare: name for name, bare in bare_names(parameters).items()}
     return [replace(each, names=each.names and tuple(owners.get(bare[n], n) for n in each.names)) for each in groups]
+
+
+def notes_of_order(
+    groups: Sequence[NumberedGroup], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape]
+) -> tuple[Note, ...]:
+    """The note that ``match_numbers`` took the model's order, where parameters could be exchanged: the optimizer does
+    not name them, and others have their shapes."""
+    uses = Counter(parameters.values())
+    numbers = [n for group in groups if group.names is None for n in group.numbers if n in shapes]
+    alike = sum(uses[shapes[number]] > 1 for number in numbers)
+    why = (
+        f"it numbers them, and {count(alike, 'parameter')} have the shape of another; they are taken to be in the "
+        f"model's order, as in an optimizer made of model.parameters(); {option('param_order')} says another"
+    )
+    return (Note(Outcome.KEPT, ASSUMED_ORDER, why, alike),) if alike else ()
 
 
 def why_unnamed(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -42,7 +42,13 @@ from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, Usage
 from ckpt_tools.formats.foreign import refuse_weights
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.masters import with_masters
-from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, follow_order, match_numbers, why_unnamed
+from ckpt_tools.formats.state_dict.param_numbers import (
+    NumberedGroup,
+    follow_order,
+    match_numbers,
+    notes_of_order,
+    why_unnamed,
+)
 from ckpt_tools.serialization.unread_tensors import why_unread
 from ckpt_tools.trainers.lightning import TRAINED
 
@@ -104,10 +110,12 @@ LeafRole = PathRole | PartOfValue
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The prefixes under which model and optimizer live; ``optim`` is None where there is no optimizer."""
+    """The prefixes under which model and optimizer live; ``optim`` is None where there is no optimizer. ``numbers`` as
+    in ``StateTree``."""
 
     model: TreePath
     optim: TreePath | None
+    numbers: tuple[int, ...] = ()
 
 
 def find_tree(
@@ -382,7 +390,7 @@ def manifest_of(
         state=state,
     )
     doubts = () if model_key is not None else _doubts(leaves, numels, tree, state)
-    parameters = _parameter_shapes(leaves, tree, buffers)
+    parameters, has_optimizer = _parameter_shapes(leaves, tree, buffers), tree.optim is not None
     leaves, tree, notes = _by_name(leaves, tree, ties or {}, param_order, parameters)
     del numels, parameters, integers
     leaves, left = _without_unread(leaves, tree, include, exclude)
@@ -411,9 +419,10 @@ def manifest_of(
         values=values,
         step=_step(extra),
         world_size=world_size,
-        tree=StateTree(tree.model, tree.optim, is_flattened, homes),
+        tree=StateTree(tree.model, tree.optim, is_flattened, homes, numbers=tree.numbers),
         notes=(*doubts, *notes, *dropped),
         left_out=left,
+        unplaced=f"{notes[0].what}: {notes[0].why}" if has_optimizer and tree.optim is None else "",
     )
     return with_masters(manifest)
 
@@ -495,7 +504,10 @@ def _by_name(
         optimizer = str(tree.optim[_depth_of_extra(tree.optim, without)]) if tree.optim else "the optimizer"
         why = "it numbers its parameters, and nothing here proves which ones are meant; give their order with"
         return leaves, without, (Note(Outcome.KEPT, optimizer, impossible or f"{why} {option('param_order')}"),)
-    return _renamed(leaves, tree.optim, groups, names), tree, ()
+    numbers = tuple(number for group in groups.values() for number in group.numbers)
+    shapes = _state_shapes(leaves, tree.optim, parameters)
+    notes = () if order is not None else notes_of_order(list(groups.values()), shapes, parameters)
+    return _renamed(leaves, tree.optim, groups, names), replace(tree, numbers=numbers), notes
 
 
 def is_taken_by_number(leaves: Leaves, tree: Tree) -> bool:
@@ -787,7 +799,11 @@ STEP_NAMES = ("global_step", "global_steps", "step")
 """What training loops call their count of optimizer steps."""
 
 
-def _step(extra: Mapping[str, Any]) -> int | None:
+def steps_in(extra: Mapping[str, Any]) -> Iterator[Any]:
+    """The values that training loops keep under such a name, the likeliest first."""
     inner = (value for name, value in extra.items() if isinstance(value, dict) and "scheduler" not in name)
-    counts = (found.get(name) for found in (extra, *inner) for name in STEP_NAMES)
-    return next((found for found in counts if type(found) is int), None)
+    return (found[name] for found in (extra, *inner) for name in STEP_NAMES if name in found)
+
+
+def _step(extra: Mapping[str, Any]) -> int | None:
+    return next((found for found in steps_in(extra) if type(found) is int), None)

@@ -26,8 +26,11 @@ from ckpt_tools.formats.state_dict.parse import (
 )
 
 
-def entries_read_back(manifest: Manifest, tree: StateTree, *, whole_values: bool = False) -> Entries:
-    """Entries as of ``entries_of``, for a tree whose model a reader finds.
+def entries_for(
+    manifest: Manifest, tree: StateTree, *, is_own: bool, whole_values: bool = False
+) -> tuple[Entries, tuple[Note, ...]]:
+    """Entries as of ``entries_of``, for a tree whose model a reader finds, and notes. ``is_own`` says that the source
+    had this tree; it is kept with a note on the key to read it with, unless its model is at the root.
 
     Raises:
         UnsupportedError: as ``entries_of`` does, or a reader would take something else for the model, or the
@@ -35,35 +38,22 @@ def entries_read_back(manifest: Manifest, tree: StateTree, *, whole_values: bool
     """
     entries = entries_of(manifest, tree, whole_values=whole_values)
     _check_numbers(manifest, entries, tree)
-    wrong = _taken_for_model(manifest, entries)
-    if wrong is not None:
-        raise UnsupportedError(
-            f"the user's own tensors in {_place(wrong)} would be read as the model's weights; convert the weights "
-            f"alone with {option('state', 'model')}, or the whole state to safetensors or universal"
-        )
-    return entries
-
-
-def entries_of_own_tree(manifest: Manifest, tree: StateTree) -> tuple[Entries, tuple[Note, ...]]:
-    """The entries of ``manifest`` in the tree that its source had, and notes; a model at the root among the user's
-    tensors gets a place of its own.
-
-    Raises:
-        UnsupportedError: as ``entries_read_back``.
-    """
-    entries = entries_of(manifest, tree)
-    _check_numbers(manifest, entries, tree)
     key = option("model_key", dotted(tree.model))
-    if manifest.of_kind(Kind.EXTRA) and _tree_found(manifest, entries) is None:
+    if is_own and manifest.of_kind(Kind.EXTRA) and _tree_found(manifest, entries) is None:
         note = Note(Outcome.KEPT, "the model's place in the tree", f"a reader asks for it; read it with {key}")
         return entries, (note,)
     wrong = _taken_for_model(manifest, entries)
     if wrong is None:
         return entries, ()
+    if not is_own:
+        raise UnsupportedError(
+            f"the user's own tensors in {_place(wrong)} would be read as the model's weights; convert the weights "
+            f"alone with {option('state', 'model')}, or the whole state to safetensors or universal"
+        )
     if not tree.model:
         why = f"at the root, as in the source, the user's own tensors in {_place(wrong)} would be read as weights"
         note = Note(Outcome.DEFAULTED, f"the model's place {dotted(APP_TREE.model)}", why)
-        return entries_read_back(manifest, APP_TREE), (note,)
+        return entries_for(manifest, APP_TREE, is_own=False, whole_values=whole_values)[0], (note,)
     why = f"a reader would find the user's own tensors in {_place(wrong)}; read it with {key}"
     return entries, (Note(Outcome.KEPT, "the model's place in the tree", why),)
 
@@ -95,8 +85,9 @@ def _tree_found(manifest: Manifest, entries: Entries) -> Tree | None:
 
 
 def _check_numbers(manifest: Manifest, entries: Entries, tree: StateTree) -> None:
-    """Raises UnsupportedError if a reader would place an optimizer by number among the user's own entries."""
-    if not manifest.of_kind(Kind.EXTRA):
+    """Raises UnsupportedError if a reader would place an optimizer by number among the user's own entries. Numbers that
+    the tree keeps are read as they were in the source."""
+    if tree.numbers or not manifest.of_kind(Kind.EXTRA):
         return
     found = _tree_found(manifest, entries)
     tensors = {name: manifest.tensors[key] for name, key in entries.tensors.items()}

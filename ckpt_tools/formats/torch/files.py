@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from ckpt_tools.core.boxes import Box, contiguous_strides
@@ -32,7 +33,7 @@ from ckpt_tools.formats.safetensors.hf_index import (
 from ckpt_tools.formats.state_dict.build import Entries, is_model_only
 from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place
 from ckpt_tools.formats.state_dict.parse import Leaves, TreePath, manifest_of
-from ckpt_tools.formats.state_dict.read_back import entries_read_back
+from ckpt_tools.formats.state_dict.read_back import entries_for
 from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
 from ckpt_tools.stores.source import Source
@@ -157,8 +158,11 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         raise UnsupportedError(
             f"a whole state is one file; remove {option('max_shard_size')}, or use {option('state', 'model')}"
         )
-    entries = entries_read_back(manifest, StateTree(("model",), ("optim",)), whole_values=True)
-    return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), entries.notes)
+    own = manifest.tree if manifest.format == "torch" else None
+    entries, notes = entries_for(
+        manifest, own or StateTree(("model",), ("optim",)), is_own=own is not None, whole_values=True
+    )
+    return Layout((_tree_layout(options.file_name or "checkpoint.pt", manifest, entries),), (*entries.notes, *notes))
 
 
 def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
@@ -204,7 +208,8 @@ def _tree_layout(path: str, manifest: Manifest, entries: Entries) -> FileLayout:
             value = storages.tensor(entries.tensors[entries.aliases.get(name, name)])
         put_leaf(root, where, value)
     if manifest.groups:  # load_state_dict asks for the state of an optimizer that has none, too
-        root["optim"].setdefault("state", Branch())
+        assert entries.tree is not None and entries.tree.optim is not None, "a tree with groups has a place for them"
+        reduce(lambda branch, part: branch[part], entries.tree.optim, root).setdefault("state", Branch())
     return FileLayout(path, tuple(archive_segments(as_lists(root), storages.segments)))
 
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 class TorchFormat(Format):
     """Reads a file, or a folder with one or with an index. Writes a model's state dict, in one file or in shards with
-    their index, or with ``state="all"`` the tree ``{"model", "optim", ...}`` of ``get_state_dict`` in one file."""
+    their index, or with ``state="all"`` in one file the tree of a source in this format, and of any other the tree
+    ``{"model", "optim", ...}`` of ``get_state_dict``."""
 
     name = "torch"
     about = "a full state dict of torch.save: .pt, .pth, .bin, or .bin shards with their index"

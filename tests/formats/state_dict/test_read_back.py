@@ -54,8 +54,7 @@ def test_the_weights_stay_the_same_on_every_way(own: str, has_optimizer: bool, t
         assert weights(tmp_path / f"{first}-dcp") == {"weight", "bias"}, first
 
 
-@pytest.mark.parametrize("to", ["dcp", "torch"])
-def test_what_would_be_read_as_the_model_is_refused(to: WrittenFormat, tmp_path: Path) -> None:
+def test_what_would_be_read_as_the_model_is_refused(tmp_path: Path) -> None:
     """What is left of the model is a single number, so that the user's entry of a model's name is the only one that
     could be a model."""
     state = {"w": torch.ones(9), "v": torch.ones(1)}
@@ -63,9 +62,15 @@ def test_what_would_be_read_as_the_model_is_refused(to: WrittenFormat, tmp_path:
     with pytest.raises(UnsupportedError, match=r"several models \(model, state_dict\)"):
         weights(tmp_path / "in.pt")
     with pytest.raises(UnsupportedError, match=r"tensors in (app\.)?state_dict would be read as the model's weights"):
-        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", to=to, state="all", include=["v"], model_key="model")
-    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "model", to=to, state="model", include=["v"], model_key="model")
-    assert weights(tmp_path / "model") == {"v"}
+        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", include=["v"], model_key="model")
+    for to in ("dcp", "torch"):
+        out = tmp_path / f"model-{to}"
+        ckpt_tools.convert(tmp_path / "in.pt", out, to=to, state="model", include=["v"], model_key="model")  # type: ignore[arg-type]
+        assert weights(out) == {"v"}
+    options: Any = {"state": "all", "include": ["v"], "model_key": "model"}
+    report = ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pt", **options)
+    assert any("read it with model_key='model'" in note.why for note in report.notes)
+    assert set(torch.load(tmp_path / "out.pt", weights_only=True)) == {"model", "state_dict"}
 
 
 def test_a_second_entry_of_a_models_name_is_told(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_the_whole_state_asks(tmp_path: Path, keys: tuple[str, str], named: bool
             action()
     for key, value in zip(keys, (1.0, 2.0), strict=True):
         ckpt_tools.convert(tmp_path / "source.pt", tmp_path / f"{key}.pt", state="all", model_key=key)
-        assert torch.load(tmp_path / f"{key}.pt", weights_only=True)["model"]["bias"].unique().tolist() == [value]
+        assert torch.load(tmp_path / f"{key}.pt", weights_only=True)[key]["bias"].unique().tolist() == [value]
 
 
 @pytest.mark.parametrize("keys", UNKNOWN)
@@ -82,7 +82,9 @@ def test_a_mapping_called_an_average_is_never_the_trained_one(
     state = {average: weights(2.0), usual: weights(1.0), "optimizer": optimizer_state(named=named)}
     torch.save(state, tmp_path / "source.pt")
     ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.pt", state="all")
-    assert torch.load(tmp_path / "out.pt", weights_only=True)["model"]["bias"].unique().tolist() == [1.0]
+    out, source = (torch.load(tmp_path / name, weights_only=True) for name in ("out.pt", "source.pt"))
+    assert out.keys() == source.keys()
+    assert out[usual]["bias"].unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -97,8 +99,9 @@ def test_lightning_says_which_weights_were_trained(tmp_path: Path, named: bool) 
     torch.save(state, tmp_path / "source.ckpt")
     ckpt_tools.convert(tmp_path / "source.ckpt", tmp_path / "out.pt", state="all")
     whole = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert whole["model"]["bias"].unique().tolist() == [1.0]
-    assert whole["averaged_state_dict"]["bias"].unique().tolist() == [2.0]
+    assert whole.keys() == state.keys()
+    assert whole["current_model_state"]["bias"].unique().tolist() == [1.0]
+    assert whole["state_dict"]["bias"].unique().tolist() == [2.0]
     report = ckpt_tools.convert(tmp_path / "source.ckpt", tmp_path / "average.safetensors")
     assert ckpt_tools.open(tmp_path / "average.safetensors")["bias"][...].tolist() == [2.0] * 3
     assert any("current_model_state" in note.why for note in report.notes)

@@ -29,7 +29,7 @@ from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
 from ckpt_tools.formats.deepspeed.names import optim_name, place
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.foreign import refuse_tensor_object
-from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
+from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers, notes_of_order
 from ckpt_tools.stores.source import Source
 
 UNFUSED, FUSED = "fp32_groups", "fp32_groups_flat"
@@ -194,6 +194,8 @@ class Contents:
             self.extras.values["optimizer"] = self.extras.inert(found, self.optimizer, self.saved.file)
             why = "it numbers its parameters, and their order and shapes do not identify them"
             notes = (Note(Outcome.KEPT, "optimizer", why),)
+        elif not self.saved.is_flat:
+            notes = notes_of_order(self._numbered(), self.saved.shapes(), parameters)
         pieces = {name: piece for group in members or () for name, piece in group.items()}
         tensors |= {key: entry for name, piece in pieces.items() for key, entry in self._of(name, piece)}
         self._gather_extras()
@@ -208,6 +210,7 @@ class Contents:
             step=self.model.step,
             world_size=world_size if type(world_size) is int else None,
             notes=notes,
+            unplaced="" if members is not None else f"optimizer: {notes[0].why}; {self.remedy}",
         )
 
     def _weights(self, ties: Mapping[str, str]) -> Iterator[tuple[StateKey, TensorEntry]]:
@@ -238,8 +241,10 @@ class Contents:
         return None
 
     def _matched(self, parameters: Mapping[str, Shape]) -> dict[int, str] | None:
-        groups = [NumberedGroup(tuple(group["params"]), _names(group)) for group in self.saved.groups]
-        return match_numbers(groups, self.saved.shapes(), parameters)
+        return match_numbers(self._numbered(), self.saved.shapes(), parameters)
+
+    def _numbered(self) -> list[NumberedGroup]:
+        return [NumberedGroup(tuple(group["params"]), _names(group)) for group in self.saved.groups]
 
     def _flat_members(self, parameters: Mapping[str, Shape]) -> list[dict[str, Piece]]:
         """The parameters of each flat group: those that are views into the one storage of its length."""

@@ -1,0 +1,287 @@
+"""A resharded DCP is loaded by the code of the job that saved the source, unchanged: the tree, its keys and its numbers
+are the source's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint._extension import ZStandard
+
+import ckpt_tools
+from ckpt_tools.errors import LossError, UnsupportedError
+from fixtures import launch
+from fixtures.corpus import make
+from fixtures.store import Fixture
+from tests.conftest import Resume
+
+Checkpoint = Callable[[str, str, int], Fixture]
+
+KINDS = ["fsdp2-plain", "fsdp2-pair", "fsdp2-olmo", "fsdp2-titan", "fsdp2-accelerate", "fsdp2-lightning", "fsdp2"]
+
+
+@pytest.mark.parametrize("ranks", [(2, 3), (3, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_job_resumes_as_from_the_source(
+    kind: str, ranks: tuple[int, int], checkpoint: Checkpoint, resume: Resume, tmp_path: Path
+) -> None:
+    before, after = ranks
+    source = checkpoint(kind, "plain", before).checkpoint
+    report = ckpt_tools.reshard(source, tmp_path / "out", world_size=after, strict=True)
+    assert report.notes == ()
+    wanted, found = (resume(kind, "plain", each, after) for each in (source, tmp_path / "out"))
+    assert found.facts["losses"] == wanted.facts["losses"]
+    assert {key: each.tobytes() for key, each in found.tensors.items()} == {
+        key: each.tobytes() for key, each in wanted.tensors.items()
+    }
+
+
+def keys_of(folder: Path) -> set[str]:
+    """Names of entries, with the folder that each lies in."""
+    found = (path.parent for path in folder.rglob(".metadata"))
+    return {
+        f"{each.relative_to(folder)}:{name}"
+        for each in found
+        for name in dcp.FileSystemReader(each).read_metadata().state_dict_metadata
+    }
+
+
+@pytest.mark.parametrize("case", ["awkward", "sgd"])
+def test_numbers_are_kept_if_parameters_are_frozen_tied_or_in_groups(
+    case: str, checkpoint: Checkpoint, resume: Resume, tmp_path: Path
+) -> None:
+    source = checkpoint("fsdp2-plain", case, 2).checkpoint
+    ckpt_tools.reshard(source, tmp_path / "out", world_size=3)
+    assert keys_of(tmp_path / "out") == keys_of(source)
+    wanted, found = (resume("fsdp2-plain", case, each, 3) for each in (source, tmp_path / "out"))
+    assert found.facts["losses"] == wanted.facts["losses"]
+
+
+class Net(torch.nn.Sequential):
+    """Layers whose shapes tell them apart."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(5)
+        super().__init__(*(torch.nn.Linear(n, n + 1) for n in (3, 4, 5)))
+
+
+OPTIMIZERS = {
+    "groups": lambda net: torch.optim.AdamW(
+        [
+            {"params": [each for each in net.parameters() if each.ndim > 1], "weight_decay": 0.1},
+            {"params": [each for each in net.parameters() if each.ndim < 2], "weight_decay": 0.0},
+        ]
+    ),
+    "named": lambda net: torch.optim.AdamW(net.named_parameters(), amsgrad=True),
+    "momentum": lambda net: torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
+    "some": lambda net: torch.optim.RMSprop(net[1].parameters()),
+    "no state": lambda net: torch.optim.SGD(net.parameters(), 0.1),
+    "nested options": lambda net: torch.optim.SGD([{"params": net.parameters(), "own": {"a": {"b": 1}, "c": {}}}], 0.1),
+    "number": lambda net: torch.optim.ASGD(net.parameters()),
+}
+
+
+def trained(name: str) -> dict[str, object]:
+    net = Net()
+    optimizer = OPTIMIZERS[name](net)
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
+    counts = {"seen": {0: 7, 1: 8}, "losses": [0.5, 0.25], "nested": [{"a": 1}, {"b": torch.arange(3)}]}
+    return {
+        "net": net.state_dict(),
+        "optimizers": [optimizer.state_dict()],
+        "scheduler": scheduler.state_dict(),
+    } | counts
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_dcp_keeps_every_key_and_loads(name: str, tmp_path: Path) -> None:
+    dcp.save(trained(name), checkpoint_id=tmp_path / "in", no_dist=True)
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "out", to="dcp", world_size=3, model_key="net", strict=True)
+    assert keys_of(tmp_path / "out") == keys_of(tmp_path / "in")
+    wanted, found = trained(name), trained(name)
+    for folder, tree in (("in", wanted), ("out", found)):
+        dcp.load(tree, checkpoint_id=tmp_path / folder, no_dist=True)
+    assert_same(found, wanted)
+    OPTIMIZERS[name](Net()).load_state_dict(found["optimizers"][0])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_torch_file_keeps_its_tree(name: str, tmp_path: Path) -> None:
+    torch.save(trained(name), tmp_path / "in.pt")
+    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pt", state="all", model_key="net", strict=True)
+    wanted, found = (torch.load(tmp_path / each, weights_only=True) for each in ("in.pt", "out.pt"))
+    assert_same(found, wanted)
+    OPTIMIZERS[name](Net()).load_state_dict(found["optimizers"][0])
+
+
+def assert_same(found: object, wanted: object) -> None:
+    """The same keys in any order, values and bits, all the way down."""
+    if isinstance(wanted, torch.Tensor):
+        assert isinstance(found, torch.Tensor) and found.dtype is wanted.dtype and torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert isinstance(found, dict) and found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert_same(found[key], value)
+    elif isinstance(wanted, list):
+        assert isinstance(found, list) and len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize("options", [{"exclude": ["net.2.*", "2.*"]}, {"like": "like.safetensors"}], ids=str)
+def test_other_parameters_get_names_and_a_note(options: dict[str, object], tmp_path: Path) -> None:
+    save_file(Net().state_dict(), tmp_path / "like.safetensors")
+    torch.save({"model": Net().state_dict(), "optimizer": trained("groups")["optimizers"][0]}, tmp_path / "in.pt")  # type: ignore[index]
+    options = {"exclude": ["2.*"]} if "exclude" in options else {"like": tmp_path / "like.safetensors"}
+    report = ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pt", state="all", **options)  # type: ignore[arg-type]
+    assert "the numbers of the optimizer's parameters" in [note.what for note in report.notes]
+    found = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]
+    assert "0.weight" in found["state"] and "0.weight" in found["param_groups"][0]["params"]
+    with pytest.raises(LossError, match="the numbers of the optimizer's parameters"):
+        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "no.pt", state="all", strict=True, **options)  # type: ignore[arg-type]
+
+
+TARGETS_OF_RUNS = ["dcp", "zero2", "zero3", "universal", "megatron", "sharded"]
+
+
+def unproved(folder: Path) -> dict[str, Path]:
+    """Optimizers whose parameters nothing tells apart: in a torch file, in a DCP, and beside safetensors."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.AdamW([*net[2].parameters(), *net[0].parameters()])
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(tree, folder / "in.pt")
+    dcp.save(tree, checkpoint_id=folder / "dcp", no_dist=True)
+    (folder / "trainer").mkdir()
+    save_file(net.state_dict(), folder / "trainer" / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "trainer" / "optimizer.pt")
+    return {name: folder / name for name in ("in.pt", "dcp", "trainer")}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_that_cannot_be_placed_is_not_dropped(tmp_path: Path) -> None:
+    """A run would go on without it; the weights alone are for those who ask for them."""
+    order = ["2.weight", "2.bias", "0.weight", "0.bias"]
+    (tmp_path / "order.json").write_text(json.dumps([order]))
+    for name, source in unproved(tmp_path).items():
+        for to in TARGETS_OF_RUNS:
+            if name == to:
+                continue
+            options: Any = {"to": to, "world_size": 2} if to != "universal" else {"to": to}
+            for call in (ckpt_tools.convert, ckpt_tools.plan):
+                with pytest.raises(
+                    UnsupportedError, match=r"it numbers its parameters, and nothing .* param_order="
+                ) as told:
+                    call(source, tmp_path / "out", **options)
+                assert "state='model'" in str(told.value) and not (tmp_path / "out").exists()
+            assert ckpt_tools.plan(source, tmp_path / "out", **options, state="model").tensors_by_role["weights"] == 6
+            report = ckpt_tools.plan(source, tmp_path / "out", **options, param_order=tmp_path / "order.json")
+            assert report.tensors_by_role["optimizer"] >= 8
+    ckpt_tools.reshard(tmp_path / "dcp", tmp_path / "same", world_size=2, strict=True)
+    assert keys_of(tmp_path / "same") == keys_of(tmp_path / "dcp")
+
+
+ORDER = "the order of the optimizer's parameters"
+
+
+def test_an_order_that_is_assumed_is_told(tmp_path: Path) -> None:
+    """Parameters of one shape could be exchanged. Where numbers, or no optimizer, are written it does not matter."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    net(torch.ones(1, 4)).sum().backward()
+    saved = {"assumed": net.parameters(), "named": net.named_parameters(), "no two alike": Net().parameters()}
+    for name, parameters in saved.items():
+        optimizer = torch.optim.AdamW(parameters)
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                each.grad = torch.ones_like(each)
+        optimizer.step()
+        model = Net() if name == "no two alike" else net
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+        notes = {note.what: note for note in ckpt_tools.plan(tmp_path / "in.pt", tmp_path / "out", to="dcp").notes}
+        assert (ORDER in notes) is (name == "assumed")
+        if name == "assumed":
+            assert notes[ORDER].count == 6 and not notes[ORDER].is_loss and "param_order=" in notes[ORDER].why
+            assert ORDER in [note.what for note in ckpt_tools.inspect(tmp_path / "in.pt").notes]
+        for state in ("all", "model"):
+            plan = ckpt_tools.plan(tmp_path / "in.pt", tmp_path / "out.pt", state=state)  # type: ignore[arg-type]
+            assert ORDER not in [note.what for note in plan.notes]
+
+
+GROUPS = {
+    "halves of one shape": [[0, 1], [2]],
+    "one layer each": [[0], [1], [2]],
+    "the last first": [[2], [0, 1]],
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_groups_of_the_same_shapes_are_not_guessed(groups: str, tmp_path: Path) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    optimizer = torch.optim.AdamW(
+        [{"params": [each for layer in layers for each in net[layer].parameters()]} for layers in GROUPS[groups]]
+    )
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    with pytest.raises(UnsupportedError, match="nothing here proves which ones are meant"):
+        ckpt_tools.plan(tmp_path / "in.pt", tmp_path / "out", to="zero3", world_size=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_the_step_of_torchtitan_and_the_states_of_its_ranks(is_compressed: bool, tmp_path: Path) -> None:
+    state = {"w": torch.ones(6, 2), "train_state": {"step": torch.tensor(1234, dtype=torch.int32)}}
+    state["dataloader"] = {f"dp_rank_{rank}": b"state" for rank in range(4)} | {"world_size": 4}
+    launch.pool(2).run(_save_as_titan, state, str(tmp_path / "run" / "final"), is_compressed)
+    assert ckpt_tools.inspect(tmp_path / "run" / "final").step == 1234
+    (listed,) = ckpt_tools.ls(tmp_path / "run").checkpoints
+    assert listed.step == 1234
+    assert ckpt_tools.inspect(f"{tmp_path}/run@latest").step == 1234
+    assert not ckpt_tools.convert(f"{tmp_path}/run/final", tmp_path / "same", to="dcp", strict=True).notes
+    report = ckpt_tools.reshard(tmp_path / "run" / "final", tmp_path / "out", world_size=3)
+    (note,) = report.notes
+    assert (note.what, note.count, note.is_loss) == ("dataloader", 4, True)
+    assert keys_of(tmp_path / "out") == keys_of(tmp_path / "run" / "final")
+    with pytest.raises(LossError, match="dataloader"):
+        ckpt_tools.reshard(tmp_path / "run" / "final", tmp_path / "no", world_size=3, strict=True)
+
+
+def _save_as_titan(state: dict[str, Any], folder: str, is_compressed: bool) -> None:
+    extensions: list[Any] = [ZStandard()] if is_compressed else []
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, _extensions=extensions))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_entries_that_were_saved_whole_are_told_where_they_are_taken_apart(tmp_path: Path) -> None:
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(trained("groups"), checkpoint_id=tmp_path / "in", planner=planner, no_dist=True)
+    options: Any = {"to": "dcp", "model_key": "net"}
+    report = ckpt_tools.convert(tmp_path / "in", tmp_path / "out", **options)
+    assert any(note.is_loss and note.what.startswith("the form of net as one entry") for note in report.notes)
+    with pytest.raises(LossError, match="net as one entry"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "no", strict=True, **options)
+    assert not ckpt_tools.convert(tmp_path / "out", tmp_path / "again", strict=True, **options).notes
+    with pytest.raises(LossError, match="the form of the optimizer of Megatron-FSDP"):
+        ckpt_tools.reshard(make("megatron-fsdp").source, tmp_path / "no", world_size=3, strict=True)
+
+
+def test_names_beside_numbers_are_renamed_with_the_weights(tmp_path: Path) -> None:
+    torch.save(trained("named"), tmp_path / "in.pt")
+    options: Any = {"state": "all", "model_key": "net", "rename": [r"^(.)=layers.\1"]}
+    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pt", strict=True, **options)
+    (optimizer,) = torch.load(tmp_path / "out.pt", weights_only=True)["optimizers"]
+    assert optimizer["param_groups"][0]["params"] == list(range(6))
+    assert optimizer["param_groups"][0]["param_names"][0] == "layers.0.weight"
+    assert set(ckpt_tools.inspect(tmp_path / "out.pt", model_key="net").optimizer_slots) >= {"exp_avg", "step"}
