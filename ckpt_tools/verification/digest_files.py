@@ -75,16 +75,12 @@ def recorded_digests(src: str | Path, *, storage_options: Mapping[str, Any] | No
     check_storage_options(storage_options, src)
     url = named(src, storage_options)
     files = open_source(url, storage_options).files
-    is_one = len(files) == 1
-    if str(url).startswith(("http://", "https://")) if is_one else not any(_is_list(path) for path in files):
+    has_list = any(path.rpartition("/")[2] == DIGESTS_NAME for path in files)
+    if str(url).startswith(("http://", "https://")) if len(files) == 1 else not has_list:
         return {}
     source, manifest = read_checkpoint(url, ReadOptions(), storage_options=storage_options)
     listed = digests.one_copy(stored_digests(source, manifest, storage_options) or {}, weights=MASTER)
     return {key.fqn: digest for key, digest in listed.items() if key.slot == WEIGHT}
-
-
-def _is_list(path: str) -> bool:
-    return path.rpartition("/")[2] == DIGESTS_NAME
 
 
 def digests_url(source: Source, manifest: Manifest) -> str:

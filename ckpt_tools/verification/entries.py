@@ -26,7 +26,9 @@ _ABSENT = object()
 
 def differing_entries(ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> list[Difference]:
     """Entries that both sides have, with other values."""
-    found = [*_options(ours, theirs, names), *_steps(ours, theirs, names)]
+    found = [*_options(ours, theirs, names)]
+    if None not in (ours.step, theirs.step) and ours.step != theirs.step:
+        found.append(_difference("step", ours.step, theirs.step, names))
     for path, a, b in _pairs(_entries(ours), _entries(theirs)):
         if not path.startswith(HEADER_ENTRY) and _is_plain(a) and _is_plain(b) and not _same(a, b):
             found.append(_difference(path, a, b, names))
@@ -69,11 +71,6 @@ def _options(ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> Iterat
 
 def _by_parameter(manifest: Manifest) -> dict[str, Mapping[str, Any]]:
     return {fqn: group.options for group in manifest.groups for fqn in group.params}
-
-
-def _steps(ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> Iterator[Difference]:
-    if None not in (ours.step, theirs.step) and ours.step != theirs.step:
-        yield _difference("step", ours.step, theirs.step, names)
 
 
 def _entries(manifest: Manifest) -> dict[str, Any]:

@@ -76,10 +76,8 @@ def named_list(url: str | Path, src: str | Path, storage_options: StorageOptions
         found = _below(replace(found, name=inner), inner.rpartition("/")[0])
     else:
         found = _without_root(found, PurePosixPath(folder).name, source)
-    return _of_one_file(found, source) if is_one else found
-
-
-def _of_one_file(found: FileList, source: Source) -> FileList:
+    if not is_one:
+        return found
     files = {path: wanted for path, wanted in found.files.items() if path in source.files}
     if not files:
         raise UsageError(f"{found.name} does not name {listed(list(source.files))}")
@@ -124,15 +122,13 @@ def found_lists(source: Source, folders: Collection[str]) -> tuple[list[FileList
     """
     if is_one_file(source):
         return _beside(source), []
-    paths = [path for path in source.files if path.rpartition("/")[0] in {"", *folders}]
-    names = [path for path in paths if _is_list(path.rpartition("/")[2])]
-    lists = [_below(_parsed(source, path), path.rpartition("/")[0]) for path in names]
+    lists = []
+    for path in source.files:
+        folder, _, name = path.rpartition("/")
+        if folder in {"", *folders} and (name == INTEGRITY_NAME or SUMS.fullmatch(name)):
+            lists.append(_below(_parsed(source, path), folder))
     downloaded, notes = _of_download(Source(source.store, {**source.store.hidden(), **source.files}))
     return [*lists, *downloaded, *_of_snapshot(source.store)], notes
-
-
-def _is_list(name: str) -> bool:
-    return name == INTEGRITY_NAME or SUMS.fullmatch(name) is not None
 
 
 def _beside(source: Source) -> list[FileList]:

@@ -116,13 +116,11 @@ def _parsed_line(text: str, path: str, number: int) -> tuple[str, Wanted]:
         raise MalformedError(f"line {number:,} is not DIGEST  FILE, as sha256sum writes it", path=path)
     if not algorithms:
         raise MalformedError(f"line {number:,} has a digest of no known algorithm", path=path)
-    return _unescaped(name, path, number) if line != text else name, Wanted(digest, algorithms)
-
-
-def _unescaped(name: str, path: str, number: int) -> str:
-    if re.fullmatch(r"(?:[^\\]|\\[\\nr])*", name, re.S) is None:
-        raise MalformedError(f"line {number:,} has an unknown escape", path=path)
-    return re.sub(r"\\[\\nr]", lambda found: _ESCAPES[found[0]], name)
+    if line != text:
+        if re.fullmatch(r"(?:[^\\]|\\[\\nr])*", name, re.S) is None:
+            raise MalformedError(f"line {number:,} has an unknown escape", path=path)
+        name = re.sub(r"\\[\\nr]", lambda found: _ESCAPES[found[0]], name)
+    return name, Wanted(digest, algorithms)
 
 
 def _algorithms(path: str, num_digits: int) -> tuple[str, ...]:

@@ -89,13 +89,10 @@ def _archives(source: Source, manifest: Manifest) -> Iterator[Archive]:
 
 
 def _item(table: ShardTable, row: int, key: StateKey) -> Archive:
-    return Archive(table.byte_range(row), key, _limit(table, row), (table.dtype, table.box(row).shape))
-
-
-def _limit(table: ShardTable, row: int) -> int | None:
-    if table.framing is not Framing.ZSTD_ITEM:
-        return None
-    return int(table.numels[row]) * table.dtype.item_bytes + MAX_OVERHEAD_BYTES
+    limit = None
+    if table.framing is Framing.ZSTD_ITEM:
+        limit = int(table.numels[row]) * table.dtype.item_bytes + MAX_OVERHEAD_BYTES
+    return Archive(table.byte_range(row), key, limit, (table.dtype, table.box(row).shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,10 @@ def replaced_files(place: Place, written: Iterable[str]) -> Mapping[str, int]:
             f"{place.url} contains files that are not part of its checkpoint: {listed(others)}; "
             f"{option('overwrite', True)} replaces only the checkpoint: move the other files away, or {ELSEWHERE}"
         )
-    _check_tags(place, files, written)
+    # In formats that keep each checkpoint in a folder of its own, only the one of the same name is replaced.
+    new = _folders(written)
+    if new and (old := sorted(_folders(files) - new)):
+        raise DestinationExistsError(f"{place.url} holds {old[0]} too, which replacing it would delete; {ELSEWHERE}")
     return files
 
 
@@ -83,14 +86,6 @@ def _beside(source: Source, digests: str) -> frozenset[str]:
     found = {path for path in signatures if is_signature(source.read_all(path, limit_bytes=MAX_SIGNATURE_BYTES))}
     is_there = digests in source.files and is_list(source, digests)
     return frozenset(found | ({digests} if is_there else set()))
-
-
-def _check_tags(place: Place, files: Iterable[str], written: Iterable[str]) -> None:
-    """In formats that keep each checkpoint in a folder of its own, only the one of the same name is replaced."""
-    new = _folders(written)
-    others = sorted(_folders(files) - new)
-    if new and others:
-        raise DestinationExistsError(f"{place.url} holds {others[0]} too, which replacing it would delete; {ELSEWHERE}")
 
 
 def _folders(paths: Iterable[str]) -> set[str]:

@@ -180,7 +180,8 @@ class _Sums:
         self.least = lowest if self.least is None else min(self.least, lowest)
         self.most = highest if self.most is None else max(self.most, highest)
         if self._is_exact:
-            self._total += _exact_sum(finite)
+            # The sum of 64-bit integers, by halves: a block's sum of each half fits.
+            self._total += (int((finite >> 32).sum()) << 32) + int((finite & 0xFFFFFFFF).sum())
             self.norm = math.hypot(self.norm, _norm(finite.astype(np.float64)))
         else:
             exponent = _exponent(finite)
@@ -204,11 +205,6 @@ class _Sums:
         self.num_nan += num_nan
         self.num_inf += num_others - num_nan
         return np.asarray(elements[is_finite])
-
-
-def _exact_sum(elements: NDArray[Any]) -> int:
-    """The sum of 64-bit integers, by halves: a block's sum of each half fits."""
-    return (int((elements >> 32).sum()) << 32) + int((elements & 0xFFFFFFFF).sum())
 
 
 def _exponent(elements: NDArray[np.float64]) -> int:

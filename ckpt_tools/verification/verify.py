@@ -92,21 +92,14 @@ def verify_one(
         if report is None or report.equal:
             raise
         return report
-    listed = checked(_folders(manifest))
+    tensor_files = {file for entry in manifest.tensors.values() for file in entry.shards.files}
+    listed = checked({file.rpartition("/")[0] for file in tensor_files.difference(manifest.literals)})
     if listed is not None and not listed.equal:
         return listed
     report = verify_alone(source, manifest, options, how, against=against)
     if listed is None:
         return report
     return replace(report, notes=report.notes + listed.notes, num_files=listed.num_files, lists=listed.lists)
-
-
-def _folders(manifest: Manifest) -> set[str]:
-    """The folders of the files that hold tensors."""
-    files = {
-        file for entry in manifest.tensors.values() for file in entry.shards.files if file not in manifest.literals
-    }
-    return {file.rpartition("/")[0] for file in files}
 
 
 def verify_alone(

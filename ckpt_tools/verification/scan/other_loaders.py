@@ -92,11 +92,8 @@ def _leads_to_a_directory(piece: Piece, at: int) -> bool:
     if piece.read(locator, locator + 4) == LOCATOR64_MAGIC:
         return True
     *_, num_bytes, start, _ = END.unpack(end)
-    return any(_has_directory(piece, place) for place in (start, at - num_bytes))
-
-
-def _has_directory(piece: Piece, at: int) -> bool:
-    return 0 <= at < piece.size and piece.read(at, min(at + 4, piece.size)) == CENTRAL_MAGIC
+    places = [place for place in (start, at - num_bytes) if 0 <= place < piece.size]
+    return any(piece.read(place, min(place + 4, piece.size)) == CENTRAL_MAGIC for place in places)
 
 
 def check_items(whole: Piece, tails: Collection[tuple[int, int]]) -> None:

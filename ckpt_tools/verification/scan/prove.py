@@ -22,22 +22,16 @@ from ckpt_tools.serialization.legacy_proof import inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
 from ckpt_tools.serialization.pickle.load import check_start
 from ckpt_tools.serialization.pickle.machine import JoblibArrayError, PersistentLoad, TooLongError
-from ckpt_tools.serialization.pickle.proof import Proof, Refusal, UnlistedNameError, prove
+from ckpt_tools.serialization.pickle.proof import Proof, UnlistedNameError, prove
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, described_storage, noted
 from ckpt_tools.serialization.torch_legacy import is_legacy
-from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, TORCHSCRIPT, Record
+from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, TORCHSCRIPT
 from ckpt_tools.verification.scan import kinds
 from ckpt_tools.verification.scan.alike import ProvenItems
 from ckpt_tools.verification.scan.arrays import check_end, inflated_array, npy_elements
 from ckpt_tools.verification.scan.budget import InflationBudget, PickleBudget
 from ckpt_tools.verification.scan.configuration import CodeName, code_names, instantiator
-from ckpt_tools.verification.scan.findings import (
-    CouldRunError,
-    Danger,
-    FindingCollector,
-    NotLookedIntoError,
-    Region,
-)
+from ckpt_tools.verification.scan.findings import CouldRunError, Danger, FindingCollector, NotLookedIntoError
 from ckpt_tools.verification.scan.kinds import TEXTS, Kind
 from ckpt_tools.verification.scan.other_loaders import RunsElsewhereError, check_one_meaning
 from ckpt_tools.verification.scan.piece import Piece
@@ -72,7 +66,9 @@ class Prover:
             return
         kind = kinds.kind_of(piece.file, piece.head(_HEAD_BYTES))
         if kind is Kind.PROGRAM:
-            self._program(piece)
+            is_small = piece.size <= kinds.MAX_KNOWN_PROGRAM_BYTES
+            if not is_small or hashlib.sha256(piece.whole()).hexdigest() not in kinds.KNOWN_PROGRAMS:
+                self._notebook.add(piece.file, piece.place, Danger.COULD_RUN, "it is a program")
             return
         if kind in TEXTS and piece.size <= MAX_TEXT_BYTES:
             piece = piece.held()
@@ -131,7 +127,10 @@ class Prover:
         if head.startswith(LOCAL_MAGIC):
             self._zip(piece, Kind.PICKLED)
         elif is_legacy(head):
-            self._legacy(piece)
+            start = 0
+            for proof in prove_legacy(piece.read, piece.size, piece.file, allowed=self._notebook.allowed).pickles:
+                self._note(piece, "", proof, start)
+                start += proof.stop
         else:
             self._pickle_file(piece)
 
@@ -142,7 +141,14 @@ class Prover:
                 raise NotLookedIntoError("a pickle of more than 4 GB")
             proof = self._pickle(piece, piece.whole(), "")
         except JoblibArrayError:
-            proof = self._joblib(piece)
+            proof = prove_joblib(
+                piece.read,
+                piece.size,
+                piece.file,
+                allowed=self._notebook.allowed,
+                inner=lambda inner: inner_storage(inner, piece.file),
+            )
+            self._note(piece, "", proof)
         if piece.file.endswith(".metadata"):
             if not isinstance(proof.value, Metadata):
                 raise MalformedError("it is not the metadata of a DCP")
@@ -162,30 +168,17 @@ class Prover:
         self._note(piece, place, proof, start)
         return proof
 
-    def _joblib(self, piece: Piece) -> Proof:
-        allowed = self._notebook.allowed
-        proof = prove_joblib(
-            piece.read, piece.size, piece.file, allowed=allowed, inner=lambda inner: inner_storage(inner, piece.file)
-        )
-        self._note(piece, "", proof)
-        return proof
-
     def _note(self, piece: Piece, place: str, proof: Proof, start: int = 0) -> None:
         self._notebook.note(proof)
         self._add_names(piece, instantiator(proof.value))
         for refusal in proof.refusals:
             where = piece.within(", ".join(filter(None, (place, f"byte {refusal.at:,}"))))
             danger = Danger.RUNS if refusal.name else Danger.COULD_RUN
-            self._notebook.add(piece.file, where, danger, refusal.what, region=_opcode(piece, start, refusal))
+            # The opcode that makes the object; there is none for a name that is only mentioned, or in compressed data.
+            region = None if piece.start is None or not refusal.at else (piece.start + start + refusal.at, 1)
+            self._notebook.add(piece.file, where, danger, refusal.what, region=region)
         if left := proof.num_refusals - len(proof.refusals):
             self._notebook.add(piece.file, piece.within(place), Danger.COULD_RUN, f"{left:,} more", count=left)
-
-    def _legacy(self, piece: Piece) -> None:
-        found = prove_legacy(piece.read, piece.size, piece.file, allowed=self._notebook.allowed)
-        start = 0
-        for proof in found.pickles:
-            self._note(piece, "", proof, start)
-            start += proof.stop
 
     # Archives
 
@@ -193,7 +186,11 @@ class Prover:
         directory, ranges = covered_zip(piece.read, piece.size, piece.file, deflated_suffix=".npy")
         if kind is not Kind.PICKLED and all(name.endswith(".npy") for name in ranges):
             for name, (start, stop) in ranges.items():
-                self._member(piece.part(start, stop, name), directory.records[name])
+                member, record = piece.part(start, stop, name), directory.records[name]
+                is_stored = record.deflated_size is None
+                array = member if is_stored else inflated_array(member, record, self.inflation, self._pickle_budget)
+                if array is not None:
+                    self._npy(array)
             return
         if kind is Kind.NPZ:
             raise MalformedError("it is a zip archive, and not all of its records are arrays")
@@ -219,13 +216,6 @@ class Prover:
         _check_records(piece, records, storages)
 
     # Others
-
-    def _member(self, piece: Piece, record: Record) -> None:
-        """An array of a ``.npz``."""
-        is_stored = record.deflated_size is None
-        array = piece if is_stored else inflated_array(piece, record, self.inflation, self._pickle_budget)
-        if array is not None:
-            self._npy(array)
 
     def _npy(self, piece: Piece) -> None:
         """An array without objects, or one of objects, which is a pickle to the last byte behind the same header."""
@@ -256,17 +246,6 @@ class Prover:
             at = stop
         if at != piece.size - 8 - length:
             raise MalformedError("bytes behind its tensors belong to nothing")
-
-    def _program(self, piece: Piece) -> None:
-        is_small = piece.size <= kinds.MAX_KNOWN_PROGRAM_BYTES
-        if is_small and hashlib.sha256(piece.whole()).hexdigest() in kinds.KNOWN_PROGRAMS:
-            return
-        self._notebook.add(piece.file, piece.place, Danger.COULD_RUN, "it is a program")
-
-
-def _opcode(piece: Piece, start: int, refusal: Refusal) -> Region | None:
-    """The opcode that makes the object; none for a name that is only mentioned, and in compressed data."""
-    return None if piece.start is None or not refusal.at else (piece.start + start + refusal.at, 1)
 
 
 _SMALL = {

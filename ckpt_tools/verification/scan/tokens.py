@@ -189,7 +189,10 @@ class _Tokens:
         except UnicodeDecodeError:
             raise _FailsError from None
         if not attribute:
-            return _is_standard(name)
+            # Python's unpickler leaves out the last byte of a line at the end of the data.
+            if sys.stdlib_module_names.isdisjoint(each.partition(".")[0] for each in (name, name[:-1])):
+                raise _FailsError
+            return True
         if _MODULE.fullmatch(name):
             return True
         if is_inst:
@@ -199,14 +202,6 @@ class _Tokens:
         self._has_odd_import = True
         self._depth += 1
         return False
-
-
-def _is_standard(line: str) -> bool:
-    """True if the line, or the line without its last byte as Python's unpickler takes it at the end of the data, is a
-    module of Python. Raises _FailsError otherwise."""
-    if sys.stdlib_module_names.isdisjoint(each.partition(".")[0] for each in (line, line[:-1])):
-        raise _FailsError
-    return True
 
 
 class _Reader:
