@@ -221,7 +221,10 @@ class _Reading:
         self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
         weights = {key.fqn: e for key, e in self.manifest.tensors.items() if key.slot == WEIGHT}
         weights = {name: entry for name, entry in weights.items() if entry.kind is Kind.PARAMETER and entry.numel}
-        main = _main_type(weights.values())
+        numels: Counter[DType] = Counter()
+        for entry in weights.values():
+            numels[entry.dtype] += entry.numel
+        main = max(numels, key=lambda dtype: numels[dtype], default=None)
         return [ParamGroup(tuple(name for name, entry in weights.items() if entry.dtype is main), {})]
 
     def _members(self, group: ParamGroup) -> tuple[str, ...]:
@@ -326,13 +329,6 @@ class _Reading:
 def _master(manifest: Manifest, name: str) -> StateKey:
     key = StateKey(name, MASTER)
     return key if key in manifest.tensors else StateKey(name)
-
-
-def _main_type(entries: Iterable[TensorEntry]) -> DType | None:
-    numels: Counter[DType] = Counter()
-    for entry in entries:
-        numels[entry.dtype] += entry.numel
-    return max(numels, key=lambda dtype: numels[dtype], default=None)
 
 
 def _distinct(names: Iterable[str]) -> dict[str, None]:

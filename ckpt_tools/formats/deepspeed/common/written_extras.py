@@ -48,13 +48,11 @@ class Settings:
         of_stage_1_and_2 = stage < 3 and not is_bf16_optimizer
         is_round_robin = of_stage_1_and_2 and zero.get("round_robin_gradients") is True
         is_offloaded = _dict(zero.get("offload_optimizer")).get("device", "none") != "none"
-        return cls(_sub_group_size(zero.get("sub_group_size")), is_round_robin, of_stage_1_and_2 and not is_offloaded)
-
-
-def _sub_group_size(found: Any) -> int:
-    """JSON writes 1e9 as a float, and Hugging Face's configs may have ``auto``."""
-    is_number = isinstance(found, int | float) and not isinstance(found, bool) and 0 <= found < 1 << 62
-    return int(found) if is_number else DEFAULT_SUB_GROUP_SIZE
+        # JSON writes 1e9 as a float, and Hugging Face's configs may have ``auto``.
+        size = zero.get("sub_group_size")
+        is_number = isinstance(size, int | float) and not isinstance(size, bool) and 0 <= size < 1 << 62
+        sub_group_size = int(size) if is_number else DEFAULT_SUB_GROUP_SIZE
+        return cls(sub_group_size, is_round_robin, of_stage_1_and_2 and not is_offloaded)
 
 
 def adapted(config: Mapping[str, Any], stage: int, dtype: DType) -> dict[str, Any]:
@@ -204,6 +202,9 @@ class Extras:
         others = {name: value for name, value in extra.items() if name not in (*_NEUTRAL, scheduler.source)}
         client = {**others, **_dict(extra.get("client_state"))}
         shadowing = [name for name in client if name in RESERVED]
+        # The reason why an entry has no place is a note of the reader, if there is one.
+        why_not = {note.what: note.why for note in manifest.notes if note.outcome is Outcome.KEPT}
+        reserved = "DeepSpeed uses this name for something else"
         scaler = extra.get("loss_scaler")
         return cls(
             global_steps=steps or 0,
@@ -216,7 +217,7 @@ class Extras:
                 *_notes(manifest, steps),
                 *scheduler.notes,
                 *_scaler_notes(manifest, scaler, dtype),
-                *(Note(Outcome.DROPPED, name, _why_not(manifest, name)) for name in shadowing),
+                *(Note(Outcome.DROPPED, name, why_not.get(name, reserved)) for name in shadowing),
             ),
         )
 
@@ -253,12 +254,6 @@ def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
         why = "it belongs to the partitions of each rank and cannot be partitioned again"
         notes.append(Note(Outcome.DROPPED, "optimizer state of each rank's own kind", why, len(partitions)))
     return notes
-
-
-def _why_not(manifest: Manifest, name: str) -> str:
-    """The reason why an entry has no place: a note of the reader, if there is one."""
-    known = {note.what: note.why for note in manifest.notes if note.outcome is Outcome.KEPT}
-    return known.get(name, "DeepSpeed uses this name for something else")
 
 
 def _scaler_notes(manifest: Manifest, found: Any, dtype: DType) -> list[Note]:

@@ -126,7 +126,10 @@ def _groups_in_stage3(state: TrainingState, extras: Extras) -> Iterator[Note]:
     size = Settings.of(extras.config, 3, DType.FLOAT32).sub_group_size
     options = [group.options for group in state.groups]
     differing = sorted({name for group in options for name in group} - set(stage3_options(options)))
-    shared = [] if _counts_in_python(state) else ["one step count, which runs ahead"]
+    # DeepSpeed's own optimizers have plain numbers: each sub-group counts up its own.
+    steps = [state.manifest.tensors[group.scalars[STEP]] for group in state.groups]
+    are_numbers = all(set(entry.shards.files) <= state.manifest.literals.keys() for entry in steps)
+    shared = [] if are_numbers else ["one step count, which runs ahead"]
     if differing:
         shared.insert(0, f"the same hyperparameters, so that {', '.join(differing)} stay as the job sets them")
     if len(options) > 1 and shared:
@@ -138,12 +141,6 @@ def _groups_in_stage3(state: TrainingState, extras: Extras) -> Iterator[Note]:
             f"which get {shared[0]}; zero3 restores each one's own"
         )
         yield Note(Outcome.KEPT, "the step count in stage 3", why)
-
-
-def _counts_in_python(state: TrainingState) -> bool:
-    """Whether steps are plain numbers, as in DeepSpeed's own optimizers: each sub-group counts up its own."""
-    steps = [state.manifest.tensors[group.scalars[STEP]] for group in state.groups]
-    return all(set(entry.shards.files) <= state.manifest.literals.keys() for entry in steps)
 
 
 def _groups_in_stages_1_and_2(groups: Sequence[Group]) -> Iterator[Note]:

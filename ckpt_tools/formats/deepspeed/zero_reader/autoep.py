@@ -247,16 +247,15 @@ def _without_zero(source: Source, tag: TagFiles, files: ExpertFiles, fused: Fuse
         parts.append(FusedRank(own, each, part=f"rank{rank}.", rank=rank, fused=fused, weights=tables).manifest())
     joined = Joining(parts, ExpertRules({}, fused.path, fused), of="expert-parallel rank").manifest()
     literals = {name: data for part in parts for name, data in part.literals.items()}
-    equal = (*joined.must_equal, *_equal_numbers(parts, fused))
-    return replace(joined, world_size=parts[0].world_size, literals=literals, must_equal=equal)
-
-
-def _equal_numbers(parts: Sequence[Manifest], fused: Fused) -> Iterator[Equal]:
-    """The steps of experts, which are one number of one tensor."""
-    for key, entry in parts[0].tensors.items():
-        if entry.kind is Kind.STATE and not entry.shape and fused.layer_of(key.fqn):
-            for rank, part in enumerate(parts[1:], 1):
-                yield Equal(f"{key} of expert-parallel ranks 0 and {rank}", entry, part.tensors[key])
+    # The steps of experts are one number of one tensor.
+    equal = [
+        Equal(f"{key} of expert-parallel ranks 0 and {rank}", entry, part.tensors[key])
+        for key, entry in parts[0].tensors.items()
+        if entry.kind is Kind.STATE and not entry.shape and fused.layer_of(key.fqn)
+        for rank, part in enumerate(parts[1:], 1)
+    ]
+    must_equal = (*joined.must_equal, *equal)
+    return replace(joined, world_size=parts[0].world_size, literals=literals, must_equal=must_equal)
 
 
 def _local_shapes(source: Source, fused: Fused, files: ExpertFiles) -> dict[str, Shape]:

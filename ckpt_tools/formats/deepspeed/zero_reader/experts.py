@@ -131,10 +131,6 @@ def _layer_of(name: str, layers: Mapping[str, Layer]) -> str | None:
     return prefix if infix and prefix in layers else None
 
 
-def _no_files(prefix: str, path: str) -> IncompleteError:
-    return IncompleteError("no file of an expert (layer_0_expert_0_...) is of this layer", path=path, key=prefix)
-
-
 def open_layers(source: Source, model: ModelStates, files: ExpertFiles) -> dict[str, Layer]:
     """The files of all experts, by the prefix of their names. Raises FormatError if one is missing or damaged, or is
     not of its layer or number."""
@@ -205,7 +201,8 @@ def local_counts(layers: Mapping[str, Layer], model: ModelStates, num_ranks: Map
     names = (*model.trainable, *model.frozen_shapes, *model.buffers, *model.ties, *model.ties.values())
     for prefix, number, _ in filter(None, map(split_expert, names)):
         if prefix not in seen:
-            raise _no_files(prefix, model.file.path)
+            message = "no file of an expert (layer_0_expert_0_...) is of this layer"
+            raise IncompleteError(message, path=model.file.path, key=prefix)
         seen[prefix].add(number)
     return {prefix: _local(prefix, seen[prefix], len(layers[prefix].files), num_ranks, model) for prefix in layers}
 

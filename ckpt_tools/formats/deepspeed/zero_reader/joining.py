@@ -30,8 +30,9 @@ class Joining:
     def manifest(self) -> Manifest:
         """Raises FormatError where the parts do not fit each other or the rules."""
         first = self.parts[0]
+        names = [{key for key, entry in part.tensors.items() if entry.kind is not Kind.EXTRA} for part in self.parts]
         check_alike(
-            ("tensors", [_names(part) for part in self.parts]),
+            ("tensors", names),
             ("ties", [dict(part.aliases) for part in self.parts]),
             ("parameter groups", [[group.params for group in part.groups] for part in self.parts]),
             ("step", [part.step for part in self.parts]),
@@ -87,10 +88,6 @@ class Joining:
                 why = "they pad the vocabulary for tensor parallelism (original_vocab_size)"
                 self.notes.append(Note(Outcome.DROPPED, f"rows {rows} of {name}", why))
         return self.joins[name]
-
-
-def _names(part: Manifest) -> set[StateKey]:
-    return {key for key, entry in part.tensors.items() if entry.kind is not Kind.EXTRA}
 
 
 def check_alike(*values: tuple[str, Sequence[object]], of: str, path: str) -> None:

@@ -122,16 +122,13 @@ class Saved:
 def _groups(found: Mapping[Value, Value], path: str) -> tuple[Mapping[str, Value], ...]:
     groups = checked(found, "param_groups", list, path)
     for group in groups:
-        if not isinstance(group, dict) or not _are_numbers(group.get("params")):
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, list) or not all(type(number) is int for number in params):
             raise MalformedError("a param group has no list 'params' of numbers", path=path, key="param_groups")
     numbers = [number for group in groups for number in group["params"]]
     if len(set(numbers)) != len(numbers):
         raise MalformedError("its param groups name a parameter twice", path=path, key="param_groups")
     return tuple(groups)
-
-
-def _are_numbers(found: Value) -> bool:
-    return isinstance(found, list) and all(type(number) is int for number in found)
 
 
 def _states(found: Mapping[Value, Value], path: str) -> dict[int, Slots]:
