@@ -17,10 +17,9 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.core.layout import Crc32, FileSpec, Literal, Padding, Payload, Segment
+from ckpt_tools.core.layout import Crc32, FileSpec, Literal, Padding, Payload
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import Task
@@ -215,14 +214,12 @@ class JournalPolicy:
 def _encoded(what: list[Any] | Receipt) -> bytes:
     """A line break, the CRC-32 of the rest as hex, a space, JSON. The break is in front, where a line that was cut off
     before may need it."""
-    text = json.dumps(_part(what) if isinstance(what, Receipt) else what, separators=(",", ":")).encode()
+    if isinstance(what, Receipt):
+        task = what.task
+        parts = [[*part.covers, part.start, part.stop, part.value] for part in what.parts]
+        what = [_PART, task.file, task.number, task.start, task.stop, what.crc, what.part_tag, parts]
+    text = json.dumps(what, separators=(",", ":")).encode()
     return b"\n%08x %b" % (zlib.crc32(text), text)
-
-
-def _part(receipt: Receipt) -> list[Any]:
-    task = receipt.task
-    parts = [[*part.covers, part.start, part.stop, part.value] for part in receipt.parts]
-    return [_PART, task.file, task.number, task.start, task.stop, receipt.crc, receipt.part_tag, parts]
 
 
 def _lines(data: bytes, kind: str) -> Iterator[list[Any]]:
@@ -263,7 +260,10 @@ def fingerprint(plan: Plan, source: Store) -> str:
     manifest = plan.manifest
     operands = {(name, n): e for name, each in manifest.computed.items() for n, e in enumerate(each.operands)}
     for name in _add_tensors(digest, [*manifest.tensors.items(), *operands.items()]):
-        digest.add(name, _version(source, name))
+        version = ""  # where the store cannot tell, or the file is not needed
+        with suppress(CkptError):
+            version = source.version(name)
+        digest.add(name, version)
     for name, data in sorted(manifest.literals.items()):
         digest.add(name)
         digest.add_bytes(data)
@@ -286,38 +286,22 @@ def _add_tensors(digest: _Digest, tensors: Iterable[tuple[tuple[object, ...], Te
             names |= dict.fromkeys(files)
             digest.add(list(files))
         digest.add(tuple(key), entry.shape, entry.dtype.value, entry.plus, known[which])
-        _add_shards(digest, table)
+        digest.add(table.shape, table.dtype.value, table.framing.value)
+        columns = (table.starts, table.stops, table.file_ids, table.byte_starts, table.byte_stops, table.strides)
+        for column in (*columns, *(table.inner or ())):
+            digest.add_bytes(b"" if column is None else column.tobytes())
     return sorted(names)
-
-
-def _add_shards(digest: _Digest, table: ShardTable) -> None:
-    digest.add(table.shape, table.dtype.value, table.framing.value)
-    columns = (table.starts, table.stops, table.file_ids, table.byte_starts, table.byte_stops, table.strides)
-    for column in (*columns, *(table.inner or ())):
-        digest.add_bytes(b"" if column is None else column.tobytes())
-
-
-def _version(source: Store, name: str) -> str:
-    """Version of the source file; empty if the store cannot tell, or the file is not needed."""
-    try:
-        return source.version(name)
-    except CkptError:
-        return ""
 
 
 def contents(file: FileSpec) -> str:
     """A digest of what is to be in a file: known bytes, and regions of tensors."""
     digest = _Digest()
     for segment in file.load().segments:
-        _add_segment(digest, segment)
+        match segment:
+            case Literal(data):
+                digest.add_bytes(data)
+            case Payload(key, box, shape, dtype):
+                digest.add(tuple(key), box.start, box.stop, shape, dtype.value)
+            case Padding() | Crc32():
+                digest.add(segment)
     return digest.text()
-
-
-def _add_segment(digest: _Digest, segment: Segment) -> None:
-    match segment:
-        case Literal(data):
-            digest.add_bytes(data)
-        case Payload(key, box, shape, dtype):
-            digest.add(tuple(key), box.start, box.stop, shape, dtype.value)
-        case Padding() | Crc32():
-            digest.add(segment)

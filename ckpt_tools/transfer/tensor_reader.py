@@ -142,7 +142,10 @@ class TensorReader:
             if hit.framing is Framing.RAW:
                 self._place(hit, hit.at.start, out)
             else:
-                self._place_from_item(_inflated(hit), self._location(hit), out)
+                location = self._location(hit)
+                if hit.framing is Framing.ZSTD_ITEM:
+                    hit = replace(hit, at=ByteRange(inflated_name(hit.at), 0, 0))
+                self._place_from_item(hit, location, out)
 
     def _place_from_item(self, hit: Hit, location: ItemLocation, out: memoryview) -> None:
         first_byte = location.start + location.storage_offset * hit.dtype.item_bytes
@@ -269,13 +272,6 @@ def _run_length(shape: Shape, strides: Shape) -> int:
 def _opaque(item_bytes: int) -> np.dtype[Any]:
     """A numpy type of that width which copies bits and never looks at them."""
     return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item_bytes, f"V{item_bytes}"))
-
-
-def _inflated(hit: Hit) -> Hit:
-    """A hit in a compressed item as one in what it holds."""
-    if hit.framing is not Framing.ZSTD_ITEM:
-        return hit
-    return replace(hit, at=ByteRange(inflated_name(hit.at), 0, 0))
 
 
 def _strided(hit: Hit, location: ItemLocation) -> Iterator[BoxHit]:

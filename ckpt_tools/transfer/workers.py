@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ckpt_tools.stores.destination import Destination
     from ckpt_tools.stores.source import Store
     from ckpt_tools.transfer.crc_board import Board
-    from ckpt_tools.transfer.execute import PlacedTask, Receipt
     from ckpt_tools.transfer.runners.base import Runner
 
 
@@ -89,13 +88,11 @@ def _on_ray(asked: int | None, plan: Plan, source: Store, target: Destination) -
     num_workers = asked or num_cpus()
     with shared_files(source, target) as check, closing(open_board()) as board:
         in_flight = num_workers * ITEMS_PER_WORKER * plan.task_bytes
-        runner = RayRunner(num_workers, cost=_num_bytes, bytes_in_flight=in_flight, check=check, board=board)
+        runner = RayRunner(
+            num_workers, cost=lambda item: item.task.num_bytes, bytes_in_flight=in_flight, check=check, board=board
+        )
         with closing(runner):
             yield runner, board
-
-
-def _num_bytes(item: PlacedTask | Receipt) -> int:
-    return item.task.num_bytes
 
 
 MAX_DEFAULT_WORKERS = 8

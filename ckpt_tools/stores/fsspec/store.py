@@ -267,7 +267,9 @@ def _judged(error: Exception, url: str) -> Exception:
     fsspec's HTTP file system turns everything that ``info`` meets, a refused connection too, into FileNotFoundError,
     and keeps what happened as its cause (fsspec 2026.9.0, implementations/http.py ``_info``).
     """
-    cause = _cause(error)
+    cause: BaseException = error
+    if isinstance(error, FileNotFoundError) and (first := error.__cause__) is not None:
+        cause = first if _status(first) or _is_of_network(first) else error
     if isinstance(cause, CkptError):
         return cause
     if status := _status(cause):
@@ -285,14 +287,6 @@ def _judged(error: Exception, url: str) -> Exception:
         return StoreError(f"there is no host {host}: its name cannot be resolved", path=url)
     failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=url)
     return TransientError(failed, f"no answer from {host} yet")
-
-
-def _cause(error: Exception) -> BaseException:
-    """The first cause of a FileNotFoundError that fsspec made of a failed request; other errors are their own cause."""
-    cause = error.__cause__
-    if cause is None or not isinstance(error, FileNotFoundError):
-        return error
-    return cause if _status(cause) or _is_of_network(cause) else error
 
 
 def _status(error: BaseException) -> int:

@@ -64,8 +64,11 @@ class ObjectLock:
             if found is None:
                 self.objects.put_absent(self.key, self._text())
             elif not _is_stale(found):
+                # Locks of earlier versions do not name the host.
+                content = _content(found)
+                who = f" (process {content['pid']} on {content['host']})" if {"pid", "host"} <= content.keys() else ""
                 raise DestinationExistsError(
-                    f"another process is writing to {self.url}{_named(found)}; wait for it to end (one that was killed "
+                    f"another process is writing to {self.url}{who}; wait for it to end (one that was killed "
                     f"on another machine is given up {STALE_SECONDS:.0f} seconds after its last sign of life)"
                 )
             else:
@@ -75,7 +78,10 @@ class ObjectLock:
         raise DestinationExistsError(f"another process is about to write to {self.url}; wait for it to end")
 
     def _text(self) -> bytes:
-        return json.dumps({"token": self._token, "beat": self._num_beats, **_process()}).encode()
+        # Others on this machine find the process so.
+        pid = os.getpid()
+        process = {"machine": _machine(), "host": socket.gethostname(), "pid": pid, "started": _started(pid)}
+        return json.dumps({"token": self._token, "beat": self._num_beats, **process}).encode()
 
     def _is_mine(self) -> bool:
         """Read the lock back: a condition may have been ignored, or met by an attempt whose answer was lost."""
@@ -132,12 +138,6 @@ def _content(found: Small) -> dict[str, object]:
     return {}
 
 
-def _named(found: Small) -> str:
-    """Process that holds a lock, for messages. Locks of earlier versions do not name the host."""
-    content = _content(found)
-    return f" (process {content['pid']} on {content['host']})" if {"pid", "host"} <= content.keys() else ""
-
-
 def is_held(found: Small | None) -> bool:
     """True if the lock is held by a process that is not known to be dead."""
     return found is not None and not _is_stale(found)
@@ -158,11 +158,6 @@ def _is_stale(found: Small) -> bool:
         if has_ended:
             return True
     return found.age_seconds > STALE_SECONDS
-
-
-def _process() -> dict[str, object]:
-    """This process, as others on this machine can find it."""
-    return {"machine": _machine(), "host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def _machine() -> str:

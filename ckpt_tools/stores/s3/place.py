@@ -56,7 +56,10 @@ class S3Claim(Claim):
         check_only(self.place.present(), self.place.url, replaced)
         *data, last = paths
         marks = dict(map(self.destination.mark, paths))
-        self._remove_debris(marks)
+        # Incomplete objects of a killed run are removed, except those that it completed for this one.
+        partial_objects = self.destination.notes.partial_objects()
+        completed = self._completed(marks, partial_objects)
+        self.place.bucket.delete([key for key in partial_objects if key not in completed])
         old = self._old(marks, replaced)
         self.destination.notes.publish(*self.destination.mark(last), old)
         try:
@@ -78,12 +81,6 @@ class S3Claim(Claim):
     def add(self, path: str) -> None:
         self.lock.check()
         self.destination.complete(path)
-
-    def _remove_debris(self, marks: Mapping[str, str]) -> None:
-        """Remove incomplete objects of a killed run, except those that it completed for this one."""
-        partial_objects = self.destination.notes.partial_objects()
-        completed = self._completed(marks, partial_objects)
-        self.place.bucket.delete([key for key in partial_objects if key not in completed])
 
     def _completed(self, marks: Mapping[str, str], keys: Iterable[str]) -> set[str]:
         """Those of ``keys`` whose objects have the token of ``marks``: a killed run completed them for this one."""

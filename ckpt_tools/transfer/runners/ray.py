@@ -181,7 +181,6 @@ class _Run(Generic[Item, Result]):
     waiting: list[_Numbered[Item]] = field(default_factory=list)
     """Heap of items that were taken and are not assigned."""
     error: BaseException | None = None
-    num_starting: int = 0
     num_out: int = 0
     bytes_out: int = 0
     is_draining: bool = False
@@ -215,7 +214,6 @@ class _Run(Generic[Item, Result]):
     def start(self, process: Any, num_losses: int = 0) -> None:
         worker = _Worker(process, num_losses)
         self.workers.append(worker)
-        self.num_starting += 1
         self._listen(worker, None, process.start.remote(self.work, self.runner.check))
 
     def _listen(self, worker: _Worker, item: _Numbered[Item] | None, ref: Any) -> None:
@@ -268,7 +266,10 @@ class _Run(Generic[Item, Result]):
         if news.item is None:
             self._started(news.worker, news.ended)
             return ()
-        self._returned(news.worker, news.item)
+        news.worker.num_items -= 1
+        self.num_out -= 1
+        self.bytes_out -= self.runner.cost(news.item.item)
+        self._offer(news.worker, news.worker.num_items)
         result = self._result(news.worker, news.item, news.ended)
         if self.is_draining and self.num_out == 0:
             # Resume in order: no task is under way, so none waits.
@@ -276,12 +277,6 @@ class _Run(Generic[Item, Result]):
                 self.runner.board.resume()
             self.is_draining = False
         return result
-
-    def _returned(self, worker: _Worker, item: _Numbered[Item]) -> None:
-        worker.num_items -= 1
-        self.num_out -= 1
-        self.bytes_out -= self.runner.cost(item.item)
-        self._offer(worker, worker.num_items)
 
     def _offer(self, worker: _Worker, num_items: int) -> None:
         heapq.heappush(self.places, (num_items, next(self._ties), worker))
@@ -300,7 +295,6 @@ class _Run(Generic[Item, Result]):
         return result.result
 
     def _started(self, worker: _Worker, ended: Any) -> None:
-        self.num_starting -= 1
         loss = ended.exception()
         if loss is not None:
             self._lost(worker, loss)

@@ -49,7 +49,7 @@ class Settings:
         is_round_robin = of_stage_1_and_2 and zero.get("round_robin_gradients") is True
         is_offloaded = _dict(zero.get("offload_optimizer")).get("device", "none") != "none"
         # JSON writes 1e9 as a float, and Hugging Face's configs may have ``auto``.
-        size = zero.get("sub_group_size")
+        size: Any = zero.get("sub_group_size")
         is_number = isinstance(size, int | float) and not isinstance(size, bool) and 0 <= size < 1 << 62
         sub_group_size = int(size) if is_number else DEFAULT_SUB_GROUP_SIZE
         return cls(sub_group_size, is_round_robin, of_stage_1_and_2 and not is_offloaded)
