@@ -163,15 +163,15 @@ def build_hf_weights(out: str, llama: Llama) -> None:
 def build_tp_weights(out: str, llama: Llama) -> None:
     """Weights cut along their last axis, as of row-parallel linear layers; vectors are whole on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weights = {name: _inner_shard(parameter, mesh) for name, parameter in empty_model(llama).named_parameters()}
+    weights = {}
+    for name, parameter in empty_model(llama).named_parameters():
+        if parameter.ndim < 2:
+            weights[name] = DTensor.from_local(torch.ones(parameter.shape), mesh, [Replicate()])
+        else:
+            rows, columns = parameter.shape
+            local = fill(torch.empty(rows, columns // mesh.size()))
+            weights[name] = DTensor.from_local(local, mesh, [Shard(1)])
     save({"model": weights}, checkpoint_id=out)
-
-
-def _inner_shard(parameter: Tensor, mesh: Any) -> Tensor:
-    if parameter.ndim < 2:
-        return DTensor.from_local(torch.ones(parameter.shape), mesh, [Replicate()])
-    rows, columns = parameter.shape
-    return DTensor.from_local(fill(torch.empty(rows, columns // mesh.size())), mesh, [Shard(1)])
 
 
 def build_zero(stage: int, out: str, llama: Llama) -> None:

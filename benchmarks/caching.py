@@ -100,7 +100,9 @@ sys.stdin.read()
 @contextmanager
 def ballast(num_bytes: int) -> Iterator[None]:
     """Touch so much memory, and keep one page of each mebibyte until the end."""
-    size = min(num_bytes, _available() // SHARE) >> 20 << 20
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    size = min(num_bytes, available // SHARE) >> 20 << 20
     command = [sys.executable, "-S", "-c", HOLD, str(size)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdin is not None
@@ -110,9 +112,3 @@ def ballast(num_bytes: int) -> Iterator[None]:
             yield
         finally:
             holder.stdin.close()
-
-
-def _available() -> int:
-    """Bytes available without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

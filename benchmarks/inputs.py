@@ -148,17 +148,13 @@ class Cache:
     def make_room(self, num_bytes: int, keep: Path | None = None) -> bool:
         """Delete inputs except `keep`, the oldest first, until so much is free. False if it is not."""
         self.root.mkdir(parents=True, exist_ok=True)
-        inputs = [path for path in self.root.iterdir() if _is_input(path) and path != keep]
+        name = re.compile(rf"({'|'.join(map(re.escape, KINDS))})-\d+-[0-9a-f]+(\.partial)?")
+        folders = [path for path in self.root.iterdir() if path.is_dir() and not path.is_symlink()]
+        inputs = [path for path in folders if name.fullmatch(path.name) and path != keep]
         for folder in sorted(inputs, key=lambda folder: folder.stat().st_mtime):
             if shutil.disk_usage(self.root).free < num_bytes:
                 shutil.rmtree(folder)
         return shutil.disk_usage(self.root).free >= num_bytes
-
-
-def _is_input(path: Path) -> bool:
-    known = "|".join(map(re.escape, KINDS))
-    is_named = re.fullmatch(rf"({known})-\d+-[0-9a-f]+(\.partial)?", path.name) is not None
-    return is_named and path.is_dir() and not path.is_symlink()
 
 
 def _digest() -> str:

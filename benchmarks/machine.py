@@ -17,28 +17,20 @@ FRAMEWORKS = ("torch", "deepspeed", "safetensors", "accelerate")
 
 def described(folder: Path) -> dict[str, str]:
     """Processor, memory, the file system that `folder` is on, kernel, Python and the peers' versions."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    # Family and number too, since a virtual machine may hide the model.
+    numbers = f"family {fields.get('cpu family', '?')}, model {fields.get('model', '?')}"
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    folder = folder.resolve()
     return {
-        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "processor": f"{fields.get('model name', platform.machine())} ({numbers}), {os.cpu_count()} cores",
         "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
-        "file system": _file_system(folder.resolve()),
+        "file system": max((point, kind) for point, kind in mounts if folder.is_relative_to(point))[1],
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         **{name: version(name) for name in FRAMEWORKS},
     }
-
-
-def _processor() -> str:
-    """Model, family and model number: a virtual machine may hide the first."""
-    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    numbers = f"family {fields.get('cpu family', '?')}, model {fields.get('model', '?')}"
-    return f"{fields.get('model name', platform.machine())} ({numbers})"
-
-
-def _file_system(folder: Path) -> str:
-    """The type of the longest mount point that is a parent."""
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    return max((point, kind) for point, kind in mounts if folder.is_relative_to(point))[1]
 
 
 def load() -> str:

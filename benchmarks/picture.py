@@ -27,7 +27,9 @@ def draw(found: Sequence[Result]) -> str:
             picture.y += BAR + 2
         picture.y += LINE / 2
     picture.line((MARGIN, picture.y), (WIDTH - MARGIN, picture.y))
-    for tick in range(0, int(longest) + 1, _step(longest)):
+    # At most five ticks.
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if longest < 5 * step)
+    for tick in range(0, int(longest) + 1, step):
         x = MARGIN + tick * scale
         picture.line((x, picture.y), (x, picture.y + 5))
         picture.text(f"{tick} s" if tick else "0", x, picture.y + LINE, anchor="middle")
@@ -44,8 +46,3 @@ def _bars(result: Result) -> Iterator[tuple[str, float, str]]:
         yield f"{result.work.peer}: {theirs.seconds:.1f} s", theirs.seconds, PEER_COLOUR
     else:
         yield f"{result.work.peer}: fails" if result.work.peer else "no other tool does this", 0, PEER_COLOUR
-
-
-def _step(longest: float) -> int:
-    """Seconds between ticks: at most five of them."""
-    return next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if longest < 5 * step)

@@ -31,7 +31,8 @@ def write(journal: Journal, folder: Path, readme: Path | None = None, page: Path
     if few := [result for result in found if result.work.name in README_WORKS]:
         (folder / "picture.svg").write_text(draw(few))
     if readme:
-        refresh(readme, README_SECTION, "\n".join(_few_rows(found)))
+        header = "conversion | output | ours | `cp -r` of the output | fastest other tool | memory: ours, theirs"
+        refresh(readme, README_SECTION, "\n".join(markdown(header, map(_few_cells, few), texts=(0, 4))))
     if page:
         refresh(page, PAGE_SECTION, "\n".join(_section(journal, found)))
 
@@ -46,13 +47,6 @@ def refresh(document: Path, name: str, section: str) -> None:
 
 def markers(name: str) -> tuple[str, str]:
     return f"<!-- {name}:start -->", f"<!-- {name}:end -->"
-
-
-def _few_rows(found: Sequence[Result]) -> list[str]:
-    """README's table: time and memory of ours, of `cp -r` and of the peer."""
-    header = "conversion | output | ours | `cp -r` of the output | fastest other tool | memory: ours, theirs"
-    rows = (_few_cells(result) for result in found if result.work.name in README_WORKS)
-    return markdown(header, rows, texts=(0, 4))
 
 
 def _few_cells(result: Result) -> Iterator[str]:
@@ -71,12 +65,17 @@ def _section(journal: Journal, found: Sequence[Result], *, is_whole: bool = Fals
     if is_whole:
         yield "\n[How it was measured](../../docs/benchmarks.md#how-it-was-measured)."
     yield ""
-    yield from _summary(found)
-    yield from _earlier(journal, found)
+    header = "work | reads, writes | ours | `cp -r` | ours / cp | fsync | cold | best peer | times faster | memory"
+    yield from markdown(header, map(_summary_cells, found), texts=(0, 1, 7))
+    codes = _codes(journal)
+    if earlier := [result.work.about for result in found if result.about["code"] != codes[-1]]:
+        yield f"\nMeasured with an earlier version of ckpt-tools than the others: {'; '.join(earlier)}."
     yield ""
     yield from _promises(journal, found)
     if is_whole:
-        yield from _costs(journal)
+        yield "\n## Memory by size: DCP, 4 ranks → safetensors\n"
+        header = "checkpoint | peak | said by `plan` | seconds"
+        yield from markdown(header, map(_memory_cells, journal.find(kind="memory")), texts=())
     for record in journal.find(kind=startup.KIND):
         if "lines" in record:
             yield from ("", "## Start-up", "", *record["lines"])
@@ -102,19 +101,6 @@ def _machine(journal: Journal) -> Iterator[str]:
     if (measured := _codes(journal)) and code() not in measured:
         digests = ", ".join(measured)
         yield f"\nMeasured with other versions of ckpt-tools than this one; digests of their code: {digests}."
-
-
-def _summary(found: Sequence[Result]) -> list[str]:
-    """A row for each work: ours against `cp -r` in three ways, and the peer."""
-    header = "work | reads, writes | ours | `cp -r` | ours / cp | fsync | cold | best peer | times faster | memory"
-    return markdown(header, map(_summary_cells, found), texts=(0, 1, 7))
-
-
-def _earlier(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
-    """A note on the rows of other code than that of the last record."""
-    codes = _codes(journal)
-    if about := [result.work.about for result in found if result.about["code"] != codes[-1]]:
-        yield f"\nMeasured with an earlier version of ckpt-tools than the others: {'; '.join(about)}."
 
 
 def _codes(journal: Journal) -> list[str]:
@@ -160,16 +146,11 @@ def _promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     for result in found:
         for promise in result.promises():
             yield f"- {result.work.about}: {promise}"
-    yield _equality(found)
-    yield from _memory_promises(journal, found)
-
-
-def _equality(found: Sequence[Result]) -> str:
-    """Number of outputs that hold the tensors of their sources."""
     checks = [(result, name, check) for result in found for name, check in result.checks.items()]
     wrong = [f"{name} in {result.work.about}" for result, name, check in checks if check["status"] != "equal"]
     text = f"{len(checks) - len(wrong)} of {len(checks)} outputs measured are bit for bit equal to their sources"
-    return f"- {verdict(not wrong)}: {text}" + "".join(f"; not {line}" for line in wrong)
+    yield f"- {verdict(not wrong)}: {text}" + "".join(f"; not {line}" for line in wrong)
+    yield from _memory_promises(journal, found)
 
 
 def _memory_promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
@@ -184,13 +165,6 @@ def _memory_promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]
         sizes = ", ".join(f"{record['size_bytes'] / 1e9:g}" for record in done)
         yield f"- {verdict(spread <= 0.1)}: memory at {sizes} GB differs by {spread:.1%} (at most 10 %)"
         yield f"- {verdict(within)}: memory is never above what `plan` said"
-
-
-def _costs(journal: Journal) -> Iterator[str]:
-    """Memory by size, of a DCP of zeros to safetensors."""
-    yield "\n## Memory by size: DCP, 4 ranks → safetensors\n"
-    header = "checkpoint | peak | said by `plan` | seconds"
-    yield from markdown(header, map(_memory_cells, journal.find(kind="memory")), texts=())
 
 
 def _memory_cells(record: Record) -> Iterator[str]:

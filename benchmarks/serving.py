@@ -151,12 +151,6 @@ def _seconds(said: str, part: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
-    """The 50th and the 99th."""
-    ordered = sorted(seconds)
-    return ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))]
-
-
 def _tree(pid: int) -> list[Any]:
     import psutil
 
@@ -303,4 +297,6 @@ class Loop:
             self.forward(self.batch)
             taken.append(time.perf_counter() - now)
         wall, used, many = time.perf_counter() - began, time.process_time() - used, len(self.batch) * len(taken)
-        return Turn(many / wall, *_percentiles(taken), used / many)
+        ordered = sorted(taken)
+        p50, p99 = ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))]
+        return Turn(many / wall, p50, p99, used / many)

@@ -64,7 +64,10 @@ class Work:
     def command(self, contestant: str, source: Path, copied: Path, out: Path, *, synced: bool) -> list[str]:
         """The contestant's command line; `cp -r` copies `copied`, and the others write files into the folder `out`."""
         if contestant == COPY:
-            return _copy(copied, out, synced=synced)
+            if not synced:
+                return ["cp", "-r", str(copied), str(out)]
+            # With fsync of every file and folder of the copy.
+            return ["sh", "-c", 'cp -r "$1" "$2" && find "$2" -exec sync {} +', "copy", str(copied), str(out)]
         if contestant in peers.COMMANDS:
             return peers.COMMANDS[contestant](source, out)
         options = self._options(contestant, ("--to", "--state", "--world-size", "--dtype", "--recipe"))
@@ -93,13 +96,6 @@ class Work:
 
 def _ckpt_tools(command: str, *places: Path) -> list[str]:
     return [sys.executable, "-m", "ckpt_tools", command, *map(str, places), "--quiet"]
-
-
-def _copy(copied: Path, out: Path, *, synced: bool) -> list[str]:
-    """With `synced`, fsync of every file and folder of the copy."""
-    if not synced:
-        return ["cp", "-r", str(copied), str(out)]
-    return ["sh", "-c", 'cp -r "$1" "$2" && find "$2" -exec sync {} +', "copy", str(copied), str(out)]
 
 
 _EXPORT = Target(copy=TO_COPY, copy_synced=TO_COPY_SYNCED, peer=TO_PEER)

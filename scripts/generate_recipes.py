@@ -220,17 +220,15 @@ def _box(indices: Sequence[Array], shape: Sequence[int]) -> Box:
     box = []
     for index, axes, size in zip(indices, varying, shape, strict=True):
         first = int(index.flat[0])
-        if len(axes) > 1 or (
-            axes and (index != first + np.arange(part[axes[0]]).reshape(_along(axes[0], len(part)))).any()
-        ):
+        if len(axes) > 1:
             raise NotExpressibleError("not a box")
+        if axes:
+            along = [-1 if axis == axes[0] else 1 for axis in range(len(part))]
+            if (index != first + np.arange(part[axes[0]]).reshape(along)).any():
+                raise NotExpressibleError("not a box")
         axis = axes[0] if axes else next(ones, -1) if size == 1 else -1
         box.append((axis, first, part[axis] if axes else 1))
     return box
-
-
-def _along(axis: int, rank: int) -> list[int]:
-    return [-1 if n == axis else 1 for n in range(rank)]
 
 
 def _written(whole: str, shape: Sequence[int], boxes: Mapping[str, Box]) -> tuple[str, dict[str, str]]:
@@ -314,11 +312,8 @@ def _subtree(node: Name, lines: Mapping[Name, Line], default: Name, narrow: Coll
     for name, line in lines.items():
         below[name[len(node)]][name] = line
     found = [line for part, sub in below.items() for line in _subtree((*node, part), sub, (*inner, part), narrow)]
-    return [*found, replace(_wide(node, common), otherwise=bool(found))] if outer else found
-
-
-def _wide(left: Name, right: Name) -> Line:
-    return Line((((*left, REST), ""),), (((*right, REST), ""),))
+    wide = Line((((*node, REST), ""),), (((*common, REST), ""),), otherwise=bool(found))
+    return [*found, wide] if outer else found
 
 
 def _target(node: Name, name: Name, line: Line) -> Name | None:
@@ -367,26 +362,22 @@ def recipe_of(family: str) -> Recipe:
     model = families.build(family, tie_word_embeddings=False)
     instances = trace(model)
     lines = lines_of(instances)
+    number = re.compile(r"experts\.(\d+)\.")
     literal: set[Name] = set()
     narrow: set[Name] = set()
     while True:
         found = [replace(line, literal=line.left[0][0] in literal) for line in ordered(lines, narrow)]
         wrong = _misread(found, lines)
         if wrong is None:
-            return Recipe(tuple(found), _tied(model, lines), _experts(instances) == {families.EXPERTS["num_experts"]})
+            stacked = ([match[1] for name in right if (match := number.search(name))] for _, right in instances)
+            num_experts = {max(map(int, numbers)) + 1 for numbers in stacked if numbers}
+            return Recipe(tuple(found), _tied(model, lines), num_experts == {families.EXPERTS["num_experts"]})
         name = wrong.left[0][0]
         if wrong.literal and (name[-1] != REST or name[:-1] in narrow):
             raise NotExpressibleError(f"{name} takes names of others")
         if wrong.literal:
             narrow.add(name[:-1])
         literal.add(name)
-
-
-def _experts(instances: Sequence[Instance]) -> set[int]:
-    """The numbers of experts of the stacked tensors."""
-    expert = re.compile(r"experts\.(\d+)\.")
-    found = ([match[1] for name in right if (match := expert.search(name))] for _, right in instances)
-    return {max(map(int, numbers)) + 1 for numbers in found if numbers}
 
 
 def _misread(found: Sequence[Line], lines: Mapping[Name, Line]) -> Line | None:
@@ -449,7 +440,13 @@ def text_of(recipe: Recipe, models: Sequence[str]) -> str:
     ]
     if recipe.tied:
         out.append("tied = { " + ", ".join(f'"{head}" = "{embedding}"' for head, embedding in recipe.tied) + " }")
-        if by_default := [name for name in models if _is_tied_by_default(name)]:
+        by_default = []
+        for name in models:
+            # A configuration without the key means this: `config.json` leaves out what is the class's default.
+            made = AutoConfig.for_model(name)
+            if all(getattr(part, "tie_word_embeddings", False) is True for part in (made, made.get_text_config())):
+                by_default.append(name)
+        if by_default:
             out += _array("tied_by_default", by_default)
     if sizes := recipe.sizes(models):
         out += ["", "[sizes]", *(f'{name} = "{size}"' for name, size in sizes.items())]
@@ -457,12 +454,6 @@ def text_of(recipe: Recipe, models: Sequence[str]) -> str:
     for line in dict.fromkeys(_body(line, optional=line not in needed) for line in recipe.lines):
         out += ["", "[[map]]", line]
     return "\n".join(out) + "\n"
-
-
-def _is_tied_by_default(model_type: str) -> bool:
-    """A configuration without the key means this: `config.json` leaves out what is the class's default."""
-    made = AutoConfig.for_model(model_type)
-    return all(getattr(part, "tie_word_embeddings", False) is True for part in (made, made.get_text_config()))
 
 
 def _array(key: str, values: Sequence[str]) -> list[str]:
