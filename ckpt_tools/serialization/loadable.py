@@ -207,7 +207,9 @@ class _Visitor:
         return _GONE
 
     def _left(self, value: Value, place: _Place) -> Value:
-        self.left_out.append(LeftOut(_shown(place), _kind(value), _num_tensors(value)))
+        tensors: set[int] = set()
+        extracted(value, lambda tensor: tensors.add(id(tensor)))
+        self.left_out.append(LeftOut(_shown(place), _kind(value), len(tensors)))
         return _GONE
 
 
@@ -245,13 +247,6 @@ def _is_plain_key(value: Value) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_plain_key, value))
     return type(value) in _PLAIN or (isinstance(value, GlobalRef) and value.dtype is not None)
-
-
-def _num_tensors(value: Value) -> int:
-    """Number of different tensors inside ``value``."""
-    found: set[int] = set()
-    extracted(value, lambda tensor: found.add(id(tensor)))
-    return len(found)
 
 
 def _namespace(value: Opaque) -> Value:

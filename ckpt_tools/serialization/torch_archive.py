@@ -9,9 +9,7 @@ from typing import Final
 from ckpt_tools.core.dtypes import from_torch_storage
 from ckpt_tools.core.values import GlobalRef, StorageRef, Value
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.serialization.zip_archive import (
-    Record,
-)
+from ckpt_tools.serialization.zip_archive import Record
 
 MAX_PICKLE_BYTES: Final = 1 << 32
 """The pickle of a model of a million tensors takes 200 MB."""

@@ -37,7 +37,8 @@ def why_unread(value: Value) -> str | None:
         return f"it is a {value.ref}, which has no elements; materialize it before saving"
     from ckpt_tools.serialization.pickle.allowed_calls import why_unsupported
 
-    return why_unsupported(value) or (_cannot(_class(value)) if _rebuilds(value.ref) else None)
+    is_rebuilt = value.ref.module in ("torch._utils", "torch._tensor") and value.ref.name.startswith("_rebuild")
+    return why_unsupported(value) or (_cannot(_class(value)) if is_rebuilt or value.ref == PARAMETER else None)
 
 
 def _why_stored(tensor: StoredTensor) -> str | None:
@@ -62,11 +63,6 @@ def _unknown(state: Value, wrapper: GlobalRef | None) -> list[str]:
 
 def _cannot(kind: str) -> str:
     return f"it is a {kind}, which cannot be read; save plain tensors"
-
-
-def _rebuilds(ref: GlobalRef) -> bool:
-    is_rebuilt = ref.module in ("torch._utils", "torch._tensor") and ref.name.startswith("_rebuild")
-    return is_rebuilt or ref == PARAMETER
 
 
 def _class(value: Opaque) -> str:
