@@ -159,7 +159,17 @@ class FsspecClaim(Claim):
             raise
 
     def add(self, path: str) -> None:
-        self._move(*self._ends(path))
+        old, new = self._ends(path)
+
+        def move() -> None:
+            fs = self.place.fs
+            fs.makedirs(new.rpartition("/")[0], exist_ok=True)
+            if fs.exists(old):
+                fs.mv(old, new)
+            elif not fs.exists(new):
+                raise StoreError("it disappeared before it was published", path=old)
+
+        asked(new, move)
 
     def _ends(self, path: str) -> tuple[str, str]:
         """Path of the file while it is written, and its path after the move."""
@@ -173,17 +183,6 @@ class FsspecClaim(Claim):
                 fs.mv(new, old)
             elif fs.exists(new):
                 fs.rm_file(new)
-
-    def _move(self, old: str, new: str) -> None:
-        def move() -> None:
-            fs = self.place.fs
-            fs.makedirs(new.rpartition("/")[0], exist_ok=True)
-            if fs.exists(old):
-                fs.mv(old, new)
-            elif not fs.exists(new):
-                raise StoreError("it disappeared before it was published", path=old)
-
-        asked(new, move)
 
 
 @dataclass(frozen=True, slots=True)
