@@ -7,7 +7,7 @@ by side under these names, and have exactly the names and shapes of the weights,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.core.boxes import Shape
@@ -39,19 +39,18 @@ def find_roles(shapes: Mapping[TreePath, Shape], numbers: Collection[TreePath], 
     Raises:
         UsageError: ``model_key`` leads nowhere. UnsupportedError: nothing says which part is the model.
     """
-    prefix = _model_prefix(shapes) if model_key is None else _given(shapes, model_key)
+    if model_key is None:
+        prefix = _model_prefix(shapes)
+    else:
+        ways = {path[:end] for path in shapes for end in range(len(path)) if dotted(path[:end]) == model_key}
+        if not ways:
+            raise UsageError(f"{option('model_key', model_key)} does not exist in this checkpoint")
+        prefix = min(ways, key=len)
     inside = [path for path in shapes if path[: len(prefix)] == prefix and (prefix or path not in numbers)]
     weights = {path: dotted(path[len(prefix) :]) for path in inside}
     if len(set(weights.values())) < len(weights):
         raise UnsupportedError("two weights have one name, as a name of the tree holds dots")
     return Roles(weights, _moments(shapes, prefix, weights))
-
-
-def _given(paths: Iterable[TreePath], key: str) -> TreePath:
-    found = {path[:length] for path in paths for length in range(len(path)) if dotted(path[:length]) == key}
-    if not found:
-        raise UsageError(f"{option('model_key', key)} does not exist in this checkpoint")
-    return min(found, key=len)
 
 
 def _model_prefix(paths: Collection[TreePath]) -> TreePath:

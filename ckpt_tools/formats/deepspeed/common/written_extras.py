@@ -216,7 +216,7 @@ class Extras:
             notes=(
                 *_notes(manifest, steps),
                 *scheduler.notes,
-                *_scaler_notes(manifest, scaler, dtype),
+                *_scaler_notes(scaler, dtype),
                 *(Note(Outcome.DROPPED, name, why_not.get(name, reserved)) for name in shadowing),
             ),
         )
@@ -256,7 +256,7 @@ def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
     return notes
 
 
-def _scaler_notes(manifest: Manifest, found: Any, dtype: DType) -> list[Note]:
+def _scaler_notes(found: Any, dtype: DType) -> list[Note]:
     if dtype is DType.FLOAT16 and not is_scaling(found):
         absent = ABSENT if found is None else "the source's does not scale"
         return [Note(Outcome.DEFAULTED, "loss_scaler", f"{absent}; {DEFAULT_SCALER}")]

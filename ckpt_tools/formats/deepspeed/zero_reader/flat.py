@@ -49,6 +49,11 @@ class Pieces:
     flats: Ints
     offsets: Ints
 
+    def rows(self) -> Iterator[tuple[int, int, int, int]]:
+        """Rank, flat, elements and offset of each interval."""
+        columns = (self.ranks, self.flats, self.stops - self.starts, self.offsets)
+        yield from zip(*(column.tolist() for column in columns), strict=True)
+
     def followed_by(self, other: Pieces) -> Pieces:
         """The pieces of a tensor whose next rows are another's."""
         return Pieces(

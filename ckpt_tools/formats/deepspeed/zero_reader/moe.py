@@ -191,8 +191,7 @@ class ExpertContents(Contents):
         size = partition_size(flat, masters, paddings)
         held: list[dict[str, tuple[int, int]]] = [{} for _ in range(self._count(flat))]
         for name, pieces in cut_group(flat, shapes, self._gaps(flat), size, masters.files[0]).items():
-            columns = (pieces.ranks, pieces.stops - pieces.starts, pieces.offsets)
-            for position, numel, start in zip(*(column.tolist() for column in columns), strict=True):
+            for position, _, numel, start in pieces.rows():
                 if position >= len(held):
                     raise MalformedError(
                         f"group {flat} has more elements than its {len(held)} partitions", path=masters.files[0]

@@ -25,7 +25,6 @@ from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_extra
 from ckpt_tools.formats.deepspeed.zero_reader import missing_layers, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
-from ckpt_tools.formats.deepspeed.zero_reader.flat import Pieces
 from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, check_alike, comparable, differing
 from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED, Known, Layers
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
@@ -95,7 +94,7 @@ def _check_mapped(zero: Contents, mapped: Sequence[Sequence[Mapped]]) -> None:
     for rank, groups in enumerate(mapped):
         for group, found in enumerate(groups):
             said |= {(name, rank, group, numel, start) for name, (numel, start) in found.items() if numel}
-    wanted = {(name, *row) for name, each in zero.pieces.items() for row in _rows(each)}
+    wanted = {(name, *row) for name, each in zero.pieces.items() for row in each.rows()}
     if said != wanted:
         name, rank, *_ = min(said ^ wanted)
         message = "its param_slice_mappings do not fit the partitions"
@@ -193,11 +192,6 @@ def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], .
             for name, (numel, _) in sorted(mapped.items(), key=lambda item: item[1][1]):
                 groups[number][name] = groups[number].get(name, 0) + numel
     return tuple({name: (numel,) for name, numel in group.items()} for group in groups)
-
-
-def _rows(pieces: Pieces) -> Iterator[tuple[int, int, int, int]]:
-    columns = (pieces.ranks, pieces.flats, pieces.stops - pieces.starts, pieces.offsets)
-    yield from zip(*(column.tolist() for column in columns), strict=True)
 
 
 @dataclass
