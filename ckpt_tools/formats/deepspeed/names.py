@@ -137,12 +137,8 @@ def is_universal(paths: Iterable[str]) -> bool:
     """
     paths = list(paths)
     folders = set(universal_folders(paths))
-    return bool(folders) and not any(_is_native_beside(path, folders) for path in paths)
-
-
-def _is_native_beside(path: str, universal: set[str]) -> bool:
-    folder, _, name = path.rpartition("/")
-    return folder not in universal and (is_model(name) or name.endswith("optim_states.pt"))
+    beside = [name for folder, _, name in (path.rpartition("/") for path in paths) if folder not in folders]
+    return bool(folders) and not any(is_model(name) or name.endswith("optim_states.pt") for name in beside)
 
 
 def place(folder: str) -> str:

@@ -67,12 +67,10 @@ class Folder:
     @property
     def files(self) -> frozenset[str]:
         """The files that dist_checkpointing writes, and the tracker where it chose the folder."""
-        own = {path for path in self.source.files if path.startswith(self.prefix) and self._is_own(path)}
+        inside = {path: path[len(self.prefix) :] for path in self.source.files if path.startswith(self.prefix)}
+        names = (METADATA, COMMON_FILE, CONFIG_FILE)
+        own = {path for path, name in inside.items() if name in names or DATA.fullmatch(name)}
         return frozenset(own | ({TRACKER} & self.source.files.keys() if self.prefix else set()))
-
-    def _is_own(self, path: str) -> bool:
-        name = path[len(self.prefix) :]
-        return name in (METADATA, COMMON_FILE, CONFIG_FILE) or DATA.fullmatch(name) is not None
 
     def check(self) -> None:
         """Raises UnsupportedError for another backend, IncompleteError for a checkpoint that was not finished."""

@@ -255,16 +255,13 @@ class _Writer:
 
     def default_dict(self, value: DefaultDict) -> None:
         if not self._recalled(value):
-            self._call(_DEFAULT_DICT, (value.factory,))
+            self.name(_DEFAULT_DICT)
+            self._arguments((value.factory,))
+            self.out += b"R"
             self._remember(value)
             self._pairs(value.items())
 
     # Objects
-
-    def _call(self, ref: Value, args: tuple[Value, ...]) -> None:
-        self.write(ref)
-        self._arguments(args)
-        self.out += b"R"
 
     def _arguments(self, args: Iterable[Value]) -> None:
         """A tuple that nothing refers to again."""

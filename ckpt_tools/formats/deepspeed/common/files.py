@@ -370,20 +370,18 @@ def _slots(found: Value, path: str) -> Mapping[str, Value]:
 
 def _groups(found: list[Value], num_flats: int, path: str) -> tuple[OptimGroup, ...]:
     """Each flat has to be in exactly one group; torch numbers them in the order of the groups."""
-    groups = tuple(_group(group, path) for group in found)
+    groups = []
+    for group in found:
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            raise MalformedError("a param group has no 'params'", path=path, key="param_groups")
+        if not all(type(number) is int for number in group["params"]):
+            raise MalformedError("the params of a group are not numbers", path=path, key="param_groups")
+        options = {name: value for name, value in _named(group, path).items() if name not in ("params", "param_names")}
+        groups.append(OptimGroup(tuple(dict.fromkeys(group["params"])), options))
     flats = [flat for group in groups for flat in group.flats]
     if sorted(flats) != list(range(num_flats)):
         raise MalformedError(f"its param groups hold the partitions {brief(flats)} of {num_flats}", path=path)
-    return groups
-
-
-def _group(found: Value, path: str) -> OptimGroup:
-    if not isinstance(found, dict) or not isinstance(found.get("params"), list):
-        raise MalformedError("a param group has no 'params'", path=path, key="param_groups")
-    if not all(type(number) is int for number in found["params"]):
-        raise MalformedError("the params of a group are not numbers", path=path, key="param_groups")
-    options = {name: value for name, value in _named(found, path).items() if name not in ("params", "param_names")}
-    return OptimGroup(tuple(dict.fromkeys(found["params"])), options)
+    return tuple(groups)
 
 
 def plain(value: Value) -> Any:

@@ -91,17 +91,12 @@ class Scheduler:
         """``config`` is DeepSpeed's of the source, empty where it has none."""
         found = manifest.extra.get(NAME)
         if is_deepspeed(manifest):
-            return cls(found, NAME, _notes_of_own(manifest, found, config))
+            kind = _dict(config.get("scheduler")).get("type")
+            why = _miscounted(manifest, found)
+            if isinstance(found, dict) and kind in _OWN and "last_batch_iteration" not in found:
+                why = f"the recorded config has DeepSpeed's {kind}, and this is the state of another scheduler"
+            return cls(found, NAME, (Note(Outcome.KEPT, NAME, f"{why}; {_WITHOUT}"),) if why else ())
         return _named(manifest, found) if found is not None else _called_otherwise(manifest)
-
-
-def _notes_of_own(manifest: Manifest, found: Any, config: Mapping[str, Any]) -> tuple[Note, ...]:
-    """Notes on a state that DeepSpeed or a trainer on top of it saved."""
-    kind = _dict(config.get("scheduler")).get("type")
-    why = _miscounted(manifest, found)
-    if isinstance(found, dict) and kind in _OWN and "last_batch_iteration" not in found:
-        why = f"the recorded config has DeepSpeed's {kind}, and this is the state of another scheduler"
-    return (Note(Outcome.KEPT, NAME, f"{why}; {_WITHOUT}"),) if why else ()
 
 
 def _named(manifest: Manifest, found: Any) -> Scheduler:

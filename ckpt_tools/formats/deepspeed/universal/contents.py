@@ -241,16 +241,14 @@ class Contents:
         for group in found:
             if not isinstance(group, dict) or not isinstance(group.get("params"), list):
                 raise self._bad_groups("a param group has no 'params'")
-        self._check_numbers([number for group in found for number in group["params"]])
-        return found
-
-    def _check_numbers(self, numbers: list[Value]) -> None:
-        """Every list of ``param_shapes`` is in exactly one group."""
+        numbers = [number for group in found for number in group["params"]]
+        # Every list of ``param_shapes`` is in exactly one group.
         expected = list(range(len(self.model.param_shapes)))
         if not all(type(number) is int for number in numbers) or (numbers and sorted(numbers) != expected):
             raise self._bad_groups(
                 f"its param groups contain the parameters {brief(numbers)}; param_shapes has {len(expected)}"
             )
+        return found
 
     def _bad_groups(self, message: str) -> MalformedError:
         return MalformedError(message, path=self.optimizer.path, key="param_groups")
