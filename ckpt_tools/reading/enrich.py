@@ -71,7 +71,7 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         elif trainer is not None and path in trainer.unknown:
             why = f"not part of this checkpoint: {trainer.trainer} is not known to write it"
             notes.append(Note(Outcome.DROPPED, path, why))
-        elif is_shown(path) and not name.startswith(".") and folder in homes:
+        elif is_shown(path) and not name.startswith(".") and (folder in homes or _is_below(folder, manifest, homes)):
             beside.append(path)
     step = extra.get("global_step") if manifest.step is None else manifest.step
     if step is None:
@@ -85,6 +85,11 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         beside=tuple(beside),
         trainer=None if trainer is None else replace(trainer, entries=frozenset(entries)),
     )
+
+
+def _is_below(folder: str, manifest: Manifest, homes: Collection[str]) -> bool:
+    """Whether a folder is in that of a model, as ``1_Pooling`` of sentence-transformers and ``onnx`` are."""
+    return manifest.format == "safetensors" and any(not home or folder.startswith(f"{home}/") for home in homes)
 
 
 def _stored_step(manifest: Manifest, source: Source) -> int | None:

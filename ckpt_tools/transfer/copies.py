@@ -6,7 +6,6 @@ updates some columns of a weight only, and the master later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -23,6 +22,9 @@ from ckpt_tools.transfer.tensor_reader import TensorReader
 
 BLOCK = 1 << 16
 """Elements that are compared at once: 256 KiB of a master."""
+
+SAMPLE = 1 << 12
+"""Elements of each weight that a conversion compares: a few pages, so that it costs next to nothing."""
 
 _BITS = {DType.BFLOAT16: np.int16, DType.FLOAT16: np.int16, DType.FLOAT32: np.int32}
 
@@ -44,28 +46,29 @@ def _copies(manifest: Manifest) -> dict[str, tuple[TensorEntry, TensorEntry]]:
 
 def note_of_copies(manifest: Manifest, store: Store, written: str, *, is_sample: bool) -> tuple[Note, ...]:
     """A note if copies differ by more than rounding, which is to the nearest number or the one beside it. ``is_sample``
-    reads the first ``BLOCK`` elements of each alone. ``written`` says which copy is taken."""
+    reads the first ``SAMPLE`` elements of each alone. ``written`` says which copy is taken."""
     reader, copies = TensorReader(store, BLOCK * 4), _copies(manifest)
 
     def largest(copy: tuple[str, tuple[TensorEntry, TensorEntry]]) -> tuple[float, str]:
         name, (weight, master) = copy
-        starts: Iterable[int] = range(0, weight.numel, BLOCK) if not is_sample else (0,)
-        return max((_deviation(reader, weight, master, start) for start in starts), default=0.0), name
+        num_compared = min(weight.numel, SAMPLE) if is_sample else weight.numel
+        ranges = ((start, min(start + BLOCK, num_compared)) for start in range(0, num_compared, BLOCK))
+        return max((_deviation(reader, weight, master, *each) for each in ranges), default=0.0), name
 
     with ThreadPoolExecutor(THREADS) as threads:
         found = [each for each in threads.map(largest, copies.items()) if each[0]]
     if not found:
         return ()
     value, name = max(found)
-    of = " (of those that were compared, the first of each)" if is_sample else ""
-    why = f"the model's copy differs from its fp32 master by more than rounding, by up to {value:.3g}{of}, in {name}"
+    among = f" among the first {SAMPLE:,} elements of each" if is_sample else ""
+    why = f"the model's copy differs from its fp32 master by more than rounding, by up to {value:.3g}{among}, in {name}"
     what = f"{count(len(found), 'weight')} of {len(copies):,}"
     return (Note(Outcome.KEPT, what, f"{why}; {written}", len(found)),)
 
 
-def _deviation(reader: TensorReader, weight: TensorEntry, master: TensorEntry, start: int) -> float:
-    """The largest difference among a block's elements that is more than rounding; 0 where there is none."""
-    bits = [_read(reader, each, weight.dtype, start).view(_BITS[weight.dtype]) for each in (weight, master)]
+def _deviation(reader: TensorReader, weight: TensorEntry, master: TensorEntry, start: int, stop: int) -> float:
+    """The largest difference among elements ``start`` to ``stop`` that is more than rounding; 0 where there is none."""
+    bits = [_read(reader, each, weight.dtype, start, stop).view(_BITS[weight.dtype]) for each in (weight, master)]
     if np.array_equal(bits[0], bits[1]):
         return 0.0
     sign = np.iinfo(bits[0].dtype).min
@@ -73,13 +76,13 @@ def _deviation(reader: TensorReader, weight: TensorEntry, master: TensorEntry, s
     is_more = np.abs(order[0] - order[1]) > 1
     if not is_more.any():
         return 0.0
-    values = [_read(reader, each, DType.FLOAT32, start).view(np.float32)[is_more] for each in (weight, master)]
+    values = [_read(reader, each, DType.FLOAT32, start, stop).view(np.float32)[is_more] for each in (weight, master)]
     deviations = np.abs(values[0].astype(np.float64) - values[1])
     return float(np.nan_to_num(deviations, nan=np.inf).max())
 
 
-def _read(reader: TensorReader, entry: TensorEntry, dtype: DType, start: int) -> NDArray[np.uint8]:
-    stop, flat = min(start + BLOCK, entry.numel), (entry.numel,)
+def _read(reader: TensorReader, entry: TensorEntry, dtype: DType, start: int, stop: int) -> NDArray[np.uint8]:
+    flat = (entry.numel,)
     out = np.empty((stop - start) * dtype.item_bytes, np.uint8)
     reader.read(replace(entry, dtype=dtype), Box.whole(flat), flat, start, stop, out.data)
     return out

@@ -290,3 +290,14 @@ def test_verify_compares_the_files_of_a_model(llama: Path, tmp_path: Path) -> No
     }
     (out / "config.json").unlink()
     assert ckpt_tools.verify(source, out, dtype="float32").differences[0].what == "missing"
+
+
+def test_files_in_folders_of_a_model_are_named(llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(llama, source)
+    for name in ("1_Pooling/config.json", "onnx/model.onnx"):
+        (source / name).parent.mkdir()
+        (source / name).write_text("{}")
+    notes = ckpt_tools.convert(source, tmp_path / "out", to="safetensors").notes
+    [note] = [note for note in notes if "1_Pooling/config.json" in note.what]
+    assert note.outcome is Outcome.DROPPED and note.count == 2 and "onnx/model.onnx" in note.what
