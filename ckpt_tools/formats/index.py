@@ -7,7 +7,6 @@ has their sign, and else after them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -20,7 +19,7 @@ from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import listed, newest
 from ckpt_tools.errors import (
     CkptError,
-    IncompleteError,
+    FormatError,
     MalformedError,
     SeveralCheckpointsError,
     SourceNotFoundError,
@@ -257,7 +256,9 @@ def refuse_content(source: Source, path: str) -> None:
         return
     from ckpt_tools.serialization.torch_zip import open_archive
 
-    with suppress(MalformedError, IncompleteError):
+    try:
         open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
-        advice = f"add {option('from_', 'torch')}"
-        raise UnsupportedError(f"its content is that of torch.save, but its name is not; {advice}", path=path)
+    except FormatError:  # the reader of the format that the name says has the better words
+        return
+    advice = f"add {option('from_', 'torch')}"
+    raise UnsupportedError(f"its content is that of torch.save, but its name is not; {advice}", path=path)
