@@ -211,8 +211,11 @@ COMPARISONS: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("verify", ["torch"], {"digests": "digests.json", "recipe": "mixtral"}, "before a recipe"),
     *(
         (verb, ["torch", "safetensors"], options, said)
-        for verb in ("verify", "diff")
-        for options, said in (({"config": "."}, "no recipe is named"), ({"inverse": True}, "is for a recipe"))
+        for verb, options, said in (
+            ("diff", {"config": "."}, "no recipe is named"),  # verify compares its files
+            ("verify", {"inverse": True}, "is for a recipe"),
+            ("diff", {"inverse": True}, "is for a recipe"),
+        )
     ),
     ("verify", ["torch"], {"signature": "x.sig"}, "public_key="),
     ("verify", ["torch"], {"digests": "digests.json", "dtype": "bfloat16"}, "before a cast"),

@@ -98,10 +98,11 @@ class _Output:
                     yield tensors.file(self._path(fqn, STEP), tensors.scalar(group.scalars[STEP]))
 
     def _path(self, fqn: str, slot: str) -> str:
+        path = checked_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
         if not all(_FOLDER.fullmatch(part) and len(part.encode()) <= MAX_FOLDER_BYTES for part in fqn.split("/")):
             why = f"the tensor is called {fqn!r:.80}, which cannot be a folder of universal; rename it with"
             raise UnsupportedError(f"{why} {option('rename')}")
-        return checked_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
+        return path
 
     def optimizer_file(self) -> FileLayout:
         """``param_groups`` are for stages 1 and 2, ``optimizer_state_dict`` with the one step for stage 3."""
