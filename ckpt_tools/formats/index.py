@@ -238,12 +238,13 @@ def _refuse_known(source: Source) -> None:
         if about is not None:
             raise UnsupportedError(f"it is {about}", path=path)
     if len(source.files) == 1:
-        refuse_content(source, next(iter(source.files)))
+        refuse_content(source, next(iter(source.files)), is_of_no_format=True)
 
 
-def refuse_content(source: Source, path: str) -> None:
+def refuse_content(source: Source, path: str, *, is_of_no_format: bool = False) -> None:
     """Raises UnsupportedError for a file whose content is none of what its name says: the pointer or page that a
-    download left in its place, or a file of ``torch.save``."""
+    download left in its place, or a file of ``torch.save``; one of torch that is not read only where the file
+    ``is_of_no_format``, because a format's own reader has the better words."""
     if path not in source.files:
         return
     head = source.read(path, 0, min(source.size(path), 64)).lstrip().lower()
@@ -258,7 +259,9 @@ def refuse_content(source: Source, path: str) -> None:
 
     try:
         open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
-    except FormatError:  # the reader of the format that the name says has the better words
+    except FormatError as error:
+        if is_of_no_format and isinstance(error, UnsupportedError):
+            raise
         return
     advice = f"add {option('from_', 'torch')}"
     raise UnsupportedError(f"its content is that of torch.save, but its name is not; {advice}", path=path)
