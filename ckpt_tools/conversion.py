@@ -656,7 +656,7 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
     started = time.perf_counter()
-    if prepared.original is not None:
+    if prepared.original is not None and any(key.slot == MASTER for key in prepared.original.tensors):
         from ckpt_tools.transfer.copies import note_of_copies
 
         notes = note_of_copies(prepared.original, prepared.store, prepared.copy_written, is_sample=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from ckpt_tools.core.manifest import DESCRIPTIONS, MASTER, WEIGHT, Manifest, StateKey
+from ckpt_tools.core.format_names import DESCRIPTIONS
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import listed

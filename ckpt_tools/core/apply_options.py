@@ -8,7 +8,8 @@ from typing import Protocol, TypeAlias
 
 from ckpt_tools.core import transforms
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import HEADER_ENTRY, WEIGHT, Manifest, StateKey
+from ckpt_tools.core.format_names import HEADER_ENTRY
+from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey
 from ckpt_tools.core.notes import ASSUMED_ORDER, Note, Outcome, without_gone
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.transforms import Transformed

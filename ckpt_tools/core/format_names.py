@@ -53,3 +53,9 @@ ALIASES = {"zero0": "deepspeed"}
 
 SINGLE_FILES = {suffix: name for name, entry in BUILT_IN.items() for suffix in entry.suffixes}
 """Endings of destinations that are one file, and the format that each implies."""
+
+HEADER_ENTRY = "safetensors_metadata"
+"""The entry of ``Manifest.extra`` that holds the ``__metadata__`` of a safetensors file: texts by name."""
+
+DESCRIPTIONS = (HEADER_ENTRY, "gguf")
+"""Entries of formats that say how the tensors are meant."""

@@ -205,13 +205,6 @@ TreePath = tuple[str | int, ...]
 """From the root of a tree of state to one of its leaves: keys of dicts, and positions in lists as int."""
 
 
-HEADER_ENTRY = "safetensors_metadata"
-"""The entry of ``Manifest.extra`` that holds the ``__metadata__`` of a safetensors file: texts by name."""
-
-DESCRIPTIONS = (HEADER_ENTRY, "gguf")
-"""Entries of formats that say how the tensors are meant."""
-
-
 def dotted(path: Iterable[str | int]) -> str:
     """The path as one name, as DCP flattens it."""
     return ".".join(map(str, path))

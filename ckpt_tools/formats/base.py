@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
@@ -17,6 +18,17 @@ READING_OPTIONS = ("tag", "model_key", "optim_key")
 WRITING_OPTIONS = ("tag", "model_key", "optim_key", "world_size", "max_shard_size", "config")
 """The options that a format may take for writing; ``max_shard_size`` arrives as ``WriteOptions.max_shard_bytes``.
 ``config`` is for folders that ``from_pretrained`` opens: ``config.json`` and the like are copied into them."""
+
+
+def imported(place: str) -> Any:
+    """A method of a built-in format that is the function ``MODULE:NAME`` below ``ckpt_tools.formats``, without
+    ``self``. It is imported when it is called, so that knowing a format costs no import."""
+    module, _, name = place.partition(":")
+
+    def call(self: Format, *args: Any) -> Any:
+        return getattr(import_module(f"ckpt_tools.formats.{module}"), name)(*args)
+
+    return call
 
 
 class Format:

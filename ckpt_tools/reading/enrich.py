@@ -16,7 +16,6 @@ from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEnt
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import FormatError, IncompleteError
-from ckpt_tools.lora.names import Role, read_name
 from ckpt_tools.stores.marker_files import is_shown
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import SCHEDULER, has_several_schedulers
@@ -74,7 +73,7 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         elif is_shown(path) and not name.startswith(".") and (folder in homes or _is_below(folder, manifest, homes)):
             beside.append(path)
     step = extra.get("global_step") if manifest.step is None else manifest.step
-    if step is None:
+    if step is None and manifest.extra:
         step = _stored_step(manifest, source)
     return replace(
         manifest,
@@ -128,6 +127,8 @@ def _folders(files: Iterable[str]) -> set[str]:
 
 def _adapter(source: Source, path: str, manifest: Manifest) -> Note:
     """Note on the adapter of PEFT (0.21) that the tensors are, or that is among them."""
+    from ckpt_tools.lora.names import Role, read_name
+
     roles = {read_name(key.fqn).role for key in manifest.tensors}
     if roles == {Role.BASE} and not any(file.startswith("adapter_") for file in manifest.files):
         return not_part(path)

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.manifest import HEADER_ENTRY, Kind, Manifest
+from ckpt_tools.core.format_names import HEADER_ENTRY
+from ckpt_tools.core.manifest import Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import Format

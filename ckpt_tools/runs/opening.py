@@ -15,7 +15,6 @@ from ckpt_tools.reading.checkpoint import known_by, read_source
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
 from ckpt_tools.trainers.accelerate import OPTIMIZER, with_file, with_optimizer
-from ckpt_tools.trainers.run_folders import Member
 from ckpt_tools.trainers.saved import ITSELF
 
 if TYPE_CHECKING:
@@ -58,9 +57,12 @@ def read_checkpoint(
     source, manifest = read_source(source, options, format_name=format_name)
     if not manifest.tensors and not may_be_empty:
         raise UnsupportedError("it holds no tensors", path=known_by(source))
-    if step_by_name and manifest.step is None:
+    name = place.rstrip("/").rpartition("/")[2]
+    if step_by_name and manifest.step is None and any(map(str.isdigit, name)):
+        from ckpt_tools.trainers.run_folders import Member
+
         files = {path: source.files[path] for path in manifest.stored_files & source.files.keys()}
-        manifest = replace(manifest, step=Member(ITSELF, files, known_as=place.rstrip("/").rpartition("/")[2]).step)
+        manifest = replace(manifest, step=Member(ITSELF, files, known_as=name).step)
     return source, replace(manifest, notes=(*manifest.notes, *notes)) if notes else manifest
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt_tools.core.manifest import HEADER_ENTRY, Manifest, StateKey, TensorRef
+from ckpt_tools.core.format_names import HEADER_ENTRY
+from ckpt_tools.core.manifest import Manifest, StateKey, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries

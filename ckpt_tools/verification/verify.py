@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import OF_TWO_COPIES, Case, check
 from ckpt_tools.core.apply_options import apply_options
-from ckpt_tools.core.manifest import HEADER_ENTRY, MASTER, WEIGHT, Kind, Manifest, tensors_by_role
+from ckpt_tools.core.format_names import HEADER_ENTRY
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, tensors_by_role
 from ckpt_tools.core.names import model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import State, option
@@ -27,7 +28,6 @@ from ckpt_tools.runs.opening import likeness, read_checkpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_place
 from ckpt_tools.transfer.computing import with_made_files
-from ckpt_tools.transfer.copies import note_of_copies
 from ckpt_tools.transfer.equality import check_equal
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import Side, compare
@@ -35,7 +35,6 @@ from ckpt_tools.verification.digest_files import digests_url, read_digests, stor
 from ckpt_tools.verification.digests import Digests
 from ckpt_tools.verification.entries import differing_entries, differing_texts, not_compared
 from ckpt_tools.verification.integrity import check_integrity
-from ckpt_tools.verification.model_files import differing_files
 from ckpt_tools.verification.report import VerifyReport
 
 if TYPE_CHECKING:
@@ -116,9 +115,12 @@ def verify_alone(
     listed = read_digests(against, reach) if against is not None else stored_digests(source, manifest, reach)
     report = check_integrity(source, manifest, num_workers=how.num_workers, on_progress=how.on_progress)
     check_equal(manifest, source.store)
-    advice = "an export takes the model's" if manifest.masters_lag else "an export takes the master's"
-    notes = note_of_copies(manifest, source.store, advice, is_sample=False)
-    report = replace(report, notes=(*report.notes, *notes))
+    if any(key.slot == MASTER for key in manifest.tensors):
+        from ckpt_tools.transfer.copies import note_of_copies
+
+        advice = "an export takes the model's" if manifest.masters_lag else "an export takes the master's"
+        notes = note_of_copies(manifest, source.store, advice, is_sample=False)
+        report = replace(report, notes=(*report.notes, *notes))
     if listed is None:
         return report
     meter = Meter(how.on_progress, digests.num_bytes(manifest))
@@ -189,7 +191,11 @@ def verify_pair(
     report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
     names = (ours.name, theirs.name)
     texts = differing_texts(expected, other, names) if whole or HEADER_ENTRY in kept else []
-    files = [] if target is None else differing_files(src, source, expected, dst, other_source, target, options)
+    files = []
+    if target is not None:
+        from ckpt_tools.verification.model_files import differing_files
+
+        files = differing_files(src, source, expected, dst, other_source, target, options)
     report = replace(report, notes=notes, differences=(*report.differences, *texts, *files))
     return _with_entries(report, expected, other, names) if whole else report
 

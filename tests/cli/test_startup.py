@@ -56,29 +56,29 @@ ALLOWED = {
     "--version": LISTING,
     "convert --help": LISTING,
     "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 97, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 125, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 128, {"click", "numpy", "rich"}),
     "plan": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors", "torch"},
-        142,
+        145,
         {"click", "numpy", "rich", "xxhash"},
     ),
     "convert": Allowed(
         {"cli", *MACHINERY, "planning", "transfer"},
         {"safetensors"},
-        145,
+        149,
         {"click", "isal", "numpy", "xxhash"},
     ),
     "verify": Allowed(
         {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 127, {"click", "isal", "numpy"}
     ),
     "verify pair": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 127, {"click", "isal", "numpy"}
+        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 133, {"click", "isal", "numpy"}
     ),
     "diff": Allowed(
         {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 127, {"click", "isal", "numpy"}
     ),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 113, {"click", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 115, {"click", "numpy"}),
     "formats": Allowed(
         {"cli", "core", "formats"},
         {entry.place.partition(".")[0] for entry in BUILT_IN.values()},

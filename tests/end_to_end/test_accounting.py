@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from ckpt_tools.conversion import written_tensors
 from ckpt_tools.core.accounting import check_account
 from ckpt_tools.core.apply_options import apply_options
-from ckpt_tools.core.manifest import HEADER_ENTRY, Kind, Manifest
+from ckpt_tools.core.format_names import HEADER_ENTRY
+from ckpt_tools.core.manifest import Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome, merged
 from ckpt_tools.core.options import ConvertOptions, ReadOptions, WriteOptions
 from ckpt_tools.errors import CkptError, UnsupportedError

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools.core.manifest import HEADER_ENTRY
+from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import LossError
 from ckpt_tools.formats.index import built_in

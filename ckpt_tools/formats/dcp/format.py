@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.base import Format, imported
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.core.options import WriteOptions
     from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
 
 
 class DcpFormat(Format):
@@ -31,10 +30,7 @@ class DcpFormat(Format):
         found = any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
         return found and not torch_dist_folders(source)
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.dcp.reader import read
-
-        return read(source, options)
+    read = imported("dcp.reader:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         from ckpt_tools.formats.dcp.folders import own_files
@@ -42,25 +38,10 @@ class DcpFormat(Format):
         found = own_files(source.files, () if manifest.trainer is None else manifest.trainer.parts)
         return found | (manifest.files & source.files.keys()) if found else found
 
-    def problem(self, saved: Saved) -> str | None:
-        from ckpt_tools.formats.dcp.complete import problem
-
-        return problem(saved)
-
-    def is_named(self, saved: Saved) -> bool:
-        from ckpt_tools.formats.dcp.complete import is_dcp
-
-        return is_dcp(saved)
-
-    def world_size_of(self, saved: Saved) -> int:
-        from ckpt_tools.formats.dcp.complete import world_size
-
-        return world_size(saved)
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.formats.dcp.writer import layout
-
-        return layout(manifest, options)
+    problem = imported("dcp.complete:problem")
+    is_named = imported("dcp.complete:is_dcp")
+    world_size_of = imported("dcp.complete:world_size")
+    layout = imported("dcp.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.formats.dcp.loading import code

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.wording import count
-from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.base import Format, imported
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.core.options import WriteOptions
     from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
 
 
 class UniversalFormat(Format):
@@ -28,30 +27,11 @@ class UniversalFormat(Format):
 
         return is_universal(source.files)
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.deepspeed.universal.reader import read
-
-        return read(source, options)
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.deepspeed.universal.reader import own_files
-
-        return own_files(source, manifest)
-
-    def problem(self, saved: Saved) -> str | None:
-        from ckpt_tools.formats.deepspeed.complete import universal_problem
-
-        return universal_problem(saved)
-
-    def is_named(self, saved: Saved) -> bool:
-        from ckpt_tools.formats.deepspeed.complete import is_universal
-
-        return is_universal(saved)
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.formats.deepspeed.universal.writer import layout
-
-        return layout(manifest, options)
+    read = imported("deepspeed.universal.reader:read")
+    own_files = imported("deepspeed.universal.reader:own_files")
+    problem = imported("deepspeed.complete:universal_problem")
+    is_named = imported("deepspeed.complete:is_universal")
+    layout = imported("deepspeed.universal.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         config = '# engine: deepspeed.initialize, ZeRO stage 1, 2 or 3, and "checkpoint": {"load_universal": true}'
@@ -86,30 +66,11 @@ class DeepSpeedFormat(Format):
 
         return bool(tag_folders(source.files))
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.deepspeed.zero_reader.reader import read
-
-        return read(source, options)
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.deepspeed.zero_reader.reader import own_files
-
-        return own_files(source, manifest)
-
-    def problem(self, saved: Saved) -> str | None:
-        from ckpt_tools.formats.deepspeed.complete import problem
-
-        return problem(saved)
-
-    def is_named(self, saved: Saved) -> bool:
-        from ckpt_tools.formats.deepspeed.complete import is_native
-
-        return is_native(saved)
-
-    def world_size_of(self, saved: Saved) -> int:
-        from ckpt_tools.formats.deepspeed.complete import world_size
-
-        return world_size(saved)
+    read = imported("deepspeed.zero_reader.reader:read")
+    own_files = imported("deepspeed.zero_reader.reader:own_files")
+    problem = imported("deepspeed.complete:problem")
+    is_named = imported("deepspeed.complete:is_native")
+    world_size_of = imported("deepspeed.complete:world_size")
 
 
 class ZeroFormat(DeepSpeedFormat):

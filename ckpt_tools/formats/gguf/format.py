@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.base import Format, imported
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.core.options import WriteOptions
     from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
 
 
 class GgufFormat(Format):
@@ -28,25 +27,15 @@ class GgufFormat(Format):
     def detect(self, source: Source) -> bool:
         return any("/" not in path and path.endswith(".gguf") for path in source.files)
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.gguf.files import read
-
-        return read(source, options)
+    read = imported("gguf.files:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         from ckpt_tools.formats.gguf.files import files_of
 
         return frozenset(files_of(source))
 
-    def is_empty(self, saved: Saved, path: str) -> bool:
-        from ckpt_tools.formats.gguf.complete import is_empty
-
-        return is_empty(saved, path)
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.formats.gguf.files import layout
-
-        return layout(manifest, options)
+    is_empty = imported("gguf.complete:is_empty")
+    layout = imported("gguf.files:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.core.loading import quoted

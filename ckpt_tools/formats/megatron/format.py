@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.base import Format, imported
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
 
 
 class MegatronFormat(Format):
@@ -38,20 +37,9 @@ class MegatronFormat(Format):
 
         return own_files(source)
 
-    def problem(self, saved: Saved) -> str | None:
-        from ckpt_tools.formats.megatron.complete import problem
-
-        return problem(saved)
-
-    def is_named(self, saved: Saved) -> bool:
-        from ckpt_tools.formats.megatron.complete import is_megatron
-
-        return is_megatron(saved)
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.formats.megatron.writer import layout
-
-        return layout(manifest, options)
+    problem = imported("megatron.complete:problem")
+    is_named = imported("megatron.complete:is_megatron")
+    layout = imported("megatron.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.core.loading import quoted

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.base import Format, imported
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.core.options import WriteOptions
     from ckpt_tools.stores.source import Source
     from ckpt_tools.trainers.saved import Saved
 
@@ -35,20 +35,14 @@ class MetaFormat(Format):
 
         return bool(files_of(saved.files))
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.meta.reader import read
-
-        return read(source, options)
+    read = imported("meta.reader:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         from ckpt_tools.formats.meta.names import PARAMS, files_of
 
         return frozenset([*files_of(source.files), *({PARAMS} & {*source.files})])
 
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.formats.meta.writer import layout
-
-        return layout(manifest, options)
+    layout = imported("meta.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.core.loading import braced, quoted

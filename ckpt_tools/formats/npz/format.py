@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.base import Format, imported
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
 
 
 class NpzFormat(Format):
@@ -35,15 +34,8 @@ class NpzFormat(Format):
 
         return frozenset([file_of(source)])
 
-    def is_empty(self, saved: Saved, path: str) -> bool:
-        from ckpt_tools.formats.npz.complete import is_empty
-
-        return is_empty(saved, path)
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.formats.npz.files import layout
-
-        return layout(manifest, options)
+    is_empty = imported("npz.complete:is_empty")
+    layout = imported("npz.files:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.core.loading import quoted

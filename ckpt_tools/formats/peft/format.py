@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.manifest import HEADER_ENTRY
-from ckpt_tools.formats.base import Format
+from ckpt_tools.core.format_names import HEADER_ENTRY
+from ckpt_tools.formats.base import Format, imported
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions, WriteOptions
-    from ckpt_tools.stores.source import Source
+    from ckpt_tools.core.options import WriteOptions
 
 
 class PeftFormat(Format):
@@ -26,15 +25,8 @@ class PeftFormat(Format):
     asks_adapter_config = True
     kept_entries = (HEADER_ENTRY,)
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.safetensors.files import read
-
-        return read(source, options)
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.formats.peft.files import layout
-
-        return layout(manifest, options)
+    read = imported("safetensors.files:read")
+    layout = imported("peft.files:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.core.loading import quoted

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType, from_safetensors
-from ckpt_tools.core.manifest import HEADER_ENTRY, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.format_names import HEADER_ENTRY
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.shards import ByteRange, ShardTable

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.manifest import HEADER_ENTRY
-from ckpt_tools.formats.base import Format
+from ckpt_tools.core.format_names import HEADER_ENTRY
+from ckpt_tools.formats.base import Format, imported
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
 
 
 class SafetensorsFormat(Format):
@@ -34,10 +31,7 @@ class SafetensorsFormat(Format):
 
         return any(map(is_own, source.files)) and not is_managed(source)
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.safetensors.files import read
-
-        return read(source, options)
+    read = imported("safetensors.files:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         from ckpt_tools.formats.safetensors.files import own_files
@@ -48,22 +42,7 @@ class SafetensorsFormat(Format):
         """The keys mean something in a file with whole state alone."""
         return () if manifest.tree is None else self.reading_options
 
-    def problem(self, saved: Saved) -> str | None:
-        from ckpt_tools.formats.safetensors.complete import problem
-
-        return problem(saved)
-
-    def is_empty(self, saved: Saved, path: str) -> bool:
-        from ckpt_tools.formats.safetensors.complete import is_empty
-
-        return is_empty(saved, path)
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.formats.safetensors.files import layout
-
-        return layout(manifest, options)
-
-    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        from ckpt_tools.formats.safetensors.files import loading
-
-        return loading(path, manifest, layout, options)
+    problem = imported("safetensors.complete:problem")
+    is_empty = imported("safetensors.complete:is_empty")
+    layout = imported("safetensors.files:layout")
+    loading = imported("safetensors.files:loading")

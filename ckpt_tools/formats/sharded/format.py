@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ckpt_tools.formats.base import Format
-
-if TYPE_CHECKING:
-    from ckpt_tools.core.layout import Layout
-    from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions, WriteOptions
-    from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.formats.base import Format, imported
 
 
 class ShardedFormat(Format):
@@ -24,42 +15,11 @@ class ShardedFormat(Format):
     reading_options = ("model_key", "optim_key")
     writing_options = ("world_size",)
 
-    def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.sharded.detection import looks_sharded
-
-        return looks_sharded(source)
-
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.sharded.reader import read
-
-        return read(source, options)
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.sharded.reader import own_files
-
-        return own_files(source, manifest)
-
-    def problem(self, saved: Saved) -> str | None:
-        from ckpt_tools.formats.sharded.complete import problem
-
-        return problem(saved)
-
-    def is_named(self, saved: Saved) -> bool:
-        from ckpt_tools.formats.sharded.complete import is_sharded
-
-        return is_sharded(saved)
-
-    def world_size_of(self, saved: Saved) -> int:
-        from ckpt_tools.formats.sharded.complete import world_size
-
-        return world_size(saved)
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.formats.sharded.writer import layout
-
-        return layout(manifest, options)
-
-    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        from ckpt_tools.formats.sharded.writer import loading
-
-        return loading(path, manifest, layout, options)
+    detect = imported("sharded.detection:looks_sharded")
+    read = imported("sharded.reader:read")
+    own_files = imported("sharded.reader:own_files")
+    problem = imported("sharded.complete:problem")
+    is_named = imported("sharded.complete:is_sharded")
+    world_size_of = imported("sharded.complete:world_size")
+    layout = imported("sharded.writer:layout")
+    loading = imported("sharded.writer:loading")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.base import Format, imported
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
 
 
 class TorchFormat(Format):
@@ -34,32 +31,14 @@ class TorchFormat(Format):
         are_others = are_those_of_ranks(source.files) or bool(files_of(source.files))
         return any(map(is_own, source.files)) and not are_others
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.torch.files import read
-
-        return read(source, options)
+    read = imported("torch.files:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         from ckpt_tools.formats.torch.files import own_files
 
         return own_files(source)
 
-    def problem(self, saved: Saved) -> str | None:
-        from ckpt_tools.formats.torch.complete import problem
-
-        return problem(saved)
-
-    def is_empty(self, saved: Saved, path: str) -> bool:
-        from ckpt_tools.formats.torch.complete import is_empty
-
-        return is_empty(saved, path)
-
-    def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
-        from ckpt_tools.formats.torch.files import layout
-
-        return layout(manifest, options)
-
-    def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        from ckpt_tools.formats.torch.files import loading
-
-        return loading(path, manifest, layout, options)
+    problem = imported("torch.complete:problem")
+    is_empty = imported("torch.complete:is_empty")
+    layout = imported("torch.files:layout")
+    loading = imported("torch.files:loading")

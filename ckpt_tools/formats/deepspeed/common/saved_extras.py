@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.core.manifest import DESCRIPTIONS, Kind, StateKey, TensorEntry, TensorRef
+from ckpt_tools.core.format_names import DESCRIPTIONS
+from ckpt_tools.core.manifest import Kind, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.value_refs import extracted
 from ckpt_tools.core.values import Opaque, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.files import File, plain
