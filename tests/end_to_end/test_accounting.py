@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, assume, given, settings
 
 from ckpt_tools.conversion import written_tensors
 from ckpt_tools.core.accounting import check_account
@@ -91,6 +91,8 @@ def test_what_a_step_forgets_is_an_error_that_names_it(name: str) -> None:
     @given(stored_checkpoints())
     def check(checkpoint: StoredCheckpoint) -> None:
         read = replace(checkpoint.manifest, extra={HEADER_ENTRY: HEADER})
+        # Of parameters without elements, state may be left out without a word.
+        assume(all(entry.numel for entry in read.tensors.values()))
         first = next(iter(read.tensors))
         rest = {key: entry for key, entry in read.tensors.items() if key.fqn != first.fqn}
         made = replace(read, tensors=rest, aliases={}, groups=(), extra={})

@@ -83,7 +83,7 @@ class TestSharded(FormatTests):
     def test_a_missing_or_short_file_is_a_format_error(self) -> None:
         """Without the optimizer's files and the small ones it is another whole checkpoint, as verl can be told to save
         it; the model's is needed."""
-        files = self._written(self._small())
+        files = self.example()
         for path, data in files.items():
             others = {name: each for name, each in files.items() if name != path}
             damaged = [{**others, path: part} for part in (data[:0], data[:-1], data[: len(data) // 2])]
