@@ -656,7 +656,8 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
     started = time.perf_counter()
-    if prepared.original is not None and any(key.slot == MASTER for key in prepared.original.tensors):
+    selects = prepared.request.include or prepared.request.exclude  # no byte of another tensor is read then
+    if not selects and prepared.original is not None and any(key.slot == MASTER for key in prepared.original.tensors):
         from ckpt_tools.transfer.copies import note_of_copies
 
         notes = note_of_copies(prepared.original, prepared.store, prepared.copy_written, is_sample=True)

@@ -32,7 +32,7 @@ def check_account(
     """
     named = [note.what for note in notes]
     missing = [] if is_mapped else [*_left_out(read, made)]
-    missing += [key for key in made.tensors if key not in written and not _is_of_nothing(key, made)]
+    missing += [key for key in made.tensors if key not in written and not _needs_no_bytes(key, made)]
     entries = {ref.key: str(name) for name, value in read.extra.items() for ref in references(value)} if missing else {}
     lost = [str(key) for key in missing if not _is_named(key, entries.get(key), named)]
     lost += [name for name in DESCRIPTIONS if name in read.extra and name not in made.extra and name not in named]
@@ -42,10 +42,11 @@ def check_account(
         )
 
 
-def _is_of_nothing(key: StateKey, made: Manifest) -> bool:
-    """Some frameworks store optimizer state of parameters without elements, others do not."""
+def _needs_no_bytes(key: StateKey, made: Manifest) -> bool:
+    """Whether it is a plain number, which is written as a value; or state of a parameter without elements, which some
+    frameworks store and others do not."""
     weight = made.tensors.get(StateKey(key.fqn))
-    return weight is not None and not weight.numel
+    return {*made.tensors[key].shards.files} <= made.literals.keys() or (weight is not None and not weight.numel)
 
 
 def _left_out(read: Manifest, made: Manifest) -> Iterator[StateKey]:
@@ -64,6 +65,7 @@ def _is_named(key: StateKey, entry: str | None, named: Iterable[str]) -> bool:
     return any(
         what in (str(key), key.fqn)
         or what.startswith((f"{key.slot} of ", f"optimizer state of {key.fqn}"))
+        or (key.slot != WEIGHT and what.startswith("optimizer state of parameter group"))
         or _BY_NUMBER.fullmatch(what)
         or (entry is not None and what.casefold().startswith(entry.casefold()))
         or f".{key.fqn}.".startswith((f".{what}.", f".client_state.{what}."))

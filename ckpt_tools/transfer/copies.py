@@ -40,7 +40,11 @@ def _copies(manifest: Manifest) -> dict[str, tuple[TensorEntry, TensorEntry]]:
     return {
         name: (weight, master)
         for name, weight, master in pairs
-        if weight is not None and weight.dtype in _BITS and weight.is_as_stored and weight.shape == master.shape
+        if weight is not None
+        and weight.dtype in _BITS
+        and weight.is_as_stored
+        and weight.shape == master.shape
+        and weight.shards is not master.shards
     }
 
 

@@ -76,7 +76,7 @@ def test_optimizer_state_follows(made: Made, tmp_path: Path) -> None:
     model = moe.Apart()
     model.load_state_dict(found["model"])
     optimizer = moe.adamw(model)
-    kept = found["optim"]["state"]
+    kept = found["optimizer"]["state"]
     for slot in ("exp_avg", "exp_avg_sq"):
         assert_equal({name: kept[name][slot] for name in kept}, made.state(slot))
     state = {number: kept[name] for number, (name, _) in enumerate(model.named_parameters())}

@@ -57,11 +57,11 @@ def check(made: Path) -> None:
     model, optimizer = trained()
     found = torch.load(made, weights_only=True)
     assert list(found["model"]) == list(model) and all(torch.equal(found["model"][name], model[name]) for name in model)
-    (group,) = found["optim"]["param_groups"]
+    (group,) = found["optimizer"]["param_groups"]
     assert group["params"] == list(model)
     for number, name in enumerate(model):
         for slot, tensor in optimizer["state"][number].items():
-            assert torch.equal(found["optim"]["state"][name][slot], tensor), (name, slot)
+            assert torch.equal(found["optimizer"]["state"][name][slot], tensor), (name, slot)
 
 
 FRONTS = ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.", "_forward_module.",
@@ -89,8 +89,9 @@ def test_names_that_the_optimizer_says_by_number(front: str, tmp_path: Path) -> 
     model, optimizer = trained()
     torch.save({"model": {f"{front}{name}": model[name] for name in model}, "optimizer": optimizer}, tmp_path / "a.pt")
     ckpt_tools.convert(tmp_path / "a.pt", tmp_path / "b.pt", state="all", strip="auto")
-    found = torch.load(tmp_path / "b.pt", weights_only=True)["optim"]["state"]
-    assert found.keys() == model.keys()
+    found = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]
+    assert found["state"].keys() == optimizer["state"].keys()
+    assert found["param_groups"][0]["param_names"] == list(model)
 
 
 def test_other_names_are_not_taken_for_each_other(tmp_path: Path) -> None:

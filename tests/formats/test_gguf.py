@@ -277,4 +277,5 @@ def test_the_architecture_is_that_of_the_config(tmp_path: Path, model_type: obje
     assert field is not None and field.contents() == written
     told = {note.what: note.why for note in report.plan.notes}
     assert "llama.cpp will refuse this file" in told.pop("hyperparameters and vocabulary")
+    assert told.pop("config.json") == "the output has no place for a model's files"
     assert set(told) == (set() if written == model_type else {"general.architecture"})
