@@ -59,7 +59,10 @@ def is_named(item: str, notes: Iterable[Note]) -> bool:
     lost = [note.what for note in notes if note.outcome in (Outcome.DROPPED, Outcome.DEFAULTED)]
     owner = item.partition(" (")[0]
     return any(
-        what == item or what.startswith((f"{item}.", f"{slot} of ", f"optimizer state of {owner}")) for what in lost
+        what == item
+        or what.startswith((f"{item}.", f"{slot} of "))
+        or (what.startswith("optimizer state of ") and owner in what)
+        for what in lost
     )
 
 

@@ -41,6 +41,7 @@ ALWAYS = {
 
 REFUSALS = (
     r"say which they are with param_order=.*state='model'",
+    r"keeps an optimizer by the names of its parameters; .*or convert with state='model'",
     r"in one of float32, bfloat16 and float16.*choose one with dtype=",
     r"in one of float32, bfloat16 and float16.*dequantize the weights with dequantize=True",
     r"(GGUF does not support|numpy has no) \w+; .*exclude it",

@@ -249,7 +249,8 @@ def test_nvfp4_of_modelopt(shape: tuple[int, ...], tmp_path: Path) -> None:
     assert found.keys() == {"m.weight", "norm.weight"}
     assert same_bits(found["m.weight"], as_torch(wanted))
     report = ckpt_tools.plan(tmp_path / "quantized", tmp_path / "x.pt", dequantize=True, strict=True)
-    assert [note.what for note in report.notes] == ["1 uint8 tensor", "2 tensors of quantized activations or caches"]
+    told = ["1 uint8 tensor", "2 tensors of quantized activations or caches", "config.json"]
+    assert [note.what for note in report.notes] == told
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (24,), (24, 1)])
