@@ -70,7 +70,7 @@ def _quantized(weights: Mapping[str, DType], *, is_said: bool = False) -> list[s
         fqn
         for fqn, dtype in weights.items()
         if fqn in owners
-        or is_quantized(fqn, dtype, members[fqn.rpartition(".")[0]])
+        or is_quantized(fqn, dtype, [*members[fqn.rpartition(".")[0]], *members.get(fqn, ())])
         or (is_said and dtype not in CASTABLE and dtype not in _COUNTING)
     ]
 
@@ -172,7 +172,12 @@ def is_quantized(fqn: str, dtype: DType, beside: Iterable[str] = ()) -> bool:
     if dtype.is_floating or dtype in _COUNTING:
         return dtype.is_floating and is_small(dtype)
     is_named = name in _PACKED or _INTEGERS.fullmatch(name) is not None
-    return is_named or (dtype in _BYTES and any(other.startswith(f"{fqn}_scale") for other in beside))
+    return is_named or (dtype in _BYTES and any(_is_scale_of(fqn, other) for other in beside))
+
+
+def _is_scale_of(fqn: str, other: str) -> bool:
+    module, _, name = other.rpartition(".")
+    return other.startswith(f"{fqn}_scale") or (module == fqn and SCALE_NAMES.fullmatch(name) is not None)
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

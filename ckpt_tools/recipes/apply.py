@@ -246,7 +246,9 @@ class _Maker:
     def _check_plain(self, group: Group) -> None:
         for name in group.sources.values():
             entry = self.source.tensors.get(StateKey(name))
-            if entry is not None and is_quantized(name, entry.dtype):
+            if entry is None or entry.dtype in CASTABLE:
+                continue
+            if is_quantized(name, entry.dtype, [key.fqn for key in self.source.tensors if key.fqn.startswith(name)]):
                 raise UnsupportedError(
                     f"{name} is quantized ({entry.dtype.value}), and a recipe would part it from its scales; "
                     f"dequantize the model with {option('dequantize', True)}"
