@@ -65,7 +65,7 @@ def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] |
     source, carried = _without_companions(source, recipe)
     names = _in_order(source)
     without_weight = {name for name in names if StateKey(name) not in source.tensors} - source.aliases.keys()
-    maker = _Maker(source, recipe, group_names(names, recipe, without_weight), env)
+    maker = _Maker(source, recipe, group_names(names, recipe, without_weight), env, frozenset(carried.values()))
     made, notes = maker.manifest(), tuple(maker.notes())
     if carried:
         made = maker.with_companions(made, manifest, carried)
@@ -104,6 +104,8 @@ class _Maker:
     recipe: Recipe
     grouped: Grouped
     env: Env
+    quantized: frozenset[str] = frozenset()
+    """Weights whose scales were taken out of ``source``, to follow them."""
     mapped: dict[int, _Mapped] = field(default_factory=dict)
     equal: list[Equal] = field(default_factory=list)
     cropped: dict[str, int] = field(default_factory=dict)
@@ -246,9 +248,7 @@ class _Maker:
     def _check_plain(self, group: Group) -> None:
         for name in group.sources.values():
             entry = self.source.tensors.get(StateKey(name))
-            if entry is None or entry.dtype in CASTABLE:
-                continue
-            if is_quantized(name, entry.dtype, [key.fqn for key in self.source.tensors if key.fqn.startswith(name)]):
+            if entry is not None and (name in self.quantized or is_quantized(name, entry.dtype)):
                 raise UnsupportedError(
                     f"{name} is quantized ({entry.dtype.value}), and a recipe would part it from its scales; "
                     f"dequantize the model with {option('dequantize', True)}"

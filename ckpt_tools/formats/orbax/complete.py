@@ -21,6 +21,13 @@ def problem(saved: Saved) -> str | None:
         return f"{DELETION}: the deletion of an item did not finish"
     if not is_orbax(saved):
         return None
+    trees, stores = (
+        {parent_of(path) for path in saved.files if f"/{path}".endswith(f"/{name}")} for name in (TREE, MANIFEST)
+    )
+    # Each process has a store below that of its item.
+    bare = sorted(folder for folder in stores - trees if not folder.rpartition("/")[2].startswith("ocdbt.process"))
+    if bare:
+        return f"no {TREE} in {bare[0]}: the save did not finish"
     if CHECKPOINT in saved.files:
         times = saved.object_at(saved.path(CHECKPOINT))
         if times.get("init_timestamp_nsecs") is not None and times.get("commit_timestamp_nsecs") is None:
