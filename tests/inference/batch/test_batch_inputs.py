@@ -195,7 +195,7 @@ def test_rows_of_two_runs_are_never_mixed(
     monkeypatch.undo()
     kept = (tmp_path / "x.jsonl.unfinished").read_bytes()
     for model, source, options, kind in (
-        (tmp_path / "other.pt", image_folder, [], "model"),
+        (tmp_path / "other.pt", image_folder, [], "model and set of options"),  # no config.json is beside it
         (forms / "model.pt", "digits", [], "input"),
         (forms / "model.pt", image_folder, ["--fast"], "set of options"),
     ):
