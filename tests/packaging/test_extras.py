@@ -56,9 +56,9 @@ def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     ("words", "extra"),
     [
         (["train", "--engine=fsdp2", "--out=run"], "train"),
-        (["predict", "--model", "MODEL", "--input=digits", "--output=rows.jsonl"], "serve"),
-        (["serve", "MODEL", "--port=0"], "serve"),
-        (["serve", "MODEL", "--port=0", "--runner=ray"], "ray-serve"),
+        (["predict", "--model", "MODEL", "--architecture=ours", "--input=digits", "--output=rows.jsonl"], "serve"),
+        (["serve", "MODEL", "--architecture=ours", "--port=0"], "serve"),
+        (["serve", "MODEL", "--architecture=ours", "--port=0", "--runner=ray"], "ray-serve"),
         (["inspect", "s3://bucket/model"], "s3"),
         (["inspect", "hf://org/model"], "hub"),
         (["convert", "MODEL", "hf://org/model"], "hub"),

@@ -52,7 +52,7 @@ def service(run_folder: Path, token_file: Path, tmp_path_factory: pytest.TempPat
         "--timeout=0.000001",
         "--drain=2",
     ]
-    options.append("--allow-host=Allowed.example")
+    options += ["--allow-host=Allowed.example", "--architecture=ours"]
     folder = tmp_path_factory.mktemp("operations")
     with running_service(folder, None, f"--model=m={run_folder}@latest", *options) as service:
         yield service

@@ -83,9 +83,8 @@ def models(weights: dict[str, Tensor], digits: Samples, tmp_path_factory: pytest
 
 @pytest.fixture
 def service(models: Models, tmp_path: Path) -> Iterator[Service]:
-    with running_service(
-        tmp_path / "run", None, f"--model=m={models.file}", "--grpc-port=0", "--model-control=explicit"
-    ) as service:
+    options = ["--architecture=ours", "--grpc-port=0", "--model-control=explicit"]
+    with running_service(tmp_path / "run", None, f"--model=m={models.file}", *options) as service:
         yield service
 
 

@@ -51,12 +51,10 @@ class Examples:
         call = [*PROGRAMS[program], *words]
         return subprocess.run(call, cwd=FOLDER, env=self.environment, capture_output=True, text=True, check=False)
 
-    def run_documented(self, script: str, left_out: tuple[str, ...] = ()) -> None:
-        docstring = ast.get_docstring(ast.parse((FOLDER / f"{script}.py").read_text()))
-        for line in docstring.splitlines() if docstring else []:
-            if line.startswith("    ") and not any(run in line for run in left_out):
-                done = self.run(line)
-                assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    def run_all(self, commands: list[str]) -> None:
+        for command in commands:
+            done = self.run(command)
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
     def reported(self, run: str) -> list[dict[str, Any]]:
         """What ``ray.train.report`` was given with each checkpoint of a run."""
@@ -72,10 +70,18 @@ def examples(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, pytestc
     environment = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # a process for each run, which imports torch
     made = Examples(tmp_path_factory.mktemp("examples"), environment)
+    # `ast.parse` is not safe in two threads of Python 3.11.
+    on_ray = [documented_commands(script, left_out) for script in ("fsdp2_on_ray", "deepspeed_on_ray")]
     with ThreadPoolExecutor() as threads:
-        list(threads.map(partial(made.run_documented, left_out=left_out), ["fsdp2_on_ray", "deepspeed_on_ray"]))
-    made.run_documented("your_own_loop", left_out)
+        list(threads.map(made.run_all, on_ray))
+    made.run_all(documented_commands("your_own_loop", left_out))
     return made
+
+
+def documented_commands(script: str, left_out: tuple[str, ...]) -> list[str]:
+    docstring = ast.get_docstring(ast.parse((FOLDER / f"{script}.py").read_text())) or ""
+    lines = [line for line in docstring.splitlines() if line.startswith("    ")]
+    return [line for line in lines if not any(run in line for run in left_out)]
 
 
 def slots(checkpoint: str) -> dict[str, set[str]]:
