@@ -42,7 +42,11 @@ TEXT_CONFIG = "text_config"
 
 def is_small(dtype: DType) -> bool:
     """True for integers of 8 bits and floats of at most as many, whose elements may need a scale."""
-    return dtype in _BYTES or (dtype.is_floating and dtype not in CASTABLE)
+    return dtype in _BYTES or is_small_float(dtype)
+
+
+def is_small_float(dtype: DType) -> bool:
+    return dtype.is_floating and dtype not in CASTABLE
 
 
 def uncast(manifest: Manifest) -> set[StateKey]:
@@ -170,7 +174,7 @@ def is_quantized(fqn: str, dtype: DType, beside: Iterable[str] = ()) -> bool:
     """Whether name and type are those of a quantized weight; integers of 8 bits with scales ``beside`` them are."""
     name = fqn.rpartition(".")[2]
     if dtype.is_floating or dtype in _COUNTING:
-        return dtype.is_floating and is_small(dtype)
+        return is_small_float(dtype)
     is_named = name in _PACKED or _INTEGERS.fullmatch(name) is not None
     return is_named or (dtype in _BYTES and any(_is_scale_of(fqn, other) for other in beside))
 

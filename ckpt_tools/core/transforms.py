@@ -324,14 +324,22 @@ def cast(manifest: Manifest, dtype: DType | None) -> Transformed:
         key: _cast(entry, dtype) if key.slot == WEIGHT and key not in left else entry
         for key, entry in manifest.tensors.items()
     }
-    why = "not cast: they belong to quantized weights (scales, zero points), which have no meaning in another type"
-    if not left:
-        left = {key for key, e in manifest.tensors.items() if e.kind is Kind.PARAMETER and quantized.is_small(e.dtype)}
-        why = f"not cast: floats of 8 bits or less may need scales; {option('dequantize', True)} widens them"
-    names = sorted(key.fqn for key in left)
+    small = {
+        key
+        for key, entry in manifest.tensors.items()
+        if entry.kind is Kind.PARAMETER and quantized.is_small_float(entry.dtype)
+    }
+    widened = f"not cast: floats of 8 bits or less may need scales; {option('dequantize', True)} widens them"
+    needed = "not cast: they belong to quantized weights (scales, zero points), which have no meaning in another type"
+    kept = ((small, widened), (left, needed))
+    notes = tuple(_uncast_note(manifest, keys, why) for keys, why in kept if keys)
+    return replace(manifest, tensors=tensors), notes
+
+
+def _uncast_note(manifest: Manifest, keys: Collection[StateKey], why: str) -> Note:
+    names = sorted(key.fqn for key in keys)
     what = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
-    note = Note(Outcome.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in left))
-    return replace(manifest, tensors=tensors), (note,) if left else ()
+    return Note(Outcome.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in keys))
 
 
 def cast_notes(before: Manifest, after: Manifest, as_stored: Collection[str]) -> tuple[Note, ...]:

@@ -108,6 +108,12 @@ def test_a_cast_leaves_all_of_them_alone(source: Path, module: Tensors, tmp_path
         assert found == {f"a.q.{each}": raw(tensor) for each, tensor in module.items()}
 
 
+def test_a_cast_names_the_weights_that_stay_fp8(tmp_path: Path) -> None:
+    save_file({"q.weight": floats8((4, 8), E4M3), "q.scale_weight": torch.rand(())}, tmp_path / "in.safetensors")
+    report = ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bfloat16")
+    assert {note.what for note in report.notes} == {"q.weight", "q.scale_weight"}
+
+
 def test_renaming_the_module_takes_all_of_them_along(source: Path, module: Tensors, tmp_path: Path) -> None:
     ckpt_tools.convert(source, tmp_path / "out.safetensors", rename=[r"^a\.q\.=b.p."])
     assert {f"b.p.{name}" for name in module} < read(tmp_path / "out.safetensors").keys()
