@@ -519,7 +519,8 @@ def _left_beside(manifest: Manifest, carried: frozenset[str], layout: Layout, *,
     a format without a place for a model's files asks for that."""
     known = carried.union((note.what for note in layout.notes), (file.path for file in layout.files))
     left = [path for path in manifest.beside if path not in known]
-    why = "not known to be the model's" if layout.config else "a model's files are copied if its config.json is there"
+    unnamed = "a model's files are copied if a config.json that names it (model_type, architectures) is there"
+    why = "not known to be the model's" if layout.config else unnamed
     why = why if has_place else "the output has no place for a model's files"
     return (Note(Outcome.DROPPED, listed(left), why, len(left), asked=not has_place),) if left else ()
 

@@ -45,8 +45,9 @@ MAX_CONFIG_BYTES = 16 << 20
 MAX_FILE_BYTES = 256 << 20
 """The largest vocabularies have about 35 MB."""
 
-_SIGNS = ("model_type", "architectures", "architecture", "_class_name")
-"""Keys of a ``config.json`` of transformers, of our own training runs, or of diffusers; others' have none of them."""
+_SIGNS = ("model_type", "architectures", "architecture", "_class_name", CONFIG_KEY)
+"""Keys of a ``config.json`` of transformers, of our training runs, of diffusers or of a quantizer; others' have none of
+them."""
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Of transformers 5, and before."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from typing import Any, TypeVar
 
@@ -133,15 +134,16 @@ class ModelStates:
 
     @classmethod
     def _of(cls, file: File, module: Mapping[str, Value], param_shapes: tuple[Mapping[str, Shape], ...]) -> ModelStates:
-        ties = _optional(file, "shared_params")
+        ties, buffers = _optional(file, "shared_params"), _strings(file.get("buffer_names", list), file.path)
         _strings([*ties, *ties.values()], file.path)
-        in_module = _NamesInModule(module)
+        frozen_shapes = _shapes(_optional(file, "frozen_param_shapes"), file.path)
+        in_module = _NamesInModule(module, {*buffers, *ties, *frozen_shapes}.union(*param_shapes))
         return cls(
             file=file,
             module=module,
-            buffers=frozenset(map(in_module, _strings(file.get("buffer_names", list), file.path))),
+            buffers=frozenset(map(in_module, buffers)),
             param_shapes=tuple(map(in_module.keys_of, param_shapes)),
-            frozen_shapes=in_module.keys_of(_shapes(_optional(file, "frozen_param_shapes"), file.path)),
+            frozen_shapes=in_module.keys_of(frozen_shapes),
             frozen_fragments=in_module.keys_of(_tensors(_optional(file, "frozen_param_fragments"), file.path)),
             ties={in_module(alias): in_module(owner) for alias, owner in ties.items()},
         )
@@ -160,13 +162,27 @@ class ModelStates:
 
 
 class _NamesInModule:
-    """Names of parameters as ``module`` has them: a state dict leaves out parts that wrappers put into them."""
+    """Names of parameters and buffers as ``module`` has them: a state dict leaves out parts that wrappers put into
+    names, and a hook of the model may put a prefix before some. A prefix is believed where it fits one name alone, the
+    longest names first: ``norm.bias`` is the end of a layer's name too."""
 
-    def __init__(self, module: Mapping[str, Value]) -> None:
-        self.module, self.bare = module, {without_parts(name): name for name in module}
+    def __init__(self, module: Mapping[str, Value], names: Collection[str]) -> None:
+        bare = {without_parts(key): key for key in module}
+        self.keys = {name: name if name in module else bare.get(without_parts(name), name) for name in names}
+        lost = [name for name, key in self.keys.items() if key not in module]
+        ends: dict[str, list[str]] = {}
+        for key in (module.keys() - self.keys.values()) if lost else ():
+            for end in accumulate(reversed(key.split(".")[1:]), lambda end, part: f"{part}.{end}"):
+                ends.setdefault(end, []).append(key)
+        taken: set[str] = set()
+        for name in sorted(lost, key=lambda name: -name.count(".")):
+            fitting = [key for key in ends.get(without_parts(name), ()) if key not in taken]
+            if len(fitting) == 1:
+                self.keys[name] = fitting[0]
+                taken.add(fitting[0])
 
     def __call__(self, name: str) -> str:
-        return name if name in self.module else self.bare.get(without_parts(name), name)
+        return self.keys.get(name, name)
 
     def keys_of(self, values: Mapping[str, Kind]) -> Mapping[str, Kind]:
         return {self(name): value for name, value in values.items()}

@@ -55,11 +55,29 @@ def test_wrapped_modules_are_the_same_model(kind: str, checkpoint: Any, tmp_path
         assert torch.equal(ours.view(torch.int32), tensor.float().view(torch.int32)), name
 
 
-@pytest.mark.parametrize("kind", ["zero2-fp32", "zero3-bf16"])
-def test_names_that_a_hook_changes_are_refused(kind: str, checkpoint: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["zero1-fp32", "zero2-fp32", "zero3-bf16"])
+def test_a_hook_may_put_a_prefix_before_names(kind: str, checkpoint: Any, tmp_path: Path) -> None:
     def change(content: dict[str, Any]) -> None:
         content["module"] = {f"hooked.{name}": value for name, value in content["module"].items()}
 
-    made = renamed(checkpoint(kind, "awkward", 2).checkpoint, tmp_path / "hooked", change)
+    plain = checkpoint(kind, "awkward", 2).checkpoint
+    made = renamed(plain, tmp_path / "hooked", change)
+    found = ckpt_tools.open(made)
+    assert set(found) == {f"hooked.{name}" for name in ckpt_tools.open(plain)}
+    for name, tensor in get_fp32_state_dict_from_zero_checkpoint(str(made)).items():
+        ours = found[f"hooked.{name}"].torch().float()
+        assert torch.equal(ours.view(torch.int32), tensor.float().view(torch.int32)), name
+
+
+@pytest.mark.parametrize("hooked", ["other_name", "a.{} b.{}"])
+def test_other_names_that_a_hook_gives_are_refused(hooked: str, checkpoint: Any, tmp_path: Path) -> None:
+    """A name with nothing in common, and two names that one parameter could have."""
+
+    def change(content: dict[str, Any]) -> None:
+        name = next(iter(content["param_shapes"][0]))
+        value = content["module"].pop(name)
+        content["module"] |= {other.format(name): value for other in hooked.split()}
+
+    made = renamed(checkpoint("zero2-fp32", "awkward", 2).checkpoint, tmp_path / "hooked", change)
     with pytest.raises(IncompleteError, match=r"in param_shapes but not in module: .* a hook of the model"):
         ckpt_tools.inspect(made)
