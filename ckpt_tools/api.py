@@ -500,6 +500,7 @@ def verify(
     dtype: DTypeLike | None = None,
     buffers: Sequence[str] = (),
     like: str | Path | None = None,
+    untie: bool = False,
     digests: str | Path | None = None,
     public_key: str | Path | None = None,
     signature: str | Path | None = None,
@@ -517,7 +518,7 @@ def verify(
         dst: What ``src`` was converted to.
         from_: The format of ``src``. Default: detected.
         state, dtype, weights, include, exclude, rename, key_map, strip, recipe, inverse, dequantize, config, like,
-            model_key, optim_key, param_order, optimizer_file, buffers, tag: As they were for ``convert``.
+            untie, model_key, optim_key, param_order, optimizer_file, buffers, tag: As they were for ``convert``.
         digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``; or
             a list of its files as ``sha256sum``, ``b2sum``, ``md5sum`` or Megatron-Core (``integrity.json``) write it.
             Default: the lists that lie with ``src``, and the hub's hashes of what ``hf download`` stored there.
@@ -545,7 +546,7 @@ def verify(
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import verify_one, verify_pair
 
-    chosen = ConvertOptions(state=state, dtype=dtype, buffers=buffers, like=like, **options)
+    chosen = ConvertOptions(state=state, dtype=dtype, buffers=buffers, like=like, untie=untie, **options)
     given = {**chosen.given, "digests": digests, "public_key": public_key, "signature": signature}
     case = Case(has_destination=dst is not None, has_digests=digests is not None, has_key=public_key is not None)
     check(ARGUMENTS["verify"], given, case)

@@ -43,11 +43,6 @@ _config = click.option(
     help="The folder with config.json, for sizes of the recipe too, and tokenizer and preprocessor files for the "
     "output. Default: beside SRC.",
 )
-_untie = click.option(
-    "--untie",
-    is_flag=True,
-    help="Write embeddings and head as two tensors, and tie_word_embeddings in config.json as false.",
-)
 _strict = click.option("--strict", is_flag=True, help="Fail if something would be dropped.")
 _overwrite = click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST, and nothing else.")
 _resume = click.option(
@@ -78,7 +73,7 @@ _writing = options.together(options.running, options.clustering, _strict, _overw
 @_state
 @options.choosing
 @_max_shard_size
-@_untie
+@options.untie
 @_config
 @options.like
 @_writing
@@ -125,7 +120,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: An
 @_state
 @options.choosing
 @_max_shard_size
-@_untie
+@options.untie
 @_config
 @options.like
 @options.running
@@ -150,7 +145,7 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) 
 @options.reading
 @options.choosing
 @_max_shard_size
-@_untie
+@options.untie
 @_config
 @options.like
 @_writing
@@ -183,7 +178,7 @@ def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen
 @options.reading
 @options.choosing
 @_max_shard_size
-@_untie
+@options.untie
 @click.option(
     "--config",
     metavar="DIR",

@@ -168,6 +168,8 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield from _group_rows(summary)
     if summary.aliases:
         yield "tied", ties(summary.aliases)
+    if summary.values:
+        yield "no tensors", f"{listed(summary.values)}; see --json"
     if summary.naming:
         yield "names", summary.naming
     if summary.wrapping:

@@ -205,6 +205,12 @@ like = click.option(
     "leads to them.",
 )
 
+untie = click.option(
+    "--untie",
+    is_flag=True,
+    help="Write embeddings and head as two tensors, and tie_word_embeddings in config.json as false.",
+)
+
 sizes = click.option(
     "--config",
     metavar="DIR",

@@ -103,19 +103,21 @@ def _exit_by(report: VerifyReport) -> None:
 
 def _verdict(report: VerifyReport) -> str:
     """``3 of 640 tensors differ: 2 in values, 1 missing``."""
-    if report.num_wrong_files:
+    if report.num_wrong_files and report.lists:
         verb = "is" if report.num_wrong_files == 1 else "are"
         files = f"{report.num_wrong_files:,} of {count(report.num_files, 'file')} {verb} not as {_lists(report)}"
         return f"{files}; no tensor was read"
     verb = "differs" if report.num_differing == 1 else "differ"
-    kinds = ", ".join(_kind(aspect, number) for aspect, number in report.summary.aspects.items() if aspect != "entry")
-    entries = (
-        f"{count(report.num_entries, 'value')} beside the tensors {'differs' if report.num_entries == 1 else 'differ'}"
-    )
-    if not report.num_differing:
-        return f"{_counted(report)} are the same, bit for bit; {entries}"
+    aspects = report.summary.aspects.items()
+    kinds = ", ".join(_kind(aspect, number) for aspect, number in aspects if aspect not in ("entry", "file"))
     text = f"{report.num_differing:,} of {count(report.num_compared, 'tensor')} {verb}: {kinds}"
-    return f"{text}; {entries}" if report.num_entries else text
+    beside = {"value beside the tensors": report.num_entries, "file of the model": report.num_wrong_files}
+    others = [
+        f"{number:,} {what if number == 1 else what.replace(' ', 's ', 1)} {'differs' if number == 1 else 'differ'}"
+        for what, number in beside.items()
+        if number
+    ]
+    return "; ".join([text if report.num_differing else f"{_counted(report)} are the same, bit for bit", *others])
 
 
 def _kind(aspect: str, number: int) -> str:
@@ -185,6 +187,7 @@ def _say_markdown(title: str, report: VerifyReport, same: str, top: int | None) 
 @options.choosing
 @options.sizes
 @options.like
+@options.untie
 @click.option(
     "--digests",
     metavar="FILE",

@@ -115,7 +115,7 @@ ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
             lambda case: "digests are of elements before a cast, and a checkpoint alone is checked as it is stored",
         ),
         Rule(
-            ("strip", "recipe", "dequantize", "config", "like"),
+            ("strip", "recipe", "dequantize", "config", "like", "untie"),
             lambda case: case.has_destination,
             "verify with {dst}",
             lambda case: (

@@ -80,7 +80,8 @@ class Summary(Shown):
     ``wrapping`` are parts of names that wrappers put in. ``tensors`` are those that ``include`` and ``exclude`` choose,
     and ``stats`` their statistics, if they were asked for; the figures are of the whole checkpoint.
 
-    The options of ``groups`` and the values of ``extras`` are bounded, as ``ShownValues`` says.
+    ``values`` are the parts of optimizer state, and of what modules keep by ``get_extra_state``, that are no tensors.
+    The options of ``groups``, and ``values`` and ``extras``, are bounded, as ``ShownValues`` says.
     """
 
     SHOWN: ClassVar[tuple[str, ...]] = (
@@ -109,6 +110,7 @@ class Summary(Shown):
     optimizer_slots: tuple[str, ...]
     groups: tuple[GroupSummary, ...]
     aliases: Mapping[str, str]
+    values: Mapping[str, Any]
     extras: Mapping[str, Any]
     notes: tuple[Note, ...]
     naming: str | None
@@ -174,6 +176,7 @@ def summarize(
         ),
         groups=tuple(GroupSummary(len(group.params), shown.of(group.options)) for group in manifest.groups),
         aliases=dict(manifest.aliases),
+        values={str(key): shown.of(value) for key, value in manifest.values.items()},
         extras={name: shown.of(value) for name, value in manifest.extra.items()},
         notes=(*manifest.notes, *_parted(manifest)),
         naming=naming,

@@ -30,10 +30,13 @@ from ckpt_tools.core.quantized import (
     quantization_of,
     without_quantization,
 )
+from ckpt_tools.core.ties import untied_config, with_ties
 from ckpt_tools.core.trainer_folder import BesideFile
 from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
+from ckpt_tools.formats.base import Format
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.marker_files import MARKERS
+from ckpt_tools.stores.output_form import OutputForm, SingleFile
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
 from ckpt_tools.stores.wrappers import Joined
@@ -153,6 +156,20 @@ def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> L
         copied={**(layout.copied or {}), **copied},
         config=found.config,
     )
+
+
+def takes_model_files(writer: Format, form: OutputForm) -> bool:
+    """Whether an output is a folder that ``from_pretrained`` opens, with all files of a model."""
+    return "config" in writer.writing_options and not writer.asks_adapter_config and not isinstance(form, SingleFile)
+
+
+def with_stated_ties(
+    manifest: Manifest, files: ModelFiles, *, untie: bool
+) -> tuple[Manifest, ModelFiles, tuple[Note, ...]]:
+    """The manifest and ``config.json`` with embeddings and head tied as ``config.json`` says, or with ``untie`` as two
+    tensors, and notes. Raises CkptError."""
+    manifest, notes = with_ties(manifest, files.config, untie=untie)
+    return manifest, replace(files, config=untied_config(files.config)) if untie else files, notes
 
 
 def fitted(found: ModelFiles, manifest: Manifest) -> tuple[ModelFiles, tuple[Note, ...]]:

@@ -285,7 +285,8 @@ class _OptimizerLoader:
             return True
         if any(p.grad is not None for p in self._parameters()):
             raise UsageError("the optimizer has no state yet but there are gradients; load before backward()")
-        if signature(self.optimizer.step).parameters["closure"].default is Parameter.empty:
+        closure = signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
             return False
         counts = {name: value for name, value in vars(self.optimizer).items() if isinstance(value, int | float)}
         try:

@@ -5,50 +5,60 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpt_tools.core.manifest import Manifest, StateKey
+from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.wording import listed
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.base import Format
-from ckpt_tools.reading.model_files import config_in, find_model_files, fitted
-from ckpt_tools.stores.output_form import SingleFile
+from ckpt_tools.reading.model_files import (
+    ModelFiles,
+    config_in,
+    find_model_files,
+    fitted,
+    takes_model_files,
+    with_stated_ties,
+)
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import open_place
 from ckpt_tools.trainers.transformers import CONFIG
 from ckpt_tools.verification.report import FILE, Aspect, Difference
 
 
-def differing_files(
-    src: str | Path,
-    source: Source,
-    manifest: Manifest,
-    dst: str | Path,
-    written: Source,
-    writer: Format,
-    options: ConvertOptions,
-) -> list[Difference]:
-    """The files that a conversion of ``manifest``, read at ``src``, copies, and that ``written`` at ``dst`` lacks or
-    has with another content. Nothing is copied beside one file, and with ``like`` they are another model's.
+def expected_model(
+    src: str | Path, source: Source, manifest: Manifest, dst: str | Path, writer: Format | None, options: ConvertOptions
+) -> tuple[Manifest, ModelFiles | None]:
+    """``manifest``, read at ``src``, and the files beside it as a conversion to ``dst`` writes them. None if it copies
+    no files, and with ``like``: they are another model's then.
 
     Raises:
-        CkptError: a file cannot be read.
+        UsageError: ``untie`` is for a model with ``config.json``. CkptError: a file cannot be read.
     """
     stores = options.storage_options
-    is_file = isinstance(open_place(dst, stores).form, SingleFile)
-    if "config" not in writer.writing_options or writer.asks_adapter_config or is_file or options.like is not None:
-        return []
-    model = find_model_files(src, source, manifest, config=options.config, storage_options=stores)
-    if model is None:
-        return []
-    model, _ = fitted(model, manifest)
+    if writer is None or not takes_model_files(writer, open_place(dst, stores).form) or options.like is not None:
+        files = None
+    else:
+        files = find_model_files(src, source, manifest, config=options.config, storage_options=stores)
+    if files is None:
+        if options.untie:
+            raise UsageError(f"{option('untie', True)} is for folders with a config.json")
+        return manifest, None
+    if options.untie:
+        manifest, files, _ = with_stated_ties(manifest, files, untie=True)
+    return manifest, fitted(files, manifest)[0]
+
+
+def differing_files(expected: ModelFiles, written: Source) -> list[Difference]:
+    """The files that ``written`` lacks or has with another content. Raises CkptError if one cannot be read."""
     config = config_in(written)
-    lost = {} if config == model.config else {CONFIG: "missing"}
+    lost = {} if config == expected.config else {CONFIG: "missing"}
     if lost and config is not None:
-        keys = sorted(key for key in {*model.config, *config} if model.config.get(key) != config.get(key))
+        keys = sorted(key for key in {*expected.config, *config} if expected.config.get(key) != config.get(key))
         lost = {CONFIG: f"{listed(keys)}: another content"}
-    for name, file in model.files.items():
+    for name, file in expected.files.items():
         content = bytearray(file.num_bytes)
-        model.store.read_into(file.source, 0, memoryview(content))
+        expected.store.read_into(file.source, 0, memoryview(content))
         if name not in written.files:
             lost[name] = "missing"
-        elif content != written.read(name, 0, written.size(name)):
+        elif written.size(name) != file.num_bytes or content != written.read(name, 0, file.num_bytes):
             lost[name] = "another content"
     return [Difference(StateKey(name, FILE), Aspect.FILE, what) for name, what in lost.items()]

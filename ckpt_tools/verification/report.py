@@ -117,7 +117,7 @@ class VerifyReport(Shown):
 
     @property
     def num_wrong_files(self) -> int:
-        """Files that are missing, or not as a list of files says."""
+        """Files that are missing, or neither as a list of files says nor as a conversion copies them."""
         return sum(difference.aspect is Aspect.FILE for difference in self.differences)
 
     @property

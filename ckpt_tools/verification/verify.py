@@ -35,6 +35,7 @@ from ckpt_tools.verification.digest_files import digests_url, read_digests, stor
 from ckpt_tools.verification.digests import Digests
 from ckpt_tools.verification.entries import differing_entries, differing_texts, not_compared
 from ckpt_tools.verification.integrity import check_integrity
+from ckpt_tools.verification.model_files import differing_files, expected_model
 from ckpt_tools.verification.report import VerifyReport
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def verify_pair(
     made = apply_options(
         manifest, options, whole=whole, holds_masters=holds_masters, kept=kept, recipe=recipe, like=like
     )
-    expected = made.manifest
+    expected, model_files = expected_model(src, source, made.manifest, dst, target, options)
     compared, notes = _of_model(other, options) if options.state == "model" else (other, ())
     theirs = Side.of("the destination", other_source.store, compared)
     store = with_made_files(source.store, expected)
@@ -191,11 +192,7 @@ def verify_pair(
     report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
     names = (ours.name, theirs.name)
     texts = differing_texts(expected, other, names) if whole or HEADER_ENTRY in kept else []
-    files = []
-    if target is not None:
-        from ckpt_tools.verification.model_files import differing_files
-
-        files = differing_files(src, source, expected, dst, other_source, target, options)
+    files = [] if model_files is None else differing_files(model_files, other_source)
     report = replace(report, notes=notes, differences=(*report.differences, *texts, *files))
     return _with_entries(report, expected, other, names) if whole else report
 

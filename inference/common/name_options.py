@@ -27,9 +27,12 @@ class Reading:
     config: str | Path | None = None
 
     def given(self) -> dict[str, Any]:
-        """Those for ``ckpt_tools.load_into``, which takes sizes for a recipe from ``config``."""
+        """Those for ``ckpt_tools.load_into``, which takes sizes for a recipe, and how weights are quantized, from
+        ``config``."""
         found = {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
-        return found if self.recipe else {name: value for name, value in found.items() if name != "config"}
+        if not (self.recipe or self.dequantize):
+            found.pop("config", None)
+        return found
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> Reading:

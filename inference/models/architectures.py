@@ -48,6 +48,10 @@ HOW_TO_NAME = (
     "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME, module:function, FILE.py:function, torch.export or "
     "torchscript"
 )
+ASSUMED = (
+    f"nothing says what the model is, so it is taken for {OURS}, the built-in Vision Transformer; name its "
+    f"architecture with --architecture ({HOW_TO_NAME}), or the folder of its config.json with --config"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +187,7 @@ def check_there(url: str, architecture: str | None, config: str | Path | None) -
     summary = ckpt_tools.inspect(url)
     with describing_folder(summary.source, None, config) as folder:
         if architecture_of(architecture, folder, summary.source, None).is_assumed:
-            click.echo(
-                f"{printable(url)}: nothing says what the model is, so it is taken for {OURS}, the built-in Vision "
-                "Transformer; --architecture names another, --config a folder with its config.json",
-                err=True,
-            )
+            click.echo(f"{printable(url)}: {ASSUMED}", err=True)
 
 
 def is_program(architecture: str | None) -> bool:

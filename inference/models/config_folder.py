@@ -142,9 +142,12 @@ def refuse_quantized(folder: Path | None) -> None:
         )
 
 
-def digest_of_config(url: str | Path, options: Mapping[str, Any] | None = None) -> str | None:
-    """BLAKE3 of the files beside weights, which decide how inputs are prepared. None if there are none."""
-    with config_folder(url, options) as folder:
+def digest_of_config(
+    url: str | Path, options: Mapping[str, Any] | None = None, config: str | Path | None = None
+) -> str | None:
+    """BLAKE3 of the files of :func:`describing_folder`, which decide how inputs are prepared. None if there are none.
+    Raises as that."""
+    with describing_folder(url, options, config) as folder:
         if folder is None:
             return None
         found = blake3()

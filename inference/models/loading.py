@@ -17,7 +17,7 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
-from .architectures import HOW_TO_NAME, OURS, Architecture, architecture_of, is_program
+from .architectures import ASSUMED, Architecture, architecture_of, is_program
 from .config_folder import describing_folder, refuse_adapter
 from .programs import SCRIPTED, check_asked, check_unchanged, load_program
 from .steady import CheckpointFiles, steadily
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 LORA = ".lora_A."
-ASSUMED = (
-    f"; nothing says what the model is, so it was taken for {OURS}, the built-in Vision Transformer: name its "
-    f"architecture with --architecture ({HOW_TO_NAME}), or the folder of its config.json with --config"
-)
 SCALES = re.compile(r"[._](weight_scale|scale_inv|qweight|qzeros|weight_packed|proj_blocks|absmax|SCB)\b")
 """Names of the tensors without which quantized weights have no meaning, by the libraries that quantize."""
 
@@ -113,7 +109,7 @@ def load_model(
             built = made_real(model, device).to(device=device, dtype=dtype)
         return filled(built, found, storage_options, reading, is_assumed=is_assumed)
 
-    return steadily(url, storage_options, load)
+    return steadily(url, storage_options, load, config)
 
 
 def filled(
@@ -134,7 +130,7 @@ def filled(
         refuse_adapter(url, storage_options)
         renamed = None if reading else _by_names_of_transformers(model, url, storage_options)
         if renamed is None:
-            advice = _advice(error.message) or (ASSUMED if is_assumed else "")
+            advice = _advice(error.message) or (f"; {ASSUMED}" if is_assumed else "")
             raise FormatError(f"{url}: {error.message}{advice}") from error
         return renamed
     except UnsupportedError as error:

@@ -207,7 +207,7 @@ def load_predictor(
         check_unchanged(named.library, reading, dtype)
     else:
         check_asked(url)
-    return steadily(url, storage_options, load)
+    return steadily(url, storage_options, load, config)
 
 
 def loaded(url: str, name: str, options: ModelOptions) -> Predictor:
@@ -233,8 +233,7 @@ def loaded(url: str, name: str, options: ModelOptions) -> Predictor:
         embeddings=options.embeddings,
         max_new_tokens=options.max_new_tokens,
         max_pixels=options.max_pixels,
-        config=options.reading.config,
-        **{name: value for name, value in options.reading.given().items() if name != "config"},
+        **{**options.reading.given(), "config": options.reading.config},
     )
 
 

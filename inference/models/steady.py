@@ -24,25 +24,26 @@ TICK_SECONDS = 0.05  # a file system's clock advances every 1 to 10 ms: two chan
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """The state of a checkpoint's files, and a digest of ``config.json`` and its companions if these are not beside the
-    weights. Two that are equal: nothing changed in between."""
+    """The state of a checkpoint's files, and a digest of ``config.json`` and its companions if these are in the folder
+    ``config``, or not beside the weights. Two that are equal: nothing changed in between."""
 
     weights: ckpt_tools.Fingerprint
     beside: str | None
+    config: str | Path | None = None
 
     @classmethod
-    def at(cls, url: str | Path, options: Mapping[str, Any] | None = None) -> Self:
-        """The state now. Raises ``CkptError`` as ``ckpt_tools.fingerprint``."""
+    def at(cls, url: str | Path, options: Mapping[str, Any] | None = None, config: str | Path | None = None) -> Self:
+        """The state now. Raises ``CkptError`` as ``ckpt_tools.fingerprint``, and if ``config`` has no such file."""
         weights = ckpt_tools.fingerprint(url, storage_options=options)
         if weights.changed is not None and abs(time.time() - weights.changed) < TICK_SECONDS:
             time.sleep(TICK_SECONDS)
             weights = weights.again(storage_options=options)
-        return cls(weights, _digest_beside(weights, options))
+        return cls(weights, _digest_beside(weights, options, config), config)
 
     def again(self, options: Mapping[str, Any] | None = None) -> Self:
         """The same files now. Raises ``CkptError`` as ``Fingerprint.again``."""
         weights = self.weights.again(storage_options=options)
-        return replace(self, weights=weights, beside=_digest_beside(weights, options))
+        return replace(self, weights=weights, beside=_digest_beside(weights, options, self.config))
 
     def is_unchanged(self, options: Mapping[str, Any] | None) -> bool:
         """Whether the files are as they were. ``RUN@latest`` may mean another checkpoint by now."""
@@ -55,14 +56,20 @@ class CheckpointFiles:
             return False
 
 
-def steadily(url: str | Path, options: Mapping[str, Any] | None, read: Callable[[CheckpointFiles], Result]) -> Result:
-    """The result of ``read``, during which no file of the checkpoint changed. ``read`` is called up to four times.
+def steadily(
+    url: str | Path,
+    options: Mapping[str, Any] | None,
+    read: Callable[[CheckpointFiles], Result],
+    config: str | Path | None = None,
+) -> Result:
+    """The result of ``read``, during which no file of the checkpoint, and none of the folder ``config``, changed.
+    ``read`` is called up to four times.
 
     Raises:
         StoreError: the files changed each time. CkptError: as ``read``, and if the state of the files is not known.
     """
     for pause in (*PAUSES, 0.0):
-        files = CheckpointFiles.at(url, options)
+        files = CheckpointFiles.at(url, options, config)
         try:
             result = read(files)
         except Exception:
@@ -79,6 +86,9 @@ def steadily(url: str | Path, options: Mapping[str, Any] | None, read: Callable[
     )
 
 
-def _digest_beside(weights: ckpt_tools.Fingerprint, options: Mapping[str, Any] | None) -> str | None:
+def _digest_beside(
+    weights: ckpt_tools.Fingerprint, options: Mapping[str, Any] | None, config: str | Path | None
+) -> str | None:
     inside = (f"{place}/{CONFIG}".lstrip("/") for place in PLACES if place != "..")
-    return None if any(path in weights.files for path in inside) else digest_of_config(weights.url, options)
+    is_inside = not config and any(path in weights.files for path in inside)
+    return None if is_inside else digest_of_config(weights.url, options, config)

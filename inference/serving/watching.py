@@ -112,7 +112,8 @@ class Watcher:
         """The files at the source and how long they are so; None if they are those of the last version."""
         if slot.files is not None and slot.files.again() == slot.files:
             return None
-        files, waiting = CheckpointFiles.at(slot.source.url), self._waiting.get(slot)
+        config = slot.source.options.reading.config
+        files, waiting = CheckpointFiles.at(slot.source.url, config=config), self._waiting.get(slot)
         if waiting is None or files != waiting.files:
             waiting = self._waiting[slot] = Waiting(files, time.monotonic())
         return waiting

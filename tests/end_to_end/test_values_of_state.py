@@ -13,10 +13,12 @@ import pytest
 import pytorch_optimizer
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state
 
 import ckpt_tools
+from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, LossError, UnsupportedError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -354,3 +356,15 @@ def test_a_recipe_refuses_state_that_it_cannot_map(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(CkptError, match="a recipe, an adapter or another model's layout cannot hold optimizer state"):
         ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.pt", state="all", recipe=tmp_path / "r.toml")
+
+
+def test_inspect_lists_what_is_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layer, "kind", "dict")
+    state = save_state(tmp_path / "source.pt", {"shapes": [torch.ones(2), None], "skipped": None})
+    state["model"]["_extra_state"] = Layer(3, 2).get_extra_state()
+    torch.save(state, tmp_path / "source.pt")
+    values = ckpt_tools.inspect(tmp_path / "source.pt").to_json()["values"]
+    assert values["w (shapes)"] == [{"$tensor": "float32 [2]"}, None]
+    assert {"_extra_state", "w (skipped)"} <= values.keys()
+    shown = CliRunner().invoke(group, ["inspect", str(tmp_path / "source.pt")]).stdout
+    assert "no tensors" in shown and "w (shapes)" in shown

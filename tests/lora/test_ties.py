@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -29,6 +30,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ckpt_tools
+from ckpt_tools.cli.main import group
 from ckpt_tools.core.ties import TIED_BY_DEFAULT
 from ckpt_tools.errors import CkptError, DifferenceError, UnsupportedError, UsageError
 
@@ -119,6 +121,18 @@ def test_both_tensors_that_are_the_same(tmp_path: Path) -> None:
         out = tmp_path / f"out-{untie}"
         ckpt_tools.convert(tmp_path / "run.pt", out, to="safetensors", config=tmp_path / "base", untie=untie)
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(model))
+        assert ckpt_tools.verify(tmp_path / "run.pt", out, config=tmp_path / "base", untie=untie).equal
+
+
+def test_verify_knows_a_head_that_was_written_apart(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    ckpt_tools.convert(tmp_path / "base", tmp_path / "out", to="safetensors", untie=True)
+    assert ckpt_tools.verify(tmp_path / "base", tmp_path / "out", untie=True).equal
+    shown = CliRunner().invoke(group, ["verify", str(tmp_path / "base"), str(tmp_path / "out")])
+    assert shown.exit_code == 6 and "1 unexpected; 1 file of the model differs" in shown.output
+    ckpt_tools.convert(tmp_path / "base", tmp_path / "one.safetensors")
+    with pytest.raises(UsageError, match=r"untie=True is for folders with a config\.json"):
+        ckpt_tools.verify(tmp_path / "base", tmp_path / "one.safetensors", untie=True)
 
 
 @pytest.mark.parametrize("is_stated_false", [False, True])

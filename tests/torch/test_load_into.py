@@ -451,6 +451,16 @@ def test_gradients_must_not_wait(run: tuple[nn.Module, torch.optim.Optimizer, Pa
         load_into(model, optimizer, run[2])
 
 
+def test_a_step_without_a_closure_is_refused_in_words(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+    class Plain(torch.optim.Adam):
+        def step(self) -> None:  # type: ignore[override]
+            super().step()
+
+    model, _ = fresh()
+    with pytest.raises(UsageError, match=r"Plain cannot make its state by a step .*step it once before"):
+        load_into(model, Plain(model.parameters()), run[2])
+
+
 def test_counts_that_are_plain_numbers(tmp_path: Path) -> None:
     class Counting(torch.optim.SGD):
         """Keeps its step as an int."""

@@ -55,6 +55,13 @@ def test_quantized_weights_are_dequantized_as_transformers_does(fp8: Path) -> No
     assert all(loaded[name].view(torch.int16).equal(theirs[name].view(torch.int16)) for name in theirs)
 
 
+def test_how_they_are_quantized_is_read_in_the_folder_that_is_named(fp8: Path, tmp_path: Path) -> None:
+    shutil.copy(fp8 / "model.safetensors", tmp_path)
+    expected = inference.load_model(fp8, dequantize=True).state_dict()
+    loaded = inference.load_model(tmp_path / "model.safetensors", dequantize=True, config=fp8).state_dict()
+    assert all(loaded[name].view(torch.int16).equal(expected[name].view(torch.int16)) for name in expected)
+
+
 def test_they_are_refused_unless_that_is_asked_for(fp8: Path, tmp_path: Path) -> None:
     told = r"^quantization_config in config\.json .*quantized; load them with --dequantize, or .*ckpt-tools convert SRC"
     for load in (inference.load_model, inference.load_predictor):

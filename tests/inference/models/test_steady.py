@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import ckpt_tools
 import inference
-from ckpt_tools.errors import FormatError, StoreError
+from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError
 from inference.models import steady
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import write_sharded
@@ -122,6 +122,19 @@ def test_config_json_belongs_to_the_checkpoint(tmp_path: Path) -> None:
     assert before.is_unchanged(None)
     (tmp_path / "run" / "config.json").write_text('{"labels": ["two"]}')
     assert not before.is_unchanged(None)
+
+
+def test_a_folder_that_is_named_is_looked_at_alone(tmp_path: Path) -> None:
+    weights = write_two(tmp_path / "weights", 1)
+    (tmp_path / "weights" / "config.json").write_text('{"labels": ["beside"]}')
+    (tmp_path / "named").mkdir()
+    with pytest.raises(SourceNotFoundError, match=r"is not a folder with config\.json"):
+        steady.CheckpointFiles.at(weights, config=tmp_path / "named")
+    (tmp_path / "named" / "config.json").write_text('{"labels": ["one"]}')
+    before = steady.CheckpointFiles.at(weights, config=tmp_path / "named")
+    assert before.again() == before
+    (tmp_path / "named" / "config.json").write_text('{"labels": ["two"]}')
+    assert not before.is_unchanged(None) and before.again() != before
 
 
 def test_a_newer_checkpoint_of_the_run_is_no_change_of_this_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import shutil
 import subprocess
 import threading
@@ -20,6 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckpt_tools.errors import FormatError, StoreError, UsageError
+from inference.common.name_options import Reading
+from inference.models.options import DEFAULTS
 from inference.models.ours import OurImages
 from inference.models.predictor import Predictor, load_predictor
 from inference.models.results import Columns, Item
@@ -225,6 +228,30 @@ def test_a_newer_checkpoint_of_a_run_is_loaded(run_folder: Path, weights: dict[s
     assert repository.version("m").number == 2
     assert repository.version("m").predictor.identity.digest != first
     assert told == [f"m: serves {run_folder / 'step-2'}"]
+    repository.close()
+
+
+def test_a_change_of_the_named_folder_of_config_json_is_loaded(run_folder: Path, tmp_path: Path) -> None:
+    told, config = list[str](), tmp_path / "config" / "config.json"
+    config.parent.mkdir()
+    names = [list("abcdefghij"), list("klmnopqrst")]
+    config.write_text(json.dumps({"architecture": "ours", "labels": names[0]}))
+
+    def load_with(source: Source) -> Predictor:
+        return load_predictor(source.url, architecture="ours", config=source.options.reading.config)
+
+    options = replace(DEFAULTS, reading=Reading(config=str(config.parent)))
+    repository = Repository([Source("m", str(run_folder / "step-1"), options)], load_with)
+    watcher = Watcher(repository, 0.2, 0.0, told.append)
+    repository.load_all()
+    (slot,) = repository.slots
+    watcher.visit(slot)
+    assert told == [] and repository.version("m").predictor.labels == tuple(names[0])
+    config.write_text(json.dumps({"architecture": "ours", "labels": names[1]}))
+    watcher.visit(slot)
+    assert told == [f"m: serves {run_folder / 'step-1'}"] and repository.version("m").predictor.labels == tuple(
+        names[1]
+    )
     repository.close()
 
 
