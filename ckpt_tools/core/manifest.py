@@ -305,7 +305,8 @@ class Manifest:
         _check_text(chain(names, slots, self.aliases, map(str, self.extra), (key.fqn for key in self.values)))
         for alias, owner in self.aliases.items():
             if owner not in names or alias in names:
-                raise MalformedError(f"{alias!r} is tied to {owner!r}, which is not a tensor of the checkpoint")
+                why = "which is not a tensor of the checkpoint" if owner not in names else "and has state of its own"
+                raise MalformedError(f"{alias!r} is tied to {owner!r}, {why}")
         for name in chain.from_iterable(group.params for group in self.groups):
             if name not in names and name not in self.aliases:
                 raise MalformedError(f"a parameter group names {name!r}, but there is no such tensor")

@@ -77,7 +77,7 @@ def pairs(weights: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> Ite
     """Names of a head and of the embeddings that it may be tied to, where both are names of the model."""
     shapes = {name: entry.shape for name, entry in weights.items()}
     shapes |= {alias: shapes[owner] for alias, owner in aliases.items() if owner in shapes}
-    embeddings = [name for name in shapes if name.removesuffix(".weight").rpartition(".")[2] in EMBEDDINGS]
+    embeddings = list(filter(is_embedding, shapes))
     for head in [name for name in shapes if is_head(name)]:
         found = [name for name in embeddings if shapes[name] == shapes[head] and name.endswith(".weight")]
         if found:
@@ -86,6 +86,10 @@ def pairs(weights: Mapping[str, TensorEntry], aliases: Mapping[str, str]) -> Ite
 
 def is_head(name: str) -> bool:
     return any(name == head or name.endswith(f".{head}") for head in _HEADS)
+
+
+def is_embedding(name: str) -> bool:
+    return name.removesuffix(".weight").rpartition(".")[2] in EMBEDDINGS
 
 
 def _shared_modules(one: str, other: str) -> int:
@@ -103,7 +107,7 @@ def untied(manifest: Manifest, *, is_tied: bool) -> Transformed:
     weights, aliases, notes = _weights(manifest), dict(manifest.aliases), list[Note]()
     heads = dict(pairs(weights, aliases))
     if is_tied and not heads:
-        names = [name for name in weights if name.removesuffix(".weight").rpartition(".")[2] in EMBEDDINGS]
+        names = list(filter(is_embedding, weights))
         heads = {"lm_head.weight": names[0]} if len(names) == 1 and _DECODER.fullmatch(names[0]) else {}
         if not heads:
             raise UsageError(f"{option('untie', True)}: the name of the model's head is not known")
@@ -125,20 +129,27 @@ def with_ties(manifest: Manifest, config: Mapping[str, Any], *, untie: bool) -> 
         made, notes = untied(manifest, is_tied=untie and is_tied is True)
         flag = Note(Outcome.DEFAULTED, f"{FLAG} in config.json", f"false: {option('untie', True)}", asked=True)
         return made, (*notes, *([flag] if untie and is_tied else []))
+    if not is_tied or False in _stated(config):
+        return manifest, ()
     weights = _weights(manifest)
-    found = list(pairs(weights, {})) if is_tied and False not in _stated(config) else []
-    equal = [tie(f"{head} and {owner}, which config.json ties", weights[owner], weights[head]) for head, owner in found]
+    tied = dict(pairs(weights, {}))
+    for head in sorted(filter(is_head, weights.keys() - tied.keys())):
+        for owner in filter(is_embedding, weights):
+            one, other = weights[head].shape, weights[owner].shape
+            if one[1:] and one[1:] == other[1:]:
+                shapes = f"{list(one)} and {list(other)}"
+                raise UnsupportedError(f"{head} and {owner}, which config.json ties, are {shapes}; {_ways_out()}")
+    equal = [tie(f"{a} and {b}, which config.json ties", weights[b], weights[a]) for a, b in tied.items()]
     return replace(manifest, must_equal=(*manifest.must_equal, *equal)), ()
 
 
 def tie(what: str, first: TensorEntry, second: TensorEntry) -> Equal:
     """Two tensors of a tie, which must be equal."""
-    return Equal(
-        what,
-        first,
-        second,
-        f"{option('untie', True)} writes both, and {FLAG} as false; or leave one out with {option('exclude')}",
-    )
+    return Equal(what, first, second, _ways_out())
+
+
+def _ways_out() -> str:
+    return f"{option('untie', True)} writes both, and {FLAG} as false; or leave one out with {option('exclude')}"
 
 
 def _weights(manifest: Manifest) -> dict[str, TensorEntry]:

@@ -128,7 +128,13 @@ def select(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, 
         return matching.is_chosen(fqn, include, exclude)
 
     manifest = reowned(manifest, is_chosen)
-    kept = {key: entry for key, entry in manifest.tensors.items() if entry.kind is Kind.EXTRA or is_chosen(key.fqn)}
+    unchosen = references([value for key, value in manifest.values.items() if not is_chosen(key.fqn)])
+    inside = {ref.key for ref in unchosen}
+    kept = {
+        key: entry
+        for key, entry in manifest.tensors.items()
+        if key not in inside and (entry.kind is Kind.EXTRA or is_chosen(key.fqn))
+    }
     if all(entry.kind is Kind.EXTRA for entry in kept.values()):
         raise UsageError(f"{option('include')} and {option('exclude')} select no tensor")
     values = {key: value for key, value in manifest.values.items() if is_chosen(key.fqn)}

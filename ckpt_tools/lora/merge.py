@@ -22,7 +22,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.quantized import is_quantized
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.ties import EMBEDDINGS, is_head, stated_tie, tie, untied
+from ckpt_tools.core.ties import is_embedding, is_head, stated_tie, tie, untied
 from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
@@ -143,7 +143,7 @@ class Merge:
 
     def _twin(self, name: str) -> TensorEntry | None:
         """The other of head and embeddings, if the adapter holds it."""
-        found = [each for other, each in self.adapter.saved.items() if other != name and _is_embedding(other)]
+        found = [each for other, each in self.adapter.saved.items() if other != name and _is_of_vocabulary(other)]
         return found[0] if len(found) == 1 else None
 
     def _tied_to(self, manifest: Manifest, name: str) -> str | None:
@@ -156,9 +156,7 @@ class Merge:
         owned = next((alias for alias, owner in aliases.items() if owner == name), None)
         if owned is not None:
             return owned
-        leaf = name.removesuffix(".weight").rpartition(".")[2]
-        weights = {key.fqn: entry for key, entry in manifest.tensors.items()}
-        if leaf in EMBEDDINGS and name in weights and self._is_tied(weights):
+        if is_embedding(name) and name in manifest.fqns and self._is_tied(manifest.fqns):
             return "the head"
         return "the embeddings" if is_head(name) and stated_tie(self.model) else None
 
@@ -402,7 +400,7 @@ def _bias(name: str, weight: TensorEntry, bias: TensorEntry, scale: float) -> Pr
 def _like(name: str, entry: TensorEntry, before: TensorEntry) -> TensorEntry:
     """A tensor of the adapter in the place of one of the base model, in its dtype."""
     if entry.shape != before.shape:
-        advice = "resize the base model's vocabulary first" if _is_embedding(name) else "it is for another model"
+        advice = "resize the base model's vocabulary first" if _is_of_vocabulary(name) else "it is for another model"
         raise UsageError(f"{name} is {list(entry.shape)} in the adapter and {list(before.shape)} in the base; {advice}")
     if entry.dtype is not before.dtype and not {entry.dtype, before.dtype} <= CASTABLE:
         raise UnsupportedError(
@@ -411,8 +409,8 @@ def _like(name: str, entry: TensorEntry, before: TensorEntry) -> TensorEntry:
     return replace(entry.cast(before.dtype), kind=before.kind)
 
 
-def _is_embedding(name: str) -> bool:
-    return is_head(name) or name.removesuffix(".weight").rpartition(".")[2] in EMBEDDINGS
+def _is_of_vocabulary(name: str) -> bool:
+    return is_head(name) or is_embedding(name)
 
 
 def _added(name: str, entry: TensorEntry, product: Product, base: Manifest) -> WithProduct:

@@ -318,7 +318,9 @@ def test_what_get_extra_state_returned_is_set_again(
     dcp.load({"app": {"model": weights}} if state == "all" else weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert plain(weights["0._extra_state"]) == expected
 
-    for source in ("source.pt", "out.pt", "dcp"):
+    ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "whole.safetensors", state="all", strict=True)
+    assert ckpt_tools.verify(tmp_path / "source.pt", tmp_path / "whole.safetensors").equal
+    for source in ("source.pt", "out.pt", "dcp", "whole.safetensors"):
         other = nn.Sequential(Layer(3, 2), nn.Linear(2, 2))
         ckpt_tools.load_into(other, None, tmp_path / source)
         assert plain(other[0].received) == expected
@@ -327,6 +329,32 @@ def test_what_get_extra_state_returned_is_set_again(
     report = ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.safetensors")
     is_tensor = isinstance(EXTRA_STATES[kind](), torch.Tensor)
     assert is_tensor or any(note.what == "0._extra_state" and note.is_loss for note in report.notes)
+
+
+@pytest.mark.parametrize("kind", list(EXTRA_STATES))
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_an_extra_state_is_left_out_with_the_tensors_in_it(
+    tmp_path: Path, kind: str, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Layer, "kind", kind)
+    state = nn.Sequential(Layer(3, 2), nn.Linear(2, 2)).state_dict()
+    torch.save(state if is_alone else {"model": state, "step": 1}, tmp_path / "source.pt")
+    for target in ("out.pt", "out.safetensors", "dcp"):
+        to: Any = {"to": "dcp"} if target == "dcp" else {}
+        ckpt_tools.convert(tmp_path / "source.pt", tmp_path / target, state="all", exclude=["*_extra_state"], **to)
+        assert set(ckpt_tools.open(tmp_path / target)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+@pytest.mark.parametrize("kind", ["dict", "text"])
+def test_a_model_alone_keeps_its_extra_state_in_safetensors(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Layer, "kind", kind)
+    torch.save(nn.Sequential(Layer(3, 2)).state_dict(), tmp_path / "source.pt")
+    ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.safetensors", state="all", strict=True)
+    other = nn.Sequential(Layer(3, 2))
+    ckpt_tools.load_into(other, None, tmp_path / "out.safetensors")
+    assert plain(other[0].received) == plain(EXTRA_STATES[kind]())
 
 
 def test_a_missing_extra_state_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

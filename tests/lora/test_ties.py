@@ -135,6 +135,18 @@ def test_verify_knows_a_head_that_was_written_apart(tmp_path: Path) -> None:
         ckpt_tools.verify(tmp_path / "base", tmp_path / "one.safetensors", untie=True)
 
 
+def test_a_head_of_another_vocabulary_is_refused_too(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    hidden = model.get_input_embeddings().weight.shape[1]
+    torch.save({**model.state_dict(), "lm_head.weight": torch.ones(20, hidden)}, tmp_path / "run.pt")
+    given: dict[str, Any] = {"to": "safetensors", "config": tmp_path / "base"}
+    with pytest.raises(UnsupportedError, match=r"which config.json ties, are \[20, \d+\] and \[24, .*untie=True"):
+        ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", **given)
+    ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", untie=True, **given)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
 @pytest.mark.parametrize("is_stated_false", [False, True])
 def test_one_tensor_that_becomes_two(is_stated_false: bool, tmp_path: Path) -> None:
     """Shared storage, and a config.json that says that they are two: without a copy the head would be drawn anew."""

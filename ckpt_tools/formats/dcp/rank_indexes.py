@@ -71,7 +71,10 @@ def with_copies_compared(manifest: Manifest, source: Source, index: Index) -> Ma
         if key is None or entry is None:
             continue
         if entry.kind is Kind.EXTRA or name.rpartition(".")[2] in PER_RANK:
-            notes += _differing(source, name, [copies[0][0].byte_range(0), *(copy.byte_range(0) for _, copy in copies)])
+            chunks: defaultdict[ByteRange, list[ByteRange]] = defaultdict(list)
+            for read, other in copies:
+                chunks[read.byte_range(0)].append(other.byte_range(0))
+            notes += (note for read, others in chunks.items() for note in _differing(source, name, [read, *others]))
             continue
         for pair in copies:
             files = [table.files[0] for table in pair]

@@ -283,13 +283,13 @@ def without_texts(manifest: Manifest) -> Manifest:
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     from ckpt_tools.core.layout import Layout
-    from ckpt_tools.formats.state_dict.build import entries_of, is_model_only
+    from ckpt_tools.formats.state_dict.build import entries_of
     from ckpt_tools.formats.state_dict.packed import TREE, packed
 
     texts = written_texts(manifest)
     manifest = without_texts(manifest)
     entries = entries_of(manifest, TREE, whole_values=True)
-    whole = None if is_model_only(manifest) else packed(manifest, entries)
+    whole = packed(manifest, entries) if _is_whole_state(manifest) else None
     state = {STATE_KEY: whole.text} if whole else {}
     tensors = {**entries.tensors, **(whole.tensors if whole else {})}
     contents = {name: (key, manifest.tensors[key]) for name, key in tensors.items()}
@@ -304,13 +304,18 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     return Layout((*files, *index), entries.notes)
 
 
+def _is_whole_state(manifest: Manifest) -> bool:
+    from ckpt_tools.formats.state_dict.build import is_model_only
+
+    return bool(manifest.values) or not is_model_only(manifest)
+
+
 def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
     """``from_pretrained`` of a folder with ``config.json``, else the functions of safetensors; a whole state is in a
     form of our own."""
     from ckpt_tools.core.loading import into_job, joined, opened, pretrained, quoted
-    from ckpt_tools.formats.state_dict.build import is_model_only
 
-    if not is_model_only(without_texts(manifest)):
+    if _is_whole_state(without_texts(manifest)):
         return into_job(path)
     if not all(entry.dtype.is_of_torch for entry in manifest.tensors.values()):
         return opened(path)

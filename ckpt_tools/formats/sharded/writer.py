@@ -29,6 +29,7 @@ from ckpt_tools.core.rank_limits import check_elements
 from ckpt_tools.core.value_refs import replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import count, listed
+from ckpt_tools.errors import IncompleteError
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.sharded.items import RANK, WORLD
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
@@ -65,8 +66,15 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 
 
 def _whole(manifest: Manifest, origin: Origin, world_size: int) -> tuple[frozenset[str], list[Note]]:
-    """Weights that every rank has whole: buffers, and what FSDP2 cannot cut; and what was guessed of them."""
-    trained = {name for group in manifest.groups for name in group.params}
+    """Weights that every rank has whole: buffers, and what FSDP2 cannot cut; and what was guessed of them.
+
+    Raises:
+        IncompleteError: the files are to be verl's, which are not read without the weights of the optimizer.
+    """
+    names = {manifest.aliases.get(name, name) for group in manifest.groups for name in group.params}
+    trained = {name for name in names if StateKey(name) in manifest.tensors}
+    if origin is VERL and trained != names:
+        raise IncompleteError("a parameter group names it, but there is no such weight", key=min(names - trained))
     found = {key.fqn for key, entry in manifest.tensors.items() if key.slot == WEIGHT and not _can_be_cut(entry.shape)}
     found |= {key.fqn for key in manifest.of_kind(Kind.BUFFER)}
     if origin is not VERL and (manifest.world_size != 1 or world_size == 1):  # plain tensors of one rank do not show it

@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt_tools.core.boxes import contiguous_strides
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorRef, TreePath
+from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.value_refs import extracted, replaced
 from ckpt_tools.core.values import StorageRef, StoredTensor
@@ -95,8 +96,13 @@ def unpacked(
 
 
 def _own(listed: Collection[str], paths: Mapping[str, TreePath], objects: Collection[str]) -> frozenset[str]:
-    """The user's leaves: those that the text lists, and all but weights, which are at the root, and the optimizer."""
-    others = {name for name, path in paths.items() if path[0] != OPTIM and (name in objects or len(path) > 1)}
+    """The user's leaves: those that the text lists, and all but weights and values of ``get_extra_state``, which are at
+    the root, and the optimizer."""
+    others = {
+        name
+        for name, path in paths.items()
+        if path[0] != OPTIM and (len(path) > 1 or (name in objects and not is_extra_state(path[0])))
+    }
     return frozenset({*listed, *others} & paths.keys())
 
 

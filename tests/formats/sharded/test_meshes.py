@@ -205,6 +205,7 @@ def test_ranks_that_save_a_dcp_by_themselves(differs: bool, is_compressed: bool,
             place = mesh["ep"].get_local_rank() * differs
             state = {"experts": cut(WHOLE + place, mesh["fsdp"], [Shard(1)]), "bias": torch.zeros(2)}
             own = {"norm": {"running_mean": torch.full((2,), 1.0 + rank)}, "seen": torch.tensor(rank)}
+            own["history"] = {"cut": cut(BASE, mesh["fsdp"], [Shard(0)])}  # the same on both meshes, in two chunks
             writer = dcp.FileSystemWriter(source, _extensions=[ZStandard()] if is_compressed else [])
             dcp.save({"model": state, **own}, storage_writer=writer, use_collectives=False)
     notes = {note.what: note.count for note in ckpt_tools.inspect(source, model_key="model").notes}

@@ -277,6 +277,20 @@ class TestContents:
         assert isinstance(state["up.weight"], DTensor) is (world_size > 1)
         assert not isinstance(state["norm.running_mean"], DTensor)
 
+    def test_an_optimizer_may_know_a_tied_weight_by_its_other_name(self, tmp_path: Path) -> None:
+        weight = torch.ones(4, 2)
+        group = {"lr": 0.1, "params": ["b", "c"]}
+        state = {"model": {"a": weight, "b": weight, "c": torch.ones(4)}, "optim": {"param_groups": [group]}}
+        torch.save({**state, "step": 1}, tmp_path / "run.pt")
+        ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", to="sharded", world_size=2)
+        assert ckpt_tools.verify(tmp_path / "run.pt", tmp_path / "out").equal
+
+    def test_an_optimizer_whose_weights_are_elsewhere_is_refused(self, tmp_path: Path) -> None:
+        optim = {"state": {"a": {"exp_avg": torch.ones(4)}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}
+        torch.save({"optim": optim, "step": 1}, tmp_path / "optim.pt")
+        with pytest.raises(FormatError, match=r"a parameter group names it, but there is no such weight"):
+            ckpt_tools.convert(tmp_path / "optim.pt", tmp_path / "out", to="sharded")
+
     def test_a_command_in_the_place_of_a_local_tensor_is_not_run(self, verl: Path, tmp_path: Path) -> None:
         path, target = verl / "model_world_size_2_rank_1.pt", tmp_path / "owned"
         state = torch.load(path, weights_only=False)
