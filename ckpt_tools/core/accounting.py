@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ckpt_tools.core.format_names import DESCRIPTIONS
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey
-from ckpt_tools.core.notes import Note
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.value_refs import references
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import CkptError
@@ -30,11 +30,13 @@ def check_account(
     Raises:
         CkptError: an item is neither written nor named.
     """
-    named = [note.what for note in notes]
+    gone = [note for note in notes if note.outcome in (Outcome.DROPPED, Outcome.DEFAULTED, Outcome.MISSING)]
+    named = [note.what for note in gone]
     missing = [] if is_mapped else [*_left_out(read, made)]
     missing += [key for key in made.tensors if key not in written and not _needs_no_bytes(key, made)]
     entries = {ref.key: str(name) for name, value in read.extra.items() for ref in references(value)} if missing else {}
     lost = [str(key) for key in missing if not _is_named(key, entries.get(key), named)]
+    lost = lost[sum(note.count for note in gone if _BY_NUMBER.fullmatch(note.what)) :]
     lost += [name for name in DESCRIPTIONS if name in read.extra and name not in made.extra and name not in named]
     if lost:
         raise CkptError(
@@ -66,7 +68,6 @@ def _is_named(key: StateKey, entry: str | None, named: Iterable[str]) -> bool:
         what in (str(key), key.fqn)
         or what.startswith((f"{key.slot} of ", f"optimizer state of {key.fqn}"))
         or (key.slot != WEIGHT and what.startswith("optimizer state of parameter group"))
-        or _BY_NUMBER.fullmatch(what)
         or (entry is not None and what.casefold().startswith(entry.casefold()))
         or f".{key.fqn}.".startswith((f".{what}.", f".client_state.{what}."))
         for what in named

@@ -11,10 +11,13 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from ckpt_tools.conversion import written_tensors
 from ckpt_tools.core.accounting import check_account
 from ckpt_tools.core.apply_options import apply_options
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.format_names import HEADER_ENTRY
-from ckpt_tools.core.manifest import Kind, Manifest
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome, merged
 from ckpt_tools.core.options import ConvertOptions, ReadOptions, WriteOptions
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import built_in
@@ -108,3 +111,18 @@ def test_what_a_step_forgets_is_an_error_that_names_it(name: str) -> None:
         check_account(read, read, read.tensors, (), is_mapped=False)
 
     check()
+
+
+def test_a_note_by_number_covers_that_number_of_tensors() -> None:
+    """A note on a cast covers none: what it counts is written."""
+    keys = [StateKey("a"), StateKey("b")]
+    shard = Shard(Box((0,), (1,)), ByteRange("file", 0, 4))
+    tables = [ShardTable.build((1,), DType.FLOAT32, [shard]) for _ in keys]
+    entries = [TensorEntry((1,), DType.FLOAT32, Kind.PARAMETER, shards) for shards in tables]
+    read = Manifest("npz", dict(zip(keys, entries, strict=True)))
+    made = replace(read, tensors={})
+    check_account(read, made, [], [Note(Outcome.DROPPED, "2 tensors", "not chosen", 2)], is_mapped=False)
+    for outcome, number in ((Outcome.DROPPED, 1), (Outcome.CAST, 2)):
+        note = Note(outcome, f"{number} float32 tensors", "", number)
+        with pytest.raises(CkptError, match=r"a defect of ckpt-tools: .*b"):
+            check_account(read, made, [], [note], is_mapped=False)
