@@ -31,16 +31,11 @@ def literal_file(name: str) -> str:
     return f"literal:{name}"
 
 
-def number_bytes(number: Number) -> tuple[DType, bytes]:
-    """The bytes of a number for which ``is_number`` is true, in the width of its type."""
-    dtype, form = _FORMS[type(number)]
-    return dtype, struct.pack(form, number)
-
-
 def number_table(number: Number, name: str) -> tuple[ShardTable, dict[str, bytes]]:
-    """``number`` as a 0-d tensor in a literal file called ``name``, and that file by its name."""
-    dtype, data = number_bytes(number)
-    file = literal_file(name)
+    """``number``, for which ``is_number`` is true, as a 0-d tensor in a literal file called ``name``, in the width of
+    its type; and that file by its name."""
+    dtype, form = _FORMS[type(number)]
+    file, data = literal_file(name), struct.pack(form, number)
     return ShardTable.build((), dtype, [Shard(Box.whole(()), ByteRange(file, 0, len(data)))]), {file: data}
 
 

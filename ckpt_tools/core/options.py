@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -179,7 +179,9 @@ class ConvertOptions:
         dtype = dtype_name(self.dtype)
         object.__setattr__(self, "dtype", dtype)
         for name in ("include", "exclude", "rename", "buffers"):
-            object.__setattr__(self, name, _several(getattr(self, name)))
+            # One string is one pattern, and not one for each of its letters.
+            patterns = getattr(self, name)
+            object.__setattr__(self, name, (patterns,) if isinstance(patterns, str) else tuple(patterns))
         _one_of("state", self.state, STATES)
         _one_of("dtype", dtype, DTYPE_NAMES)
         _one_of("weights", self.weights, WEIGHTS)
@@ -283,11 +285,6 @@ def dtype_name(dtype: Any) -> str | None:
         return dtype
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
     return str(name).removeprefix("torch.")
-
-
-def _several(given: str | Iterable[str]) -> tuple[str, ...]:
-    """One string is one pattern, and not one for each of its letters."""
-    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:

@@ -53,7 +53,13 @@ def read_param_order(path: Path) -> ParamOrder:
     except ValueError as error:
         raise UsageError(f"{option('param_order', path)} is not text") from error
     if text.lstrip().startswith("["):
-        return _of_json(_parsed(text, path), path)
+        names = _parsed(text, path)
+        if _are_names(names):
+            return ParamOrder(tuple(names))
+        if isinstance(names, list) and names and all(map(_are_names, names)):
+            return ParamOrder(tuple(chain.from_iterable(names)), tuple(map(tuple, names)))
+        form = "must be a list of names, or a list of such lists, one for a group"
+        raise UsageError(f"{option('param_order', path)} {form}")
     return ParamOrder(tuple(line.strip() for line in text.splitlines() if line.strip()))
 
 
@@ -62,14 +68,6 @@ def _parsed(text: str, path: Path) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{option('param_order', path)} is not valid JSON: {error}") from error
-
-
-def _of_json(found: Any, path: Path) -> ParamOrder:
-    if _are_names(found):
-        return ParamOrder(tuple(found))
-    if isinstance(found, list) and found and all(map(_are_names, found)):
-        return ParamOrder(tuple(chain.from_iterable(found)), tuple(map(tuple, found)))
-    raise UsageError(f"{option('param_order', path)} must be a list of names, or a list of such lists, one for a group")
 
 
 def _are_names(found: Any) -> bool:

@@ -70,11 +70,12 @@ def _quantized(weights: Mapping[str, DType], *, is_said: bool = False) -> list[s
     members = _members(weights)
     owners = {module for module in members if module in weights and any(map(_is_below, members[module]))}
     owners |= {fqn.rpartition(".quant_state.")[0] for fqn in weights if ".quant_state." in fqn}
+    scaled = set(_names_with_scales(weights))
     return [
         fqn
         for fqn, dtype in weights.items()
         if fqn in owners
-        or is_quantized(fqn, dtype, [*members[fqn.rpartition(".")[0]], *members.get(fqn, ())])
+        or is_quantized(fqn, dtype, has_scale=fqn in scaled)
         or (is_said and dtype not in CASTABLE and dtype not in _COUNTING)
     ]
 
@@ -170,18 +171,22 @@ def _is_scale(fqn: str, modules: set[str]) -> bool:
     return module in modules or bool(is_known)
 
 
-def is_quantized(fqn: str, dtype: DType, beside: Iterable[str] = ()) -> bool:
-    """Whether name and type are those of a quantized weight; integers of 8 bits with scales ``beside`` them are."""
+def is_quantized(fqn: str, dtype: DType, *, has_scale: bool = False) -> bool:
+    """Whether name and type are those of a quantized weight; integers of 8 bits that have a scale are."""
     name = fqn.rpartition(".")[2]
     if dtype.is_floating or dtype in _COUNTING:
         return is_small_float(dtype)
     is_named = name in _PACKED or _INTEGERS.fullmatch(name) is not None
-    return is_named or (dtype in _BYTES and any(_is_scale_of(fqn, other) for other in beside))
+    return is_named or (dtype in _BYTES and has_scale)
 
 
-def _is_scale_of(fqn: str, other: str) -> bool:
-    module, _, name = other.rpartition(".")
-    return other.startswith(f"{fqn}_scale") or (module == fqn and SCALE_NAMES.fullmatch(name) is not None)
+def _names_with_scales(names: Iterable[str]) -> Iterator[str]:
+    """What a scale among ``names`` is for: the name before ``_scale``, or the module that a usual name lies in."""
+    for scale in names:
+        module, _, name = scale.rpartition(".")
+        yield from (scale[: len(scale) - len(name) + found.start()] for found in re.finditer("_scale", name))
+        if SCALE_NAMES.fullmatch(name) is not None:
+            yield module
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

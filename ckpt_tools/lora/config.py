@@ -130,7 +130,7 @@ def parse_config(content: Any, path: str) -> AdapterConfig:
         target_modules=targets,
         exclude_modules=_names_or_pattern(content, "exclude_modules", path),
         layers=_layers(content.get("layers_to_transform"), path),
-        layers_pattern=_one_or_several(content, "layers_pattern", path),
+        layers_pattern=_names(content, "layers_pattern", path, may_be_one=True),
         modules_to_save=_names(content, "modules_to_save", path),
         target_parameters=_names(content, "target_parameters", path),
         saves_embeddings=isinstance(targets, str) or not {*EMBEDDING_LAYERS}.isdisjoint(targets or ()),
@@ -211,10 +211,12 @@ def is_quick(pattern: str, longest: int = MAX_KEY) -> bool:
     return bool(longest ** (1 + repetitions) * ways <= MAX_TRIALS)
 
 
-def _names(content: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
+def _names(content: Mapping[str, Any], key: str, path: str, *, may_be_one: bool = False) -> tuple[str, ...]:
     found = content.get(key)
-    if found is None:
+    if found is None or (may_be_one and found == ""):
         return ()
+    if may_be_one and isinstance(found, str):
+        return (found,)
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise MalformedError(f"{key} is not a list of names", path=path)
     return tuple(found)
@@ -226,11 +228,6 @@ def _names_or_pattern(content: Mapping[str, Any], key: str, path: str) -> str | 
         return _names(content, key, path)
     _check_pattern(found, found, key, path)
     return found
-
-
-def _one_or_several(content: Mapping[str, Any], key: str, path: str) -> tuple[str, ...]:
-    found = content.get(key)
-    return ((found,) if found else ()) if isinstance(found, str) else _names(content, key, path)
 
 
 def _layers(found: Any, path: str) -> frozenset[int] | None:

@@ -300,9 +300,7 @@ class Merge:
             return _of_matrices(a, b, is_transposed=is_transposed, scale=scale)
         kernel = (1,) * (len(shape) - 2)
         _check_shapes(name, shape, (a, b), ((rank, *shape[1:]), (*shape[:1], rank, *kernel)) if shape[2:] else None)
-        columns = prod(shape[1:])
-        left, right = Factor(b, (1, shape[0], rank), (0, 1, 2)), Factor(a, (1, rank, columns), (0, 1, 2))
-        return Product(left, right, scale)
+        return _of_matrices(a, b, is_transposed=False, scale=scale)
 
     def _is_square_transposed(self, name: str, others: set[bool]) -> bool:
         """Whether a square weight is of ``Conv1D``, which its shape does not tell."""
@@ -381,8 +379,8 @@ def _check_shapes(
 
 
 def _of_matrices(a: TensorEntry, b: TensorEntry, *, is_transposed: bool, scale: float) -> Product:
-    """``B A``, or its transpose."""
-    (rank, inner), (outer, _) = a.shape, b.shape
+    """``B A``, or its transpose; dims of a convolution are columns."""
+    rank, outer, inner = a.shape[0], b.shape[0], prod(a.shape[1:])
     first, second = Factor(b, (1, outer, rank), (0, 1, 2)), Factor(a, (1, rank, inner), (0, 1, 2))
     if is_transposed:
         first, second = Factor(a, (1, rank, inner), (0, 2, 1)), Factor(b, (1, outer, rank), (0, 2, 1))

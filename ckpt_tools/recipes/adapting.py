@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.manifest import WEIGHT, Equal, Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.manifest import WEIGHT, Equal, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.transforms import Transformed
@@ -71,7 +71,10 @@ def adapted(found: Fit, reference: Reference) -> Transformed:
         manifest,
         tensors={**weights, **_others(tensors, found.ties)},
         aliases=reference.aliases,
-        groups=tuple(_with_owners(group, found.ties) for group in manifest.groups),
+        groups=tuple(
+            replace(group, params=tuple(dict.fromkeys(found.ties.get(name, name) for name in group.params)))
+            for group in manifest.groups
+        ),
         literals={**manifest.literals, **({ZEROS: bytes(MAX_ITEM_BYTES)} if rows else {})},
         must_equal=(*manifest.must_equal, *_equals(found, tensors)),
     )
@@ -109,10 +112,6 @@ def _others(tensors: Mapping[StateKey, TensorEntry], ties: Mapping[str, str]) ->
             raise UsageError(f"{key.fqn} has optimizer state of its own, so that it is not tied to {owned.fqn}")
         found[owned] = entry
     return found
-
-
-def _with_owners(group: ParamGroup, ties: Mapping[str, str]) -> ParamGroup:
-    return replace(group, params=tuple(dict.fromkeys(ties.get(name, name) for name in group.params)))
 
 
 def _equals(found: Fit, tensors: Mapping[StateKey, TensorEntry]) -> Iterator[Equal]:

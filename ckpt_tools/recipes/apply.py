@@ -175,7 +175,8 @@ class _Maker:
         if added:
             why = "computed in float32 and rounded once: the way back can differ in the last bit"
             yield Note(Outcome.KEPT, f"arithmetic on {count(len(added), 'tensor')}", why, len(added))
-        if any(not _OF_MUON.isdisjoint(group.options) for group in self.source.groups) and self._has_new_shapes():
+        has_new_shapes = any(not group.line.is_renaming for group in self.grouped.groups)
+        if has_new_shapes and any(not _OF_MUON.isdisjoint(group.options) for group in self.source.groups):
             why = "Muon orthogonalizes each tensor as a whole, and tensors of other shapes are updated in another way"
             yield Note(Outcome.KEPT, "optimizer state of Muon", why)
 
@@ -190,9 +191,6 @@ class _Maker:
             if copy.shape != owned.shape or copy.dtype is not owned.dtype:
                 raise UnsupportedError(f"{name} is a copy of {owner} by the recipe, and differs in shape or dtype")
             yield Equal(f"{name} and {owner}, which it repeats", owned, copy)
-
-    def _has_new_shapes(self) -> bool:
-        return any(not group.line.is_renaming for group in self.grouped.groups)
 
     def _shapes(self) -> Mapping[str, Shape]:
         """The shape of each weight; of one that is not there, that of its optimizer state."""

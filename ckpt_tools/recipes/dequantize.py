@@ -89,7 +89,7 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     quantization = quantization_of(config)
     method = _PLAIN if quantization is None else method_of(quantization)
     if quantization is None:
-        quantization = {"has_scales": any(map(_is_scale_name, manifest.fqns))}
+        quantization = {"has_scales": any(SCALE_NAMES.fullmatch(fqn.rpartition(".")[2]) for fqn in manifest.fqns)}
         if not any(entry.dtype in _FP8 for entry in manifest.tensors.values()):
             raise _needs_config()
     elif method not in _METHODS:
@@ -127,10 +127,6 @@ def _needs_config(why: str = "") -> UsageError:
         f"{why}{option('dequantize', True)} needs the {CONFIG_KEY} of the model's config.json; name its folder with "
         f"{option('config')}"
     )
-
-
-def _is_scale_name(fqn: str) -> bool:
-    return SCALE_NAMES.fullmatch(fqn.rpartition(".")[2]) is not None
 
 
 def _is_set(settings: object) -> bool:

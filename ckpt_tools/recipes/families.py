@@ -51,7 +51,9 @@ def _route(recipe: Recipe, names: Collection[str]) -> Route | None:
     for name in names:
         found = matches(name, recipe, names)
         there |= {(number, which) for number, which, _ in found}
-        made |= {made for number, _, values in found for made in _names_after(recipe.lines[number], values)}
+        for number, _, values in found:
+            for name_after in (pattern.name for pattern in recipe.lines[number].right):
+                made.add(name_after.filled({each: values.get(each, "0") for each in name_after.variables}))
         is_dropped = any(pattern.match(name) is not None for pattern in recipe.drops[0])
         if not found and not is_dropped:
             if not recipe.keeps_others:
@@ -60,11 +62,6 @@ def _route(recipe: Recipe, names: Collection[str]) -> Route | None:
     lines = frozenset(recipe.lines[number] for number, _ in there)
     lacking = next(recipe.lacking(whole_lines(recipe, there)), None)
     return None if lacking is not None or not lines else Route(recipe, lines, frozenset(made))
-
-
-def _names_after(line: Line, values: Mapping[str, str]) -> Iterator[str]:
-    for pattern in line.right:
-        yield pattern.name.filled({name: values.get(name, "0") for name in pattern.name.variables})
 
 
 def is_known(names: Collection[str]) -> bool:
@@ -115,7 +112,11 @@ class Naming:
 def naming(names: Collection[str], config: Mapping[str, Any], recipes: Iterable[Recipe]) -> Naming | None:
     """The naming that a checkpoint has; None if none of ``recipes`` tells."""
     types = model_types(config)
-    found = [each for each in routes(names, recipes) if _is_told(each, types)]
+    found = [
+        route
+        for route in routes(names, recipes)
+        if (not types.isdisjoint(route.recipe.models) if types else _tells_family(route))
+    ]
     # One that takes them both ways changes shapes alone, which names do not tell.
     times = Counter(each.recipe.name for each in found)
     told = [each.recipe for each in found if times[each.recipe.name] == 1]
@@ -125,7 +126,3 @@ def naming(names: Collection[str], config: Mapping[str, Any], recipes: Iterable[
     of_model = ", ".join(sorted(types & {*told[0].models}))
     to_hub = tuple(recipe.name for recipe in told if recipe.right == HUB and not recipe.is_inverse)
     return Naming(told[0].left, of_model, to_hub)
-
-
-def _is_told(route: Route, types: Collection[str]) -> bool:
-    return any(model in types for model in route.recipe.models) if types else _tells_family(route)

@@ -58,17 +58,13 @@ def _found(recipe: str | Path) -> Recipe:
 @cache
 def list_recipes() -> tuple[Recipe, ...]:
     """All recipes by name, the built-in ones first. Raises UsageError if one of a plug-in cannot be read."""
-    return tuple(map(read_recipe, _all_paths()))
+    return tuple(map(read_recipe, [*_built_in().values(), *_of_plugins().values()]))
 
 
 def other_names(recipe: Recipe) -> tuple[str, ...]:
     """The names of models by which :func:`load_recipe` finds it. Raises as ``list_recipes``."""
     counts = Counter(name for each in list_recipes() for name in {each.name, *each.known_as})
     return tuple(sorted(name for name in recipe.known_as - {recipe.name} if counts[name] == 1))
-
-
-def _all_paths() -> list[Path]:
-    return [*_built_in().values(), *_of_plugins().values()]
 
 
 @cache

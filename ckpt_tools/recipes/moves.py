@@ -113,8 +113,10 @@ def make_moves(line: Line, env: Env) -> Moves:
     Raises:
         UsageError: a size is not known, does not divide, or differs between the sides.
     """
-    found = [_leaves_of(side, env) for side in (line.left, line.right)]
-    source_leaves, target_leaves = found
+    source_leaves, target_leaves = [
+        [[leaves(axis, env, pattern.name.text) for axis in pattern.axes or ()] for pattern in side]
+        for side in (line.left, line.right)
+    ]
     shapes = [tuple(_shape(pattern, env) for pattern in side) for side in (line.left, line.right)]
     blocks = [_block(line, cells, source_leaves, target_leaves) for cells in line.pairs]
     inner = [
@@ -133,10 +135,6 @@ def make_moves(line: Line, env: Env) -> Moves:
         for side, cut in zip(shapes, bounds, strict=True)
     )
     return _Maker(line, bounds, source, target).moves(blocks)
-
-
-def _leaves_of(side: tuple[Pattern, ...], env: Env) -> list[list[list[Leaf]]]:
-    return [[leaves(axis, env, pattern.name.text) for axis in pattern.axes or ()] for pattern in side]
 
 
 def _shape(pattern: Pattern, env: Env) -> Shape:

@@ -50,11 +50,6 @@ class Size:
         return tree
 
     @cached_property
-    def config_keys(self) -> frozenset[str]:
-        """The keys of ``config.json`` in it, dots included."""
-        return frozenset(key for node in ast.walk(self._tree) if (key := _config_key(node)) is not None)
-
-    @cached_property
     def variables(self) -> frozenset[str]:
         attributes = [node for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)]
         of_config = {id(node.value) for node in attributes}

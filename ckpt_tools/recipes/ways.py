@@ -82,11 +82,10 @@ def _bare(manifest: Manifest) -> Iterator[Way]:
     if names != model_names(manifest):
         yield Way("the prefixes of wrappers taken off", transforms.without_wrappers)
     if names and all(name.startswith(MODEL) for name in names):
-        yield Way(f"{MODEL} taken off", _without_model)
-
-
-def _without_model(manifest: Manifest) -> Transformed:
-    return transforms.without_prefix(transforms.without_wrappers(manifest)[0], MODEL)
+        yield Way(
+            f"{MODEL} taken off",
+            lambda manifest: transforms.without_prefix(transforms.without_wrappers(manifest)[0], MODEL),
+        )
 
 
 def _way(after: _After, reference: Reference) -> Way:

@@ -129,7 +129,7 @@ def test_trees_are_taken_apart_as_torch_does(tree: dict[str, Any]) -> None:
     except ValueError:  # two keys of one name
         return
     ours = list(leaves((), with_tensors(tree, TensorRef(StateKey("t")))))
-    kept = [path for path, value in ours if type(value).__name__ != "_Nothing"]
+    kept = [path for path, value in ours if type(value).__name__ != "_EmptyDict"]
     assert kept == list(paths.values())
 
 

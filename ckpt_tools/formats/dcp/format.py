@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
@@ -30,7 +30,7 @@ class DcpFormat(Format):
         found = any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
         return found and not torch_dist_folders(source)
 
-    read = imported("dcp.reader:read")
+    read = import_when_called("dcp.reader:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         from ckpt_tools.formats.dcp.folders import own_files
@@ -38,10 +38,10 @@ class DcpFormat(Format):
         found = own_files(source.files, () if manifest.trainer is None else manifest.trainer.parts)
         return found | (manifest.files & source.files.keys()) if found else found
 
-    problem = imported("dcp.complete:problem")
-    is_named = imported("dcp.complete:is_dcp")
-    world_size_of = imported("dcp.complete:world_size")
-    layout = imported("dcp.writer:layout")
+    problem = import_when_called("dcp.complete:problem")
+    is_named = import_when_called("dcp.complete:is_dcp")
+    world_size_of = import_when_called("dcp.complete:world_size")
+    layout = import_when_called("dcp.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.formats.dcp.loading import code

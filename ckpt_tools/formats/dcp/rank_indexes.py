@@ -72,9 +72,9 @@ def with_copies_compared(manifest: Manifest, source: Source, index: Index) -> Ma
             continue
         if entry.kind is Kind.EXTRA or name.rpartition(".")[2] in PER_RANK:
             chunks: defaultdict[ByteRange, list[ByteRange]] = defaultdict(list)
-            for read, other in copies:
-                chunks[read.byte_range(0)].append(other.byte_range(0))
-            notes += (note for read, others in chunks.items() for note in _differing(source, name, [read, *others]))
+            for kept, copy in copies:
+                chunks[kept.byte_range(0)].append(copy.byte_range(0))
+            notes += (note for at, others in chunks.items() for note in _differing(source, name, [at, *others]))
             continue
         for pair in copies:
             files = [table.files[0] for table in pair]

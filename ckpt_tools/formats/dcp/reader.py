@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.shards import ByteRange, Framing, ShardTable
+from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import MalformedError, errors_name
 from ckpt_tools.formats.dcp.folders import metadata_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
@@ -22,7 +20,7 @@ from ckpt_tools.formats.dcp.index import Index, most_ranks, read_index
 from ckpt_tools.formats.dcp.megatron_fsdp import of_weights
 from ckpt_tools.formats.dcp.names import is_of_dcp, is_of_one_rank
 from ckpt_tools.formats.dcp.rank_indexes import merged, with_copies_compared
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf, ties_among
 from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place, with_references
 from ckpt_tools.formats.state_dict.parse import manifest_of
 from ckpt_tools.serialization.torch_zip import open_archive
@@ -102,26 +100,6 @@ def _joined(indexes: Mapping[str, Index]) -> Index:
             is_ordered=first.is_ordered and other.is_ordered,
         )
     return first
-
-
-def ties_among(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
-    """Names whose every piece is stored in the item of another name, as only ckpt-tools writes them."""
-    owners: dict[tuple[str, int], str] = {}
-    ties = {}
-    for fqn, tensor in tensors.items():
-        table = tensor.shards
-        if len(table):
-            at = table.byte_range(0)
-            owner = owners.setdefault((at.file, at.start), fqn)
-            if owner != fqn and _are_same(table, tensors[owner].shards):
-                ties[fqn] = owner
-    return ties
-
-
-def _are_same(one: ShardTable, other: ShardTable) -> bool:
-    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops")
-    same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
-    return same and one.shape == other.shape and one.dtype is other.dtype and one.files == other.files
 
 
 MAX_OBJECT_BYTES = 256 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.wording import count
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
@@ -27,11 +27,11 @@ class UniversalFormat(Format):
 
         return is_universal(source.files)
 
-    read = imported("deepspeed.universal.reader:read")
-    own_files = imported("deepspeed.universal.reader:own_files")
-    problem = imported("deepspeed.complete:universal_problem")
-    is_named = imported("deepspeed.complete:is_universal")
-    layout = imported("deepspeed.universal.writer:layout")
+    read = import_when_called("deepspeed.universal.reader:read")
+    own_files = import_when_called("deepspeed.universal.reader:own_files")
+    problem = import_when_called("deepspeed.complete:universal_problem")
+    is_named = import_when_called("deepspeed.complete:is_universal")
+    layout = import_when_called("deepspeed.universal.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         config = '# engine: deepspeed.initialize, ZeRO stage 1, 2 or 3, and "checkpoint": {"load_universal": true}'
@@ -66,11 +66,11 @@ class DeepSpeedFormat(Format):
 
         return bool(tag_folders(source.files))
 
-    read = imported("deepspeed.zero_reader.reader:read")
-    own_files = imported("deepspeed.zero_reader.reader:own_files")
-    problem = imported("deepspeed.complete:problem")
-    is_named = imported("deepspeed.complete:is_native")
-    world_size_of = imported("deepspeed.complete:world_size")
+    read = import_when_called("deepspeed.zero_reader.reader:read")
+    own_files = import_when_called("deepspeed.zero_reader.reader:own_files")
+    problem = import_when_called("deepspeed.complete:problem")
+    is_named = import_when_called("deepspeed.complete:is_native")
+    world_size_of = import_when_called("deepspeed.complete:world_size")
 
 
 class ZeroFormat(DeepSpeedFormat):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
@@ -27,15 +27,15 @@ class GgufFormat(Format):
     def detect(self, source: Source) -> bool:
         return any("/" not in path and path.endswith(".gguf") for path in source.files)
 
-    read = imported("gguf.files:read")
+    read = import_when_called("gguf.files:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         from ckpt_tools.formats.gguf.files import files_of
 
         return frozenset(files_of(source))
 
-    is_empty = imported("gguf.complete:is_empty")
-    layout = imported("gguf.files:layout")
+    is_empty = import_when_called("gguf.complete:is_empty")
+    layout = import_when_called("gguf.files:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.core.loading import quoted

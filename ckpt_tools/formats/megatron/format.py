@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.core.options import WriteOptions
     from ckpt_tools.stores.source import Source
 
 
@@ -27,19 +27,11 @@ class MegatronFormat(Format):
 
         return bool(torch_dist_folders(source)) or any(map(is_legacy, source.files))
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.megatron.reader import read
-
-        return read(source)
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.megatron.reader import own_files
-
-        return own_files(source)
-
-    problem = imported("megatron.complete:problem")
-    is_named = imported("megatron.complete:is_megatron")
-    layout = imported("megatron.writer:layout")
+    read = import_when_called("megatron.reader:read", takes=1)
+    own_files = import_when_called("megatron.reader:own_files", takes=1)
+    problem = import_when_called("megatron.complete:problem")
+    is_named = import_when_called("megatron.complete:is_megatron")
+    layout = import_when_called("megatron.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.core.loading import quoted

@@ -25,7 +25,7 @@ from ckpt_tools.core.values import StoredTensor, Value, are_naturals
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.dcp.index import Index, read_index
-from ckpt_tools.formats.dcp.reader import read_object, ties_among
+from ckpt_tools.formats.dcp.reader import read_object
 from ckpt_tools.formats.foreign import refuse_weights
 from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
 from ckpt_tools.formats.megatron.folders import Folder, find_folder
@@ -38,7 +38,7 @@ from ckpt_tools.formats.megatron.names import (
     is_of_buckets,
     state_of,
 )
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf, ties_among
 from ckpt_tools.formats.state_dict.parse import Leaves
 from ckpt_tools.serialization.torch_zip import locate_item, open_archive
 from ckpt_tools.stores.source import Source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
@@ -35,14 +35,14 @@ class MetaFormat(Format):
 
         return bool(files_of(saved.files))
 
-    read = imported("meta.reader:read")
+    read = import_when_called("meta.reader:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         from ckpt_tools.formats.meta.names import PARAMS, files_of
 
         return frozenset([*files_of(source.files), *({PARAMS} & {*source.files})])
 
-    layout = imported("meta.writer:layout")
+    layout = import_when_called("meta.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.core.loading import braced, quoted

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions
     from ckpt_tools.stores.source import Source
     from ckpt_tools.trainers.saved import Saved
 
@@ -25,15 +23,8 @@ class NanotronFormat(Format):
 
         return any(path.rpartition("/")[2] == METADATA for path in source.files)
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.nanotron.reader import read
-
-        return read(source)
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.nanotron.reader import own_files
-
-        return own_files(source)
+    read = import_when_called("nanotron.reader:read", takes=1)
+    own_files = import_when_called("nanotron.reader:own_files", takes=1)
 
     def problem(self, saved: Saved) -> str | None:
         from ckpt_tools.formats.nanotron.names import METADATA

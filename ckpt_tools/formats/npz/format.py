@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.options import ReadOptions, WriteOptions
+    from ckpt_tools.core.options import WriteOptions
     from ckpt_tools.stores.source import Source
 
 
@@ -24,18 +24,15 @@ class NpzFormat(Format):
     def detect(self, source: Source) -> bool:
         return any("/" not in path and path.endswith(".npz") for path in source.files)
 
-    def read(self, source: Source, options: ReadOptions) -> Manifest:
-        from ckpt_tools.formats.npz.files import read
-
-        return read(source)
+    read = import_when_called("npz.files:read", takes=1)
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
         from ckpt_tools.formats.npz.files import file_of
 
         return frozenset([file_of(source)])
 
-    is_empty = imported("npz.complete:is_empty")
-    layout = imported("npz.files:layout")
+    is_empty = import_when_called("npz.complete:is_empty")
+    layout = import_when_called("npz.files:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.core.loading import quoted

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.stores.source import Source
 
 
@@ -24,13 +23,8 @@ class OrbaxFormat(Format):
 
         return any(path.rpartition("/")[2] in (TREE, CHECKPOINT, MANIFEST) for path in source.files)
 
-    read = imported("orbax.reader:read")
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.orbax.reader import own_files
-
-        return own_files(source)
-
-    served = imported("orbax.reader:served")
-    problem = imported("orbax.complete:problem")
-    is_named = imported("orbax.complete:is_orbax")
+    read = import_when_called("orbax.reader:read")
+    own_files = import_when_called("orbax.reader:own_files", takes=1)
+    served = import_when_called("orbax.reader:served")
+    problem = import_when_called("orbax.complete:problem")
+    is_named = import_when_called("orbax.complete:is_orbax")

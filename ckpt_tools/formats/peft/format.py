@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.format_names import HEADER_ENTRY
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
@@ -25,8 +25,8 @@ class PeftFormat(Format):
     asks_adapter_config = True
     kept_entries = (HEADER_ENTRY,)
 
-    read = imported("safetensors.files:read")
-    layout = imported("peft.files:layout")
+    read = import_when_called("safetensors.files:read")
+    layout = import_when_called("peft.files:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         from ckpt_tools.core.loading import quoted

@@ -300,7 +300,9 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         file_layout(name, {n: contents[n] for n in part}, entries.aliases, {**texts, **({} if number else state)})
         for number, (name, part) in enumerate(parts.items())
     ]
-    index = [index_layout(INDEX_NAME, parts, {})] if len(parts) > 1 or _needs_index(parts, options) else []
+    # One file of a folder may have another name than the one that is loaded without an index.
+    needs_index = len(parts) > 1 or (options.file_name is None and MODEL_NAME not in parts)
+    index = [index_layout(INDEX_NAME, parts, {})] if needs_index else []
     return Layout((*files, *index), entries.notes)
 
 
@@ -343,11 +345,6 @@ def _parts(entries: Mapping[str, TensorEntry], options: WriteOptions) -> dict[st
     return parts
 
 
-def _needs_index(parts: Mapping[str, object], options: WriteOptions) -> bool:
-    """True if one file of a folder has another name than the one that is loaded without an index."""
-    return options.file_name is None and MODEL_NAME not in parts
-
-
 def file_layout(
     path: str, part: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], texts: Mapping[str, str]
 ) -> FileLayout:
@@ -368,12 +365,6 @@ def _alignment(dtype: DType) -> int:
     return dtype.item_bytes & -dtype.item_bytes
 
 
-def _values_of(entry: TensorEntry) -> list[int]:
-    """The shape that counts values."""
-    number = entry.dtype.num_values
-    return [*entry.shape[:-1], entry.shape[-1] * number] if number > 1 else list(entry.shape)
-
-
 def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": _FORMAT, **metadata}}
     cursor = 0
@@ -383,9 +374,10 @@ def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str
         if entry.dtype.safetensors_name is None:
             instead = f"write it with {option('to', 'torch')} or exclude it"
             raise UnsupportedError(f"safetensors does not support {entry.dtype.value}; {instead}", key=name)
+        packed = entry.dtype.num_values  # the shape counts values
         header[name] = {
             "dtype": entry.dtype.safetensors_name,
-            "shape": _values_of(entry),
+            "shape": [*entry.shape[:-1], entry.shape[-1] * packed] if packed > 1 else list(entry.shape),
             "data_offsets": [cursor, cursor + entry.num_bytes],
         }
         cursor += entry.num_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.format_names import HEADER_ENTRY
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
@@ -31,18 +31,14 @@ class SafetensorsFormat(Format):
 
         return any(map(is_own, source.files)) and not is_managed(source)
 
-    read = imported("safetensors.files:read")
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.safetensors.files import own_files
-
-        return own_files(source)
+    read = import_when_called("safetensors.files:read")
+    own_files = import_when_called("safetensors.files:own_files", takes=1)
 
     def reading_options_of(self, manifest: Manifest) -> tuple[str, ...]:
         """The keys mean something in a file with whole state alone."""
         return () if manifest.tree is None else self.reading_options
 
-    problem = imported("safetensors.complete:problem")
-    is_empty = imported("safetensors.complete:is_empty")
-    layout = imported("safetensors.files:layout")
-    loading = imported("safetensors.files:loading")
+    problem = import_when_called("safetensors.complete:problem")
+    is_empty = import_when_called("safetensors.complete:is_empty")
+    layout = import_when_called("safetensors.files:layout")
+    loading = import_when_called("safetensors.files:loading")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 
 class ShardedFormat(Format):
@@ -15,11 +15,11 @@ class ShardedFormat(Format):
     reading_options = ("model_key", "optim_key")
     writing_options = ("world_size",)
 
-    detect = imported("sharded.detection:looks_sharded")
-    read = imported("sharded.reader:read")
-    own_files = imported("sharded.reader:own_files")
-    problem = imported("sharded.complete:problem")
-    is_named = imported("sharded.complete:is_sharded")
-    world_size_of = imported("sharded.complete:world_size")
-    layout = imported("sharded.writer:layout")
-    loading = imported("sharded.writer:loading")
+    detect = import_when_called("sharded.detection:looks_sharded")
+    read = import_when_called("sharded.reader:read")
+    own_files = import_when_called("sharded.reader:own_files")
+    problem = import_when_called("sharded.complete:problem")
+    is_named = import_when_called("sharded.complete:is_sharded")
+    world_size_of = import_when_called("sharded.complete:world_size")
+    layout = import_when_called("sharded.writer:layout")
+    loading = import_when_called("sharded.writer:loading")

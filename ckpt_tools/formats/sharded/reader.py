@@ -30,7 +30,7 @@ from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
 from ckpt_tools.formats.sharded.items import RANK, Checkpoint, Item, read_checkpoint_files, without_world
 from ckpt_tools.formats.sharded.origin import Origin, origin_of
 from ckpt_tools.formats.sharded.rank_file import Held, RankFile
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf, ties_among
 from ckpt_tools.formats.state_dict.param_numbers import PER_RANK
 from ckpt_tools.formats.state_dict.parse import Leaves, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps
@@ -64,13 +64,15 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     """The one checkpoint of ``source``. Raises FormatError."""
     found = read_checkpoint_files(source)
     _check_config(source, found)
-    _refuse_unnamed(found)
+    # The flat parameters of FSDP1, before their pieces are found not to fit.
+    paths = (path for item in found.items for file in item.files.values() for path in file.tensors)
+    refuse_weights(dotted(path) for path in paths if str(path[-1]).rpartition(".")[2] in FLAT_PARAMETERS)
     labels = [item.label for item in found.items]
     refuse_several_of_ranks(labels, model_key=options.model_key, optim_key=options.optim_key)
     tree = _Tree(source, found)
     for item in found.items:
         tree.add(item)
-    ties = _ties(tree.tensors)
+    ties = ties_among(tree.tensors)
     tensors = {name: tensor for name, tensor in tree.tensors.items() if name not in ties}
     manifest = manifest_of(
         Leaves(tree.paths, tensors, tree.objects, tree.inner, own=frozenset(tree.own), unread=tree.unread),
@@ -123,12 +125,6 @@ def _without_names(group: ParamGroup) -> ParamGroup:
     return ParamGroup(group.params, {name: v for name, v in group.options.items() if name != "param_names"})
 
 
-def _refuse_unnamed(found: Checkpoint) -> None:
-    """Raises UnsupportedError for the flat parameters of FSDP1, before their pieces are found not to fit."""
-    paths = (path for item in found.items for file in item.files.values() for path in file.tensors)
-    refuse_weights(dotted(path) for path in paths if str(path[-1]).rpartition(".")[2] in FLAT_PARAMETERS)
-
-
 def _refuse_others_in_place(found: Checkpoint, manifest: Manifest) -> None:
     """Raises MalformedError if another file has the name of the model's: it has no weight, or it has the small state
     that verl writes beside a model."""
@@ -142,20 +138,6 @@ def _refuse_others_in_place(found: Checkpoint, manifest: Manifest) -> None:
 
 
 _SMALL = frozenset(("rng", "lr_scheduler"))
-
-
-def _ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
-    """Names whose shards are the very bytes of another name's on every rank."""
-    owners: dict[object, str] = {}
-    ties = {}
-    for name, tensor in tensors.items():
-        table = tensor.shards
-        columns = (table.starts, table.stops, table.file_ids, table.byte_starts, table.byte_stops)
-        key = (tensor.shape, tensor.dtype, tuple(table.files), *(column.tobytes() for column in columns))
-        owner = owners.setdefault(key, name) if table.num_bytes else name
-        if owner != name:
-            ties[name] = owner
-    return ties
 
 
 def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
@@ -361,6 +343,7 @@ class _Tree:
         templates = {label: self._padded(without_world(name, world)) for label, name in self._homes.items()}
         mesh = next((file.mesh for file in files if file.mesh is not None), None)
         small = _small_files(self.source, self.found.folder)
+        depth = 0 if manifest.tree is None else len(manifest.tree.model)
         dim_name: str | None = FSDP  # verl's name in the place of several
         if mesh is not None and len(mesh.shape) <= 1:
             dim_name = mesh.dim_names[0] if mesh.dim_names else None
@@ -370,7 +353,7 @@ class _Tree:
             any(map(_is_numbered, files)),
             mesh.device_type if mesh is not None else None,
             dim_name,
-            tuple(sorted(self._whole_weights(manifest))),
+            tuple(sorted(dotted(self.paths[name][depth:]) for name in self._whole if not self._is_state(name))),
             {name: self.source.read_all(path, limit_bytes=MAX_BESIDE_BYTES) for path, name in small.items()},
         )
 
@@ -382,10 +365,6 @@ class _Tree:
             if len(digits) > 1 and digits.isdecimal() and digits.startswith("0"):
                 return f"{before}{{rank:0{len(digits)}}}{after}"
         return template
-
-    def _whole_weights(self, manifest: Manifest) -> set[str]:
-        depth = 0 if manifest.tree is None else len(manifest.tree.model)
-        return {dotted(self.paths[name][depth:]) for name in self._whole if not self._is_state(name)}
 
 
 def _is_numbered(file: RankFile) -> bool:

@@ -80,16 +80,17 @@ def entries_of(manifest: Manifest, tree: StateTree, *, whole_values: bool = Fals
     Raises:
         UnsupportedError: two entries would have one name, or there are too many.
     """
-    found = _Found(manifest, tree, whole_values)
-    found.add_model()
-    found.add_optimizer()
-    found.add_values()
-    found.add_extras()
-    return Entries(found.paths, found.tensors, found.aliases, found.objects, (*found.notes, *found.unused()), tree)
+    entries = _EntryCollector(manifest, tree, whole_values)
+    entries.add_model()
+    entries.add_optimizer()
+    entries.add_values()
+    entries.add_extras()
+    notes = (*entries.notes, *entries.unused())
+    return Entries(entries.paths, entries.tensors, entries.aliases, entries.objects, notes, tree)
 
 
 @dataclass(slots=True)
-class _Found:
+class _EntryCollector:
     manifest: Manifest
     tree: StateTree
     whole_values: bool
@@ -206,9 +207,7 @@ class _Found:
                 self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "its tensor is not selected", asked=True))
             elif isinstance(item, TensorRef):
                 self._add_tensor(leaf, item.key)
-            elif isinstance(item, _Nothing) and self.whole_values:
-                self.objects[self._new(leaf)] = {}
-            elif isinstance(item, _Nothing):
+            elif isinstance(item, _EmptyDict):
                 self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "a DCP cannot hold an empty dict"))
             else:
                 self.objects[self._new(leaf)] = item
@@ -249,18 +248,18 @@ class _Found:
                 yield Note(Outcome.DROPPED, str(key), "no entry of the checkpoint refers to it")
 
 
-class _Nothing:
+class _EmptyDict:
     """Stands for an empty dict among leaves."""
 
 
 def leaves(path: TreePath, value: Any, *, whole_values: bool = False) -> Iterator[tuple[TreePath, Any]]:
-    """The leaves of ``value`` as DCP takes it apart, an empty dict as ``_Nothing``; if ``whole_values``, as files of
+    """The leaves of ``value`` as DCP takes it apart, an empty dict as ``_EmptyDict``; if ``whole_values``, as files of
     torch are taken apart."""
     if whole_values and isinstance(value, dict) and not (is_tree(value) or holds_tensors(value)):
         yield path, value
     elif isinstance(value, dict):
         if not value:
-            yield path, _Nothing()
+            yield path, _EmptyDict()
         for name, item in value.items():
             yield from leaves((*path, str(name)), item, whole_values=whole_values)
     elif isinstance(value, list) and _is_taken_apart(value, set()):

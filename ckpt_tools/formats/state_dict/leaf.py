@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
@@ -30,3 +33,23 @@ class TensorLeaf:
             return cls(table.shape, tensor.dtype, table)
         shard = Shard(Box.whole(shape), at, tensor.strides)
         return cls(shape, tensor.dtype, ShardTable.build(shape, tensor.dtype, [shard]))
+
+
+def ties_among(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+    """Names whose every piece is the very bytes of another name's: in a DCP, as only ckpt-tools writes them."""
+    owners: dict[tuple[str, int], str] = {}
+    ties = {}
+    for fqn, tensor in tensors.items():
+        table = tensor.shards
+        if table.num_bytes:
+            at = table.byte_range(0)
+            owner = owners.setdefault((at.file, at.start), fqn)
+            if owner != fqn and _are_same(table, tensors[owner].shards):
+                ties[fqn] = owner
+    return ties
+
+
+def _are_same(one: ShardTable, other: ShardTable) -> bool:
+    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops")
+    same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
+    return same and one.shape == other.shape and one.dtype is other.dtype and one.files == other.files

@@ -149,9 +149,7 @@ def find_tree(
         return Tree(given, optim)
     known = {place.fqn for path in paths.values() if isinstance(place := _in_optim(path, optim), State)}
     model = _model_prefix(paths, numels, optim, known, integers)
-    if state != "all" or optim is None:
-        return Tree(model, optim)
-    twins = _twins(model, paths, numels, optim)
+    twins = [] if state != "all" or optim is None else _twins(model, _by_mapping(paths, numels, optim))
     if twins == [TRAINED] and "pytorch-lightning_version" in paths:
         return Tree(TRAINED, optim)
     if twins:
@@ -162,17 +160,28 @@ def find_tree(
     return Tree(model, optim)
 
 
-def _twins(
-    model: TreePath, paths: Mapping[str, TreePath], numels: Mapping[str, int], optim: TreePath | None
-) -> list[TreePath]:
-    """The mappings with tensors of the names and sizes of the model's, which are not called an average of it."""
-    found: defaultdict[TreePath, dict[str | int, int]] = defaultdict(dict)
+_Mappings = Mapping[TreePath, Mapping[str | int, int]]
+"""Elements of the tensors in each mapping of a tree, by their keys there."""
+
+
+def _by_mapping(paths: Mapping[str, TreePath], numels: Mapping[str, int], optim: TreePath | None) -> _Mappings:
+    """The tensors outside of the optimizer."""
+    mappings: defaultdict[TreePath, dict[str | int, int]] = defaultdict(dict)
     for name, numel in numels.items():
         path = paths[name]
         if path and _in_optim(path, optim) is None:
-            found[path[:-1]][path[-1]] = numel
-    own = found.pop(model, {})
-    return [each for each, inside in found.items() if own and own.items() <= inside.items() and not _is_averaged(each)]
+            mappings[path[:-1]][path[-1]] = numel
+    return mappings
+
+
+def _twins(model: TreePath, mappings: _Mappings) -> list[TreePath]:
+    """The mappings with tensors of the names and sizes of the model's, which are not called an average of it."""
+    own = mappings.get(model, {}).items()
+    return [
+        each
+        for each, inside in mappings.items()
+        if own and each != model and own <= inside.items() and not _is_averaged(each)
+    ]
 
 
 def _is_averaged(prefix: TreePath) -> bool:
@@ -216,14 +225,10 @@ def _model_prefix(
     integers: Collection[str],
 ) -> TreePath:
     """The parent of the names that the optimizer knows best; if it knows none, the one that names or sizes leave."""
-    found: defaultdict[TreePath, dict[str, int]] = defaultdict(dict)
-    for name, numel in numels.items():
-        path = paths[name]
-        if path and _in_optim(path, optim) is None:
-            found[path[:-1]][name] = numel
-    hits = {prefix: sum(paths[name][-1] in known for name in inside) for prefix, inside in found.items()}
+    mappings = _by_mapping(paths, numels, optim)
+    hits = {prefix: sum(key in known for key in inside) for prefix, inside in mappings.items()}
     best = max(hits.values(), default=0)
-    rivals = [prefix for prefix in found if best and hits[prefix] == best]
+    rivals = [prefix for prefix in mappings if best and hits[prefix] == best]
     if len(rivals) == 1:
         return rivals[0]
     if rivals:
@@ -236,8 +241,8 @@ def _model_prefix(
                 f"{choices('model_key', chosen)}"
             )
         return chosen[0]
-    sizes = {prefix: sum(inside.values()) for prefix, inside in found.items()}
-    models = _possible_models(paths, found, integers)
+    sizes = {prefix: sum(inside.values()) for prefix, inside in mappings.items()}
+    models = _possible_models(mappings, _optim_prefixes(paths.values()), {paths[n] for n in integers if n in paths})
     return _by_names(models) or max(sizes, key=lambda prefix: (_is_model_name(prefix), sizes[prefix]), default=())
 
 
@@ -245,20 +250,15 @@ def _is_model_name(prefix: TreePath) -> bool:
     return bool(prefix) and prefix[-1] in MODEL_NAMES
 
 
-_Found = Mapping[TreePath, Mapping[str, int]]
-"""Tensors with their elements, by the mapping that they are in."""
-
-
-def _possible_models(paths: Mapping[str, TreePath], found: _Found, integers: Collection[str]) -> list[TreePath]:
+def _possible_models(mappings: _Mappings, optims: Sequence[TreePath], integers: Collection[TreePath]) -> list[TreePath]:
     """The mappings that could each be a model: they hold more than single numbers, and none is an optimizer's.
 
     Tensors at the root are a model where they are the most. Beside another model they are not."""
-    optims = _optim_prefixes(paths.values())
     weights = {
-        prefix: {paths[name][-1]: numel for name, numel in inside.items()}
-        for prefix, inside in found.items()
-        if any(numel > 1 and name not in integers for name, numel in inside.items())
-        and not isinstance(paths[next(iter(inside))][-1], int)
+        prefix: inside
+        for prefix, inside in mappings.items()
+        if any(numel > 1 and (*prefix, key) not in integers for key, numel in inside.items())
+        and not isinstance(next(iter(inside)), int)
         and not any(prefix[: len(optim)] == optim and prefix != optim for optim in optims)
     }
     # A moving average of another mapping has a name that says so, and tensors of the same names and sizes.
@@ -470,17 +470,16 @@ def _doubts(leaves: Leaves, numels: Mapping[str, int], tree: Tree, state: str | 
     """Notes on other mappings that could be meant: with the same tensors, if weights alone are used, and with the name
     of a model, which was passed over for its size alone, as no optimizer knows the parameters of either."""
     places = {name: leaves.paths[name] for name in numels if name not in leaves.own}
-    if state == "model" and (twins := _twins(tree.model, places, numels, tree.optim)):
+    mappings = _by_mapping(places, {name: numels[name] for name in places}, tree.optim)
+    if state == "model" and (twins := _twins(tree.model, mappings)):
         others = listed([dotted(twin) for twin in twins])
         why = f"the weights are those of {dotted(tree.model)}, and {others} has tensors of the same names; choose with"
         return (Note(Outcome.KEPT, "the model's place in the tree", f"{why} {option('model_key', dotted(twins[0]))}"),)
-    found = (_in_optim(path, tree.optim) for path in places.values())
-    if any(isinstance(place, State) and not place.fqn.isdecimal() for place in found):
+    in_optim = (_in_optim(path, tree.optim) for path in places.values())
+    knows_names = any(isinstance(place, State) and not place.fqn.isdecimal() for place in in_optim)
+    if knows_names or not _is_model_name(tree.model):
         return ()
-    rest = {path[:-1] for path in places.values() if path and _in_optim(path, tree.optim) is None} - {tree.model}
-    named = [other for other in rest if _is_model_name(other) and other[: len(tree.model)] != tree.model]
-    if not _is_model_name(tree.model):
-        return ()
+    named = [other for other in mappings if _is_model_name(other) and other[: len(tree.model)] != tree.model]
     why = f"the model is {dotted(tree.model)}, and this is carried along; choose it with"
     names = sorted(dotted(other) for other in named)
     return tuple(Note(Outcome.KEPT, f"tensors in {name}", f"{why} {option('model_key', name)}") for name in names)
@@ -490,46 +489,46 @@ def _by_name(
     leaves: Leaves, tree: Tree, ties: Mapping[str, str], order: ParamOrder | None, parameters: Mapping[str, Shape]
 ) -> tuple[Leaves, Tree, tuple[Note, ...]]:
     """The tree with its optimizer's numbers as names; as the user's own entry, where they could mean several."""
-    groups = {} if tree.optim is None else _numbered_groups(leaves, tree.optim)
-    if tree.optim is None or not groups:
+    numbered = {} if tree.optim is None else _numbered_groups(leaves, tree.optim)
+    if tree.optim is None or not numbered:
         if order is not None:
             raise UsageError(f"{option('param_order')} is for optimizers that number their parameters; here is none")
         return leaves, tree, ()
-    impossible = why_unnamed(list(groups.values()), _state_shapes(leaves, tree.optim, parameters), parameters)
+    groups, shapes = list(numbered.values()), _state_shapes(leaves, tree.optim, parameters)
+    impossible = why_unnamed(groups, shapes, parameters)
     if impossible is not None and order is not None:
         raise UsageError(f"{option('param_order')} cannot name the parameters of this optimizer: {impossible}")
-    names = _names_of_numbers(leaves, tree, tree.optim, list(groups.values()), ties, order, parameters)
+    names = _names_of_numbers(leaves, tree, groups, shapes, ties, order, parameters)
     if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
         without = replace(tree, optim=None)
         optimizer = str(tree.optim[_depth_of_extra(tree.optim, without)]) if tree.optim else "the optimizer"
         why = "it numbers its parameters, and nothing here proves which ones are meant; give their order with"
         return leaves, without, (Note(Outcome.KEPT, optimizer, impossible or f"{why} {option('param_order')}"),)
-    numbers = tuple(number for group in groups.values() for number in group.numbers)
-    shapes = _state_shapes(leaves, tree.optim, parameters)
-    notes = () if order is not None else notes_of_order(list(groups.values()), shapes, parameters)
-    return _renamed(leaves, tree.optim, groups, names), replace(tree, numbers=numbers), notes
+    numbers = tuple(number for group in groups for number in group.numbers)
+    notes = () if order is not None else notes_of_order(groups, shapes, parameters)
+    return _renamed(leaves, tree.optim, numbered, names), replace(tree, numbers=numbers), notes
 
 
 def is_taken_by_number(leaves: Leaves, tree: Tree) -> bool:
     """Whether a reader takes the numbers of the tree's optimizer for parameters of its model."""
-    groups = {} if tree.optim is None else _numbered_groups(leaves, tree.optim)
+    groups = [] if tree.optim is None else list(_numbered_groups(leaves, tree.optim).values())
     if tree.optim is None or not groups:
         return False
     parameters = _parameter_shapes(leaves, tree, ())
-    names = _names_of_numbers(leaves, tree, tree.optim, list(groups.values()), {}, None, parameters)
+    shapes = _state_shapes(leaves, tree.optim, parameters)
+    names = match_numbers(groups, shapes, parameters, is_ordered=leaves.is_ordered)
     return names is not None and _state_numbers(leaves, tree.optim) <= names.keys()
 
 
 def _names_of_numbers(
     leaves: Leaves,
     tree: Tree,
-    optim: TreePath,
     groups: list[NumberedGroup],
+    shapes: Mapping[int, Shape],
     ties: Mapping[str, str],
     order: ParamOrder | None,
     parameters: Mapping[str, Shape],
 ) -> dict[int, str] | None:
-    shapes = _state_shapes(leaves, optim, parameters)
     if order is None:
         return match_numbers(groups, shapes, parameters, is_ordered=leaves.is_ordered)
     depth = len(tree.model)

@@ -18,7 +18,8 @@ def problem(saved: Saved) -> str | None:
     for path in saved.files:
         if path.endswith(_SUFFIXES) and "/zero/" not in f"/{path}":
             with suppress(UnsupportedError):
-                if _directory(saved, path) is None and _is_zip(saved, path):
+                read, size, _ = saved.part(path)
+                if _directory(saved, path) is None and read(0, min(4, size)).startswith(b"PK"):
                     return f"{path} has no end: it is cut off"
     return None
 
@@ -36,8 +37,3 @@ def is_empty(saved: Saved, path: str) -> bool:
 def _directory(saved: Saved, path: str) -> Directory | None:
     read, size, _ = saved.part(path)
     return read_directory(read, size, path, tail_bytes=_TAIL_BYTES)
-
-
-def _is_zip(saved: Saved, path: str) -> bool:
-    read, size, _ = saved.part(path)
-    return read(0, min(4, size)).startswith(b"PK")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.formats.base import Format, imported
+from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.stores.source import Source
 
 
@@ -31,14 +30,9 @@ class TorchFormat(Format):
         are_others = are_those_of_ranks(source.files) or bool(files_of(source.files))
         return any(map(is_own, source.files)) and not are_others
 
-    read = imported("torch.files:read")
-
-    def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.torch.files import own_files
-
-        return own_files(source)
-
-    problem = imported("torch.complete:problem")
-    is_empty = imported("torch.complete:is_empty")
-    layout = imported("torch.files:layout")
-    loading = imported("torch.files:loading")
+    read = import_when_called("torch.files:read")
+    own_files = import_when_called("torch.files:own_files", takes=1)
+    problem = import_when_called("torch.complete:problem")
+    is_empty = import_when_called("torch.complete:is_empty")
+    layout = import_when_called("torch.files:layout")
+    loading = import_when_called("torch.files:loading")
