@@ -74,7 +74,15 @@ def apply_options(
         recipe = None
         if manifest.parted and whole:
             raise transforms.parted_error(manifest)
-    copying = _copying(options, whole, holds_masters or manifest.keeps_masters, kept)
+    copying: list[Step] = []
+    weights = options.weight_copy(manifest)
+    if not whole:
+        copying = [
+            lambda each: transforms.model_only(each, weights=weights, asked=options.state == "model", entries=kept),
+            transforms.without_wrappers,
+        ]
+    elif not (holds_masters or manifest.keeps_masters):
+        copying = [lambda each: transforms.one_copy(each, weights=weights)]
     manifest, notes = _taken(manifest, notes, copying)
     if manifest.values and (options.recipe is not None or merge is not None or like is not None):
         manifest, more = transforms.without_values(manifest, to="a recipe, an adapter or another model's layout")
@@ -94,7 +102,7 @@ def apply_options(
         manifest, more = like.named(manifest)
         notes += more
     if keeps_tree:
-        manifest, more = _named(manifest, are_others=options.recipe is not None or like is not None)
+        manifest, more = _without_numbers(manifest, are_others=options.recipe is not None or like is not None)
         notes += more
     if not manifest.groups or (keeps_tree and manifest.tree is not None and manifest.tree.numbers):
         notes = tuple(note for note in notes if note.what != ASSUMED_ORDER)  # numbers, or nothing, is what is written
@@ -109,7 +117,7 @@ def _dtypes(manifest: Manifest) -> Mapping[StateKey, DType]:
     return {key: entry.dtype for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
 
 
-def _named(manifest: Manifest, *, are_others: bool) -> Transformed:
+def _without_numbers(manifest: Manifest, *, are_others: bool) -> Transformed:
     """The optimizer by names if it had numbers, and these would be of other parameters than in the source:
     ``are_others``, or some are left out."""
     numbers = () if manifest.tree is None else manifest.tree.numbers
@@ -140,21 +148,6 @@ def _is_refuted(note: Note, later: Collection[Note]) -> bool:
     """True if a part that was kept is left out by a recipe, as rows that are padding are."""
     is_left_out = any(each.outcome is Outcome.DROPPED and each.what.endswith(f" of {note.what}") for each in later)
     return note.outcome is Outcome.KEPT and is_left_out
-
-
-def _copying(options: ConvertOptions, whole: bool, holds_masters: bool, kept: tuple[str, ...]) -> list[Step]:
-    """Steps that choose what is written of each tensor."""
-    asked = options.state == "model"
-    if not whole:
-        return [
-            lambda manifest: transforms.model_only(
-                manifest, weights=options.weight_copy(manifest), asked=asked, entries=kept
-            ),
-            transforms.without_wrappers,
-        ]
-    if not holds_masters:
-        return [lambda manifest: transforms.one_copy(manifest, weights=options.weight_copy(manifest))]
-    return []
 
 
 def _choosing(options: ConvertOptions) -> list[Step]:

@@ -276,21 +276,21 @@ def substitutions(rules: Iterable[str], key_map: Mapping[str, str]) -> Callable[
 
 def parsed_rules(rules: Iterable[str]) -> list[tuple[str, re.Pattern[str], str]]:
     """Each ``REGEX=REPL`` with its two halves. Raises UsageError."""
-    return [(rule, *_rule(rule)) for rule in rules]
-
-
-def _rule(rule: str) -> tuple[re.Pattern[str], str]:
-    regex, separator, replacement = rule.rpartition("=")
-    if not separator:
-        raise UsageError(f"{option('rename', rule)} is not REGEX=REPLACEMENT")
-    if not regex:
-        raise UsageError(f"{option('rename', rule)} has an empty REGEX, which matches between all letters of a name")
-    try:
-        pattern = re.compile(regex)
-        pattern.sub(replacement, "")
-    except (re.error, IndexError) as error:
-        raise UsageError(f"{option('rename', rule)}: {error}") from error
-    return pattern, replacement
+    parsed = []
+    for rule in rules:
+        regex, separator, replacement = rule.rpartition("=")
+        if not separator:
+            raise UsageError(f"{option('rename', rule)} is not REGEX=REPLACEMENT")
+        if not regex:
+            empty = "has an empty REGEX, which matches between all letters of a name"
+            raise UsageError(f"{option('rename', rule)} {empty}")
+        try:
+            pattern = re.compile(regex)
+            pattern.sub(replacement, "")
+        except (re.error, IndexError) as error:
+            raise UsageError(f"{option('rename', rule)}: {error}") from error
+        parsed.append((rule, pattern, replacement))
+    return parsed
 
 
 def without_wrappers(manifest: Manifest) -> Transformed:

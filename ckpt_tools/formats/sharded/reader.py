@@ -81,9 +81,11 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         optim_key=options.optim_key,
         world_size=len(found.ranks),
         ties=ties,
+        param_order=options.param_order,
         buffers=tree.buffers(),
         include=options.include,
         exclude=options.exclude,
+        state=options.state,
     )
     _refuse_others_in_place(found, manifest)
     manifest = replace(manifest, groups=tuple(map(_without_names, manifest.groups)))
@@ -199,18 +201,18 @@ class _Tree:
             self.notes.append(Note(Outcome.DROPPED, f"optimizer state ({item.label})", why))
             return
         for path, (leaf, is_cut) in joined.items():
+            name = self._put((*prefix, *path))
             if path in unlike:
-                name = self._new((*prefix, *path))
-                self.paths[name], self.unread[name] = (*prefix, *path), unlike[path]
+                self.unread[name] = unlike[path]
                 continue
-            self._place((*prefix, *path), leaf)
+            self.tensors[name] = leaf
             if not is_cut:
-                self._whole.add(dotted((*prefix, *path)))
+                self._whole.add(name)
         for rank, file in item.files.items():
             for path, value in file.objects.items():
                 where = (*prefix, *path)
                 if dotted(where) not in self.paths:
-                    self._place_object(where, value, file)
+                    self._put_object(where, value, file)
                 elif rank and not _equal(value, item, path):
                     differing.append(dotted(path))
         why = "the ranks differ, and those of rank 0 are taken"
@@ -295,10 +297,10 @@ class _Tree:
             if str(path[0]) in own or (path == ("lr_scheduler",) and first.objects.get(path, "") is None):
                 continue
             if held := first.tensors.get(path):
-                self._place(where, _leaf(path, held, held.shards))
+                self.tensors[self._put(where)] = _leaf(path, held, held.shards)
                 self._whole.add(dotted(where))
             else:
-                self._place_object(where, first.objects[path], first)
+                self._put_object(where, first.objects[path], first)
             self.own.add(dotted(where))
         for top, what in own.items():
             why = f"each rank has its own {what[0]}, which cannot be given to other ranks"
@@ -312,21 +314,16 @@ class _Tree:
             return len(held) == len(item.files) and is_alike and all(self._are_same(cut, each) for each in others)
         return all(path in file.objects and _equal(file.objects[path], item, path) for file in item.files.values())
 
-    def _place(self, path: TreePath, leaf: TensorLeaf) -> None:
-        self.paths[self._new(path)] = path
-        self.tensors[dotted(path)] = leaf
+    def _put_object(self, path: TreePath, value: Any, file: RankFile) -> None:
+        self.objects[self._put(path)] = value
+        self.inner |= {ref.key: file.inner[ref.key] for ref in references(value)}
 
-    def _place_object(self, path: TreePath, value: Any, file: RankFile) -> None:
-        name = self._new(path)
-        self.paths[name] = path
-        for ref in references(value):
-            self.inner[ref.key] = file.inner[ref.key]
-        self.objects[name] = value
-
-    def _new(self, path: TreePath) -> str:
+    def _put(self, path: TreePath) -> str:
+        """Add a path, whose name in the tree it returns."""
         name = dotted(path)
         if name in self.paths:
             raise MalformedError("two entries of the tree have this name", key=name)
+        self.paths[name] = path
         return name
 
     def buffers(self) -> frozenset[str]:

@@ -285,6 +285,16 @@ class TestContents:
         ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", to="sharded", world_size=2)
         assert ckpt_tools.verify(tmp_path / "run.pt", tmp_path / "out").equal
 
+    def test_the_order_of_parameters_that_the_user_says(self, tmp_path: Path) -> None:
+        state = {number: {"exp_avg": torch.full((4, 4), float(number))} for number in range(2)}
+        optim = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+        torch.save({"a": torch.ones(4, 4), "b": torch.zeros(4, 4)}, tmp_path / "model_world_size_1_rank_0.pt")
+        torch.save(optim, tmp_path / "optim_world_size_1_rank_0.pt")
+        (tmp_path / "order.txt").write_text("b\na\n")
+        for options, names in (({}, "ab"), ({"param_order": tmp_path / "order.txt"}, "ba")):
+            found = ckpt_tools.open(tmp_path, **options)
+            assert [found.state(name, "exp_avg").numpy()[0, 0] for name in names] == [0, 1]
+
     def test_an_optimizer_whose_weights_are_elsewhere_is_refused(self, tmp_path: Path) -> None:
         optim = {"state": {"a": {"exp_avg": torch.ones(4)}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}
         torch.save({"optim": optim, "step": 1}, tmp_path / "optim.pt")
