@@ -21,9 +21,10 @@ with killed_by_interrupts():
     from ckpt_tools.errors import UsageError
 
     from ..common.errors import report_errors
-    from ..common.name_options import MODEL_HEADINGS, Reading, reading_options
+    from ..common.name_options import MODEL_HEADINGS, reading_options
     from ..common.training_package import commands
-    from ..models.architectures import Architecture, check_there
+    from ..models.architectures import check_there
+    from ..models.options import ModelOptions
     from .inputs import Inputs, Wanted, after, find_inputs
     from .job import Job, columns_of
     from .output import Output, Run, Writer, open_output
@@ -50,16 +51,11 @@ class Options:
     quiet: bool
 
     def __post_init__(self) -> None:
-        self.job.options()
-        given = {"top": self.top, "workers": self.workers}
-        given |= {"threads": self.job.threads, "max-new-tokens": self.job.max_new_tokens}
-        for name, value in given.items():
+        for name, value in {"top": self.top, "workers": self.workers, "threads": self.job.threads}.items():
             if value is not None and value < 1:
                 raise UsageError(f"--{name} is a number from 1, not {value}")
         if self.workers is not None and self.runner != "ray":
             raise UsageError("--workers is for --runner ray")
-        if self.job.architecture is not None:
-            Architecture.parse(self.job.architecture)
 
 
 HEADINGS = {
@@ -132,11 +128,9 @@ def options_of(
     root = None if data_root is None else local_path(data_root, "--data-root", "copy its files to this machine first")
     folder = None if report is None else local_path(report, "--report", "write to a local folder and copy it")
     where = RemoteOutput(output, overwrite, resume) if "://" in output else Output(Path(output), overwrite, resume)
-    names = (
-        "model", "architecture", "device", "dtype", "threads", "fast", "embeddings", "max_new_tokens", "max_pixels",
-    )  # fmt: skip
+    others["exact"] = "off" if others.pop("fast") else "full"
     return Options(
-        job=Job(reading=Reading.taken_from(others), **{name: others.pop(name) for name in names}),
+        job=Job(others.pop("model"), ModelOptions.taken_from(others), others.pop("threads")),
         wanted=Wanted(input_url, column, truth, root),
         output=where,
         report=None if folder is None else Report(folder, overwrite or resume),
@@ -153,7 +147,8 @@ def local_path(text: str, option: str, instead: str) -> Path:
 
 def run(options: Options) -> None:
     """Predict, write the output and the report, print a summary. Raises ``BadInputsError`` at the end."""
-    check_there(options.job.model, options.job.architecture, options.job.reading.config)
+    model_options = options.job.options
+    check_there(options.job.model, model_options.architecture, model_options.reading.config)
     if options.report is not None:
         options.report.check()
     output = options.output
@@ -167,7 +162,7 @@ def run(options: Options) -> None:
 
 def _conclude(options: Options, tally: Tally, columns: Columns) -> None:
     click.echo(f"{tally.num_rows - tally.num_bad} predictions in {options.output.path}")
-    if options.job.fast:
+    if options.job.options.exact == "off":
         click.echo("--fast: the last bits of an answer may depend on the inputs around it")
     if tally.num_known:
         accuracy = tally.num_correct / tally.num_known

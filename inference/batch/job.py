@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..common.name_options import AS_IT_IS, Reading
 from ..models.config_folder import digest_of_config
 from ..models.options import ModelOptions
 from .rows import Columns, Kind
@@ -21,22 +20,15 @@ class Job:
     may change the order of sums. None leaves ``device`` and ``threads`` to torch."""
 
     model: str
-    architecture: str | None = None
-    device: str | None = None
+    options: ModelOptions
     threads: int | None = None
-    fast: bool = False
-    embeddings: bool = False
-    max_new_tokens: int | None = None
-    max_pixels: int | None = None
-    dtype: str | None = None
-    reading: Reading = AS_IT_IS
 
     def settled(self) -> Job:
         """The job with torch's choice of device and threads filled in."""
         import torch
 
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return replace(self, device=device, threads=self.threads or torch.get_num_threads())
+        device = self.options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return Job(self.model, replace(self.options, device=device), self.threads or torch.get_num_threads())
 
     def load(self) -> Predictor:
         """Load the model. Sets the number of torch threads of this process."""
@@ -46,29 +38,21 @@ class Job:
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return loaded(self.model, name_of(self.model), self.options())
-
-    def options(self) -> ModelOptions:
-        return ModelOptions(
-            architecture=self.architecture,
-            device=self.device or "cpu",
-            reading=self.reading,
-            exact="off" if self.fast else "full",
-            dtype=self.dtype,
-            embeddings=self.embeddings,
-            max_new_tokens=self.max_new_tokens,
-            max_pixels=self.max_pixels,
-        )
+        return loaded(self.model, name_of(self.model), self.options)
 
     def digest(self) -> str:
         """All that answers depend on, except the weights and the input."""
         import torch
 
-        found = asdict(self) | {
-            "beside": digest_of_config(self.reading.config or self.model),
-            "torch": torch.__version__,
-        }
-        return json.dumps({name: value for name, value in found.items() if name != "model"}, sort_keys=True)
+        return json.dumps(
+            {
+                **asdict(self.options),
+                "threads": self.threads,
+                "beside": digest_of_config(self.model, config=self.options.reading.config),
+                "torch": torch.__version__,
+            },
+            sort_keys=True,
+        )
 
 
 def columns_of(predictor: Predictor, top: int) -> Columns:

@@ -77,7 +77,7 @@ def _rows(parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     threads = job.threads or 1
     resources = ray.cluster_resources()
-    on_gpu = (job.device or "cpu").startswith("cuda")
+    on_gpu = (job.options.device or "cpu").startswith("cuda")
     fitting = int(resources.get("GPU", 0)) if on_gpu else int((resources.get("CPU", 1) - 1) // threads)
     packed = [{"part": pickle.dumps(part)} for part in parts]
     found = (

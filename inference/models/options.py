@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ckpt_tools.errors import UsageError
 
@@ -39,6 +39,12 @@ class ModelOptions:
             raise UsageError(f"at least one token is generated, not {self.max_new_tokens}")
         if self.architecture is not None:
             Architecture.parse(self.architecture)
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> ModelOptions:
+        """Take these options out of a command's ``options``."""
+        names = cls.__dataclass_fields__.keys() & options.keys()
+        return cls(reading=Reading.taken_from(options), **{name: options.pop(name) for name in names})
 
 
 DEFAULTS = ModelOptions()

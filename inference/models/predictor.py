@@ -222,19 +222,9 @@ def loaded(url: str, name: str, options: ModelOptions) -> Predictor:
         device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise UsageError(f"--device {options.device} is not a device of torch") from error
-    return load_predictor(
-        url,
-        name=name,
-        architecture=options.architecture,
-        dtype=dtype,
-        device=device,
-        exact=options.exact,
-        max_batch=options.max_batch,
-        embeddings=options.embeddings,
-        max_new_tokens=options.max_new_tokens,
-        max_pixels=options.max_pixels,
-        **{**options.reading.given(), "config": options.reading.config},
-    )
+    given = {each: getattr(options, each) for each in ModelOptions.__dataclass_fields__ if each != "reading"}
+    reading = {**options.reading.given(), "config": options.reading.config}
+    return load_predictor(url, name=name, **{**given, **reading, "dtype": dtype, "device": device})
 
 
 def _limited(task: Task, max_pixels: int) -> Task:

@@ -25,8 +25,9 @@ with killed_by_interrupts():
     from ckpt_tools.errors import FormatError, StoreError, UsageError
 
     from ..common.errors import printable, report_errors
-    from ..common.name_options import AS_IT_IS, MODEL_HEADINGS, Reading, reading_options
+    from ..common.name_options import MODEL_HEADINGS, reading_options
     from ..common.training_package import commands
+    from ..models.options import ModelOptions
     from .settings import (
         GRPC_PORT,
         Listening,
@@ -44,7 +45,6 @@ with killed_by_interrupts():
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from ..models.options import Exact, ModelOptions
     from .repository import Load, Repository, Source
     from .watching import Watcher
 
@@ -53,6 +53,9 @@ RAY_EXTRA = "ray-serve"
 MODEL_CONTROL = "--model-control"
 
 QUIET_SECONDS = 10.0
+
+MODEL_OPTIONS = ModelOptions(exact="buckets")
+"""Of models that have none of their own."""
 
 INSTEAD = {
     "--drain": "Ray answers the requests that were taken, and then ends",
@@ -77,18 +80,10 @@ class Options:
     allowed: Sequence[str] = ()
     watch: float | None = None
     quiet_time: float | None = None
-    architecture: str | None = None
-    reading: Reading = AS_IT_IS
+    model_options: ModelOptions = MODEL_OPTIONS
     threads: int | None = None
     certfile: Path | None = None
     keyfile: Path | None = None
-    device: str | None = None
-    exact: Exact = "buckets"
-    max_batch: int | None = None
-    max_pixels: int | None = None
-    dtype: str | None = None
-    embeddings: bool = False
-    max_new_tokens: int | None = None
     runner: Literal["local", "ray"] = "local"
     replicas: int | None = None
     min_replicas: int | None = None
@@ -150,24 +145,8 @@ class Options:
         """The models, each with its options: those of the command line, unless it has its own."""
         from .sources import source_of, sources_in
 
-        defaults = self._model_options()
-        in_file = [] if self.models_file is None else sources_in(self.models_file, defaults)
-        return [*(source_of(text, defaults) for text in self.models), *in_file]
-
-    def _model_options(self) -> ModelOptions:
-        from ..models.options import ModelOptions
-
-        return ModelOptions(
-            architecture=self.architecture,
-            device=self.device,
-            reading=self.reading,
-            exact=self.exact,
-            max_batch=self.max_batch,
-            max_pixels=self.max_pixels,
-            dtype=self.dtype,
-            embeddings=self.embeddings,
-            max_new_tokens=self.max_new_tokens,
-        )
+        in_file = [] if self.models_file is None else sources_in(self.models_file, self.model_options)
+        return [*(source_of(text, self.model_options) for text in self.models), *in_file]
 
     def watcher(self, repository: Repository) -> Watcher | None:
         """The watcher of ``--watch``, for models that are not loaded yet."""
@@ -382,7 +361,7 @@ def main(
             has_access_log=access_log,
         )
         named = (*([model] if model else []), *models)
-        run(Options(named, settings, reading=Reading.taken_from(others), **others))
+        run(Options(named, settings, model_options=ModelOptions.taken_from(others), **others))
 
 
 def run(options: Options) -> None:
