@@ -326,7 +326,7 @@ class _OptimizerLoader:
         for key, value in live.items():
             if str(key) in slots:
                 made = self._merge(value, slots.pop(str(key)), parameter)
-                if made is not value:
+                if made is not value or not is_initialized:
                     yield self.optimizer.state[parameter], key, made
             elif parameter.numel():
                 self.loader.problems.add("optimizer state not in the checkpoint", [f"{fqns[0]} ({key})"])

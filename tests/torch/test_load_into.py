@@ -461,6 +461,21 @@ def test_a_step_without_a_closure_is_refused_in_words(run: tuple[nn.Module, torc
         load_into(model, Plain(model.parameters()), run[2])
 
 
+def test_state_that_a_step_with_a_closure_makes_has_its_keys_without_a_value(tmp_path: Path) -> None:
+    class Searching(torch.optim.SGD):
+        def step(self, closure: Any) -> None:  # type: ignore[override]
+            raise AssertionError("no step is tried")
+
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    found = Searching(other.parameters())
+    state = {name: {"direction": torch.ones(2), "last": None, "losses": [1.5, None]} for name in ("weight", "bias")}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": ["weight", "bias"]}]}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "run.pt")
+    load_into(other, found, tmp_path / "run.pt")
+    assert found.state[other.weight]["direction"].tolist() == [1, 1]
+    assert {**found.state[other.bias], "direction": None} == {"direction": None, "last": None, "losses": [1.5, None]}
+
+
 def test_counts_that_are_plain_numbers(tmp_path: Path) -> None:
     class Counting(torch.optim.SGD):
         """Keeps its step as an int."""
