@@ -1,4 +1,5 @@
-"""Comparison of what is not a tensor: hyperparameters, the step, the scheduler, the user's own entries.
+"""Comparison of what is not a tensor: hyperparameters, the step, the scheduler, the user's own entries, and parts of
+optimizer state and of modules' extra state.
 
 Formats keep entries of their own beside these, so an entry is compared if both sides have it. Objects of classes that
 are not interpreted are counted, not compared.
@@ -26,8 +27,11 @@ _ABSENT = object()
 
 
 def differing_entries(ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> list[Difference]:
-    """Entries that both sides have, with other values."""
+    """Entries that both sides have, with other values, and values of state that one alone has if both have some."""
     found = [*_options(ours, theirs, names)]
+    for a, b, side in ((ours, theirs, names[0]), (theirs, ours, names[1])):
+        only = a.values.keys() - b.values.keys() if b.values else ()
+        found += [Difference(StateKey(str(key), ENTRY), Aspect.ENTRY, f"only in {side}") for key in sorted(only)]
     if None not in (ours.step, theirs.step) and ours.step != theirs.step:
         found.append(_difference("step", ours.step, theirs.step, names))
     for path, a, b in _pairs(_entries(ours), _entries(theirs)):
@@ -79,7 +83,8 @@ def _entries(manifest: Manifest) -> dict[str, Any]:
     stated = (
         {} if manifest.step is None else {name for name in ("step", "global_step") if found.get(name) == manifest.step}
     )
-    return {name: value for name, value in found.items() if name not in _OF_FORMATS and name not in stated}
+    entries = {name: value for name, value in found.items() if name not in _OF_FORMATS and name not in stated}
+    return {**entries, **{str(key): value for key, value in manifest.values.items()}}
 
 
 def _pairs(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -90,8 +95,16 @@ def _pairs(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
             other = others.get(str(name), _ABSENT)
             if other is not _ABSENT:
                 yield from _pairs(value, other, f"{path}.{name}" if path else str(name))
+    elif _is_list(a) and _is_list(b) and not (_is_plain(a) and _is_plain(b)):
+        yield f"number of items of {path}", len(a), len(b)
+        for number, pair in enumerate(zip(a, b, strict=False)):
+            yield from _pairs(*pair, f"{path}.{number}")
     else:
         yield path, a, b
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -99,14 +112,14 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
+    if _is_list(value):
         return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+    return value is None or isinstance(value, bool | int | float | str | bytes)
 
 
 def _same(a: Any, b: Any) -> bool:
     """True if the values are equal: 1 and 1.0 are, a list and a tuple are, NaN and NaN are."""
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+    if _is_list(a) and _is_list(b):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b) or (a != a and b != b)
 

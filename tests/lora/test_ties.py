@@ -124,6 +124,14 @@ def test_both_tensors_that_are_the_same(tmp_path: Path) -> None:
         assert ckpt_tools.verify(tmp_path / "run.pt", out, config=tmp_path / "base", untie=untie).equal
 
 
+def test_verify_proposes_the_dtype_that_config_json_states_too(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    ckpt_tools.convert(tmp_path / "base", tmp_path / "out", to="safetensors", dtype="bfloat16")
+    shown = CliRunner().invoke(group, ["verify", str(tmp_path / "base"), str(tmp_path / "out")])
+    assert "config.json: dtype: another content" in shown.stdout
+    assert "Was DST converted with --dtype?" in shown.stdout
+
+
 def test_verify_knows_a_head_that_was_written_apart(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
     ckpt_tools.convert(tmp_path / "base", tmp_path / "out", to="safetensors", untie=True)
