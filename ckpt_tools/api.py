@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan import ScanReport
     from ckpt_tools.verification.signing import SignReport
-    from ckpt_tools.verification.verify import ChecksumReport, Running
+    from ckpt_tools.verification.verify import ChecksumReport, ExecutionOptions
 
 
 @public
@@ -173,12 +173,11 @@ def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
     source, manifest = _opened(src, chosen)
 
     def config() -> Mapping[str, Any]:
-        from ckpt_tools.reading.model_files import find_model_files
+        from ckpt_tools.reading.model_files import find_config
         from ckpt_tools.stores.urls import open_source
 
-        stores = chosen.storage_options  # opened again, because a closed checkpoint keeps no file open
-        found = find_model_files(src, open_source(src, stores), manifest, config=None, storage_options=stores)
-        return {} if found is None else found.config
+        # Opened again, because a closed checkpoint keeps no file open.
+        return find_config(src, open_source(src, chosen.storage_options), manifest, chosen) or {}
 
     return Checkpoint.of(source.store, manifest, config)
 
@@ -301,7 +300,7 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
             files of safetensors, and all that ``config`` copies are taken from it, and a built-in recipe if one leads
             to its names. What is missing or left over is an error. ``to`` is then ``"safetensors"`` by default.
 
-    Running:
+    ExecutionOptions:
         memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger
             index needs.
         workers: The number of threads, or of processes with ``runner="ray"``. Default: one for each processor.
@@ -563,7 +562,7 @@ def verify(
 
         files = named_list(digests, src, chosen.storage_options)
         check(ARGUMENTS["verify"], given, replace(case, has_digests=files is None))
-    how = _running(chosen, workers, on_progress, src, dst)
+    how = _execution_options(chosen, workers, on_progress, src, dst)
     if dst is None:
         report = verify_one(src, chosen, how, against=digests if files is None else None, files=files)
         return replace(report, signature=signed)
@@ -624,7 +623,7 @@ def diff(
     a = named(a, stores)
     first = read_checkpoint(a, chosen.reading, format_name=chosen.from_, storage_options=stores)
     second = read_checkpoint(b, ReadOptions(), storage_options=stores)
-    return compare_all(a, first, second, chosen, _running(chosen, workers, on_progress, a, b))
+    return compare_all(a, first, second, chosen, _execution_options(chosen, workers, on_progress, a, b))
 
 
 @public
@@ -669,7 +668,7 @@ def checksum(
     chosen = ConvertOptions(**options)
     check(ARGUMENTS["checksum"], {"overwrite": overwrite}, Case(is_printed=output == "-"))
     source, manifest = _opened(src, chosen, output, may_be_empty=False)
-    how = _running(chosen, workers, on_progress, src)
+    how = _execution_options(chosen, workers, on_progress, src)
     return write_digests(source, manifest, how, output=output, overwrite=overwrite)
 
 
@@ -987,10 +986,10 @@ def _opened(
     return source, manifest
 
 
-def _running(
+def _execution_options(
     options: ConvertOptions, workers: int | None, on_progress: Progress | None, *urls: str | Path | None
-) -> Running:
+) -> ExecutionOptions:
     from ckpt_tools.transfer.workers import choose_workers
-    from ckpt_tools.verification.verify import Running
+    from ckpt_tools.verification.verify import ExecutionOptions
 
-    return Running(choose_workers(workers, *urls), on_progress or silent, options.storage_options)
+    return ExecutionOptions(choose_workers(workers, *urls), on_progress or silent, options.storage_options)

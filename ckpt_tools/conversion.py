@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 from ckpt_tools.core import transforms
 from ckpt_tools.core.accounting import check_account
 from ckpt_tools.core.applicability import check
-from ckpt_tools.core.apply_options import apply_options
+from ckpt_tools.core.apply_options import Applied, apply_options
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, tensors_by_role
 from ckpt_tools.core.matching import is_chosen
@@ -23,7 +23,6 @@ from ckpt_tools.core.progress import Meter, Progress, inform, silent
 from ckpt_tools.core.quantized import check_together
 from ckpt_tools.core.rank_limits import rank_notes
 from ckpt_tools.core.showing import Shown
-from ckpt_tools.core.ties import untied_config, with_ties
 from ckpt_tools.core.trainer_folder import FILE
 from ckpt_tools.core.transforms import Transformed, cast_notes
 from ckpt_tools.core.wording import count, listed, printable, size
@@ -40,12 +39,21 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import written_format
 from ckpt_tools.planning.plan import REMOTE_BYTES, CopyRules, Figures, Plan, make_plan, reading_bytes
 from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
-from ckpt_tools.reading.model_files import ModelFiles, config_in, find_model_files, missing_note, with_model_files
+from ckpt_tools.reading.model_files import (
+    ModelFiles,
+    config_in,
+    find_config,
+    find_model_files,
+    missing_note,
+    takes_model_files,
+    with_model_files,
+    with_stated_ties,
+)
 from ckpt_tools.runs.opening import likeness, named, read_checkpoint
 from ckpt_tools.signals import held_back
 from ckpt_tools.stores.destination import Claim, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
-from ckpt_tools.stores.output_form import OutputForm, SingleFile
+from ckpt_tools.stores.output_form import SingleFile
 from ckpt_tools.stores.present import NOTHING, already_exists
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import (
@@ -66,31 +74,7 @@ if TYPE_CHECKING:
     from ckpt_tools.recipes.like import Like
     from ckpt_tools.recipes.report import UsedRecipe
     from ckpt_tools.transfer.workers import WorkerPool
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A conversion ready to run."""
-
-    request: Request
-    store: Store
-    plan: Plan
-    figures: Figures
-    source_format: str
-    target_format: str
-    place: Place
-    removed: Mapping[str, int]
-    """Files that are there now and will be replaced: names and sizes."""
-    notes: tuple[Note, ...] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    keys: ReadOptions = field(default_factory=ReadOptions)
-    """Options for reading the output, if it has the tree of a source that was read with them."""
-    recipe: UsedRecipe | None = None
-    loading: Callable[[], str] = str
-    """Makes Python code that loads the output."""
-    original: Manifest | None = None
-    """The source as it was read, whose copies of weights are compared, and which of them is written."""
-    copy_written: str = ""
+    from ckpt_tools.verification.digest_files import OutputDigests
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -194,14 +178,79 @@ class ConvertReport(Shown):
         return self.plan.notes
 
 
-def is_whole(options: ConvertOptions, writer: Format) -> bool:
-    """Whether all state is written: what the user says, else what the format is for."""
-    return writer.holds_optimizer if options.state is None else options.state == "all"
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A conversion ready to run."""
+
+    request: Request
+    store: Store
+    plan: Plan
+    report: PlanReport
+    place: Place
+    keys: ReadOptions = field(default_factory=ReadOptions)
+    """Options for reading the output, if it has the tree of a source that was read with them."""
+    loading: Callable[[], str] = str
+    """Makes Python code that loads the output."""
+    original: Manifest | None = None
+    """The source as it was read, whose copies of weights are compared, and which of them is written."""
+    copy_written: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The source as it was read, the adapter that is merged into it, and where and how it is written. ``source`` has
+    the adapter's files too, and ``config`` of ``request`` is the model's alone."""
+
+    request: Request
+    src: str | Path
+    source: Source
+    manifest: Manifest
+    merge: Merge | None
+    place: Place
+    writer: Format
+
+    @property
+    def is_whole(self) -> bool:
+        return _is_whole(self.request, self.writer)
+
+    @property
+    def keeps_both(self) -> bool:
+        """Whether a weight is written beside its fp32 master."""
+        return self.is_whole and (self.writer.holds_masters or self.manifest.keeps_masters)
+
+    @property
+    def takes_model_files(self) -> bool:
+        return takes_model_files(self.writer, self.place.form)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edited:
+    """``manifest`` is what the options make of the source, without values that the format cannot hold, and ``source``
+    computes what has to be."""
+
+    source: Source
+    manifest: Manifest
+    applied: Applied
+    recipe: RecipeStep | None
+    like: Like | None
+
+
+@dataclass(frozen=True, slots=True)
+class _LaidOut:
+    """The files of the output, and the source with all that is copied into them. ``way_to_hub`` are the options that
+    lead to names which ``from_pretrained`` knows; empty if it knows these."""
+
+    source: Source
+    manifest: Manifest
+    layout: Layout
+    writing: WriteOptions
+    notes: tuple[Note, ...]
+    way_to_hub: str
 
 
 def plan_conversion(request: Request) -> PlanReport:
     """Plan a conversion; write nothing."""
-    return plan_report(prepare(request, _pool(request)))
+    return prepare(request, _pool(request)).report
 
 
 def run_conversion(request: Request) -> ConvertReport:
@@ -224,183 +273,89 @@ def prepare(request: Request, pool: WorkerPool) -> Prepared:
     Raises:
         CkptError: whatever stands in the way is found here, before the destination is touched.
     """
-    dst, stores = request.dst, request.storage_options
-    src, place = named(request.src, stores), open_place(dst, stores)
-    is_named = request.to is not None or implied_format(place.name) is not None
-    has_form_of_source = request.keeps_format or (request.adapter is not None and not is_named)
-    writer = None if has_form_of_source else _writer(_target(request, place.name), place.name)
-    is_weights = request.adapter is not None or (writer is not None and not is_whole(request, writer))
-    reading_options = replace(request.reading, state="model" if is_weights else "all")
-    source, manifest = read_checkpoint(
-        src, reading_options, format_name=request.from_, storage_options=stores, step_by_name=True
-    )
-    read = manifest
-    check_apart(src, dst, stores)
-    merge, source, request = _merge(request, src, source, manifest)
-    source_format, reading, has_weights = manifest.format, reading_bytes(manifest), holds_weights(manifest.tensors)
-    writer = writer or _same_writer(request, manifest, place.name)
-    whole = is_whole(request, writer)
-    if whole and writer.holds_optimizer and writer.name != manifest.format:
-        _refuse_unplaced(manifest, writer)
-    recipe = recipe_step(src, source, manifest, request)
-    like = likeness(request)
-    keeps_both, has_recipe = whole and (writer.holds_masters or manifest.keeps_masters), request.needs_config
-    check(
-        WRITING,
-        request.given,
-        case_of(manifest, writer.name, keeps_both=keeps_both, whole=whole, has_recipe=has_recipe),
-    )
-    original, writing = manifest, _write_options(place.form, manifest, request)
-    if like is not None:
-        writing = replace(writing, shard_map=like.reference.files)
-    if writer.asks_adapter_config:
-        from ckpt_tools.reading.adapter import adapter_config
-
-        text = adapter_config(src, source, manifest, request.config, stores)
-        writing = replace(writing, adapter_config=text)
-    if writer.asks_model_type:
-        writing = replace(writing, model_config=_model_config(src, source, manifest, request))
-    mapped = None if recipe is None else partial(_mapped, recipe, request)
-    if recipe is None:
-        _check_quantized(manifest, request)
-    try:
-        made = apply_options(
-            manifest,
-            request,
-            whole=whole,
-            holds_masters=writer.holds_masters,
-            keeps_tree=writer.name == manifest.format,
-            kept=writer.kept_entries,
-            recipe=mapped,
-            merge=merge,
-            like=like,
-        )
-    except (UsageError, IncompleteError) as error:
-        raise _with_options(error, request) from error
-    manifest = made.manifest
-    if manifest.values and writer.holds_values not in ("always", "with state" if whole else "always"):
-        manifest, more = transforms.without_values(manifest, to=writer.name)
-        manifest = replace(manifest, notes=(*manifest.notes, *more))
-    if recipe is not None or merge is not None or like is not None:
-        from ckpt_tools.transfer.computing import with_made_files
-
-        source = replace(source, store=with_made_files(source.store, manifest))
-    _check_dtypes(manifest, writer)
-    files = _model_files(src, source, manifest, request, place, writer, like)
-    tying: tuple[Note, ...] = ()
-    if files is not None:
-        manifest, tying = with_ties(manifest, files.config, untie=request.untie)
-        files = replace(files, config=untied_config(files.config)) if request.untie else files
-    elif request.untie:
-        here = f"this writes {writer.name}" + (", and finds none" if _has_place(writer, place) else "")
-        raise UsageError(f"{option('untie', True)} is for folders with a config.json; {here}")
-    layout = writer.layout(manifest, writing)
-    source, layout, carried = _with_model_files(source, manifest, layout, files, is_folder=_has_place(writer, place))
-    names, way = _naming(source, manifest, files) if recipe is None and like is None else ((), "")
-    manifest = _with_copied(manifest, layout, carried)
-    cast = cast_notes(made.uncast, made.manifest, layout.as_stored)
-    used = ADAPTER if merge is not None or writer.asks_adapter_config else None
-    left = _left_beside(manifest, carried | {str(used)}, layout, has_place=_has_place(writer, place))
-    of_ranks = rank_notes(manifest, writing.world_size) if "world_size" in writer.writing_options else ()
-    noted = merged(names + manifest.notes + tying + cast + of_ranks + layout.notes + left)
-    notes = tuple(note for note in noted if note.what.rpartition("/")[2] != used)
-    if request.strict:
-        _refuse_losses(notes)
-    plan = make_plan(
-        manifest,
-        layout,
-        memory_bytes=request.memory_bytes,
-        num_workers=pool.workers_per_process,
-        is_limit=request.memory is not None,
-        wanted_bytes=_wanted_bytes(place, layout),
-        reading_bytes=reading,
-        remote_bytes=remote_bytes(src, dst, request.adapter or dst),
-        copies=_copies(source, place),
-    )
+    opened = _open(request)
+    edited = _edit(opened)
+    laid_out = _lay_out(opened, edited)
+    plan = _plan(opened, laid_out, pool)
     figures = plan.figures()
-    _log(source_format, writer.name, figures, notes)
-    written = written_tensors(manifest, figures)
-    _refuse_nothing(written, has_weights=has_weights, options=request)
-    is_mapped = recipe is not None or merge is not None or like is not None
-    check_account(read, made.manifest, written, notes, is_mapped=is_mapped)
+    _check_written(opened, edited, laid_out, written_tensors(plan.manifest, figures))
+    removed = removed_at(opened.place, plan.layout, request)
+    source_format, target_format = opened.manifest.format, opened.writer.name
+    report = replace(
+        plan_report(plan, figures, source_format, target_format, removed),
+        notes=laid_out.notes,
+        renamed=edited.applied.renamed,
+        recipe=None if edited.recipe is None else edited.recipe.used,
+    )
+    _log(report)
     return Prepared(
-        request,
-        source.store,
-        plan,
-        figures,
-        source_format,
-        writer.name,
-        place,
-        removed_at(place, layout, overwrite=request.overwrite, checksum=request.checksum, storage_options=stores),
-        notes,
-        made.renamed,
-        own_keys(source_format, writer.name, request),
-        None if recipe is None else recipe.used,
-        partial(_loading, place, writer, manifest, layout if not way else replace(layout, config={}), writing, way),
-        original,
-        "both are written" if keeps_both else _copy_in_words(original, request),
+        request=opened.request,
+        store=laid_out.source.store,
+        plan=plan,
+        report=report,
+        place=opened.place,
+        keys=own_keys(source_format, target_format, request),
+        loading=partial(_loading, opened, laid_out),
+        original=opened.manifest,
+        copy_written=_copy_in_words(opened),
     )
 
 
-def _copy_in_words(manifest: Manifest, request: Request) -> str:
-    if request.weight_copy(manifest) == "model":
-        return "the model's is written" + (", as ZenFlow updates masters later" if manifest.masters_lag else "")
-    return f"the master is written; {option('weights', 'model')} writes the model's"
-
-
-def _naming(source: Source, manifest: Manifest, files: ModelFiles | None) -> tuple[tuple[Note, ...], str]:
-    """A note on names that are not the hub's beside a ``config.json``; and if ``from_pretrained`` does not know them,
-    how they become the hub's. A folder of safetensors is taken for one of the hub: it costs 20 ms to know."""
-    if files is None or manifest.format == "safetensors":
-        return (), ""
-    from ckpt_tools.reading.naming import naming_of
-
-    found = naming_of(source, manifest, files.config)
-    if found is None or not found.to_hub:
-        return (), ""
-    loaders = "other loaders do" if found.is_live else "from_pretrained does"
-    note = Note(Outcome.KEPT, "names of tensors", f"those of {found.left}, which {loaders} not know; {found.like}")
-    return (note,), "" if found.is_live else found.way
-
-
-def _refuse_unplaced(manifest: Manifest, writer: Format) -> None:
-    """Raises UnsupportedError for an optimizer whose parameters are not known: a run would go on without it."""
-    if manifest.unplaced:
+def _open(request: Request) -> _Opened:
+    """Read the source, and choose the writer."""
+    stores = request.storage_options
+    src, place = named(request.src, stores), open_place(request.dst, stores)
+    writer = _named_writer(request, place.name)
+    is_weights = request.adapter is not None or (writer is not None and not _is_whole(request, writer))
+    reading = replace(request.reading, state="model" if is_weights else "all")
+    source, manifest = read_checkpoint(
+        src, reading, format_name=request.from_, storage_options=stores, step_by_name=True
+    )
+    check_apart(src, request.dst, stores)
+    merge, source, request = _merge(request, src, source, manifest)
+    writer = writer or _same_writer(request, manifest, place.name)
+    if manifest.unplaced and writer.holds_optimizer and _is_whole(request, writer) and writer.name != manifest.format:
+        # A run would go on without its optimizer.
         ways = "" if option("state", "model") in manifest.unplaced else f", or convert with {option('state', 'model')}"
         raise UnsupportedError(
             f"{writer.name} keeps an optimizer by the names of its parameters; {manifest.unplaced}{ways}"
         )
+    return _Opened(request, src, source, manifest, merge, place, writer)
 
 
-def _loading(
-    place: Place, writer: Format, manifest: Manifest, layout: Layout, writing: WriteOptions, way: str = ""
-) -> str:
-    """The code that loads the output, from a local copy if it is in a store; ``way`` says how from_pretrained could."""
-    if way:
-        return f"# from_pretrained does not know these names: {way}\n" + _loading(
-            place, writer, manifest, layout, writing
+def _is_whole(options: ConvertOptions, writer: Format) -> bool:
+    """Whether all state is written: what the user says, else what the format is for."""
+    return writer.holds_optimizer if options.state is None else options.state == "all"
+
+
+def _named_writer(request: Request, name: str) -> Format | None:
+    """The writer of the format that the user names, or that ``name``, the destination's, implies; with ``like`` that of
+    folders for ``from_pretrained``. None if it is the source's own format."""
+    is_named = request.to is not None or implied_format(name) is not None
+    if request.keeps_format or (request.adapter is not None and not is_named):
+        return None
+    return _writer("safetensors" if request.like is not None and not is_named else request.to, name)
+
+
+def _writer(to: str | None, name: str) -> Format:
+    check_ending(name, to)
+    implied = implied_format(name)
+    if to is None and implied is None:
+        raise UsageError(f"choose a format with {option('to')}: {with_aliases('to', get_args(WrittenFormat))}")
+    if to is not None and implied is not None and to != implied:
+        raise UsageError(
+            f"{name} is a {implied} file, which {option('to', to)} contradicts; name a folder or drop {option('to')}"
         )
-    if not is_remote(place.url):
-        return writer.loading(place.url, manifest, layout, writing)
-    code = writer.loading(place.name, manifest, layout, writing)
-    return f"{code}\n# {place.name}: a local copy of {printable(place.url)}"
+    return written_format(to or implied or "")
 
 
-def _log(source_format: str, target_format: str, figures: Figures, notes: Iterable[Note]) -> None:
-    inform(
-        "conversion",
-        f"{source_format} to {target_format}: {size(figures.bytes_written)} in {count(figures.num_tasks, 'task')}",
-    )
-    for note in notes:
-        inform("notes", f"{note.outcome.value}: {note.what} ({note.why})")
-
-
-def _check_dtypes(manifest: Manifest, writer: Format) -> None:
-    """Raises UnsupportedError for a tensor that torch has no dtype for, if the format does not keep it."""
-    for key, entry in () if writer.keeps_every_dtype else manifest.tensors.items():
-        if not entry.dtype.is_of_torch:
-            instead = f"write {option('to', 'safetensors')}, or exclude it"
-            raise UnsupportedError(f"{writer.name} does not support {entry.dtype.value}; {instead}", key=str(key))
+def _same_writer(request: Request, manifest: Manifest, name: str) -> Format:
+    """The writer of the source's own format: for another world size, or of a base model in safetensors."""
+    if not request.keeps_format:
+        return _writer("safetensors" if manifest.format == "safetensors" else None, name)
+    if manifest.world_size is None or manifest.format in ("universal", "zero0"):
+        raise UsageError(f"a {manifest.format} checkpoint has no world size to change")
+    return _writer(manifest.format, name)
 
 
 def _merge(
@@ -416,17 +371,50 @@ def _merge(
 
     stores = request.storage_options
     check_apart(request.adapter, request.dst, stores)
-    on_its_own = stores if is_remote(request.adapter) else None
-    beside = read_checkpoint(request.adapter, ReadOptions(), storage_options=on_its_own)
-    opened = open_adapter(request, *beside, source.store)
-    folder = request.config
-    if folder is not None and config_in(open_source(folder, stores if is_remote(folder) else None)) is None:
+    opened = open_adapter(
+        request, *read_checkpoint(request.adapter, ReadOptions(), storage_options=stores), source.store
+    )
+    if request.config is not None and config_in(open_source(request.config, stores)) is None:
         request = replace(request, config=None)
-    found = find_model_files(src, source, manifest, config=request.config, storage_options=stores)
-    config = {} if found is None else found.config
+    config = find_config(src, source, manifest, request) or {}
     live = partial(way_to_live, config)
     merge = Merge(opened.adapter, opened.config, config, request.untie, request.allow_missing, live)
     return merge, replace(source, store=opened.store), request
+
+
+def _edit(opened: _Opened) -> _Edited:
+    """Apply the options to the manifest, and refuse those that do not fit it."""
+    request, manifest, writer, is_whole = opened.request, opened.manifest, opened.writer, opened.is_whole
+    recipe, like = recipe_step(opened.src, opened.source, manifest, request), likeness(request)
+    case = case_of(manifest, writer.name, keeps_both=opened.keeps_both, whole=is_whole, has_recipe=request.needs_config)
+    check(WRITING, request.given, case)
+    if recipe is None:
+        _check_quantized(manifest, request)
+    try:
+        applied = apply_options(
+            manifest,
+            request,
+            whole=is_whole,
+            holds_masters=writer.holds_masters,
+            keeps_tree=writer.name == manifest.format,
+            kept=writer.kept_entries,
+            recipe=None if recipe is None else partial(_mapped, recipe, request),
+            merge=opened.merge,
+            like=like,
+        )
+    except (UsageError, IncompleteError) as error:
+        raise _with_options(error, request) from error
+    manifest, source = applied.manifest, opened.source
+    is_held = writer.holds_values == "always" or (is_whole and writer.holds_values == "with state")
+    if manifest.values and not is_held:
+        manifest, notes = transforms.without_values(manifest, to=writer.name)
+        manifest = replace(manifest, notes=(*manifest.notes, *notes))
+    if recipe is not None or opened.merge is not None or like is not None:
+        from ckpt_tools.transfer.computing import with_made_files
+
+        source = replace(source, store=with_made_files(source.store, manifest))
+    _check_dtypes(manifest, writer)
+    return _Edited(source, manifest, applied, recipe, like)
 
 
 def _with_options(error: UsageError | IncompleteError, request: Request) -> CkptError:
@@ -456,47 +444,101 @@ def _mapped(recipe: RecipeStep, options: ConvertOptions, manifest: Manifest) -> 
     return made, notes
 
 
-def remote_bytes(*urls: str | Path) -> int:
-    """Memory of the clients of stores that are not local."""
-    return REMOTE_BYTES if any(map(is_remote, urls)) else 0
+def _check_dtypes(manifest: Manifest, writer: Format) -> None:
+    """Raises UnsupportedError for a tensor that torch has no dtype for, if the format does not keep it."""
+    for key, entry in () if writer.keeps_every_dtype else manifest.tensors.items():
+        if not entry.dtype.is_of_torch:
+            instead = f"write {option('to', 'safetensors')}, or exclude it"
+            raise UnsupportedError(f"{writer.name} does not support {entry.dtype.value}; {instead}", key=str(key))
 
 
-def _model_files(
-    src: str | Path,
-    source: Source,
-    manifest: Manifest,
-    options: ConvertOptions,
-    place: Place,
-    writer: Format,
-    like: Like | None,
-) -> ModelFiles | None:
-    """The files that say what the model is, for a folder of its weights; None if none is written or there are none."""
+def _lay_out(opened: _Opened, edited: _Edited) -> _LaidOut:
+    """Lay out the tensors and the files that are copied beside them, and collect all notes.
+
+    Raises:
+        LossError: with ``strict``, something would be lost. CkptError: the format cannot hold it.
+    """
+    request, writer, source, manifest = opened.request, opened.writer, edited.source, edited.manifest
+    writing, files = _write_options(opened, edited.like), _model_files(opened, edited)
+    tie_notes: tuple[Note, ...] = ()
+    if files is not None:
+        manifest, files, tie_notes = with_stated_ties(manifest, files, untie=request.untie)
+    elif request.untie:
+        here = f"this writes {writer.name}" + (", and finds none" if opened.takes_model_files else "")
+        raise UsageError(f"{option('untie', True)} is for folders with a config.json; {here}")
+    layout, carried = writer.layout(manifest, writing), frozenset[str]()
+    if files is not None:
+        source, carried = replace(source, store=files.store), files.sources
+        layout = with_model_files(layout, files, manifest)
+    elif opened.takes_model_files and (note := missing_note(source, manifest)) is not None:
+        layout = replace(layout, notes=(*layout.notes, note))
+    name_notes, way_to_hub = _foreign_names(edited, files)
+    manifest = _with_copied(manifest, layout, carried)
+    used = {ADAPTER} if opened.merge is not None or writer.asks_adapter_config else set()
+    noted = merged(
+        name_notes
+        + manifest.notes
+        + tie_notes
+        + cast_notes(edited.applied.uncast, edited.applied.manifest, layout.as_stored)
+        + (rank_notes(manifest, writing.world_size) if "world_size" in writer.writing_options else ())
+        + layout.notes
+        + _left_beside(manifest, carried | used, layout, has_place=opened.takes_model_files)
+    )
+    notes = tuple(note for note in noted if note.what.rpartition("/")[2] not in used)
+    lost = [note.what for note in notes if note.is_loss]
+    if request.strict and lost:
+        raise LossError(f"with {option('strict', True)} nothing may be lost, and this would lose {listed(lost)}")
+    return _LaidOut(source, manifest, layout, writing, notes, way_to_hub)
+
+
+def _write_options(opened: _Opened, like: Like | None) -> WriteOptions:
+    """The keys say where a tree is read where the source is one, and where it is written elsewhere."""
+    request, source, manifest, writer = opened.request, opened.source, opened.manifest, opened.writer
+    is_tree, adapter_text = manifest.tree is not None, b""
     if writer.asks_adapter_config:
+        from ckpt_tools.reading.adapter import adapter_config
+
+        adapter_text = adapter_config(opened.src, source, manifest, request)
+    config = find_config(opened.src, source, manifest, request) if writer.asks_model_type else None
+    return WriteOptions(
+        file_name=opened.place.form.file_name,
+        max_shard_bytes=request.max_shard_bytes,
+        world_size=request.world_size or manifest.world_size or 1,
+        tag=request.tag,
+        model_key=None if is_tree else request.model_key,
+        optim_key=None if is_tree else request.optim_key,
+        model_config=config or {},
+        shard_map={} if like is None else like.reference.files,
+        adapter_config=adapter_text,
+    )
+
+
+def _model_files(opened: _Opened, edited: _Edited) -> ModelFiles | None:
+    """The files that say what the model is, for a folder of its weights; None if none is written or there are none."""
+    request, like = opened.request, edited.like
+    if not opened.takes_model_files:
+        if request.config is not None and not (request.needs_config or opened.writer.asks_adapter_config):
+            raise UsageError(f"{option('config')} is for folders; {opened.place.name} is one file")
         return None
-    if not _has_place(writer, place):
-        if options.config is not None and not options.needs_config:
-            raise UsageError(f"{option('config')} is for folders; {place.name} is one file")
-        return None
-    folder = options.config if like is None else like.folder_of_config
-    found = find_model_files(src, source, manifest, config=folder, storage_options=options.storage_options)
-    return None if found is None else replace(found, is_of_reference=like is not None)
+    folder, stores = request.config if like is None else like.folder_of_config, request.storage_options
+    files = find_model_files(opened.src, edited.source, edited.manifest, config=folder, storage_options=stores)
+    return None if files is None else replace(files, is_of_reference=like is not None)
 
 
-def _with_model_files(
-    source: Source, manifest: Manifest, layout: Layout, found: ModelFiles | None, *, is_folder: bool
-) -> tuple[Source, Layout, frozenset[str]]:
-    """A folder of weights with these files, the source that has them too, and their names."""
-    if found is not None:
-        return replace(source, store=found.store), with_model_files(layout, found, manifest), found.sources
-    note = missing_note(source, manifest) if is_folder else None
-    return source, layout if note is None else replace(layout, notes=(*layout.notes, note)), frozenset()
+def _foreign_names(edited: _Edited, files: ModelFiles | None) -> tuple[tuple[Note, ...], str]:
+    """A note on names that are not the hub's beside a ``config.json``; and if ``from_pretrained`` does not know them,
+    how they become the hub's. A folder of safetensors is taken for one of the hub: it costs 20 ms to know."""
+    is_mapped = edited.recipe is not None or edited.like is not None
+    if files is None or is_mapped or edited.manifest.format == "safetensors":
+        return (), ""
+    from ckpt_tools.reading.naming import naming_of
 
-
-def _model_config(src: str | Path, source: Source, manifest: Manifest, request: Request) -> Mapping[str, Any]:
-    """The content of the model's ``config.json``; empty if there is none."""
-    stores = request.storage_options
-    found = find_model_files(src, source, manifest, config=request.config, storage_options=stores)
-    return {} if found is None else found.config
+    naming = naming_of(edited.source, edited.manifest, files.config)
+    if naming is None or not naming.to_hub:
+        return (), ""
+    loaders = "other loaders do" if naming.is_live else "from_pretrained does"
+    note = Note(Outcome.KEPT, "names of tensors", f"those of {naming.left}, which {loaders} not know; {naming.like}")
+    return (note,), "" if naming.is_live else naming.way
 
 
 def _with_copied(manifest: Manifest, layout: Layout, carried: frozenset[str]) -> Manifest:
@@ -509,20 +551,29 @@ def _with_copied(manifest: Manifest, layout: Layout, carried: frozenset[str]) ->
     return replace(manifest, tensors={**manifest.tensors, **layout.copied}, notes=notes)
 
 
-def _has_place(writer: Format, place: Place) -> bool:
-    """Whether the output is a folder that ``from_pretrained`` opens."""
-    return "config" in writer.writing_options and not isinstance(place.form, SingleFile)
-
-
 def _left_beside(manifest: Manifest, carried: frozenset[str], layout: Layout, *, has_place: bool) -> tuple[Note, ...]:
     """A note on the files beside the weights that are not ``carried``, which layouts may have notes on. Whoever chooses
     a format without a place for a model's files asks for that."""
     known = carried.union((note.what for note in layout.notes), (file.path for file in layout.files))
     left = [path for path in manifest.beside if path not in known]
-    unnamed = "a model's files are copied if a config.json that names it (model_type, architectures) is there"
-    why = "not known to be the model's" if layout.config else unnamed
+    why = "not known to be the model's" if layout.config else "a model's files are copied if its config.json is there"
     why = why if has_place else "the output has no place for a model's files"
     return (Note(Outcome.DROPPED, listed(left), why, len(left), asked=not has_place),) if left else ()
+
+
+def _plan(opened: _Opened, laid_out: _LaidOut, pool: WorkerPool) -> Plan:
+    request, place, layout = opened.request, opened.place, laid_out.layout
+    return make_plan(
+        laid_out.manifest,
+        layout,
+        memory_bytes=request.memory_bytes,
+        num_workers=pool.workers_per_process,
+        is_limit=request.memory is not None,
+        wanted_bytes=_wanted_bytes(place, layout),
+        reading_bytes=reading_bytes(opened.manifest),
+        remote_bytes=remote_bytes(opened.src, request.dst, request.adapter or request.dst),
+        copies=_copies(laid_out.source, place),
+    )
 
 
 def _wanted_bytes(place: Place, layout: Layout) -> int:
@@ -542,50 +593,60 @@ def _copies(source: Source, place: Place) -> CopyRules | None:
     return CopyRules(rules.copying.min_bytes, rules.max_parts) if is_same else None
 
 
-def _target(request: Request, name: str) -> str | None:
-    """The format that the user names; that of folders for ``from_pretrained`` if the output is to be like one."""
-    is_like_alone = request.like is not None and request.to is None and implied_format(name) is None
-    return "safetensors" if is_like_alone else request.to
+def remote_bytes(*urls: str | Path) -> int:
+    """Memory of the clients of stores that are not local."""
+    return REMOTE_BYTES if any(map(is_remote, urls)) else 0
 
 
-def _writer(to: str | None, name: str) -> Format:
-    check_ending(name, to)
-    implied = implied_format(name)
-    if to is None and implied is None:
-        raise UsageError(f"choose a format with {option('to')}: {with_aliases('to', get_args(WrittenFormat))}")
-    if to is not None and implied is not None and to != implied:
-        raise UsageError(
-            f"{name} is a {implied} file, which {option('to', to)} contradicts; name a folder or drop {option('to')}"
-        )
-    return written_format(to or implied or "")
+def _check_written(
+    opened: _Opened, edited: _Edited, laid_out: _LaidOut, written: Mapping[StateKey, TensorEntry]
+) -> None:
+    """Raises UsageError or UnsupportedError where no tensor is written, or no weight though the source has some and the
+    user selected no others. Raises CkptError for a tensor that is neither written nor named in a note."""
+    is_selected = bool(opened.request.include or opened.request.exclude)
+    if not written and is_selected:
+        raise UsageError(f"{option('include')} and {option('exclude')} leave no tensor that could be written")
+    if not written:
+        raise UnsupportedError("no tensor would be written: the target format has no place for those of the source")
+    if not is_selected and _holds_weights(opened.manifest.tensors) and not _holds_weights(written):
+        raise UnsupportedError("none of the model's weights would be written")
+    is_mapped = any(each is not None for each in (edited.recipe, opened.merge, edited.like))
+    check_account(opened.manifest, edited.applied.manifest, written, laid_out.notes, is_mapped=is_mapped)
 
 
-def _same_writer(request: Request, manifest: Manifest, name: str) -> Format:
-    """The writer of the source's own format: for another world size, or of a base model in safetensors."""
-    if not request.keeps_format:
-        return _writer("safetensors" if manifest.format == "safetensors" else None, name)
-    if manifest.world_size is None or manifest.format in ("universal", "zero0"):
-        raise UsageError(f"a {manifest.format} checkpoint has no world size to change")
-    return _writer(manifest.format, name)
+def _holds_weights(tensors: Mapping[StateKey, TensorEntry]) -> bool:
+    return any(entry.kind in (Kind.PARAMETER, Kind.BUFFER) for entry in tensors.values())
 
 
-def _write_options(form: OutputForm, manifest: Manifest, options: ConvertOptions) -> WriteOptions:
-    """The keys say where a tree is read where the source is one, and where it is written elsewhere."""
-    is_tree = manifest.tree is not None
-    return WriteOptions(
-        file_name=form.file_name,
-        max_shard_bytes=options.max_shard_bytes,
-        world_size=options.world_size or manifest.world_size or 1,
-        tag=options.tag,
-        model_key=None if is_tree else options.model_key,
-        optim_key=None if is_tree else options.optim_key,
+def _loading(opened: _Opened, laid_out: _LaidOut) -> str:
+    """The code that loads the output, from a local copy if it is in a store."""
+    place, layout, way = opened.place, laid_out.layout, laid_out.way_to_hub
+    is_in_store = is_remote(place.url)
+    code = opened.writer.loading(
+        place.name if is_in_store else place.url,
+        laid_out.manifest,
+        replace(layout, config={}) if way else layout,
+        laid_out.writing,
     )
+    above = f"# from_pretrained does not know these names: {way}\n" if way else ""
+    below = f"\n# {place.name}: a local copy of {printable(place.url)}" if is_in_store else ""
+    return above + code + below
 
 
-def _refuse_losses(notes: tuple[Note, ...]) -> None:
-    lost = [note.what for note in notes if note.is_loss]
-    if lost:
-        raise LossError(f"with {option('strict', True)} nothing may be lost, and this would lose {listed(lost)}")
+def _copy_in_words(opened: _Opened) -> str:
+    """Which copy of a weight is written, for a note on copies that differ."""
+    if opened.keeps_both:
+        return "both are written"
+    if opened.request.weight_copy(opened.manifest) == "model":
+        return "the model's is written" + (", as ZenFlow updates masters later" if opened.manifest.masters_lag else "")
+    return f"the master is written; {option('weights', 'model')} writes the model's"
+
+
+def _log(report: PlanReport) -> None:
+    formats = f"{report.source_format} to {report.target_format}"
+    inform("conversion", f"{formats}: {size(report.bytes_written)} in {count(report.num_tasks, 'task')}")
+    for note in report.notes:
+        inform("notes", f"{note.outcome.value}: {note.what} ({note.why})")
 
 
 def written_tensors(manifest: Manifest, figures: Figures) -> Mapping[StateKey, TensorEntry]:
@@ -606,29 +667,14 @@ def written_tensors(manifest: Manifest, figures: Figures) -> Mapping[StateKey, T
     return {key: entry for key, entry in manifest.tensors.items() if key.slot != FILE and is_written(key, entry)}
 
 
-def _refuse_nothing(written: Mapping[StateKey, TensorEntry], *, has_weights: bool, options: ConvertOptions) -> None:
-    """Raises UsageError or UnsupportedError where no tensor is written, or no weight though the source has some and the
-    user selected no others."""
-    is_selected = bool(options.include or options.exclude)
-    if not written and is_selected:
-        raise UsageError(f"{option('include')} and {option('exclude')} leave no tensor that could be written")
-    if not written:
-        raise UnsupportedError("no tensor would be written: the target format has no place for those of the source")
-    if has_weights and not is_selected and not holds_weights(written):
-        raise UnsupportedError("none of the model's weights would be written")
-
-
-def holds_weights(tensors: Mapping[StateKey, TensorEntry]) -> bool:
-    return any(entry.kind in (Kind.PARAMETER, Kind.BUFFER) for entry in tensors.values())
-
-
-def plan_report(prepared: Prepared) -> PlanReport:
-    """The plan in figures."""
-    plan, figures = prepared.plan, prepared.figures
+def plan_report(
+    plan: Plan, figures: Figures, source_format: str, target_format: str, removed: Mapping[str, int]
+) -> PlanReport:
+    """The plan in figures, without notes. ``removed`` are files that are there now, names and sizes."""
     tensors = written_tensors(plan.manifest, figures)
     return PlanReport(
-        source_format=prepared.source_format,
-        target_format=prepared.target_format,
+        source_format=source_format,
+        target_format=target_format,
         files=figures.files,
         tensors_by_role=tensors_by_role(tensors),
         num_bytes=sum(entry.num_bytes for entry in tensors.values()),
@@ -636,10 +682,8 @@ def plan_report(prepared: Prepared) -> PlanReport:
         bytes_read=figures.bytes_read,
         bytes_written=figures.bytes_written,
         peak_memory_bytes=plan.peak_memory_bytes,
-        notes=prepared.notes,
-        renamed=prepared.renamed,
-        removed_files=prepared.removed,
-        recipe=prepared.recipe,
+        notes=(),
+        removed_files=removed,
         tied={alias: owner for alias, owner in plan.manifest.aliases.items() if StateKey(owner) in tensors},
     )
 
@@ -657,13 +701,13 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
     started = time.perf_counter()
-    selects = prepared.request.include or prepared.request.exclude  # no byte of another tensor is read then
+    plan, report, request = prepared.plan, prepared.report, prepared.request
+    selects = request.include or request.exclude  # no byte of another tensor is read then
     if not selects and prepared.original is not None and any(key.slot == MASTER for key in prepared.original.tensors):
         from ckpt_tools.transfer.copies import note_of_copies
 
         notes = note_of_copies(prepared.original, prepared.store, prepared.copy_written, is_sample=True)
-        prepared = replace(prepared, notes=merged((*prepared.notes, *notes)))
-    plan, report, request = prepared.plan, plan_report(prepared), prepared.request
+        report = replace(report, notes=merged((*report.notes, *notes)))
     if plan.manifest.must_equal:
         from ckpt_tools.transfer.equality import check_equal
 
@@ -689,11 +733,12 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
                 history=journal,
                 board=board,
             )
-            journaling.all_written(journal, is_replacing=bool(prepared.removed))
-            digests = _staged_digests(prepared, claim, on_progress) if request.checksum else []
+            journaling.all_written(journal, is_replacing=bool(report.removed_files))
+            digests = _digests(prepared, claim, on_progress) if request.checksum else None
+            staged = [] if digests is None else digests.write_staged()
             with held_back():
-                claim.publish([*digests, *(file.path for file in plan.layout.files)], prepared.removed)
-        digests_url = _digests_url(prepared, claim, digests, on_progress) if request.checksum else None
+                claim.publish([*staged, *(file.path for file in plan.layout.files)], report.removed_files)
+        digests_url = None if digests is None else digests.publish(staged)
     return ConvertReport(
         report,
         prepared.place.url,
@@ -707,60 +752,42 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
     )
 
 
-def _staged_digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> list[str]:
-    from ckpt_tools.verification.digest_files import write_staged
+def _digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> OutputDigests:
+    from ckpt_tools.verification.digest_files import OutputDigests
 
-    return write_staged(
+    return OutputDigests(
         claim,
         prepared.place,
-        prepared.target_format,
-        options=prepared.keys,
-        num_workers=prepared.plan.num_workers,
-        on_total=lambda total: Meter(on_progress, total).add,
+        prepared.report.target_format,
+        prepared.keys,
+        prepared.plan.num_workers,
+        lambda total: Meter(on_progress, total).add,
+        prepared.request.storage_options,
     )
 
 
-def _digests_url(prepared: Prepared, claim: Claim, staged: list[str], on_progress: Progress) -> str:
-    """URL of the list of digests. It is written now if it was not staged with the output."""
-    from ckpt_tools.verification.digest_files import write_published
-
-    if staged:
-        return prepared.place.form.url_of(prepared.place.url, staged[0])
-    return write_published(
-        claim,
-        prepared.place,
-        prepared.target_format,
-        options=prepared.keys,
-        num_workers=prepared.plan.num_workers,
-        on_total=lambda total: Meter(on_progress, total).add,
-        storage_options=prepared.request.storage_options,
-    )
-
-
-def removed_at(
-    place: Place, layout: Layout, *, overwrite: bool, checksum: bool, storage_options: StorageOptions
-) -> Mapping[str, int]:
+def removed_at(place: Place, layout: Layout, request: Request) -> Mapping[str, int]:
     """The files at the destination that the output replaces: one checkpoint, and the digests beside it.
 
     Raises:
         DestinationExistsError: something is there that may not be replaced, or digests of a file that is gone or would
             be replaced.
     """
-    if not overwrite:
+    url = _digests_beside(place, request.storage_options)
+    if not request.overwrite:
         place.check_free(overwrite=False)
-        if (url := _digests_beside(place, storage_options)) is not None:
-            raise already_exists(url) if checksum else _of_another(url)
+        if url is not None:
+            raise already_exists(url) if request.checksum else _of_another(url)
         return NOTHING
     from ckpt_tools.verification.digest_files import check_list
     from ckpt_tools.verification.replacing import replaced_files
 
     removed = replaced_files(place, [file.path for file in layout.files])
-    url = _digests_beside(place, storage_options)
     if url is None:
         return removed
-    if not checksum:
+    if not request.checksum:
         raise _of_another(url)
-    return {**removed, **check_list(open_place(url, storage_options))}
+    return {**removed, **check_list(open_place(url, request.storage_options))}
 
 
 def _digests_beside(place: Place, storage_options: StorageOptions) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_tools.conversion import Prepared, remote_bytes, removed_at, run
+from ckpt_tools.conversion import Prepared, plan_report, remote_bytes, removed_at, run
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
@@ -69,8 +69,9 @@ def run_make_loadable(request: Request) -> LoadableReport:
         remote_bytes=remote_bytes(src, dst),
         wanted_bytes=place.parts.wanted_bytes(layout.size_bytes),
     )
-    removed = removed_at(place, layout, overwrite=request.overwrite, checksum=False, storage_options=stores)
-    report = run(Prepared(request, source.store, plan, plan.figures(), TORCH, TORCH, place, removed), pool)
+    removed = removed_at(place, layout, request)
+    planned = plan_report(plan, plan.figures(), TORCH, TORCH, removed)
+    report = run(Prepared(request, source.store, plan, planned, place), pool)
     return LoadableReport(
         str(src),
         report.destination,

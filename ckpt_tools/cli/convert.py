@@ -252,14 +252,9 @@ def _show_done(report: ConvertReport, as_json: bool, quiet: bool) -> None:
     _show_mapped(report.plan)
     show_notes(report.plan.notes)
     if not quiet:
-        _show_loading(report.loading)
-
-
-def _show_loading(code: str) -> None:
-    """The lines as they are: code that is wrapped cannot be copied."""
-    say("load it with:")
-    for line in code.split("\n"):
-        echo(f"  {printable(line)}")
+        say("load it with:")
+        for line in report.loading.split("\n"):  # as they are: code that is wrapped cannot be copied
+            echo(f"  {printable(line)}")
 
 
 @click.command("make-loadable", cls=options.Command, examples=("ckpt-tools make-loadable foreign.pt loadable.pt",))

@@ -114,7 +114,8 @@ def inspect_command(
         print_json(found | {"modules": [each.to_json() for each in summary.modules(depth)]} if tree else found)
         return
     if tensors and list_all:
-        _show_tensors(summary.tensors)
+        header = ("tensor", "slot", "kind", "dtype", "shape", "bytes", "shards")
+        say_columns(header, map(_cells, summary.tensors), right=(5, 6))
     elif tensors:
         _show_collapsed(summary.lines())
     if tree:
@@ -225,12 +226,6 @@ def _group_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "", f"and {count(len(groups) - MAX_NOTES, 'more group')}; see --json"
 
 
-def _show_tensors(tensors: Iterable[TensorSummary]) -> None:
-    """Print a line for each tensor."""
-    header = ("tensor", "slot", "kind", "dtype", "shape", "bytes", "shards")
-    say_columns(header, map(_cells, tensors), right=(5, 6))
-
-
 def _cells(tensor: TensorSummary) -> tuple[str, ...]:
     texts = (tensor.name, tensor.slot, tensor.kind, tensor.dtype, _shape(tensor.shape))
     return (*map(printable, texts), f"{tensor.num_bytes:,}", f"{tensor.num_shards:,}")
@@ -247,14 +242,17 @@ def _show_collapsed(lines: Sequence[TensorLine]) -> None:
     has_slots = set(slots) - {"weight"}
     header = ("tensor", "shape", "dtype", "count", "size", *(["slots"] if has_slots else []))
     rows = [
-        (*_collapsed_cells(line), *([printable(each)] if has_slots else []))
+        (
+            printable(str(line.names)),
+            _shape(line.shape),
+            line.dtype,
+            f"x{len(line.names):,}",
+            size(line.num_bytes),
+            *([printable(each)] if has_slots else []),
+        )
         for line, each in zip(lines, slots, strict=True)
     ]
     say_columns(header, rows, right=(3, 4))
-
-
-def _collapsed_cells(line: TensorLine) -> tuple[str, ...]:
-    return printable(str(line.names)), _shape(line.shape), line.dtype, f"x{len(line.names):,}", size(line.num_bytes)
 
 
 def _show_tree(rows: Sequence[ModuleSummary]) -> None:
@@ -265,7 +263,7 @@ def _show_tree(rows: Sequence[ModuleSummary]) -> None:
     header = ("module", "parameters", "weights", *(["optimizer"] if has_state else []), "dtypes")
     cells = [
         (
-            printable(_indented(each) if is_terminal else each.name or "."),
+            printable(f"{GAP * each.depth}{each.name.rpartition('.')[2] or '.'}" if is_terminal else each.name or "."),
             f"{each.num_parameters:,}",
             size(each.weight_bytes),
             *([size(each.state_bytes)] if has_state else []),
@@ -274,10 +272,6 @@ def _show_tree(rows: Sequence[ModuleSummary]) -> None:
         for each in rows
     ]
     say_columns(header, cells, right=range(1, len(header) - 1))
-
-
-def _indented(module: ModuleSummary) -> str:
-    return f"{GAP * module.depth}{module.name.rpartition('.')[2] or '.'}"
 
 
 def _show_stats(stats: Iterable[TensorStats]) -> None:

@@ -176,8 +176,8 @@ def summarize(
         ),
         groups=tuple(GroupSummary(len(group.params), shown.of(group.options)) for group in manifest.groups),
         aliases=dict(manifest.aliases),
-        values={str(key): shown.of(value) for key, value in manifest.values.items()},
         extras={name: shown.of(value) for name, value in manifest.extra.items()},
+        values={str(key): shown.of(value) for key, value in manifest.values.items()},  # last, as they may be many
         notes=(*manifest.notes, *_parted(manifest)),
         naming=naming,
         wrapping=wrapping,

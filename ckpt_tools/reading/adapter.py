@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckpt_tools.core.manifest import Manifest, TensorEntry
 from ckpt_tools.core.option_names import option
-from ckpt_tools.core.options import Request
+from ckpt_tools.core.options import ConvertOptions, Request
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError, errors_name
 from ckpt_tools.lora.adapter import Adapter, read_adapter
@@ -16,7 +16,7 @@ from ckpt_tools.lora.config import AdapterConfig, check_mergeable, parse_config
 from ckpt_tools.reading.model_files import MAX_CONFIG_BYTES, folder_near, folders_around
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
+from ckpt_tools.stores.urls import open_source
 from ckpt_tools.stores.wrappers import Joined
 from ckpt_tools.trainers.transformers import ADAPTER
 
@@ -38,7 +38,7 @@ def open_adapter(request: Request, source: Source, manifest: Manifest, base: Sto
         CkptError: its settings are missing or cannot be merged, or there is not exactly one that is meant.
     """
     assert request.adapter is not None
-    text = adapter_config(request.adapter, source, manifest, request.config, request.storage_options)
+    text = adapter_config(request.adapter, source, manifest, request)
     with errors_name(str(request.adapter)):
         config = parse_config(parse_json(text, ADAPTER), ADAPTER)
         check_mergeable(config, ADAPTER)
@@ -69,21 +69,16 @@ def _below(entry: TensorEntry, prefix: str) -> TensorEntry:
     return replace(entry, shards=entry.shards.below(prefix))
 
 
-def adapter_config(
-    url: str | Path,
-    source: Source,
-    manifest: Manifest,
-    config: str | Path | None,
-    storage_options: StorageOptions,
-) -> bytes:
-    """The content of ``adapter_config.json`` in the folder ``config``, else beside the checkpoint ``source`` at
+def adapter_config(url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> bytes:
+    """The content of ``adapter_config.json`` in the folder ``options.config``, else beside the checkpoint ``source`` at
     ``url``, in a folder around it, or in the folder above.
 
     Raises:
         UsageError: there is none. CkptError: it cannot be read.
     """
+    config, stores = options.config, options.storage_options
     if config is not None:
-        opened = open_source(config, storage_options if is_remote(config) else None)
+        opened = open_source(config, stores)
         if ADAPTER in opened.files:
             return opened.read_all(ADAPTER, limit_bytes=MAX_CONFIG_BYTES)
     for prefix in folders_around(manifest.files - manifest.literals.keys()):
@@ -92,7 +87,7 @@ def adapter_config(
     base, _ = folder_near(url, source)
     if base is not None:
         with suppress(SourceNotFoundError, StoreError):
-            opened = open_source(f"{base}/{ADAPTER}", storage_options if is_remote(base) else None)
+            opened = open_source(f"{base}/{ADAPTER}", stores)
             return opened.read_all(ADAPTER, limit_bytes=MAX_CONFIG_BYTES)
     where = f"in {option('config', config)} or " if config is not None else ""
     raise UsageError(f"there is no {ADAPTER} {where}beside {url}; name the folder that has it with {option('config')}")

@@ -198,6 +198,8 @@ def _calls_noted(extra: Mapping[str, Any]) -> Iterator[Note]:
 
 def _calls(value: Any) -> Iterator[Opaque]:
     """Calls in ``value`` that the closed list refuses, each object once: one may hold itself."""
+    from ckpt_tools.serialization.pickle.closed_list import refusal
+
     seen = set[int]()
     todo = [value]
     while todo:
@@ -208,12 +210,6 @@ def _calls(value: Any) -> Iterator[Opaque]:
             todo += part
         elif isinstance(part, Opaque) and id(part) not in seen:
             seen.add(id(part))
-            if _is_refused(part):
+            if refusal(part) is not None:
                 yield part
             todo += [part.args, part.kwargs, part.state, part.items, part.pairs]
-
-
-def _is_refused(made: Opaque) -> bool:
-    from ckpt_tools.serialization.pickle.closed_list import refusal
-
-    return refusal(made) is not None

@@ -22,6 +22,7 @@ from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
+from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.quantized import (
     CONFIG_KEY,
     KNOWN_METHODS,
@@ -112,14 +113,25 @@ def find_model_files(
         CkptError: a file that was found cannot be read.
     """
     if config is not None:
-        return _named(config, source, storage_options)
+        return _files_in_named_folder(config, source, storage_options)
     weights = _files_of_weights(manifest)
     for prefix in folders_around(weights):
         is_own = manifest.format in ("safetensors", "torch") and any(path.startswith(prefix) for path in weights)
-        found = _in(source, prefix, is_carried if is_own or prefix.endswith(f"{HUGGING_FACE}/") else is_model_file)
+        found = _files_in(
+            source, prefix, is_carried if is_own or prefix.endswith(f"{HUGGING_FACE}/") else is_model_file
+        )
         if found is not None:
             return found
-    return _near(url, source, storage_options)
+    return _files_nearby(url, source, storage_options)
+
+
+def find_config(
+    url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions
+) -> Mapping[str, Any] | None:
+    """The content of the ``config.json`` that ``find_model_files`` finds; None if there is none. Raises as that."""
+    stores = options.storage_options
+    found = find_model_files(url, source, manifest, config=options.config, storage_options=stores)
+    return None if found is None else found.config
 
 
 def config_beside(source: Source, manifest: Manifest) -> Mapping[str, Any]:
@@ -139,7 +151,11 @@ def config_in(source: Source, prefix: str = "") -> Mapping[str, Any] | None:
     Raises:
         FormatError: it is not JSON.
     """
-    return _config_of(source, prefix + CONFIG) if prefix + CONFIG in source.files else None
+    path = prefix + CONFIG
+    if path not in source.files:
+        return None
+    found = parse_json(source.read_all(path, limit_bytes=MAX_CONFIG_BYTES), path)
+    return found if isinstance(found, dict) and any(sign in found for sign in _SIGNS) else None
 
 
 def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> Layout:
@@ -213,7 +229,7 @@ def folders_around(files: Iterable[str]) -> Iterator[str]:
         yield f"{base}{HUGGING_FACE}/"
 
 
-def _in(source: Source, prefix: str, is_chosen: Callable[[str], bool]) -> ModelFiles | None:
+def _files_in(source: Source, prefix: str, is_chosen: Callable[[str], bool]) -> ModelFiles | None:
     """Files in a folder of ``source`` whose names are chosen."""
     content = config_in(source, prefix)
     if content is None:
@@ -232,21 +248,15 @@ def _small(files: Mapping[str, BesideFile]) -> Mapping[str, BesideFile]:
     return {name: file for name, file in files.items() if file.num_bytes <= MAX_FILE_BYTES}
 
 
-def _config_of(source: Source, path: str) -> Mapping[str, Any] | None:
-    """The content, if it is of a model. Raises FormatError if it is not JSON."""
-    found = parse_json(source.read_all(path, limit_bytes=MAX_CONFIG_BYTES), path)
-    return found if isinstance(found, dict) and any(sign in found for sign in _SIGNS) else None
-
-
-def _named(folder: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles:
-    opened = open_source(folder, storage_options if is_remote(folder) else None)
-    found = _in(opened, "", is_carried)
+def _files_in_named_folder(folder: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles:
+    opened = open_source(folder, storage_options)
+    found = _files_in(opened, "", is_carried)
     if found is None:
         raise UsageError(f"{option('config', folder)} has no {CONFIG} of a model")
     return _joined(source, found, {name: (opened.store, file.source) for name, file in found.files.items()})
 
 
-def _near(url: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles | None:
+def _files_nearby(url: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles | None:
     """Files in the folder of a single file, or above a folder: looked up by name, because that folder may be large."""
     base, is_above = folder_near(url, source)
     if base is None:
@@ -254,26 +264,19 @@ def _near(url: str | Path, source: Source, storage_options: StorageOptions) -> M
 
     def look(name: str) -> Source | None:
         try:
-            return open_source(f"{base}/{name}", storage_options if is_remote(base) else None)
+            return open_source(f"{base}/{name}", storage_options)
         except (SourceNotFoundError, StoreError):
             return None
 
-    opened = look(CONFIG)
-    content = None if opened is None else _readable(opened)
+    opened, content = look(CONFIG), None
+    with suppress(CkptError):  # it may belong to something else
+        content = None if opened is None else config_in(opened)
     if content is None:
         return None
     others = {name: found for name in COMPANIONS if (found := look(name)) is not None and name in found.files}
     files = {name: BesideFile(name, found.files[name]) for name, found in others.items()}
     near = ModelFiles(source.store, content, CONFIG, _small(files), is_above)
     return _joined(source, near, {name: (found.store, name) for name, found in others.items()})
-
-
-def _readable(opened: Source) -> Mapping[str, Any] | None:
-    """``config.json`` nearby; None if it cannot be read, because it may belong to something else."""
-    try:
-        return _config_of(opened, CONFIG) if CONFIG in opened.files else None
-    except CkptError:
-        return None
 
 
 def folder_near(url: str | Path, source: Source) -> tuple[str | None, bool]:
@@ -319,11 +322,9 @@ def _with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any
     for key in [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]:
         found[key] = dtype.value
     nested = {key: value for key, value in config.items() if isinstance(value, dict) and {*_DTYPE_KEYS} & {*value}}
-    return found | {key: _with_own(value, dtype) for key, value in nested.items()}
-
-
-def _with_own(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
-    return {key: dtype.value if key in _DTYPE_KEYS and value else value for key, value in config.items()}
+    for name, part in nested.items():
+        found[name] = {key: dtype.value if key in _DTYPE_KEYS and value else value for key, value in part.items()}
+    return found
 
 
 def _notes_on_quantization(found: ModelFiles, manifest: Manifest) -> Iterator[Note]:

@@ -14,7 +14,7 @@ from ckpt_tools.core.ties import untied_config
 from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.errors import UsageError
 from ckpt_tools.reading.halves import check_names
-from ckpt_tools.reading.model_files import config_in, find_model_files
+from ckpt_tools.reading.model_files import config_in, find_config
 from ckpt_tools.reading.own_sizes import own_config, refuse_parts_of_ranks
 from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
 from ckpt_tools.recipes.apply import with_ties, without_unknown
@@ -22,7 +22,7 @@ from ckpt_tools.recipes.families import is_known
 from ckpt_tools.recipes.prefixes import strip
 from ckpt_tools.recipes.report import UsedRecipe
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import is_remote, open_source
+from ckpt_tools.stores.urls import open_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,12 @@ class RecipeStep:
         that it needs cannot be read."""
         if not options.needs_config:
             return cls(False, options.strip, None, None)
-        stores = options.storage_options
         recipe = None if options.recipe is None else load_recipe(options.recipe, inverse=options.inverse)
         if recipe is not None:
             refuse_parts_of_ranks(source, manifest)
-        found = find_model_files(url, source, manifest, config=options.config, storage_options=stores)
-        config = None if found is None else found.config
+        config = find_config(url, source, manifest, options)
         if config is None and options.like is not None:
-            config = config_in(open_source(options.like, stores if is_remote(options.like) else None))
+            config = config_in(open_source(options.like, options.storage_options))
         if config is None:
             config = own_config(source, manifest)
         if options.untie and config is not None:

@@ -15,7 +15,7 @@ from ckpt_tools.recipes.like import Like
 from ckpt_tools.recipes.reference import Reference, Wanted
 from ckpt_tools.recipes.ways import ways
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
+from ckpt_tools.stores.urls import StorageOptions, open_source
 
 
 def read_reference(folder: str | Path, storage_options: StorageOptions) -> Reference:
@@ -24,7 +24,7 @@ def read_reference(folder: str | Path, storage_options: StorageOptions) -> Refer
     Raises:
         UsageError: there is neither a checkpoint nor a ``config.json`` of a model. CkptError: it cannot be read.
     """
-    source = open_source(folder, storage_options if is_remote(folder) else None)
+    source = open_source(folder, storage_options)
     config = config_in(source)
     if config is not None and not _holds_weights(source):
         return Reference(str(folder), config=config)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.notes import Note
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
 from ckpt_tools.reading.checkpoint import known_by, read_source
@@ -49,7 +47,12 @@ def read_checkpoint(
             return False
 
     source, place = look(url), str(url) if is_remote(url) else str(local_path(url).absolute())
-    notes = _notes_on_one_file(place, source, exists, format_name) if len(source.files) == 1 else None
+    notes = None
+    if len(source.files) == 1:
+        from ckpt_tools.reading.one_file import folder_of_one_file, refuse_one_file
+
+        folder = folder_of_one_file(place, source, exists)
+        notes = None if folder is None else refuse_one_file(folder, source, format_name)
     if options.optimizer_file is not None:
         source, notes = with_file(source, look(options.optimizer_file), OPTIMIZER), notes or ()
     elif notes is None:
@@ -87,13 +90,3 @@ def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path
     from ckpt_tools.runs.naming import resolved
 
     return resolved(url, lambda each: open_source(each, storage_options))
-
-
-def _notes_on_one_file(
-    place: str, source: Source, exists: Callable[[str], bool], format_name: str | None
-) -> tuple[Note, ...] | None:
-    """Notes of ``refuse_one_file``; None if the file is a checkpoint by itself."""
-    from ckpt_tools.reading.one_file import folder_of_one_file, refuse_one_file
-
-    folder = folder_of_one_file(place, source, exists)
-    return None if folder is None else refuse_one_file(folder, source, format_name)

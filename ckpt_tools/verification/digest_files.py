@@ -8,6 +8,7 @@ after the file. Elsewhere it follows the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,51 +137,54 @@ def write_list(place: Place, make: Callable[[], Digests], *, overwrite: bool) ->
     return found
 
 
-def write_staged(
-    claim: Claim, place: Place, format_name: str, *, options: ReadOptions, num_workers: int, on_total: OnTotal
-) -> list[str]:
-    """Write the list of finished output that is not published yet; its path, to be published before the output's own.
+@dataclass(frozen=True, slots=True)
+class OutputDigests:
+    """The list of digests of the output of ``claim``, which is read back with ``options``."""
 
-    No path where the output cannot be read yet. Raises CkptError.
-    """
-    finished = claim.finished
-    if finished is None:
-        return []
-    source, manifest = read_source(Source.open(finished), options, format_name=format_name)
-    found = _digests(source, manifest, num_workers, on_total)
-    path = place.form.digests_path(digests.place_in(manifest))
-    put(claim.destination, path, digests.dumps(found))
-    return [path]
+    claim: Claim
+    place: Place
+    format_name: str
+    options: ReadOptions
+    num_workers: int
+    on_total: OnTotal
+    storage_options: StorageOptions = None
 
+    def write_staged(self) -> list[str]:
+        """Write the list of finished output that is not published yet; its path, to be published before the output's
+        own. No path where the output cannot be read yet. Raises CkptError."""
+        finished = self.claim.finished
+        if finished is None:
+            return []
+        source, manifest = read_source(Source.open(finished), self.options, format_name=self.format_name)
+        path = self.place.form.digests_path(digests.place_in(manifest))
+        put(self.claim.destination, path, self._computed(source, manifest))
+        return [path]
 
-def write_published(
-    claim: Claim,
-    place: Place,
-    format_name: str,
-    *,
-    options: ReadOptions,
-    num_workers: int,
-    on_total: OnTotal,
-    storage_options: StorageOptions = None,
-) -> str:
-    """Write the list of output that ``claim`` has just published; its URL.
+    def publish(self, staged: list[str]) -> str:
+        """URL of the list. It is written now, of output that ``claim`` has just published, if it is not ``staged``.
 
-    Raises:
-        CkptError: it cannot be read or written; the checkpoint itself is whole.
-    """
-    try:
-        source, manifest = read_checkpoint(place.url, options, format_name=format_name, storage_options=storage_options)
-        path = place.form.digests_path(digests.place_in(manifest))
-        url = place.form.url_of(place.url, path)
-        check_list(open_place(url, storage_options))
-        put(claim.destination, path, digests.dumps(_digests(source, manifest, num_workers, on_total)))
-        claim.add(path)
-    except CkptError as error:
-        error.message += f"; {place.url} is written, but its digests are not"
-        raise
-    return url
+        Raises:
+            CkptError: it cannot be read or written; the checkpoint itself is whole.
+        """
+        place, stores = self.place, self.storage_options
+        if staged:
+            return place.form.url_of(place.url, staged[0])
+        try:
+            source, manifest = read_checkpoint(
+                place.url, self.options, format_name=self.format_name, storage_options=stores
+            )
+            path = place.form.digests_path(digests.place_in(manifest))
+            url = place.form.url_of(place.url, path)
+            check_list(open_place(url, stores))
+            put(self.claim.destination, path, self._computed(source, manifest))
+            self.claim.add(path)
+        except CkptError as error:
+            error.message += f"; {place.url} is written, but its digests are not"
+            raise
+        return url
 
-
-def _digests(source: Source, manifest: Manifest, num_workers: int, on_total: OnTotal) -> Digests:
-    on_bytes = on_total(digests.num_bytes(manifest))
-    return digests.digests_of(source.store, manifest, num_workers=num_workers, on_bytes=on_bytes)
+    def _computed(self, source: Source, manifest: Manifest) -> bytes:
+        on_bytes = self.on_total(digests.num_bytes(manifest))
+        return digests.dumps(
+            digests.digests_of(source.store, manifest, num_workers=self.num_workers, on_bytes=on_bytes)
+        )

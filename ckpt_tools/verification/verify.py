@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """By how many threads, who hears of it, and how stores are reached."""
+class ExecutionOptions:
+    """Number of worker threads, progress callback and storage options."""
 
     num_workers: int
     on_progress: Progress
@@ -54,7 +54,7 @@ class Running:
 def verify_one(
     src: str | Path,
     options: ConvertOptions,
-    how: Running,
+    execution: ExecutionOptions,
     *,
     against: str | Path | None = None,
     files: FileList | None = None,
@@ -77,14 +77,14 @@ def verify_one(
             src,
             files,
             folders,
-            num_workers=how.num_workers,
-            on_progress=how.on_progress,
-            storage_options=how.storage_options,
+            num_workers=execution.num_workers,
+            on_progress=execution.on_progress,
+            storage_options=execution.storage_options,
         )
 
     try:
         source, manifest = read_checkpoint(
-            src, options.reading, format_name=options.from_, storage_options=how.storage_options
+            src, options.reading, format_name=options.from_, storage_options=execution.storage_options
         )
         check_reading(manifest, options.reading)
     except FormatError:
@@ -96,14 +96,19 @@ def verify_one(
     listed = checked({file.rpartition("/")[0] for file in tensor_files.difference(manifest.literals)})
     if listed is not None and not listed.equal:
         return listed
-    report = verify_alone(source, manifest, options, how, against=against)
+    report = verify_alone(source, manifest, options, execution, against=against)
     if listed is None:
         return report
     return replace(report, notes=report.notes + listed.notes, num_files=listed.num_files, lists=listed.lists)
 
 
 def verify_alone(
-    source: Source, manifest: Manifest, options: ConvertOptions, how: Running, *, against: str | Path | None
+    source: Source,
+    manifest: Manifest,
+    options: ConvertOptions,
+    execution: ExecutionOptions,
+    *,
+    against: str | Path | None,
 ) -> VerifyReport:
     """Check that every byte can be read and matches the stored checksums, and every tensor matches its digest, if
     there are digests: those in ``against``, of a checkpoint that was converted to this one with ``options``, or those
@@ -112,9 +117,9 @@ def verify_alone(
     Raises:
         CkptError: bytes or the digests cannot be read.
     """
-    reach = how.storage_options
+    reach = execution.storage_options
     listed = read_digests(against, reach) if against is not None else stored_digests(source, manifest, reach)
-    report = check_integrity(source, manifest, num_workers=how.num_workers, on_progress=how.on_progress)
+    report = check_integrity(source, manifest, num_workers=execution.num_workers, on_progress=execution.on_progress)
     check_equal(manifest, source.store)
     if any(key.slot == MASTER for key in manifest.tensors):
         from ckpt_tools.transfer.copies import note_of_copies
@@ -124,8 +129,8 @@ def verify_alone(
         report = replace(report, notes=(*report.notes, *notes))
     if listed is None:
         return report
-    meter = Meter(how.on_progress, digests.num_bytes(manifest))
-    found: Digests = digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
+    meter = Meter(execution.on_progress, digests.num_bytes(manifest))
+    found: Digests = digests.digests_of(source.store, manifest, num_workers=execution.num_workers, on_bytes=meter.add)
     wanted, found = _comparable_digests(_converted(listed, options), found, options) if against else (listed, found)
     wrong = tuple(digests.differences(wanted, found))
     return replace(report, differences=report.differences + wrong, num_digests=len(wanted))
@@ -158,22 +163,29 @@ def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions
 
 
 def verify_pair(
-    src: str | Path, source: Source, manifest: Manifest, dst: str | Path, options: ConvertOptions, how: Running
+    src: str | Path,
+    source: Source,
+    manifest: Manifest,
+    dst: str | Path,
+    options: ConvertOptions,
+    execution: ExecutionOptions,
 ) -> VerifyReport:
     """Whether ``dst`` holds the result of converting ``manifest``, read at ``src``, with ``options``.
 
     Raises:
         CkptError: one of them cannot be read.
     """
-    other_source, other = _read_beside(dst, manifest, options, how.storage_options)
+    other_source, other = _read_destination(dst, manifest, options)
     found = known(other.format)
     target = found if found is not None and found.writes else None
     whole = options.state != "model" and (_has_more(other) or _keeps_names(manifest, other, target, options))
     if options.state is None and manifest.tree is not None:  # the weights may be others than those with the optimizer
         reading = replace(options.reading, state="all" if whole else "model")
-        source, manifest = read_checkpoint(src, reading, format_name=options.from_, storage_options=how.storage_options)
+        source, manifest = read_checkpoint(
+            src, reading, format_name=options.from_, storage_options=execution.storage_options
+        )
         if whole and other.tree is not None:
-            other_source, other = _read_beside(dst, manifest, options, how.storage_options, state="all")
+            other_source, other = _read_destination(dst, manifest, options, state="all")
     holds_masters = target is None or target.holds_masters or manifest.keeps_masters
     has_recipe = options.needs_config
     case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole, has_recipe=has_recipe)
@@ -189,7 +201,7 @@ def verify_pair(
     store = with_made_files(source.store, expected)
     check_equal(expected, store)
     ours = Side.of("the source", store, expected).with_masters_like(theirs).with_extras_like(theirs)
-    report = compare(ours, theirs, num_workers=how.num_workers, on_progress=how.on_progress)
+    report = compare(ours, theirs, num_workers=execution.num_workers, on_progress=execution.on_progress)
     names = (ours.name, theirs.name)
     texts = differing_texts(expected, other, names) if whole or HEADER_ENTRY in kept else []
     files = [] if model_files is None else differing_files(model_files, other_source)
@@ -227,33 +239,20 @@ def _with_entries(report: VerifyReport, ours: Manifest, theirs: Manifest, names:
     return replace(report, differences=report.differences + found, notes=report.notes + not_compared(ours, theirs))
 
 
-def _read_beside(
-    dst: str | Path,
-    manifest: Manifest,
-    options: ConvertOptions,
-    storage_options: StorageOptions,
-    state: State | None = None,
+def _read_destination(
+    dst: str | Path, manifest: Manifest, options: ConvertOptions, state: State | None = None
 ) -> tuple[Source, Manifest]:
-    """The destination; with the keys of the source if it may have kept the source's tree and does not say by itself
-    which model is meant. Raises CkptError."""
+    """The destination, by the tag and the keys that are not for reading the source; with these if it may have kept the
+    source's tree and does not say by itself which model is meant. Raises CkptError."""
+    taken, stores = case_of(manifest, "", keeps_both=False, whole=False).reads, options.storage_options
+    free = {name: getattr(options, name) for name in ("tag", "model_key", "optim_key") if name not in taken}
     try:
-        reading = replace(_reading_beside(manifest, options), state=state)
-        return read_checkpoint(dst, reading, storage_options=storage_options)
+        return read_checkpoint(dst, ReadOptions(state=state, **free), storage_options=stores)
     except UnsupportedError:
         keys = own_keys(manifest.format, manifest.format, options)
         if keys == ReadOptions():
             raise
-        return read_checkpoint(dst, keys, format_name=manifest.format, storage_options=storage_options)
-
-
-def _reading_beside(manifest: Manifest, options: ConvertOptions) -> ReadOptions:
-    """The options for reading the destination: the tag and the keys that are not for reading the source."""
-    taken = case_of(manifest, "", keeps_both=False, whole=False).reads
-    return ReadOptions(
-        tag=None if "tag" in taken else options.tag,
-        model_key=None if "model_key" in taken else options.model_key,
-        optim_key=None if "optim_key" in taken else options.optim_key,
-    )
+        return read_checkpoint(dst, keys, format_name=manifest.format, storage_options=stores)
 
 
 def compare_all(
@@ -261,7 +260,7 @@ def compare_all(
     a: tuple[Source, Manifest],
     b: tuple[Source, Manifest],
     options: ConvertOptions,
-    how: Running,
+    execution: ExecutionOptions,
 ) -> VerifyReport:
     """The differences between ``a``, read at ``url``, with its tensors mapped and renamed by ``options``, and ``b``, in
     the selected tensors.
@@ -300,7 +299,7 @@ def compare_all(
         if not any(side.tensors for side in sides):
             raise UsageError(f"{option('include')} and {option('exclude')} select no tensor on either side")
     sides[0] = sides[0].with_extras_like(sides[1])
-    report = compare(sides[0], sides[1], num_workers=how.num_workers, on_progress=how.on_progress)
+    report = compare(sides[0], sides[1], num_workers=execution.num_workers, on_progress=execution.on_progress)
     report = replace(report, notes=notes)
     is_part = options.state == "model" or options.include or options.exclude
     return report if is_part else _with_entries(report, manifests[0], manifests[1], (sides[0].name, sides[1].name))
@@ -349,7 +348,7 @@ class ChecksumReport(Shown):
 
 
 def write_digests(
-    source: Source, manifest: Manifest, how: Running, *, output: str | Path | None, overwrite: bool
+    source: Source, manifest: Manifest, execution: ExecutionOptions, *, output: str | Path | None, overwrite: bool
 ) -> ChecksumReport:
     """Write the list of a checkpoint's digests to ``output``. Default: with the checkpoint. ``-``: do not write it.
 
@@ -357,13 +356,13 @@ def write_digests(
         DestinationExistsError: the list exists. CkptError: bytes cannot be read or written.
     """
     check_equal(manifest, source.store)
-    meter = Meter(how.on_progress, digests.num_bytes(manifest))
+    meter = Meter(execution.on_progress, digests.num_bytes(manifest))
 
     def made() -> Digests:
-        return digests.digests_of(source.store, manifest, num_workers=how.num_workers, on_bytes=meter.add)
+        return digests.digests_of(source.store, manifest, num_workers=execution.num_workers, on_bytes=meter.add)
 
     if output == "-":
         return ChecksumReport(made(), tensors_by_role(manifest.tensors), meter.total, None)
-    place = open_place(output or digests_url(source, manifest), how.storage_options)
+    place = open_place(output or digests_url(source, manifest), execution.storage_options)
     found = write_list(place, made, overwrite=overwrite)
     return ChecksumReport(found, tensors_by_role(manifest.tensors), meter.total, place.url)
