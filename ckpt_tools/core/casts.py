@@ -117,13 +117,9 @@ def _round_to_half(single: NDArray[np.float32], halves: NDArray[np.uint16]) -> N
     halves -= np.uint16((126 << 10) % (1 << 16))
     halves |= np.left_shift(np.signbit(single), 15, dtype=np.uint16)
     if _any_nan(single):
-        _quiet_nans(single, halves)
-
-
-def _quiet_nans(single: NDArray[np.float32], halves: NDArray[np.uint16]) -> None:
-    nans = np.isnan(single)
-    bits = single.view(np.uint32)[nans]
-    halves[nans] = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x01FF
+        nans = np.isnan(single)
+        bits = single.view(np.uint32)[nans]
+        halves[nans] = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x01FF
 
 
 def _constant(value: float, length: int) -> NDArray[np.float32]:

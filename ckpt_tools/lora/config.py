@@ -120,8 +120,8 @@ def parse_config(content: Any, path: str) -> AdapterConfig:
         raise UnsupportedError(f"the adapter's peft_type is {kind!r}; only LORA is supported", path=path)
     targets = None if content.get("target_modules") is None else _names_or_pattern(content, "target_modules", path)
     return AdapterConfig(
-        rank=_number(content, "r", 8, path, whole=True),
-        alpha=_number(content, "lora_alpha", 8, path),
+        rank=_checked(content.get("r", 8), "r", path, whole=True),
+        alpha=_checked(content.get("lora_alpha", 8), "lora_alpha", path),
         is_rank_stabilized=bool(content.get("use_rslora")),
         rank_pattern=_pattern(content, "rank_pattern", path, whole=True),
         alpha_pattern=_pattern(content, "alpha_pattern", path),
@@ -158,11 +158,7 @@ def _methods(content: Mapping[str, Any]) -> list[str]:
     return found + ([f"{listed(unknown)} of its settings may change the result and is not known"] if unknown else [])
 
 
-def _number(content: Mapping[str, Any], key: str, default: int, path: str, *, whole: bool = False) -> Any:
-    return _checked(content.get(key, default), key, path, whole=whole)
-
-
-def _checked(value: Any, what: str, path: str, *, whole: bool) -> Any:
+def _checked(value: Any, what: str, path: str, *, whole: bool = False) -> Any:
     kinds: tuple[type, ...] = (int,) if whole else (int, float)
     if type(value) not in kinds or not -MAX_NUMBER < value < MAX_NUMBER or (whole and value < 1):
         raise MalformedError(f"{what} is {value!r}, and not a {'rank' if whole else 'number'}", path=path)

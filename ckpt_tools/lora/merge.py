@@ -220,11 +220,16 @@ class Merge:
             )
         return {module: found[0] for module, found in fits.items()}
 
+    def _product_shape(self, module: str) -> Shape:
+        """The shape of ``B A``; empty if the adapter does not hold both as matrices."""
+        a, b = (self.adapter.parts[module].get(part) for part in MATRICES)
+        if a is None or b is None or not len(a.shape) == len(b.shape) == 2:
+            return ()
+        return b.shape[0], a.shape[1]
+
     def _fits(self, module: str, shape: Shape) -> bool:
-        first, second = (self.adapter.parts[module].get(part) for part in MATRICES)
-        if first is None or second is None or len(first.shape) != 2 or len(second.shape) != 2 or len(shape) < 2:
-            return False
-        return tuple(shape[-2:]) in ((second.shape[0], first.shape[1]), (first.shape[1], second.shape[0]))
+        product = self._product_shape(module)
+        return bool(product) and shape[-2:] in (product, product[::-1])
 
     def _check_fits(self, targets: Mapping[str, str], weights: Mapping[str, TensorEntry]) -> None:
         """Raises UsageError or UnsupportedError if a module has no weight in the base model."""
@@ -254,14 +259,10 @@ class Merge:
         """Whether the weights that are not square are transposed, by the number of dims."""
         found: dict[int, set[bool]] = {2: set(), 3: set()}
         for module, name in targets.items():
-            parts, shape = self.adapter.parts[module], weights[name].shape
-            first, second = (parts.get(part) for part in MATRICES)
-            if first is None or second is None or len(shape) not in found:
-                continue
-            if not len(first.shape) == len(second.shape) == 2:
-                continue
-            if (pair := (second.shape[0], first.shape[1])) in (shape[-2:], shape[:-3:-1]) and pair[0] != pair[1]:
-                found[len(shape)].add(pair != shape[-2:])
+            product, shape = self._product_shape(module), weights[name].shape
+            is_square = product == product[::-1]
+            if len(shape) in found and not is_square and self._fits(module, shape):
+                found[len(shape)].add(product != shape[-2:])
         return found
 
     def _product(

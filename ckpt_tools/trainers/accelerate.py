@@ -88,7 +88,11 @@ ACCELERATE = Trainer(
 
 def refuse_several(source: Source, tag: str | None) -> None:
     """Raises UnsupportedError if ``source`` holds several models of accelerate, and ``tag`` chooses none."""
-    _refuse_several_tags(source, tag)
+    # With DeepSpeed each model has its own tag, and ``latest`` names the last one (accelerator.py ``save_state``).
+    tags = sorted({match[1] for path in source.files if (match := _TAGGED.fullmatch(path)) is not None}, key=natural)
+    if tag is None and len(tags) > 1:
+        options = " or ".join(option("tag", each) for each in tags[:MAX_CHOICES])
+        raise UnsupportedError(f"there are several models ({listed(tags)}); choose one with {options}")
     found: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for path in source.files:
         folder, name, number = _model_of(path)
@@ -101,14 +105,6 @@ def refuse_several(source: Source, tag: str | None) -> None:
             f"there are several models here ({listed([models[number] for number in sorted(models)])}); name one of "
             f"them, which is read with its own optimizer: {' or '.join(choices[:MAX_CHOICES])}"
         )
-
-
-def _refuse_several_tags(source: Source, tag: str | None) -> None:
-    """With DeepSpeed each model has its own tag, and ``latest`` names the last one (accelerator.py ``save_state``)."""
-    tags = sorted({match[1] for path in source.files if (match := _TAGGED.fullmatch(path)) is not None}, key=natural)
-    if tag is None and len(tags) > 1:
-        options = " or ".join(option("tag", each) for each in tags[:MAX_CHOICES])
-        raise UnsupportedError(f"there are several models ({listed(tags)}); choose one with {options}")
 
 
 def _model_of(path: str) -> tuple[str, str, int | None]:

@@ -61,7 +61,11 @@ def _joined(parts: Mapping[str, Manifest]) -> Manifest:
     for key in first.tensors:
         entries = {file: part.tensors[key] for file, part in parts.items()}
         axis = axis_of(key.fqn, entries[first_file].shape, width)
-        _check_alike(key.fqn, entries)
+        first_entry = entries[first_file]
+        for file, entry in entries.items():
+            if (entry.shape, entry.dtype) != (first_entry.shape, first_entry.dtype):
+                why = "the files of ranks hold it in different shapes or dtypes"
+                raise MalformedError(why, path=file, key=key.fqn)
         if axis is None:
             tensors[key] = entries[first_file]
             equal += [
@@ -72,13 +76,6 @@ def _joined(parts: Mapping[str, Manifest]) -> Manifest:
         else:
             tensors[key] = _concatenated(list(entries.values()), axis)
     return replace(first, tensors=tensors, must_equal=tuple(equal))
-
-
-def _check_alike(name: str, entries: Mapping[str, TensorEntry]) -> None:
-    first, *_ = entries.values()
-    odd = next((file for file, each in entries.items() if (each.shape, each.dtype) != (first.shape, first.dtype)), None)
-    if odd is not None:
-        raise MalformedError("the files of ranks hold it in different shapes or dtypes", path=odd, key=name)
 
 
 def _concatenated(entries: Sequence[TensorEntry], axis: int) -> TensorEntry:

@@ -84,7 +84,7 @@ def _tensors_end(saved: Saved, path: str) -> str | None:
     (length,) = struct.unpack("<Q", read(0, 8))
     if length > min(size - 8, MAX_HEADER_BYTES):
         return f"{path} is cut off, or it is not a safetensors file"
-    end = 8 + length + max(_stops(parse_json(read(8, 8 + length), path)), default=0)
+    end = 8 + length + max(_stops(_header(saved, path)), default=0)
     return None if size == end else f"{path} has {size:,} bytes instead of {end:,}: it is cut off or damaged"
 
 

@@ -22,7 +22,7 @@ from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal, Payload, Segment
 from ckpt_tools.core.loading import braced, quoted
-from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TreePath
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.rank_limits import check_elements
@@ -106,29 +106,26 @@ def _config(origin: Origin) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+@dataclass(slots=True)
 class _Files:
     """The files, made on demand."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        entries: Entries,
-        origin: Origin,
-        tree: StateTree,
-        whole: frozenset[str],
-        world_size: int,
-    ) -> None:
-        self._manifest = manifest
-        self._origin = origin
-        self._whole = whole
-        self._world = world_size
-        self._entries = entries
-        self._names = manifest.groups if tree.numbers else ()
-        generators = _generators(manifest, entries)
+    _manifest: Manifest
+    _entries: Entries
+    _origin: Origin
+    _tree: StateTree
+    _whole: frozenset[str]
+    _world: int
+    _generators: list[str] = field(init=False)
+    _paths: dict[str, TreePath] = field(init=False)
+    _templates: Mapping[str, str] = field(init=False)
+    _labels: dict[str, list[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        generators = _generators(self._manifest, self._entries)
         self._generators = list(dict.fromkeys(generators.values()))
-        self._paths = {name: path for name, path in entries.paths.items() if name not in generators}
-        self._templates = _templates(origin)
-        self._tree = tree
+        self._paths = {name: path for name, path in self._entries.paths.items() if name not in generators}
+        self._templates = _templates(self._origin)
         self._labels = self._labelled()
 
     def _labelled(self) -> dict[str, list[str]]:
@@ -201,7 +198,7 @@ class _Files:
         groups = value.get("param_groups") if isinstance(value, dict) else None
         if self._tree.optim is None or not isinstance(groups, list):
             return
-        for made, group in zip(groups, self._names, strict=False):
+        for made, group in zip(groups, self._manifest.groups if self._tree.numbers else (), strict=False):
             made["param_names"] = list(group.params)
 
 
