@@ -34,6 +34,18 @@ SAVED = {
 }
 
 
+def test_an_adapter_has_no_place_for_the_files_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with warnings.catch_warnings(action="ignore"):
+        model = models.adapted(Case(models.llama, {"target_modules": ["q_proj"]}), tmp_path)
+        model.peft_config["default"].save_pretrained(tmp_path / "run")
+    torch.save(model.state_dict(), tmp_path / "run" / "pytorch_model.bin")
+    (tmp_path / "run" / "tokenizer.json").write_text("{}")
+    notes = ckpt_tools.plan(tmp_path / "run", tmp_path / "out", to="peft", strict=True).notes
+    assert not any("config.json" in note.what + note.why for note in notes)
+    assert any(note.what == "tokenizer.json" and note.asked for note in notes)
+
+
 @pytest.mark.parametrize("name", SAVED)
 def test_the_adapter_is_written_as_peft_writes_it(name: str, tmp_path: Path) -> None:
     case = SAVED[name]

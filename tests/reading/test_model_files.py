@@ -273,6 +273,13 @@ def test_files_that_have_no_place_are_named(to: Any, llama: Path, tmp_path: Path
     assert note.count == len([*llama.glob("*.json")])
 
 
+def test_a_file_is_named_whatever_its_name_is(llama: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(llama, tmp_path / "source")
+    (source / "None").write_text("x")
+    notes = ckpt_tools.plan(source, tmp_path / "out", to="dcp").notes
+    assert any("None" in note.what.split(", ") for note in notes if note.outcome is Outcome.DROPPED)
+
+
 def test_verify_compares_the_files_of_a_model(llama: Path, tmp_path: Path) -> None:
     source, out = shutil.copytree(llama, tmp_path / "source"), tmp_path / "out"
     (source / "tokenization_x.py").write_text("x")
