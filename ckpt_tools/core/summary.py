@@ -225,11 +225,8 @@ class ShownValues:
         if isinstance(value, TensorRef):
             entry = self.manifest.tensors[value.key]
             return {"$tensor": f"{entry.dtype.value} {list(entry.shape)}"}
-        if isinstance(value, Mapping | list | tuple | set | frozenset):
-            return self._container(value, depth)
-        return {"$object": _text(type(value).__name__)}
-
-    def _container(self, value: Any, depth: int) -> Any:
+        if not isinstance(value, Mapping | list | tuple | set | frozenset):
+            return {"$object": _text(type(value).__name__)}
         if depth >= MAX_DEPTH or len(value) > min(MAX_ITEMS, self.values_left):
             return {f"${_kind(value)}": len(value)}
         if isinstance(value, Mapping):

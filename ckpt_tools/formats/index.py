@@ -132,7 +132,12 @@ def find_format(source: Source, name: str | None = None) -> Format:
     added = _recognising_plugin(source, plugins())
     if added is not None:
         return added
-    _refuse_run(source)
+    from ckpt_tools.trainers.run_folders import members
+
+    # The folder of a run, where formats look for one checkpoint.
+    steps = [each.name for each in members(source.files) if each.is_numbered and each.is_finished]
+    if len(steps) > 1:
+        raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(steps)}); name the folder of one")
     _refuse_known(source)
     detected = [each for each, entry in BUILT_IN.items() if entry.signs]
     raise UnsupportedError(
@@ -213,15 +218,6 @@ _FOREIGN = {
     ),
 }
 """Known formats that are not read, by the names of their files, with advice for the user."""
-
-
-def _refuse_run(source: Source) -> None:
-    """Raises SeveralCheckpointsError for the folder of a run, where formats look for one checkpoint."""
-    from ckpt_tools.trainers.run_folders import members
-
-    found = [each.name for each in members(source.files) if each.is_numbered and each.is_finished]
-    if len(found) > 1:
-        raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(found)}); name the folder of one")
 
 
 def _refuse_known(source: Source) -> None:

@@ -90,8 +90,10 @@ def parse_axes(text: str) -> tuple[Node, ...]:
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"the shape {text!r} has {name} in two axes; give each its own name")
-    for axis in axes:
-        _check_fields_once(axis, text)
+    for fields in map(fields_of, axes):
+        again = next((name for name in fields if fields.count(name) > 1), None)
+        if again is not None:
+            raise UsageError(f"the shape {text!r} has the field {again} twice; give each its own name")
     return axes
 
 
@@ -105,13 +107,6 @@ def with_rest(axes: tuple[Node, ...], number: int) -> tuple[Node, ...]:
     if not axes or not is_rest(axes[-1]):
         return axes
     return (*axes[:-1], *(Field(f"{REST}{axis}", Size(f"rest{axis}"), False) for axis in range(number)))
-
-
-def _check_fields_once(axis: Node, text: str) -> None:
-    found = fields_of(axis)
-    again = next((name for name in found if found.count(name) > 1), None)
-    if again is not None:
-        raise UsageError(f"the shape {text!r} has the field {again} twice; give each its own name")
 
 
 def _split(text: str, whole: str, sign: str = " ") -> list[str]:

@@ -276,7 +276,9 @@ class _Index:
         if cut is None:
             piece = self._placed.whole[owner]
             info = StorageInfo(self._files[piece.rank], piece.offset, piece.item.num_bytes)
-            yield self._index_of_whole(name, piece), info
+            # An object has no shape.
+            shape = None if piece.key is None else self._placed.tensors[piece.key].shape
+            yield MetadataIndex(name) if shape is None else MetadataIndex(name, Size((0,) * len(shape)), 0), info
             return
         lengths, offsets = cut.chunks.lengths.tolist(), cut.offsets.tolist()
         files = self._files[: len(lengths)]
@@ -285,11 +287,6 @@ class _Index:
         for rank, (file, offset, length) in enumerate(zip(files, offsets, lengths, strict=True)):
             at = MetadataIndex(name, self._chunks_of(cut)[rank].offsets, rank)
             yield at, StorageInfo(file, offset, length)
-
-    def _index_of_whole(self, name: str, piece: Whole) -> MetadataIndex:
-        if piece.key is None:
-            return MetadataIndex(name)
-        return MetadataIndex(name, Size((0,) * len(self._placed.tensors[piece.key].shape)), 0)
 
     def _chunks_of(self, cut: Cut) -> list[ChunkStorageMetadata]:
         """One list for all tensors that are cut alike; it is pickled once."""

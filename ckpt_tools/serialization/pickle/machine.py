@@ -233,7 +233,12 @@ class Machine:
             except ArrayFollows as array:
                 if self.is_framed and array.at != limit:
                     self.fail("a frame continues behind an array of joblib")
-                position = self._array_reader().skip(self, array)
+                if self.arrays is None:
+                    raise JoblibArrayError(
+                        f"the pickle is malformed at byte {self.at:,}: the elements of an array of joblib follow, "
+                        "which only joblib.load reads"
+                    ) from None
+                position = self.arrays.skip(self, array)
                 data, self.is_framed = self.data, False
                 limit = len(data)
                 continue
@@ -249,14 +254,6 @@ class Machine:
         if len(self.stack) != 1 or self.marks:
             self.fail("it leaves more behind than a value")
         return self.position + 1
-
-    def _array_reader(self) -> ArrayReader:
-        if self.arrays is None:
-            raise JoblibArrayError(
-                f"the pickle is malformed at byte {self.at:,}: the elements of an array of joblib follow, which only "
-                "joblib.load reads"
-            )
-        return self.arrays
 
     def move(self, data: bytes, start: int) -> None:
         """Read ``data`` next, the part of the file from byte ``start``."""

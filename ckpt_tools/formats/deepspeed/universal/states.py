@@ -156,7 +156,8 @@ class Slots:
         if len(tensor.shape) == 1 and tensor.numel >= prod(shape) and tensor.is_contiguous:
             # Older versions left the padding of stage 3 at the end.
             return ShardTable.whole((prod(shape),), tensor.dtype, content.range(path, prod(shape)))
-        if content.is_vocabulary and _is_padded(tensor.shape, shape) and tensor.is_contiguous:
+        lacks_rows = bool(tensor.shape and shape) and tensor.shape[1:] == shape[1:] and tensor.shape[0] < shape[0]
+        if content.is_vocabulary and lacks_rows and tensor.is_contiguous:
             return self._padded_table(path, content, shape)
         raise MalformedError(
             f"its shape is {list(tensor.shape)}, but that of the model is {list(shape)}", path=path, key=fqn
@@ -225,8 +226,3 @@ def _content(archive: TorchArchive) -> _Content:
         return _Content(found, archive.saved_as)
     start = storage_start(archive, found)
     return _Content(found, archive.saved_as, start, bool(fields.get(VOCAB)), bool(fields.get(IS_EXPERT)))
-
-
-def _is_padded(stored: Shape, wanted: Shape) -> bool:
-    """Whether ``wanted`` has more rows, and is else the same."""
-    return bool(stored) and len(stored) == len(wanted) and stored[1:] == wanted[1:] and stored[0] < wanted[0]

@@ -52,7 +52,12 @@ _FOLDER = re.compile(r"(?!\.)(?!.*\.pt\Z)[^\\\0]+", re.DOTALL)
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
-    state = TrainingState.of(_grouped(manifest))
+    grouped = manifest
+    if not manifest.groups:
+        # Weights alone are one group without hyperparameters.
+        weights = tuple(key.fqn for key in manifest.of_kind(Kind.PARAMETER) if key.slot == WEIGHT)
+        grouped = replace(manifest, groups=(ParamGroup(weights, {}),))
+    state = TrainingState.of(grouped)
     extras = Extras.of(manifest, state.dtype)
     state = replace(state, groups=portable(state.groups))
     tag = written_tag(options.tag or extras.tag, latest=LATEST_UNIVERSAL)
@@ -65,14 +70,6 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     ]
     notes = (*state.notes, *corrected(extras.notes), *notes_of(state, extras))
     return Layout(files, notes, as_stored=state.buffers.keys())
-
-
-def _grouped(manifest: Manifest) -> Manifest:
-    """Weights alone are one group without hyperparameters."""
-    if manifest.groups:
-        return manifest
-    weights = (key for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is Kind.PARAMETER)
-    return replace(manifest, groups=(ParamGroup(tuple(key.fqn for key in weights), {}),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,13 +96,12 @@ class Contents:
         what = "weights of frozen parameters, if the run has any"
         if self.optim.stage > 1:
             yield Note(Outcome.MISSING, what, "the checkpoint was saved with exclude_frozen_parameters")
-        elif not self._has_frozen():
+            return
+        known = {*self.trainable, *self.model.buffers, *self.aliases}
+        others = (value for name, value in self.model.module.items() if name not in known)
+        if not any(isinstance(value, StoredTensor) for value in others):
             why = "there are none, and stage 1 does not record whether exclude_frozen_parameters left them out"
             yield Note(Outcome.MISSING, what, why)
-
-    def _has_frozen(self) -> bool:
-        known = {*self.trainable, *self.model.buffers, *self.aliases}
-        return any(isinstance(value, StoredTensor) for name, value in self.model.module.items() if name not in known)
 
     @cached_property
     def trainable(self) -> Mapping[str, Shape]:
