@@ -107,11 +107,12 @@ def contestants(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
 
     from inference.batch.inputs import Wanted
     from inference.batch.job import Job, columns_of
+    from inference.models.options import ModelOptions
     from training.data import datasets as data
     from training.loop import evaluation
 
     torch.set_num_threads(threads)
-    predictor: Any = Job(str(folder / "model.safetensors"), threads=threads).load()
+    predictor: Any = Job(str(folder / "model.safetensors"), ModelOptions(), threads=threads).load()
     predict = partial(_predict, predictor, columns_of(predictor, 5), out=folder / "out.jsonl")
     forward = evaluation.plain_logits(predictor.task.model)
     pixels = data.load_dataset("fashion-mnist", "held-out", folder / "data").pixels

@@ -111,12 +111,14 @@ def untied(manifest: Manifest, *, is_tied: bool) -> Transformed:
         heads = {"lm_head.weight": names[0]} if len(names) == 1 and _DECODER.fullmatch(names[0]) else {}
         if not heads:
             raise UsageError(f"{option('untie', True)}: the name of the model's head is not known")
-    tensors = dict(manifest.tensors)
+    tensors, with_state = dict(manifest.tensors), {key.fqn for key in manifest.of_kind(Kind.STATE)}
     for head, owner in heads.items():
         for name, source in ((head, aliases.get(head, owner)), (owner, aliases.get(owner, head))):
             if StateKey(name) not in tensors:
                 tensors[StateKey(name)] = tensors[StateKey(source)]
-                notes.append(Note(Outcome.DEFAULTED, name, f"a copy of {source}: the model is not tied", asked=True))
+                why = f"a copy of {source}: the model is not tied"
+                why += f"; {source} alone has state of the optimizer" if source in with_state else ""
+                notes.append(Note(Outcome.DEFAULTED, name, why, asked=True))
                 aliases.pop(name, None)
     return replace(manifest, tensors=tensors, aliases=aliases), tuple(notes)
 

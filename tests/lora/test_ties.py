@@ -132,6 +132,19 @@ def test_verify_proposes_the_dtype_that_config_json_states_too(tmp_path: Path) -
     assert "Was DST converted with --dtype?" in shown.stdout
 
 
+def test_a_head_apart_is_said_to_have_no_state_of_the_optimizer(tmp_path: Path) -> None:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path / "base")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    whole: dict[str, Any] = {"to": "safetensors", "state": "all", "config": tmp_path / "base"}
+    notes = ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", untie=True, **whole).notes
+    (why,) = (note.why for note in notes if note.what == "lm_head.weight")
+    assert why.endswith("; model.embed_tokens.weight alone has state of the optimizer")
+
+
 def test_verify_knows_a_head_that_was_written_apart(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
     ckpt_tools.convert(tmp_path / "base", tmp_path / "out", to="safetensors", untie=True)
