@@ -43,7 +43,7 @@ def check(page: Path, reader: Reader) -> None:
             reader.run_commands(f"$ {line}\n")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)  # the first makes the samples of all
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_page_runs_as_printed(page: Path, reader: Reader) -> None:
     check(page, reader)
