@@ -147,7 +147,7 @@ def test_images_that_unpack_to_much_neither_stall_others_nor_fill_the_memory(for
         while not all(each.done() for each in slow):
             assert posted(service.url, small).json() == expected
             answered, most = answered + 1, max(most, tree_bytes(service.process.pid))
-        assert answered > 10
+        assert answered >= 5  # one alone, if it had to wait for all of the large ones
         # One of 4096 x 4096 in grey, and what its decoder needs; ten at once would be 160 MB.
         assert most - before < 100 * 2**20
         assert {each.result().status_code for each in slow} == {200}
