@@ -36,20 +36,24 @@ class TensorLeaf:
 
 
 def ties_among(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
-    """Names whose every piece is the very bytes of another name's: in a DCP, as only ckpt-tools writes them."""
-    owners: dict[tuple[str, int], str] = {}
+    """Names whose every piece is the very bytes of another name's, read in the same order: in a DCP, as only ckpt-tools
+    writes them."""
+    owners: dict[object, str] = {}
     ties = {}
     for fqn, tensor in tensors.items():
         table = tensor.shards
         if table.num_bytes:
-            at = table.byte_range(0)
-            owner = owners.setdefault((at.file, at.start), fqn)
+            # A transposed view begins at the same byte.
+            key = (table.byte_range(0), table.shape, table.dtype, tuple(table.stride(0)))
+            owner = owners.setdefault(key, fqn)
             if owner != fqn and _are_same(table, tensors[owner].shards):
                 ties[fqn] = owner
     return ties
 
 
 def _are_same(one: ShardTable, other: ShardTable) -> bool:
-    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops")
-    same = all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
-    return same and one.shape == other.shape and one.dtype is other.dtype and one.files == other.files
+    """Whether tables of one shape and dtype have the same pieces in the same places."""
+    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops", "strides")
+    return one.files == other.files and all(
+        np.array_equal(getattr(one, column), getattr(other, column)) for column in columns
+    )

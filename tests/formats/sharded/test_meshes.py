@@ -219,3 +219,16 @@ def test_ranks_that_save_a_dcp_by_themselves(differs: bool, is_compressed: bool,
         with pytest.raises(DifferenceError, match=r"experts in __0_0.distcp and in __2_0.distcp: their bits differ"):
             verb(source, model_key="model")
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_transposed_view_of_a_weight_is_not_tied_to_it(tmp_path: Path) -> None:
+    square = torch.arange(16.0).reshape(4, 4)
+    with as_rank(0, 1):
+        base = cut(BASE, init_device_mesh("cpu", (1,)), [Shard(0)])
+        state = {"base": base, "a": square, "b": square.t(), "c": square, "d": square.t()}
+        torch.save(state, tmp_path / "model_world_size_1_rank_0.pt")
+    found = ckpt_tools.open(tmp_path)
+    assert ckpt_tools.inspect(tmp_path).format == "sharded"
+    assert ckpt_tools.inspect(tmp_path).aliases == {"c": "a", "d": "b"}
+    for name, expected in (("a", square), ("b", square.t()), ("c", square), ("d", square.t())):
+        assert torch.equal(found[name].torch(), expected), name
