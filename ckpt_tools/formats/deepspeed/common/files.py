@@ -8,10 +8,9 @@ stage_1_and_2.py, bf16_optimizer.py and stage3.py ``state_dict``.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from math import prod
 from typing import Any, TypeVar
 
@@ -169,17 +168,22 @@ class _NamesInModule:
     def __init__(self, module: Mapping[str, Value], names: Collection[str]) -> None:
         bare = {without_parts(key): key for key in module}
         self.keys = {name: name if name in module else bare.get(without_parts(name), name) for name in names}
-        lost = [name for name, key in self.keys.items() if key not in module]
-        ends: dict[str, list[str]] = {}
-        for key in (module.keys() - self.keys.values()) if lost else ():
-            for end in accumulate(reversed(key.split(".")[1:]), lambda end, part: f"{part}.{end}"):
-                ends.setdefault(end, []).append(key)
-        taken: set[str] = set()
-        for name in sorted(lost, key=lambda name: -name.count(".")):
-            fitting = [key for key in ends.get(without_parts(name), ()) if key not in taken]
-            if len(fitting) == 1:
-                self.keys[name] = fitting[0]
-                taken.add(fitting[0])
+        lost = {name: without_parts(name) for name, key in self.keys.items() if key not in module}
+        depths, wanted = {name.count(".") + 1 for name in lost.values()}, {*lost.values()}
+
+        def ends_of(key: str) -> set[str]:
+            parts = key.split(".")
+            return wanted & {".".join(parts[-depth:]) for depth in depths if depth < len(parts)}
+
+        fitting: defaultdict[str, set[str]] = defaultdict(set)
+        for key in module.keys() - self.keys.values():
+            for end in ends_of(key):
+                fitting[end].add(key)
+        for name, end in sorted(lost.items(), key=lambda item: -item[1].count(".")):
+            if len(fitting[end]) == 1:
+                (self.keys[name],) = fitting[end]
+                for other in ends_of(self.keys[name]):
+                    fitting[other].discard(self.keys[name])
 
     def __call__(self, name: str) -> str:
         return self.keys.get(name, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,17 @@ def test_other_names_that_a_hook_gives_are_refused(hooked: str, checkpoint: Any,
     made = renamed(checkpoint("zero2-fp32", "awkward", 2).checkpoint, tmp_path / "hooked", change)
     with pytest.raises(IncompleteError, match=r"in param_shapes but not in module: .* a hook of the model"):
         ckpt_tools.inspect(made)
+
+
+def test_names_of_very_many_parts_cost_no_more_than_others(checkpoint: Any, tmp_path: Path) -> None:
+    def change(content: dict[str, Any]) -> None:
+        name = next(iter(content["param_shapes"][0]))
+        value = content["module"].pop(name)
+        content["module"] |= {f"{number}.{'a.' * 5_000}{name}": value for number in range(100)}
+
+    made = renamed(checkpoint("zero2-fp32", "awkward", 2).checkpoint, tmp_path / "hooked", change)
+    tracemalloc.start()
+    with pytest.raises(IncompleteError, match="in param_shapes but not in module"):
+        ckpt_tools.inspect(made)
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
