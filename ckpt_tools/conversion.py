@@ -315,7 +315,7 @@ def _open(request: Request) -> _Opened:
     merge, source, request = _merge(request, src, source, manifest)
     writer = writer or _same_writer(request, manifest, place.name)
     if manifest.unplaced and writer.holds_optimizer and _is_whole(request, writer) and writer.name != manifest.format:
-        # A run would go on without its optimizer.
+        # The run that resumes from the output would start with an empty optimizer.
         ways = "" if option("state", "model") in manifest.unplaced else f", or convert with {option('state', 'model')}"
         raise UnsupportedError(
             f"{writer.name} keeps an optimizer by the names of its parameters; {manifest.unplaced}{ways}"
@@ -634,7 +634,7 @@ def _loading(opened: _Opened, laid_out: _LaidOut) -> str:
 
 
 def _copy_in_words(opened: _Opened) -> str:
-    """Which copy of a weight is written, for a note on copies that differ."""
+    """The copy of a weight that is written, in words for the note on copies that differ."""
     if opened.keeps_both:
         return "both are written"
     if opened.request.weight_copy(opened.manifest) == "model":

@@ -181,7 +181,8 @@ def is_quantized(fqn: str, dtype: DType, *, has_scale: bool = False) -> bool:
 
 
 def _names_with_scales(names: Iterable[str]) -> Iterator[str]:
-    """What a scale among ``names`` is for: the name before ``_scale``, or the module that a usual name lies in."""
+    """Names of weights or modules that a scale among ``names`` belongs to: the part before ``_scale``, or for one of
+    ``SCALE_NAMES`` its module."""
     for scale in names:
         module, _, name = scale.rpartition(".")
         yield from (scale[: len(scale) - len(name) + found.start()] for found in re.finditer("_scale", name))

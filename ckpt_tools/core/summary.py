@@ -80,7 +80,7 @@ class Summary(Shown):
     ``wrapping`` are parts of names that wrappers put in. ``tensors`` are those that ``include`` and ``exclude`` choose,
     and ``stats`` their statistics, if they were asked for; the figures are of the whole checkpoint.
 
-    ``values`` are the parts of optimizer state, and of what modules keep by ``get_extra_state``, that are no tensors.
+    ``values`` are the values in optimizer state, and of ``get_extra_state``, that are not tensors.
     The options of ``groups``, and ``values`` and ``extras``, are bounded, as ``ShownValues`` says.
     """
 

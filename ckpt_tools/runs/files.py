@@ -77,9 +77,8 @@ def in_order_of_removal(paths: Iterable[str]) -> list[list[str]]:
     """Files written last, then the model, then all others: without the first, the rest is not taken for whole."""
     stages = (_forms()[2], _STATES, _MODEL)
     batches: list[list[str]] = [[], [], [], []]
-    for path in sorted(
-        paths, key=lambda path: (not path.endswith("/_METADATA"), path)
-    ):  # that of an item of Orbax first
+    # Of an item of Orbax, _METADATA first.
+    for path in sorted(paths, key=lambda path: (not path.endswith("/_METADATA"), path)):
         name = path.rpartition("/")[2]
         batches[next((number for number, form in enumerate(stages) if form.fullmatch(name)), len(stages))].append(path)
     return [batch for batch in batches if batch]

@@ -96,8 +96,8 @@ def unpacked(
 
 
 def _own(listed: Collection[str], paths: Mapping[str, TreePath], objects: Collection[str]) -> frozenset[str]:
-    """The user's leaves: those that the text lists, and all but weights and values of ``get_extra_state``, which are at
-    the root, and the optimizer."""
+    """The user's leaves: those that the text lists, and all others except the optimizer, and except weights and values
+    of ``get_extra_state``, which are at the root."""
     others = {
         name
         for name, path in paths.items()
