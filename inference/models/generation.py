@@ -12,6 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from ckpt_tools.errors import FormatError
 
+from .task import BYTES_A_TOKEN
+
 UNDECODED = "\ufffd"
 
 Chat = tuple[Mapping[str, str], ...]
@@ -84,6 +86,13 @@ class Generation:
         unused = [name for name in DRAWING if getattr(self, name) is not None]
         if self.temperature is None and unused:
             raise FormatError(f"{unused[0]} is for sampling, which needs a temperature too")
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the prompt in UTF-8. A message has at least one token."""
+        if isinstance(self.prompt, str):
+            return len(self.prompt.encode())
+        return sum(BYTES_A_TOKEN + sum(len(text.encode()) for text in each.values()) for each in self.prompt)
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from .images import MAX_PIXELS, ImageReading
 from .passes import InPasses, Passes
 from .prediction import answers, device_of, embeddings_of
 from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, texts
-from .task import check_inputs, check_labels, classifier_outputs, text_of
+from .task import check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
 from .texts import NEW_TOKENS, grouped
 
 SIZE = (model_names.IMAGE_SIZE, model_names.IMAGE_SIZE)
@@ -87,6 +87,10 @@ class OurTexts(InPasses):
     inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
     outputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
     labels: ClassVar[None] = None
+
+    @property
+    def max_bytes(self) -> int:
+        return max_bytes_of(None)
 
     def decode(self, data: bytes, name: str) -> Array:
         """int64 [bytes]. Raises FormatError if not UTF-8, or empty."""

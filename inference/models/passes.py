@@ -77,7 +77,7 @@ class Passes:
 
 
 class InPasses:
-    """The properties of a task that follow from its ``passes``, for a task without images."""
+    """The properties of a task that follow from its ``passes``, for a task of tensors."""
 
     __slots__ = ()
 
@@ -85,6 +85,10 @@ class InPasses:
 
     @property
     def reading(self) -> ImageReading | None:
+        return None
+
+    @property
+    def max_bytes(self) -> int | None:
         return None
 
     @property

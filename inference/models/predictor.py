@@ -29,7 +29,7 @@ from .results import BYTES, Item, rows_of
 from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec
 from .steady import CheckpointFiles, steadily
-from .task import MAX_BATCH
+from .task import MAX_BATCH, check_length
 from .task import Task as Task
 
 if TYPE_CHECKING:
@@ -93,8 +93,9 @@ class Predictor:
         """Decode an image file or a text in UTF-8 to one input of the model, an array.
 
         Raises:
-            FormatError: the bytes are not such a thing. One sentence, which begins with ``name``.
+            FormatError: the bytes are not such a thing, or too many. One sentence, which begins with ``name``.
         """
+        check_length(len(data), self.task.max_bytes, name)
         return self.task.decode(data, name)
 
     def predict(self, inputs: Sequence[Item]) -> list[Prediction]:

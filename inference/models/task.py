@@ -14,6 +14,25 @@ from .results import BATCH, Columns, Item, TensorSpec
 
 MAX_BATCH = 8  # inputs per forward pass of library models
 
+BYTES_A_TOKEN = 16  # on average over a whole text; more than in any language and in indented code
+LEAST_BYTES = 2**16  # limit of a text for the shortest models: spaces may vanish, and a word be one token
+UNLIMITED_BYTES = 2**20  # limit of a text for a model that takes any number of tokens
+
+
+class TooLongError(FormatError):
+    """A text of more bytes than the model can take. It is not tokenized, which needs 300 times the memory."""
+
+
+def max_bytes_of(num_tokens: int | None) -> int:
+    """The most bytes of a text for a model that takes ``num_tokens``; None if it does not say so."""
+    return UNLIMITED_BYTES if num_tokens is None else max(LEAST_BYTES, BYTES_A_TOKEN * num_tokens)
+
+
+def check_length(num_bytes: int, most: int | None, name: str) -> None:
+    """Raises TooLongError."""
+    if most is not None and num_bytes > most:
+        raise TooLongError(f"{name} has {num_bytes:,} bytes; the model takes at most {most:,}")
+
 
 def classifier_outputs(num_classes: int, num_features: int | None) -> tuple[TensorSpec, ...]:
     """Outputs of a classifier, or with ``num_features`` of one without its head."""
@@ -26,7 +45,7 @@ class Task(Protocol):
     """Maps bytes to inputs, and inputs to predictions. ``labels`` are the class names, if known. ``max_batch`` is
     the most inputs of a forward pass, and ``batch_sizes`` the sizes of passes by the shape of an input, for those
     that were predicted. If ``is_exact``, an answer has the same bits whatever else is in the batch. ``reading`` is
-    how image files are decoded, None for other inputs."""
+    how image files are decoded, and ``max_bytes`` the longest text that is taken; each None for other inputs."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]: ...
@@ -42,6 +61,8 @@ class Task(Protocol):
     def batch_sizes(self) -> Mapping[str, tuple[int, ...]]: ...
     @property
     def reading(self) -> ImageReading | None: ...
+    @property
+    def max_bytes(self) -> int | None: ...
 
     def decode(self, data: bytes, name: str) -> Item:
         """Decode one input, without the batch dimension. Raises FormatError, with ``name`` in it."""

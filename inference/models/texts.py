@@ -27,7 +27,7 @@ from .passes import InPasses, Passes
 from .positions import num_positions, num_words
 from .prediction import Activation, activation_of, answers, device_of, embeddings_of, labels_of_config
 from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, texts
-from .task import check_inputs, check_labels, classifier_outputs, text_of
+from .task import check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
 
 BUCKET = 16  # classified texts are padded to a multiple of it, by their own length, not by others in the batch
 NEW_TOKENS = 64  # default of new tokens without ``max_new_tokens`` in generation_config.json
@@ -149,8 +149,21 @@ class Tokens:
         return np.array([found[field] for field in self.fields], np.int64)
 
 
+class TakesTexts(InPasses):
+    """The input of a task of texts."""
+
+    __slots__ = ()
+
+    tokens: Tokens
+    inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
+
+    @property
+    def max_bytes(self) -> int:
+        return max_bytes_of(self.tokens.limit)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class TextLabels(InPasses):
+class TextLabels(TakesTexts):
     """Classifies texts. Without a padding token or attention mask, one text at a time."""
 
     model: Any
@@ -159,8 +172,6 @@ class TextLabels(InPasses):
     passes: Passes
     activation: Activation = "softmax"
     num_features: int | None = None
-
-    inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
 
     def __post_init__(self) -> None:
         check_labels(self.labels, self.model.config.num_labels)
@@ -200,7 +211,7 @@ class TextLabels(InPasses):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextWriter(InPasses):
+class TextWriter(TakesTexts):
     """Continues texts with the most probable token each time; texts of one length share a batch."""
 
     model: Any
@@ -209,7 +220,6 @@ class TextWriter(InPasses):
     passes: Passes
     turns: Turns = field(default_factory=Turns)
 
-    inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
     outputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
     labels: ClassVar[None] = None
 

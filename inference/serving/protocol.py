@@ -42,7 +42,7 @@ NOT_FINITE = "the answer has numbers that are NaN or infinite, which JSON does n
 Json = dict[str, Any]
 
 
-class BadRequestError(Exception):
+class BadRequestError(FormatError):
     """The request is invalid; the message is for the client."""
 
 
@@ -74,7 +74,7 @@ class Body:
 
 def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_rows: int) -> InferRequest:
     """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``. Raises BadRequestError if it is
-    not a request, or does not fit the model."""
+    not a request, or does not fit the model; FormatError if the model does not take a text of it."""
     text, binary = _split(body, json_bytes)
     try:
         request = orjson.loads(text)
@@ -160,12 +160,7 @@ def _rows(
         raise BadRequestError(f"the input {spec.name} has both data and the parameter binary_data_size")
     if spec.datatype == BYTES:
         texts = _texts_of_json(given, shape, spec) if binary is None else _texts_of_binary(binary, shape, spec)
-        try:
-            return tuple(
-                predictor.decode(text, f"row {row} of the input {spec.name}") for row, text in enumerate(texts)
-            )
-        except FormatError as error:
-            raise BadRequestError(str(error)) from error
+        return tuple(predictor.decode(text, f"row {row} of the input {spec.name}") for row, text in enumerate(texts))
     rows = _array_of_json(given, shape, spec) if binary is None else _array_of_binary(binary, shape, spec)
     if rows.dtype.kind not in "biu" and not np.isfinite(rows.astype(np.float64)).all():
         raise BadRequestError(f"the input {spec.name} has elements that are NaN or infinite in {spec.datatype}")

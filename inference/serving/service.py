@@ -17,12 +17,13 @@ from ckpt_tools.errors import CkptError, FormatError
 
 from ..models.predictor import Prediction, Predictor, TensorSpec
 from ..models.results import BYTES, Item
+from ..models.task import TooLongError, check_length
 from .batching import Counts, QueueFullError
 from .decoding import MAX_WAITING_LARGE, Decoders
 from .generating import GenerateRequest, Generators
 from .http.middleware import Traffic, is_permitted, no_token
 from .metrics import Snapshot
-from .protocol import BadRequestError, InferRequest, tensor_metadata
+from .protocol import InferRequest, tensor_metadata
 from .refusals import RETRY_AFTER, Refused
 from .repository import ModelsEndedError, NotReadyError, Repository, UnknownModelError, Version
 from .settings import Settings
@@ -156,25 +157,20 @@ class Service:
     ) -> Answer:
         """The rendered answer of a model. ``parse`` reads the request of ``num_bytes`` for the version that answers;
         ``seconds`` is the client's own deadline; the version is written to ``log_fields`` for the access log."""
-        with holding(self.repository, log_fields, name, number) as version:
+        with holding(self.repository, log_fields, name, number) as version, refusing_requests():
             asked = await _parsed(parse, version, num_bytes)
             limits = (self.settings.timeout, asked.timeout, seconds)
             answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
-            try:
-                return render(asked, answers, version)
-            except BadRequestError as error:
-                raise Refused(400, str(error)) from error
+            return render(asked, answers, version)
 
     async def generate(
         self, name: str, number: str | None, body: bytes, *, is_stream: bool, log_fields: MutableMapping[str, str]
     ) -> AsyncGenerator[Json]:
         """The answers of Triton's generate extension, at least one, to a request in JSON: the text in pieces for a
         stream, else at once. ``log_fields`` as for :meth:`infer`."""
-        with holding(self.repository, log_fields, name, number) as version:
-            try:
-                asked = await asyncio.to_thread(GenerateRequest.parse, body, is_stream=is_stream)
-            except FormatError as error:
-                raise Refused(400, error.message) from error
+        with holding(self.repository, log_fields, name, number) as version, refusing_requests():
+            asked = await asyncio.to_thread(GenerateRequest.parse, body, is_stream=is_stream)
+            check_length(asked.generation.num_bytes, version.predictor.task.max_bytes, "the prompt")
             seconds = min(self.settings.timeout, asked.timeout or self.settings.timeout)
             most, until = version.batcher.max_waiting, asyncio.get_running_loop().time() + seconds
             is_empty = True
@@ -289,13 +285,21 @@ def logging_failures(version: Version) -> Iterator[None]:
 def refusing(seconds: float, most: int, what: str) -> Iterator[None]:
     """Maps errors of the block to ``Refused``. ``most`` is the length of its queue, of ``what``."""
     try:
-        yield
+        with refusing_requests():
+            yield
     except QueueFullError as error:
         raise Refused(503, f"{most} {what}, which is the limit; try again", RETRY_AFTER) from error
     except TimeoutError as error:
         raise Refused(504, f"the model did not answer within {seconds:g} seconds") from error
+
+
+@contextmanager
+def refusing_requests() -> Iterator[None]:
+    """Maps errors of reading a request to ``Refused``: 413 for a text that is too long, else 400."""
+    try:
+        yield
     except FormatError as error:
-        raise Refused(400, error.message) from error
+        raise Refused(413 if isinstance(error, TooLongError) else 400, error.message) from error
     except ModelsEndedError as error:
         raise ended(error) from error
 
@@ -305,14 +309,9 @@ def ended(error: ModelsEndedError) -> Refused:
 
 
 async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferRequest:
-    try:
-        if num_bytes > LARGE_REQUEST or any(spec.datatype == BYTES for spec in version.predictor.inputs):
-            return await asyncio.to_thread(parse, version)
-        return parse(version)
-    except BadRequestError as error:
-        raise Refused(400, str(error)) from error
-    except ModelsEndedError as error:
-        raise ended(error) from error
+    if num_bytes > LARGE_REQUEST or any(spec.datatype == BYTES for spec in version.predictor.inputs):
+        return await asyncio.to_thread(parse, version)
+    return parse(version)
 
 
 async def _described(version: Version) -> Json:

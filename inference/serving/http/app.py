@@ -168,7 +168,9 @@ async def read_form(request: Request) -> FormData:
     if not request.headers.get("Content-Type", "").lower().startswith("multipart/form-data"):
         raise Refused(422, HOW_TO_POST)
     try:
-        return await InMemoryParser(request.headers, request.stream()).parse()
+        parser = InMemoryParser(request.headers, request.stream())
+        parser.max_part_size = MAX_BODY_BYTES  # of a text; the initializer sets it to 1 MiB
+        return await parser.parse()
     except MultiPartException as error:
         raise Refused(400, f"the form cannot be read ({error.message}); {HOW_TO_POST}") from error
     except ClientDisconnect as error:

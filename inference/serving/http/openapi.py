@@ -124,7 +124,7 @@ REFUSALS: Mapping[int, str] = {
     403: "A page of another origin asks, or the host has another name",
     404: "There is no such model or version, or it is not loaded",
     408: "The request took too long to arrive",
-    413: "The request is too large",
+    413: "The request, or a text of it, is too large",
     415: "A compression that is not known",
     422: "The form does not hold one image or one text",
     500: "The model, or the service, failed",

@@ -42,12 +42,13 @@ class Loaded:
     max_batch: int
     is_exact: bool
     reading: ImageReading | None
+    max_bytes: int | None
     files: CheckpointFiles | None
 
     @classmethod
     def of(cls, predictor: Predictor) -> Loaded:
         task = predictor.task
-        facts = task.inputs, task.outputs, task.labels, task.max_batch, task.is_exact, task.reading
+        facts = task.inputs, task.outputs, task.labels, task.max_batch, task.is_exact, task.reading, task.max_bytes
         return cls(predictor.identity, *facts, predictor.files)
 
 

@@ -159,8 +159,8 @@ class RemoteModels:
         connection = process.connect()
         asked = Load(number, source.url, source.name, source.options, self.threads)
         found: Loaded = process.ask_by(connection, asked)
-        facts = found.inputs, found.outputs, found.labels, found.max_batch, found.is_exact, found.reading
-        task = RemoteTask(*facts, process, number, connection)
+        taken = found.inputs, found.outputs, found.labels, found.max_batch
+        task = RemoteTask(*taken, found.is_exact, found.reading, found.max_bytes, process, number, connection)
         return Predictor(source.name, found.identity, task, is_elsewhere=True, files=found.files)
 
     def _keep(self) -> None:
@@ -193,6 +193,7 @@ class RemoteTask:
     max_batch: int
     is_exact: bool
     reading: ImageReading | None
+    max_bytes: int | None
     process: Process
     number: int
     connection: Connection
