@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 
@@ -30,6 +31,14 @@ def model_names(manifest: Manifest) -> frozenset[str]:
 def is_extra_state(name: str | int) -> bool:
     """Whether a module's ``get_extra_state`` returned what has this name."""
     return str(name).rpartition(".")[2] == _EXTRA_STATE
+
+
+def beginning_with(prefix: str, ordered: Sequence[str]) -> Iterator[str]:
+    """The names that begin with ``prefix``, of those that are ``ordered``."""
+    at = bisect_left(ordered, prefix)
+    while at < len(ordered) and ordered[at].startswith(prefix):
+        yield ordered[at]
+        at += 1
 
 
 def unnumbered(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey
+from ckpt_tools.core.names import beginning_with
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import UsageError
 
@@ -141,19 +142,20 @@ def _needed(fqn: str, members: Mapping[str, list[str]]) -> Iterator[str]:
     module, _, name = fqn.rpartition(".")
     siblings = members[module]
     if name.endswith("_blocks"):
-        yield from (each for each in siblings if each == f"{fqn.removesuffix('_blocks')}_scales")
+        scales = f"{fqn.removesuffix('_blocks')}_scales"
+        yield from (each for each in beginning_with(scales, siblings) if each == scales)
     elif name == "weight" or name in _PACKED:
         yield from (each for each in siblings if not each.endswith("bias"))
     else:
-        yield from (each for each in siblings if each.startswith(f"{fqn}_scale"))
+        yield from beginning_with(f"{fqn}_scale", siblings)
     yield from members.get(fqn, ())
     yield from members.get(f"{fqn}.quant_state", ())
 
 
 def _members(names: Iterable[str]) -> dict[str, list[str]]:
-    """Names by their modules."""
+    """Ordered names by their modules."""
     found: dict[str, list[str]] = {}
-    for name in names:
+    for name in sorted(names):
         found.setdefault(name.rpartition(".")[0], []).append(name)
     return found
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.names import unnumbered
 from ckpt_tools.lora.adapter import Adapter
-from ckpt_tools.lora.config import AdapterConfig, is_quick
+from ckpt_tools.lora.config import AdapterConfig
 from ckpt_tools.lora.names import bare_module
+from ckpt_tools.lora.patterns import Ends, is_quick
 
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 _TEXT_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
@@ -40,13 +42,9 @@ def lacking(
             found[name] = "bias"
         elif name not in adapter.saved and _is_saved(module, config.modules_to_save):
             found[name] = "modules_to_save"
-    if (
-        not found
-        and config.modules_to_save
-        and not any(_is_saved(name, config.modules_to_save) for name in adapter.saved)
-    ):
+    if not found and not any(_is_saved(name, config.modules_to_save) for name in adapter.saved):
         # A head that the base model lacks: PEFT adds several names of heads for some tasks, of which the model has one.
-        found[config.modules_to_save[0]] = "modules_to_save"
+        found |= dict.fromkeys(islice(config.modules_to_save.names, 1), "modules_to_save")
     return found
 
 
@@ -57,14 +55,16 @@ def targets(config: AdapterConfig, modules: list[str], adapted: set[str]) -> Ite
         yield from (module for module in modules if _is_target(module, config))
         return
     classes = set(map(unnumbered, adapted))
-    yield from (module for module in modules if unnumbered(module) in classes and not _is_excluded(module, config))
+    beside = [module for module in modules if unnumbered(module) in classes]
+    excluded = config.exclude_modules
+    is_known = not isinstance(excluded, str) or is_quick([excluded], beside)
+    yield from (module for module in beside if not (is_known and _is_excluded(module, config)))
 
 
 def is_resolved(config: AdapterConfig, modules: list[str]) -> bool:
     """Whether ``target_modules`` alone tells which modules it names."""
     patterns = [each for each in (config.target_modules, config.exclude_modules) if isinstance(each, str)]
-    longest = max(map(len, modules), default=0)
-    return config.target_modules != "all-linear" and all(is_quick(pattern, longest) for pattern in patterns)
+    return config.target_modules != "all-linear" and is_quick(patterns, modules)
 
 
 def _is_target(module: str, config: AdapterConfig) -> bool:
@@ -77,15 +77,13 @@ def _is_target(module: str, config: AdapterConfig) -> bool:
 
 
 def _is_excluded(module: str, config: AdapterConfig) -> bool:
-    return _is_named(module, config.exclude_modules) or any(
-        f".{name}." in f".{module}." for name in config.modules_to_save
-    )
+    return _is_named(module, config.exclude_modules) or config.modules_to_save.holds(module)
 
 
-def _is_named(module: str, names: str | tuple[str, ...]) -> bool:
+def _is_named(module: str, names: str | Ends) -> bool:
     if isinstance(names, str):
         return bool(names) and re.fullmatch(names, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
+    return names.ends(module)
 
 
 def _is_in_layer(module: str, config: AdapterConfig) -> bool:
@@ -96,11 +94,9 @@ def _is_in_layer(module: str, config: AdapterConfig) -> bool:
     return found is not None and int(found[1]) in config.layers
 
 
-def _is_saved(module: str, names: tuple[str, ...]) -> bool:
+def _is_saved(module: str, names: Ends) -> bool:
     """PEFT compares ends of names without regard to dots; what is in such a module is saved too."""
-    parts = module.split(".")
-    ends = (".".join(parts[: number + 1]) for number in range(len(parts)))
-    return any(end.endswith(names) for end in ends) if names else False
+    return names.holds(module, after_dot=False)
 
 
 def _depth(model: Mapping[str, Any]) -> int | None:

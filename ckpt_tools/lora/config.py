@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
 from ckpt_tools.core.wording import listed
 from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.lora.patterns import NO_ENDS, Ends, Patterns, is_plain
 
 EMBEDDING_LAYERS = ("embed_tokens", "lm_head")
 """``EMBEDDING_LAYER_NAMES`` of PEFT: if one is among ``target_modules``, ``save_pretrained`` writes embeddings too."""
+
+MAX_PATTERNS = 500
 
 MAX_NUMBER = 1e30
 """A larger rank or ``alpha`` is that of no adapter."""
@@ -81,16 +84,16 @@ class AdapterConfig:
     rank: int = 8
     alpha: float = 8
     is_rank_stabilized: bool = False
-    rank_pattern: Mapping[str, int] | None = None
-    alpha_pattern: Mapping[str, float] | None = None
+    rank_pattern: Patterns = field(default_factory=lambda: Patterns({}))
+    alpha_pattern: Patterns = field(default_factory=lambda: Patterns({}))
     fan_in_fan_out: bool = False
     bias: str = "none"
-    target_modules: str | tuple[str, ...] | None = None
-    exclude_modules: str | tuple[str, ...] = ()
+    target_modules: str | Ends | None = None
+    exclude_modules: str | Ends = NO_ENDS
     layers: frozenset[int] | None = None
     layers_pattern: tuple[str, ...] = ()
-    modules_to_save: tuple[str, ...] = ()
-    target_parameters: tuple[str, ...] = ()
+    modules_to_save: Ends = NO_ENDS
+    target_parameters: Ends = NO_ENDS
     saves_embeddings: bool = False
     is_language_model: bool = False
     methods: tuple[str, ...] = ()
@@ -98,12 +101,18 @@ class AdapterConfig:
 
     def is_parameter(self, name: str) -> bool:
         """Whether ``target_parameters`` names a tensor of the base model."""
-        return any(name == target or name.endswith(f".{target}") for target in self.target_parameters)
+        return self.target_parameters.ends(name)
+
+    def check_quick(self, keys: Collection[str]) -> None:
+        """Raises UnsupportedError if to find all ranks takes too long."""
+        for name in ("rank_pattern", "alpha_pattern"):
+            if not getattr(self, name).is_quick(keys):
+                why = "may take hours to match; write it with fewer repetitions and alternatives"
+                raise UnsupportedError(f"{name} of adapter_config.json {why}")
 
     def ranked(self, key: str) -> tuple[int, float]:
         """Rank and scale of the module or parameter ``key``, by the first pattern that its name ends with."""
-        rank = _by_pattern(self.rank_pattern, key, self.rank)
-        alpha = _by_pattern(self.alpha_pattern, key, self.alpha)
+        rank, alpha = self.rank_pattern.value(key, self.rank), self.alpha_pattern.value(key, self.alpha)
         return rank, alpha / sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
@@ -130,10 +139,11 @@ def parse_config(content: Any, path: str) -> AdapterConfig:
         target_modules=targets,
         exclude_modules=_names_or_pattern(content, "exclude_modules", path),
         layers=_layers(content.get("layers_to_transform"), path),
-        layers_pattern=_names(content, "layers_pattern", path, may_be_one=True),
-        modules_to_save=_names(content, "modules_to_save", path),
-        target_parameters=_names(content, "target_parameters", path),
-        saves_embeddings=isinstance(targets, str) or not {*EMBEDDING_LAYERS}.isdisjoint(targets or ()),
+        layers_pattern=_few(_names(content, "layers_pattern", path, may_be_one=True), "layers_pattern", path),
+        modules_to_save=Ends.of(_names(content, "modules_to_save", path)),
+        target_parameters=Ends.of(_names(content, "target_parameters", path)),
+        saves_embeddings=isinstance(targets, str)
+        or (targets is not None and not targets.names.keys().isdisjoint(EMBEDDING_LAYERS)),
         is_language_model=content.get("task_type") in ("CAUSAL_LM", "SEQ_2_SEQ_LM"),
         methods=tuple(_methods(content)),
     )
@@ -165,46 +175,28 @@ def _checked(value: Any, what: str, path: str, *, whole: bool = False) -> Any:
     return value
 
 
-def _pattern(content: Mapping[str, Any], key: str, path: str, *, whole: bool = False) -> dict[str, Any]:
+def _pattern(content: Mapping[str, Any], key: str, path: str, *, whole: bool = False) -> Patterns:
     found = content.get(key) or {}
     if not isinstance(found, dict):
         raise MalformedError(f"{key} is not a JSON object", path=path)
     for pattern, value in found.items():
         _checked(value, f"{key} of {pattern!r}", path, whole=whole)
-        _check_pattern(_ending(pattern), pattern, key, path)
-        if not is_quick(pattern):
-            why = "may take hours to match; write it with fewer repetitions and alternatives"
-            raise UnsupportedError(f"{key}: {pattern!r} {why}", path=path)
-    return found
+    for pattern in _few([each for each in found if not is_plain(each)], key, path):
+        _check_pattern(pattern, key, path)
+    return Patterns(found)
 
 
-def _check_pattern(regex: str, shown: str, key: str, path: str) -> None:
+def _few(patterns: Sequence[str], key: str, path: str) -> tuple[str, ...]:
+    if len(patterns) > MAX_PATTERNS:
+        raise UnsupportedError(f"{key} has {len(patterns):,} patterns; at most {MAX_PATTERNS} are tried", path=path)
+    return tuple(patterns)
+
+
+def _check_pattern(pattern: str, key: str, path: str) -> None:
     try:
-        re.compile(regex)
+        re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise MalformedError(f"{key}: {shown!r} is not a regular expression ({error})", path=path) from error
-
-
-MAX_KEY = 256
-"""The longest name of a module that a pattern is matched with."""
-
-MAX_TRIALS = 1e8
-
-
-def is_quick(pattern: str, longest: int = MAX_KEY) -> bool:
-    """False if trying all ways to match a name of ``longest`` letters may take more than ``MAX_TRIALS`` steps.
-
-    Each repetition can end at any letter, and each group take any of its alternatives. A repeated group is refused,
-    and so is what begins with ``(?`` but for ``(?:``.
-    """
-    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern).replace("(?:", "(")
-    if re.search(r"\)[*+{]|\(\?", plain):
-        return False
-    choices = plain.count("(") + plain.count("?")
-    alternatives = choices + plain.count("|") + plain.count("?")
-    repetitions = len(re.findall(r"[*+{]", plain))
-    ways = (alternatives / choices) ** choices if choices else 1 + plain.count("|")
-    return bool(longest ** (1 + repetitions) * ways <= MAX_TRIALS)
+        raise MalformedError(f"{key}: {pattern!r} is not a regular expression ({error})", path=path) from error
 
 
 def _names(content: Mapping[str, Any], key: str, path: str, *, may_be_one: bool = False) -> tuple[str, ...]:
@@ -218,11 +210,11 @@ def _names(content: Mapping[str, Any], key: str, path: str, *, may_be_one: bool 
     return tuple(found)
 
 
-def _names_or_pattern(content: Mapping[str, Any], key: str, path: str) -> str | tuple[str, ...]:
+def _names_or_pattern(content: Mapping[str, Any], key: str, path: str) -> str | Ends:
     found = content.get(key)
     if not isinstance(found, str):
-        return _names(content, key, path)
-    _check_pattern(found, found, key, path)
+        return Ends.of(_names(content, key, path))
+    _check_pattern(found, key, path)
     return found
 
 
@@ -232,21 +224,3 @@ def _layers(found: Any, path: str) -> frozenset[int] | None:
     if not all(type(each) is int for each in several):
         raise MalformedError(f"layers_to_transform is {found!r}, and no numbers of layers", path=path)
     return frozenset(several) or None
-
-
-def _ending(pattern: str) -> str:
-    return rf"(.*\.)?({pattern})$"
-
-
-def _by_pattern(patterns: Mapping[str, Any] | None, key: str, default: Any) -> Any:
-    """PEFT's ``get_pattern_key``: a pattern is a regular expression for the end of a name, or for all of it.
-
-    Raises:
-        UnsupportedError: the name is too long to try patterns.
-    """
-    if patterns and len(key) > MAX_KEY:
-        raise UnsupportedError("the name is too long for a pattern of ranks", key=key)
-    for pattern, value in (patterns or {}).items():
-        if re.match(_ending(pattern), key):
-            return value
-    return (patterns or {}).get(key, default)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import literal_file
 from ckpt_tools.core.manifest import Equal, Kind, Manifest, StateKey, TensorEntry, computed_file
 from ckpt_tools.core.matching import nearest_names
+from ckpt_tools.core.names import beginning_with
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.quantized import is_quantized
@@ -30,6 +32,7 @@ from ckpt_tools.lora.adapter import Adapter, base_of
 from ckpt_tools.lora.complete import is_resolved, lacking
 from ckpt_tools.lora.config import AdapterConfig
 from ckpt_tools.lora.names import BIAS, EMBEDDING, MATRICES, bare_module
+from ckpt_tools.lora.patterns import Ends
 from ckpt_tools.lora.product import Factor, Product, WithProduct
 
 TRANSPOSED_LINEAR = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
@@ -172,13 +175,14 @@ class Merge:
         targets = self._targets(weights)
         self._check_fits(targets, weights)
         orientations = self._orientations(targets, weights)
+        keys = {m: name if self.config.is_parameter(name) else bare_module(m) for m, name in targets.items()}
+        self.config.check_quick({*keys.values()})
         for module, name in targets.items():
             parts, weight = self.adapter.parts[module], weights[name]
             other = self._tied_to(manifest, name)
             if other is not None:
                 raise UnsupportedError(_ties(name, other), key=name)
-            key = name if self.config.is_parameter(name) else bare_module(module)
-            rank, scale = self.config.ranked(key)
+            rank, scale = self.config.ranked(keys[module])
             yield name, self._product(name, weight, parts, rank, scale, orientations)
             if BIAS in parts:
                 bias = f"{bare_module(module)}.bias"
@@ -192,15 +196,19 @@ class Merge:
         groups: dict[str, list[str]] = {}
         for module in self.adapter.parts:
             groups.setdefault(bare_module(module), []).append(module)
-        for target in self.config.target_parameters:
-            module = target.rpartition(".")[0]
-            if not any(map(self.config.is_parameter, weights)) and any(f".{each}".endswith(module) for each in groups):
-                way = f"; {live} leads to it" if (live := self.live()) else ""
-                raise UsageError(f"the adapter is for {target}, a tensor that the base model does not have{way}")
+        parameters: dict[str, list[str]] = {}
+        for name in filter(self.config.is_parameter, weights):
+            parameters.setdefault(name.rpartition(".")[0], []).append(name)
+        targets = [] if parameters else [*self.config.target_parameters.names]
+        owners = {target.rpartition(".")[0]: target for target in reversed(targets)}
+        ends = Ends.of(owners)
+        if adapted := next((f".{each}" for each in groups if ends.ends(f".{each}", after_dot=False)), None):
+            target = next(target for owner, target in owners.items() if adapted.endswith(owner))
+            way = f"; {live} leads to it" if (live := self.live()) else ""
+            raise UsageError(f"the adapter is for {target}, a tensor that the base model does not have{way}")
         for bare, modules in groups.items():
-            names = [name for name in weights if name.rpartition(".")[0] == bare and self.config.is_parameter(name)]
-            if names:
-                found |= self._parameters(bare, modules, names, weights)
+            if bare in parameters:
+                found |= self._parameters(bare, modules, parameters[bare], weights)
             elif len(modules) == 1:
                 found[modules[0]] = f"{bare}.weight"
             else:
@@ -234,11 +242,12 @@ class Merge:
     def _check_fits(self, targets: Mapping[str, str], weights: Mapping[str, TensorEntry]) -> None:
         """Raises UsageError or UnsupportedError if a module has no weight in the base model."""
         missing = {module: name for module, name in targets.items() if name not in weights}
+        ordered = sorted(weights) if missing else []
         for module, name in missing.items():
             bare = bare_module(module)
             if f"{bare}.in_proj_weight" in weights:
                 raise UnsupportedError(f"{bare} is a MultiheadAttention of torch, which is not supported", key=bare)
-            packed = [other for other in weights if other.startswith((f"{bare}.", f"{bare}_"))]
+            packed = chain.from_iterable(beginning_with(f"{bare}{sign}", ordered) for sign in "._")
             if any(is_quantized(other, weights[other].dtype) for other in packed):
                 raise UnsupportedError(
                     f"{bare} is quantized in the base model; dequantize it with {option('dequantize', True)}", key=bare

@@ -85,14 +85,16 @@ def test_malformed_settings(settings: dict[str, Any], said: str, tmp_path: Path)
     refused(tmp_path, MalformedError, said, **settings)
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)" * 30, "a?" * 30 + "a" * 30, "(?=(a*)*)b", ".*.*.*b"])
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)" * 30, "a?" * 30 + "a" * 30, "(?=(a*)*)b"])
 def test_patterns_that_may_not_end(pattern: str, tmp_path: Path) -> None:
     refused(tmp_path, UnsupportedError, "may take hours to match", rank_pattern={pattern: 2})
 
 
 @pytest.mark.parametrize("pattern", [r"layers\.(0|1|2|30|31)\.(self_attn|mlp)\..*", r"layers\.\d+\.(?:q|k|v)_proj"])
 def test_patterns_that_people_write(pattern: str) -> None:
-    assert parse_config({"peft_type": "LORA", "rank_pattern": {pattern: 2}}, "a.json").rank_pattern == {pattern: 2}
+    parsed = parse_config({"peft_type": "LORA", "rank_pattern": {pattern: 2}}, "a.json")
+    parsed.check_quick([f"base_model.model.model.layers.{number}.self_attn.q_proj" for number in range(500)])
+    assert parsed.rank_pattern.values == {pattern: 2}
 
 
 def test_every_setting_of_peft_has_a_rule() -> None:
