@@ -6,6 +6,7 @@ blocks end what the command started, whichever signal it was.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import signal
@@ -67,9 +68,10 @@ def first_signal() -> int | None:
 
 
 @contextmanager
-def stopping_on_signals() -> Iterator[None]:
+def stopping_on_signals(*, is_last: bool = False) -> Iterator[None]:
     """Within the block, the first signal of ``STOPPING`` raises :class:`Stopped`; later ones do not disturb the
-    cleaning up.
+    cleaning up. If it ``is_last``, the process has done its work then, and signals do nothing until it says its code to
+    :func:`ending`.
 
     A signal that was ignored when the process began stays ignored: ``nohup`` asks for that. Main thread only.
     """
@@ -81,10 +83,28 @@ def stopping_on_signals() -> Iterator[None]:
     try:
         yield
     finally:
+        _state.held += is_last
         for number, handler in before.items():
-            if handler is not None:
+            if handler is not None and not is_last:
                 signal.signal(number, handler)
         _state.first = None
+
+
+def ending(code: int) -> None:
+    """From now on a signal ends the process with ``code`` at once: it waits for threads alone."""
+    for number in STOPPING:
+        signal.signal(number, lambda *_: os._exit(code))
+
+
+def unheeded_at_exit() -> None:
+    """Signals do nothing after the functions of ``atexit`` that are registered later: Python gives its handlers up."""
+
+    def ignore() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+
+    atexit.register(ignore)
 
 
 @contextmanager

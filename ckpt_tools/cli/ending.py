@@ -49,7 +49,7 @@ def ended_by_signals(words: Sequence[str], *, is_process: bool) -> Iterator[None
     With ``is_process`` this is all that the process does: it ends within ``END_SECONDS`` of the signal, even if the
     main thread waits in a call that no signal ends, such as one that looks up a host's name.
     """
-    with stopping_on_signals():
+    with stopping_on_signals(is_last=is_process):
         if is_process and _command(words) not in ENDING_THEMSELVES:
             _end_in_time(words)
         try:

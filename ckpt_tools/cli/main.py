@@ -100,9 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _complete()
     try:
         _run(arguments)
-    finally:
+    except SystemExit as error:
         if is_process:
-            process.end()
+            process.end(error.code if isinstance(error.code, int) else 1)
+        raise
 
 
 def _complete() -> None:

@@ -12,6 +12,8 @@ import gc
 import os
 import sys
 
+from ckpt_tools.signals import ending, unheeded_at_exit
+
 VARIABLE = "OPENBLAS_NUM_THREADS"
 NUM_OBJECTS = 50_000
 
@@ -23,12 +25,14 @@ _BEFORE = gc.get_threshold()
 
 def rest() -> None:
     """Let the collector run rarely."""
+    unheeded_at_exit()
     gc.set_threshold(NUM_OBJECTS, *_BEFORE[1:])
 
 
-def end() -> None:
-    """Skip the collection at the end of the process, which takes 25 ms; not with torch, whose bindings report objects
-    that are left on stderr."""
+def end(code: int) -> None:
+    """End with ``code``, also if a signal asks to. Skip the collection at the end of the process, which takes 25 ms;
+    not with torch, whose bindings report objects that are left on stderr."""
+    ending(code)
     if "torch" not in sys.modules:
         gc.freeze()
 

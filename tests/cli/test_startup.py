@@ -78,7 +78,7 @@ ALLOWED = {
     "diff": Allowed(
         {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 129, {"click", "isal", "numpy"}
     ),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 115, {"click", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 116, {"click", "numpy"}),
     "formats": Allowed(
         {"cli", "core", "formats"},
         {entry.place.partition(".")[0] for entry in BUILT_IN.values()},

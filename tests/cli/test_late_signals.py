@@ -1,0 +1,155 @@
+"""A signal at the end of a conversion: what is published and said is done, whatever arrives while Python ends.
+
+The process sends each itself, at a point that another could hardly hit.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckpt_tools
+from tests.support.sparse import make_sparse
+
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
+
+BEGIN = """
+import atexit, os, sys, threading, time, weakref
+number, point = int(sys.argv.pop(1)), sys.argv.pop(1)
+
+def send(*_):
+    print("sent", file=sys.__stderr__, flush=True)
+    os.kill(os.getpid(), number)
+
+def send_soon(seconds):
+    time.sleep(seconds)
+    send()
+
+def send_late(seconds):
+    threading.main_thread().join()
+    send_soon(seconds)
+
+class Last:
+    def __init__(self, kill=os.kill, getpid=os.getpid, write=os.write, number=number):
+        self.sent = lambda: (write(2, b"sent\\n"), kill(getpid(), number))
+
+    def __del__(self):
+        self.sent()
+
+if point == "the first function at exit":
+    atexit.register(send)
+import ckpt_tools.cli
+module = sys.modules["ckpt_tools.cli.main"]
+
+def before(owner, name, *, after=False):
+    real = getattr(owner, name)
+
+    def changed(*given, **named):
+        if not after:
+            send()
+        try:
+            return real(*given, **named)
+        finally:
+            if after:
+                send()
+
+    setattr(owner, name, changed)
+"""
+
+POINTS = {
+    "the first function at exit": "",
+    "the last function at exit": "atexit.register(send)",
+    "the end of sys": "sys.last = Last()",
+    "the end of another module": "module.last = Last()",
+    "the end of the built-in names": "import builtins; builtins.last = Last()",
+    "a finalizer": "weakref.finalize(send, send); atexit.register(lambda: None)",
+    "a thread that is waited for": "threading.Thread(target=send_late, args=(0,)).start()",
+    "a thread that takes longer": "threading.Thread(target=send_late, args=(0.2,)).start()",
+    "before the end is said": "before(module.process, 'end')",
+    "after the end is said": "before(module.process, 'end', after=True)",
+    "before the code is said": "real = sys.exit; sys.exit = lambda code: (send(), real(code))",
+    "twice": "before(module.process, 'end'); atexit.register(send)",
+}
+"""Points after the command, which has published the output and said so."""
+
+WITHIN = {
+    "after the command": "before(module.group, 'main', after=True)",
+    "before the command": "before(module.group, 'main')",
+    "before the output gets its name": "before(os, 'rename'); before(os, 'replace'); before(os, 'link')",
+    "after the output got its name": "before(os, 'rename', after=True); before(os, 'replace', after=True)",
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sparse(tmp_path_factory.mktemp("late") / "model.safetensors", num_tensors=2, num_rows=100)
+
+
+def run(code: str, number: int, point: str, *words: object) -> subprocess.CompletedProcess[str]:
+    program = f"{BEGIN}\n{code}\nmodule.main()"
+    command = [sys.executable, "-c", program, str(int(number)), point, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, start_new_session=True)
+
+
+def is_whole(out: Path, source: Path) -> bool:
+    """Raises AssertionError for half an output, or leftovers."""
+    others = [path.name for path in out.parent.iterdir() if path != out]
+    assert not others, others
+    if out.exists():
+        ckpt_tools.verify(source, out)
+    return out.exists()
+
+
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.parametrize("point", POINTS)
+def test_a_conversion_that_is_done_ends_with_0(point: str, number: int, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run(POINTS[point], number, point, "convert", source, out, "--to", "dcp")
+    assert "sent" in done.stderr
+    assert (done.returncode, is_whole(out, source)) == (0, True), done.stderr
+    assert (out.name in done.stdout, "Traceback" in done.stderr, "Exception" in done.stderr) == (True, False, False)
+
+
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.parametrize("point", ["the last function at exit", "the end of another module", "before the code is said"])
+def test_a_command_that_failed_keeps_its_code(point: str, number: int, source: Path, tmp_path: Path) -> None:
+    done = run(POINTS[point], number, point, "convert", tmp_path / "none", tmp_path / "out", "--to", "dcp")
+    assert (done.returncode, "there is nothing at" in done.stderr or "Error: " in done.stderr) == (3, True), done.stderr
+
+
+@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.parametrize("point", WITHIN)
+def test_within_the_command_the_code_says_which_signal(point: str, number: int, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = run(WITHIN[point], number, point, "convert", source, out, "--to", "dcp")
+    assert done.returncode in (0, CODES[signal.Signals(number)]), done.stderr
+    assert is_whole(out, source) or done.returncode
+
+
+@pytest.mark.parametrize("delay", [number / 10 for number in range(20)])
+def test_whenever_it_arrives_there_is_a_documented_code(delay: float, source: Path, tmp_path: Path) -> None:
+    """From the time at which the command heeds signals."""
+    code = f"""
+real = module.group.main
+def begin(*given, **named):
+    threading.Thread(target=send_soon, args=({delay},), daemon=True).start()
+    return real(*given, **named)
+module.group.main = begin
+threading.Thread(target=time.sleep, args=({delay},)).start()
+"""
+    out = tmp_path / "out"
+    done = run(code, signal.SIGTERM, "", "convert", source, out, "--to", "dcp")
+    assert done.returncode in (0, 143), done.stderr
+    assert is_whole(out, source) or done.returncode
+    assert "Traceback" not in done.stderr
+
+
+def test_a_signal_that_was_ignored_ends_nothing(source: Path, tmp_path: Path) -> None:
+    """As ``nohup`` asks for."""
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); before(module.group, 'main')"
+    done = run(code, signal.SIGHUP, "", "convert", source, tmp_path / "out", "--to", "dcp")
+    assert (done.returncode, is_whole(tmp_path / "out", source)) == (0, True), done.stderr
