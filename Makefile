@@ -71,7 +71,6 @@ fuzz: $(STAMP)
 # Against the peers and cp: hours at its full size. Goes on where it was stopped; ARGS as `python -m benchmarks --help` says.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m benchmarks.training)
 
 clean:
 	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis

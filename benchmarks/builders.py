@@ -33,33 +33,17 @@ from fixtures.launch import Pool
 BUILD_SECONDS, STEP = 1500, 7.0
 
 
-def empty_model(llama: Llama) -> nn.Module:
-    """A Llama of transformers on the meta device."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def empty_model(llama: Llama, *, with_experts: bool = False) -> nn.Module:
+    """A Llama of transformers on the meta device, or a mixture of experts of about as many parameters; each of its
+    layers has its experts in two tensors."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
+    experts = {"num_experts": NUM_EXPERTS, "moe_intermediate_size": llama.ffn // NUM_EXPERTS}
+    config = AutoConfig.for_model(
+        "qwen3_moe" if with_experts else "llama",
+        **(experts if with_experts else {}),
         hidden_size=llama.hidden,
         intermediate_size=llama.ffn,
-        num_hidden_layers=llama.layers,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_HEADS,
-        vocab_size=llama.vocab,
-        tie_word_embeddings=False,
-    )
-    with torch.device("meta"):
-        model: nn.Module = LlamaForCausalLM(config)
-        return model
-
-
-def empty_experts(llama: Llama) -> nn.Module:
-    """A mixture of experts of transformers on the meta device, of about as many parameters; each layer has its experts
-    in two tensors."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        hidden_size=llama.hidden,
-        moe_intermediate_size=llama.ffn // NUM_EXPERTS,
-        num_experts=NUM_EXPERTS,
         num_hidden_layers=llama.layers,
         num_attention_heads=NUM_HEADS,
         num_key_value_heads=NUM_HEADS,
@@ -68,7 +52,7 @@ def empty_experts(llama: Llama) -> nn.Module:
         tie_word_embeddings=False,
     )
     with torch.device("meta"):
-        model: nn.Module = Qwen3MoeForCausalLM(config)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return model
 
 
@@ -79,12 +63,9 @@ def fill(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def sharded_model(llama: Llama) -> nn.Module:
-    return sharded(empty_model(llama))
-
-
-def sharded(model: nn.Module) -> nn.Module:
-    """A model on the meta device, with its parts of random numbers on each rank."""
+def sharded_model(llama: Llama, *, with_experts: bool = False) -> nn.Module:
+    """A model with its parts of random numbers on each rank."""
+    model = empty_model(llama, with_experts=with_experts)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh)
@@ -126,7 +107,7 @@ def build_dcp_weights(out: str, llama: Llama) -> None:
 
 
 def build_dcp_experts(out: str, llama: Llama) -> None:
-    save({"model": get_model_state_dict(sharded(empty_experts(llama)))}, checkpoint_id=out)
+    save({"model": get_model_state_dict(sharded_model(llama, with_experts=True))}, checkpoint_id=out)
 
 
 def _filled_part(shape: tuple[int, ...], index: tuple[int, ...]) -> Tensor:

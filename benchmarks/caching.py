@@ -8,11 +8,9 @@ host, for twice the time of the copying. With one page in use in every mebibyte 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,42 +57,18 @@ def cool(path: Path) -> float:
 
 
 def cached_share(path: Path) -> float:
-    """Share of the files' pages that are in memory."""
-    counts = [_cached_pages(file) for file in files_of(path) if file.stat().st_size]
-    return sum(cached for cached, _ in counts) / max(1, sum(pages for _, pages in counts))
-
-
-def _cached_pages(file: Path) -> tuple[int, int]:
-    """Pages in memory, and pages in all: `mincore` of a mapping of the file."""
-    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
-        pages = -(-len(mapping) // mmap.PAGESIZE)
-        found = (ctypes.c_ubyte * pages)()
-        first = ctypes.c_char.from_buffer(mapping)
-        failed = ctypes.CDLL(None, use_errno=True).mincore(
-            ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapping)), found
-        )
-        del first  # a mapping that is still referred to cannot be closed
-        if failed:
-            raise OSError(ctypes.get_errno(), "mincore", str(file))
-        return sum(byte & 1 for byte in found), pages
+    """Share of the files' pages that are in memory, as `fincore` of util-linux says."""
+    files = [file for file in files_of(path) if file.stat().st_size]
+    command = ["fincore", "--bytes", "--raw", "--noheadings", "--output", "PAGES", "--", *map(str, files)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout if files else ""
+    pages = sum(-(-file.stat().st_size // mmap.PAGESIZE) for file in files)
+    return sum(map(int, found.split())) / max(1, pages)
 
 
 SHARE = 3
 """At most a third of the available memory is touched, so that nothing is evicted for it."""
 
-HOLD = """
-import mmap, sys
-size, kept, page = int(sys.argv[1]), 1 << 20, mmap.PAGESIZE
-memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-if hasattr(mmap, "MADV_NOHUGEPAGE"):
-    memory.madvise(mmap.MADV_NOHUGEPAGE)
-for start in range(0, size, kept):
-    memory[start : start + kept : page] = bytes(kept // page)
-for start in range(0, size, kept):
-    memory.madvise(mmap.MADV_DONTNEED, start + page, kept - page)
-print("held", flush=True)
-sys.stdin.read()
-"""
+BLOCK = 1 << 20
 
 
 @contextmanager
@@ -102,13 +76,11 @@ def ballast(num_bytes: int) -> Iterator[None]:
     """Touch so much memory, and keep one page of each mebibyte until the end."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    size = min(num_bytes, available // SHARE) >> 20 << 20
-    command = [sys.executable, "-S", "-c", HOLD, str(size)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdin is not None
-        assert holder.stdout is not None
-        holder.stdout.readline()
-        try:
-            yield
-        finally:
-            holder.stdin.close()
+    size = min(num_bytes, available // SHARE) // BLOCK * BLOCK
+    with mmap.mmap(-1, max(BLOCK, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        for start in range(0, size, BLOCK):
+            memory[start : start + BLOCK : mmap.PAGESIZE] = bytes(BLOCK // mmap.PAGESIZE)
+        for start in range(0, size, BLOCK):
+            memory.madvise(mmap.MADV_DONTNEED, start + mmap.PAGESIZE, BLOCK - mmap.PAGESIZE)
+        yield

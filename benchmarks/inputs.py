@@ -17,7 +17,7 @@ from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.measure import measured
+from benchmarks.measure import MeasureError, measure_success
 
 HERE = Path(__file__).parent
 WEIGHT_BYTES, STATE_BYTES = 4, 12
@@ -90,25 +90,17 @@ MARK = ".ckpt-tools-benchmarks"
 """A file in folders of benchmarks. Only in such a folder are files removed."""
 
 
-class FolderError(Exception):
-    """A folder holds files of the user."""
-
-
 def claim(folder: Path) -> None:
     """Make the folder of inputs and outputs, or take one of an earlier run, or that in the checkout.
 
     Raises:
-        FolderError: there are files that no benchmark wrote.
+        MeasureError: there are files that no benchmark wrote.
     """
     folder.mkdir(parents=True, exist_ok=True)
     is_ours = (folder / MARK).is_file() or folder.is_relative_to(HERE.parent / ".cache")
     if not is_ours and any(folder.iterdir()):
-        raise FolderError(f"{folder} holds files that no benchmark wrote; name an empty folder with --data")
+        raise MeasureError(f"{folder} holds files that no benchmark wrote; name an empty folder with --data")
     (folder / MARK).touch()
-
-
-class BuildError(Exception):
-    """An input could not be made; the message is the last line that its builder printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +113,12 @@ class Cache:
         return self.root / f"{kind}-{size_bytes}-{_digest()}"
 
     def get(self, kind: str, size_bytes: int) -> Path:
-        """The input, made if needed. Raises `BuildError`."""
+        """The input, made if needed. Raises `MeasureError`."""
         model = Llama.of(size_bytes // KINDS[kind].bytes_per_element)
         return self.made(self.path(kind, size_bytes), kind, model, KINDS[kind].world_size)
 
     def made(self, path: Path, kind: str, model: Llama, ranks: int) -> Path:
-        """`path`, with an input of that model by so many ranks, made if needed. Raises `BuildError`."""
+        """`path`, with an input of that model by so many ranks, made if needed. Raises `MeasureError`."""
         if path.exists():
             return path
         self.root.mkdir(parents=True, exist_ok=True)
@@ -135,12 +127,8 @@ class Cache:
         words = ["-m", "benchmarks.builders", kind, str(partial), *map(str, (model.hidden, model.layers, ranks))]
         try:
             with tempfile.TemporaryDirectory() as folder:
-                log = Path(folder, "log")
-                usage = measured([sys.executable, *words], log, time_limit=BUILD_SECONDS, cwd=HERE.parent)
-                if usage.timed_out:
-                    raise BuildError(f"not made in {BUILD_SECONDS} s")
-                if usage.exit_code:
-                    raise BuildError((log.read_text(errors="replace").strip() or "without a message").splitlines()[-1])
+                command, log = [sys.executable, *words], Path(folder, "log")
+                measure_success(command, log, time_limit=BUILD_SECONDS, cwd=HERE.parent)
             return partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from fixtures.cache import code_of
 
 ROOT = Path(__file__).parent.parent
+CKPT_TOOLS = [sys.executable, "-m", "ckpt_tools"]
 FRAMEWORKS = ("torch", "deepspeed", "safetensors", "accelerate")
 
 

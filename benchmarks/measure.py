@@ -30,6 +30,10 @@ SAMPLING_SHARE = 10
 """A sample of a tree of several GB takes milliseconds of page table walks: at most a tenth of the time."""
 
 
+class MeasureError(Exception):
+    """Something could not be made or measured; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Usage of a command until it ended or ran out of time.
@@ -65,6 +69,26 @@ def measured(
     if done.returncode:
         raise subprocess.CalledProcessError(done.returncode, program, *said)
     return Usage(**json.loads(said[0]))
+
+
+def reason_of_failure(usage: Usage, log: Path, time_limit: float) -> str:
+    """Why the command failed; empty if it succeeded."""
+    if usage.timed_out:
+        return f"not done in {time_limit:g} s"
+    if usage.exit_code < 0:
+        return f"killed by signal {-usage.exit_code}"
+    *_, last = log.read_text(errors="replace").strip().splitlines() or [""]
+    return (last or f"exit code {usage.exit_code}") if usage.exit_code else ""
+
+
+def measure_success(
+    command: Sequence[str], log: Path, *, time_limit: float, cwd: Path, env: Mapping[str, str] | None = None
+) -> Usage:
+    """As `measured`. Raises MeasureError if the command fails."""
+    usage = measured(command, log, time_limit=time_limit, cwd=cwd, env=env)
+    if reason := reason_of_failure(usage, log, time_limit):
+        raise MeasureError(f"{' '.join(command)[:200]} failed: {reason}")
+    return usage
 
 
 def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
@@ -123,19 +147,21 @@ def _watch(pid: int, deadline: float) -> tuple[int, bool]:
 
 def _shared_out_bytes(pid: int) -> int:
     """Proportional shares of a process with its children; 0 if it has none, since its own peak is known exactly."""
-    tree = list(_tree(pid))
-    return sum(map(_proportional_bytes, tree)) if len(tree) > 1 else 0
+    tree = list(process_tree(pid))
+    return sum(map(proportional_bytes, tree)) if len(tree) > 1 else 0
 
 
-def _tree(pid: int) -> Iterator[int]:
+def process_tree(pid: int) -> Iterator[int]:
+    """A process and its descendants."""
     yield pid
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
             for child in (thread / "children").read_text().split():
-                yield from _tree(int(child))
+                yield from process_tree(int(child))
 
 
-def _proportional_bytes(pid: int) -> int:
+def proportional_bytes(pid: int) -> int:
+    """Resident memory of a process, with its share of what several have."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -144,7 +170,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def _kill_tree(pid: int) -> None:
-    for member in list(_tree(pid)):
+    for member in list(process_tree(pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ Command = Callable[[Path, Path], list[str]]
 
 WEIGHTS = "model.safetensors"
 """File of weights that peers and we write."""
+
+PART_BYTES, NUM_THREADS = 8 << 20, 8
+"""How objects are moved from S3 to S3."""
 
 
 def _python(*words: str | Path) -> list[str]:
@@ -130,8 +135,6 @@ def safetensors_to_dcp(source: str, out: str) -> None:
 
 def dcp_by_3_ranks(source: str, out: str) -> None:
     """A job on 3 ranks that loads a checkpoint of 8 and saves its own: torch has no tool that reshards files."""
-    import tempfile
-
     from fixtures.launch import Pool
 
     with tempfile.TemporaryDirectory() as logs, Pool(3, log_dir=Path(logs)) as pool:
@@ -164,17 +167,61 @@ def load_and_save(source: str, out: str) -> None:
     save(unflatten_state_dict(state, metadata.planner_data), checkpoint_id=out)
 
 
-def main(name: str, source: str, out: str) -> None:
-    functions = (
-        merge_fsdp_weights,
-        consolidate_safetensors_files,
-        merge_and_unload,
-        check_merged,
-        safetensors_to_dcp,
-        dcp_by_3_ranks,
+def send_object(client: Any, to: dict[str, str], read: Callable[[int], bytes], size: int, *, num_threads: int) -> None:
+    """An object of `size` bytes in parts, each read when it is sent."""
+    to = {**to, "UploadId": client.create_multipart_upload(**to)["UploadId"]}
+
+    def send_part(start: int) -> dict[str, Any]:
+        number = start // PART_BYTES + 1
+        return {"PartNumber": number, "ETag": client.upload_part(**to, PartNumber=number, Body=read(start))["ETag"]}
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        parts = list(pool.map(send_part, range(0, size, PART_BYTES) or (0,)))
+    client.complete_multipart_upload(**to, MultipartUpload={"Parts": parts})
+
+
+def move_s3_objects(source: str, out: str) -> None:
+    """Download and upload every byte of the input's files, by botocore without checksums and signatures of bodies."""
+    import botocore.session
+    from botocore.config import Config
+
+    config = Config(
+        max_pool_connections=NUM_THREADS,
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"payload_signing_enabled": False},
     )
-    {function.__name__: function for function in functions}[name](source, out)
+    client = botocore.session.Session().create_client("s3", config=config)
+    (bucket, prefix), (_, target) = (url.removeprefix("s3://").split("/", 1) for url in (source, out))
+    for found in client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/")["Contents"]:
+        key, size = found["Key"], found["Size"]
+
+        def read(start: int, key: str = key, size: int = size) -> bytes:
+            wanted = f"bytes={start}-{min(start + PART_BYTES, size) - 1}"
+            return bytes(client.get_object(Bucket=bucket, Key=key, Range=wanted)["Body"].read())
+
+        to = {"Bucket": bucket, "Key": target + key.removeprefix(prefix)}
+        send_object(client, to, read, size, num_threads=NUM_THREADS)
+
+
+def load_and_save_by_fsspec(source: str, out: str) -> None:
+    """The usual way in torch: load all of it, save it, upload it."""
+    import fsspec
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import fsspec_filesystem
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    reader = fsspec_filesystem.FsspecReader(source)
+    planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.safetensors")
+        save_file(flatten_state_dict(state)[0], path)
+        fsspec.filesystem("s3").put_file(str(path), f"{out.removeprefix('s3://')}/{path.name}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    globals()[sys.argv[1]](*sys.argv[2:])

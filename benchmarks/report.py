@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import figures, inference, startup
+from benchmarks import figures
 from benchmarks.figures import Result, Row, verdict
-from benchmarks.journal import Journal, Record
+from benchmarks.journal import Journal
 from benchmarks.machine import ROOT, code
+from benchmarks.parts import KIND, PARTS
 from benchmarks.picture import draw
 from benchmarks.turns import markdown
 from benchmarks.works import COPY, OURS, WORKS
@@ -60,7 +61,7 @@ def _few_cells(result: Result) -> Iterator[str]:
 
 
 def _section(journal: Journal, found: Sequence[Result], *, is_whole: bool = False) -> Iterator[str]:
-    """The page's section; if ``is_whole``, with the note on the method and the memory by size of ``table.md``."""
+    """The page's section; if ``is_whole``, with the note on the method of ``table.md``."""
     yield from _machine(journal)
     if is_whole:
         yield "\n[How it was measured](../../docs/benchmarks.md#how-it-was-measured)."
@@ -71,16 +72,10 @@ def _section(journal: Journal, found: Sequence[Result], *, is_whole: bool = Fals
     if earlier := [result.work.about for result in found if result.about["code"] != codes[-1]]:
         yield f"\nMeasured with an earlier version of ckpt-tools than the others: {'; '.join(earlier)}."
     yield ""
-    yield from _promises(journal, found)
-    if is_whole:
-        yield "\n## Memory by size: DCP, 4 ranks → safetensors\n"
-        header = "checkpoint | peak | said by `plan` | seconds"
-        yield from markdown(header, map(_memory_cells, journal.find(kind="memory")), texts=())
-    for record in journal.find(kind=startup.KIND):
-        if "lines" in record:
-            yield from ("", "## Start-up", "", *record["lines"])
-    if lines := inference.reported(journal):
-        yield from ("", "## Inference", "", *lines)
+    yield from _promises(found)
+    for part in PARTS:
+        for record in journal.find(kind=KIND, part=part.name):
+            yield from ("", f"## {part.heading}", "", *record["lines"])
 
 
 def _full_table(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
@@ -141,7 +136,7 @@ def _megabytes(row: Row | None) -> str:
     return f"{row.peak_bytes / 1e6:,.0f} MB" if row else "–"
 
 
-def _promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
+def _promises(found: Sequence[Result]) -> Iterator[str]:
     yield "Promises, kept or missed:\n"
     for result in found:
         for promise in result.promises():
@@ -150,30 +145,9 @@ def _promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
     wrong = [f"{name} in {result.work.about}" for result, name, check in checks if check["status"] != "equal"]
     text = f"{len(checks) - len(wrong)} of {len(checks)} outputs measured are bit for bit equal to their sources"
     yield f"- {verdict(not wrong)}: {text}" + "".join(f"; not {line}" for line in wrong)
-    yield from _memory_promises(journal, found)
-
-
-def _memory_promises(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
-    done = journal.find(kind="memory", status="done")
     ours = [row for result in found for row in result.rows if row.contestant == OURS and row.runs]
-    if peak := max([row.peak_bytes for row in ours] + [record["peak_bytes"] for record in done], default=0):
+    if peak := max((row.peak_bytes for row in ours), default=0):
         yield f"- {verdict(peak <= MAX_MEMORY_BYTES)}: {peak / 1e6:.0f} MB at the peak of any work (at most 256)"
-    if len(done) > 1:
-        peaks = [record["peak_bytes"] for record in done]
-        within = all(record["peak_bytes"] <= record["planned_bytes"] for record in done)
-        spread = max(peaks) / min(peaks) - 1
-        sizes = ", ".join(f"{record['size_bytes'] / 1e9:g}" for record in done)
-        yield f"- {verdict(spread <= 0.1)}: memory at {sizes} GB differs by {spread:.1%} (at most 10 %)"
-        yield f"- {verdict(within)}: memory is never above what `plan` said"
-
-
-def _memory_cells(record: Record) -> Iterator[str]:
-    yield f"{record['size_bytes'] / 1e9:g} GB"
-    if record["status"] != "done":
-        yield from (f"{record['status']}: {record['reason']}", "", "")
-        return
-    yield from (f"{record[key] / 1e6:.1f} MB" for key in ("peak_bytes", "planned_bytes"))
-    yield f"{record['seconds']:.2f}"
 
 
 def _details(result: Result) -> Iterator[str]:

@@ -1,14 +1,12 @@
 """The model of `make demo` behind other servers, as their documentation says: `python -m benchmarks.servers WHO MODEL
 PORT THREADS`.
 
-All take `{"image": [784 numbers]}` (BentoML a list of such) and answer `{"label": ..., "probabilities": [...]}`.
-LitServe and BentoML make batches of up to as many images as our service does. The FastAPI endpoint is the usual one: it
-predicts each image alone.
+Both take `{"image": [784 numbers]}` and answer `{"label": ..., "probabilities": [...]}`. LitServe makes batches of up
+to as many images as our service does. The FastAPI endpoint is the usual one: it predicts each image alone.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,16 +39,7 @@ def litserve(model: str, port: int, threads: int) -> None:
     server.run(host="127.0.0.1", port=port, log_level="warning", generate_client_file=False)
 
 
-def bentoml(model: str, port: int, threads: int) -> None:
-    """Its command imports `benchmarks.bento` in processes of its own."""
-    os.environ |= {"BENCHMARK_MODEL": model, "BENCHMARK_THREADS": str(threads), "BENTOML_DO_NOT_TRACK": "1"}
-    from bentoml import server as _  # noqa: F401
-
-    command = ["bentoml", "serve", "benchmarks.bento:Demo", "--port", str(port), "--host", "127.0.0.1"]
-    os.execv(sys.executable, [sys.executable, "-m", *command])
-
-
-SERVERS = {"FastAPI": fastapi, "LitServe": litserve, "BentoML": bentoml}
+SERVERS = {"FastAPI": fastapi, "LitServe": litserve}
 
 
 if __name__ == "__main__":

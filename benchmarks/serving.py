@@ -1,4 +1,5 @@
-"""The service under clients, beside other servers of the same model and beside a loop that calls it on batches.
+"""The service under 64, 8 and 1 clients, beside LitServe, a FastAPI endpoint and a loop, all with the model of
+`make demo`.
 
 Each server runs the whole time and is asked in turn, for some seconds, an image at a time. The clients are those of
 `wrk`, which has to be installed (Debian's package of that name): a client written in Python takes more of a processor
@@ -13,24 +14,39 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.request import Request, urlopen
 
+import numpy as np
+import psutil
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
 from benchmarks.demo_model import BATCH, SIDE
 from benchmarks.machine import ROOT
+from benchmarks.measure import MeasureError, process_tree, proportional_bytes
 from benchmarks.servers import SERVERS
-from benchmarks.turns import take_turns
+from benchmarks.suite import Settings
+from benchmarks.turns import markdown, ratio, take_turns
+from fixtures.launch import free_port
+from inference.models.predictor import load_predictor
+from training.data import datasets as data
+from training.loop import evaluation
+from training.models.image_models import build_model
 
 JSON, BINARY, PNG, LOOP, ROW = "ours, JSON", "ours, binary", "ours, PNG", "bare loop", "bare loop, one row"
 EIGHT, ONE = "ours, JSON, 8 clients", "ours, JSON, 1 client"
@@ -38,6 +54,21 @@ NUM_CLIENTS, NUM_IMAGES = 64, 64
 WARM_UP_SECONDS = 1.0
 START_SECONDS = 300.0
 INFER = "/v2/models/model/infer"
+TURN_SECONDS = 8.0
+
+SERVE_TO_PEER = 1.5
+"""Least ratio of the service's answers a second to those of each peer."""
+
+SERVE_TO_LOOP = {JSON: 0.85, BINARY: 0.85, PNG: 0.6}
+"""Least ratios of answers a second to those of the loop, under 64 clients."""
+
+EIGHT_TO_ONE = 3.0
+"""Least ratio of answers a second to those that one client gets."""
+
+ONE_TIMES, ONE_MORE_SECONDS = 2.0, 0.003
+"""One client waits at most so many times as long as the loop takes for one row, and so many seconds more."""
+
+MORE_BYTES_THAN_LITSERVE = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +95,8 @@ class Requests:
         bodies = ",".join('"' + "".join(f"\\{byte:03d}" for byte in body) + '"' for body in self.bodies)
         lines = [f"local bodies, n = {{{bodies}}}, 0", 'wrk.method = "POST"']
         lines += [f"wrk.headers[{json.dumps(name)}] = {json.dumps(value)}" for name, value in self.headers.items()]
-        return "\n".join(
-            [
-                *lines,
-                f'request = function() n = n % #bodies + 1 return wrk.format(nil, "{self.path}", nil, bodies[n]) end',
-            ]
-        )
+        asked = f'wrk.format(nil, "{self.path}", nil, bodies[n])'
+        return "\n".join([*lines, f"request = function() n = n % #bodies + 1 return {asked} end"])
 
     def answer(self, port: int, number: int) -> bytes:
         url = f"http://127.0.0.1:{port}{self.path}"
@@ -89,34 +116,24 @@ class Server:
     num_clients: int = NUM_CLIENTS
 
     def check(self) -> None:
-        """Raises SystemExit if it gives the same answer to every image."""
+        """Raises MeasureError if it gives the same answer to every image."""
         if len({self.requests.answer(self.port, number) for number in range(8)}) < 2:
-            raise SystemExit("a server gives the same answer to every image")
+            raise MeasureError("a server gives the same answer to every image")
 
     def turn(self, seconds: float) -> Turn:
         self._load(WARM_UP_SECONDS)
         before = _cpu_seconds(self.process.pid)
         found = self._load(seconds)
         used = _cpu_seconds(self.process.pid) - before
-        resident = sum(each.memory_full_info().pss for each in _tree(self.process.pid))
+        resident = sum(map(proportional_bytes, process_tree(self.process.pid)))
         return Turn(found.rate, found.p50, found.p99, used / found.many, resident)
 
     def _load(self, seconds: float) -> Loaded:
-        url = f"http://127.0.0.1:{self.port}"
-        duration = f"-d{max(1, round(seconds))}s"
-        command = [
-            "wrk",
-            "-t1",
-            f"-c{self.num_clients}",
-            duration,
-            "--timeout=60s",
-            "--latency",
-            "-s",
-            str(self.script),
-        ]
-        done = subprocess.run([*command, url], capture_output=True, text=True, check=False)
+        options = ["-t1", f"-c{self.num_clients}", f"-d{max(1, round(seconds))}s", "--timeout=60s", "--latency"]
+        command = ["wrk", *options, "-s", str(self.script), f"http://127.0.0.1:{self.port}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise SystemExit(f"wrk failed: {done.stderr.strip()}")
+            raise MeasureError(f"wrk failed: {done.stderr.strip()}")
         return Loaded.of(done.stdout)
 
 
@@ -131,12 +148,12 @@ class Loaded:
 
     @classmethod
     def of(cls, said: str) -> Loaded:
-        """Raises SystemExit if an answer was not a success, or none came."""
+        """Raises MeasureError if an answer was not a success, or none came."""
         if trouble := re.search(r"(Non-2xx|Socket errors).*", said):
-            raise SystemExit(f"not every request was answered: {trouble[0]}")
+            raise MeasureError(f"not every request was answered: {trouble[0]}")
         many, rate = re.search(r"(\d+) requests in", said), re.search(r"Requests/sec:\s*([\d.]+)", said)
         if many is None or rate is None or not int(many[1]):
-            raise SystemExit(f"wrk counted no request: {said[:200]}")
+            raise MeasureError(f"wrk counted no request: {said[:200]}")
         p50, p99 = (_seconds(said, part) for part in ("50%", "99%"))
         return cls(int(many[1]), float(rate[1]), p50, p99)
 
@@ -147,24 +164,15 @@ UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
 def _seconds(said: str, part: str) -> float:
     found = re.search(rf"{part}\s+([\d.]+)(us|ms|s|m)\b", said)
     if found is None:
-        raise SystemExit(f"wrk does not say the {part} of its latencies")
+        raise MeasureError(f"wrk does not say the {part} of its latencies")
     return float(found[1]) * UNITS[found[2]]
 
 
-def _tree(pid: int) -> list[Any]:
-    import psutil
-
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
-
-
 def _cpu_seconds(pid: int) -> float:
-    return sum(sum(each.cpu_times()[:2]) for each in _tree(pid))
+    return sum(sum(psutil.Process(each).cpu_times()[:2]) for each in process_tree(pid))
 
 
 def images() -> Any:
-    import numpy as np
-
     return np.random.default_rng(0).integers(0, 256, (NUM_IMAGES, SIDE * SIDE), np.uint8)
 
 
@@ -181,38 +189,24 @@ BINARY_HEAD = json.dumps(
 
 
 def as_form(image: Any) -> bytes:
-    from PIL import Image
-
     file = BytesIO()
     Image.fromarray(image.reshape(SIDE, SIDE)).save(file, "png")
     head = b'--X\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\nContent-Type: image/png\r\n\r\n'
     return head + file.getvalue() + b"\r\n--X--\r\n"
 
 
-def requests_of() -> dict[str, Requests]:
+def make_requests() -> dict[str, Requests]:
     """The requests of each contestant."""
     given, json_type = images(), {"Content-Type": "application/json"}
     binary_type = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(BINARY_HEAD))}
     form_type = {"Content-Type": "multipart/form-data; boundary=X"}
-    # BentoML's clients send batches, even if they are of one image.
-    for_peers = [(who, [image.tolist()] if who == "BentoML" else image.tolist()) for who in SERVERS for image in given]
-    peers = {
-        who: Requests(
-            "/predict", [json.dumps({"image": image}).encode() for name, image in for_peers if name == who], json_type
-        )
-        for who in SERVERS
-    }
+    for_peers = Requests("/predict", [json.dumps({"image": image.tolist()}).encode() for image in given], json_type)
     return {
         JSON: Requests(INFER, [as_json(each) for each in given], json_type),
         BINARY: Requests(INFER, [BINARY_HEAD + each.tobytes() for each in given], binary_type),
         PNG: Requests("/predict", [as_form(each) for each in given], form_type),
-        **peers,
+        **dict.fromkeys(SERVERS, for_peers),
     }
-
-
-def missing() -> list[str]:
-    """Peers that are not installed."""
-    return [who for who in SERVERS if find_spec(who.lower()) is None]
 
 
 @contextmanager
@@ -225,12 +219,12 @@ def _running(command: Sequence[str], port: int, log: Path) -> Iterator[subproces
         deadline = time.monotonic() + START_SECONDS
         while not _is_open(port):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{command[1:4]} does not start: {log.read_text()[-300:]}")
+                raise MeasureError(f"{command[1:4]} does not start: {log.read_text()[-300:]}")
             time.sleep(0.2)
         yield process
     finally:
-        for each in reversed(_tree(process.pid)):
-            each.kill()
+        for each in reversed(list(process_tree(process.pid))):
+            os.kill(each, signal.SIGKILL)
         process.wait()
 
 
@@ -239,17 +233,23 @@ def _is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
+def measure_service(settings: Settings) -> list[str]:
+    """All use one thread fewer than there are processors, the service's default."""
+    with tempfile.TemporaryDirectory() as name:
+        torch.manual_seed(0)
+        model = build_model()
+        # torchvision begins with a head of zeros, which tells no image from another.
+        torch.nn.init.normal_(model.heads[0].weight)
+        save_file(model.state_dict(), Path(name) / "model.safetensors")
+        threads = max(1, (os.cpu_count() or 1) - 1)
+        return rows(take_turns_serving(Path(name), settings.runs, TURN_SECONDS, threads))
 
 
 def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) -> dict[str, list[Turn]]:
     """``folder`` has ``model.safetensors``. The first round fills caches and does not count."""
     if shutil.which("wrk") is None:
-        raise SystemExit("the service is measured with wrk, which is not installed")
-    ways, scripts = requests_of(), dict[str, Path]()
+        raise MeasureError("the service is measured with wrk, which is not installed")
+    ways, scripts = make_requests(), dict[str, Path]()
     for number, (who, requests) in enumerate(ways.items()):
         scripts[who] = folder / f"{number}.lua"
         scripts[who].write_text(requests.script())
@@ -259,13 +259,13 @@ def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) 
         def start(name: str, command: Sequence[str], port: int) -> subprocess.Popen[bytes]:
             return stack.enter_context(_running([sys.executable, "-m", *command], port, folder / f"{name}.log"))
 
-        port = _free_port()
+        port = free_port()
         options = ["--model", f"model={model}", "--port", str(port), "--threads", str(threads)]
         ours = start("ours", ["inference.serving", *options], port)
         running = {who: Server(port, ours, ways[who], scripts[who]) for who in (JSON, BINARY, PNG)}
         running |= {who: Server(port, ours, ways[JSON], scripts[JSON], many) for who, many in ((EIGHT, 8), (ONE, 1))}
-        for who in SERVERS.keys() - set(missing()):
-            port = _free_port()
+        for who in SERVERS:
+            port = free_port()
             process = start(who, ["benchmarks.servers", who, model, str(port), str(threads)], port)
             running[who] = Server(port, process, ways[who], scripts[who])
         for each in running.values():
@@ -279,11 +279,6 @@ class Loop:
     """Calls the model on one batch of ``size`` images, repeatedly."""
 
     def __init__(self, model: str, threads: int, size: int) -> None:
-        import torch
-
-        from inference.models.predictor import load_predictor
-        from training.data import datasets as data
-        from training.loop import evaluation
 
         torch.set_num_threads(threads)
         task: Any = load_predictor(model).task
@@ -300,3 +295,35 @@ class Loop:
         ordered = sorted(taken)
         p50, p99 = ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))]
         return Turn(many / wall, p50, p99, used / many)
+
+
+def rows(found: Mapping[str, Sequence[Turn]]) -> list[str]:
+    """Each server, and then the promises."""
+    header = f"{NUM_CLIENTS} clients | answers a second | p50 | p99 | processor | memory"
+    servers = markdown(header, (_server_row(who, taken) for who, taken in found.items()))
+    return [*servers, "", *markdown("promise | measured | promised", _promises(found))]
+
+
+def _server_row(who: str, taken: Sequence[Turn]) -> list[str]:
+    p50, p99 = (f"{1000 * median(getattr(each, name) for each in taken):.1f} ms" for name in ("p50", "p99"))
+    cpu = f"{1000 * median(each.cpu_per_answer for each in taken):.2f} ms"
+    memory = _memory(taken)
+    shown = f"{memory / 1e6:.0f} MB" if memory else ""
+    return [who, f"{median(each.rate for each in taken):.0f}", p50, p99, cpu, shown]
+
+
+def _memory(taken: Sequence[Turn]) -> int:
+    return max(each.resident_bytes for each in taken)
+
+
+def _promises(found: Mapping[str, Sequence[Turn]]) -> Iterator[list[str]]:
+    rates = [(who, LOOP, least) for who, least in SERVE_TO_LOOP.items()]
+    rates += [(JSON, who, SERVE_TO_PEER) for who in SERVERS if who in found]
+    for above, below, least in (*rates, (EIGHT, ONE, EIGHT_TO_ONE)):
+        yield [f"{above} / {below}", f"{ratio('rate', found[above], found[below]):.2f}", f"at least {least:g}"]
+    row, one = (median(each.p50 for each in found[who]) for who in (ROW, ONE))
+    most = ONE_TIMES * row + ONE_MORE_SECONDS
+    yield [f"p50 of {ONE}", f"{1000 * one:.1f} ms", f"at most {1000 * most:.1f} ms"]
+    if "LitServe" in found:
+        more = _memory(found[JSON]) - _memory(found["LitServe"])
+        yield ["memory above LitServe's", f"{more / 1e6:.0f} MB", f"at most {MORE_BYTES_THAN_LITSERVE / 1e6:.0f} MB"]

@@ -1,4 +1,4 @@
-"""Start-up time of commands, and the time to plan a recipe: ``python -m benchmarks.startup``, and in ``make bench``.
+"""Start-up time of commands, and the time to plan a recipe: ``python -m benchmarks --works start-up``.
 
 Commands alternate with a bare Python that imports numpy. The table has medians, and their ratios to the bare Python's:
 of wall time, which other processes of the machine lengthen, and of processor time.
@@ -6,7 +6,6 @@ of wall time, which other processes of the machine lengthen, and of processor ti
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -18,30 +17,16 @@ from statistics import median
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.journal import Journal, Record
-from benchmarks.machine import ROOT, code
-from benchmarks.measure import Usage, measured
+from benchmarks.machine import CKPT_TOOLS, ROOT
+from benchmarks.measure import Usage, measure_success
+from benchmarks.suite import Settings
 from benchmarks.turns import markdown, take_turns
+from fixtures import synthetic
 
-KIND = "start-up"
 BARE = "python -c 'import numpy'"
 PLAN_EXPERTS = "plan, DCP of 128 experts in 48 layers to 18,432 tensors"
 NUM_TENSORS, NUM_ELEMENTS = 100, 10_000
 TIME_LIMIT = 60.0
-
-EXPERTS = """
-import sys
-from pathlib import Path
-from fixtures import synthetic
-shapes = {}
-for layer in range(48):
-    for name, shape in (("gate_up_proj", (128, 1536, 2048)), ("down_proj", (128, 2048, 768))):
-        shapes[f"model.layers.{layer}.mlp.experts.{name}"] = shape
-synthetic.dcp(shapes, 8, Path(sys.argv[1]))
-"""
-"""A DCP of 8 ranks in sparse files with the experts of Qwen3-30B-A3B: 96 tensors that a recipe makes 18,432 of."""
-
-CKPT_TOOLS = [sys.executable, "-m", "ckpt_tools"]
 
 
 def commands(folder: Path) -> dict[str, list[str]]:
@@ -61,61 +46,39 @@ def commands(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def run(command: Sequence[str], folder: Path, tree: Path) -> Usage:
+def run_command(command: Sequence[str], folder: Path) -> Usage:
     """Usage of a command with compiled modules kept, as for users, and one thread of linear algebra, as our own
     command has it: the others of bare numpy wait busily."""
     users = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment = {**users, "OPENBLAS_NUM_THREADS": "1"}
-    log = folder / "log"
     for left in folder.glob("out.*"):
         left.unlink()
-    usage = measured(command, log, time_limit=TIME_LIMIT, cwd=tree, env=environment)
-    if usage.exit_code or usage.timed_out:
-        raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()}")
-    return usage
+    return measure_success(command, folder / "log", time_limit=TIME_LIMIT, cwd=ROOT, env=environment)
 
 
-def measure(tree: Path, rounds: int) -> list[str]:
+def measure_commands(settings: Settings) -> list[str]:
     """The table. The round that does not count compiles modules, too."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tensors = {f"layers.{n}.weight": np.full(NUM_ELEMENTS, n, np.float32) for n in range(NUM_TENSORS)}
         save_file(tensors, folder / "model.safetensors")
-        run([sys.executable, "-c", EXPERTS, f"{folder}/experts"], folder, tree)
-        given = {what: partial(run, command, folder, tree) for what, command in commands(folder).items()}
-        run([*CKPT_TOOLS, "convert", f"{folder}/model.safetensors", f"{folder}/dcp", "--to", "dcp"], folder, tree)
-        return rows(take_turns(given, rounds))
+        # The experts of Qwen3-30B-A3B in sparse files: 96 tensors that a recipe makes 18,432 of.
+        sizes = {"gate_up_proj": (128, 1536, 2048), "down_proj": (128, 2048, 768)}
+        experts: synthetic.Shapes = {
+            f"model.layers.{n}.mlp.experts.{part}": shape for n in range(48) for part, shape in sizes.items()
+        }
+        synthetic.dcp(experts, 8, folder / "experts")
+        run_command([*CKPT_TOOLS, "convert", f"{folder}/model.safetensors", f"{folder}/dcp", "--to", "dcp"], folder)
+        given = {what: partial(run_command, command, folder) for what, command in commands(folder).items()}
+        found = take_turns(given, settings.runs)
+    header = "command | wall | ratio | processor | ratio | memory"
+    return markdown(header, (_cells(what, used, found[BARE]) for what, used in found.items()))
 
 
-def rows(found: dict[str, list[Usage]]) -> list[str]:
-    return markdown("command | wall | ratio | processor | ratio | memory", (_cells(found, what) for what in found))
-
-
-def _cells(found: dict[str, list[Usage]], what: str) -> Iterator[str]:
-    usages, bare = found[what], found[BARE]
+def _cells(what: str, used: Sequence[Usage], bare: Sequence[Usage]) -> Iterator[str]:
     yield what
     for name in ("seconds", "cpu_seconds"):
-        used, least = (median(getattr(usage, name) for usage in each) for each in (usages, bare))
-        yield f"{used * 1e3:.0f} ms"
-        yield f"{used / least:.2f}"
-    yield f"{median(usage.peak_bytes for usage in usages) / 1e6:.1f} MB"
-
-
-def measure_into(journal: Journal, rounds: int) -> None:
-    """Note the table in the suite's journal."""
-    key: Record = {"code": code()}
-    journal.forget(keep=key, kind=KIND)
-    if not journal.find(kind=KIND, **key):
-        journal.add({"kind": KIND, **key, "lines": measure(ROOT, rounds)})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the source tree to measure (default: this one)")
-    given = parser.parse_args()
-    print("\n".join(measure(given.tree.resolve(), given.rounds)))
-
-
-if __name__ == "__main__":
-    main()
+        seconds, least = (median(getattr(usage, name) for usage in each) for each in (used, bare))
+        yield f"{seconds * 1e3:.0f} ms"
+        yield f"{seconds / least:.2f}"
+    yield f"{median(usage.peak_bytes for usage in used) / 1e6:.1f} MB"

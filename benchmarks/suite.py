@@ -6,21 +6,18 @@ for all. A contestant that fails or takes too long is noted with the reason and 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import caching, machine
-from benchmarks.inputs import BuildError, Cache
+from benchmarks.inputs import Cache
 from benchmarks.journal import Journal, Record
-from benchmarks.measure import Usage, measured
+from benchmarks.measure import MeasureError, Usage, measured, reason_of_failure
 from benchmarks.peers import COMMANDS
 from benchmarks.works import COPY, OURS, Work
 
@@ -39,31 +36,14 @@ BALLAST = 2
 """Memory kept from the host, in sizes of the state: an output, and its writers' memory."""
 
 
-GIGABYTE = 10**9
-
-SYNTHETIC = """
-import sys
-from pathlib import Path
-from benchmarks.inputs import Llama
-from fixtures import synthetic
-size, folder = int(sys.argv[1]), Path(sys.argv[2])
-llama = Llama.of(size // 4)
-model = synthetic.Model(layers=llama.layers, hidden=llama.hidden, ffn=llama.ffn, vocab=llama.vocab)
-synthetic.dcp(model.shapes(), 4, folder, synthetic.DTYPES["fp32"])
-"""
-"""A DCP of 4 ranks in sparse files: its 16 GB take no disk. Its elements are zeros, which are copied like any
-others. A larger one has larger tensors, and as many: their index takes 6 kB a tensor."""
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a suite. No run is started after `deadline`, a time of `time.monotonic`."""
+    """Size of the inputs, number of runs of a contestant, and seconds that one may take."""
 
     size_bytes: int
     runs: int
     time_limit: float
     data: Path
-    deadline: float = float("inf")
     ways: tuple[str, ...] = WAYS
 
 
@@ -78,10 +58,6 @@ class Slot:
     @property
     def way(self) -> str:
         return "fsync" if self.synced else self.cache
-
-
-class OutOfTimeError(Exception):
-    """The budget is spent; what was measured is written down."""
 
 
 def slots(work: Work) -> Iterator[Slot]:
@@ -99,7 +75,7 @@ class Runner:
     def __init__(self, work: Work, settings: Settings, journal: Journal) -> None:
         self.work, self.settings, self.journal = work, settings, journal
         self.inputs = Cache(settings.data / "inputs")
-        self.size_bytes = work.scale * settings.size_bytes
+        self.size_bytes = settings.size_bytes
         self.source = self.inputs.path(work.source, self.size_bytes)
         self.copied = settings.data / "copied"
         self.out = settings.data / "out"
@@ -115,7 +91,7 @@ class Runner:
                 for number, slot in list(self._missing()):
                     if slot.contestant not in self._failed():
                         self._run(number, slot)
-        except (BuildError, OSError, ValueError, subprocess.SubprocessError) as error:
+        except (MeasureError, OSError, ValueError, subprocess.SubprocessError) as error:
             self._note("work", status="failed", reason=_short(str(error)))
         finally:
             _delete(self.copied)
@@ -144,7 +120,6 @@ class Runner:
 
     def _prepare(self) -> None:
         """The input, and what `cp -r` copies: an output of ours, which is first compared with the input."""
-        check_time(self.settings)
         room = WORK_ROOM + INPUT_ROOM * (not self.source.exists())
         if not self.inputs.make_room(int(room * self.size_bytes), keep=self.source):
             raise OSError(f"the disk has no {room * self.size_bytes / 1e9:.1f} GB free")
@@ -167,7 +142,6 @@ class Runner:
                 caching.cool(path)
 
     def _run(self, number: int, slot: Slot) -> None:
-        check_time(self.settings)
         usage, reason, share = self._measure(slot)
         status = "timed out" if usage.timed_out else "failed" if reason else "done"
         place = {"round": number, **asdict(slot), "cached_share": round(share, 4)}
@@ -196,48 +170,6 @@ class Runner:
         self._note("check", contestant=contestant, status="failed" if reason else "equal", reason=reason)
 
 
-def measure_memory(sizes_gb: Sequence[float], settings: Settings, journal: Journal) -> None:
-    """Note the peak memory of DCP to safetensors at each size, and what `plan` estimates."""
-    for size_gb in sizes_gb:
-        key: Record = {"size_bytes": int(size_gb * GIGABYTE), "code": machine.code()}
-        journal.forget(keep=key, kind="memory", size_bytes=key["size_bytes"])
-        if journal.find(kind="memory", status="done", **key):
-            continue
-        check_time(settings)
-        say(f"memory at {size_gb:g} GB")
-        journal.add({"kind": "memory", **key, **_memory(key["size_bytes"], settings)})
-
-
-def _memory(size_bytes: int, settings: Settings) -> Record:
-    folder = settings.data / "memory"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        if not Cache(settings.data / "inputs").make_room(int(1.1 * size_bytes)):
-            return {"status": "no room", "reason": f"the disk has no {1.1 * size_bytes / GIGABYTE:.0f} GB free"}
-        return _converted(size_bytes, folder, settings)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return {"status": "failed", "reason": str(error)}
-    finally:
-        shutil.rmtree(folder)
-
-
-def _converted(size_bytes: int, folder: Path, settings: Settings) -> Record:
-    words = [sys.executable, "-c", SYNTHETIC, str(size_bytes), str(folder / "source")]
-    subprocess.run(words, check=True, cwd=ROOT, capture_output=True)
-    conversion = [str(folder / "source"), str(folder / "model.safetensors")]
-    program = [sys.executable, "-m", "ckpt_tools"]
-    plan = subprocess.run([*program, "plan", *conversion, "--json"], cwd=ROOT, capture_output=True, check=True)
-    usage, reason = call([*program, "convert", *conversion, "--quiet"], settings)
-    planned = json.loads(plan.stdout)["peak_memory_bytes"]
-    return {"status": "failed" if reason else "done", "reason": reason, "planned_bytes": planned, **asdict(usage)}
-
-
-def check_time(settings: Settings) -> None:
-    if time.monotonic() > settings.deadline:
-        raise OutOfTimeError
-
-
 def call(command: list[str], settings: Settings) -> tuple[Usage, str]:
     """The command's usage, and the reason of its failure, empty if it succeeded."""
     settings.data.mkdir(parents=True, exist_ok=True)
@@ -246,12 +178,15 @@ def call(command: list[str], settings: Settings) -> tuple[Usage, str]:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
     usage = measured(command, log, time_limit=settings.time_limit, cwd=ROOT, env=env)
-    if usage.timed_out:
-        return usage, f"not done in {settings.time_limit:g} s"
-    if usage.exit_code < 0:
-        return usage, f"killed by signal {-usage.exit_code}"
-    *_, last = log.read_text(errors="replace").strip().splitlines() or [""]
-    return usage, (_short(last) or f"exit code {usage.exit_code}") if usage.exit_code else ""
+    return usage, _short(reason_of_failure(usage, log, settings.time_limit))
+
+
+def printed_lines(command: list[str], settings: Settings) -> list[str]:
+    """What the command prints. Raises MeasureError if it fails."""
+    _, reason = call(command, settings)
+    if reason:
+        raise MeasureError(f"{' '.join(command[1:4])} failed: {reason}")
+    return (settings.data / "log").read_text().splitlines()
 
 
 def say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""Overhead of `training/` over the framework that it drives: `python -m benchmarks.training`.
+"""Overhead of `training/` over the framework that it drives.
 
 - `fsdp2-step`, `zero2-step`: a step of a run, against a bare loop over the same samples with the same framework
 - `resume`: a state of FSDP2 through `load_into`, against `dcp.load`
@@ -11,22 +11,37 @@ finds GPUs, each rank has one.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from math import ceil
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmarks.inputs import Llama
-from benchmarks.machine import ROOT, load
-from benchmarks.turns import Taken, markdown, ratio, take_turns
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.builders import empty_model
+from benchmarks.inputs import STATE_BYTES, Llama
+from benchmarks.suite import Settings
+from benchmarks.turns import Taken, compare, take_turns
+from ckpt_tools import load_into
+from fixtures.launch import pool
+from training.checkpoints.progress import Progress
+from training.config.schedule import schedule_for
+from training.config.train_config import TrainConfig
+from training.data.datasets import load_dataset, to_input
+from training.engines import create_engine
+from training.launchers.torchrun import run_rank
+from training.loop.outlets import Outlet
+from training.loop.saving import Saver
+from training.models.zoo import spec_of
 
 FSDP2_STEP, ZERO2_STEP, RESUME, STALL = "fsdp2-step", "zero2-step", "resume", "stall"
 PROMISED = {FSDP2_STEP: 1.05, ZERO2_STEP: 1.05, RESUME: 1.2, STALL: 0.2}
@@ -35,9 +50,6 @@ PROMISED = {FSDP2_STEP: 1.05, ZERO2_STEP: 1.05, RESUME: 1.2, STALL: 0.2}
 OURS, THEIRS = "ours", "theirs"
 STRATEGIES = {FSDP2_STEP: "full_shard", ZERO2_STEP: "zero2"}
 
-STATE_BYTES = 12
-"""A parameter in fp32 with Adam's two moments."""
-
 BATCH, LOG_EVERY = 64, 10
 """Defaults of a run."""
 
@@ -45,17 +57,16 @@ EPOCH = 22
 """The most steps of an epoch of `digits`."""
 
 SECONDS = 3600.0
-DATA = ROOT / ".cache" / "benchmarks" / "training"
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """`size_bytes` is the size of the state that is resumed and saved; a turn has so many `steps` of `model`."""
 
-    ranks: int
     rounds: int
-    steps: int
     size_bytes: int
+    ranks: int = 2
+    steps: int = EPOCH
     model: str = "vit"
 
 
@@ -63,10 +74,20 @@ Turns = dict[str, list[Taken]]
 """The turns of ``OURS`` and ``THEIRS``."""
 
 
-def measured(work: str, asked: Asked, data: Path) -> Turns:
-    """The turns of rank 0."""
-    from fixtures.launch import pool
+def measure_work(work: str, settings: Settings) -> list[str]:
+    """The table of one work, on a rank for each GPU; without one, on 2."""
+    asked = Asked(settings.runs, settings.size_bytes, torch.cuda.device_count() or 2)
+    turns = take_turns_in_ranks(work, asked, settings.data / "training")
+    return compare({work: (turns[OURS], turns[THEIRS])}, PROMISED)
 
+
+measure_fsdp2_step, measure_zero2_step, measure_resume, measure_stall = (
+    partial(measure_work, work) for work in PROMISED
+)
+
+
+def take_turns_in_ranks(work: str, asked: Asked, data: Path) -> Turns:
+    """The turns of rank 0."""
     data.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=data) as folder:
         job: Callable[..., Turns] = {RESUME: resume_turns, STALL: stall_turns}.get(work, step_turns)
@@ -74,39 +95,22 @@ def measured(work: str, asked: Asked, data: Path) -> Turns:
     return dict(first)
 
 
-def rows(found: Mapping[str, Turns]) -> list[str]:
-    header = "work | ours | the other | ours / the other | promised | processor time, ours / the other"
-    return markdown(header, (_row(work, *turns.values()) for work, turns in found.items()))
-
-
-def _row(work: str, theirs: list[Taken], ours: list[Taken]) -> list[str]:
-    seconds = [f"{median(one.wall for one in each):.4f} s" for each in (ours, theirs)]
-    processor = f"{ratio('cpu', ours, theirs):.2f}" if ours[0].cpu else ""
-    return [work, *seconds, f"{ratio('wall', ours, theirs):.2f}", f"at most {PROMISED[work]}", processor]
-
-
 def _device() -> Any:
     """This rank's GPU; without one, the CPU."""
-    import torch
-
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", torch.distributed.get_rank())
+    device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
     return device
 
 
 def _wait_for_gpu() -> None:
-    import torch
-
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def _timed(function: Callable[[], object]) -> Taken:
     """Time from the start of the first rank to the end of the last."""
-    import torch.distributed as dist
-
     dist.barrier()
     started = time.perf_counter()
     function()
@@ -116,10 +120,6 @@ def _timed(function: Callable[[], object]) -> Taken:
 
 
 def _config(out: Path, **values: Any) -> Any:
-    import torch.distributed as dist
-
-    from training.config.train_config import TrainConfig
-
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -127,10 +127,8 @@ def _config(out: Path, **values: Any) -> Any:
 
 
 def step_turns(work: str, asked: Asked, folder: Path) -> Turns:
-    """A run, and a loop of as many steps in as many epochs. The first LOG_EVERY steps warm both up."""
-    epochs = ceil(asked.steps / EPOCH)
-    size = {"num_samples": BATCH * (asked.steps // epochs), "epochs": epochs, "save_every": epochs}
-    size |= {"batch_size": BATCH, "log_every": LOG_EVERY}
+    """A run, and a loop of as many steps in an epoch. The first LOG_EVERY steps warm both up."""
+    size = {"num_samples": BATCH * asked.steps, "epochs": 1, "batch_size": BATCH, "log_every": LOG_EVERY}
     config = _config(folder / "run", strategy=STRATEGIES[work], model=asked.model, **size)
     numbers = count()
     ours, theirs = (lambda: _our_step(config, next(numbers))), partial(_bare_step, config)
@@ -138,47 +136,35 @@ def step_turns(work: str, asked: Asked, folder: Path) -> Turns:
 
 
 class _Clock:
-    """Times at which steps end and epochs begin on this rank. A run calls it as its check whether to stop; the time
-    between epochs does not count."""
+    """Times at which the epoch begins and its steps end on this rank. A run calls it as its check whether to stop."""
 
     def __init__(self, config: Any) -> None:
-        steps = config.num_samples // BATCH
-        begins = range(0, config.epochs * (steps + 1), steps + 1)
-        self._pairs = [(max(begin, LOG_EVERY), begin + steps) for begin in begins]
-        self._ends = {end for pair in self._pairs for end in pair}
+        self._num_steps = config.num_samples // BATCH
         self._marks: list[tuple[float, float]] = []
 
     def __call__(self) -> bool:
-        if len(self._marks) in self._ends:
+        if len(self._marks) in (LOG_EVERY, self._num_steps):
             _wait_for_gpu()
         self._marks.append((time.perf_counter(), time.process_time()))
         return False
 
     def a_step(self) -> Taken:
         """Mean of the steps after the first LOG_EVERY. Processor time is the mean of the ranks; collective."""
-        import torch
-
         marks = torch.tensor(self._marks, dtype=torch.float64)
-        seconds, processor = sum(marks[last] - marks[first] for first, last in self._pairs) / sum(
-            last - first for first, last in self._pairs
-        )
-        torch.distributed.all_reduce(processor)
-        return Taken(float(seconds), float(processor) / torch.distributed.get_world_size())
+        seconds, processor = (marks[self._num_steps] - marks[LOG_EVERY]) / (self._num_steps - LOG_EVERY)
+        dist.all_reduce(processor)
+        return Taken(float(seconds), float(processor) / dist.get_world_size())
 
 
 def _our_step(config: Any, number: int) -> Taken:
-    import torch
-
-    from training.launchers.torchrun import run_rank
-
     config = replace(config, out=config.out / str(number))
-    if torch.distributed.get_rank() == 0:
+    if dist.get_rank() == 0:
         config.out.mkdir(parents=True)
-    torch.distributed.barrier()
+    dist.barrier()
     clock = _Clock(config)
     asked: Any = clock
     run_rank(config, _device(), asked)
-    torch.distributed.barrier()
+    dist.barrier()
     return clock.a_step()
 
 
@@ -187,39 +173,29 @@ def _bare_step(config: Any) -> Taken:
     model, step = _bare_fsdp2(config) if config.sharding.framework == "fsdp2" else _bare_deepspeed(config)
     model.train()
     clock, numbers = _Clock(config), count(1)
-    for epoch in range(config.epochs):
+    clock()
+    for inputs, labels in _batches(config):
+        loss = step(inputs, labels)
+        if next(numbers) % LOG_EVERY == 0:
+            loss.item()
         clock()
-        for inputs, labels in _batches(config, epoch):
-            loss = step(inputs, labels)
-            if next(numbers) % LOG_EVERY == 0:
-                loss.item()
-            clock()
     if hasattr(model, "destroy"):
         model.destroy()
     return clock.a_step()
 
 
-def _batches(config: Any, epoch: int) -> Iterator[tuple[Any, Any]]:
-    """This rank's batches of an epoch, in a random order."""
-    import torch
-
-    from training.data.datasets import load_dataset, to_input
-
+def _batches(config: Any) -> Iterator[tuple[Any, Any]]:
+    """This rank's batches of the epoch, in a random order."""
     samples, device = load_dataset("digits", "train", None).first(config.num_samples), _device()
     assert len(samples) == config.num_samples
-    order = torch.randperm(config.num_samples, generator=torch.Generator().manual_seed(epoch))
-    share, rank = BATCH // config.num_workers, torch.distributed.get_rank()
+    order = torch.randperm(config.num_samples, generator=torch.Generator().manual_seed(0))
+    share, rank = BATCH // config.num_workers, dist.get_rank()
     for start in range(0, config.num_samples, BATCH):
         mine = order[start + rank * share : start + (rank + 1) * share]
         yield to_input(samples.pixels[mine]).to(device), samples.labels[mine].to(device)
 
 
 def _bare_fsdp2(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
-    import torch
-    from torch.distributed.fsdp import fully_shard
-
-    from training.models.zoo import spec_of
-
     made = spec_of(config).make()
     model = made.module.to(_device())
     for block in made.blocks:
@@ -241,11 +217,9 @@ def _bare_fsdp2(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
 
 def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     import deepspeed
-    import torch
 
     from training.engines.deepspeed import join_process_group
     from training.engines.deepspeed_config import deepspeed_config
-    from training.models.zoo import spec_of
 
     join_process_group(_device())
     model = spec_of(config).make().module
@@ -268,12 +242,6 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
 
 def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
     """Loading into the same model, with an optimizer without state, as in a run that resumes."""
-    from torch.distributed.checkpoint import state_dict_loader
-    from torch.distributed.checkpoint.state_dict import set_state_dict
-
-    from ckpt_tools import load_into
-    from training.checkpoints.progress import Progress
-
     engine = _engine(asked, folder)
     saved = folder / "saved"
     engine.save(saved, Progress(1, 1))
@@ -294,10 +262,6 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
 
 def stall_turns(work: str, asked: Asked, folder: Path) -> Turns:
     """Saves of a run, each complete before the next begins."""
-    from training.checkpoints.progress import Progress
-    from training.loop.outlets import Outlet
-    from training.loop.saving import Saver
-
     engine = _engine(asked, folder)
     config, outlet, numbers = engine._config, Outlet(engine._config), count(1)
     background, waiting = (Saver(replace(config, async_save=is_async), engine, outlet) for is_async in (True, False))
@@ -317,13 +281,7 @@ def stall_turns(work: str, asked: Asked, folder: Path) -> Turns:
 
 def _engine(asked: Asked, folder: Path) -> Any:
     """The FSDP2 engine of a Llama with a state of that size, after one step."""
-    import torch
-
-    from benchmarks.builders import empty_model
-    from training.config.schedule import schedule_for
-    from training.engines import create_engine
-
-    if torch.distributed.get_rank() == 0:
+    if dist.get_rank() == 0:
         llama: Any = empty_model(Llama.of(asked.size_bytes // STATE_BYTES))
         llama.config.save_pretrained(folder / "llama")
     config = _config(
@@ -333,30 +291,3 @@ def _engine(asked: Asked, folder: Path) -> Any:
     words = torch.zeros(1, 8, dtype=torch.int64, device=_device())
     engine.step((words, words))
     return engine
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--works", default=",".join(PROMISED), help=f"works: {', '.join(PROMISED)}; default: all")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count; one more fills caches")
-    parser.add_argument("--steps", type=int, default=22, help=f"steps of a turn, at least {2 * LOG_EVERY}")
-    parser.add_argument("--model", default="vit", help="model of the steps, one that learns from images")
-    parser.add_argument("--size", type=float, default=1.0, metavar="GB", help="size of the resumed and saved state")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of temporary checkpoints")
-    given = parser.parse_args()
-    asked = Asked(given.ranks, given.rounds, given.steps, int(given.size * 1e9), given.model)
-    works = given.works.split(",")
-    if unknown := set(works) - PROMISED.keys():
-        parser.error(f"--works: no such work: {', '.join(sorted(unknown))}")
-    if asked.steps < 2 * LOG_EVERY:
-        parser.error(f"--steps is at least {2 * LOG_EVERY}: a turn is measured from step {LOG_EVERY} on")
-    before = load()
-    found = {work: measured(work, asked, given.data) for work in works}
-    print("\n".join([*rows(found), "", f"Load of the machine: {before} before, {load()} after."]))
-
-
-if __name__ == "__main__":
-    main()

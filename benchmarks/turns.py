@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+MAX_EXTRA_BYTES = 256_000_000
+"""Memory above a model's own while it is loaded, and above that of a process that only imported the libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,22 @@ def take_turns(contestants: Mapping[str, Callable[[], Result]], rounds: int) -> 
 def ratio(field: str, above: Sequence[object], below: Sequence[object]) -> float:
     """Median over the rounds, whose turns follow one another."""
     return float(median(getattr(a, field) / getattr(b, field) for a, b in zip(above, below, strict=True)))
+
+
+def compare(pairs: Mapping[str, tuple[Sequence[Taken], Sequence[Taken]]], promised: Mapping[str, float]) -> list[str]:
+    """The table of works: what ours took, what the other took, and the largest ratio that was promised."""
+    header = "work | ours | the other | ours / the other | promised | by processor time | above the model"
+    return markdown(header, (_compared(work, *pair, promised[work]) for work, pair in pairs.items()))
+
+
+def _compared(work: str, ours: Sequence[Taken], other: Sequence[Taken], promised: float) -> Iterator[str]:
+    yield work
+    yield from (f"{median(each.wall for each in taken):.4f} s" for taken in (ours, other))
+    yield f"{ratio('wall', ours, other):.2f}"
+    yield f"at most {promised:.3g}"
+    yield f"{ratio('cpu', ours, other):.2f}" if ours[0].cpu else ""
+    extra = max(each.extra_bytes for each in ours)
+    yield f"{extra / 1e6:.0f} MB (at most {MAX_EXTRA_BYTES / 1e6:.0f})" if extra else ""
 
 
 def markdown(header: str, rows: Iterable[Iterable[str]], *, texts: Collection[int] = (0,)) -> list[str]:

@@ -16,11 +16,12 @@ import pytest
 from benchmarks import caching, report
 from benchmarks.__main__ import RESULTS, main
 from benchmarks.figures import results
-from benchmarks.inputs import Cache, FolderError, Llama, claim
+from benchmarks.inputs import Cache, Llama, claim
 from benchmarks.journal import Journal
-from benchmarks.measure import Usage, measured
+from benchmarks.measure import MeasureError, Usage, measured
+from benchmarks.parts import Part, measure_parts
 from benchmarks.picture import draw
-from benchmarks.suite import OutOfTimeError, Runner, Settings, slots
+from benchmarks.suite import Runner, Settings, slots
 from benchmarks.works import COPY, OURS, WORKS, Work
 from tests.support.running import start, wait_until
 
@@ -78,25 +79,25 @@ def test_what_is_measured_is_plausible(journal: Journal) -> None:
         assert run["cached_share"] == (1 if run["cache"] == "warm" else pytest.approx(0, abs=caching.MAX_COLD_SHARE))
 
 
-def test_the_same_command_goes_on_where_it_was(journal: Journal, settings: Settings) -> None:
+def test_the_same_command_goes_on_where_it_was(journal: Journal, settings: Settings, tmp_path: Path) -> None:
     again = Journal(journal.path)
     for work in SMALL_WORKS:
-        Runner(work, replace(settings, deadline=0), again).run()  # nothing is missing, so no time is needed
+        Runner(work, replace(settings, data=tmp_path / "data"), again).run()
     assert again.records == journal.records
+    assert not (tmp_path / "data").exists()
 
 
 def test_another_size_starts_afresh(journal: Journal, settings: Settings, tmp_path: Path) -> None:
     other = Journal(tmp_path / "results.jsonl")
     for record in journal.records:
         other.add(record)
-    with pytest.raises(OutOfTimeError):
-        Runner(SMALL_WORKS[0], replace(settings, size_bytes=20_000_000, deadline=0), other).run()
+    Runner(SMALL_WORKS[0], replace(settings, size_bytes=20_000_000), other)
     assert {record["work"] for record in other.records} == {SMALL_WORKS[1].name}
 
 
-def test_a_work_of_twice_the_size_has_an_input_of_its_own(settings: Settings, tmp_path: Path) -> None:
-    work, twice = (replace(SMALL_WORKS[0], scale=scale) for scale in (1, 2))
-    once, double = (Runner(each, settings, Journal(tmp_path / f"{each.scale}.jsonl")) for each in (work, twice))
+def test_another_size_has_an_input_of_its_own(settings: Settings, tmp_path: Path) -> None:
+    work, twice = SMALL_WORKS[0], replace(settings, size_bytes=20_000_000)
+    once, double = (Runner(work, each, Journal(tmp_path / "results.jsonl")) for each in (settings, twice))
     assert double.source == once.inputs.path(work.source, 20_000_000) != once.source
     assert (once.key["size_bytes"], double.key["size_bytes"]) == (10_000_000, 20_000_000)
 
@@ -198,8 +199,30 @@ def test_the_command_line_reports_without_measuring(
 
 def test_a_work_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--works", "dcp-torch,alchemy"])
+        main(["--works", "dcp-torch", "alchemy"])
     assert "alchemy" in capsys.readouterr().err
+
+
+def test_a_part_is_measured_once_and_one_that_fails_stops_no_other(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = replace(settings, data=tmp_path / "data")
+    small = Part("memory", "memory:measure_sizes", "Memory by size")
+    monkeypatch.setattr("benchmarks.parts.PARTS", (Part("absent", "parts:fail", "Absent"), small))
+    monkeypatch.setattr("benchmarks.parts.fail", _fail, raising=False)
+    monkeypatch.setattr("benchmarks.memory.TIMES", (1,))
+    journal = Journal(tmp_path / "results.jsonl")
+    for _ in range(2):
+        with pytest.raises(MeasureError, match=r"^absent: not here$"):
+            measure_parts(("absent", "memory"), asked, 10_000_000, journal)
+        (record,) = journal.records
+        assert record["part"] == "memory" and record["lines"][2].startswith("| 0.01 GB | ")
+    report.write(journal, tmp_path)
+    assert "\n## Memory by size" in (tmp_path / "table.md").read_text()
+
+
+def _fail(settings: Settings) -> list[str]:
+    raise MeasureError("not here")
 
 
 def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
@@ -314,7 +337,7 @@ def test_every_work_says_who_is_better_at_what(work: Work) -> None:
 def test_a_folder_of_somebody_is_not_taken_for_data(tmp_path: Path) -> None:
     """In its own folder too, what has not the name of an input is no input, and makes no room."""
     (tmp_path / "mine").write_text("mine")
-    with pytest.raises(FolderError, match="no benchmark wrote"):
+    with pytest.raises(MeasureError, match="no benchmark wrote"):
         claim(tmp_path)
     claim(tmp_path / "data")
     claim(tmp_path / "data")

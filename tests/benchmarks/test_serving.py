@@ -1,15 +1,11 @@
-"""What `make bench` measures of the service: its clients count what comes, and its tables come from the journal."""
+"""What `make bench` measures of the service: its clients count what comes, and its tables have the promises."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
-
 import pytest
 
-from benchmarks.inference import KIND, SERVE, reported
-from benchmarks.journal import Journal
-from benchmarks.serving import BINARY, EIGHT, JSON, LOOP, ONE, PNG, ROW, Loaded, Requests, Turn
+from benchmarks.measure import MeasureError
+from benchmarks.serving import BINARY, EIGHT, JSON, LOOP, ONE, PNG, ROW, Loaded, Requests, Turn, rows
 
 SAID = """Running 5s test @ http://127.0.0.1:35583
   1 threads and 64 connections
@@ -34,7 +30,7 @@ def test_what_wrk_says_is_read() -> None:
     "more", ["  Non-2xx or 3xx responses: 3\n", "  Socket errors: connect 0, read 2, write 0, timeout 0\n"]
 )
 def test_an_answer_that_is_an_error_ends_the_measurement(more: str) -> None:
-    with pytest.raises(SystemExit, match="not every request was answered: " + more.strip()[:12]):
+    with pytest.raises(MeasureError, match="not every request was answered: " + more.strip()[:12]):
         Loaded.of(SAID.format(more=more))
 
 
@@ -44,17 +40,13 @@ def test_any_byte_can_be_asked() -> None:
     assert 'wrk.headers["A"] = "b"\n' in script
 
 
-def test_the_table_compares_the_service_round_by_round(tmp_path: Path) -> None:
+def test_the_table_compares_the_service_round_by_round() -> None:
     rates = {
         LOOP: (1000, 100), ROW: (200, 200), JSON: (900, 90), BINARY: (900, 90), PNG: (500, 50), EIGHT: (400, 40),
         ONE: (100, 10), "LitServe": (300, 30),
     }  # fmt: skip
-    found = {who: [asdict(Turn(rate, 0.05, 0.08, 0.001, 4 * 10**8)) for rate in each] for who, each in rates.items()}
-    journal = Journal(tmp_path / "results.jsonl")
-    journal.add({"kind": KIND, "code": "x", "works": [SERVE], "found": found, "missing": ["BentoML"]})
-    lines = reported(journal)
+    lines = rows({who: [Turn(rate, 0.05, 0.08, 0.001, 4 * 10**8) for rate in each] for who, each in rates.items()})
     assert "| bare loop | 550 | 50.0 ms | 80.0 ms | 1.00 ms | 400 MB |" in lines
-    assert "| BentoML: not installed | | | | | |" in lines
     assert "| ours, PNG / bare loop | 0.50 | at least 0.6 |" in lines
     assert "| ours, JSON / LitServe | 3.00 | at least 1.5 |" in lines
     assert "| ours, JSON, 8 clients / ours, JSON, 1 client | 4.00 | at least 3 |" in lines

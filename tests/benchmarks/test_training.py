@@ -1,4 +1,4 @@
-"""`python -m benchmarks.training` at a tiny size: each work measures both contestants."""
+"""The works of training at a tiny size: each work measures both contestants."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.training import OURS, PROMISED, THEIRS, Asked, measured, rows
-from benchmarks.turns import Taken, ratio
+from benchmarks.training import OURS, PROMISED, THEIRS, Asked, take_turns_in_ranks
+from benchmarks.turns import Taken, compare, ratio
 
 TINY = Asked(ranks=2, rounds=1, steps=20, size_bytes=2_000_000, model="cnn")
 
@@ -15,12 +15,12 @@ TINY = Asked(ranks=2, rounds=1, steps=20, size_bytes=2_000_000, model="cnn")
 @pytest.mark.soak
 @pytest.mark.parametrize("work", PROMISED)
 def test_both_are_measured(work: str, tmp_path: Path) -> None:
-    turns = measured(work, TINY, tmp_path)
+    turns = take_turns_in_ranks(work, TINY, tmp_path)
     [ours], [theirs] = turns[OURS], turns[THEIRS]
     assert ours.wall > 0 and theirs.wall > 0
     assert (ours.cpu > 0) == (theirs.cpu > 0) == work.endswith("-step")
     assert list(tmp_path.iterdir()) == []
-    assert f"| {work} | " in rows({work: turns})[-1]
+    assert f"| {work} | " in compare({work: (turns[OURS], turns[THEIRS])}, PROMISED)[-1]
 
 
 def test_a_ratio_is_the_median_of_the_rounds() -> None:
@@ -30,6 +30,6 @@ def test_a_ratio_is_the_median_of_the_rounds() -> None:
 
 def test_a_work_whose_processor_time_is_not_measured_has_no_such_ratio() -> None:
     assert (
-        rows({"resume": {THEIRS: [Taken(2)], OURS: [Taken(1)]}})[-1]
-        == "| resume | 1.0000 s | 2.0000 s | 0.50 | at most 1.2 |  |"
+        compare({"resume": ([Taken(1)], [Taken(2)])}, PROMISED)[-1]
+        == "| resume | 1.0000 s | 2.0000 s | 0.50 | at most 1.2 |  |  |"
     )
