@@ -26,14 +26,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from benchmarks.inputs import NUM_EXPERTS, NUM_HEADS, Llama
+from benchmarks.inputs import NUM_EXPERTS, NUM_HEADS, make_llama
 from fixtures import megatron as mg
 from fixtures.launch import Pool
+from fixtures.synthetic import Model
 
 BUILD_SECONDS, STEP = 1500, 7.0
 
 
-def empty_model(llama: Llama, *, with_experts: bool = False) -> nn.Module:
+def empty_model(llama: Model, *, with_experts: bool = False) -> nn.Module:
     """A Llama of transformers on the meta device, or a mixture of experts of about as many parameters; each of its
     layers has its experts in two tensors."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -63,7 +64,7 @@ def fill(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def sharded_model(llama: Llama, *, with_experts: bool = False) -> nn.Module:
+def sharded_model(llama: Model, *, with_experts: bool = False) -> nn.Module:
     """A model with its parts of random numbers on each rank."""
     model = empty_model(llama, with_experts=with_experts)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -95,18 +96,18 @@ def moments(parameter: Tensor) -> dict[str, Tensor]:
     return {"step": torch.tensor(STEP), "exp_avg": first, "exp_avg_sq": second}
 
 
-def build_dcp(out: str, llama: Llama) -> None:
+def build_dcp(out: str, llama: Model) -> None:
     model = sharded_model(llama)
     weights, optim = get_state_dict(model, adamw(model))
     save({"app": {"model": weights, "optim": optim, "global_step": int(STEP)}}, checkpoint_id=out)
 
 
-def build_dcp_weights(out: str, llama: Llama) -> None:
+def build_dcp_weights(out: str, llama: Model) -> None:
     """The tree in which accelerate saves a model."""
     save({"model": get_model_state_dict(sharded_model(llama))}, checkpoint_id=out)
 
 
-def build_dcp_experts(out: str, llama: Llama) -> None:
+def build_dcp_experts(out: str, llama: Model) -> None:
     save({"model": get_model_state_dict(sharded_model(llama, with_experts=True))}, checkpoint_id=out)
 
 
@@ -114,7 +115,7 @@ def _filled_part(shape: tuple[int, ...], index: tuple[int, ...]) -> Tensor:
     return fill(torch.empty(shape[len(index) :]))
 
 
-def build_megatron(out: str, llama: Llama) -> None:
+def build_megatron(out: str, llama: Model) -> None:
     """A torch_dist with all layers in one tensor each, of pipeline parallelism."""
     weight, stack, hidden, layer = mg.Weight, llama.layers, llama.hidden, f"{mg.LAYER}."
     weights = {
@@ -136,12 +137,12 @@ def build_megatron(out: str, llama: Llama) -> None:
     mg.save_state(Path(out), {"tensors": tensors, "args": args, "iteration": int(STEP), "checkpoint_version": 3.0})
 
 
-def build_hf_weights(out: str, llama: Llama) -> None:
+def build_hf_weights(out: str, llama: Model) -> None:
     weights = get_model_state_dict(sharded_model(llama))
     save(weights, storage_writer=HuggingFaceStorageWriter(out, save_distributed=True))
 
 
-def build_tp_weights(out: str, llama: Llama) -> None:
+def build_tp_weights(out: str, llama: Model) -> None:
     """Weights cut along their last axis, as of row-parallel linear layers; vectors are whole on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weights = {}
@@ -155,7 +156,7 @@ def build_tp_weights(out: str, llama: Llama) -> None:
     save({"model": weights}, checkpoint_id=out)
 
 
-def build_zero(stage: int, out: str, llama: Llama) -> None:
+def build_zero(stage: int, out: str, llama: Model) -> None:
     """DeepSpeed makes the masters of the bf16 model that it is given; the moments are filled in beside them."""
     import deepspeed
 
@@ -181,13 +182,13 @@ def build_zero(stage: int, out: str, llama: Llama) -> None:
     engine.save_checkpoint(out)
 
 
-def build_safetensors(out: str, llama: Llama) -> None:
+def build_safetensors(out: str, llama: Model) -> None:
     weights = {name: fill(torch.empty(p.shape)) for name, p in empty_model(llama).named_parameters()}
     Path(out).mkdir()
     save_file(weights, Path(out) / "model.safetensors", metadata={"format": "pt"})
 
 
-def build_lora(out: str, llama: Llama) -> None:
+def build_lora(out: str, llama: Model) -> None:
     """A model in bf16, and an adapter of rank 16 on all linear layers but the head, in fp32, as PEFT saves them."""
     from peft import LoraConfig, get_peft_model
 
@@ -201,14 +202,14 @@ def build_lora(out: str, llama: Llama) -> None:
     adapted.save_pretrained(str(Path(out) / "adapter"))
 
 
-def build_torch(out: str, llama: Llama) -> None:
+def build_torch(out: str, llama: Model) -> None:
     model = _filled(empty_model(llama).to_empty(device="cpu"))
     weights, optim = get_state_dict(model, adamw(model))
     Path(out).mkdir()
     torch.save({"model": weights, "optim": optim, "global_step": int(STEP)}, Path(out) / "training.pt")
 
 
-BUILDERS: dict[str, Callable[[str, Llama], None]] = {
+BUILDERS: dict[str, Callable[[str, Model], None]] = {
     "dcp": build_dcp,
     "dcp8": build_dcp,
     "dcp-weights": build_dcp_weights,
@@ -224,14 +225,14 @@ BUILDERS: dict[str, Callable[[str, Llama], None]] = {
 }
 
 
-def rank_main(kind: str, out: str, llama: Llama) -> None:
+def rank_main(kind: str, out: str, llama: Model) -> None:
     torch.manual_seed(dist.get_rank())
     BUILDERS[kind](out, llama)
     dist.barrier()
 
 
 def main(kind: str, out: str, hidden: str, layers: str, ranks: str) -> None:
-    llama = Llama(int(hidden), int(layers))
+    llama = make_llama(int(hidden), int(layers))
     if kind in ("safetensors", "torch", "lora"):
         BUILDERS[kind](out, llama)
         return

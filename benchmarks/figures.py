@@ -8,6 +8,7 @@ from statistics import median
 
 from benchmarks import peers
 from benchmarks.journal import Journal, Record
+from benchmarks.suite import COLD, FSYNC, WARM, WAYS
 from benchmarks.works import COPY, LARGE_BYTES, OURS, WORKS, Work
 
 
@@ -16,8 +17,7 @@ class Row:
     """All runs of one contestant in one way, and the reason of its failure, if it failed."""
 
     contestant: str
-    cache: str
-    synced: bool
+    way: str
     runs: tuple[Record, ...]
     reason: str = ""
 
@@ -42,22 +42,19 @@ class Result:
     rows: tuple[Row, ...]
     checks: dict[str, Record]
 
-    def row(self, contestant: str, cache: str = "warm", *, synced: bool = False) -> Row | None:
+    def row(self, contestant: str, way: str = WARM) -> Row | None:
         """The runs that were done, if any were."""
-        for row in self.rows:
-            if (row.contestant, row.cache, row.synced) == (contestant, cache, synced) and row.runs:
-                return row
-        return None
+        return next((row for row in self.rows if (row.contestant, row.way) == (contestant, way) and row.runs), None)
 
-    def ratio(self, one: str, other: str, cache: str = "warm", *, synced: bool = False) -> float | None:
+    def ratio(self, one: str, other: str, way: str = WARM) -> float | None:
         """Median seconds of one over those of the other."""
-        first, second = (self.row(each, cache, synced=synced) for each in (one, other))
+        first, second = (self.row(each, way) for each in (one, other))
         return first.seconds / second.seconds if first and second else None
 
     @property
     def times_faster(self) -> float | None:
         """The peer's time over ours; over ours with fsync where the peer syncs too."""
-        theirs, ours = self.peer, self.row(OURS, synced=self.work.peer in peers.SYNCING)
+        theirs, ours = self.peer, self.row(OURS, FSYNC if self.work.peer in peers.SYNCING else WARM)
         return theirs.seconds / ours.seconds if theirs and ours else None
 
     @property
@@ -76,8 +73,8 @@ class Result:
         copies = self.about["copied_bytes"] >= LARGE_BYTES
         large = self.about["source_bytes"] >= LARGE_BYTES
         yield from _at_most(self.ratio(OURS, COPY), target.copy, "x cp -r, from memory", copies)
-        yield from _at_most(self.ratio(OURS, COPY, "cold"), target.copy, "x cp -r, from the disk", copies)
-        yield from _at_most(self.ratio(OURS, COPY, synced=True), target.copy_synced, "x cp -r, both with fsync", copies)
+        yield from _at_most(self.ratio(OURS, COPY, COLD), target.copy, "x cp -r, from the disk", copies)
+        yield from _at_most(self.ratio(OURS, COPY, FSYNC), target.copy_synced, "x cp -r, both with fsync", copies)
         yield from _at_most(
             self.ratio(OURS, self.work.plain), target.plain, f"x {self.work.plain.removeprefix(OURS).strip()}", large
         )
@@ -110,9 +107,9 @@ def results(journal: Journal, works: Sequence[Work] = WORKS) -> Iterator[Result]
 
 def _rows(work: Work, journal: Journal) -> Iterator[Row]:
     for contestant in work.contestants:
-        for cache, synced in (("warm", False), ("cold", False), ("warm", True)):
-            runs = journal.find(kind="run", work=work.name, contestant=contestant, cache=cache, synced=synced)
+        for way in WAYS:
+            runs = journal.find(kind="run", work=work.name, contestant=contestant, way=way)
             done = tuple(run for run in runs if run["status"] == "done")
             reasons = [run["reason"] for run in runs if run["status"] != "done"]
             if runs:
-                yield Row(contestant, cache, synced, done, reasons[0] if reasons else "")
+                yield Row(contestant, way, done, reasons[0] if reasons else "")

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 
 from benchmarks.builders import empty_model
 from benchmarks.caching import cool, warm
-from benchmarks.inputs import WEIGHT_BYTES, Cache, Llama
+from benchmarks.inputs import WEIGHT_BYTES, Cache, fit_llama
 from benchmarks.machine import CKPT_TOOLS
 from benchmarks.suite import Settings, printed_lines
 from benchmarks.turns import Taken, compare, take_turns
@@ -195,7 +195,7 @@ def make_checkpoints(folder: Path, settings: Settings) -> None:
     for path in source.iterdir():
         # A symbolic link would lead out of the checkpoint, which is refused.
         (folder / "dcp" / path.name).hardlink_to(path)
-    config: Any = empty_model(Llama.of(settings.size_bytes // WEIGHT_BYTES)).config
+    config: Any = empty_model(fit_llama(settings.size_bytes // WEIGHT_BYTES)).config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "dcp")
     printed_lines([*CKPT_TOOLS, "convert", str(source), str(folder / "model.safetensors"), "--quiet"], settings)

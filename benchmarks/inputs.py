@@ -1,7 +1,7 @@
 """Inputs of works and their cache.
 
-Each is saved by its framework from states of random numbers (`builders`), in processes of its own: the suite itself
-imports no framework. An input of another size or of other builders is another folder.
+Each is saved by its framework from states of random numbers (`builders`), in processes of its own. An input of another
+size or of other builders is another folder.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.measure import MeasureError, measure_success
+from fixtures.synthetic import Model
 
 HERE = Path(__file__).parent
 WEIGHT_BYTES, STATE_BYTES = 4, 12
@@ -32,35 +33,20 @@ ELEMENTS_PER_SQUARE = 350
 """Parameters over the square of the hidden size: 374 M at 1,024, in 24 layers, as published models of that size."""
 
 
-@dataclass(frozen=True, slots=True)
-class Llama:
-    """The sizes that decide the shapes; all are multiples of 16, so that 4 or 8 ranks may cut any dim evenly."""
+def make_llama(hidden: int, layers: int) -> Model:
+    """The sizes of a Llama; all are multiples of 16, so that 4 or 8 ranks may cut any dim evenly."""
+    return Model(layers, hidden, ffn=11 * hidden // 4, vocab=31 * hidden)
 
-    hidden: int
-    layers: int
 
-    @classmethod
-    def of(cls, num_elements: int) -> Llama:
-        """A model of about so many parameters."""
-        hidden = max(64, 64 * round(sqrt(num_elements / ELEMENTS_PER_SQUARE) / 64))
-        empty = cls(hidden, 0)
-        return cls(hidden, max(1, round((num_elements - empty.num_elements) / empty.elements_per_layer)))
+def count_elements(model: Model) -> int:
+    return sum(map(prod, model.shapes().values()))
 
-    @property
-    def ffn(self) -> int:
-        return 11 * self.hidden // 4
 
-    @property
-    def vocab(self) -> int:
-        return 31 * self.hidden
-
-    @property
-    def elements_per_layer(self) -> int:
-        return 4 * self.hidden**2 + 3 * self.hidden * self.ffn + 2 * self.hidden
-
-    @property
-    def num_elements(self) -> int:
-        return 2 * self.vocab * self.hidden + self.hidden + self.layers * self.elements_per_layer
+def fit_llama(num_elements: int, hidden: int | None = None) -> Model:
+    """A Llama of about so many parameters, and of that width, or as wide as published models of its size."""
+    hidden = hidden or max(64, 64 * round(sqrt(num_elements / ELEMENTS_PER_SQUARE) / 64))
+    empty, one_layer = (count_elements(make_llama(hidden, layers)) for layers in (0, 1))
+    return make_llama(hidden, max(1, round((num_elements - empty) / (one_layer - empty))))
 
 
 class Kind(NamedTuple):
@@ -114,10 +100,10 @@ class Cache:
 
     def get(self, kind: str, size_bytes: int) -> Path:
         """The input, made if needed. Raises `MeasureError`."""
-        model = Llama.of(size_bytes // KINDS[kind].bytes_per_element)
+        model = fit_llama(size_bytes // KINDS[kind].bytes_per_element)
         return self.made(self.path(kind, size_bytes), kind, model, KINDS[kind].world_size)
 
-    def made(self, path: Path, kind: str, model: Llama, ranks: int) -> Path:
+    def made(self, path: Path, kind: str, model: Model, ranks: int) -> Path:
         """`path`, with an input of that model by so many ranks, made if needed. Raises `MeasureError`."""
         if path.exists():
             return path

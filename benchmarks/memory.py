@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 
 from benchmarks.figures import verdict
-from benchmarks.inputs import WEIGHT_BYTES, Cache, Llama
+from benchmarks.inputs import WEIGHT_BYTES, Cache, fit_llama
 from benchmarks.machine import CKPT_TOOLS, ROOT
 from benchmarks.measure import MeasureError
 from benchmarks.suite import Settings, call
@@ -44,8 +44,7 @@ def _convert_sparse(size_bytes: int, settings: Settings) -> tuple[int, int, floa
     try:
         if not Cache(settings.data / "inputs").make_room(int(1.1 * size_bytes)):
             raise MeasureError(f"the disk has no {1.1 * size_bytes / 1e9:.0f} GB free")
-        llama = Llama.of(size_bytes // WEIGHT_BYTES)
-        shapes = synthetic.Model(llama.layers, llama.hidden, llama.ffn, llama.vocab).shapes()
+        shapes = fit_llama(size_bytes // WEIGHT_BYTES).shapes()
         synthetic.dcp(shapes, 4, folder / "source", synthetic.DTYPES["fp32"])
         places = [str(folder / "source"), str(folder / "model.safetensors")]
         plan = subprocess.run([*CKPT_TOOLS, "plan", *places, "--json"], cwd=ROOT, capture_output=True, check=True)

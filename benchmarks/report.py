@@ -11,6 +11,7 @@ from benchmarks.journal import Journal
 from benchmarks.machine import ROOT, code
 from benchmarks.parts import KIND, PARTS
 from benchmarks.picture import draw
+from benchmarks.suite import COLD, FSYNC
 from benchmarks.turns import markdown
 from benchmarks.works import COPY, OURS, WORKS
 
@@ -112,8 +113,8 @@ def _summary_cells(result: Result) -> Iterator[str]:
     yield _seconds(ours)
     yield _seconds(result.row(COPY))
     yield _times(result.ratio(OURS, COPY))
-    yield _times(result.ratio(OURS, COPY, synced=True))
-    yield _times(result.ratio(OURS, COPY, "cold"))
+    yield _times(result.ratio(OURS, COPY, FSYNC))
+    yield _times(result.ratio(OURS, COPY, COLD))
     yield f"{result.work.peer}, {_seconds(theirs)}" if theirs else _no_peer(result)
     yield _times(result.times_faster, 1)
     yield _megabytes(ours) + (f" / {_megabytes(theirs)}" if theirs else "")
@@ -155,15 +156,14 @@ def _details(result: Result) -> Iterator[str]:
     source, copied = (f"{about[name] / 1e9:.2f} GB" for name in ("source_bytes", "copied_bytes"))
     yield f"\n## {result.work.about}\n"
     yield f"Source {source}; `cp -r` copies {copied} in {about['copied_files']:,} files.\n"
-    header = "who | cache | fsync | median | min | runs | / cp | / plain | CPU | memory | calls read, wrote"
+    header = "who | way | median | min | runs | / cp | / plain | CPU | memory | calls read, wrote"
     header += " | disk read | equal"
-    yield from markdown(header, (_detail_cells(result, row) for row in result.rows), texts=(0, 1, 2, 12))
+    yield from markdown(header, (_detail_cells(result, row) for row in result.rows), texts=(0, 1, 11))
 
 
 def _detail_cells(result: Result, row: Row) -> Iterator[str]:
     yield row.contestant
-    yield row.cache
-    yield "yes" if row.synced else ""
+    yield row.way
     if not row.runs:
         yield from (row.reason, *("",) * 9)
         return
@@ -171,7 +171,7 @@ def _detail_cells(result: Result, row: Row) -> Iterator[str]:
     yield f"{min(run['seconds'] for run in row.runs):.2f} s"
     yield str(len(row.runs))
     for other in (COPY, result.work.plain):
-        yield _times(result.ratio(row.contestant, other, row.cache, synced=row.synced))
+        yield _times(result.ratio(row.contestant, other, row.way))
     yield f"{row.median('cpu_seconds'):.2f} s"
     yield _megabytes(row)
     yield f"{row.median('called_read_bytes') / 1e9:.2f}, {row.median('called_write_bytes') / 1e9:.2f} GB"

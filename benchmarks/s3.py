@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.inputs import WEIGHT_BYTES, Cache, Llama
+from benchmarks.inputs import WEIGHT_BYTES, Cache, fit_llama
 from benchmarks.machine import CKPT_TOOLS, ROOT
 from benchmarks.measure import Usage, measure_success
 from benchmarks.peers import PART_BYTES, send_object
@@ -61,11 +61,9 @@ def measure_conversion(settings: Settings) -> list[str]:
 
 
 def measure_wide_conversion(settings: Settings) -> list[str]:
-    empty = Llama(WIDE_HIDDEN, 0)
-    layers = max(1, round((settings.size_bytes / WEIGHT_BYTES - empty.num_elements) / empty.elements_per_layer))
-    inputs = settings.data / "inputs"
-    path = inputs / f"dcp-weights-{WIDE_HIDDEN}x{layers}-{WIDE_RANKS}-ranks"
-    return _measure(Cache(inputs).made(path, "dcp-weights", Llama(WIDE_HIDDEN, layers), WIDE_RANKS), settings)
+    model, inputs = fit_llama(settings.size_bytes // WEIGHT_BYTES, WIDE_HIDDEN), settings.data / "inputs"
+    path = inputs / f"dcp-weights-{WIDE_HIDDEN}x{model.layers}-{WIDE_RANKS}-ranks"
+    return _measure(Cache(inputs).made(path, "dcp-weights", model, WIDE_RANKS), settings)
 
 
 def _measure(made: Path, settings: Settings) -> list[str]:
@@ -120,11 +118,9 @@ def count_copied_shares(settings: Settings) -> list[str]:
     """Table of the shares of safetensors files that a service copies, and would copy if files were cut every 8 MiB:
     by the planner alone, without a server."""
 
-    suite, wide = Llama.of(settings.size_bytes // WEIGHT_BYTES), Llama(WIDE_HIDDEN, 5)
     models = {"Llama 2 7B": Model(32, 4096, 11008, 32000)}
-    models |= {
-        f"Llama of {each.hidden}": Model(each.layers, each.hidden, each.ffn, each.vocab) for each in (suite, wide)
-    }
+    for model in (fit_llama(settings.size_bytes // WEIGHT_BYTES, hidden) for hidden in (None, WIDE_HIDDEN)):
+        models[f"Llama of {model.hidden}"] = model
     rows = [
         [name, kind, str(ranks), *(f"{share:.1%}" for share in share_copied(model, ranks, dtype))]
         for name, model in models.items()

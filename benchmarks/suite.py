@@ -10,7 +10,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ INPUT_ROOM, WORK_ROOM = 1.3, 3.6
 
 MAX_REASON = 200
 
-WAYS = ("warm", "cold", "fsync")
+WAYS = WARM, COLD, FSYNC = "warm", "cold", "fsync"
 """With the input in memory, with it on the disk, and warm with fsync."""
 
 BALLAST = 2
@@ -47,26 +47,9 @@ class Settings:
     ways: tuple[str, ...] = WAYS
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One way of running one contestant."""
-
-    contestant: str
-    cache: str
-    synced: bool
-
-    @property
-    def way(self) -> str:
-        return "fsync" if self.synced else self.cache
-
-
-def slots(work: Work) -> Iterator[Slot]:
-    """Each contestant with a warm and a cold cache; with fsync, warm, except peers, which have no such option."""
-    for contestant in work.contestants:
-        yield Slot(contestant, "warm", synced=False)
-        yield Slot(contestant, "cold", synced=False)
-        if contestant not in COMMANDS:
-            yield Slot(contestant, "warm", synced=True)
+def slots(work: Work, ways: Collection[str] = WAYS) -> list[tuple[str, str]]:
+    """Contestants and their ways in alphabetical order. Peers have no option for fsync."""
+    return sorted((who, way) for who in work.contestants for way in ways if way != FSYNC or who not in COMMANDS)
 
 
 class Runner:
@@ -88,26 +71,25 @@ class Runner:
         try:
             self._prepare()
             with caching.ballast(BALLAST * self.size_bytes):
-                for number, slot in list(self._missing()):
-                    if slot.contestant not in self._failed():
-                        self._run(number, slot)
+                for number, contestant, way in list(self._missing()):
+                    if contestant not in self._failed():
+                        self._run(number, contestant, way)
         except (MeasureError, OSError, ValueError, subprocess.SubprocessError) as error:
             self._note("work", status="failed", reason=_short(str(error)))
         finally:
             _delete(self.copied)
             _delete(self.out)
 
-    def _missing(self) -> Iterator[tuple[int, Slot]]:
+    def _missing(self) -> Iterator[tuple[int, str, str]]:
         """Runs to do, round by round, in a random order for each round."""
-        done = {(r["round"], r["contestant"], r["cache"], r["synced"]) for r in self._found("run")}
+        done = {(run["round"], run["contestant"], run["way"]) for run in self._found("run")}
         failed = self._failed()
         for number in range(self.settings.runs):
-            asked = (slot for slot in slots(self.work) if slot.way in self.settings.ways)
-            order = sorted(asked, key=lambda slot: (slot.contestant, slot.cache, slot.synced))
+            order = slots(self.work, self.settings.ways)
             random.Random(f"{self.work.name} {number}").shuffle(order)
-            for slot in order:
-                if (number, slot.contestant, slot.cache, slot.synced) not in done and slot.contestant not in failed:
-                    yield number, slot
+            for contestant, way in order:
+                if (number, contestant, way) not in done and contestant not in failed:
+                    yield number, contestant, way
 
     def _found(self, kind: str) -> list[Record]:
         return self.journal.find(kind=kind, **self.key)
@@ -127,7 +109,7 @@ class Runner:
         self.inputs.get(self.work.source, self.size_bytes)
         self._cool_others()
         _delete(self.copied)
-        _, reason, _ = self._measure(Slot(OURS, "warm", synced=False))
+        _, reason, _ = self._measure(OURS, WARM)
         if reason:
             raise OSError(reason)
         self._check(OURS)
@@ -141,26 +123,26 @@ class Runner:
             if path != self.source:
                 caching.cool(path)
 
-    def _run(self, number: int, slot: Slot) -> None:
-        usage, reason, share = self._measure(slot)
+    def _run(self, number: int, contestant: str, way: str) -> None:
+        usage, reason, share = self._measure(contestant, way)
         status = "timed out" if usage.timed_out else "failed" if reason else "done"
-        place = {"round": number, **asdict(slot), "cached_share": round(share, 4)}
-        say(f"  {number} {slot.contestant:32} {slot.cache} {'fsync ' * slot.synced}{usage.seconds:.2f} s {status}")
-        if status == "done" and slot.contestant not in {r["contestant"] for r in self._found("check")}:
-            self._check(slot.contestant)
+        place = {"round": number, "contestant": contestant, "way": way, "cached_share": round(share, 4)}
+        say(f"  {number} {contestant:32} {way:5} {usage.seconds:.2f} s {status}")
+        if status == "done" and contestant not in {check["contestant"] for check in self._found("check")}:
+            self._check(contestant)
         self._note("run", status=status, reason=reason, **place, **asdict(usage))
         _delete(self.out)
 
-    def _measure(self, slot: Slot) -> tuple[Usage, str, float]:
+    def _measure(self, contestant: str, way: str) -> tuple[Usage, str, float]:
         """Usage, reason of a failure, and the share of its input that was in memory before."""
         _delete(self.out)
-        if slot.contestant != COPY:
+        if contestant != COPY:
             self.out.mkdir(parents=True)
-        command = self.work.command(slot.contestant, self.source, self.copied, self.out, synced=slot.synced)
-        read = self.copied if slot.contestant == COPY else self.source
+        command = self.work.command(contestant, self.source, self.copied, self.out, synced=way == FSYNC)
+        read = self.copied if contestant == COPY else self.source
         os.sync()
         self._cool_others()
-        (caching.cool if slot.cache == "cold" else caching.warm)(read)
+        (caching.cool if way == COLD else caching.warm)(read)
         share = caching.cached_share(read)
         return *call(command, self.settings), share
 

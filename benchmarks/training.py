@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.builders import empty_model
-from benchmarks.inputs import STATE_BYTES, Llama
+from benchmarks.inputs import STATE_BYTES, fit_llama
 from benchmarks.suite import Settings
 from benchmarks.turns import Taken, compare, take_turns
 from ckpt_tools import load_into
@@ -282,7 +282,7 @@ def stall_turns(work: str, asked: Asked, folder: Path) -> Turns:
 def _engine(asked: Asked, folder: Path) -> Any:
     """The FSDP2 engine of a Llama with a state of that size, after one step."""
     if dist.get_rank() == 0:
-        llama: Any = empty_model(Llama.of(asked.size_bytes // STATE_BYTES))
+        llama: Any = empty_model(fit_llama(asked.size_bytes // STATE_BYTES))
         llama.config.save_pretrained(folder / "llama")
     config = _config(
         folder, strategy="full_shard", model=f"hf:{folder / 'llama'}", dataset="text", batch_size=asked.ranks

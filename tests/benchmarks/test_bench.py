@@ -16,7 +16,7 @@ import pytest
 from benchmarks import caching, report
 from benchmarks.__main__ import RESULTS, main
 from benchmarks.figures import results
-from benchmarks.inputs import Cache, Llama, claim
+from benchmarks.inputs import Cache, claim, count_elements, fit_llama
 from benchmarks.journal import Journal
 from benchmarks.measure import MeasureError, Usage, measured
 from benchmarks.parts import Part, measure_parts
@@ -52,8 +52,8 @@ def test_every_contestant_is_measured_in_every_way(journal: Journal) -> None:
     for work in SMALL_WORKS:
         runs = [run for run in journal.find(kind="run", work=work.name) if run["contestant"] != FAILING]
         assert [run["reason"] for run in runs if run["status"] != "done"] == []
-        assert {(run["contestant"], run["cache"], run["synced"]) for run in runs} == {
-            (slot.contestant, slot.cache, slot.synced) for slot in slots(work) if slot.contestant != FAILING
+        assert {(run["contestant"], run["way"]) for run in runs} == {
+            (contestant, way) for contestant, way in slots(work) if contestant != FAILING
         }
 
 
@@ -76,7 +76,7 @@ def test_what_is_measured_is_plausible(journal: Journal) -> None:
     for run in journal.find(kind="run", status="done"):
         assert run["called_write_bytes"] >= 10_000_000 * 0.9
         assert run["peak_bytes"] > 5_000_000
-        assert run["cached_share"] == (1 if run["cache"] == "warm" else pytest.approx(0, abs=caching.MAX_COLD_SHARE))
+        assert run["cached_share"] == (pytest.approx(0, abs=caching.MAX_COLD_SHARE) if run["way"] == "cold" else 1)
 
 
 def test_the_same_command_goes_on_where_it_was(journal: Journal, settings: Settings, tmp_path: Path) -> None:
@@ -323,8 +323,8 @@ def test_files_leave_the_cache_and_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_elements", [10**6, 16 * 10**6, 375 * 10**6, 1125 * 10**6])
 def test_a_model_has_about_the_size_that_was_asked_for(num_elements: int) -> None:
-    model = Llama.of(num_elements)
-    assert model.num_elements == pytest.approx(num_elements, rel=0.07)
+    model = fit_llama(num_elements)
+    assert count_elements(model) == pytest.approx(num_elements, rel=0.07)
     assert model.hidden % 16 == model.ffn % 16 == model.vocab % 16 == 0
 
 
