@@ -2,5 +2,6 @@
 
 A *work* (`works`) is one conversion of one *input* (`inputs`), done by *contestants*: us, ``cp -r`` of the bytes that
 the work writes, and every *peer* (`peers`) that can do it. `suite` runs them in turn in random order and notes each
-run at once, `measure` measures a command, `startup` start-up times, and `report` draws the table and picture.
+run at once, and `measure` measures a command. A *part* (`parts`) is any other measurement, whose contestants take
+turns too (`turns`). `report` draws the tables and the picture.
 """

@@ -102,13 +102,9 @@ def build_dcp(out: str, llama: Model) -> None:
     save({"app": {"model": weights, "optim": optim, "global_step": int(STEP)}}, checkpoint_id=out)
 
 
-def build_dcp_weights(out: str, llama: Model) -> None:
+def build_dcp_weights(out: str, llama: Model, *, with_experts: bool = False) -> None:
     """The tree in which accelerate saves a model."""
-    save({"model": get_model_state_dict(sharded_model(llama))}, checkpoint_id=out)
-
-
-def build_dcp_experts(out: str, llama: Model) -> None:
-    save({"model": get_model_state_dict(sharded_model(llama, with_experts=True))}, checkpoint_id=out)
+    save({"model": get_model_state_dict(sharded_model(llama, with_experts=with_experts))}, checkpoint_id=out)
 
 
 def _filled_part(shape: tuple[int, ...], index: tuple[int, ...]) -> Tensor:
@@ -213,7 +209,7 @@ BUILDERS: dict[str, Callable[[str, Model], None]] = {
     "dcp": build_dcp,
     "dcp8": build_dcp,
     "dcp-weights": build_dcp_weights,
-    "dcp-experts": build_dcp_experts,
+    "dcp-experts": partial(build_dcp_weights, with_experts=True),
     "megatron": build_megatron,
     "hf-weights": build_hf_weights,
     "tp-weights": build_tp_weights,

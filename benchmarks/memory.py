@@ -37,7 +37,6 @@ def _convert_sparse(size_bytes: int, settings: Settings) -> tuple[int, int, floa
     """Peak memory, memory by `plan`, and seconds, of a DCP of 4 ranks in sparse files: its 16 GB take no disk. Its
     elements are zeros, which are copied like any others. A larger one has larger tensors, and as many: their index
     takes 6 kB a tensor."""
-
     folder = settings.data / "memory"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Peers: `COMMANDS[name](source, out)` is the command line of one, which writes into folder `out`.
+"""Peers: `COMMANDS` has the command line of each, which reads `{source}` and writes into the folder `{out}`.
 
 Peers without a command line are functions, which `python -m benchmarks.peers NAME SRC DST` calls. Each has its best
 settings: DeepSpeed its default workers, the consolidation of Hugging Face shards a thread for each processor.
@@ -9,12 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-Command = Callable[[Path, Path], list[str]]
 
 WEIGHTS = "model.safetensors"
 """File of weights that peers and we write."""
@@ -22,62 +19,40 @@ WEIGHTS = "model.safetensors"
 PART_BYTES, NUM_THREADS = 8 << 20, 8
 """How objects are moved from S3 to S3."""
 
+_AS_ONE_FILE = "--safe_serialization --max_shard_size 100GB"
 
-def _python(*words: str | Path) -> list[str]:
-    return [sys.executable, *map(str, words)]
+COMMANDS = {
+    "dcp_to_torch": "-m torch.distributed.checkpoint.format_utils dcp_to_torch {source} {out}/training.pt",
+    "torch_to_dcp": "-m torch.distributed.checkpoint.format_utils torch_to_dcp {source}/training.pt {out}",
+    # The script that DeepSpeed copies into every checkpoint, called as its documentation says.
+    "zero_to_fp32": "{source}/zero_to_fp32.py {source} {out} " + _AS_ONE_FILE,
+    "zero_to_torch bf16": "-m deepspeed.utils.zero_to_torch {source} {out} --dtype bf16 " + _AS_ONE_FILE,
+    "ds_to_universal": (
+        "-m deepspeed.checkpoint.ds_to_universal --input_folder {source}/{tag} --output_folder {out}/{tag}"
+    ),
+    "merge_fsdp_weights": "-m benchmarks.peers merge_fsdp_weights {source} {out}",
+    "consolidate_safetensors_files": "-m benchmarks.peers consolidate_safetensors_files {source} {out}",
+    "merge_and_unload": "-m benchmarks.peers merge_and_unload {source} {out}",
+    "load_file, dcp.save": "-m benchmarks.peers safetensors_to_dcp {source} {out}",
+    "dcp.load, dcp.save by 3 ranks": "-m benchmarks.peers dcp_by_3_ranks {source} {out}",
+}
+"""What Python runs as each peer, by its name in tables. `{tag}` is the folder of a DeepSpeed checkpoint."""
+
+SYNCING = {"torch_to_dcp", "load_file, dcp.save", "dcp.load, dcp.save by 3 ranks"}
+"""Peers that always sync, as DCP's writer does. They are compared with ours with `--fsync`."""
 
 
-def _format_utils(mode: str, source: Path, target: Path) -> list[str]:
-    return _python("-m", "torch.distributed.checkpoint.format_utils", mode, source, target)
+def fill_command(command: str, source: Path, out: Path) -> list[str]:
+    """The command line with the places in it."""
+    latest = source / "latest"
+    tag = latest.read_text().strip() if latest.exists() else ""
+    return [sys.executable, *(word.format(source=source, out=out, tag=tag) for word in command.split())]
 
 
 def only_file(folder: Path) -> Path:
     """The file of an input of one file."""
     (file,) = folder.iterdir()
     return file
-
-
-def tag_folder(folder: Path) -> Path:
-    """The folder with the files of a DeepSpeed checkpoint."""
-    return folder / (folder / "latest").read_text().strip()
-
-
-def _zero_to_fp32(source: Path, out: Path) -> list[str]:
-    """The script that DeepSpeed copies into every checkpoint, called as its documentation says."""
-    return _python(source / "zero_to_fp32.py", source, out, "--safe_serialization", "--max_shard_size", "100GB")
-
-
-def _zero_to_bf16(source: Path, out: Path) -> list[str]:
-    words = ("--dtype", "bf16", "--safe_serialization", "--max_shard_size", "100GB")
-    return _python("-m", "deepspeed.utils.zero_to_torch", source, out, *words)
-
-
-def _ds_to_universal(source: Path, out: Path) -> list[str]:
-    folders = ("--input_folder", tag_folder(source), "--output_folder", out / tag_folder(source).name)
-    return _python("-m", "deepspeed.checkpoint.ds_to_universal", *folders)
-
-
-def function(name: str) -> Command:
-    """The command line that calls a function of this module."""
-    return lambda source, out: _python("-m", "benchmarks.peers", name, source, out)
-
-
-COMMANDS: dict[str, Command] = {
-    "dcp_to_torch": lambda source, out: _format_utils("dcp_to_torch", source, out / "training.pt"),
-    "torch_to_dcp": lambda source, out: _format_utils("torch_to_dcp", only_file(source), out),
-    "zero_to_fp32": _zero_to_fp32,
-    "zero_to_torch bf16": _zero_to_bf16,
-    "ds_to_universal": _ds_to_universal,
-    "merge_fsdp_weights": function("merge_fsdp_weights"),
-    "consolidate_safetensors_files": function("consolidate_safetensors_files"),
-    "merge_and_unload": function("merge_and_unload"),
-    "load_file, dcp.save": function("safetensors_to_dcp"),
-    "dcp.load, dcp.save by 3 ranks": function("dcp_by_3_ranks"),
-}
-"""Peers by their names in tables."""
-
-SYNCING = {"torch_to_dcp", "load_file, dcp.save", "dcp.load, dcp.save by 3 ranks"}
-"""Peers that always sync, as DCP's writer does. They are compared with ours with `--fsync`."""
 
 
 def merge_fsdp_weights(source: str, out: str) -> None:
@@ -167,19 +142,6 @@ def load_and_save(source: str, out: str) -> None:
     save(unflatten_state_dict(state, metadata.planner_data), checkpoint_id=out)
 
 
-def send_object(client: Any, to: dict[str, str], read: Callable[[int], bytes], size: int, *, num_threads: int) -> None:
-    """An object of `size` bytes in parts, each read when it is sent."""
-    to = {**to, "UploadId": client.create_multipart_upload(**to)["UploadId"]}
-
-    def send_part(start: int) -> dict[str, Any]:
-        number = start // PART_BYTES + 1
-        return {"PartNumber": number, "ETag": client.upload_part(**to, PartNumber=number, Body=read(start))["ETag"]}
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        parts = list(pool.map(send_part, range(0, size, PART_BYTES) or (0,)))
-    client.complete_multipart_upload(**to, MultipartUpload={"Parts": parts})
-
-
 def move_s3_objects(source: str, out: str) -> None:
     """Download and upload every byte of the input's files, by botocore without checksums and signatures of bodies."""
     import botocore.session
@@ -194,14 +156,18 @@ def move_s3_objects(source: str, out: str) -> None:
     client = botocore.session.Session().create_client("s3", config=config)
     (bucket, prefix), (_, target) = (url.removeprefix("s3://").split("/", 1) for url in (source, out))
     for found in client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/")["Contents"]:
-        key, size = found["Key"], found["Size"]
+        given = {"Bucket": bucket, "Key": found["Key"]}
+        to = {"Bucket": bucket, "Key": target + found["Key"].removeprefix(prefix)}
+        to["UploadId"] = client.create_multipart_upload(**to)["UploadId"]
 
-        def read(start: int, key: str = key, size: int = size) -> bytes:
-            wanted = f"bytes={start}-{min(start + PART_BYTES, size) - 1}"
-            return bytes(client.get_object(Bucket=bucket, Key=key, Range=wanted)["Body"].read())
+        def move_part(start: int, given: dict[str, str] = given, to: dict[str, str] = to) -> dict[str, Any]:
+            part = client.get_object(**given, Range=f"bytes={start}-{start + PART_BYTES - 1}")["Body"].read()
+            number = start // PART_BYTES + 1
+            return {"PartNumber": number, "ETag": client.upload_part(**to, PartNumber=number, Body=part)["ETag"]}
 
-        to = {"Bucket": bucket, "Key": target + key.removeprefix(prefix)}
-        send_object(client, to, read, size, num_threads=NUM_THREADS)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            parts = list(pool.map(move_part, range(0, found["Size"], PART_BYTES)))
+        client.complete_multipart_upload(**to, MultipartUpload={"Parts": parts})
 
 
 def load_and_save_by_fsspec(source: str, out: str) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.inputs import WEIGHT_BYTES, Cache, fit_llama
 from benchmarks.machine import CKPT_TOOLS, ROOT
 from benchmarks.measure import Usage, measure_success
-from benchmarks.peers import PART_BYTES, send_object
+from benchmarks.peers import PART_BYTES
 from benchmarks.suite import Settings
 from benchmarks.turns import markdown, ratio, take_turns
 from ckpt_tools.core.options import ReadOptions, WriteOptions
@@ -44,7 +44,7 @@ from ckpt_tools.transfer.crc_board import LocalBoard
 from ckpt_tools.transfer.execute import Worker
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from fixtures.synthetic import DTYPES, Model, dcp
-from tests.support.s3_server import BUCKET, S3Server, running_s3_server
+from tests.support.s3_server import BUCKET, running_s3_server
 
 WIDE_HIDDEN, WIDE_RANKS = 2048, 2
 OURS, SOURCE = "ckpt-tools", f"s3://{BUCKET}/in"
@@ -54,6 +54,8 @@ CONTESTANTS = {
     "plain": [sys.executable, "-m", "benchmarks.peers", "move_s3_objects"],
 }
 """Commands that make the output, before the URLs of input and output."""
+
+UPLOAD = "import fsspec, sys; fsspec.filesystem('s3').put(sys.argv[1], f'{sys.argv[2]}/', recursive=True)"
 
 
 def measure_conversion(settings: Settings) -> list[str]:
@@ -70,8 +72,9 @@ def _measure(made: Path, settings: Settings) -> list[str]:
     """The table of the contestants, on a server of their own."""
     shares: list[str] = []
     with running_s3_server() as server, tempfile.TemporaryDirectory() as folder:
-        upload_folder(server, "in/", made)
         env, log = {**os.environ, **server.environment, "TMPDIR": folder}, Path(folder, "log")
+        upload = [sys.executable, "-c", UPLOAD, f"{made}/", SOURCE]
+        measure_success(upload, log, time_limit=settings.time_limit, cwd=ROOT, env=env)
 
         def run_contestant(name: str) -> Usage:
             words = [*CONTESTANTS[name], SOURCE, f"s3://{BUCKET}/out"]
@@ -98,26 +101,9 @@ def _cells(name: str, used: Sequence[Usage], ours: Sequence[Usage]) -> Iterator[
         yield f"{max(getattr(usage, field) for usage in used) / 1e6:,.0f} MB"
 
 
-def upload_folder(server: S3Server, prefix: str, folder: Path) -> None:
-    """Upload a folder in constant memory."""
-    client = server.client()
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            key = f"{prefix}{path.relative_to(folder).as_posix()}"
-            send_object(
-                client, {"Bucket": BUCKET, "Key": key}, partial(_read_part, file), path.stat().st_size, num_threads=1
-            )
-
-
-def _read_part(file: Any, start: int) -> bytes:
-    file.seek(start)
-    return bytes(file.read(PART_BYTES))
-
-
 def count_copied_shares(settings: Settings) -> list[str]:
     """Table of the shares of safetensors files that a service copies, and would copy if files were cut every 8 MiB:
     by the planner alone, without a server."""
-
     models = {"Llama 2 7B": Model(32, 4096, 11008, 32000)}
     for model in (fit_llama(settings.size_bytes // WEIGHT_BYTES, hidden) for hidden in (None, WIDE_HIDDEN)):
         models[f"Llama of {model.hidden}"] = model

@@ -14,10 +14,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +33,7 @@ import psutil
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from urllib3 import encode_multipart_formdata
 
 from benchmarks.demo_model import BATCH, SIDE
 from benchmarks.machine import ROOT
@@ -44,6 +43,7 @@ from benchmarks.suite import Settings
 from benchmarks.turns import markdown, ratio, take_turns
 from fixtures.launch import free_port
 from inference.models.predictor import load_predictor
+from tests.support.running import start, wait_until
 from training.data import datasets as data
 from training.loop import evaluation
 from training.models.image_models import build_model
@@ -110,7 +110,7 @@ class Server:
     """A running server, and what clients ask it."""
 
     port: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     requests: Requests
     script: Path
     num_clients: int = NUM_CLIENTS
@@ -191,8 +191,7 @@ BINARY_HEAD = json.dumps(
 def as_form(image: Any) -> bytes:
     file = BytesIO()
     Image.fromarray(image.reshape(SIDE, SIDE)).save(file, "png")
-    head = b'--X\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\nContent-Type: image/png\r\n\r\n'
-    return head + file.getvalue() + b"\r\n--X--\r\n"
+    return bytes(encode_multipart_formdata({"image": ("a.png", file.getvalue(), "image/png")}, boundary="X")[0])
 
 
 def make_requests() -> dict[str, Requests]:
@@ -210,22 +209,16 @@ def make_requests() -> dict[str, Requests]:
 
 
 @contextmanager
-def _running(command: Sequence[str], port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _running(module: str, words: Sequence[str], port: int, log: Path) -> Iterator[subprocess.Popen[str]]:
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=output, env=os.environ | {"PYTHONPATH": str(ROOT)}
-        )
+        running = start(*words, module=module, cwd=ROOT, stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while not _is_open(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise MeasureError(f"{command[1:4]} does not start: {log.read_text()[-300:]}")
-            time.sleep(0.2)
-        yield process
+        wait_until(lambda: _is_open(port) or running.process.poll() is not None, START_SECONDS)
+        if running.process.poll() is not None:
+            raise MeasureError(f"{module} does not start: {log.read_text()[-300:]}")
+        yield running.process
     finally:
-        for each in reversed(list(process_tree(process.pid))):
-            os.kill(each, signal.SIGKILL)
-        process.wait()
+        running.end()
 
 
 def _is_open(port: int) -> bool:
@@ -255,18 +248,15 @@ def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) 
         scripts[who].write_text(requests.script())
     model = str(folder / "model.safetensors")
     with ExitStack() as stack:
-
-        def start(name: str, command: Sequence[str], port: int) -> subprocess.Popen[bytes]:
-            return stack.enter_context(_running([sys.executable, "-m", *command], port, folder / f"{name}.log"))
-
         port = free_port()
         options = ["--model", f"model={model}", "--port", str(port), "--threads", str(threads)]
-        ours = start("ours", ["inference.serving", *options], port)
+        ours = stack.enter_context(_running("inference.serving", options, port, folder / "ours.log"))
         running = {who: Server(port, ours, ways[who], scripts[who]) for who in (JSON, BINARY, PNG)}
         running |= {who: Server(port, ours, ways[JSON], scripts[JSON], many) for who, many in ((EIGHT, 8), (ONE, 1))}
         for who in SERVERS:
             port = free_port()
-            process = start(who, ["benchmarks.servers", who, model, str(port), str(threads)], port)
+            words = [who, model, str(port), str(threads)]
+            process = stack.enter_context(_running("benchmarks.servers", words, port, folder / f"{who}.log"))
             running[who] = Server(port, process, ways[who], scripts[who])
         for each in running.values():
             each.check()
@@ -279,7 +269,6 @@ class Loop:
     """Calls the model on one batch of ``size`` images, repeatedly."""
 
     def __init__(self, model: str, threads: int, size: int) -> None:
-
         torch.set_num_threads(threads)
         task: Any = load_predictor(model).task
         self.forward = evaluation.plain_logits(task.model)

@@ -63,7 +63,7 @@ class Work:
             # With fsync of every file and folder of the copy.
             return ["sh", "-c", 'cp -r "$1" "$2" && find "$2" -exec sync {} +', "copy", str(copied), str(out)]
         if contestant in peers.COMMANDS:
-            return peers.COMMANDS[contestant](source, out)
+            return peers.fill_command(peers.COMMANDS[contestant], source, out)
         options = self._options(contestant, ("--to", "--state", "--world-size", "--dtype", "--recipe"))
         is_merge = contestant == OURS and self.source == LORA
         inputs = (source / "base", source / "adapter") if is_merge else (self._input(source),)
@@ -73,7 +73,7 @@ class Work:
     def verification(self, contestant: str, source: Path, out: Path) -> list[str]:
         """The command line that compares the output with the source's tensors bit for bit."""
         if self.source == LORA and contestant != UNMERGED:
-            return peers.function("check_merged")(source, out)
+            return peers.fill_command("-m benchmarks.peers check_merged {source} {out}", source, out)
         options, written = self._options(contestant, ("--dtype", "--state", "--recipe")), out / self.output
         return [*_ckpt_tools("verify", self._input(source), written if written.exists() else out), *options]
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +18,7 @@ from tests.training.conftest import SmallRun
 from tests.training.jobs import default_config
 from training.__main__ import main
 from training.config.options import DATASETS
-from training.config.strategies import ENGINES
+from training.config.strategies import EngineName
 
 FRAMEWORKS = {"torch", "torchvision", "ray", "deepspeed", "sklearn", "pyarrow", "numpy"}
 ROOT = Path(training.__file__).parent.parent
@@ -134,7 +135,7 @@ def test_a_missing_library_is_a_sentence_with_the_command_that_installs_it(
 
 def test_the_names_that_options_take_are_the_light_ones() -> None:
     assert DATASETS == ("digits", "fashion-mnist", "image-folder", "text")
-    assert ENGINES == ("fsdp2", "deepspeed", "zero1", "zero2", "zero3")
+    assert get_args(EngineName) == ("fsdp2", "deepspeed", "zero1", "zero2", "zero3")
 
 
 @pytest.mark.parametrize("out", ["/proc/run", "/proc", "/sys/run"])

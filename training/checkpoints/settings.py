@@ -57,7 +57,8 @@ def lines_before_start(config: TrainConfig, checkpoint: Path | str | None) -> li
 def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
     """Compare the run's settings with those of the checkpoint; the message to print, if any. Raises UsageError if
     ``--override`` lacks a setting that differs, CkptError if the checkpoint cannot be read."""
-    extra = _extra(checkpoint)
+    with reading(checkpoint):
+        extra = ckpt_tools.open(checkpoint).manifest.extra
     recorded = settings_in(extra)
     ours = config.settings
     differing = [name for name, value in recorded.items() if value != ours[name]]
@@ -70,16 +71,6 @@ def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
         names = ", ".join(f"--{spelt(name)}" for name in missing)
         changed.append(f"{checkpoint} does not record its run's {names}: not compared, this run uses its own")
     return "; ".join(changed) or None
-
-
-def recorded_settings(checkpoint: Path | str) -> Settings:
-    """Settings that are saved in the checkpoint; it may lack some. Raises ``CkptError``."""
-    return settings_in(_extra(checkpoint))
-
-
-def _extra(checkpoint: Path | str) -> Mapping[Any, Any]:
-    with reading(checkpoint):
-        return ckpt_tools.open(checkpoint).manifest.extra
 
 
 def settings_in(extra: Mapping[Any, Any]) -> Settings:

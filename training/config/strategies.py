@@ -13,7 +13,6 @@ ZeroStrategy = Literal[
     "zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_hpz"
 ]
 StrategyName = Literal[TorchStrategy, ZeroStrategy]
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 SHORT_FORMS: tuple[EngineName, ...] = ("zero1", "zero2", "zero3")
 """Engines that are strategies too: ``--engine zero3`` is ``--strategy zero3``."""

@@ -17,7 +17,7 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import default_config
 from training.__main__ import main
-from training.checkpoints.settings import check_settings, reading, recorded_settings
+from training.checkpoints.settings import check_settings, reading, settings_in
 from training.checkpoints.weights import check_export
 from training.config.options import SETTINGS, spelt
 from training.config.train_config import Settings, TrainConfig
@@ -184,6 +184,11 @@ def test_a_setting_that_is_missing_is_named_beside_one_that_is_changed(tmp_path:
     )
 
 
+def recorded_settings(checkpoint: Path | str) -> Settings:
+    """Settings that are saved in the checkpoint."""
+    return settings_in(ckpt_tools.open(checkpoint).manifest.extra)
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero2", "zero3"])
 def test_every_engine_saves_its_settings(engine: str, small_run: SmallRun) -> None:
     result = small_run(engine)
@@ -253,7 +258,7 @@ def test_several_tags_are_answered_with_their_folders(small_run: SmallRun, tmp_p
     for name in ("global_step4", "global_step8"):
         shutil.copytree(checkpoint / tag, tmp_path / name, copy_function=os.link)
     with pytest.raises(UnsupportedError) as caught:
-        recorded_settings(tmp_path)
+        check_settings(config(), tmp_path)
     assert "name the folder of one (global_step8, global_step4)" in str(caught.value)
     assert "tag=" not in str(caught.value) and "--" not in str(caught.value)
     assert recorded_settings(tmp_path / "global_step8") == small_run("zero2").settings
@@ -262,7 +267,7 @@ def test_several_tags_are_answered_with_their_folders(small_run: SmallRun, tmp_p
 def test_something_else_is_answered_with_the_converter(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(UnsupportedError) as caught:
-        recorded_settings(tmp_path)
+        check_settings(config(), tmp_path)
     assert "is not in a known format" in str(caught.value)
     assert str(caught.value).endswith(f"(--from: of `ckpt-tools convert {tmp_path}`; then resume the copy)")
 
