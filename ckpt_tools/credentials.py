@@ -397,14 +397,32 @@ def _text(value: object, as_text: Callable[[object], str] = str) -> str:
 
 
 class _Output:
-    """A text stream that masks credentials in what is written to it. It has no ``buffer``, which would not."""
+    """A text stream that masks credentials in what is written to it. It has no ``buffer``, which would not. Errors of
+    standard output name it; those of standard error are ignored, as what is told there is not what was asked for."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
-        self._stream.write(without_secrets(text))
+        if text != "":  # by which click tries what a stream takes, and hears no error
+            with self._errors():
+                self._stream.write(without_secrets(text))
         return len(text)
+
+    def flush(self) -> None:
+        with self._errors():
+            self._stream.flush()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            # Or what is left would fail again when Python ends, and have an exit code of its own.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            error.filename = "standard output"
+            if self._name == "stdout":
+                raise
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -418,9 +436,18 @@ class _Output:
 
 def mask_output() -> None:
     """Mask credentials in all that this process prints from now on, also by libraries and in tracebacks. Characters
-    that the encoding lacks become escapes. A stream that a caller put in the place of the process's own stays."""
+    that the encoding lacks become escapes. A stream that a caller put in the place of the process's own stays.
+
+    A stream that is closed is opened so that its use fails. Otherwise the next file would get its number.
+    """
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_WRONLY)
     for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            opened = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+            setattr(sys, name, opened)
+            setattr(sys, f"__{name}__", opened)
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, _Output(stream))
+            setattr(sys, name, _Output(stream, name))

@@ -97,7 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if is_process:
         mask_output()
         process.rest()
-        _complete()
     try:
         _run(arguments)
     except SystemExit as error:
@@ -120,6 +119,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     remember_words(words)
     reporting.begin(words)
     try:
+        if arguments is None:
+            _complete()
         with on_command_line(), ended_by_signals(words, is_process=arguments is None):
             code = group.main(words, prog_name=PROGRAM, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -132,7 +133,6 @@ def _run(arguments: Sequence[str] | None) -> None:
         stop = error
         end(error, words, lambda said, code: reporting.explain(said, stop, code), is_process=arguments is None)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

@@ -1,0 +1,124 @@
+"""Standard streams that are closed, full or a pipe that nobody reads: one sentence, the right code, and the work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ckpt_tools
+from ckpt_tools.cli.main import COMMANDS
+from tests.support.sparse import make_sparse
+
+WITHOUT_OUTPUT = {
+    ">&-": "Bad file descriptor",
+    "<&- >&-": "Bad file descriptor",
+    ">/dev/full": "No space left on device",
+    "<&- >/dev/full": "No space left on device",
+}
+WITH_OUTPUT = ("<&-", "2>&-", "2>/dev/full", "<&- 2>&-", "</dev/null")
+WITHOUT_BOTH = (">&- 2>&-", "<&- >&- 2>&-", ">/dev/full 2>/dev/full", ">&- 2>/dev/full")
+
+SPEAKING = {
+    "version": "--version",
+    "help": "--help",
+    "inspect": "inspect IN",
+    "tensors": "inspect IN --tensors",
+    "statistics": "inspect IN --stats",
+    "JSON": "inspect IN --json",
+    "cat": "cat IN layer.0",
+    "plan": "plan IN OUT --to dcp",
+    "formats": "formats --json",
+    "recipes": "recipes",
+    "convert": "convert IN OUT --to dcp",
+    "convert to JSON": "convert IN OUT --to dcp --json",
+    "verify": "verify IN IN",
+    "diff": "diff IN IN",
+    "scan": "scan IN",
+    "ls": "ls RUN",
+    "completion": "completion bash",
+}
+
+SILENT = {"absent": ("inspect NONE", 3), "usage": ("inspect --none", 2)}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("streams")
+    (folder / "run" / "step-1").mkdir(parents=True)
+    return make_sparse(folder / "run" / "step-1" / "model.safetensors", num_tensors=2, num_rows=10)
+
+
+def run(words: str, streams: str, source: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    places = {"IN": source, "OUT": out, "NONE": out / "none", "RUN": source.parents[1]}
+    command = " ".join(str(places.get(word, word)) for word in words.split())
+    line = f"{sys.executable} -m ckpt_tools {command} {streams}"
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
+
+
+def check_written(words: str, source: Path, out: Path) -> None:
+    if words.startswith("convert"):
+        ckpt_tools.verify(source, out)
+
+
+@pytest.mark.parametrize("streams", WITHOUT_OUTPUT)
+@pytest.mark.parametrize("name", SPEAKING)
+def test_without_output_the_reason_is_told(name: str, streams: str, source: Path, tmp_path: Path) -> None:
+    done = run(SPEAKING[name], streams, source, tmp_path / "out")
+    last = done.stderr.splitlines()[-1]
+    assert (done.returncode, last) == (5, f"Error: standard output: {WITHOUT_OUTPUT[streams]}"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+    check_written(SPEAKING[name], source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("streams", WITH_OUTPUT)
+@pytest.mark.parametrize("name", ["help", "inspect", "JSON", "convert", "verify", "ls"])
+def test_without_the_other_streams_nothing_changes(name: str, streams: str, source: Path, tmp_path: Path) -> None:
+    usual = run(SPEAKING[name], "", source, tmp_path / "usual")
+    done = run(SPEAKING[name], streams, source, tmp_path / "out")
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, len(usual.stdout.splitlines())), done.stderr
+    assert "Traceback" not in done.stderr
+    check_written(SPEAKING[name], source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("streams", WITHOUT_BOTH)
+@pytest.mark.parametrize("name", ["version", "inspect", "JSON", "convert", "ls"])
+def test_without_both_the_code_is_right(name: str, streams: str, source: Path, tmp_path: Path) -> None:
+    assert run(SPEAKING[name], streams, source, tmp_path / "out").returncode == 5
+    check_written(SPEAKING[name], source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("streams", [*WITHOUT_OUTPUT, *WITH_OUTPUT, *WITHOUT_BOTH])
+@pytest.mark.parametrize("name", SILENT)
+def test_a_command_that_says_nothing_needs_no_output(name: str, streams: str, source: Path, tmp_path: Path) -> None:
+    words, code = SILENT[name]
+    done = run(words, streams, source, tmp_path / "out")
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+@pytest.mark.parametrize("streams", ["| head -0", "2>&1 | head -0", "| true", "2>&- | true"])
+@pytest.mark.parametrize("name", ["help", "tensors", "JSON", "recipes", "convert"])
+def test_a_pipe_that_nobody_reads(name: str, streams: str, source: Path, tmp_path: Path) -> None:
+    """The shell's own code is that of the last command of the pipe."""
+    done = run(SPEAKING[name], f"{streams}; exit ${{PIPESTATUS[0]}}", source, tmp_path / "out")
+    assert (done.returncode in (0, 1), done.stderr) == (True, "")
+    check_written(SPEAKING[name], source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_each_command(command: str, source: Path, tmp_path: Path) -> None:
+    done = run(f"{command} --help", ">&-", source, tmp_path / "out")
+    assert (done.returncode, done.stderr) == (5, "Error: standard output: Bad file descriptor\n")
+
+
+def test_no_file_gets_the_number_of_a_closed_stream(source: Path, tmp_path: Path) -> None:
+    """Or what is said would be written into it."""
+    for streams in ("<&- >&- 2>&-", ">&-", "2>&-"):
+        out = tmp_path / "out"
+        run("convert IN OUT --to dcp --overwrite --verbose", streams, source, out)
+        ckpt_tools.verify(source, out)
+        texts = [file.read_bytes() for file in out.iterdir()]
+        assert not any(b"converted" in text or b"load it with" in text for text in texts)
