@@ -145,6 +145,8 @@ class LazyTensor:
             if box.numel:
                 self._reader.read(self.entry, box, self.shape, 0, box.numel, raw[start:stop].data)
             start = stop
+        if found.size == self.size:
+            self._reader.finish()
         part: NDArray[Any] = found[wanted.inside]
         return part
 

@@ -182,7 +182,7 @@ def _check_storages(storages: Mapping[str, StorageRef], records: Mapping[str, Re
 class ItemLocation:
     """The one tensor of a DCP item: its storage's bytes ``[start, stop)`` of the file, and how it views them.
 
-    ``storage_offset`` and ``strides`` are in elements.
+    ``storage_offset`` and ``strides`` are in elements. The CRC-32 of the storage is stated at byte ``crc_at``.
     """
 
     start: int
@@ -191,6 +191,7 @@ class ItemLocation:
     storage_offset: int
     shape: Shape
     strides: Shape
+    crc_at: int
 
 
 def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocation:
@@ -210,7 +211,8 @@ def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocati
             if len(_known_items) >= MAX_KNOWN_ITEMS:
                 _known_items.clear()
             _known_items[stop - start] = head[: location.start], location
-    return replace(location, start=start + location.start, stop=start + location.stop)
+    first, last, crc_at = (start + at for at in (location.start, location.stop, location.crc_at))
+    return replace(location, start=first, stop=last, crc_at=crc_at)
 
 
 PICKLE_BYTES: Final = 16 << 10
@@ -258,7 +260,8 @@ def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -
     if not isinstance(tensor, StoredTensor) or tensor.storage is None:
         raise MalformedError(f"the item at byte {start:,} does not contain a tensor", path=path)
     first, last = archive.storage_range(tensor.storage.key)
-    location = ItemLocation(first, last, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides)
+    crc_at = archive.records[f"data/{tensor.storage.key}"].crc_at
+    location = ItemLocation(first, last, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides, crc_at)
     pickle = archive.records["data.pkl"]
     return location, pickle.header_offset + pickle.size
 

@@ -76,6 +76,8 @@ class Record:
     header_offset: int
     size: int
     crc32: int
+    crc_at: int
+    """Where the directory states ``crc32``."""
     deflated_size: int | None = None
 
     @property
@@ -219,7 +221,7 @@ class _DirectoryReader:
         start, stop, count = self._extent(end)
         if stop - start > MAX_DIRECTORY_BYTES or count * CENTRAL.size > stop - start:
             self._fail(f"a directory of {count:,} records in {stop - start:,} bytes")
-        records = self._records(self._bytes(start, stop), count)
+        records = self._records(self._bytes(start, stop), count, start)
         # Each record, with the smallest possible header, ends before the next starts.
         for record, limit in _with_limits(records, start):
             if record.header_offset + _header_bytes(record) + record.stored_size > limit:
@@ -279,12 +281,12 @@ class _DirectoryReader:
             self._fail("its zip64 end record is missing")
         return at, (disk, first_disk, here, count, num_bytes, start)
 
-    def _records(self, data: bytes, count: int) -> list[Record]:
+    def _records(self, data: bytes, count: int, start: int) -> list[Record]:
         records, at = [], 0
         for _ in range(count):
             if at + CENTRAL.size > len(data):
                 self._fail("its directory ends early")
-            record, at = self._record(data, at)
+            record, at = self._record(data, at, start)
             records.append(record)
         if at != len(data):
             self._fail("its directory contains more than its records")
@@ -292,7 +294,7 @@ class _DirectoryReader:
             self._fail("two records have the same name")
         return sorted(records, key=attrgetter("header_offset"))
 
-    def _record(self, data: bytes, at: int) -> tuple[Record, int]:
+    def _record(self, data: bytes, at: int, start: int) -> tuple[Record, int]:
         fields = CENTRAL.unpack_from(data, at)
         magic, _, _, flags, method, _, _, crc32, packed, size, name_bytes, extra_bytes, comment_bytes = fields[:13]
         disk, _, _, offset = fields[13:]
@@ -307,7 +309,9 @@ class _DirectoryReader:
         self._check_plain(name, flags, STORED if is_deflated else method, disk)
         if size != packed and not is_deflated:
             self._fail(f"record {name!r} is stored, yet has two sizes")
-        return Record(name, offset, size, crc32, packed if is_deflated else None), extra_stop + comment_bytes
+        crc_at = start + at + _CRC_AT
+        record = Record(name, offset, size, crc32, crc_at, packed if is_deflated else None)
+        return record, extra_stop + comment_bytes
 
     def _check_plain(self, name: str, flags: int, method: int, disk: int) -> None:
         problem = f"record {name!r} of the zip archive is encrypted" if flags & ENCRYPTED else ""

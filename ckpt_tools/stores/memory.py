@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.source import Buffer, FillableStore, checked_name
+from ckpt_tools.stores.source import Buffer, FillableStore, Source, checked_name
 
 
 @dataclass(slots=True)
@@ -29,6 +29,9 @@ class MemoryStore(FillableStore):
         if start + len(buffer) > len(data):
             raise IncompleteError(f"it ends at byte {len(data):,}, before byte {start + len(buffer):,}", path=path)
         buffer[:] = memoryview(data)[start : start + len(buffer)]
+
+    def size(self, path: str) -> int:
+        return Source(self, {path: len(self.files[path])} if path in self.files else {}).size(path)
 
     def create(self, path: str, size_bytes: int) -> MemoryWriter:
         data = self.files[checked_name(path)] = bytearray(size_bytes)

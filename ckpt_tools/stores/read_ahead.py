@@ -50,6 +50,9 @@ class BlockCache(StoreWrapper):
     _mine: threading.local = field(default_factory=threading.local, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
+    def size(self, path: str) -> int:
+        return self.sizes[path] if path in self.sizes else self.store.size(path)
+
     def prefetch(self, path: str, start: int, stop: int) -> None:
         """Most of ``[start, stop)`` is about to be read by this thread, in an order of its own: read it at once."""
         self._mine.piece = None

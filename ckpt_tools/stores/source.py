@@ -61,6 +61,10 @@ class Store(ABC):
             StoreError: reading failed.
         """
 
+    def size(self, path: str) -> int:
+        """Bytes of ``path``. Raises IncompleteError, StoreError: as ``read_into``."""
+        return Source(self, self.list()).size(path)
+
     def version(self, path: str) -> str:
         """Another text if the file was written again; empty if the store cannot tell.
 
@@ -140,6 +144,10 @@ class StoreWrapper(Store):
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         store, name = self._behind(path)
         store.read_into(name, start, buffer)
+
+    def size(self, path: str) -> int:
+        store, name = self._behind(path)
+        return store.size(name)
 
     def version(self, path: str) -> str:
         store, name = self._behind(path)

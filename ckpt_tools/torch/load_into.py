@@ -137,6 +137,7 @@ def load_into(
     for module, value in extra_states:
         module.set_extra_state(value)
     extras, _ = user_entries(manifest)
+    loader.tensor_reader.finish()
     return {name: revive(value, tensor=loader.whole, unknown=lambda inert: inert) for name, value in extras.items()}
 
 

@@ -51,7 +51,7 @@ def _copies(manifest: Manifest) -> dict[str, tuple[TensorEntry, TensorEntry]]:
 def note_of_copies(manifest: Manifest, store: Store, written: str, *, is_sample: bool) -> tuple[Note, ...]:
     """A note if copies differ by more than rounding, which is to the nearest number or the one beside it. ``is_sample``
     reads the first ``SAMPLE`` elements of each alone. ``written`` says which copy is taken."""
-    reader, copies = TensorReader(store, BLOCK * 4), _copies(manifest)
+    reader, copies = TensorReader(store, BLOCK * 4, compares_records=False), _copies(manifest)
 
     def largest(copy: tuple[str, tuple[TensorEntry, TensorEntry]]) -> tuple[float, str]:
         name, (weight, master) = copy

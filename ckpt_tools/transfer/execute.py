@@ -111,7 +111,9 @@ def execute(
     work = Worker(plan, TensorReader(source, plan.scratch_bytes), target, board)
     bytes_read = bytes_written = bytes_copied = 0
     try:
+        is_resumed = False
         for receipt in history.receipts():
+            is_resumed = True
             files.recover(receipt)
             on_bytes(receipt.task.num_bytes)
         # Closed before the files are: a task still under way would write into whatever has its descriptor by then.
@@ -123,6 +125,8 @@ def execute(
                 bytes_copied += receipt.bytes_copied
                 on_bytes(receipt.task.num_bytes)
         assert files.num_finished == len(plan.layout.files), "every task was run"
+        # The earlier run may have ended at a record with a wrong checksum, of which it had written almost all.
+        work.tensor_reader.finish(every=is_resumed)
     finally:
         target.abandon()
     return TransferResult(bytes_read, bytes_written, bytes_copied)

@@ -20,7 +20,7 @@ from typing import Any
 from ckpt_tools.core.layout import Crc32, FileSpec, Literal, Padding, Payload
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.option_names import option
-from ckpt_tools.errors import CkptError, StoreError, UsageError
+from ckpt_tools.errors import CkptError, MalformedError, StoreError, UsageError
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import Task
 from ckpt_tools.stores.destination import Destination, Log
@@ -200,9 +200,14 @@ class JournalPolicy:
 
     @contextmanager
     def noting(self, journal: Journal) -> Iterator[None]:
-        """The work of a run; where its output is kept, the journal is written however it ends, and an error says so."""
+        """The work of a run; where its output is kept, the journal is written however it ends, and an error says so.
+        What was made of a damaged source is not continued."""
         try:
             yield
+        except MalformedError:
+            with suppress(StoreError):
+                journal.log.clear()
+            raise
         except BaseException as error:
             if self.keeps_output:
                 journal.flush()

@@ -26,6 +26,7 @@ from ckpt_tools.planning.hits import BoxHit, FlatHit, Hit, hits
 from ckpt_tools.stores.source import ServiceFile, Store
 from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, Inflating, inflated_name, is_inflated
+from ckpt_tools.transfer.record_checks import Record, RecordChecks
 
 if TYPE_CHECKING:
     from ckpt_tools.serialization.torch_zip import ItemLocation
@@ -44,19 +45,23 @@ MAX_KNOWN_ITEMS = 4096
 class TensorReader:
     """Reads elements from ``store``; safe to share between threads, each of which has buffers of its own.
 
-    ``scratch_bytes`` bounds each of the two buffers that a thread has beside the caller's.
+    ``scratch_bytes`` bounds each of the two buffers that a thread has beside the caller's. ``compares_records`` says
+    that a wrong CRC-32 of a record is an error.
     """
 
     store: Store
     scratch_bytes: int
+    compares_records: bool = True
     _bytes_read: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
     _items: dict[ByteRange, ItemLocation] = field(default_factory=dict, repr=False)
     _inflating: Inflating = field(init=False, repr=False)
+    _checks: RecordChecks = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._inflating = Inflating(lambda file, start, stop: self._reader(file)(start, stop))
+        self._checks = RecordChecks(self._read_unchecked, lambda file: self.store.size(file))
 
     def release(self, store: Store) -> None:
         """Free the store and everything kept of it; ``store`` is used from now on."""
@@ -127,6 +132,11 @@ class TensorReader:
         first += item * hit.start
         return ByteRange(hit.at.file, first, first + item * (stop - start))
 
+    def finish(self, *, every: bool = False) -> None:
+        """All was read that is to be: compare the CRC-32 of records of which almost all has passed, or of ``every``
+        one begun. Raises StoreError, FormatError."""
+        self._checks.finish(every=every)
+
     def locate(self, file: str) -> ServiceFile | None:
         """Location of a file in a service that can copy it; else None."""
         return self.store.locate(file)
@@ -140,7 +150,7 @@ class TensorReader:
     def _gather(self, found: Sequence[Hit], out: memoryview) -> None:
         for hit in found:
             if hit.framing is Framing.RAW:
-                self._place(hit, hit.at.start, out)
+                self._place(hit, hit.at.start, self._checks.in_zip(hit.at.file, hit.at.start), out)
             else:
                 location = self._location(hit)
                 if hit.framing is Framing.ZSTD_ITEM:
@@ -149,11 +159,10 @@ class TensorReader:
 
     def _place_from_item(self, hit: Hit, location: ItemLocation, out: memoryview) -> None:
         first_byte = location.start + location.storage_offset * hit.dtype.item_bytes
-        if is_row_major(location.shape, location.strides):
-            self._place(hit, first_byte, out)
-        else:
-            for part in _strided(hit, location):
-                self._place(part, first_byte, out)
+        record = self._checks.in_item(hit.at.file, location.start, location.stop, location.crc_at)
+        is_in_order = is_row_major(location.shape, location.strides)
+        for part in (hit,) if is_in_order else _strided(hit, location):
+            self._place(part, first_byte, record, out)
 
     def _location(self, hit: Hit) -> ItemLocation:
         location = self._items.get(hit.at)
@@ -197,49 +206,61 @@ class TensorReader:
         self.store.read_into(file, start, buffer)
         self._count(file, len(buffer))
 
+    def _read_unchecked(self, file: str, start: int, stop: int) -> bytes:
+        """Of a file's directory, or what is read for a checksum alone, which does not count as read."""
+        buffer = bytearray(stop - start)
+        read = self._inflating.read_into if is_inflated(file) else self.store.read_into
+        read(file, start, memoryview(buffer))
+        return bytes(buffer)
+
+    def _read_elements(self, record: Record, start: int, buffer: memoryview) -> None:
+        self._read_into(record.file, start, buffer)
+        if self.compares_records:
+            self._checks.passed(record, start, buffer)
+
     def _count(self, file: str, num_bytes: int) -> None:
         num_bytes = self.store.cost(file, num_bytes)
         self._buffers.bytes_read = self.bytes_read_here + num_bytes
         with self._lock:
             self._bytes_read += num_bytes
 
-    def _place(self, hit: Hit, first_byte: int, out: memoryview) -> None:
-        """Read a hit whose piece has its element 0 at ``first_byte`` of its file."""
+    def _place(self, hit: Hit, first_byte: int, record: Record, out: memoryview) -> None:
+        """Read a hit whose piece has its element 0 at ``first_byte`` of its file, in ``record``."""
         item = hit.dtype.item_bytes
         if isinstance(hit, FlatHit):
             room = out[hit.into * item : (hit.into + hit.stop - hit.start) * item]
-            self._read_into(hit.at.file, first_byte + hit.start * item, room)
+            self._read_elements(record, first_byte + hit.start * item, room)
             return
         strides = tuple(stride * item for stride in hit.into_strides)
         wanted = np.ndarray(hit.extents, _opaque(item), out, hit.into * item, strides)
-        self._read_strided(hit.at.file, first_byte + item * hit.start, hit.strides, wanted)
+        self._read_strided(record, first_byte + item * hit.start, hit.strides, wanted)
 
-    def _read_strided(self, file: str, start_byte: int, strides: Shape, wanted: NDArray[Any]) -> None:
+    def _read_strided(self, record: Record, start_byte: int, strides: Shape, wanted: NDArray[Any]) -> None:
         """Fill ``wanted`` with elements ``strides`` apart in the file, its element 0 at ``start_byte``."""
         if wanted.flags.c_contiguous and is_row_major(wanted.shape, strides):
-            self._read_into(file, start_byte, wanted.reshape(-1).view(np.uint8).data)
+            self._read_elements(record, start_byte, wanted.reshape(-1).view(np.uint8).data)
             return
         item = wanted.dtype.itemsize
         reach = [(extent - 1) * stride for extent, stride in zip(wanted.shape, strides, strict=True)]
         span = sum(reach) + 1
         if span > 1 and (span * item > self.scratch_bytes or _is_sparse(wanted, strides, span)):
-            self._read_halves(file, start_byte, strides, wanted, reach.index(max(reach)))
+            self._read_halves(record, start_byte, strides, wanted, reach.index(max(reach)))
             return
         block = self._buffer("strided", span * item)
-        self._read_into(file, start_byte, block.data)
+        self._read_elements(record, start_byte, block.data)
         byte_strides = tuple(stride * item for stride in strides)
         wanted[...] = np.ndarray(wanted.shape, wanted.dtype, block.data, strides=byte_strides)
 
-    def _read_halves(self, file: str, start_byte: int, strides: Shape, wanted: NDArray[Any], dim: int) -> None:
+    def _read_halves(self, record: Record, start_byte: int, strides: Shape, wanted: NDArray[Any], dim: int) -> None:
         middle = (wanted.shape[dim] + 1) // 2
         lower = (slice(None),) * dim
-        self._read_strided(file, start_byte, strides, wanted[(*lower, slice(None, middle))])
+        self._read_strided(record, start_byte, strides, wanted[(*lower, slice(None, middle))])
         second = start_byte + middle * strides[dim] * wanted.dtype.itemsize
-        self._read_strided(file, second, strides, wanted[(*lower, slice(middle, None))])
+        self._read_strided(record, second, strides, wanted[(*lower, slice(middle, None))])
 
     def __reduce__(self) -> tuple[object, ...]:
         """In another process: the same store, nothing read yet."""
-        return TensorReader, (self.store, self.scratch_bytes)
+        return TensorReader, (self.store, self.scratch_bytes, self.compares_records)
 
     def _buffer(self, use: str, num_bytes: int) -> NDArray[np.uint8]:
         """``num_bytes`` of this thread's buffer for ``use``, which the next call overwrites."""

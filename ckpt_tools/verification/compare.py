@@ -116,11 +116,14 @@ def compare(ours: Side, theirs: Side, *, num_workers: int, on_progress: Progress
     shared = [key for key, shape in both.items() if shape == compared[key].shape]
     total, done = sum(ours.tensors[key].num_bytes for key in shared), 0
     apart: dict[StateKey, Deviation] = {}
-    for block, deviation in ThreadRunner(num_workers).run(_compare_on(ours, theirs), _blocks(ours, theirs, shared)):
+    readers = [(side, TensorReader(side.store, BLOCK_BYTES)) for side in (ours, theirs)]
+    for block, deviation in ThreadRunner(num_workers).run(_compare_on(readers), _blocks(ours, theirs, shared)):
         if deviation.num_differing:
             apart[block.key] = apart.get(block.key, Deviation()) + deviation
         done += (block.stop - block.start) * ours.tensors[block.key].dtype.item_bytes
         on_progress(done, total)
+    for _, reader in readers:
+        reader.finish()
     firsts: dict[StateKey, StateKey] = {}
     for key in compared:
         firsts.setdefault(key._replace(fqn=ours.owners.get(key.fqn, key.fqn)), key)
@@ -188,9 +191,7 @@ def _blocks(ours: Side, theirs: Side, keys: list[StateKey]) -> Iterator[_Block]:
             yield _Block(key, start, min(start + step, numel))
 
 
-def _compare_on(ours: Side, theirs: Side) -> Callable[[_Block], tuple[_Block, Deviation]]:
-    readers = [(side, TensorReader(side.store, BLOCK_BYTES)) for side in (ours, theirs)]
-
+def _compare_on(readers: list[tuple[Side, TensorReader]]) -> Callable[[_Block], tuple[_Block, Deviation]]:
     def deviation(block: _Block) -> tuple[_Block, Deviation]:
         entries = [side.tensors[block.key] for side, _ in readers]
         pair = []

@@ -71,15 +71,17 @@ Digests = Mapping[StateKey, Digest]
 OnBytes = Callable[[int], None]
 
 
-def digests_of(store: Store, manifest: Manifest, *, num_workers: int, on_bytes: OnBytes) -> dict[StateKey, Digest]:
+def digests_of(
+    store: Store, manifest: Manifest, *, num_workers: int, on_bytes: OnBytes, compares_records: bool = True
+) -> dict[StateKey, Digest]:
     """The digests of every tensor, weights and masters by every name they have. A tensor is hashed from start to
     end by one thread, ``num_workers`` tensors at once, each in blocks of 1 MiB.
 
     Raises:
-        CkptError: a tensor cannot be read.
+        CkptError: a tensor cannot be read, or has a wrong CRC-32 and ``compares_records``.
     """
     by_key: dict[StateKey, Digest] = {}
-    reader = TensorReader(store, BLOCK_BYTES)
+    reader = TensorReader(store, BLOCK_BYTES, compares_records)
 
     def hashed(key: StateKey) -> tuple[StateKey, Digest]:
         return key, _digest(reader, manifest.tensors[key])
@@ -87,6 +89,7 @@ def digests_of(store: Store, manifest: Manifest, *, num_workers: int, on_bytes: 
     for key, digest in ThreadRunner(num_workers).run(hashed, list(manifest.tensors)):
         by_key[key] = digest
         on_bytes(manifest.tensors[key].num_bytes)
+    reader.finish()
     by_entry = {id(entry): by_key[key] for key, entry in manifest.tensors.items()}
     named = {key: by_entry[id(entry)] for key, entry in named_tensors(manifest).items()}
     masters = {StateKey(alias, MASTER): named.get(StateKey(owner, MASTER)) for alias, owner in manifest.aliases.items()}

@@ -103,6 +103,7 @@ def statistics(
         found[position] = stats
         entry = wanted[position][1][1]
         meter.add(stats.num_read * entry.dtype.item_bytes)
+    reader.finish()
     return tuple(found[position] for position, _ in wanted)
 
 

@@ -98,8 +98,9 @@ class TestReads:
         store = Recording({name: bytearray(data) for name, data in pieces.items()})
         tensor_reader = TensorReader(store, scratch_bytes)
         assert read(tensor_reader, entry, wish, shape, 0, wish.numel) == array[index(wish)].tobytes()
-        assert tensor_reader.bytes_read == sum(size for _, _, size in store.reads)
-        return store.reads, tensor_reader.bytes_read
+        reads = [each for each in store.reads if each[1:] != (0, 4)]  # the first bytes: is it a zip?
+        assert tensor_reader.bytes_read == sum(size for _, _, size in reads)
+        return reads, tensor_reader.bytes_read
 
     def test_rows_of_rows_are_one_read_however_large(self) -> None:
         shape = (512, 1024)
@@ -150,7 +151,8 @@ class TestReads:
         entry = TensorEntry((300, 4), DType.UINT8, Kind.BUFFER, ShardTable.build((300, 4), DType.UINT8, [shard]))
         store = Recording({"f": bytearray(b"abcd")})
         assert read_all(TensorReader(store, 1 << 16), entry) == b"abcd" * 300
-        assert store.reads == [("f", 0, 4)]
+        of_first_bytes, *reads = store.reads
+        assert reads == [of_first_bytes] == [("f", 0, 4)]
 
 
 @dataclass(frozen=True, slots=True)

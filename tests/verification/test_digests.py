@@ -160,7 +160,7 @@ class InMemory:
     ranges: list[tuple[str, int, int]]
 
     def differing(self) -> list[StateKey]:
-        found = digests_in(self.store, self.manifest)
+        found = digests.digests_of(self.store, self.manifest, num_workers=1, on_bytes=silent, compares_records=False)
         return [difference.key for difference in digests.differences(self.digests, found)]
 
     @property

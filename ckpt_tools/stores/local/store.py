@@ -121,6 +121,11 @@ class LocalStore(FillableStore):
                     raise IncompleteError(f"the file ends at byte {start + done:,}", path=str(descriptor.path))
                 done += count
 
+    def size(self, path: str) -> int:
+        descriptor = self._descriptor(path)
+        with reporting("reading the file's size failed", descriptor.path):
+            return os.fstat(descriptor.number).st_size
+
     def _descriptor(self, path: str) -> _Descriptor:
         with self._lock:
             found = self._open.get(path)
