@@ -129,6 +129,7 @@ def inspect(
         summary = replace(summary, tensors=tuple(rows))
     if not stats:
         return summary
+    from ckpt_tools.core.expansion import check_expansion
     from ckpt_tools.transfer.workers import choose_workers
     from ckpt_tools.verification.statistics import Measuring, statistics
 
@@ -139,8 +140,10 @@ def inspect(
         is_limit=memory is not None,
         sample=sample,
     )
-    tensors = [(key, manifest.tensors[key]) for key in chosen]
-    return replace(summary, stats=statistics(source.store, tensors, how, on_progress or silent))
+    tensors = {key: manifest.tensors[key] for key in chosen}
+    if not sample:
+        check_expansion(tensors, manifest.stored_bytes)
+    return replace(summary, stats=statistics(source.store, tensors.items(), how, on_progress or silent))
 
 
 @public

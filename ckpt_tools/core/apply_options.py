@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 from ckpt_tools.core import transforms
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.expansion import check_expansion
 from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey
 from ckpt_tools.core.notes import ASSUMED_ORDER, Note, Outcome, without_gone
@@ -106,6 +107,7 @@ def apply_options(
         notes += more
     if not manifest.groups or (keeps_tree and manifest.tree is not None and manifest.tree.numbers):
         notes = tuple(note for note in notes if note.what != ASSUMED_ORDER)  # numbers, or nothing, is what is written
+    check_expansion(manifest.tensors, manifest.stored_bytes)
     made, more = transforms.cast(manifest, options.target_dtype) if like is None else like.cast(manifest)
     if HEADER_ENTRY in made.extra and (merge is not None or _dtypes(made) != before):
         why = "carried as it is, and it may say of tensors what was true before this conversion"

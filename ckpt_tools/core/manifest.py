@@ -263,7 +263,7 @@ class Manifest:
     state is under other names than theirs: a recipe joins them. ``unplaced`` is empty, or says which entry is an
     optimizer whose parameters are not known, and why. ``is_quantized`` says that a ``config.json`` beside the weights
     says so. ``beside`` are files in the folders of the weights that were neither read nor noted. ``masters_lag`` says
-    that the model's own weights are newer than the masters.
+    that the model's own weights are newer than the masters. ``stored_bytes`` are those of all files of the source.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
@@ -291,6 +291,7 @@ class Manifest:
     beside: tuple[str, ...] = ()
     masters_lag: bool = False
     unplaced: str = ""
+    stored_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", _frozen(self.tensors))

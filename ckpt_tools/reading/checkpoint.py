@@ -41,6 +41,7 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     Raises:
         CkptError: as ``find_format`` and ``Format.read``.
     """
+    stored_bytes = sum(source.files.values())
     with _errors_explained(source):
         refuse_several(source, options.tag)
         parts = find_parts(source)
@@ -48,7 +49,7 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
             manifest, own = _read_parts(source, parts, format_name)
     if parts is None:
         source, manifest, own = _read_one(source, options, format_name)
-    manifest = enriched(manifest, source, own)
+    manifest = replace(enriched(manifest, source, own), stored_bytes=stored_bytes)
     if may_be_quantized(manifest):
         from ckpt_tools.reading.model_files import config_beside
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ckpt_tools.core import matching, transforms
 from ckpt_tools.core.applicability import OF_TWO_COPIES, Case, check
 from ckpt_tools.core.apply_options import apply_options
+from ckpt_tools.core.expansion import check_expansion
 from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, tensors_by_role
 from ckpt_tools.core.names import model_names
@@ -118,6 +119,7 @@ def verify_alone(
         CkptError: bytes or the digests cannot be read.
     """
     reach = execution.storage_options
+    check_expansion(manifest.tensors, manifest.stored_bytes)
     listed = read_digests(against, reach) if against is not None else stored_digests(source, manifest, reach)
     report = check_integrity(source, manifest, num_workers=execution.num_workers, on_progress=execution.on_progress)
     check_equal(manifest, source.store)
@@ -201,6 +203,7 @@ def verify_pair(
     compared, notes = _of_model(other, options) if options.state == "model" else (other, ())
     theirs = Side.of("the destination", other_source.store, compared)
     store = with_made_files(source.store, expected)
+    check_expansion(other.tensors, other.stored_bytes)
     check_equal(expected, store)
     ours = Side.of("the source", store, expected).with_masters_like(theirs).with_extras_like(theirs)
     report = compare(ours, theirs, num_workers=execution.num_workers, on_progress=execution.on_progress)
@@ -300,6 +303,8 @@ def compare_all(
         sides = [side.selected(lambda fqn: matching.is_chosen(fqn, options.include, options.exclude)) for side in sides]
         if not any(side.tensors for side in sides):
             raise UsageError(f"{option('include')} and {option('exclude')} select no tensor on either side")
+    for side, manifest in zip(sides, manifests, strict=True):
+        check_expansion(side.tensors, manifest.stored_bytes)
     sides[0] = sides[0].with_extras_like(sides[1])
     report = compare(sides[0], sides[1], num_workers=execution.num_workers, on_progress=execution.on_progress)
     report = replace(report, notes=notes)
@@ -357,6 +362,7 @@ def write_digests(
     Raises:
         DestinationExistsError: the list exists. CkptError: bytes cannot be read or written.
     """
+    check_expansion(manifest.tensors, manifest.stored_bytes)
     check_equal(manifest, source.store)
     meter = Meter(execution.on_progress, digests.num_bytes(manifest))
 
