@@ -40,6 +40,15 @@ def read_digests(url: str | Path, storage_options: StorageOptions = None) -> Dig
     return digests.read_list(source, next(iter(source.files)))
 
 
+def digests_of_files(source: Source, manifest: Manifest) -> dict[str, Digests]:
+    """The lists beside single files of a folder, by the file with tensors that each describes. Raises as
+    ``digests.loads``."""
+    if is_one_file(source):
+        return {}
+    lists = {file: file + DIGESTS_SUFFIX for file in sorted(manifest.stored_files)}
+    return {file: digests.read_list(source, path) for file, path in lists.items() if path in source.files}
+
+
 def stored_digests(source: Source, manifest: Manifest, storage_options: StorageOptions = None) -> Digests | None:
     """The digests that lie with a checkpoint: in its folder, or beside its one file. Raises as ``digests.loads``."""
     if not is_one_file(source):

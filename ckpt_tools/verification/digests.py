@@ -136,6 +136,13 @@ def differences(expected: Digests, found: Digests) -> Iterator[Difference]:
             yield Difference(key, Aspect.UNEXPECTED, "it is not in the list of digests")
 
 
+def of_file(found: Digests, listed: Digests, manifest: Manifest, file: str) -> Digests:
+    """Those of ``found`` that the list of one file is about: what it names, and each tensor whose shards are in that
+    file alone, under the name that owns its bytes."""
+    own = {key for key, entry in manifest.tensors.items() if set(entry.shards.files) == {file}}
+    return {key: digest for key, digest in found.items() if key in listed or key in own}
+
+
 def one_copy(listed: Digests, *, weights: str) -> dict[StateKey, Digest]:
     """The list of the same checkpoint with one copy of each weight, as ``transforms.one_copy`` chooses it."""
     kept = {key: digest for key, digest in listed.items() if key.slot != MASTER}

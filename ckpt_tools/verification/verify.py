@@ -32,7 +32,7 @@ from ckpt_tools.transfer.computing import with_made_files
 from ckpt_tools.transfer.equality import check_equal
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import Side, compare
-from ckpt_tools.verification.digest_files import digests_url, read_digests, stored_digests, write_list
+from ckpt_tools.verification.digest_files import digests_of_files, digests_url, read_digests, stored_digests, write_list
 from ckpt_tools.verification.digests import Digests
 from ckpt_tools.verification.entries import differing_entries, differing_texts, not_compared
 from ckpt_tools.verification.integrity import check_integrity
@@ -129,15 +129,19 @@ def verify_alone(
         advice = "an export takes the model's" if manifest.masters_lag else "an export takes the master's"
         notes = note_of_copies(manifest, source.store, advice, is_sample=False)
         report = replace(report, notes=(*report.notes, *notes))
-    if listed is None:
+    lists = {} if against is not None else digests_of_files(source, manifest)
+    if listed is None and not lists:
         return report
     meter = Meter(execution.on_progress, digests.num_bytes(manifest))
     found: Digests = digests.digests_of(
         source.store, manifest, num_workers=execution.num_workers, on_bytes=meter.add, compares_records=False
     )
-    wanted, found = _comparable_digests(_converted(listed, options), found, options) if against else (listed, found)
-    wrong = tuple(digests.differences(wanted, found))
-    return replace(report, differences=report.differences + wrong, num_digests=len(wanted))
+    pairs = [(each, digests.of_file(found, each, manifest, file)) for file, each in lists.items()]
+    if listed is not None:
+        pairs.append(_comparable_digests(_converted(listed, options), found, options) if against else (listed, found))
+    wrong = tuple(dict.fromkeys(each for pair in pairs for each in digests.differences(*pair)))
+    num_digests = len({key for wanted, _ in pairs for key in wanted})
+    return replace(report, differences=report.differences + wrong, num_digests=num_digests)
 
 
 def _converted(listed: Digests, options: ConvertOptions) -> Digests:
