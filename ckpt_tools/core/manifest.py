@@ -26,6 +26,7 @@ from ckpt_tools.core.boxes import Box, Shape, split_dims
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Note, merged
 from ckpt_tools.core.shards import ByteRange, ShardTable, check_cover
+from ckpt_tools.core.step_claims import StepClaim, refuse_two_saves
 from ckpt_tools.core.trainer_folder import TrainerFolder
 from ckpt_tools.errors import MalformedError
 
@@ -264,9 +265,11 @@ class Manifest:
     optimizer whose parameters are not known, and why. ``is_quantized`` says that a ``config.json`` beside the weights
     says so. ``beside`` are files in the folders of the weights that were neither read nor noted. ``masters_lag`` says
     that the model's own weights are newer than the masters. ``stored_bytes`` are those of all files of the source.
+    ``steps`` are what single files say of the step.
 
     Raises:
-        MalformedError: an alias or a group names a tensor that is not there, or a name is not text.
+        MalformedError: an alias or a group names a tensor that is not there, a name is not text, or two ranks make
+            different claims of the step.
     """
 
     format: str
@@ -292,8 +295,10 @@ class Manifest:
     masters_lag: bool = False
     unplaced: str = ""
     stored_bytes: int = 0
+    steps: tuple[StepClaim, ...] = ()
 
     def __post_init__(self) -> None:
+        refuse_two_saves(self.steps)
         object.__setattr__(self, "tensors", _frozen(self.tensors))
         object.__setattr__(self, "aliases", _frozen(self.aliases))
         object.__setattr__(self, "extra", _frozen(self.extra))

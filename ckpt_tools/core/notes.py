@@ -32,6 +32,8 @@ class Outcome(Enum):
     """It is not in the output, because the source does not have it, and what loads the output may ask for it."""
     NOT_LOADED = "not loaded"
     """It is in the output, and the target's own loader does not restore it."""
+    DOUBTFUL = "doubtful"
+    """It may be of another save: what the files say of it does not agree."""
     NOT_COMPARED = "not compared"
     """It is in what was compared, and was left out of the comparison."""
 

@@ -66,10 +66,13 @@ def rank_in_name(path: str) -> str | None:
     """``rank 0 of 2`` where the name of a file says that it holds the part of one of several ranks."""
     match = rank_file(path)
     if match is None:
-        return None
+        part = _PART_OF_NANOTRON.search(path)
+        return None if part is None else f"rank {part[1]} of {part[2]}"
     rank, world = int(match["rank"]), world_of(match)
     return f"rank {rank}" if world is None else f"rank {rank} of {world}" if world > 1 else None
 
+
+_PART_OF_NANOTRON = re.compile(r"_(?:pp|tp|dp|exp)-(?:rank-)?(\d{1,9})-of-([2-9]|\d{2,9})(?=[_.])")
 
 _OF_ONE_RANK = re.compile(
     r"(?:model-rank-\d+-part-\d+|model\d+-mp(?!1\.)\d+|rank\d+|(?:\w+_)?tp_rank_?\d+(?:_\w+)?)\.safetensors"
@@ -191,6 +194,8 @@ def refuse_deepspeed(value: Value, path: str) -> None:
         )
     if isinstance(own, dict) and any(name in own for name in _DEEPSPEED_PARTITIONS):
         raise UnsupportedError("it is one rank's file of a DeepSpeed ZeRO checkpoint; name its folder", path=path)
+    if {"param", "cat_dim"} <= value.keys():
+        raise UnsupportedError("it is the state of one parameter of a universal checkpoint; name its folder", path=path)
     # In stage 3 ``module`` keeps an empty tensor for each parameter that is cut.
     module, groups = value.get("module"), value.get("param_shapes")
     shapes = groups if isinstance(groups, list) else [groups]

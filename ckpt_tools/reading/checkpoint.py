@@ -20,6 +20,7 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
 from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest, refuse_content
 from ckpt_tools.reading.enrich import enriched
+from ckpt_tools.reading.steps import with_doubts
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.trainers.accelerate import refuse_several
@@ -49,7 +50,7 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
             manifest, own = _read_parts(source, parts, format_name)
     if parts is None:
         source, manifest, own = _read_one(source, options, format_name)
-    manifest = replace(enriched(manifest, source, own), stored_bytes=stored_bytes)
+    manifest = with_doubts(replace(enriched(manifest, source, own), stored_bytes=stored_bytes), source)
     if may_be_quantized(manifest):
         from ckpt_tools.reading.model_files import config_beside
 

@@ -55,7 +55,7 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         meaning = meaning_of(name)
         is_one_of_several = name == SCHEDULER and has_several_schedulers(source.files)
         if meaning is not None and folder in folders and not is_one_of_several:
-            found, inner, note = _read(source, path, meaning, extra.keys())
+            found, inner, note = _read(source, path, meaning, extra)
             if path in copied:
                 entries |= found.keys()
             extra |= found
@@ -93,13 +93,13 @@ def _is_below(folder: str, manifest: Manifest, homes: Collection[str]) -> bool:
 
 def _stored_step(manifest: Manifest, source: Source) -> int | None:
     """The step that is kept as a tensor, as torchtitan keeps it."""
-    from ckpt_tools.formats.dcp.reader import read_integer
+    from ckpt_tools.formats.dcp.reader import read_number
     from ckpt_tools.formats.state_dict.parse import steps_in
 
     refs = (value for value in steps_in(manifest.extra) if isinstance(value, TensorRef))
     entries = (manifest.tensors[ref.key] for ref in refs)
     entry = next((each for each in entries if not each.shape and "int" in each.dtype.value), None)
-    return None if entry is None or entry.shards.files[0] not in source.files else read_integer(source, entry)
+    return None if entry is None or entry.shards.files[0] not in source.files else int(read_number(source, entry))
 
 
 def _others(manifest: Manifest, source: Source, own: Collection[str]) -> list[str]:
@@ -157,12 +157,16 @@ _Read = tuple[Mapping[str, Any], Mapping[StateKey, TensorEntry], list[Note]]
 """Entries that a file adds, tensors that they refer to, and notes."""
 
 
-def _read(source: Source, path: str, meaning: Meaning, known: Collection[str]) -> _Read:
+def _read(source: Source, path: str, meaning: Meaning, known: Mapping[str, Any]) -> _Read:
     """Content of the file at ``path``, without the entries that are ``known``."""
     try:
         if path.endswith(".json"):
             said = meaning(_json(source, path))
-            return {name: value for name, value in said.items() if name not in known}, {}, []
+            notes = []
+            if (step := said.get("global_step")) != (own := known.get("global_step", step)) and own is not None:
+                why = f"it says {step}, and the checkpoint {own}, which is taken: it counts on, or is of another save"
+                notes = [Note(Outcome.DOUBTFUL, f"global_step of {path}", why)]
+            return {name: value for name, value in said.items() if name not in known}, {}, notes
         return _read_archive(source, path, meaning, known)
     except (FormatError, ValueError, RecursionError) as error:
         reason = error.message if isinstance(error, FormatError) else str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -42,6 +43,17 @@ class TorchArchive:
         if key not in self._ranges:
             raise MalformedError(f"storage {key!r} has no record", path=self.path)
         return self._ranges[key]
+
+    def check_rank(self) -> None:
+        """Raises MalformedError where the file is another rank's: torch names an archive after the file that it writes,
+        and often nothing else in a rank's file says its rank."""
+        name, saved = (
+            re.sub(r"(?<!\d)0+(?=\d)", "", each)
+            for each in (self.path.rpartition("/")[2].rpartition(".")[0], self.saved_as)
+        )
+        if name != saved and re.sub(r"\d+", "", name) == re.sub(r"\d+", "", saved):
+            why = f"it was saved as {self.saved_as}, so it is another rank's or another run's; give it its name back"
+            raise MalformedError(why, path=self.path)
 
 
 Locate = Callable[[], Mapping[str, tuple[int, int]]]

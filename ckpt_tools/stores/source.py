@@ -250,6 +250,11 @@ class Source:
     def open(cls, store: Store) -> Source:
         return cls(store, dict(sorted(store.list().items())))
 
+    @property
+    def is_one_file(self) -> bool:
+        """Whether a file was named, and not the folder that holds it."""
+        return len(self.files) == 1 and self.store.url.endswith(f"/{next(iter(self.files))}")
+
     def size(self, path: str) -> int:
         """Bytes of ``path``. Raises IncompleteError where it is missing."""
         if path not in self.files:

@@ -65,10 +65,10 @@ def test_damage_to_compressed_items_is_found(copied: Path) -> None:
 def test_a_compressed_item_may_not_be_larger_than_its_index_says(copied: Path) -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     metadata = pickle.loads((copied / ".metadata").read_bytes())
-    for index, info in metadata.storage_data.items():
-        if index.fqn == "model.up.weight":
-            info.relative_path, info.offset, info.length = "__9_0.distcp", 0, len(bomb)
-    (copied / "__9_0.distcp").write_bytes(bomb)
+    pieces = [info for index, info in metadata.storage_data.items() if index.fqn == "model.up.weight"]
+    for number, info in enumerate(pieces):
+        info.relative_path, info.offset, info.length = f"__9_{number}.distcp", 0, len(bomb)
+        (copied / info.relative_path).write_bytes(bomb)
     (copied / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(MalformedError, match="decompresses to more than"):
         contents(copied)

@@ -21,9 +21,10 @@ import numpy as np
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import dotted
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, RowTable, ShardTable
 from ckpt_tools.core.values import Size, Value, brief
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import (
     FormatError,
     IncompleteError,
@@ -33,6 +34,7 @@ from ckpt_tools.errors import (
     errors_name,
 )
 from ckpt_tools.formats.dcp.items import Items as Templates
+from ckpt_tools.formats.dcp.names import DATA, METADATA
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TreePath
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
@@ -41,6 +43,7 @@ from ckpt_tools.serialization.torch_zip import PICKLE_BYTES, value_at_start
 from ckpt_tools.serialization.unread_tensors import why_unread
 from ckpt_tools.serialization.zstd import inflating
 from ckpt_tools.stores.source import Source, checked_name
+from ckpt_tools.trainers.run_folders import parent_of
 
 MAX_METADATA_BYTES = 4 << 30
 """A million chunks take 150 MB."""
@@ -75,6 +78,8 @@ class Index:
     """True if the tensors are in the order of the saved state dict."""
     copies: Mapping[str, Sequence[Copy]] = field(default_factory=dict)
     """Chunks that several ranks saved, each for itself: the one that is read, and another."""
+    ends: Mapping[str, int] = field(default_factory=dict)
+    """The end of the last item of each file that the index names."""
 
     @property
     def archives(self) -> tuple[ByteRange, ...]:
@@ -106,6 +111,7 @@ def _index_of(source: Source, path: str) -> Index:
     files = _Files(source, path.rpartition("/")[0])
     items = metadata.storage_data
     num_ranks = _num_ranks(items.values())  # reading takes items away
+    ends, twice = _extents_of_files(items, files)
     looks = _Looks(source)
     tensors: dict[str, TensorLeaf] = {}
     unread: dict[str, str] = {}
@@ -133,12 +139,45 @@ def _index_of(source: Source, path: str) -> Index:
             objects[fqn] = files.place(info)
             if _is_compressed([info]):
                 compressed.add(fqn)
+    if twice is not None:
+        raise MalformedError("its item is also that of another piece, or shares bytes with another item", key=twice)
     # Files of before torch 2.4 may have no paths; names then stand alone.
     paths = {fqn: _path(fqn, planned) if planned else (fqn,) for fqn in described}
     unflattened = frozenset(objects.keys() - planned.keys())
     extra = metadata.extra.get("mcore_data")
     is_ordered = tensors.keys() <= planned.keys()
-    return Index(tensors, objects, paths, frozenset(compressed), extra, unread, unflattened, num_ranks, is_ordered)
+    return Index(
+        tensors, objects, paths, frozenset(compressed), extra, unread, unflattened, num_ranks, is_ordered, ends=ends
+    )
+
+
+def _extents_of_files(items: Items, files: _Files) -> tuple[dict[str, int], str | None]:
+    """The end of the last item of each file; and the name of an item that shares bytes with another, but for an equal
+    item of another name, which is tied to it."""
+    keys = [key for key, info in items.items() if info.length]
+    numbers, starts, stops = files.places([items[key] for key in keys])
+    order = np.lexsort((starts, numbers))
+    numbers, starts, stops = numbers[order], starts[order], stops[order]
+    last = np.flatnonzero(np.diff(numbers, append=-1))
+    ends = {files.names[numbers[row]]: int(stops[row]) for row in last}
+    shared = np.flatnonzero((numbers[1:] == numbers[:-1]) & (starts[1:] < stops[:-1]))
+    for row in shared.tolist():
+        one, other = keys[order[row]], keys[order[row + 1]]
+        if one.fqn == other.fqn or (starts[row], stops[row]) != (starts[row + 1], stops[row + 1]):
+            return ends, other.fqn
+    return ends, None
+
+
+def notes_on_files(source: Source, indexes: Mapping[str, Index]) -> list[Note]:
+    """Files of the folders, and ends of files, that hold no item: a later save by fewer ranks leaves such files, and so
+    does a mixture of two saves."""
+    ends = {file: end for index in indexes.values() for file, end in index.ends.items()}
+    folders = {parent_of(path) for path in indexes}
+    data = (path for path in source.files if DATA.fullmatch(path.rpartition("/")[2]) and parent_of(path) in folders)
+    unnamed = [path for path in data if path not in ends]
+    more = {file: source.files[file] - end for file, end in ends.items() if source.files[file] > end}
+    unnamed += [f"{count(rest, 'byte')} at the end of {file}" for file, rest in more.items()]
+    return [Note(Outcome.DOUBTFUL, what, f"not read: no item in {METADATA} is there") for what in unnamed]
 
 
 def _num_ranks(items: Iterable[StorageInfo]) -> int | None:

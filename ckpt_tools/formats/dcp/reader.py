@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckpt_tools.core.dtypes import number_in
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import MalformedError, errors_name
 from ckpt_tools.formats.dcp.folders import metadata_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
-from ckpt_tools.formats.dcp.index import Index, most_ranks, read_index
+from ckpt_tools.formats.dcp.index import Index, most_ranks, notes_on_files, read_index
 from ckpt_tools.formats.dcp.megatron_fsdp import of_weights
 from ckpt_tools.formats.dcp.names import is_of_dcp, is_of_one_rank
 from ckpt_tools.formats.dcp.rank_indexes import merged, with_copies_compared
@@ -73,7 +74,12 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         manifest,
         trainer=trainer,
         tree=manifest.tree and replace(manifest.tree, changed=tuple(changed)),
-        notes=(*manifest.notes, *of_ranks, *note_of_missing([path.rpartition("/")[0] for path in paths])),
+        notes=(
+            *manifest.notes,
+            *of_ranks,
+            *notes_on_files(source, indexes),
+            *note_of_missing([path.rpartition("/")[0] for path in paths]),
+        ),
         literals={**manifest.literals, **used},
         archives=index.archives,
     )
@@ -112,14 +118,14 @@ def read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, T
     return with_references(place.archive.value, place, fqn, inner)
 
 
-def read_integer(source: Source, entry: TensorEntry) -> int:
-    """The element of a tensor of one integer, which lies in an item or in the file itself. Raises FormatError."""
+def read_number(source: Source, entry: TensorEntry) -> float:
+    """The element of a tensor of one, which lies in an item or in the file itself. Raises FormatError."""
     framing, at, literals = entry.shards.framing, entry.shards.byte_range(0), dict[str, bytes]()
     if framing is not Framing.RAW:
         place = _place(source, at.file, at, literals, is_compressed=framing is Framing.ZSTD_ITEM)
         at = place.leaf(place.archive.value).shards.byte_range(0)
     data = literals[at.file][at.start : at.stop] if literals else source.read(at.file, at.start, at.stop)
-    return int.from_bytes(data, "little", signed=entry.dtype.value.startswith("int"))
+    return number_in(data, entry.shards.dtype)
 
 
 def _place(source: Source, fqn: str, at: ByteRange, literals: dict[str, bytes], *, is_compressed: bool) -> Place:

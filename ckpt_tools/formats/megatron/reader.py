@@ -24,7 +24,7 @@ from ckpt_tools.core.value_refs import extracted
 from ckpt_tools.core.values import StoredTensor, Value, are_naturals
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.dcp.index import Index, read_index
+from ckpt_tools.formats.dcp.index import Index, notes_on_files, read_index
 from ckpt_tools.formats.dcp.reader import read_object
 from ckpt_tools.formats.foreign import refuse_weights
 from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
@@ -98,6 +98,7 @@ class _Contents:
         self._note_buckets()
         self._note_vocabulary(entries)
         self.notes += self.folder.notes(self.folder.files)
+        self.notes += notes_on_files(self.folder.source, {self.folder.metadata: self.index})
         return Manifest(
             "megatron",
             entries,

@@ -31,7 +31,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
 
 
 def _part(source: Source, file: str, options: ReadOptions) -> Manifest:
-    tree = read_tree(source, file)
+    tree = read_tree(source, file, is_of_rank=True)
     if not (tree.tensors or tree.unread):
         raise UnsupportedError("it contains no tensors in a dict, so it is not a file of a model", path=file)
     return manifest_of(

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.dtypes import DType, number_in
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, not_part
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable, check_cover
+from ckpt_tools.core.step_claims import StepClaim
 from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.core.wording import listed, newest
 from ckpt_tools.errors import (
@@ -92,6 +93,7 @@ class _Contents:
     parts: dict[WeightFile, Part] = field(default_factory=dict)
     pieces: dict[StateKey, _Pieces] = field(default_factory=dict)
     steps: dict[StateKey, TensorEntry] = field(default_factory=dict)
+    claims: dict[str, StepClaim] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     members: list[dict[str, None]] = field(default_factory=list)
     _seen: set[tuple[StateKey, int | None, int | None, int | None]] = field(default_factory=set)
@@ -118,6 +120,7 @@ class _Contents:
             step=step,
             world_size=world_size,
             notes=tuple(self._notes()),
+            steps=tuple(self.claims.values()),
         )
 
     def _files(self) -> Iterator[str]:
@@ -223,6 +226,7 @@ class _Contents:
     def _read_rank(self, path: str, ranks: OptimizerFile, offsets: Mapping[str, Any]) -> None:
         source = self.source
         archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+        archive.check_rank()
         found = archive.value
         if not isinstance(found, dict) or not all(
             isinstance(found.get(each), kind)
@@ -260,6 +264,10 @@ class _Contents:
             if leaf.shape != ():
                 raise UnsupportedError(f"a step of shape {list(leaf.shape)} is not supported")
             self.steps.setdefault(key, TensorEntry((), leaf.dtype, Kind.STATE, leaf.shards))
+            if state.path not in self.claims:
+                at = leaf.shards.byte_range(0)
+                number = number_in(self.source.read(at.file, at.start, at.stop), leaf.dtype)
+                self.claims[state.path] = StepClaim(f"step of {key.fqn}", number, state.path, of_rank=True)
             return
         seen = (key, about.tp, about.exp, ranks.dp)
         if seen in self._seen:

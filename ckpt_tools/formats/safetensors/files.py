@@ -121,7 +121,7 @@ def _files(source: Source) -> tuple[list[str], list[Note]]:
     index = index_of(source.files, INDEX_NAME)
     if index is not None:
         weight_map, notes = read_weight_map(source, index)
-        files = list(dict.fromkeys(weight_map.values()))
+        files = list(dict.fromkeys(weight_map.values())) or [index.removesuffix(".index.json")]
         for file in files:
             check_promises(weight_map, index, file, read_header(source, file).tensors)
         return files, notes
@@ -131,7 +131,7 @@ def _files(source: Source) -> tuple[list[str], list[Note]]:
     # A folder without an index is one model only if its files have all numbers.
     if len(files) > 1 and all(map(is_shard_name, files)):
         check_numbers(files)
-    elif len(files) > 1 and not are_shards(files, ".safetensors"):
+    elif not are_shards(source, files, ".safetensors") and len(files) > 1:
         raise SeveralCheckpointsError(
             f"there are several models here ({listed(files)}); name the file of the one you mean"
         )

@@ -37,13 +37,14 @@ def index_of(paths: Iterable[str], preferred: str) -> str | None:
     raise UnsupportedError(f"there are several models here ({listed(indexes)}); name the index of the one you mean")
 
 
-def are_shards(files: list[str], suffix: str) -> bool:
-    """Whether ``files`` number themselves as the shards of one model. Raises IncompleteError if one is missing."""
+def are_shards(source: Source, files: list[str], suffix: str) -> bool:
+    """Whether ``files`` number themselves as the shards of one model. Raises IncompleteError if one is missing, unless
+    the one file was itself named."""
     form = re.compile(rf".*-(\d{{5}})-of-(\d{{5}}){re.escape(suffix)}")
     numbers = {(int(match[1]), int(match[2])) for file in files if (match := form.fullmatch(file))}
-    if len(numbers) != len(files):
-        return False
     totals = {total for _, total in numbers}
+    if len(numbers) != len(files) or source.is_one_file or (len(files) == 1 and totals == {1}):
+        return False
     complete = {(number, total) for total in totals for number in range(1, total + 1)}
     if len(totals) > 1 and numbers == complete:
         sizes = ", ".join(f"of {total}" for total in sorted(totals))
@@ -51,12 +52,14 @@ def are_shards(files: list[str], suffix: str) -> bool:
             f"{len(totals)} complete sets of shards ({sizes}) and no index: name one, in a folder of its own"
         )
     if numbers != complete:
-        raise IncompleteError(f"some of the shards {files[0]} ... {files[-1]} are missing")
+        held = files[0] if len(files) == 1 else f"{files[0]} ... {files[-1]}"
+        raise IncompleteError(f"{held}: {len(files)} of {max(totals):,} shards, and the others are missing")
     return True
 
 
 def read_weight_map(source: Source, index: str) -> tuple[Mapping[str, str], list[Note]]:
-    """Names to files, all of them in ``source``, and notes on what else the index states beside sizes.
+    """Names to files, all of them in ``source``, and notes on what else the index states beside sizes. No names if a
+    model in one file is beside the index, which transformers loads instead.
 
     Raises:
         MalformedError: it is not such an index. IncompleteError: a file is missing. UnsafeError: it names one outside.
@@ -67,12 +70,20 @@ def read_weight_map(source: Source, index: str) -> tuple[Mapping[str, str], list
         raise MalformedError("the index has no weight_map of names to files", path=index)
     if (why := why_delta(found.get("metadata"))) is not None:
         raise UnsupportedError(why, path=index)
-    for file in dict.fromkeys(weight_map.values()):
+    files, single = dict.fromkeys(weight_map.values()), index.removesuffix(".index.json")
+    if single in source.files and single not in files and single in _PREFERRED:
+        others = [name for name in (index, *files) if name in source.files]
+        why = f"not read: {single} is beside it, and transformers loads that"
+        return {}, [Note(Outcome.DOUBTFUL, name, why) for name in others]
+    for file in files:
         source.size(checked_name(file))
     stated = found.get("metadata")
     others = [name for name in stated if name not in _SIZES] if isinstance(stated, dict) else []
     return weight_map, [Note(Outcome.DROPPED, f"{name} in {index}", "an index is written anew") for name in others]
 
+
+_PREFERRED = ("model.safetensors", "pytorch_model.bin")
+"""Files that ``from_pretrained`` of transformers looks for before their index; diffusers looks for the index first."""
 
 _SIZES = ("total_size", "total_parameters")
 

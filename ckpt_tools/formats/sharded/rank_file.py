@@ -65,6 +65,7 @@ def read_rank_file(source: Source, path: str) -> RankFile:
     """The file of a rank, from its headers. Raises FormatError if it cannot be read, or holds a part whose place is not
     understood."""
     archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    archive.check_rank()
     refuse_deepspeed(archive.value, path)
     found = _Found(archive)
     tensors: dict[TreePath, Held] = {}

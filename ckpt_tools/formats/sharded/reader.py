@@ -23,6 +23,7 @@ from ckpt_tools.core.manifest import (
 from ckpt_tools.core.notes import Note, Outcome, not_part
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Shard, ShardTable
+from ckpt_tools.core.step_claims import StepClaim, rank_claims
 from ckpt_tools.core.value_refs import references, replaced
 from ckpt_tools.core.wording import count, listed, of_ranks
 from ckpt_tools.errors import CkptError, MalformedError
@@ -92,7 +93,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     origin = tree.origin(manifest)
     notes = (*manifest.notes, *tree.notes, *_notes_of_others(source, found))
     literals = {**manifest.literals, **origin.literals()}
-    return replace(manifest, notes=notes, literals=literals, must_equal=tuple(tree.must_equal))
+    return replace(manifest, notes=notes, literals=literals, must_equal=tuple(tree.must_equal), steps=tuple(tree.steps))
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
@@ -162,6 +163,12 @@ def _small_files(source: Source, folder: str) -> dict[str, str]:
     return {path: name for path, name in own.items() if name == CONFIG or is_small[path]}
 
 
+def _counts_steps(path: TreePath) -> bool:
+    """Whether an entry counts steps of the run: other counters may be a rank's own, such as those of its data."""
+    of_scheduler = path[-1] == "last_epoch" and any("scheduler" in str(part) for part in path)
+    return of_scheduler or (len(path) == 1 and path[0] in ("global_step", "global_steps", "iteration"))
+
+
 @dataclass(slots=True)
 class _Tree:
     """The tree of all items. A single item is the tree; of several each is an entry at its top."""
@@ -176,11 +183,15 @@ class _Tree:
     own: set[str] = field(default_factory=set)
     unread: dict[str, str] = field(default_factory=dict)
     must_equal: list[Equal] = field(default_factory=list)
+    steps: list[StepClaim] = field(default_factory=list)
     _whole: set[str] = field(default_factory=set)
     _homes: dict[str, str] = field(default_factory=dict)
 
     def add(self, item: Item) -> None:
         first = next(iter(item.files.values()))
+        for file in item.files.values():
+            counts = {dotted(path): value for path, value in file.objects.items() if _counts_steps(path)}
+            self.steps += rank_claims(file.path, counts, counts)
         if self._is_extra(item):
             self._homes[""] = item.template
             self._add_extra(item, first)

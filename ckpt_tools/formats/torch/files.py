@@ -80,10 +80,10 @@ def _files(source: Source) -> tuple[Mapping[str, str], list[str], list[Note]]:
     index = index_of(source.files, INDEX_NAME)
     if index is not None:
         weight_map, notes = read_weight_map(source, index)
-        return weight_map, list(dict.fromkeys(weight_map.values())), notes
+        files = list(dict.fromkeys(weight_map.values())) or [index.removesuffix(".index.json")]
+        return weight_map, files, notes
     files = _model_files(source)
-    if len(files) > 1:
-        _check_shards(source, files)
+    _check_shards(source, files)
     return {}, files, []
 
 
@@ -105,7 +105,7 @@ def _model_files(source: Source) -> list[str]:
 
 
 def _check_shards(source: Source, files: list[str]) -> None:
-    if not are_shards(files, ".bin"):
+    if not are_shards(source, files, ".bin") and len(files) > 1:
         refuse_ranks({file: found for file in files[:MAX_LOOKS] if (found := _rank_of(source, file)) is not None})
         apart = f"name the one you mean; the file of its optimizer goes with {option('optimizer_file')}"
         raise SeveralCheckpointsError(f"there are several files here ({listed(files)}); {apart}")
@@ -121,9 +121,11 @@ def _rank_of(source: Source, file: str) -> str | None:
     return rank_in_name(file) if kind is None else f"{kind} of one rank"
 
 
-def read_tree(source: Source, file: str) -> FoundLeaves:
+def read_tree(source: Source, file: str, *, is_of_rank: bool = False) -> FoundLeaves:
     """The leaves of a file. Raises FormatError."""
     archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
+    if is_of_rank:
+        archive.check_rank()
     refuse_call(archive.value, file)
     refuse_pieces(archive.value, file)
     refuse_deepspeed(archive.value, file)

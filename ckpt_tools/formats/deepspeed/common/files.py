@@ -7,7 +7,6 @@ stage_1_and_2.py, bf16_optimizer.py and stage3.py ``state_dict``.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,11 @@ from math import prod
 from typing import Any, TypeVar
 
 from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.dtypes import number_in
 from ckpt_tools.core.manifest import MASTER, WEIGHT
 from ckpt_tools.core.names import without_parts
 from ckpt_tools.core.shards import ShardTable
+from ckpt_tools.core.step_claims import StepClaim, rank_claims
 from ckpt_tools.core.values import INT64_MAX, Opaque, StoredTensor, Value, are_naturals, brief, kind_of
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
@@ -45,12 +46,19 @@ class File:
         archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
         if not isinstance(archive.value, dict):
             raise MalformedError("it does not contain a dictionary, as DeepSpeed's files do", path=path)
-        _check_rank(path, archive.saved_as)
+        archive.check_rank()
         return cls(path, archive.value, archive)
 
     def start(self, tensor: StoredTensor) -> int:
         """The byte of element 0 of ``tensor``; opening the archive has checked that it holds them all."""
         return storage_start(self.archive, tensor) + tensor.storage_offset * tensor.dtype.item_bytes
+
+    def number(self, source: Source, value: Value) -> Any:
+        """The number that a 0-d tensor holds; any other value as it is."""
+        if not isinstance(value, StoredTensor) or value.shape or value.dtype.num_values > 1:
+            return value
+        start = self.start(value)
+        return number_in(source.read(self.path, start, start + value.dtype.item_bytes), value.dtype)
 
     def table(self, tensor: StoredTensor) -> ShardTable:
         return TensorLeaf.of(tensor, self.path, storage_start(self.archive, tensor)).shards
@@ -66,18 +74,6 @@ def storage_start(archive: TorchArchive, tensor: StoredTensor) -> int:
     if tensor.storage is None:
         raise MalformedError("the tensor is on the meta device and has no elements", path=archive.path)
     return archive.storage_range(tensor.storage.key)[0]
-
-
-def _check_rank(path: str, saved_as: str) -> None:
-    """Raises MalformedError where the file is another rank's: torch names an archive after the file that it writes, and
-    nothing else in a rank's file says its rank."""
-    ranks, saved = (
-        re.findall(r"(?:rank|layer|expert|model)_(\d+)", name) for name in (path.rpartition("/")[2], saved_as)
-    )
-    if len(ranks) == len(saved) and list(map(int, ranks)) != list(map(int, saved)):
-        raise MalformedError(
-            f"it was saved as {saved_as}.pt, so it is another rank's; give it its name back", path=path
-        )
 
 
 def checked(content: Mapping[str, Value], name: str, kind: type[Kind], path: str) -> Kind:
@@ -158,6 +154,14 @@ class ModelStates:
 
     def home(self, name: str) -> File:
         return self.homes.get(name, self.file)
+
+
+def model_claims(file: File) -> list[StepClaim]:
+    """What a model file says of the step; every rank has the counters of the engine and the state of the scheduler."""
+    scheduler = file.content.get("lr_scheduler")
+    values = {**(scheduler if isinstance(scheduler, dict) else {}), **file.content}
+    counters = ("global_steps", "global_samples", "skipped_steps", "iteration", "last_epoch", "last_batch_iteration")
+    return rank_claims(file.path, values, counters)
 
 
 class _NamesInModule:

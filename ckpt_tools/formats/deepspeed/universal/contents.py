@@ -16,6 +16,7 @@ from math import prod
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.step_claims import OPTIMIZER, StepClaim, is_count
 from ckpt_tools.core.values import Opaque, StoredTensor, Value, brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked
@@ -62,6 +63,7 @@ class Contents:
             literals=self.slots.literals,
             extra=whole_extra(self.extras.values) if self.is_cut else self.extras.values,
             step=self.model.step,
+            steps=tuple(self._claims()),
             world_size=world_size * len(self.parts) if type(world_size) is int else None,
         )
 
@@ -289,6 +291,14 @@ class Contents:
                     entry = self._step(number, value)
                     found |= dict.fromkeys(self.model.param_shapes[number], entry)
         return found
+
+    def _claims(self) -> Iterator[StepClaim]:
+        """The step in the optimizer's file, which each parameter has besides."""
+        for group in self.group_values[:1]:
+            value = self._shared_step(next(iter(group["params"]), 0), group)
+            step = self.optimizer.number(self.slots.source, value)
+            if is_count(step):
+                yield StepClaim(OPTIMIZER, step, self.optimizer.path)
 
     def _shared_step(self, number: int, group: Mapping[str, Value]) -> Value:
         nested = self.optimizer.content.get("optimizer_state_dict")

@@ -6,12 +6,13 @@ states. No tensor byte is read.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, stages_of
+from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, model_claims, stages_of
 from ckpt_tools.formats.deepspeed.common.fused_experts import Fused
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
 from ckpt_tools.formats.deepspeed.common.tags import choose_tag, folder_of
@@ -19,6 +20,7 @@ from ckpt_tools.formats.deepspeed.names import LATEST_UNIVERSAL, MASTER_FILE, is
 from ckpt_tools.formats.deepspeed.universal.contents import Contents
 from ckpt_tools.formats.deepspeed.universal.states import Slots, universal_files
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.run_folders import parent_of
 
 _SLOTS = (MASTER_FILE, "exp_avg", "exp_avg_sq", "step")
 """The files that ``ds_to_universal`` makes of every parameter."""
@@ -43,9 +45,19 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     model = fused.whole(model)
     parts = (model, *(ModelStates.of(File.open(source, path)) for path in files.model_parts))
     check_parts(model, len(parts))
-    others = files.model[1:] if any(map(prod, model.frozen_shapes.values())) else ()
-    models = (model, *(ModelStates.of(File.open(source, path)) for path in others))
-    return Contents(files, models, File.open(source, files.optimizer), Slots(source, fused=names), parts).manifest()
+    has_fragments = any(map(prod, model.frozen_shapes.values()))
+    models, steps = [model], [claim for part in parts for claim in model_claims(part.file)]
+    here = sorted(path for path in source.files if parent_of(path) == folder and is_model(path.rpartition("/")[2]))
+    for path in dict.fromkeys((*files.model[1:], *here)):
+        if path in (first.path, *files.model_parts):
+            continue
+        file = File.open(source, path)
+        steps += model_claims(file)
+        models += [ModelStates.of(file)] if has_fragments and path in files.model else []
+    found = Contents(
+        files, tuple(models), File.open(source, files.optimizer), Slots(source, fused=names), parts
+    ).manifest()
+    return replace(found, steps=(*found.steps, *steps))
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import ClassVar
 
@@ -21,9 +22,10 @@ from ckpt_tools.core.literals import is_number, number_table
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ShardTable
+from ckpt_tools.core.step_claims import StepClaim
 from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
 from ckpt_tools.errors import IncompleteError, MalformedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates
+from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates, model_claims
 from ckpt_tools.formats.deepspeed.common.model_file import (
     aliases,
     check_names,
@@ -84,6 +86,11 @@ class Contents:
             step=self.model.step,
             world_size=self.optim.world_size,
             notes=tuple(self._notes()),
+            steps=(
+                *model_claims(self.model.file),
+                *chain(*(each[1] for each in self._other_models)),
+                *self.partitions.steps,
+            ),
             masters_lag=zero_option(self.model, "zenflow") is not None,
         )
 
@@ -202,18 +209,23 @@ class Contents:
         cut = share(prod(shape), self.optim.world_size)
         return flats.table(cut_pieces(0, prod(shape), self.optim.world_size, np.array([0, cut])))
 
-    @cached_property
+    @property
     def fragments(self) -> list[Mapping[str, Vector]]:
         """Each rank's fragments of the frozen parameters."""
-        return [_fragments(self.model), *map(self._read_fragments, self.model_paths[1:])]
+        return [_fragments(self.model), *(each[0] for each in self._other_models)]
 
-    def _read_fragments(self, path: str) -> Mapping[str, Vector]:
+    @cached_property
+    def _other_models(self) -> list[tuple[Mapping[str, Vector], list[StepClaim]]]:
+        """The fragments and the steps of each model file but the first, which only stage 3 has."""
+        return list(map(self._read_model, self.model_paths[1:]))
+
+    def _read_model(self, path: str) -> tuple[Mapping[str, Vector], list[StepClaim]]:
         model = ModelStates.of(File.open(self.source, path))
-        for name in ("global_steps", "dp_world_size"):
-            found, expected = model.file.content.get(name), self.model.file.content.get(name)
-            if found != expected:
-                raise MalformedError(f"its {name} is {brief(found)} but that of rank 0 is {brief(expected)}", path=path)
-        return _fragments(model)
+        found, expected = (each.file.content.get("dp_world_size") for each in (model, self.model))
+        if found != expected:
+            why = f"its dp_world_size is {brief(found)} but that of rank 0 is {brief(expected)}"
+            raise MalformedError(why, path=path)
+        return _fragments(model), model_claims(model.file)
 
     def _states(self, name: str, shape: Shape, pieces: Pieces) -> Entries:
         yield StateKey(name, MASTER), _state(shape, self.partitions.masters.table(pieces))

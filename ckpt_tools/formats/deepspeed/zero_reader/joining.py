@@ -35,7 +35,6 @@ class Joining:
             ("tensors", names),
             ("ties", [dict(part.aliases) for part in self.parts]),
             ("parameter groups", [[group.params for group in part.groups] for part in self.parts]),
-            ("step", [part.step for part in self.parts]),
             ("data-parallel world size", [part.world_size for part in self.parts]),
             of=self.of,
             path=self.rules.path,
@@ -49,6 +48,7 @@ class Joining:
             world_size=None if first.world_size is None else first.world_size * len(self.parts),
             notes=(*first.notes, *self.notes, *notes),
             must_equal=tuple(self._equal_buffers()),
+            steps=tuple(claim for part in self.parts for claim in part.steps),
         )
 
     def _equal_buffers(self) -> Iterator[Equal]:

@@ -208,7 +208,6 @@ class Stages:
         first = self.parts[0]
         check_alike(
             ("ZeRO stage", [part.format for part in self.parts]),
-            ("step", [part.step for part in self.parts]),
             ("data-parallel world size", [part.world_size for part in self.parts]),
             of="stage",
             path=self.path,
@@ -234,6 +233,7 @@ class Stages:
             literals={name: data for part in self.parts for name, data in part.literals.items()},
             extra=self._extra(),
             step=first.step,
+            steps=tuple(claim for part in self.parts for claim in part.steps),
             world_size=None if first.world_size is None else first.world_size * len(self.parts),
             notes=(*dict.fromkeys(note for part in self.parts for note in part.notes), *self.notes),
         )

@@ -10,13 +10,14 @@ its rank, as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ckpt_tools.core.shards import Ints
+from ckpt_tools.core.step_claims import StepClaim, is_count
 from ckpt_tools.core.values import Opaque, StoredTensor, Value, are_naturals, brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import MAX_PADDING, File, OptimStates, checked, plain
@@ -37,9 +38,10 @@ class RankState:
     paddings: tuple[int, ...]
     rest: Mapping[int, Mapping[str, Value]]
     file: File | None
+    steps: tuple[StepClaim, ...]
 
     @classmethod
-    def of(cls, states: OptimStates) -> RankState:
+    def of(cls, states: OptimStates, source: Source) -> RankState:
         slots: dict[str, dict[int, Vector]] = {}
         momentum: dict[int, Vector] = {}
         rest: dict[int, dict[str, Value]] = {}
@@ -54,7 +56,21 @@ class RankState:
                 elif value is not None and not is_scalar(value):
                     rest.setdefault(flat, {})[slot] = value
         masters = {flat: vector(states.file, master) for flat, master in enumerate(states.masters)}
-        return cls(masters, slots, momentum, states.paddings, rest, states.file if rest else None)
+        steps = tuple(_claims(states, source))
+        return cls(masters, slots, momentum, states.paddings, rest, states.file if rest else None, steps)
+
+
+def _claims(states: OptimStates, source: Source) -> Iterator[StepClaim]:
+    """The step and the learning rate of each group that all ranks cut: the groups of experts are the ranks' own."""
+    path, counts = states.file.path, states.partition_counts
+    for number, group in enumerate(states.groups):
+        flat = next((flat for flat in group.flats if flat < len(states.states)), None)
+        if flat is None or counts[flat if flat < len(counts) else 0] < states.world_size:
+            continue
+        step = states.file.number(source, states.states[flat].get("step", group.options.get("step")))
+        for name, value in ((f"step of group {number}", step), (f"lr of group {number}", group.options.get("lr"))):
+            if is_count(value):
+                yield StepClaim(name, value, path, of_rank=True)
 
 
 def _is_vector(value: Value) -> bool:
@@ -81,6 +97,7 @@ class Partitions:
     momentum: Flats
     paddings: Ints
     rest: tuple[tuple[int, RankState], ...]
+    steps: tuple[StepClaim, ...]
 
 
 Visit = Callable[[OptimStates], object]
@@ -93,7 +110,7 @@ def read_partitions(
     Raises FormatError if a file is missing or damaged, or does not agree with that of rank 0."""
     visit(first)
     others = [_read_rank(source, path, first, visit) for path in paths[1:]]
-    return _gathered([RankState.of(first), *others], paths, len(first.masters))
+    return _gathered([RankState.of(first, source), *others], paths, len(first.masters))
 
 
 def _read_rank(source: Source, path: str, first: OptimStates, visit: Visit) -> RankState:
@@ -112,7 +129,7 @@ def _read_rank(source: Source, path: str, first: OptimStates, visit: Visit) -> R
     if len(states.masters) != len(first.masters):
         raise MalformedError(f"it has {len(states.masters)} partitions, but rank 0 has {len(first.masters)}", path=path)
     visit(states)
-    return RankState.of(states)
+    return RankState.of(states, source)
 
 
 def _gathered(ranks: Sequence[RankState], paths: Sequence[str], num_flats: int) -> Partitions:
@@ -129,6 +146,7 @@ def _gathered(ranks: Sequence[RankState], paths: Sequence[str], num_flats: int) 
         momentum=Flats.of(MOMENTUM, paths, whole, num_flats),
         paddings=np.array([rank.paddings for rank in ranks], np.int64).reshape(len(ranks), num_flats),
         rest=tuple((number, rank) for number, rank in enumerate(ranks) if rank.rest),
+        steps=tuple(claim for rank in ranks for claim in rank.steps),
     )
 
 

@@ -23,7 +23,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked
+from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked, model_claims
 from ckpt_tools.formats.deepspeed.common.model_file import aliases
 from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
 from ckpt_tools.formats.deepspeed.names import optim_name, place
@@ -205,6 +205,7 @@ class Contents:
             literals=self.literals,
             extra=self.extras.values,
             step=self.model.step,
+            steps=tuple(model_claims(self.model.file)),
             world_size=world_size if type(world_size) is int else None,
             notes=notes,
             unplaced="" if members is not None else f"optimizer: {notes[0].why}; {self.remedy}",

@@ -183,7 +183,7 @@ def test_an_optimizer_file_that_is_missing_is_named(native: Path) -> None:
 
 def test_parts_of_two_steps_are_refused(native: Path) -> None:
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
-    with pytest.raises(MalformedError, match="the step of tensor-parallel rank 1"):
+    with pytest.raises(MalformedError, match="its global_steps is 3, but that of"):
         ckpt_tools.inspect(native)
 
 

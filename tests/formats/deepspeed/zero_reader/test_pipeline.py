@@ -91,7 +91,7 @@ def test_the_ranks_of_all_stages_are_counted(native: Path) -> None:
 
 def test_stages_of_two_steps_are_refused(native: Path) -> None:
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
-    with pytest.raises(MalformedError, match="the step of stage 1"):
+    with pytest.raises(MalformedError, match="its global_steps is 3, but that of"):
         ckpt_tools.inspect(native)
 
 
@@ -132,19 +132,19 @@ def test_what_the_stages_have_for_themselves_is_noted(native: Path) -> None:
 
 
 def test_plain_numbers_of_two_stages_stay_apart(native: Path) -> None:
-    """DeepSpeed's own optimizers count steps in Python."""
+    """DeepSpeed's own optimizers count in Python."""
 
-    def step(value: int) -> Change:
+    def count(value: int) -> Change:
         def change(content: Any) -> None:
             for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-                state["step"] = value
+                state["count"] = value
 
         return change
 
-    change_file(native / TAG / OPTIM.format(0), step(4))
-    change_file(native / TAG / OPTIM.format(1), step(5))
+    change_file(native / TAG / OPTIM.format(0), count(4))
+    change_file(native / TAG / OPTIM.format(1), count(5))
     found = contents(native)[1]
-    assert found[StateKey("1.up.weight", "step")] != found[StateKey("5.up.weight", "step")]
+    assert found[StateKey("1.up.weight", "count")] != found[StateKey("5.up.weight", "count")]
 
 
 def test_the_mapping_of_a_run_without_zero_has_to_fit(tmp_path: Path) -> None:

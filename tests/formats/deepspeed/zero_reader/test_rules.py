@@ -145,8 +145,9 @@ def test_a_single_dictionary_of_shapes_is_one_group() -> None:
 
 def test_python_steps_become_literals_of_their_own_width() -> None:
     files = build(2, 2, GROUPS)
-    own(files)["base_optimizer_state"]["state"][0]["step"] = 12
-    own(files)["base_optimizer_state"]["state"][1]["step"] = 12.5
+    for rank in range(2):
+        own(files, rank)["base_optimizer_state"]["state"][0]["step"] = 12
+        own(files, rank)["base_optimizer_state"]["state"][1]["step"] = 12.5
     store = store_of(files)
     manifest = read_store(store)
     step, other = (manifest.tensors[StateKey(name, "step")] for name in ("a.bias", "b"))
