@@ -15,6 +15,8 @@ from ckpt_tools.serialization.zip_archive import Record
 MAX_PICKLE_BYTES: Final = 1 << 32
 """The pickle of a model of a million tensors takes 200 MB."""
 
+_RANK: Final = re.compile(r"(?<![A-Za-z])(?:rank|layer|expert|model|consolidated|pp|tp|dp|exp)[_.-]?(\d{1,18})")
+
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
@@ -47,12 +49,9 @@ class TorchArchive:
     def check_rank(self) -> None:
         """Raises MalformedError where the file is another rank's: torch names an archive after the file that it writes,
         and often nothing else in a rank's file says its rank."""
-        name, saved = (
-            re.sub(r"(?<!\d)0+(?=\d)", "", each)
-            for each in (self.path.rpartition("/")[2].rpartition(".")[0], self.saved_as)
-        )
-        if name != saved and re.sub(r"\d+", "", name) == re.sub(r"\d+", "", saved):
-            why = f"it was saved as {self.saved_as}, so it is another rank's or another run's; give it its name back"
+        ranks, saved = (_RANK.findall(name) for name in (self.path.rpartition("/")[2], self.saved_as))
+        if len(ranks) == len(saved) and list(map(int, ranks)) != list(map(int, saved)):
+            why = f"it was saved as {self.saved_as}, so it is another rank's; give it its name back"
             raise MalformedError(why, path=self.path)
 
 

@@ -178,7 +178,7 @@ class TestFolders:
 
     def test_another_runs_file_under_this_runs_name(self, verl: Path) -> None:
         shutil.copy(make("verl-3").folder / "model_world_size_3_rank_1.pt", verl / "model_world_size_2_rank_1.pt")
-        assert "it was saved as model_world_size_3_rank_1" in refused(verl)
+        assert "several world sizes" in refused(verl)
 
     def test_a_configuration_of_another_world_size(self, verl: Path) -> None:
         (verl / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 8}))
