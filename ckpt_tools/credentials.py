@@ -61,8 +61,11 @@ _SCHEMES = (*_LOGIN_SCHEMES, *_WEB_SCHEMES, *_OTHER.split())
 
 _PARAMETER = r"""
     x-(?:amz|goog|oss|cos)-(?:signature|credential|security-token) | awsaccesskeyid | signature | sig | sas
-    | (?:[a-z]+[_-])?(?:token|secret|password|passwd|pwd|key|auth|credentials?|code|session|policy)
+    | (?:[a-z]+[_-])?(?:token|secret|password|passwd|pwd|key|auth|credentials?|code|policy)
+    | (?:[a-z]+[_-])?[a-z]*sess(?:ion)?(?:[_-]?id)?
 """
+
+_PATH_PARAMETER = re.compile(rf"(;(?:{_PARAMETER})=)[^\s&;/?#'\"]+", re.X | re.I)
 
 _SECRET_PARAMETER = re.compile(_PARAMETER, re.X | re.I)
 
@@ -120,7 +123,8 @@ def without_secrets(text: str) -> str:
 def _masked(found: re.Match[str]) -> str:
     if found["before"]:
         return f"{found['before']}{MASK}@"
-    return f"{found['address'] or found['name'] or found['bare']}{MASK}"
+    address = _PATH_PARAMETER.sub(rf"\1{MASK}", found["address"] or "")
+    return f"{address or found['name'] or found['bare']}{MASK}"
 
 
 # What is remembered
@@ -151,12 +155,19 @@ def remember_words(words: Iterable[str]) -> None:
             _remember_pair(word, after)
         elif flag == _STORAGE_FLAG and equals:
             _remember_pair(value, after)
+        elif _SECRET_FLAG.fullmatch(flag):
+            for secret in (value,) if equals else after:
+                if not os.path.exists(secret):  # noqa: PTH110  Else it is the file that the option asks for.
+                    _keep_secret(secret)
         else:
             remember((word, value))
     remember()
 
 
 _STORAGE_FLAG = "--storage-option"
+
+_SECRET_FLAG = re.compile(r"--(?:[a-z]+-)*(?:token|secret|password|passphrase|(?:private|access|api)-key)")
+"""Options that are the name of a secret, whether there is one or not."""
 
 
 def _remember_pair(pair: str, after: list[str]) -> None:
@@ -267,6 +278,10 @@ def _remember_url(text: str) -> None:
         if scheme == "hf":  # no name there has a colon, and @ is before the revision
             for password in re.findall(r"/[^/:@]+:([^@]+)@", f"/{place}"):
                 _keep_secret(password)
+        for parameter in re.split("[;/]", re.split("[?#]", place)[0]):
+            name, _, value = parameter.partition("=")
+            if _SECRET_PARAMETER.fullmatch(name):
+                _keep_secret(value)
         for mark in "?#":
             _remember_query(place.partition(mark)[2], scheme)
 
