@@ -676,17 +676,28 @@ def checksum(
 
 
 @public
-def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping[str, Any] | None = None) -> ScanReport:
+def scan(
+    src: str | Path,
+    *,
+    allow: Iterable[str] = (),
+    allow_configuration: bool = False,
+    exclude: Iterable[str] = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> ScanReport:
     """Prove that loading any file of ``src`` runs nothing, or list what is not proved; run nothing.
 
     Args:
         src: A path, or a URL of a store. It need not be a checkpoint.
         allow: Exact names of classes and functions that you vouch for, such as ``mypackage.config.Config``.
+        allow_configuration: Count configuration, but make no finding of it: the programs that will read it import and
+            call no names in it.
+        exclude: Globs; a file whose name or path matches one is not looked at.
         storage_options: As for ``inspect``.
 
     Returns:
         A ``ScanReport``. ``report.clean``: every byte of every file was accounted for, and loading it runs nothing
-        except the names of ``report.allowed``. ``report.findings`` says what is not proved, and why.
+        except the names of ``report.allowed``, and what programs make of configuration that you allowed.
+        ``report.findings`` says what is not proved, and why.
 
     Raises:
         SourceNotFoundError: nothing is at ``src``.
@@ -705,7 +716,13 @@ def scan(src: str | Path, *, allow: Iterable[str] = (), storage_options: Mapping
     from ckpt_tools.runs.opening import named
 
     src = named(src, storage_options)
-    return scan_source(open_source(src, storage_options), str(src), tuple(allow))
+    return scan_source(
+        open_source(src, storage_options),
+        str(src),
+        tuple(allow),
+        allow_configuration=allow_configuration,
+        exclude=tuple(exclude),
+    )
 
 
 @public

@@ -76,6 +76,7 @@ HEADINGS: Headings = {
         "allow_less",
         "allow_missing",
         "allow",
+        "allow_configuration",
         "digests",
         "public_key",
         "private_key",

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    "scan", cls=options.Command, examples=("ckpt-tools scan downloaded.bin", "ckpt-tools scan run --format sarif")
+    "scan",
+    cls=options.Command,
+    examples=("ckpt-tools scan downloaded.bin", "ckpt-tools scan run --exclude '*.svg' --format sarif"),
 )
 @click.argument("src", metavar="SRC...", nargs=-1, required=True)
 @options.storage
@@ -29,19 +31,44 @@ if TYPE_CHECKING:
     metavar="MODULE.NAME",
     help="A class or function that you vouch for, by its exact name. Repeatable.",
 )
+@click.option(
+    "--allow-configuration",
+    is_flag=True,
+    help="Do not fail for configuration: you know that the programs that will read it import no names in it.",
+)
+@click.option(
+    "--exclude", multiple=True, metavar="GLOB", help="Do not look at files whose name or path matches. Repeatable."
+)
 @form("text", "json", "markdown", "sarif")
 @options.talking
 def scan_command(
-    src: tuple[str, ...], allow: tuple[str, ...], form: str, quiet: bool, storage_options: dict[str, str]
+    src: tuple[str, ...],
+    allow: tuple[str, ...],
+    allow_configuration: bool,
+    exclude: tuple[str, ...],
+    form: str,
+    quiet: bool,
+    storage_options: dict[str, str],
 ) -> None:
     """Prove that loading any file of SRC runs no code, or list what is not proved.
 
     Nothing is executed. Exits with 0 if every byte of every file was accounted for
-    and nothing would run. Otherwise exits with 7. Several SRC are scanned one after the other.
+    and nothing would run. Otherwise exits with 7: also for configuration (JSON, YAML, TOML and
+    settings in a checkpoint), because the program that reads it may import names in it.
+    Several SRC are scanned one after the other.
     """
     from ckpt_tools import scan
 
-    reports = [scan(each, allow=allow, storage_options=storage_options) for each in src]
+    reports = [
+        scan(
+            each,
+            allow=allow,
+            allow_configuration=allow_configuration,
+            exclude=exclude,
+            storage_options=storage_options,
+        )
+        for each in src
+    ]
     found = _Found(src, reports)
     if form == "json":
         print_json(reports[0].to_json() if len(reports) == 1 else [each.to_json() for each in reports])
@@ -97,7 +124,16 @@ class _Found:
         files, num_bytes = (sum(getattr(each, name) for each in self.reports) for name in ("num_files", "num_bytes"))
         pickles = sum(each.num_pickles for each in self.reports)
         proved = f"{count(files, 'file')} ({size(num_bytes)}), {count(pickles, 'pickle')}"
-        lines = [f"proved: {proved}" if self.num_findings else f"nothing would run: proved {proved}"]
+        configurations = sum(each.num_configurations for each in self.reports)
+        excluded = sum(len(each.excluded) for each in self.reports)
+        is_whole = not (self.num_findings or configurations or excluded)
+        lines = [f"nothing would run: proved {proved}" if is_whole else f"proved: {proved}"]
+        if configurations:
+            lines.append(f"configuration, not proved: {count(configurations, 'file')}")
+        if excluded:
+            lines.append(f"excluded by you, not looked at: {count(excluded, 'file')}")
+        if any(finding.danger.value == "configuration" for _, finding in self.findings):
+            lines.append("if the programs that will read it import no names in configuration: --allow-configuration")
         if self.allowed:
             lines.append(f"allowed by you: {', '.join(self.allowed)}")
         if self.names:

@@ -28,6 +28,7 @@ from ckpt_tools.serialization.pickle.shapes import (
     ANY,
     ATTRIBUTES,
     BYTES,
+    CONTAINER,
     ENUM,
     FLOAT,
     INT,
@@ -84,8 +85,9 @@ _OPTIONAL_INT = INT | NOTHING
 
 RULES: tuple[Rule, ...] = (
     # Python
-    Rule("builtins", "Ellipsis NotImplemented bool dict float int list str tuple object",
+    Rule("builtins", "Ellipsis NotImplemented bool float int str object",
          "a name by itself: the type of a value, or the factory of a defaultdict"),
+    Rule("builtins", "dict list tuple", "the same, or a container of plain data", call=(row(), row(CONTAINER))),
     Rule("builtins", "object", "an object without anything", new=(NO_ARGUMENTS,)),
     Rule("builtins", "range", "three numbers", call=(row(INT, INT, INT),)),
     Rule("builtins", "slice", "three numbers", call=(row(_OPTIONAL_INT, _OPTIONAL_INT, _OPTIONAL_INT),)),
@@ -95,7 +97,7 @@ RULES: tuple[Rule, ...] = (
     Rule("torch.optim.lr_scheduler", "OneCycleLR._annealing_cos OneCycleLR._annealing_linear",
          "the same from protocol 4 on: two functions of torch, by their exact names"),
     Rule("typing", "Any", "a name by itself: the type of a node of omegaconf"),
-    Rule("collections", "Counter", "counts of a plain dict", call=(row(mapping(ANY, INT)),)),
+    Rule("collections", "Counter", "counts of a plain dict", call=(row(mapping(ANY, INT)), row(CONTAINER))),
     Rule("collections", "deque", "an empty deque that is appended to", call=(row(), row(row(), INT)), has_items=True),
     plain("argparse", "Namespace"),
     Rule("types", "SimpleNamespace", ITS_ATTRIBUTES, call=(NO_ARGUMENTS,), state=ATTRIBUTES),

@@ -68,6 +68,7 @@ NUMBER = exactly("number", int, float)
 TENSOR = exactly("tensor", StoredTensor)
 SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, GlobalRef, Size})
 ANY = Shape("anything (judged by itself)", lambda value: True)
+CONTAINER = exactly("list, tuple or dict", list, tuple, dict)
 NATURALS = Shape("tuple of ints", are_naturals)
 
 

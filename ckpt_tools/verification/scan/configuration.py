@@ -1,150 +1,176 @@
-"""Names of code in JSON and YAML, which documented loaders of checkpoints import or call. Pure.
+"""Texts in configuration and in a checkpoint's settings, whose names a program may import, call or evaluate. Pure.
 
-Every loader here is run on a folder of a checkpoint as its documentation says. ``docs/scanning_grammar.md`` lists
-them.
+No list has all such programs. So a text is data only where a known program takes it as data: under the keys that
+``known_keys.toml`` lists for a file of that name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from ckpt_tools.core.values import Opaque
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.values import DefaultDict, GlobalRef, Opaque, OrderedDict, StoredTensor, Value
+from ckpt_tools.core.wording import count
 
-_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_FILE = re.compile(r"\.(pt|pth|bin|ckpt|safetensors|json|ya?ml|txt|npz?|gguf|model|onnx|csv|h5)$")
+CONFIGURATION = "a program that reads it may import or call names in it"
+"""The reason for a file of settings in a form that is not read."""
+
+_PLAIN_NAME = re.compile(r"[\w /-]*")
+"""A key whose value is a number: with a dot, it may be the name of a function in some registry."""
+
+_PICKLED = "_extra_state"
+"""The end of names of tensors of bytes that TransformerEngine unpickles (``set_extra_state`` of its modules)."""
+
+_LETTER = re.compile(r"[^\W\d]")
+_WORD = re.compile(r"(torch\.)?[\w+-]*|[\W\d]*")
+"""A name without arguments and without a module, the name of a dtype, or a text without letters, such as a version."""
 
 
 @dataclass(frozen=True, slots=True)
-class CodeName:
-    """A ``name`` of code, and the sentence of the finding."""
+class KnownFile:
+    """The keys of a file that one ``program`` reads, as ``known_keys.toml`` explains them."""
 
-    name: str
-    what: str
+    program: str
+    names: re.Pattern[str]
+    words: frozenset[str]
+    texts: frozenset[str]
+    objects: frozenset[str]
+    tables: frozenset[str]
+    patterns: Mapping[str, re.Pattern[str]]
 
+    @classmethod
+    def from_toml(cls, entry: Mapping[str, Any]) -> KnownFile:
+        keys = {kind: frozenset(entry.get(kind, ())) for kind in ("words", "texts", "objects", "tables")}
+        patterns = {key: re.compile(pattern) for key, pattern in entry.get("patterns", {}).items()}
+        return cls(entry["program"], re.compile(entry["files"]), patterns=patterns, **keys)
 
-def code_names(path: str, document: Any) -> Iterator[CodeName]:
-    """The names of code in one document of the file ``path``."""
-    file = path.rpartition("/")[2].lower()
-    if file == "modules.json":
-        yield from _entries(document, _of_sentence_transformers)
-    elif file == "model_index.json":
-        yield from _entries([document], _of_diffusers)
-    yield from _entries(document, _of_any)
-
-
-_INSTANTIATORS = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.cli\.instantiate_module")
-
-
-def instantiator(value: Any) -> Iterator[CodeName]:
-    """The function that Lightning calls for the hyperparameters of a checkpoint, unless it is its own."""
-    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
-        found = value.get(key) if type(value) is dict else None
-        pairs = found.pairs if type(found) is Opaque else found.items() if isinstance(found, dict) else ()
-        for inner, name in pairs:
-            if inner == "_instantiator" and not (type(name) is str and _INSTANTIATORS.fullmatch(name)):
-                yield from _named("_instantiator", name, "Lightning calls")
+    def takes(self, key: str, texts: Iterable[str]) -> bool:
+        """Whether ``texts``, which stand under ``key``, are data. The parts of a name may be a list."""
+        if key in self.texts:
+            return True
+        if key in self.patterns:
+            return self.patterns[key].fullmatch(".".join(texts)) is not None
+        return key in self.words and all(map(_WORD.fullmatch, texts))
 
 
-def _entries(document: Any, names: Callable[[dict[Any, Any]], Iterator[CodeName]]) -> Iterator[CodeName]:
-    """The names in each object of ``document``; an object that aliases of YAML repeat is looked at once."""
-    seen, todo = set[int](), [document]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict | list) and id(value) not in seen:
-            seen.add(id(value))
-            todo += value.values() if isinstance(value, dict) else value
-            if isinstance(value, dict):
-                yield from names(value)
+_UNKNOWN = KnownFile.from_toml({"program": "a program that reads it", "files": "", "objects": [""]})
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """The strings in ``value``, at any depth."""
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, dict | list):
-            todo += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, str):
-            yield value
+@cache
+def _tables() -> tuple[tuple[KnownFile, ...], frozenset[str]]:
+    """The known files, and the keys of settings in pickles under which texts are data."""
+    found = tomllib.loads((files(__package__) / "known_keys.toml").read_text())
+    return tuple(map(KnownFile.from_toml, found["known"])), frozenset(found["settings"]["texts"])
 
 
-_CODE_FILES = {
-    "auto_map": "transformers runs if it is told to trust it",
-    "custom_pipelines": "transformers runs if it is told to trust it",
-    "custom_pipeline": "diffusers runs if it is told to trust it",
-}
-"""Keys whose value names files of code."""
-
-_CALLED = {
-    "_target_": "hydra.utils.instantiate and NeMo call",
-    "_component_": "torchtune calls",
-    "class_path": "jsonargparse, and so LightningCLI, calls",
-    "()": "logging.config calls",
-}
-"""Keys whose value is a name that is imported and called."""
-
-_TRUSTED = {
-    "parent_library": ("peft imports", r"(transformers|torch|diffusers|timm|peft)(\.|$)"),
-    "activation_function": ("sentence-transformers calls", r"torch\.nn\.|[^.]*$"),
-}
-"""Keys whose value is such a name unless it matches."""
+def unproved_names(path: str, document: Any) -> str | None:
+    """The reason why the JSON ``document`` of the file ``path`` is not proved to name no code; None if it is."""
+    name = path.rpartition("/")[2].removesuffix(".json")
+    known = next((known for known in _tables()[0] if known.names.fullmatch(name)), _UNKNOWN)
+    return _reason(known.program, list(_unlisted(known, {"": document}, None)))
 
 
-def _of_any(entry: dict[Any, Any]) -> Iterator[CodeName]:
+def unproved_settings(value: Value, key: str = "") -> str | None:
+    """The reason why the ``value`` of a pickle, which stands under ``key``, is not proved to name no code; None if its
+    texts are words, or stand under keys of data."""
+    return _reason("the program that wrote it", list(_settings(value, key)))
+
+
+def item_key(fqn: str) -> str:
+    """The key of an item of a DCP: the last part of its name, before what Megatron-Core adds for a shard."""
+    return fqn.partition("/shard_")[0].rpartition(".")[2]
+
+
+def pickled_elements(tensors: Mapping[str, tuple[str, int]]) -> str | None:
+    """The reason why ``tensors`` of safetensors, dtype and size in bytes by name, are not data; None if they are."""
+    found = [name for name, (dtype, size) in tensors.items() if name.endswith(_PICKLED) and dtype == "U8" and size]
+    return _reason("TransformerEngine", found)
+
+
+def _reason(program: str, keys: list[str]) -> str | None:
+    if not keys:
+        return None
+    more = f", and {count(len(keys) - 1, 'other')}" if len(keys) > 1 else ""
+    return f"{program} may import or call names in it: {keys[0][:100]!r} is not known to hold data{more}"
+
+
+def _unlisted(known: KnownFile, entry: Mapping[str, Any], table: str | None) -> Iterator[str]:
+    """The keys of ``entry``, which stands under the key ``table`` of tables, whose values are not known to be data."""
     for key, value in entry.items():
-        if key in _CODE_FILES:
-            for name in _texts(value):
-                yield CodeName(name, f"its {key} names code, which {_CODE_FILES[key]}: {name}")
-        elif key in _CALLED:
-            yield from _named(key, value, _CALLED[key])
-        elif key == "target" and type(value) is str and _DOTTED.fullmatch(value) and not _FILE.search(value):
-            yield from _named(key, value, "latent-diffusion and NeMo call")
-        elif key in _TRUSTED and type(value) is str and not re.match(_TRUSTED[key][1], value):
-            yield from _named(key, value, _TRUSTED[key][0])
-    yield from _of_keras(entry)
-    if entry.get("_type") == "CLOUDPICKLE_FALLBACK":
-        yield CodeName("cloudpickle.loads", "it holds a pickle in hexadecimal, which Ray Tune loads")
-    if "version" in entry and not entry.keys().isdisjoint(("handlers", "formatters", "filters")):
-        yield CodeName("logging.config", "it is a configuration of logging, whose classes logging.config calls")
+        leaves = list(_leaves(value))
+        texts = [leaf for leaf in leaves if isinstance(leaf, str) and _LETTER.search(leaf)]
+        is_known = known.takes(key, texts) or (table is not None and known.takes(table, texts))
+        if (texts and not is_known) or (table is None and not is_known and not _PLAIN_NAME.fullmatch(key)):
+            yield key
+        for inner in leaves:
+            if not isinstance(inner, dict):
+                continue
+            if key in known.tables:
+                yield from _unlisted(known, inner, key)
+            elif key in known.objects or (table is not None and known.objects):
+                yield from _unlisted(known, inner, None)
+            else:
+                yield key
 
 
-def _named(key: str, value: Any, what: str) -> Iterator[CodeName]:
-    name = value if type(value) is str else "something that is not a text"
-    yield CodeName(name, f"its {key} is a name that {what}: {name}")
+def _leaves(value: Any) -> Iterator[Any]:
+    """``value``, or the items of a list and of lists in it."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
-_KERAS_MODULES = re.compile(r"(keras|tf_keras|tensorflow)(\.|$)")
-
-
-def _of_keras(entry: dict[Any, Any]) -> Iterator[CodeName]:
-    kind, module = entry.get("class_name"), entry.get("module")
-    if kind in ("Lambda", "__lambda__"):
-        yield CodeName(f"keras.{kind}", f"it is a layer of Keras that holds code: {kind}")
-    elif type(kind) is str and type(module) is str and "config" in entry and not _KERAS_MODULES.match(module):
-        yield CodeName(f"{module}.{kind}", f"it is an object of Keras whose module Keras imports: {module}.{kind}")
-
-
-def _of_sentence_transformers(entry: dict[Any, Any]) -> Iterator[CodeName]:
-    kind = entry.get("type")
-    if type(kind) is str and not kind.startswith("sentence_transformers."):
-        yield from _named("type", kind, "sentence-transformers imports")
-
-
-_DIFFUSERS = re.compile(
-    r"diffusers|transformers|audioldm2|deepfloyd_if|kandinsky|latent_diffusion|paint_by_example|shap_e|stable_cascade|"
-    r"stable_diffusion|unidiffuser|versatile_diffusion|wuerstchen"
-)
-"""Libraries of the parts of a pipeline, and pipelines of diffusers that have parts of their own."""
-
-
-def _of_diffusers(entry: dict[Any, Any]) -> Iterator[CodeName]:
-    for key, value in entry.items():
-        if not (isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)):
+def _settings(root: Value, root_key: str) -> Iterator[str]:
+    """The key of each text that is not a word. Keys themselves are names of parameters."""
+    data_keys = _tables()[1]
+    seen, todo = set[int](), [(root_key, root)]
+    while todo:
+        key, value = todo.pop()
+        if key in data_keys:
             continue
-        library, kind = value
-        if key == "_class_name" or not _DIFFUSERS.fullmatch(library):
-            name = f"{library}.{kind}"
-            yield CodeName(name, f"its part {key} is a name that diffusers imports: {name}")
+        if isinstance(value, str):
+            if not _WORD.fullmatch(value):
+                yield key
+        elif key.endswith(_PICKLED) and _holds_bytes(value):
+            yield key
+        elif id(value) not in seen:
+            seen.add(id(value))
+            pairs, items = _inside(value)
+            todo += ((key, item) for item in items)
+            todo += ((name if isinstance(name, str) else key, item) for name, item in pairs)
+
+
+def _holds_bytes(value: Value) -> bool:
+    """Whether it is a tensor of bytes, or a file of them."""
+    if isinstance(value, StoredTensor):
+        return value.dtype is DType.UINT8 and value.numel > 0
+    if isinstance(value, Opaque) and str(value.ref) in ("io.BytesIO", "_io.BytesIO"):
+        return any(isinstance(part, bytes) and part for part in (*value.args, *(value.state or ())))
+    return isinstance(value, bytes) and bool(value)
+
+
+def _inside(value: Value) -> tuple[Iterable[tuple[Value, Value]], Iterable[Value]]:
+    """The named and the other values in ``value``."""
+    if isinstance(value, dict):
+        attributes = value.attributes if isinstance(value, OrderedDict) else None
+        return [*value.items(), *(attributes or {}).items()], (value.factory,) if isinstance(value, DefaultDict) else ()
+    if isinstance(value, list | tuple | set | frozenset):
+        return (), value
+    if isinstance(value, StoredTensor):
+        return (), (value.state,)
+    if isinstance(value, Opaque) and not (isinstance(value.ref, GlobalRef) and value.ref.module in _OWN_FORM):
+        return [*value.pairs, *(value.kwargs or {}).items()], [*value.args, *value.items, value.state]
+    return (), ()
+
+
+_OWN_FORM = {"pathlib", "pathlib._local", "transformers.training_args"}
+"""Modules whose objects hold texts of their own form, which nothing imports: parts of a path, arguments of a Trainer,
+which reads them from its command line."""

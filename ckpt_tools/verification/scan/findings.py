@@ -25,6 +25,8 @@ class Danger(StrEnum):
     """A program, or a name that is used as no genuine checkpoint uses it."""
     OUTSIDE = "outside"
     """A name of a file that leads out of the checkpoint."""
+    CONFIGURATION = "configuration"
+    """A text of which the program that reads it may import or call names."""
     NOT_UNDERSTOOD = "not understood"
     """Data that is not as its format says, or as no writer writes it."""
     NOT_LOOKED_INTO = "not looked into"
@@ -36,7 +38,7 @@ class NotLookedIntoError(UnsupportedError):
 
 
 class CouldRunError(UnsafeError):
-    """A text that names or makes code."""
+    """A text that makes code."""
 
 
 Region = tuple[int, int]
@@ -63,15 +65,18 @@ class Finding(Shown):
 
 
 class FindingCollector:
-    """Collects findings and what was proved. ``allowed`` are the names that the user vouches for.
+    """Collects findings and what was proved. ``allowed`` are the names that the user vouches for; with
+    ``allow_configuration``, configuration is counted and is not a finding.
 
     ``met`` are those of them that were met, and ``names`` those that could be vouched for.
     """
 
-    def __init__(self, allowed: Collection[str] = ()) -> None:
+    def __init__(self, allowed: Collection[str] = (), *, allow_configuration: bool = False) -> None:
         self.allowed = frozenset(allowed)
+        self._allow_configuration = allow_configuration
         self.findings: list[Finding] = []
         self.num_findings = 0
+        self.configurations: set[str] = set()
         self.num_pickles = 0
         self.num_files = 0
         self.num_bytes = 0
@@ -86,43 +91,45 @@ class FindingCollector:
             at = region or (None, None)
             self.findings.append(Finding(printable(file), printable(place), danger, printable(what), *at))
 
-    def add_name(self, file: str, place: str, name: str, what: str) -> None:
-        """Add the finding that a file names code, unless the user vouches for it."""
-        if name in self.allowed:
-            self.met.add(name)
-            return
-        self.add(file, place, Danger.COULD_RUN, what)
-        self._remember(name)
-
-    def _remember(self, name: str) -> None:
-        if len(self.names) < MAX_FINDINGS:
-            self.names[printable(name)] = None
+    def add_configuration(self, file: str, place: str, what: str | None) -> None:
+        """Add the reason why a file is configuration, if there is one."""
+        if what is not None:
+            self.configurations.add(file)
+            if not self._allow_configuration:
+                self.add(file, place, Danger.CONFIGURATION, what)
 
     def note(self, proof: Proof) -> None:
         """Count a pickle that was read, proven or not; its refusals are findings of their own."""
         self.num_pickles += not proof.refusals
         self.met.update(proof.uses_allowed)
         for refusal in proof.refusals:
-            if refusal.name:
-                self._remember(refusal.name)
+            if refusal.name and len(self.names) < MAX_FINDINGS:
+                self.names[printable(refusal.name)] = None
 
     def proved(self, num_bytes: int) -> None:
         """Count a file of which every byte was accounted for."""
         self.num_files += 1
         self.num_bytes += num_bytes
 
-    def report(self, source: str) -> ScanReport:
+    @property
+    def num_unproved(self) -> int:
+        """Findings, and files of configuration."""
+        return self.num_findings + len(self.configurations)
+
+    def report(self, source: str, excluded: Collection[str]) -> ScanReport:
         """The report on what was found in ``source``."""
-        counts = (self.num_files, self.num_bytes, self.num_pickles, self.num_findings)
-        return ScanReport(source, *counts, tuple(self.findings), tuple(sorted(self.met)), tuple(self.names))
+        counts = (self.num_files, self.num_bytes, self.num_pickles, len(self.configurations), self.num_findings)
+        names = (tuple(sorted(self.met)), tuple(self.names), tuple(map(printable, excluded)))
+        return ScanReport(source, *counts, tuple(self.findings), *names)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ScanReport(Shown):
     """Counts of what was proved, and the findings.
 
-    ``num_files`` files of ``num_bytes`` bytes and ``num_pickles`` pickles were proved; ``allowed`` are the names that
-    the user vouched for and that were met. ``names`` are those that could be vouched for: what is left is a finding.
+    ``num_files`` files of ``num_bytes`` bytes and ``num_pickles`` pickles were proved, and ``num_configurations`` files
+    are configuration. ``allowed`` are the names that the user vouched for and that were met. ``names`` are those that
+    could be vouched for: what is left is a finding. ``excluded`` are files that were not looked at.
     """
 
     SHOWN: ClassVar[tuple[str, ...]] = ("source", "clean", "num_findings", "num_pickles", "num_files", "num_bytes")
@@ -132,10 +139,12 @@ class ScanReport(Shown):
     num_files: int
     num_bytes: int
     num_pickles: int
+    num_configurations: int
     num_findings: int
     findings: tuple[Finding, ...] = field(repr=False)
     allowed: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     @property
     def clean(self) -> bool:
@@ -155,6 +164,7 @@ _SARIF = {
     Danger.RUNS: ("error", "Code that a loader would run or import."),
     Danger.COULD_RUN: ("error", "A program, or a name that is used as no genuine checkpoint uses it."),
     Danger.OUTSIDE: ("error", "A name of a file that leads out of the checkpoint."),
+    Danger.CONFIGURATION: ("warning", "Texts of which the program that reads them may import or call names."),
     Danger.NOT_UNDERSTOOD: ("warning", "Data that is not as its format says, or as no writer writes it."),
     Danger.NOT_LOOKED_INTO: ("warning", "Data of a kind that is not read."),
 }

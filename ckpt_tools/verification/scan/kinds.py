@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.verification.scan.findings import NotLookedIntoError
+from ckpt_tools.verification.scan.pictures import MAGICS as PICTURE_MAGICS
 
 PICKLED = re.compile(
     r"^(?!(.*/)?\.cache/huggingface/download/).*\.metadata$|\.(pt|pth|bin|ckpt|pkl|pickle|pk|p|mdl|th|pyt|dill|joblib|distcp|pth?\.tar)$",
@@ -17,10 +18,10 @@ PICKLED = re.compile(
 _TEXT = re.compile(
     r"(^|/)(latest|latest_universal|README|LICENSE|LICENCE|NOTICE|COPYING|VERSION|AUTHORS|"
     r"CACHEDIR\.TAG|\.gitattributes|\.gitignore|(md5|sha\d+|b[23])sums?)$|(^|/)\.cache/huggingface/download/.+\.metadata$"
-    r"|\.(md5|sha1|sha224|sha256|sha384|sha512|txt|md|rst|csv|tsv|log|cfg|ini|toml|jinja|jinja2|license)$",
+    r"|\.(md5|sha1|sha224|sha256|sha384|sha512|txt|md|rst|csv|tsv|log|jinja|jinja2|license)$",
     re.I,
 )
-_YAML = re.compile(r"\.ya?ml$", re.I)
+_CONFIGURATION = re.compile(r"\.(ya?ml|toml|ini|cfg|conf|gin|properties)$|(^|/)\.editorconfig$", re.I)
 _JSON = re.compile(
     r"\.json$|(^|/)(_METADATA|_CHECKPOINT_METADATA|_sharding|array_metadatas/process_\d+|metadata|\.zarray|\.zgroup|"
     r"\.zattrs|\.zmetadata)$",
@@ -34,10 +35,13 @@ LATEST = re.compile(r"(^|/)latest(_universal)?$", re.I)
 PROGRAM = re.compile(
     r"\.(py|pyc|pyo|pyd|pyw|pyz|ipynb|so|so\.[\d.]+|dylib|dll|exe|com|sh|bash|bat|cmd|ps1|js|mjs|html?|svg|jar|class|whl|egg|"
     r"pl|rb|lua|c|cc|cpp|cu|cuh|h|hpp|ptx|cubin|hsaco|wasm|app|pth\.py)$"
-    r"|\.(dist-info|egg-info)(/|$)|\.egg-link$|(^|/)pyvenv\.cfg$",
+    r"|\.(dist-info|egg-info|egg)/|\.egg-link$|(^|/)pyvenv\.cfg$",
     re.I,
 )
-"""Names of programs, and of an installed package: a Python that is started beside it runs its entry points."""
+"""Names of programs, and of files of an installed package."""
+
+PACKAGE = re.compile(r"\.(dist-info|egg-info|egg)$", re.I)
+"""Names of folders of an installed package: a Python that is started beside one runs its entry points."""
 
 KNOWN_PROGRAMS = {
     "bbeb8b1fe7d79563af43902ec91f2db0be8d145466043aae200ff05168a4d6ba": "zero_to_fp32.py of DeepSpeed 0.19",
@@ -56,13 +60,9 @@ _MAGIC = {
     b"\x04\x22\x4d\x18": "compressed with lz4",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"Rar!": "a RAR archive",
-    b"\x89PNG": "a PNG image",
-    b"\xff\xd8\xff": "a JPEG image",
-    b"GIF8": "a GIF image",
     b"\x89HDF": "an HDF5 file",
     b"GGUF": "a GGUF file",
     b"\x0c\xdb": "data of Orbax (OCDBT), which is not a pickle, and of which not every byte can be accounted for",
-    b"%PDF": "a PDF file",
     b"\x7fELF": "a program",
     b"ZF": "compressed with joblib",
 }
@@ -80,13 +80,14 @@ class Kind(StrEnum):
     """Of a name that says nothing: a file of torch.save, or an archive of arrays."""
     JSON = "JSON"
     JSON_LINES = "lines of JSON"
-    YAML = "YAML"
+    CONFIGURATION = "settings in YAML, TOML or the form of INI"
     TEXT = "text"
+    PICTURE = "a picture or a PDF"
     PICKLED = "a pickle or a file of torch.save"
     """The first bytes decide which: a zip, torch's format before 1.6, a pickle."""
 
 
-TEXTS = frozenset({Kind.JSON, Kind.JSON_LINES, Kind.YAML, Kind.TEXT})
+READ_WHOLE = frozenset({Kind.JSON, Kind.JSON_LINES, Kind.CONFIGURATION, Kind.TEXT, Kind.PICTURE})
 
 _NAMES = {
     Kind.PROGRAM: PROGRAM,
@@ -94,8 +95,9 @@ _NAMES = {
     Kind.GGUF: re.compile(r"\.gguf$", re.I),
     Kind.NPY: re.compile(r"\.npy$", re.I),
     Kind.NPZ: re.compile(r"\.npz$", re.I),
+    Kind.PICTURE: re.compile(r"\.(png|jpe?g|gif|webp|pdf)$", re.I),
     Kind.PICKLED: PICKLED,
-    Kind.YAML: _YAML,
+    Kind.CONFIGURATION: _CONFIGURATION,
     Kind.JSON_LINES: re.compile(r"\.jsonl$", re.I),
     Kind.JSON: _JSON,
     Kind.TEXT: _TEXT,
@@ -108,7 +110,12 @@ _OF_OTHER_LOADERS = re.compile(
 )
 """Endings of formats that are not proved, whatever the bytes are."""
 
-_FIRST_BYTES = {b"PK\x03\x04": (Kind.ZIP, Kind.PICKLED, Kind.NPZ), b"\x93NUMPY": (Kind.NPY,), b"GGUF": (Kind.GGUF,)}
+_FIRST_BYTES: dict[bytes, tuple[Kind, ...]] = {
+    b"PK\x03\x04": (Kind.ZIP, Kind.PICKLED, Kind.NPZ),
+    b"\x93NUMPY": (Kind.NPY,),
+    b"GGUF": (Kind.GGUF,),
+    **dict.fromkeys(PICTURE_MAGICS, (Kind.PICTURE,)),
+}
 
 PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
 """Start of a pickle of protocol 2 or later."""
@@ -125,10 +132,14 @@ def kind_of(path: str, head: bytes) -> Kind:
     by_name = next((kind for kind, names in _NAMES.items() if names.search(path)), None)
     if by_name is Kind.PROGRAM:
         return Kind.PROGRAM
+    if by_bytes == (Kind.PICTURE,) and by_name in (None, Kind.PICKLED):
+        return Kind.PICTURE
     if by_name is None and not _OF_OTHER_LOADERS.search(path) and (by_bytes or PROTOCOL.match(head)):
         return by_bytes[0] if by_bytes else Kind.PICKLED
     if by_name is None or (by_name is Kind.PICKLED and not by_bytes and unknown_kind(head) != _UNKNOWN):
         raise NotLookedIntoError(unknown_kind(head))
+    if by_name is Kind.PICTURE and not by_bytes:
+        raise MalformedError("its name is that of a picture or a PDF, and its first bytes are not")
     if by_bytes and by_name not in by_bytes:
         raise MalformedError(f"its name is that of {by_name}, its first bytes are those of {' or '.join(by_bytes)}")
     return by_name

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckpt_tools.core.dtypes import from_safetensors
-from ckpt_tools.core.values import StorageRef, Value, are_naturals
+from ckpt_tools.core.dtypes import DType, from_safetensors
+from ckpt_tools.core.values import StorageRef, StoredTensor, Value, are_naturals
 from ckpt_tools.core.wording import count
 from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
@@ -26,20 +26,25 @@ from ckpt_tools.serialization.pickle.proof import Proof, UnlistedNameError, prov
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, described_storage, noted
 from ckpt_tools.serialization.torch_legacy import is_legacy
 from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, TORCHSCRIPT
+from ckpt_tools.stores.source import checked_name
 from ckpt_tools.verification.scan import kinds
 from ckpt_tools.verification.scan.alike import ProvenItems
 from ckpt_tools.verification.scan.arrays import check_end, inflated_array, npy_elements
 from ckpt_tools.verification.scan.budget import InflationBudget, PickleBudget
-from ckpt_tools.verification.scan.configuration import CodeName, code_names, instantiator
+from ckpt_tools.verification.scan.configuration import pickled_elements, unproved_settings
 from ckpt_tools.verification.scan.findings import CouldRunError, Danger, FindingCollector, NotLookedIntoError
-from ckpt_tools.verification.scan.kinds import TEXTS, Kind
+from ckpt_tools.verification.scan.kinds import Kind
 from ckpt_tools.verification.scan.other_loaders import RunsElsewhereError, check_one_meaning
+from ckpt_tools.verification.scan.pictures import prove_picture
 from ckpt_tools.verification.scan.piece import Piece
 from ckpt_tools.verification.scan.strict_zip import covered_zip
-from ckpt_tools.verification.scan.texts import MAX_TEXT_BYTES, prove_text
+from ckpt_tools.verification.scan.texts import prove_text
 
 HELD_BYTES = 1 << 16
 """Items of a DCP up to this size are read at once; of larger ones, the headers."""
+
+MAX_WHOLE_BYTES = 1 << 26
+"""Texts and pictures; a tokenizer takes 20 MB."""
 
 MAX_HEADER_BYTES = 100_000_000
 """Limit of safetensors itself."""
@@ -70,7 +75,9 @@ class Prover:
             if not is_small or hashlib.sha256(piece.whole()).hexdigest() not in kinds.KNOWN_PROGRAMS:
                 self._notebook.add(piece.file, piece.place, Danger.COULD_RUN, "it is a program")
             return
-        if kind in TEXTS and piece.size <= MAX_TEXT_BYTES:
+        if kind in kinds.READ_WHOLE:
+            if piece.size > MAX_WHOLE_BYTES:
+                raise NotLookedIntoError(f"it is {kind} of more than {MAX_WHOLE_BYTES >> 20} MiB")
             piece = piece.held()
         self._prove_as(kind, piece)
         check_one_meaning(piece, kind)
@@ -87,17 +94,14 @@ class Prover:
                 self._safetensors(piece)
             case Kind.GGUF:
                 _prove_gguf(piece)
+            case Kind.PICTURE:
+                prove_picture(piece.whole())
             case _:
-                for document in prove_text(piece, kind):
-                    self._add_names(piece, code_names(piece.file, document))
+                self._notebook.add_configuration(piece.file, piece.place, prove_text(piece, kind))
 
-    def _add_names(self, piece: Piece, names: Iterable[CodeName]) -> None:
-        for found in names:
-            self._notebook.add_name(piece.file, piece.place, found.name, found.what)
-
-    def item(self, piece: Piece, *, packed_bytes: int | None = None) -> int:
-        """Prove an item of a DCP: a file of torch, which ``packed_bytes`` were inflated to if it was compressed. Return
-        the start of its directory."""
+    def item(self, piece: Piece, *, key: str, packed_bytes: int | None = None) -> int:
+        """Prove the item ``key`` of a DCP: a file of torch, which ``packed_bytes`` were inflated to if it was
+        compressed. Return the start of its directory."""
         if not piece.size:
             raise MalformedError("an item of no bytes")
         is_small = packed_bytes is None and piece.size <= HELD_BYTES
@@ -114,8 +118,10 @@ class Prover:
         if not next(iter(ranges)).endswith("/data.pkl"):
             raise MalformedError("its first record is not its pickle, as torch writes it")
         before = self._notebook.num_findings
-        self._torch(piece, directory, ranges)
-        if is_small and self._notebook.num_findings == before:
+        value = self._torch(piece, directory, ranges, key)
+        # Bytes may be a pickle by their name, which those of an equal item need not have.
+        is_plain = isinstance(value, StoredTensor) and value.dtype is not DType.UINT8
+        if is_small and is_plain and self._notebook.num_findings == before:
             self._proven_items.add(piece.whole(), directory, ranges)
         return directory.start
 
@@ -155,9 +161,15 @@ class Prover:
             self.metadata[piece.file] = proof.value
 
     def _pickle(
-        self, piece: Piece, data: bytes, place: str, resolve: PersistentLoad | None = None, start: int = 0
+        self,
+        piece: Piece,
+        data: bytes,
+        place: str,
+        resolve: PersistentLoad | None = None,
+        start: int = 0,
+        key: str = "",
     ) -> Proof:
-        """Prove the pickle ``data``, which begins at byte ``start`` of the piece."""
+        """Prove the pickle ``data``, which begins at byte ``start`` of the piece and has the value of ``key``."""
         proof = prove(
             data,
             path=piece.file,
@@ -165,12 +177,12 @@ class Prover:
             allowed=self._notebook.allowed,
             inner=lambda inner: inner_storage(inner, piece.file),
         )
-        self._note(piece, place, proof, start)
+        self._note(piece, place, proof, start, key)
         return proof
 
-    def _note(self, piece: Piece, place: str, proof: Proof, start: int = 0) -> None:
+    def _note(self, piece: Piece, place: str, proof: Proof, start: int = 0, key: str = "") -> None:
         self._notebook.note(proof)
-        self._add_names(piece, instantiator(proof.value))
+        self._notebook.add_configuration(piece.file, piece.within(place), unproved_settings(proof.value, key))
         for refusal in proof.refusals:
             where = piece.within(", ".join(filter(None, (place, f"byte {refusal.at:,}"))))
             danger = Danger.RUNS if refusal.name else Danger.COULD_RUN
@@ -194,13 +206,21 @@ class Prover:
             return
         if kind is Kind.NPZ:
             raise MalformedError("it is a zip archive, and not all of its records are arrays")
+        if kind is Kind.ZIP and not any(name.endswith("/data.pkl") for name in ranges):
+            for name, (start, stop) in ranges.items():
+                member = replace(piece.part(start, stop, ""), file=f"{piece.file}/{checked_name(name)}")
+                if member.head(len(LOCAL_MAGIC)) == LOCAL_MAGIC:
+                    raise NotLookedIntoError("it is an archive in an archive")
+                self.prove(member)
+            return
         self._torch(piece, directory, ranges)
 
-    def _torch(self, piece: Piece, directory: Any, ranges: Mapping[str, tuple[int, int]]) -> None:
+    def _torch(self, piece: Piece, directory: Any, ranges: Mapping[str, tuple[int, int]], key: str = "") -> Value:
+        """Prove a file of torch, and give its value."""
         root = next(iter(ranges)).partition("/")[0]
         records = {name.removeprefix(f"{root}/"): span for name, span in ranges.items() if name.startswith(f"{root}/")}
         if len(records) < len(ranges) or "data.pkl" not in records:
-            raise NotLookedIntoError("it is a zip archive, but not of torch.save")
+            raise MalformedError("it is a zip archive, and not of torch.save")
         if "constants.pkl" in records or any(name.startswith("code/") for name in records):
             raise UnsupportedError(TORCHSCRIPT)
         storages: dict[str, StorageRef] = {}
@@ -212,8 +232,9 @@ class Prover:
         inner = piece.part(start, stop, "")
         check_start(inner.read, inner.size, path=piece.file, persistent_load=described_storage)
         data = directory.read_record(piece.read, f"{root}/data.pkl")
-        self._pickle(piece, data, f"{root}/data.pkl", resolve, start)
+        proof = self._pickle(piece, data, f"{root}/data.pkl", resolve, start, key)
         _check_records(piece, records, storages)
+        return proof.value
 
     # Others
 
@@ -239,6 +260,8 @@ class Prover:
         if not isinstance(texts, dict) or not all(type(text) is str for text in texts.values()):
             raise MalformedError("its metadata is not a JSON object of texts")
         spans = sorted(_span(name, entry) for name, entry in header.items())
+        sizes = {name: (entry.dtype, entry.data_offsets[1] - entry.data_offsets[0]) for name, entry in header.items()}
+        self._notebook.add_configuration(piece.file, piece.place, pickled_elements(sizes))
         at = 0
         for start, stop in spans:
             if start != at:

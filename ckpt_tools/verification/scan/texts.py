@@ -1,29 +1,23 @@
-"""Proofs of text, JSON and YAML: the whole file is one text, and no tag of YAML makes an object."""
+"""Proofs of text and JSON: the whole file is one text, and no tag of YAML in it makes an object."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import checked_name
-from ckpt_tools.verification.scan.findings import CouldRunError, NotLookedIntoError
+from ckpt_tools.verification.scan.configuration import CONFIGURATION, unproved_names
+from ckpt_tools.verification.scan.findings import CouldRunError
 from ckpt_tools.verification.scan.kinds import LATEST, Kind
 from ckpt_tools.verification.scan.piece import Piece
-
-MAX_TEXT_BYTES = 1 << 26
-"""Text and JSON; a tokenizer takes 20 MB."""
-
-MAX_DEPTH = 100
-"""Collections of YAML within one another; the time of libyaml grows with the square of the depth."""
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 
 
-def prove_text(piece: Piece, kind: Kind) -> Iterator[Any]:
-    """Check a file of text, and give each document of JSON or YAML in it.
+def prove_text(piece: Piece, kind: Kind) -> str | None:
+    """Check a file of text, and give the reason why it is configuration that is not proved to name no code, or None.
 
     Raises:
         FormatError: it is not of ``kind``, or it may be read in two ways. UnsafeError: it makes an object, or names a
@@ -33,20 +27,18 @@ def prove_text(piece: Piece, kind: Kind) -> Iterator[Any]:
     if kind is Kind.JSON:
         document = _parsed_json(piece.whole(), piece.file)
         _check_index(document)
-        yield document
-    elif kind is Kind.JSON_LINES:
-        yield from (_parsed_json(line, piece.file) for line in piece.whole().splitlines())
-    elif kind is Kind.YAML:
-        yield from _documents(text)
-    elif LATEST.search(piece.file):
+        return unproved_names(piece.file, document)
+    if kind is Kind.JSON_LINES:
+        reasons = (unproved_names(piece.file, _parsed_json(line, piece.file)) for line in piece.whole().splitlines())
+        return next(filter(None, reasons), None)
+    if LATEST.search(piece.file):
         checked_name(text.strip())
-    else:
-        _check_plain(text)
+        return None
+    _check_plain(text)
+    return CONFIGURATION if kind is Kind.CONFIGURATION and text.strip() else None
 
 
 def _decoded(piece: Piece) -> str:
-    if piece.size > MAX_TEXT_BYTES:
-        raise NotLookedIntoError(f"a text of more than {MAX_TEXT_BYTES >> 20} MiB")
     try:
         text = piece.whole().decode()
     except UnicodeDecodeError as error:
@@ -69,9 +61,6 @@ def _check_index(document: Any) -> None:
         checked_name(name)
 
 
-# Text that is not YAML by its name: loaders of YAML read it too.
-
-
 _HYPER = ("new", "apply", "name", "module")
 """Tags of hyperpyyaml, which SpeechBrain reads."""
 
@@ -84,71 +73,16 @@ def _encoded(word: str) -> str:
 _TAGS = ("!!" + _encoded("python"), "!<" + _encoded("tag:"), *(f"!{_encoded(word)}:" for word in _HYPER))
 _OBJECT = re.compile("|".join(_TAGS), re.I)
 _TAG_DIRECTIVE = re.compile(r"%TAG\s+!")
+
+
 _LOGGING = re.compile(r"^[ \t]*\[[ \t]*(handlers|formatters|loggers)[ \t]*\]", re.M)
 _LOGGING_CALL = re.compile(r"^[ \t]*(args|class|kwargs)[ \t]*[=:]", re.M | re.I)
 
 
 def _check_plain(text: str) -> None:
+    """Loaders of YAML, and of a configuration of logging, read any text, whatever its name is."""
     if _OBJECT.search(text) or _TAG_DIRECTIVE.search(text):
         raise CouldRunError("it holds a tag of YAML that makes objects of Python")
     lines = text.replace("\r", "\n")
     if _LOGGING.search(lines) and _LOGGING_CALL.search(lines):
         raise CouldRunError("it is a configuration of logging, whose classes and arguments logging.config evaluates")
-
-
-# YAML
-
-_CORE_TAG = re.compile(r"!|tag:yaml\.org,2002:(str|int|float|bool|null|map|seq|binary|timestamp|set|omap|pairs)")
-"""Tags of YAML 1.1 that make data."""
-
-
-def _documents(text: str) -> Iterator[Any]:
-    """The documents of YAML as dicts, lists and strings, from the events of PyYAML's parser, which makes no object."""
-    import yaml
-
-    if _TAG_DIRECTIVE.search(text):
-        raise CouldRunError("it declares tags of its own, which may make objects")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        events = iter(yaml.parse(text, Loader=loader))
-        for event in events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                yield _Tree(events).node(next(events), 0)
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "unreadable"
-        raise MalformedError(f"it is not YAML: {problem}") from error
-
-
-class _Tree:
-    """Builds one document."""
-
-    def __init__(self, events: Iterator[Any]) -> None:
-        self._events = events
-        self._anchors: dict[str, Any] = {}
-
-    def node(self, event: Any, depth: int) -> Any:
-        import yaml
-
-        if depth > MAX_DEPTH:
-            raise MalformedError("it is YAML with values nested too deep")
-        if isinstance(event, yaml.AliasEvent):
-            return self._anchors.get(event.anchor)
-        if event.tag is not None and not _CORE_TAG.fullmatch(event.tag):
-            raise CouldRunError(f"its tag {event.tag} may make an object")
-        value: Any
-        if isinstance(event, yaml.ScalarEvent):
-            value = event.value
-        else:
-            value = [] if isinstance(event, yaml.SequenceStartEvent) else {}
-        if event.anchor is not None:
-            self._anchors[event.anchor] = value
-        if isinstance(value, list):
-            while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
-                value.append(self.node(event, depth + 1))
-        elif isinstance(value, dict):
-            while not isinstance(event := next(self._events), yaml.MappingEndEvent):
-                key = self.node(event, depth + 1)
-                if type(key) is not str or (key in value and key != "<<"):
-                    raise MalformedError("it is YAML with a key twice, or with one that is not a text")
-                value[key] = self.node(next(self._events), depth + 1)
-        return value

@@ -22,10 +22,10 @@ from tests.verification.scan import generator, polyglots
 from tests.verification.scan.generator import BENIGN, CARRIERS, Files
 
 
-def is_clean(files: Files) -> bool:
+def is_clean(files: Files, *, allow_configuration: bool = False) -> bool:
     store = MemoryStore({name: bytearray(data) for name, data in files.items()})
     try:
-        return scan_source(Source.open(store), "memory://").clean
+        return scan_source(Source.open(store), "memory://", allow_configuration=allow_configuration).clean
     except CkptError:
         return False
 

@@ -14,6 +14,7 @@ import pytest
 import ckpt_tools
 from tests.verification.scan.generator import OWN
 from tests.verification.scan.loaders import Loader, c_pickle, c_pickle_of_bytes, python_pickle, torch_load
+from tests.verification.scan.scanner import is_clean
 
 NAMES = ("model.pt", "model.safetensors", ".hidden", "latest", "config.json", "sub/state.pkl")
 
@@ -93,3 +94,25 @@ def _loaded(load: Loader, path: Path) -> None:
         load(path)
     except Exception:
         return
+
+
+PACKAGES = ["x-1.0.dist-info", "x.egg-info", "X-1.DIST-INFO", "x.egg", "sub/x-1.0.dist-info"]
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_folder_of_an_installed_package_is_a_finding(name: str, is_link: bool, tmp_path: Path) -> None:
+    """Python that is started beside it runs its entry points; a link leads to a folder within the checkpoint."""
+    folder = tmp_path / ("data" if is_link else name)
+    folder.mkdir(parents=True)
+    (folder / "entry_points.txt").write_text("[torch.backends]\nx = os:abort\n")
+    if is_link:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(folder)
+    found = {each.file: each.danger for each in ckpt_tools.scan(tmp_path).findings}
+    assert found[name] == "could run"
+
+
+@pytest.mark.parametrize("file", ["x-1.0.dist-info/METADATA", "x.egg-info/PKG-INFO", "x.egg/a.txt", "pyvenv.cfg"])
+def test_a_file_of_one_is_a_finding_in_any_store(file: str) -> None:
+    assert not is_clean({file: b"x\n"})

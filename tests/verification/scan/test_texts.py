@@ -53,26 +53,7 @@ def test_a_tag_that_makes_an_object_is_a_finding(label: str, file: str, tmp_path
     assert found.danger in ("could run", "not understood")
 
 
-@pytest.mark.parametrize("text", ["a: !env X\n", "a: !new:os.system [x]\n", "a: !!float 1\nb: ! x\n---\n!Foo {}\n"])
-def test_any_tag_but_those_of_data_is_a_finding_in_yaml(text: str, tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(text)
-    assert [each.danger for each in ckpt_tools.scan(tmp_path).findings] == ["could run"]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("a: [\n", "it is not YAML"), ("a: 1\na: 2\n", "a key twice"), ("[a]: 2\n", "not a text"),
-     ("[" * 3000, "nested too deep"), ("a: @b\n", "it is not YAML")],
-)  # fmt: skip
-def test_yaml_that_is_not_understood_is_a_finding(text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text(text)
-    (found,) = ckpt_tools.scan(tmp_path).findings
-    assert (found.danger, said in found.what) == ("not understood", True)
-
-
 HARMLESS = {
-    "a.yaml": "a: &x !!str 1\nb: *x\nc: 'wow !important'\nd: [1, 2.5, null]\n---\ne: {<<: {f: !!float 1}}\n",
-    "b.yaml": "callbacks:\n  - a\ncheckpoint: c\n",
     "README.md": "Hello!! python is fine<br>\n!<a href='x'>\nchecks\n",
     "vocab.txt": "!\n!!\n!!!\n#\nthe\n",
     "a.csv": "col_a,col_b\n1,2\n",

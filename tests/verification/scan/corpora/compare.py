@@ -2,8 +2,8 @@
 
     python -m tests.verification.scan.corpora.compare PYTHON FOLDER
 
-PYTHON is an interpreter that has picklescan, fickling or modelscan. The files are written into FOLDER, and nothing
-loads them but the judge, which catches what they call. Verdicts go to FOLDER/verdicts.json.
+PYTHON is an interpreter that has picklescan, fickling, modelscan or modelaudit. The files are written into FOLDER, and
+nothing loads them but the judge, which catches what they call. Verdicts go to FOLDER/verdicts.json.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def written(found: list[Entry], folder: Path) -> dict[str, Entry]:
 
 
 def ours(folder: Path) -> str:
-    """Data that is not looked into counts as unread, though it is a finding."""
+    """Data that is not looked into, and configuration, count as unread, though they are findings."""
     findings = ckpt_tools.scan(folder).findings
-    return scanners.verdict(flagged=any(finding.danger != "not looked into" for finding in findings), read=not findings)
+    unread = {"not looked into", "configuration"}
+    return scanners.verdict(flagged=any(finding.danger not in unread for finding in findings), read=not findings)
 
 
 def cell(verdicts: list[str]) -> str:

@@ -1,5 +1,5 @@
-"""Verdicts of picklescan, fickling and modelscan on a folder of entries, each a folder. Run with the Python that has
-them, as a file: ``python -P scanners.py FOLDER``. JSON goes to stdout. Nothing of ckpt-tools is imported.
+"""Verdicts of picklescan, fickling, modelscan and ModelAudit on a folder of entries, each a folder. Run with the Python
+that has them, as a file: ``python -P scanners.py FOLDER``. JSON goes to stdout. Nothing of ckpt-tools is imported.
 
 A verdict is "flagged", "clean", or "unread" if the scanner reports an error or reads none of the files.
 """
@@ -50,6 +50,14 @@ def fickling(folder: Path) -> str:
     return verdict(flagged=any(not each.is_safe for each in read), read=bool(read) and len(read) == len(results))
 
 
+def modelaudit(folder: Path) -> str:
+    from modelaudit.core import determine_exit_code, scan_model_directory_or_file
+
+    found = scan_model_directory_or_file(str(folder), cache_enabled=False)
+    code = determine_exit_code(found)
+    return verdict(flagged=code == 1, read=code == 0 and found.files_scanned > 0)
+
+
 def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
@@ -63,6 +71,7 @@ SCANNERS: dict[str, Callable[[Path], str]] = {
     "picklescan --strict": partial(picklescan, strict=True),
     "fickling": fickling,
     "modelscan": modelscan,
+    "modelaudit": modelaudit,
 }
 
 

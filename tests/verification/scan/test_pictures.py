@@ -1,0 +1,144 @@
+"""Pictures are proved by their structure, and nothing stands before or behind them; a PDF has no actions."""
+
+from __future__ import annotations
+
+import io
+import random
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import pytest
+from PIL import Image
+
+import ckpt_tools
+from tests.serialization.archives import zipped
+from tests.verification.scan.generator import OWN
+
+pytestmark = pytest.mark.quick
+
+
+def picture(form: str, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    image = Image.effect_noise((40, 30), 60)
+    (image if form == "GIF" else image.convert("RGB")).save(stream, form, **options)
+    return stream.getvalue()
+
+
+def drawn(form: str) -> bytes:
+    stream = io.BytesIO()
+    figure = matplotlib.figure.Figure((2, 2))
+    figure.subplots().plot([1, 2])
+    figure.savefig(stream, format=form)
+    return stream.getvalue()
+
+
+def _frames() -> list[Image.Image]:
+    return [Image.effect_noise((40, 30), 60) for _ in range(2)]
+
+
+PICTURES: dict[str, Callable[[], bytes]] = {
+    "a.png": lambda: picture("PNG"),
+    "A.PNG": lambda: picture("PNG", optimize=True),
+    "drawn.png": lambda: drawn("png"),
+    "a.jpg": lambda: picture("JPEG"),
+    "progressive.jpeg": lambda: picture("JPEG", progressive=True, optimize=True),
+    "restarts.jpg": lambda: picture("JPEG", restart_marker_blocks=2, comment=b"text"),
+    "a.gif": lambda: picture("GIF"),
+    "moving.gif": lambda: picture("GIF", save_all=True, append_images=_frames()),
+    "a.webp": lambda: picture("WEBP"),
+    "lossless.webp": lambda: picture("WEBP", lossless=True),
+    "moving.webp": lambda: picture("WEBP", save_all=True, append_images=_frames()),
+    "a.pdf": lambda: picture("PDF"),
+    "drawn.pdf": lambda: drawn("pdf"),
+    "without an ending": lambda: picture("PNG"),
+    "pytorch_model.bin": lambda: picture("JPEG"),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_what_programs_write_is_proved(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(PICTURES[name]())
+    report = ckpt_tools.scan(tmp_path)
+    assert (report.findings, report.num_files) == ((), 1)
+
+
+ADDED = {"a pickle": OWN, "a zip": zipped({"archive/data.pkl": OWN}), "a byte": b"\0", "a picture": b""}
+
+
+@pytest.mark.parametrize("where", ["before", "behind"])
+@pytest.mark.parametrize("what", ADDED)
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.gif", "a.webp", "a.pdf"])
+def test_what_stands_before_or_behind_it_is_a_finding(name: str, what: str, where: str, tmp_path: Path) -> None:
+    data = PICTURES[name]()
+    added = ADDED[what] or data
+    if name == "a.pdf" and what == "a picture":
+        added = b"%PDF-0"
+    (tmp_path / name).write_bytes(added + data if where == "before" else data + added)
+    assert not ckpt_tools.scan(tmp_path).clean
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.gif", "a.webp", "a.pdf"])
+def test_no_part_of_one_is_proved(name: str, tmp_path: Path) -> None:
+    data = PICTURES[name]()
+    for size in random.Random(name).sample(range(8, len(data) - 6), 20):
+        (tmp_path / name).write_bytes(data[:size])
+        assert not ckpt_tools.scan(tmp_path).clean, size
+
+
+def test_a_changed_byte_of_a_png_is_a_finding(tmp_path: Path) -> None:
+    data = bytearray(PICTURES["a.png"]())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "a.png").write_bytes(data)
+    assert not ckpt_tools.scan(tmp_path).clean
+
+
+def pdf(*objects: bytes) -> bytes:
+    return b"%PDF-1.7\n" + b"\n".join(b"1 0 obj\n" + each + b"\nendobj" for each in objects) + b"\n%%EOF\n"
+
+
+def packed(content: bytes, *, name: bytes = b"/ObjStm", filters: bytes = b"/FlateDecode") -> bytes:
+    body = zlib.compress(content)
+    head = b"<< /Type %s /N 1 /Filter %s /Length %d >>\nstream\n" % (name, filters, len(body))
+    return head + body + b"\nendstream"
+
+
+ACTION = b"<< /S /JavaScript /JS (app.alert(1)) >>"
+HOSTILE = {
+    "a script": pdf(ACTION),
+    "a script, encoded": pdf(ACTION.replace(b"/JavaScript", b"/Java#53cript")),
+    "a script, encoded whole": pdf(ACTION.replace(b"JavaScript", b"".join(b"#%02x" % c for c in b"JavaScript"))),
+    "a script in packed objects": pdf(packed(ACTION)),
+    "in packed objects of an encoded name": pdf(packed(ACTION, name=b"/Obj#53tm")),
+    "in packed objects, twice compressed": pdf(packed(zlib.compress(ACTION), filters=b"[/FlateDecode /FlateDecode]")),
+    "in packed objects of another filter": pdf(packed(ACTION, filters=b"/LZWDecode")),
+    "a program": pdf(b"<< /S /Launch /F (x.exe) >>"),
+    "a file": pdf(b"<< /Type /EmbeddedFile >>"),
+    "a form": pdf(b"<< /XFA 2 0 R >>"),
+    "another file": pdf(b"<< /S /GoToR /F (x.pdf) >>"),
+    "data that is sent": pdf(b"<< /S /SubmitForm /F (x) >>"),
+    "encrypted": pdf(b"<< /Encrypt 2 0 R >>"),
+    "damaged packed objects": pdf(packed(ACTION)[:-20] + b"endstream"),
+}
+
+
+@pytest.mark.parametrize("label", HOSTILE)
+def test_a_pdf_that_may_act_is_a_finding(label: str, tmp_path: Path) -> None:
+    (tmp_path / "a.pdf").write_bytes(HOSTILE[label])
+    assert not ckpt_tools.scan(tmp_path).clean
+    (tmp_path / "a.pdf").write_bytes(pdf(b"<< /S /URI /URI (https://x) >>", packed(b"<< /OpenAction [0 /Fit] >>")))
+    assert ckpt_tools.scan(tmp_path).clean
+
+
+def test_files_that_are_excluded_are_counted_and_not_read(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("logo.svg", "sub/logo.svg", "sub/run.py", "notes.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "pipe.svg").symlink_to("nothing")
+    assert ckpt_tools.scan(tmp_path).num_findings == 4
+    report = ckpt_tools.scan(tmp_path, exclude=["*.svg", "sub/run.py"])
+    assert (report.clean, report.num_files) == (True, 1)
+    assert sorted(report.excluded) == ["logo.svg", "pipe.svg", "sub/logo.svg", "sub/run.py"]
+    assert ckpt_tools.scan(tmp_path, exclude=["*"]).num_files == 0
