@@ -19,8 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 import ckpt_tools
 from ckpt_tools.errors import CkptError
 from ckpt_tools.recipes import list_recipes, load_recipe
-from scripts import generate_recipes
-from tests.recipes import families
+from tests.recipes import families, generate
 
 OF_TRANSFORMERS = [recipe for recipe in list_recipes() if recipe.left == "transformers 5"]
 MODELS = [model for recipe in OF_TRANSFORMERS for model in recipe.models]
@@ -39,7 +38,7 @@ TIED = list({str(recipe.tied): recipe.models[0] for recipe in OF_TRANSFORMERS if
 def hub_state(model: Any) -> Mapping[str, Tensor]:
     """What `save_pretrained` writes; of a model whose published files are transposed, what those have."""
     state = revert_weight_conversion(model, dict(model.state_dict()))
-    pattern = generate_recipes.TRANSPOSED.get(model.config.model_type)
+    pattern = generate.TRANSPOSED.get(model.config.model_type)
     return {
         name: tensor.transpose(1, 2).contiguous() if pattern is not None and pattern.search(name) else tensor
         for name, tensor in state.items()
@@ -95,7 +94,7 @@ def test_a_tied_head_is_left_out_and_given_back(name: str, tmp_path: Path) -> No
     model.save_pretrained(tmp_path / "real")
     real = tmp_path / "real" / "model.safetensors"
     ckpt_tools.convert(live, tmp_path / "hub.safetensors", recipe=name)
-    if name not in generate_recipes.TRANSPOSED:
+    if name not in generate.TRANSPOSED:
         assert_same(load_file(tmp_path / "hub.safetensors"), load_file(real))
         ckpt_tools.convert(real, tmp_path / "back.pt", recipe=name, inverse=True)
         assert_same(torch.load(tmp_path / "back.pt", weights_only=True), model.state_dict())
@@ -132,8 +131,8 @@ def test_each_model_type_has_one_recipe() -> None:
 
 
 def test_the_installed_transformers_gives_the_same_files() -> None:
-    """`python -m scripts.generate_recipes` changes nothing."""
+    """`python -m tests.recipes.generate` changes nothing."""
     texts = {recipe.name: recipe.text for recipe in OF_TRANSFORMERS}
-    made = generate_recipes.generate()
+    made = generate.generate()
     version = load_recipe("qwen2_moe").source.split()[-1]
     assert {name: text.replace(transformers.__version__, version) for name, text in made.items()} == texts

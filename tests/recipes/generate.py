@@ -1,6 +1,6 @@
 """Generator of the built-in recipes for transformers 5: live names (`state_dict()`) to hub names (`save_pretrained`).
 
-    python -m scripts.generate_recipes
+    python -m tests.recipes.generate
 
 Each tiny model of tests/recipes/families.py gets a different number in every element, and transformers'
 `revert_weight_conversion` says where each number goes. Names and shapes that change become the lines of a recipe;
@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tests.recipes import families
 
-FOLDER = Path(__file__).parent.parent / "ckpt_tools" / "recipes" / "builtin"
+FOLDER = Path(__file__).parents[2] / "ckpt_tools" / "recipes" / "builtin"
 PREFIX, REST, EXPERT = "{prefix...}", "{rest...}", "{expert}"
 NUMBERS = ("{layer}", "{block}", "{part}")
 
