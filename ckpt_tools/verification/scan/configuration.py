@@ -73,7 +73,7 @@ def unproved_names(path: str, document: Any) -> str | None:
     """The reason why the JSON ``document`` of the file ``path`` is not proved to name no code; None if it is."""
     name = path.rpartition("/")[2].removesuffix(".json")
     known = next((known for known in _tables()[0] if known.names.fullmatch(name)), _UNKNOWN)
-    return _reason(known.program, list(_unlisted(known, {"": document}, None)))
+    return _reason(known.program, list(_unlisted(known, document)))
 
 
 def unproved_settings(value: Value, key: str = "") -> str | None:
@@ -100,32 +100,36 @@ def _reason(program: str, keys: list[str]) -> str | None:
     return f"{program} may import or call names in it: {keys[0][:100]!r} is not known to hold data{more}"
 
 
-def _unlisted(known: KnownFile, entry: Mapping[str, Any], table: str | None) -> Iterator[str]:
-    """The keys of ``entry``, which stands under the key ``table`` of tables, whose values are not known to be data."""
-    for key, value in entry.items():
-        leaves = list(_leaves(value))
-        texts = [leaf for leaf in leaves if isinstance(leaf, str) and _LETTER.search(leaf)]
-        is_known = known.takes(key, texts) or (table is not None and known.takes(table, texts))
-        if (texts and not is_known) or (table is None and not is_known and not _PLAIN_NAME.fullmatch(key)):
-            yield key
-        for inner in leaves:
-            if not isinstance(inner, dict):
-                continue
+def _unlisted(known: KnownFile, document: Any) -> Iterator[str]:
+    """The keys whose values are not known to be data. What stands in such a value is not looked at."""
+    todo: list[tuple[dict[str, Any], str | None]] = [({"": document}, None)]
+    while todo:
+        # ``table`` is the key that the entry stands under if its own keys are free.
+        entry, table = todo.pop()
+        for key, value in entry.items():
+            leaves = list(_leaves(value))
+            texts = [leaf for leaf in leaves if isinstance(leaf, str) and _LETTER.search(leaf)]
+            is_known = known.takes(key, texts) or (table is not None and known.takes(table, texts))
+            if (texts and not is_known) or (table is None and not is_known and not _PLAIN_NAME.fullmatch(key)):
+                yield key
+            objects = [leaf for leaf in leaves if isinstance(leaf, dict)]
             if key in known.tables:
-                yield from _unlisted(known, inner, key)
-            elif key in known.objects or (table is not None and known.objects):
-                yield from _unlisted(known, inner, None)
-            else:
+                todo += ((each, key) for each in objects)
+            elif key in known.objects or table is not None:
+                todo += ((each, None) for each in objects)
+            elif objects:
                 yield key
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """``value``, or the items of a list and of lists in it."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+    """``value``, or the items of a list and of lists in it, in order."""
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, list):
+            todo += reversed(item)
+        else:
+            yield item
 
 
 def _settings(root: Value, root_key: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ import sys
 import tarfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,14 @@ def shared(value: bytes, use: bytes) -> bytes:
     return repeated(b"\x80\x02" + value + b"q\x000", use)
 
 
+CRC32_OF_TEXT = struct.pack(">I", zlib.crc32(b"tEXt"))
+
+
+def packed_objects(content: bytes) -> bytes:
+    body = zlib.compress(content, 9)
+    return b"<</Type/ObjStm/Filter/FlateDecode/Length %d>>stream\n" % len(body) + body + b"\nendstream\n"
+
+
 KEYS = b"}(" + b"".join(b"J%bK\x01" % struct.pack("<i", number) for number in range(50_000)) + b"u"
 LINES = b"".join(b"V%05d\nN" % number for number in range(25_000))
 
@@ -155,6 +164,27 @@ WORST: dict[str, Callable[[], Files]] = {
     "one long string": lambda: {"a.pkl": b"\x80\x02X" + struct.pack("<I", MEGABYTE) + b"a" * MEGABYTE + b"."},
     "lines of text that are opcodes": lambda: {"vocab.txt": b"V\n" * (MEGABYTE // 2)},
     "lines of JSON": lambda: {"a.jsonl": b"0\n" * (MEGABYTE // 2)},
+    "lists of JSON deep within one another": lambda: {
+        "a.json": b"[" * 900 + b"0," * (MEGABYTE // 2) + b"0" + b"]" * 900
+    },
+    "objects of JSON deep within one another": lambda: {
+        "config.json": b'{"text_config":' * 400
+        + json.dumps({f"{n}.": "x" for n in range(MEGABYTE // 16)}).encode()
+        + b"}" * 400
+    },
+    "texts of settings": lambda: {"a.pkl": pickle.dumps({str(n): f"{n}.a" for n in range(MEGABYTE // 24)})},
+    "settings within one another": lambda: {"a.pkl": shared(b"(" + b"V1.a\n" * 10_000 + b"t", b"h\x00\x850")},
+    "chunks of a PNG": lambda: {"a.png": b"\x89PNG\r\n\x1a\n" + (b"\0\0\0\0tEXt" + CRC32_OF_TEXT) * (MEGABYTE // 12)},
+    "segments of a JPEG": lambda: {"a.jpg": b"\xff\xd8\xff\xe0\0\2" + b"\xff\xda\0\2\xff\0" * (MEGABYTE // 6)},
+    "blocks of a GIF": lambda: {"a.gif": b"GIF89a" + bytes(7) + b"!\xfe\1a\0" * (MEGABYTE // 5)},
+    "chunks of a WebP": lambda: {
+        "a.webp": b"RIFF" + struct.pack("<I", 4 + 8 * (MEGABYTE // 8)) + b"WEBP" + b"VP8 \0\0\0\0" * (MEGABYTE // 8)
+    },
+    "object streams of a PDF": lambda: {"a.pdf": b"%PDF-1.5\n" + packed_objects(b"a") * 11_000 + b"%%EOF"},
+    "an object stream of a PDF that unfolds": lambda: {
+        "a.pdf": b"%PDF-1.5\n" + packed_objects(bytes(MEGABYTE * 1000)) + b"%%EOF"
+    },
+    "names of object streams": lambda: {"a.pdf": b"%PDF-1.5\n" + b"/ObjStm" * (MEGABYTE // 7) + b"%%EOF"},
     "200,000 tiny lists of JSON": lambda: {"config.json": b"[" + b"[[]]," * 200_000 + b"[]]"},
     "a zip bomb of names": lambda: {
         "a.pt": deflated({"archive/data.pkl": b"".join(b"c%x\nb\n0" % number for number in range(420_000))})
@@ -212,7 +242,8 @@ WORST |= {
     "elements of joblib that are opcodes": lambda: {"a.joblib": elements_that_are_opcodes(400)},
 }
 SAMPLED = {
-    "one dict as the state of many objects", "keys of YAML", "a zip bomb of names",
+    "one dict as the state of many objects", "lists of JSON deep within one another", "object streams of a PDF",
+    "a zip bomb of names",
     "zstd bombs that are files of torch", "compressed arrays of zeros",
 }  # fmt: skip
 
