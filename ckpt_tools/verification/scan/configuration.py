@@ -7,6 +7,7 @@ No list has all such programs. So a text is data only where a known program take
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ _PICKLED = "_extra_state"
 
 _LETTER = re.compile(r"[^\W\d]")
 _WORD = re.compile(r"(torch\.)?[\w+-]*|[\W\d]*")
-"""A name without arguments and without a module, the name of a dtype, or a text without letters, such as a version."""
+"""A name without a module, the name of a dtype, or a text without letters, such as a version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ _UNKNOWN = KnownFile.from_toml({"program": "a program that reads it", "files": "
 
 
 @cache
-def _tables() -> tuple[tuple[KnownFile, ...], frozenset[str]]:
+def _known_keys() -> tuple[tuple[KnownFile, ...], frozenset[str]]:
     """The known files, and the keys of settings in pickles under which texts are data."""
     found = tomllib.loads((files(__package__) / "known_keys.toml").read_text())
     return tuple(map(KnownFile.from_toml, found["known"])), frozenset(found["settings"]["texts"])
@@ -72,7 +73,7 @@ def _tables() -> tuple[tuple[KnownFile, ...], frozenset[str]]:
 def unproved_names(path: str, document: Any) -> str | None:
     """The reason why the JSON ``document`` of the file ``path`` is not proved to name no code; None if it is."""
     name = path.rpartition("/")[2].removesuffix(".json")
-    known = next((known for known in _tables()[0] if known.names.fullmatch(name)), _UNKNOWN)
+    known = next((known for known in _known_keys()[0] if known.names.fullmatch(name)), _UNKNOWN)
     return _reason(known.program, list(_unlisted(known, document)))
 
 
@@ -133,15 +134,19 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _settings(root: Value, root_key: str) -> Iterator[str]:
-    """The key of each text that is not a word. Keys themselves are names of parameters."""
-    data_keys = _tables()[1]
+    """The key of each text that is not known to be data. Keys themselves are names of parameters.
+
+    A word can name an installed module, or a function that is called without arguments; Python has modules that act
+    when they are imported.
+    """
+    data_keys = _known_keys()[1]
     seen, todo = set[int](), [(root_key, root)]
     while todo:
         key, value = todo.pop()
         if key in data_keys:
             continue
         if isinstance(value, str):
-            if not _WORD.fullmatch(value):
+            if not _WORD.fullmatch(value) or value in sys.stdlib_module_names:
                 yield key
         elif key.endswith(_PICKLED) and _holds_bytes(value):
             yield key
@@ -169,12 +174,15 @@ def _inside(value: Value) -> tuple[Iterable[tuple[Value, Value]], Iterable[Value
     if isinstance(value, list | tuple | set | frozenset):
         return (), value
     if isinstance(value, StoredTensor):
-        return (), (value.state,)
-    if isinstance(value, Opaque) and not (isinstance(value.ref, GlobalRef) and value.ref.module in _OWN_FORM):
-        return [*value.pairs, *(value.kwargs or {}).items()], [*value.args, *value.items, value.state]
-    return (), ()
+        return value.state.items() if isinstance(value.state, dict) else (), ()
+    if not isinstance(value, Opaque):
+        return (), ()
+    if isinstance(value.ref, GlobalRef) and _OWN_FORM.match(value.ref.module):
+        # An array of objects has a list of them in its state.
+        return (), [part for part in value.state if isinstance(part, list)] if isinstance(value.state, tuple) else ()
+    return [*value.pairs, *(value.kwargs or {}).items()], [*value.args, *value.items, value.state]
 
 
-_OWN_FORM = {"pathlib", "pathlib._local", "transformers.training_args"}
-"""Modules whose objects hold texts of their own form, which nothing imports: parts of a path, arguments of a Trainer,
-which reads them from its command line."""
+_OWN_FORM = re.compile(r"(torch|numpy|pathlib|datetime|decimal|transformers|accelerate|deepspeed|megatron)\b")
+"""Modules of the closed list whose objects hold texts of their own form, which these modules do not import: parts of a
+path, names of devices, arguments of a Trainer."""

@@ -121,6 +121,12 @@ def _with_attributes() -> Any:
     return found
 
 
+def _noted() -> torch.Tensor:
+    tensor: Any = torch.nn.Parameter(torch.ones(2))
+    tensor.note = CODE
+    return tensor
+
+
 PICKLED: dict[str, Any] = {
     "the configuration of MMEngine": {"meta": {"cfg": f"custom_imports = 1\n{CODE}\n"}},
     "a module of pyannote": {"pyannote.audio": {"architecture": {"module": "evil.models", "class": "Net"}}},
@@ -140,6 +146,9 @@ PICKLED: dict[str, Any] = {
     "behind a number": {7: "os.system"},
     "an array of texts": {"names": np.array([{"x": "os.system"}], dtype=object)},
     "alone": "os.system",
+    "a name alone": {"plugin": "antigravity"},
+    "a module of pyannote alone": {"pyannote.audio": {"architecture": {"module": "antigravity"}}},
+    "a state of a tensor": {"w": _noted()},
 }
 
 
