@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpt_tools.serialization.pickle.allowed_calls import ARGUMENTS, CALLS
-from ckpt_tools.verification.scan.listing import lines
+from tests.verification.scan.listing import lines
 
 PAGE = Path(__file__).parents[3] / "docs" / "scanning_list.md"
 
