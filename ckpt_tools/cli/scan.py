@@ -41,15 +41,7 @@ if TYPE_CHECKING:
 )
 @form("text", "json", "markdown", "sarif")
 @options.talking
-def scan_command(
-    src: tuple[str, ...],
-    allow: tuple[str, ...],
-    allow_configuration: bool,
-    exclude: tuple[str, ...],
-    form: str,
-    quiet: bool,
-    storage_options: dict[str, str],
-) -> None:
+def scan_command(src: tuple[str, ...], form: str, quiet: bool, **scan_options: Any) -> None:
     """Prove that loading any file of SRC runs no code, or list what is not proved.
 
     Nothing is executed. Exits with 0 if every byte of every file was accounted for
@@ -59,16 +51,7 @@ def scan_command(
     """
     from ckpt_tools import scan
 
-    reports = [
-        scan(
-            each,
-            allow=allow,
-            allow_configuration=allow_configuration,
-            exclude=exclude,
-            storage_options=storage_options,
-        )
-        for each in src
-    ]
+    reports = [scan(each, **scan_options) for each in src]
     found = _Found(src, reports)
     if form == "json":
         print_json(reports[0].to_json() if len(reports) == 1 else [each.to_json() for each in reports])
