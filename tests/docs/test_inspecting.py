@@ -58,6 +58,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+    for state in optimizer.state.values():
+        state["step"].fill_(500)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 500}, "m.pt")
     for step in (400, 500):
         ckpt_tools.convert("m.pt", f"run/step-{step}", to="zero3", world_size=2, dtype="bfloat16")
