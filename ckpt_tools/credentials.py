@@ -157,11 +157,16 @@ def remember_words(words: Iterable[str]) -> None:
             _remember_pair(value, after)
         elif _SECRET_FLAG.fullmatch(flag):
             for secret in (value,) if equals else after:
-                if not os.path.exists(secret):  # noqa: PTH110  Else it is the file that the option asks for.
+                if not _is_path(secret):
                     _keep_secret(secret)
         else:
             remember((word, value))
     remember()
+
+
+def _is_path(word: str) -> bool:
+    """Whether ``word`` is the file that an option asks for, or a mistyped one, and not the secret itself."""
+    return os.path.exists(word) or word.startswith(("/", "./", "../", "~"))  # noqa: PTH110
 
 
 _STORAGE_FLAG = "--storage-option"
