@@ -84,7 +84,7 @@ def reason_of_failure(usage: Usage, log: Path, time_limit: float) -> str:
 def measure_success(
     command: Sequence[str], log: Path, *, time_limit: float, cwd: Path, env: Mapping[str, str] | None = None
 ) -> Usage:
-    """As `measured`. Raises MeasureError if the command fails."""
+    """Run a command as `measured` does. Raises MeasureError if the command fails."""
     usage = measured(command, log, time_limit=time_limit, cwd=cwd, env=env)
     if reason := reason_of_failure(usage, log, time_limit):
         raise MeasureError(f"{' '.join(command)[:200]} failed: {reason}")

@@ -164,7 +164,7 @@ def call(command: list[str], settings: Settings) -> tuple[Usage, str]:
 
 
 def printed_lines(command: list[str], settings: Settings) -> list[str]:
-    """What the command prints. Raises MeasureError if it fails."""
+    """Output of the command. Raises MeasureError if it fails."""
     _, reason = call(command, settings)
     if reason:
         raise MeasureError(f"{' '.join(command[1:4])} failed: {reason}")

@@ -424,7 +424,7 @@ class _Output:
         self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
-        if text != "":  # by which click tries what a stream takes, and hears no error
+        if text != "":  # click writes an empty text to learn what a stream takes
             with self._errors():
                 self._stream.write(without_secrets(text))
         return len(text)

@@ -1,4 +1,4 @@
-"""What each file of a checkpoint says of how far its run was: files of two saves are seen by it."""
+"""Claims of single files about the step of their run. Files of two saves make different claims."""
 
 from __future__ import annotations
 

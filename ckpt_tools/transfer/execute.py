@@ -125,7 +125,7 @@ def execute(
                 bytes_copied += receipt.bytes_copied
                 on_bytes(receipt.task.num_bytes)
         assert files.num_finished == len(plan.layout.files), "every task was run"
-        # The earlier run may have ended at a record with a wrong checksum, of which it had written almost all.
+        # The earlier run may have written almost all of a record with a wrong checksum.
         work.tensor_reader.finish(every=is_resumed)
     finally:
         target.abandon()

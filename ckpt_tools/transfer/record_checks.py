@@ -1,8 +1,8 @@
 """Compares the CRC-32 of zip records with the stated one as their bytes pass, in whatever order and pieces.
 
-``.pt``, ``.npz`` and ZeRO files are zips of records, and each item of a DCP is such a zip. Only a record of which all
-bytes passed in this process is compared. What is kept of one in progress is its ranges that have passed, each with its
-CRC-32; a record that has passed is forgotten.
+``.pt``, ``.npz`` and ZeRO files are zips of records, and each item of a DCP is such a zip. A record is compared if all
+its bytes passed in this process. Of one in progress, the ranges that have passed are kept, each with its CRC-32; a
+record that has passed is forgotten.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ BLOCK_BYTES: Final = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A record of ``file`` while its elements pass: ``size`` bytes, of which ``ranges`` have passed, in order, each as
-    start, stop and CRC-32. ``size`` is 0 for bytes of which no CRC-32 is stated."""
+    """A record of ``file`` while its ``size`` bytes pass. ``ranges`` have passed: start, stop and CRC-32 of each, in
+    order. ``size`` is 0 where no CRC-32 is stated."""
 
     file: str
     number: int = 0

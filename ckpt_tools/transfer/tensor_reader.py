@@ -133,8 +133,8 @@ class TensorReader:
         return ByteRange(hit.at.file, first, first + item * (stop - start))
 
     def finish(self, *, every: bool = False) -> None:
-        """All was read that is to be: compare the CRC-32 of records of which almost all has passed, or of ``every``
-        one begun. Raises StoreError, FormatError."""
+        """Compare the CRC-32 of records that have passed almost whole, or of ``every`` one begun, at the end of the
+        work. Raises StoreError, FormatError."""
         self._checks.finish(every=every)
 
     def locate(self, file: str) -> ServiceFile | None:
@@ -207,7 +207,7 @@ class TensorReader:
         self._count(file, len(buffer))
 
     def _read_unchecked(self, file: str, start: int, stop: int) -> bytes:
-        """Of a file's directory, or what is read for a checksum alone, which does not count as read."""
+        """Read a directory, or bytes for a checksum alone; neither counts as read."""
         buffer = bytearray(stop - start)
         read = self._inflating.read_into if is_inflated(file) else self.store.read_into
         read(file, start, memoryview(buffer))

@@ -89,7 +89,7 @@ class Generation:
 
     @property
     def num_bytes(self) -> int:
-        """Of the prompt in UTF-8. A message has at least one token."""
+        """Bytes of the prompt in UTF-8. A message has at least one token."""
         if isinstance(self.prompt, str):
             return len(self.prompt.encode())
         return sum(BYTES_A_TOKEN + sum(len(text.encode()) for text in each.values()) for each in self.prompt)

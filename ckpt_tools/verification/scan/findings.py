@@ -26,7 +26,7 @@ class Danger(StrEnum):
     OUTSIDE = "outside"
     """A name of a file that leads out of the checkpoint."""
     CONFIGURATION = "configuration"
-    """A text of which the program that reads it may import or call names."""
+    """A text with names that the program that reads it may import or call."""
     NOT_UNDERSTOOD = "not understood"
     """Data that is not as its format says, or as no writer writes it."""
     NOT_LOOKED_INTO = "not looked into"
@@ -164,7 +164,7 @@ _SARIF = {
     Danger.RUNS: ("error", "Code that a loader would run or import."),
     Danger.COULD_RUN: ("error", "A program, or a name that is used as no genuine checkpoint uses it."),
     Danger.OUTSIDE: ("error", "A name of a file that leads out of the checkpoint."),
-    Danger.CONFIGURATION: ("warning", "Texts of which the program that reads them may import or call names."),
+    Danger.CONFIGURATION: ("warning", "Texts with names that the program that reads them may import or call."),
     Danger.NOT_UNDERSTOOD: ("warning", "Data that is not as its format says, or as no writer writes it."),
     Danger.NOT_LOOKED_INTO: ("warning", "Data of a kind that is not read."),
 }

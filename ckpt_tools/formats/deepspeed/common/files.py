@@ -157,7 +157,7 @@ class ModelStates:
 
 
 def model_claims(file: File) -> list[StepClaim]:
-    """What a model file says of the step; every rank has the counters of the engine and the state of the scheduler."""
+    """Claims of a model file: every rank has the counters of the engine and the state of the scheduler."""
     scheduler = file.content.get("lr_scheduler")
     values = {**(scheduler if isinstance(scheduler, dict) else {}), **file.content}
     counters = ("global_steps", "global_samples", "skipped_steps", "iteration", "last_epoch", "last_batch_iteration")
