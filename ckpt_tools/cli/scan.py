@@ -52,7 +52,7 @@ def scan_command(src: tuple[str, ...], form: str, quiet: bool, **scan_options: A
     from ckpt_tools import scan
 
     reports = [scan(each, **scan_options) for each in src]
-    found = _Found(src, reports)
+    found = _Found(src, reports, has_exclusions=bool(scan_options["exclude"]))
     if form == "json":
         print_json(reports[0].to_json() if len(reports) == 1 else [each.to_json() for each in reports])
     elif form == "sarif":
@@ -68,7 +68,8 @@ def scan_command(src: tuple[str, ...], form: str, quiet: bool, **scan_options: A
 class _Found:
     """The reports of several sources, as one result."""
 
-    def __init__(self, sources: Sequence[str], reports: Sequence[ScanReport]) -> None:
+    def __init__(self, sources: Sequence[str], reports: Sequence[ScanReport], *, has_exclusions: bool) -> None:
+        self.has_exclusions = has_exclusions
         self.reports, self.folders = reports, [folder_of(src) for src in sources]
         self.unsafe = [src for src, report in zip(sources, reports, strict=True) if not report.clean]
         self.num_findings = sum(report.num_findings for report in reports)
@@ -113,7 +114,7 @@ class _Found:
         lines = [f"nothing would run: proved {proved}" if is_whole else f"proved: {proved}"]
         if configurations:
             lines.append(f"configuration, not proved: {count(configurations, 'file')}")
-        if excluded:
+        if self.has_exclusions:  # also if no name matches: the glob may be mistyped
             lines.append(f"excluded by you, not looked at: {count(excluded, 'file')}")
         if any(finding.danger.value == "configuration" for _, finding in self.findings):
             lines.append("if the programs that will read it import no names in configuration: --allow-configuration")

@@ -472,6 +472,13 @@ def test_what_the_user_vouches_for_is_clean_and_said(tmp_path: Path) -> None:
     assert not ckpt_tools.scan(tmp_path, allow=[f"{Own.__module__}.*"]).clean
 
 
+def test_a_glob_of_exclude_that_matches_nothing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    code, out, _ = command("scan", tmp_path, "--exclude", "*.svgg")
+    assert (code, "excluded by you, not looked at: 0 files" in out) == (0, True)
+    assert "excluded" not in command("scan", tmp_path)[1]
+
+
 def test_sarif_has_every_finding(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(HARM)
     code, out, _ = command("scan", tmp_path, "--format", "sarif")
