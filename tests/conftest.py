@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -85,6 +86,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if marked and not importlib.import_module("torch").cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_collection_finish() -> None:
+    """The modules and the items stay until the end: no collection visits them, which would take a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @cache

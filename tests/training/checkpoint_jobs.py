@@ -77,15 +77,13 @@ def check_randomness() -> None:
     assert len({tuple(each) for each in ranks}) == len(ranks)
 
 
-def train_all(out: Path, engines: Sequence[str]) -> None:
-    check_randomness()
-    for config, stopped_after in runs(out, engines):
-        config.out.mkdir(exist_ok=True)
-        torch.distributed.barrier()
-        # The first question comes before the first step.
-        request = AskedAfter(sys.maxsize if stopped_after is None else asked_before(config, stopped_after))
-        interrupted = run_rank(config, torch.device("cpu"), request)
-        assert (interrupted is None) == (stopped_after is None)
+def train(config: TrainConfig, stopped_after: int | None) -> None:
+    config.out.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    # The first question comes before the first step.
+    request = AskedAfter(sys.maxsize if stopped_after is None else asked_before(config, stopped_after))
+    interrupted = run_rank(config, torch.device("cpu"), request)
+    assert (interrupted is None) == (stopped_after is None)
 
 
 def asked_before(config: TrainConfig, steps: int) -> int:

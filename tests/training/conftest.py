@@ -52,7 +52,8 @@ def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not made.exists():
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
-            pool(jobs.NUM_WORKERS).run(jobs.train_all, out, seconds=jobs.SECONDS)
+            for config in jobs.configs(out):
+                pool(jobs.NUM_WORKERS).run(jobs.train, config, seconds=jobs.SECONDS)
             made.touch()
     return out
 

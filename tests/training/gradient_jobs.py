@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.training.strategy_jobs import tiny_config, train_each
+from tests.training.strategy_jobs import forget_groups, tiny_config, train
 from training.config.schedule import schedule_for
 from training.engines import create_engine
 from training.engines.gradients import total_norm
@@ -29,7 +29,7 @@ def norm_of_weights(values: dict[str, Any]) -> tuple[float, int]:
 def fused_after_resuming(out: Path, first: dict[str, Any], others: list[dict[str, Any]]) -> list[bool]:
     """Whether the optimizers of other runs are fused after they resumed the first one."""
     config, found = tiny_config(out, model="cnn", **first), []
-    train_each(config)
+    train(config)
     for values in others:
         engine: Any = create_engine(tiny_config(out, model="cnn", **values), schedule_for(10, 0.1), torch.device("cpu"))
         engine.resume(config.out / "checkpoints/epoch_0001")
@@ -37,5 +37,5 @@ def fused_after_resuming(out: Path, first: dict[str, Any], others: list[dict[str
         [fused] = [group["fused"] for group in owner.optimizer.param_groups]
         found.append(fused)
         engine.close()
-    train_each()  # DeepSpeed forgets its groups
+    forget_groups()
     return found

@@ -1,7 +1,5 @@
-"""All the small runs of these tests on the ranks of a pool.
-
-Starting processes and importing the frameworks is most of a small run's time, so they share it.
-"""
+"""The small runs that these tests share, each a job of a pool of ranks: starting processes and importing the frameworks
+would be most of a small run's time."""
 
 from __future__ import annotations
 
@@ -88,10 +86,10 @@ def configs(out: Path) -> Iterator[TrainConfig]:
         yield default_config(out / f"{engine}-bf16", engine=engine, precision="bf16", until=1)
 
 
-def train_all(out: Path) -> None:
-    for config in configs(out):
-        config.out.mkdir(exist_ok=True)
-        if torch.distributed.get_rank() == 0:
-            prepare(config)
-        torch.distributed.barrier()
-        run_rank(config, torch.device("cpu"))
+def train(config: TrainConfig) -> None:
+    """A job of a pool."""
+    config.out.mkdir(exist_ok=True)
+    if torch.distributed.get_rank() == 0:
+        prepare(config)
+    torch.distributed.barrier()
+    run_rank(config, torch.device("cpu"))

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from fixtures.launch import pool
 from tests.training.checkpoint_jobs import AskedAfter
+from tests.training.jobs import SECONDS
 from training.config.train_config import TrainConfig
 from training.launchers.torchrun import run_rank
 
@@ -24,23 +26,22 @@ def tiny_config(out: Path, **values: Any) -> TrainConfig:
     return TrainConfig(out=out, launcher="torchrun", **(size | data | values))
 
 
-def train_each(*configs: TrainConfig, questions: int = sys.maxsize) -> None:
-    """Run them one after the other on this rank. Each is asked to stop once its ranks have agreed so many times."""
+def train_each(num_ranks: int, *configs: TrainConfig, questions: int = sys.maxsize) -> None:
+    """Run them one after the other, each as a job of its own, so that a pool that keeps many groups is renewed between
+    two of them. Each is asked to stop once its ranks have agreed so many times."""
     for config in configs:
-        if torch.distributed.get_rank() == 0:
-            config.out.mkdir(parents=True, exist_ok=True)
-        torch.distributed.barrier()
-        _forget_groups()
-        run_rank(config, torch.device("cpu"), AskedAfter(questions))
-    _forget_groups()
+        pool(num_ranks).run(train, config, questions, seconds=SECONDS)
 
 
-def stop_each(questions: int, *configs: TrainConfig) -> None:
-    """Run them until they have agreed so many times, and stop."""
-    train_each(*configs, questions=questions)
+def train(config: TrainConfig, questions: int = sys.maxsize) -> None:
+    if torch.distributed.get_rank() == 0:
+        config.out.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    run_rank(config, torch.device("cpu"), AskedAfter(questions))
+    forget_groups()
 
 
-def _forget_groups() -> None:
+def forget_groups() -> None:
     """DeepSpeed keeps the groups of hpZ and of tensor parallelism for the life of a process, and would use them in the
     runs that follow."""
     if "deepspeed" in sys.modules:

@@ -22,7 +22,6 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import UsageError
-from fixtures.launch import pool
 from tests.training.documents import PAGES
 from tests.training.jobs import small_config
 from tests.training.own_jobs import STEPS, own_config, write_files
@@ -45,7 +44,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(config: TrainConfig) -> RunResult:
-    pool(config.num_workers).run(train_each, config, seconds=SECONDS)
+    train_each(config.num_workers, config)
     return RunResult.read(config.out / "result.json")
 
 

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from PIL import Image
 
 from ckpt_tools.errors import UsageError
-from fixtures.launch import pool
 from inference.batch import __main__ as batch
 from tests.training.jobs import NUM_WORKERS
 from tests.training.strategy_jobs import BATCH_SIZE, tiny_config, train_each
@@ -44,7 +43,7 @@ def root(tmp_path: Path) -> Path:
 def test_a_run_predicts_the_classes_of_the_folder(root: Path, tmp_path: Path) -> None:
     """As inference does on the same files, with the same names."""
     config = tiny_config(tmp_path / "run", strategy="ddp", model="cnn", dataset="image-folder", data_root=root, until=1)
-    pool(NUM_WORKERS).run(train_each, config)
+    train_each(NUM_WORKERS, config)
     run = RunResult.read(config.out / "result.json")
     assert (run.total, len(run.history[0].losses)) == (3 * len(CLASSES), 32 // BATCH_SIZE)
     args = [f"--model={run.checkpoint}", f"--input={root / 'held-out'}", f"--output={tmp_path / 'rows.jsonl'}"]

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError, UsageError
-from fixtures.launch import pool
 from inference.models.predictor import load_predictor
 from tests.training.hub import TEXT, VOCABULARY, save_llama, save_tokenizer
 from tests.training.strategy_jobs import tiny_config, train_each
@@ -147,7 +146,7 @@ def test_relative_folders_are_those_of_the_current_folder(tmp_path: Path, monkey
 
 def test_a_checkpoint_becomes_a_folder_that_continues_texts(hub: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", hub, "context=16", learning_rate=0.02, keep_last=1)
-    pool(2).run(train_each, config, seconds=600)
+    train_each(2, config)
     found = RunResult.read(config.out / "result.json")
     checkpoint = Path(found.checkpoint)
     assert [each.name for each in checkpoint.parent.iterdir()] == ["epoch_0002"]

@@ -12,7 +12,6 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import UsageError
-from fixtures.launch import pool
 from tests.training.strategy_jobs import tiny_config, train_each
 from training.engines.blocks import build, prepare
 from training.launchers.checks import check_frameworks
@@ -74,7 +73,7 @@ def test_a_compiled_run_learns_the_same_and_saves_the_same_names(
             tiny_config(tmp_path / f"{strategy}-{each}", strategy=strategy, compile=each, **same)
             for each in (False, True)
         )
-        pool(2).run(train_each, plain, compiled, seconds=SECONDS)
+        train_each(2, plain, compiled)
         expected, found = (RunResult.read(one.out / "result.json") for one in (plain, compiled))
         assert found.history[0].losses == pytest.approx(expected.history[0].losses, rel=1e-5), strategy
         assert list(ckpt_tools.open(found.checkpoint)) == list(ckpt_tools.open(expected.checkpoint)), strategy
@@ -131,7 +130,7 @@ def test_compiled_blocks_of_other_models_learn_the_same(
 ) -> None:
     same = {"model": named(model, tmp_path), "strategy": strategy, "precision": precision, "until": 1}
     plain, compiled = (tiny_config(tmp_path / f"compile-{each}", compile=each, **same) for each in (False, True))
-    pool(2).run(train_each, plain, compiled, seconds=SECONDS)
+    train_each(2, plain, compiled)
     expected, found = (RunResult.read(one.out / "result.json") for one in (plain, compiled))
     tolerance = 1e-5 if precision == "fp32" else 0.01
     assert found.history[0].losses == pytest.approx(expected.history[0].losses, rel=tolerance)

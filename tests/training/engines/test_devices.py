@@ -172,7 +172,7 @@ def test_the_precision_of_products_and_determinism_are_those_of_the_run(
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
     same = {"model": "cnn", "strategy": "full_shard", "precision": "fp16"}
     wide, narrow = (tiny_config(tmp_path / dtype, reduce_dtype=dtype, **same) for dtype in ("fp32", "fp16"))
-    pool(2).run(train_each, wide, narrow)
+    train_each(2, wide, narrow)
     found, expected = (losses(result_of(one.out)) for one in (narrow, wide))
     assert found != expected
     assert found == pytest.approx(expected, rel=1e-2)

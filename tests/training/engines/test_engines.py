@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import ckpt_tools
-from fixtures.launch import pool
 from tests.training.conftest import SmallRun, in_process
 from tests.training.jobs import EPOCHS, STEPS_PER_EPOCH, STILL, default_config
 from tests.training.strategy_jobs import train_each
@@ -120,7 +119,7 @@ def test_an_engine_continues_at_another_world_size(
 ) -> None:
     expected = small_run(other)
     url = Path(expected.checkpoint).with_name("epoch_0001").as_uri()
-    pool(1).run(train_each, default_config(tmp_path / "run", engine=engine, num_workers=1, resume=url))
+    train_each(1, default_config(tmp_path / "run", engine=engine, num_workers=1, resume=url))
     result = RunResult.read(tmp_path / "run" / "result.json")
     assert result.history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
 

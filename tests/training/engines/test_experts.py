@@ -24,7 +24,6 @@ from training.models.experts import MixtureModel, MixtureOfExperts, MixtureSizes
 from training.models.language_model import CONTEXT
 
 WIDE, NARROW = 4, 2
-SECONDS = 1200
 SIZES = MixtureSizes()
 MODEL: dict[str, Any] = {"model": "lm-moe", "model_arg": ("experts=8", "width=64", "hidden=96")}
 ONE_EACH: dict[str, Any] = {"model": "lm-moe", "model_arg": ("experts=8", "chosen=1")}
@@ -135,9 +134,9 @@ def runs(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFact
     other = [resuming(out / f"{name}-other", out / name, strategy="zero3", **narrow) for name in cases]
     started = [starting(out / f"{name}-started", zero.out, **wide, **case) for name, case in cases.items()]
     back = resuming(out / "back", zero.out, strategy="full_shard", ep=2, **narrow)
-    pool(NARROW).run(train_each, zero, back, seconds=SECONDS)
-    pool(WIDE).run(train_each, *whole, *again, *started, seconds=SECONDS)
-    pool(NARROW).run(train_each, *other, seconds=SECONDS)
+    train_each(NARROW, zero, back)
+    train_each(WIDE, *whole, *again, *started)
+    train_each(NARROW, *other)
     return out
 
 
@@ -193,7 +192,7 @@ def test_experts_go_on_in_fp16_with_their_scale(tmp_path: Path) -> None:
     half = {**ONE_EACH, "strategy": "full_shard", "precision": "fp16"}
     whole = tiny_config(tmp_path / "whole", ep=2, **half, **saving("full_shard"))
     again = resuming(tmp_path / "again", whole.out, WITHIN, ep=2, **half)
-    pool(NARROW).run(train_each, whole, again, seconds=SECONDS)
+    train_each(NARROW, whole, again)
     saved = ckpt_tools.open(result_of(again.out).checkpoint)
     assert saved.manifest.extra["loss_scaler"] == {"scale": 2.0**16, "good_steps": 4}
     assert losses(result_of(again.out)) == losses(result_of(whole.out))[-1:]
@@ -231,8 +230,8 @@ def test_experts_go_on_at_the_same_and_at_another_world_size(name: str, tmp_path
     whole = tiny_config(tmp_path / "whole", num_workers=WIDE, save_every_steps=1, **case)
     again = resuming(tmp_path / "again", whole.out, WITHIN, num_workers=WIDE, **case)
     narrow = resuming(tmp_path / "narrow", whole.out, num_workers=NARROW, **case)
-    pool(WIDE).run(train_each, whole, again, seconds=SECONDS)
-    pool(NARROW).run(train_each, plain, narrow, seconds=SECONDS)
+    train_each(WIDE, whole, again)
+    train_each(NARROW, plain, narrow)
     found = losses(result_of(whole.out))
     is_whole = "precision" not in case
     assert found == pytest.approx(losses(result_of(plain.out)), rel=1e-5 if is_whole else 0.01)
@@ -248,7 +247,7 @@ def test_options_change_how_experts_are_computed_and_not_what_they_learn(tmp_pat
     whole = tiny_config(tmp_path / "whole", strategy="full_shard", **same)
     dealt = tiny_config(tmp_path / "ep", strategy="full_shard", ep=2, **same)
     half = tiny_config(tmp_path / "half", strategy="full_shard", ep=2, precision="bf16", **same)
-    pool(NARROW).run(train_each, whole, dealt, half, seconds=SECONDS)
+    train_each(NARROW, whole, dealt, half)
     expected = losses(result_of(whole.out))
     assert losses(result_of(dealt.out)) == pytest.approx(expected, rel=1e-5)
     assert losses(result_of(half.out)) == pytest.approx(expected, rel=0.01)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 import ckpt_tools
-from fixtures.launch import pool
 from tests.training.jobs import STILL
-from tests.training.strategy_jobs import stop_each, tiny_config, train_each
+from tests.training.strategy_jobs import tiny_config, train_each
 from training.config.model_names import MODELS
 from training.config.train_config import TrainConfig
 from training.engines.pipeline import layers_of
@@ -22,7 +21,6 @@ from training.loop.result import RunResult
 from training.models.language_model import Sizes
 
 WIDE, NARROW = 4, 2
-SECONDS = 900
 WITHIN = "epoch_0001_step_000003"
 """The checkpoint between the two steps of the second epoch."""
 
@@ -90,9 +88,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     ]
     kinds = {"piped": {}, "deep": DEEP, "interleaved": INTERLEAVED}
     stopped = [tiny_config(out / f"{name}-stopped", pp=2, **(SAME | more)) for name, more in kinds.items()]
-    pool(NARROW).run(stop_each, IN_THIRD_STEP, *stopped, seconds=SECONDS)
+    train_each(NARROW, *stopped, questions=IN_THIRD_STEP)
     found += [replace(config, resume="auto") for config in stopped]
-    pool(NARROW).run(train_each, *found, seconds=SECONDS)
+    train_each(NARROW, *found)
     return {config.out.name: config for config in found}
 
 
@@ -162,7 +160,7 @@ def test_a_pipeline_starts_from_weights(runs: Runs) -> None:
 def test_a_pipeline_computes_in_fp16(runs: Runs, tmp_path: Path) -> None:
     """With one scale for all stages."""
     half = tiny_config(tmp_path / "fp16", pp=2, precision="fp16", until=1, **SAME)
-    pool(NARROW).run(train_each, half, seconds=SECONDS)
+    train_each(NARROW, half)
     assert losses(half) != losses(runs["whole"])[:2]
     assert losses(half) == pytest.approx(losses(runs["whole"])[:2], rel=0.01)
     assert ckpt_tools.open(result_of(half).checkpoint).manifest.extra["loss_scaler"]["good_steps"] == 2
@@ -227,8 +225,8 @@ def test_a_pipeline_goes_together_with_sharding(runs: Runs, wide_cases: list[str
     ]
     of_three = [config for config in wide.values() if config.num_workers == 3]
     of_four = [config for config in wide.values() if config.num_workers == WIDE]
-    pool(WIDE).run(train_each, *of_four, *further, seconds=SECONDS)
-    pool(3).run(train_each, *of_three, seconds=SECONDS)
+    train_each(WIDE, *of_four, *further)
+    train_each(3, *of_three)
     expected = losses(runs["whole"])
     for name, config in wide.items():
         within = 1e-5 if config.precision == "fp32" else 0.01
@@ -257,8 +255,8 @@ def test_pipelines_over_deepspeed_go_on_from_every_other_run(strategy: str, runs
     ]
     started = tiny_config(tmp_path / "started", **(SAME | ours), **starting(plain))
     wider = resuming(tmp_path / "wider", whole, **WIDEST, **ours)
-    pool(NARROW).run(train_each, *found, *later, started, seconds=SECONDS)
-    pool(WIDE).run(train_each, wider, seconds=SECONDS)
+    train_each(NARROW, *found, *later, started)
+    train_each(WIDE, wider)
     for config in (*found, *later, wider):
         mine = losses(config)
         assert mine == pytest.approx(losses(runs["whole"])[-len(mine) :], rel=1e-5), config.out.name

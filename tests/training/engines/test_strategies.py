@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import ckpt_tools
-from fixtures.launch import pool
 from inference.models.loading import load_model
 from inference.models.predictor import load_predictor
 from tests.training.jobs import STILL
@@ -29,8 +28,6 @@ from training.loop import evaluation
 from training.loop.result import RunResult
 
 WIDE, NARROW = 4, 2
-SECONDS = 1200
-"""For a whole list of runs, on a machine that others use too."""
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"strategy": name} for name in STRATEGIES},
@@ -97,8 +94,8 @@ def runs(pairs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pat
     again = [resuming(out / f"{name}-again", out / name, WITHIN, **wide, **case) for name, case in cases.items()]
     other = [resuming(out / f"{name}-other", out / name, **narrow, **CASES[by]) for name, by in pairs.items()]
     started = [starting(out / f"{name}-started", first, **narrow, **case) for name, case in cases.items()]
-    pool(WIDE).run(train_each, *whole, *again, seconds=SECONDS)
-    pool(NARROW).run(train_each, *other, *started, seconds=SECONDS)
+    train_each(WIDE, *whole, *again)
+    train_each(NARROW, *other, *started)
     return out
 
 
@@ -158,7 +155,7 @@ def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path: 
         tiny_config(tmp_path / f"{name}-{precision}", strategy=name, precision=precision, **same)
         for name, precision in (("full_shard", "fp16"), ("ddp", "bf16"), ("zero3", "bf16"))
     ]
-    pool(NARROW).run(train_each, plain, *pair, *halves, seconds=SECONDS)
+    train_each(NARROW, plain, *pair, *halves)
     ours, theirs = (losses(result_of(one.out)) for one in pair)
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert abs(ours[-1] - losses(result_of(plain.out))[-1]) > 1e-2
@@ -174,7 +171,7 @@ def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
     half = {"model": "lm", "strategy": "full_shard", "precision": "fp16"}
     whole = tiny_config(tmp_path / "whole", **half, **saving("full_shard"))
     again = resuming(tmp_path / "again", whole.out, WITHIN, **half)
-    pool(NARROW).run(train_each, whole, again, seconds=SECONDS)
+    train_each(NARROW, whole, again)
     for name, good_steps in ((WITHIN, 3), ("epoch_0002", 4)):
         saved = ckpt_tools.open(whole.out / "checkpoints" / name).manifest.extra
         assert saved["loss_scaler"]["good_steps"] == good_steps
@@ -188,7 +185,7 @@ def test_a_batch_norm_goes_on_in_the_other_framework(tmp_path: Path) -> None:
     whole = tiny_config(tmp_path / "whole", strategy="full_shard", **model)
     again = resuming(tmp_path / "again", whole.out, strategy="full_shard", **model)
     other = resuming(tmp_path / "other", whole.out, strategy="zero3", **model)
-    pool(NARROW).run(train_each, whole, again, other, seconds=SECONDS)
+    train_each(NARROW, whole, again, other)
     expected, same, resumed = (result_of(one.out) for one in (whole, again, other))
     assert same.history[0].losses == expected.history[1].losses
     assert same.predicted == resumed.predicted == expected.predicted
@@ -213,7 +210,7 @@ def test_a_configuration_of_transformers_trains(gpt2: str, tmp_path: Path) -> No
     whole = tiny_config(tmp_path / "fsdp2", model=gpt2, strategy="full_shard")
     other = resuming(tmp_path / "zero3", whole.out, model=gpt2, strategy="zero3")
     started = starting(tmp_path / "started", whole.out, model=gpt2, strategy="zero3")
-    pool(NARROW).run(train_each, whole, other, started, seconds=SECONDS)
+    train_each(NARROW, whole, other, started)
     expected = result_of(whole.out)
     assert losses(expected)[-1] < losses(expected)[0]
     assert result_of(other.out).history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
@@ -248,7 +245,7 @@ def test_models_train_with_strategies(models: dict[str, list[str]], tmp_path: Pa
         for model, names in models.items()
         for name in names
     }
-    pool(NARROW).run(train_each, *configs.values(), seconds=SECONDS * 3)
+    train_each(NARROW, *configs.values())
     for model, names in models.items():
         found = {name: losses(result_of(configs[model, name].out)) for name in names}
         assert found == {name: pytest.approx(found[names[0]], rel=1e-5) for name in names}, model

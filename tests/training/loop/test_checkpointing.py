@@ -41,7 +41,8 @@ WITHIN = f"epoch_0001_step_{STOPPED_AFTER:06d}"
 def runs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     out = tmp_path_factory.mktemp("stopped")
     engines = ENGINES + IN_THE_SOAK if pytestconfig.getoption("--soak") else ENGINES
-    pool(NUM_WORKERS).run(checkpoint_jobs.train_all, out, engines, seconds=SECONDS)
+    for config, stopped_after in checkpoint_jobs.runs(out, engines):
+        pool(NUM_WORKERS).run(checkpoint_jobs.train, config, stopped_after, seconds=SECONDS)
     return out
 
 
@@ -83,7 +84,7 @@ def test_the_rest_of_an_epoch_is_trained_at_another_world_size_and_by_another_en
 ) -> None:
     resume = str(runs / f"{other}-stopped/checkpoints" / WITHIN)
     config = small_config(tmp_path / "run", engine=engine, num_workers=1, resume=resume)
-    pool(1).run(train_each, config)
+    train_each(1, config)
     [epoch] = result_of(tmp_path / "run").history
     whole = result_of(runs / other).history[1]
     assert epoch.losses == pytest.approx(whole.losses[2:], rel=1e-5)
@@ -109,6 +110,10 @@ def test_the_stall_of_each_save_is_recorded(name: str, runs: Path) -> None:
     lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     assert [line["checkpoint"] for line in lines if "checkpoint" in line] == [save.checkpoint for save in saves]
     assert [line["epoch"] for line in lines if "accuracy" in line] == [1, 2]
+
+
+def test_each_rank_has_random_numbers_of_its_own_at_each_step() -> None:
+    pool(NUM_WORKERS).run(checkpoint_jobs.check_randomness)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1"])

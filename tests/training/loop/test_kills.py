@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
-from fixtures.launch import free_port, pool
-from tests.training.jobs import NUM_WORKERS, SECONDS
+from fixtures.launch import free_port
+from tests.training.jobs import NUM_WORKERS
 from tests.training.strategy_jobs import train_each
 from tests.training.watched import Watched
 from training.checkpoints.locking import only_run
@@ -215,7 +215,7 @@ def check_goes_on_to_the_same_end(start: Start, out: Path, whole: Path) -> None:
     plain = replace(rest, out=whole, save_every=last, save_every_steps=None)
     with only_run(rest):
         assert not list((out / "checkpoints").glob(".epoch*"))
-    pool(NUM_WORKERS).run(train_each, rest, plain, seconds=SECONDS)
+    train_each(NUM_WORKERS, rest, plain)
     ours, theirs = (RunResult.read(folder / "result.json") for folder in (out, whole))
     assert losses(out) == losses(whole)
     assert list(losses(whole)) == list(range(1, last * STEPS_PER_EPOCH + 1))

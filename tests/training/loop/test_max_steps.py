@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ckpt_tools.errors import UsageError
-from fixtures.launch import pool
 from tests.training.checkpoint_jobs import AskedAfter
 from tests.training.loop.test_checkpointing import check_same_end, result_of
 from tests.training.strategy_jobs import EPOCHS, STEPS, tiny_config, train_each
@@ -31,13 +30,12 @@ def config(out: Path, **values: Any) -> TrainConfig:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("max-steps")
     within = str(out / "within/checkpoints" / name(WITHIN))
-    pool(2).run(
-        train_each,
+    train_each(
+        2,
         config(out / "whole"),
         config(out / "within", max_steps=WITHIN),
         config(out / "between", max_steps=STEPS),
         config(out / "resumed", resume=within),
-        seconds=900,
     )
     return out
 

@@ -20,9 +20,8 @@ import pytest
 from click.testing import CliRunner
 
 import ckpt_tools
-from fixtures.launch import pool
 from tests.support.s3_server import BUCKET, S3Server
-from tests.training.jobs import NUM_WORKERS, SECONDS
+from tests.training.jobs import NUM_WORKERS
 from tests.training.strategy_jobs import train_each
 from tests.training.watched import OVERDUE_SECONDS, Watched
 from training.__main__ import main
@@ -78,7 +77,7 @@ def check_goes_on_exactly(out: Path, launcher: LauncherName, whole: Path) -> Non
     rest = config(out, launcher, until=last)
     with only_run(rest):
         assert not list((out / "checkpoints").glob(".epoch*"))
-    pool(NUM_WORKERS).run(train_each, rest, config(whole, "torchrun", until=last, save_every=EPOCHS), seconds=SECONDS)
+    train_each(NUM_WORKERS, rest, config(whole, "torchrun", until=last, save_every=EPOCHS))
     resumed, uninterrupted = (RunResult.read(folder / "result.json") for folder in (out, whole))
     assert [epoch.epoch for epoch in resumed.history] == [last - 1, last]
     assert [epoch.losses for epoch in resumed.history] == [epoch.losses for epoch in uninterrupted.history[-2:]]

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 import ckpt_tools
 from ckpt_tools.errors import UsageError
-from fixtures.launch import pool
 from tests.training.hub import save_llama, save_tokenizer
 from tests.training.strategy_jobs import tiny_config, train_each
 from training.checkpoints.weights import export
@@ -29,7 +28,6 @@ from training.loop.result import RunResult
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
-SECONDS = 900
 LORA = ("r=4", "lora_alpha=32", "target_modules=all-linear")
 RESUMED_BY = {"full_shard": ["zero2", "zero3"], "zero3": ["full_shard", "ddp"]}
 """Who is resumed by whom in a short run."""
@@ -83,7 +81,7 @@ def trained(pairs: Pairs, hub: Path, tmp_path_factory: pytest.TempPathFactory) -
         return lora_config(out / name, hub, strategy=strategy, **groups, **values)
 
     found = {name: of(name, name) for name in pairs}
-    pool(2).run(train_each, *found.values(), seconds=SECONDS * 2)
+    train_each(2, *found.values())
     for number, workers in enumerate((1, 2)):
         again = {
             f"{name}-{by[number]}": of(
@@ -94,7 +92,7 @@ def trained(pairs: Pairs, hub: Path, tmp_path_factory: pytest.TempPathFactory) -
             )
             for name, by in pairs.items()
         }
-        pool(workers).run(train_each, *again.values(), seconds=SECONDS * 2)
+        train_each(workers, *again.values())
         found |= again
     return found
 
