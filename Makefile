@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test quick check bench soak fuzz docs install browser clean
+.PHONY: demo test test-all quick check bench soak fuzz docs install browser clean
 SUDO   := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 .DEFAULT_GOAL := test
 export PYTHON
@@ -50,8 +50,15 @@ browser:
 
 # Two processes at a time, each with whole files of tests, so that what a file's tests share is made once, in the
 # order of tests/conftest.py.
-test: check browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Every feature at least once, about 10 minutes on 2 cores.
+test: check
+	$(PYTEST) -m 'not extended'
+
+# All tests but those of the soak, about 35 minutes on 2 cores. `make test-all ONLY=extended` leaves out what `make test` runs.
+test-all: check browser
+	$(PYTEST) $(if $(ONLY),-m $(ONLY))
 
 # All tests, and all of what `make test` has a sample of: the full matrix of formats and world sizes, with its table,
 # every recipe, every damage to every layout of the corpus, the casts of all 2**32 float32 patterns, a kill at every

@@ -66,6 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, lambda *_: None)
     config.addinivalue_line("markers", "soak: a real run that takes long, and that only the soak makes")
     config.addinivalue_line("markers", "quick: fast tests, which `make quick` runs")
+    config.addinivalue_line(
+        "markers", "extended: one more of a kind, which `make test-all` runs and `make test` does not"
+    )
     config.addinivalue_line("markers", "gpu: needs a GPU that torch can use; the summary names those that were not run")
 
 
