@@ -53,10 +53,10 @@ browser:
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every feature at least once, about 10 minutes on 2 cores.
-test: check
+test: $(STAMP)
 	$(PYTEST) -m 'not extended'
 
-# All tests but those of the soak, about 35 minutes on 2 cores. `make test-all ONLY=extended` leaves out what `make test` runs.
+# All tests but those of the soak, about 35 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
 test-all: check browser
 	$(PYTEST) $(if $(ONLY),-m $(ONLY))
 

@@ -1,8 +1,9 @@
 """Any format to any format at any world size, judged by the target's own framework.
 
 A cell is a source made by N real processes, converted, and resumed by M: what the framework then holds has the bits
-that the source's framework gathered, and the next losses are those of the run that was never interrupted. Here every
-pair of formats at one change of world size, and every change of world size for two pairs; with ``--soak`` all cells.
+that the source's framework gathered, and the next losses are those of the run that was never interrupted.
+``make test`` has every pair of formats, each target at every world size; ``make test-all`` two pairs at every change of
+world size; the soak has all cells.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ TARGETS = {
     "universal": ("universal", "universal-zero2-fp32"),
 }
 WORLD_SIZES = (1, 2, 3, 4)
+RANKS = {"fsdp2": 2, "zero1": 3, "zero2": 2, "zero3": 4, "universal": 2}
+"""Those that wrote each source of ``make test``."""
 EVERY_WORLD_SIZE = (("fsdp2", "zero3"), ("zero2", "fsdp2"))
 
 Checkpoint = Callable[[str, str, int], Fixture]
@@ -61,19 +64,20 @@ class Cell:
 
 
 FULL = [Cell(s, t, n, m) for m, n, s, t in itertools.product(WORLD_SIZES, WORLD_SIZES, SOURCES, TARGETS)]
-CORE = [
-    cell
-    for cell in FULL
-    if (cell.from_ranks, cell.to_ranks) == (2, 3) or (cell.source, cell.target) in EVERY_WORLD_SIZE
-]
+PAIRWISE = {
+    Cell(source, target, RANKS[source], WORLD_SIZES[(row + column) % len(WORLD_SIZES)])
+    for row, source in enumerate(SOURCES)
+    for column, target in enumerate(TARGETS)
+}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "cell" in metafunc.fixturenames:
-        cells = FULL if metafunc.config.getoption("--soak") else CORE
-        metafunc.parametrize("cell", cells, ids=str)
+def marks_of(cell: Cell) -> Any:
+    if cell in PAIRWISE:
+        return ()
+    return pytest.mark.extended if (cell.source, cell.target) in EVERY_WORLD_SIZE else pytest.mark.soak
 
 
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=marks_of(cell)) for cell in FULL])
 def test_cell(cell: Cell, checkpoint: Checkpoint, resume: Resume, tmp_path: Path) -> None:
     made = checkpoint(SOURCES[cell.source], cell.case, cell.from_ranks)
     to, kind = TARGETS[cell.target]

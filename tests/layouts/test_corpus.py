@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,15 @@ from tests.layouts.contents import contents, of_tensor
 
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
 REFUSED = [name for name, layout in layouts().items() if layout.refusal is not None]
+SAMPLE = {(layout.family, layout.opens_as): name for name, layout in reversed(layouts().items())}.values()
+"""The first layout of each family and format, which ``make test`` opens."""
 
 
-@pytest.mark.parametrize("name", OPENED)
+def marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.extended) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(OPENED))
 def test_it_is_opened_whole(name: str) -> None:
     made = make(name)
     manifest, found = contents(made.source)
@@ -57,7 +64,7 @@ OF_WEIGHTS = ("convert to one file", "consolidate", "load_into", "load_model")
 """Those that take weights alone."""
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", marked(REFUSED))
 def test_it_is_refused_by_name(name: str, tmp_path: Path) -> None:
     """In the same words by every command and function, and nothing is written. Of models with an optimizer each,
     who takes weights alone has to choose a model."""

@@ -1,4 +1,5 @@
-"""Tests of every checkpoint of ``fixtures.CORE``: of its sample in ``make test``, of all in ``make soak``."""
+"""Tests of every checkpoint of ``fixtures.CORE``: of one of each kind in ``make test``, of the sample in
+``make test-all``, of all in ``make soak``."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from typing import Any
 import pytest
 
 from fixtures import CORE, SAMPLE, Fixture
+
+_BASIC = {f.kind: f for f in sorted(CORE, key=lambda f: (f.world_size == 2, f.case == "awkward"))}.values()
+"""One checkpoint of each kind, by two ranks where there is one, and of the case with most that is peculiar."""
 
 
 def swept(wanted: Iterable[Fixture]) -> list[Any]:
@@ -20,4 +24,6 @@ def name_of(fixture: Fixture) -> str:
 
 
 def marks_of(fixture: Fixture) -> Any:
-    return () if fixture in SAMPLE or fixture not in CORE else pytest.mark.soak
+    if fixture in _BASIC or fixture not in CORE:
+        return ()
+    return pytest.mark.extended if fixture in SAMPLE else pytest.mark.soak
