@@ -73,9 +73,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m quick`` only the files with this marker are imported, because importing all takes long."""
-    is_asked = config.option.markexpr == QUICK and collection_path.suffix == ".py" and collection_path.is_file()
-    return True if is_asked and f"pytest.mark.{QUICK}" not in collection_path.read_text() else None
+    """With ``-m quick`` only the files with this marker are imported, and with ``-m "not extended"`` none that is
+    marked so as a whole, because importing all takes long."""
+    expression = config.option.markexpr
+    if not expression or collection_path.suffix != ".py" or not collection_path.is_file():
+        return None
+    code = collection_path.read_text()
+    if expression == QUICK:
+        return f"pytest.mark.{QUICK}" not in code or None
+    return (expression == "not extended" and "\npytestmark = pytest.mark.extended" in code) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

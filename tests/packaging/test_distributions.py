@@ -25,10 +25,9 @@ from tests.packaging.environments import clean_variables, metadata_of
 NOT_IN_THE_SDIST = {".ci"}
 """What is of use to the repository alone."""
 
-QUICK_TESTS = [
-    f"tests/{name}.py"
-    for name in ("core/test_boxes", "test_docs", "core/test_layout", "serialization/test_zip_archive")
-]
+pytestmark = pytest.mark.extended
+
+QUICK_TESTS = [f"tests/{name}.py" for name in ("core/test_boxes", "core/test_layout", "serialization/test_zip_archive")]
 
 
 @pytest.fixture(scope="module")

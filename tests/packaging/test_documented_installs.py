@@ -19,11 +19,16 @@ import pytest
 from tests.packaging.distributions import ROOT, Built
 from tests.packaging.environments import Environment, clean_variables, empty, link, metadata_of, required
 
+pytestmark = pytest.mark.extended
+
 PAGES = ("README.md", *(f"docs/{name}.md" for name in ("index", "install", "start", "training", "inference")))
 LINE = re.compile(r"(?:\$ |`)((?:pip install (?:-e )?|uv tool install |uvx --from )'?\.[^`#\n]*)")
 LINES = sorted({each.strip() for page in PAGES for each in LINE.findall((ROOT / page).read_text())})
 COMMANDS = {"train": ["train"], "serve": ["predict", "serve"]}
 """What an extra is for, in the commands whose help imports it."""
+
+SAMPLE = ("pip install .", "pip install -e .", "pip install '.[train,serve]'")
+"""The lines that the normal run installs: a copy, the checkout itself, and extras with commands of their own."""
 
 
 def extras_of(line: str) -> list[str]:
@@ -45,7 +50,7 @@ def run(line: str, environment: Environment, source: Path, **variables: str) -> 
 
 
 def test_the_lines_are_found() -> None:
-    assert {"pip install .", "pip install -e .", "pip install '.[train]'", "pip install '.[serve]'"} <= set(LINES)
+    assert {*SAMPLE, "pip install '.[train]'", "pip install '.[serve]'"} <= set(LINES)
     assert {"all", "train", "serve", "s3"} <= {extra for line in LINES for extra in extras_of(line)}
 
 
@@ -60,7 +65,10 @@ def checkout(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(shutil.copytree(built.source, tmp_path_factory.mktemp("checkout") / "source"))
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("pip")])
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, marks=() if line in SAMPLE else pytest.mark.soak) for line in LINES if line.startswith("pip")],
+)
 def test_a_line_installs_from_the_tree(line: str, checkout: Path, built: Built, tmp_path: Path) -> None:
     environment = empty(tmp_path)
     link([distribution("setuptools")], environment.site_packages)

@@ -18,6 +18,8 @@ from tests.packaging.distributions import FOLDERS, Built, build_editable
 from tests.packaging.documented import CHECKS, SLOW, SOAKED, Material
 from tests.packaging.environments import Environment, clean_variables, installed, linked, metadata_of
 
+pytestmark = pytest.mark.extended
+
 Maker = Callable[[Path, Path, Sequence[str]], Environment]
 
 
