@@ -81,7 +81,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     code = collection_path.read_text()
     if expression == QUICK:
         return f"pytest.mark.{QUICK}" not in code or None
-    return (expression == "not extended" and "\npytestmark = pytest.mark.extended" in code) or None
+    return (
+        expression == "not extended" and bool(re.search(r"^pytestmark = .*\.extended\b", code, re.MULTILINE))
+    ) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

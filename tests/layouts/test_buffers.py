@@ -12,6 +12,8 @@ from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.errors import UsageError
 from fixtures import buffers, launch
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:

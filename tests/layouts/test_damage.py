@@ -21,6 +21,8 @@ from ckpt_tools.errors import CkptError
 from fixtures.corpus import layouts, make
 from tests.layouts.contents import Contents, contents
 
+pytestmark = pytest.mark.extended
+
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
 
 NUM_SAMPLED = 4

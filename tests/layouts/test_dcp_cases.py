@@ -20,7 +20,7 @@ from ckpt_tools.errors import MalformedError
 from fixtures import dcp_cases
 from tests.layouts.contents import Contents, contents, of_tensor
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.extended]
 
 SAMPLE = ("placements-of-two-dims", "sharded-tensors", "pipeline", "experts", "nested", "dtypes", "over-more-ranks")
 """In the normal run; ``--soak`` runs all."""

@@ -23,7 +23,7 @@ from ckpt_tools.errors import CkptError, FormatError, UnsafeError, UnsupportedEr
 from fixtures.corpus import make
 from fixtures.corpus.dcp_variants import Quantized, quantized, torchao
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.extended]
 
 UNFLATTENED = ["dcp-unflattened", "dcp-unflattened-zstd"]
 

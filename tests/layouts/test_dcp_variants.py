@@ -26,6 +26,8 @@ from tests.layouts.contents import contents
 from tests.support.ranks import for_ranks
 from tests.support.truth import Truth
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture
 def copied(tmp_path: Path, request: pytest.FixtureRequest) -> Path:

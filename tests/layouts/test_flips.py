@@ -20,6 +20,8 @@ from ckpt_tools.verification.integrity import check_integrity
 from tests.end_to_end.fuzzing import corpus
 from tests.end_to_end.fuzzing.target import elements_of, opened
 
+pytestmark = pytest.mark.extended
+
 Files = Mapping[str, bytes]
 
 NUM_SAMPLED = 60

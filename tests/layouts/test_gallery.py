@@ -9,6 +9,8 @@ import pytest
 from fixtures.corpus import layouts
 from tests.layouts.gallery import DOCS, FAMILIES, FOLDER, INDEX, index, page_of, pages, pattern, tree
 
+pytestmark = pytest.mark.extended
+
 LINKED = [DOCS / "index.md", DOCS.parent / "README.md"]
 
 

@@ -26,6 +26,8 @@ from tests.layouts.contents import contents, of_tensor
 from tests.support.ranks import for_ranks
 from tests.support.truth import Truth
 
+pytestmark = pytest.mark.extended
+
 RANKS = 2
 
 

@@ -27,6 +27,8 @@ from fixtures.corpus import layouts, make
 from tests.layouts.test_damage import CODES, UNPROVABLE
 from tests.support.every_verb import READING, USING, Verb, refusals
 
+pytestmark = pytest.mark.extended
+
 CHOICES = {
     "accelerate-models-fsdp2": ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"),
     "accelerate-models-fsdp2-full": ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"),

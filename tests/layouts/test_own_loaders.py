@@ -21,6 +21,8 @@ from fixtures.corpus import make
 from fixtures.store import Fixture
 from tests.conftest import Resume
 
+pytestmark = pytest.mark.extended
+
 Checkpoint = Callable[[str, str, int], Fixture]
 
 KINDS = ["fsdp2-plain", "fsdp2-pair", "fsdp2-olmo", "fsdp2-titan", "fsdp2-accelerate", "fsdp2-lightning", "fsdp2"]

@@ -9,6 +9,8 @@ import pytest
 import ckpt_tools
 from fixtures.corpus import layouts, make
 
+pytestmark = pytest.mark.extended
+
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
 
 OCDBT, ZSTD = ("data of Orbax (OCDBT)",), ("compressed with zstd",)

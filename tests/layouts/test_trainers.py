@@ -15,6 +15,8 @@ from fixtures.corpus.trainers import FAMILY, ON_RANKS
 from tests.layouts.contents import contents
 from tests.support.ranks import for_ranks
 
+pytestmark = pytest.mark.extended
+
 SMALL = {
     "accelerate-fsdp2": {"scheduler.bin", "custom_checkpoint_0.pkl"},
     "accelerate-fsdp1": {"scheduler.bin", "custom_checkpoint_0.pkl"},

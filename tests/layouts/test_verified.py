@@ -21,6 +21,8 @@ from ckpt_tools.formats.index import written_format
 from ckpt_tools.verification.report import Aspect
 from fixtures.corpus import layouts, make
 
+pytestmark = pytest.mark.extended
+
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
 TARGETS: tuple[WrittenFormat, ...] = tuple(each for each in get_args(WrittenFormat) if each != "peft")
 """A folder of PEFT holds an adapter alone."""
