@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+pytestmark = pytest.mark.extended
+
 BARE = "import numpy, ml_dtypes, rich.table, click, json, pathlib"
 """What any command line on arrays has to import."""
 

@@ -15,6 +15,8 @@ import pytest
 import ckpt_tools
 from tests.support.sparse import make_sparse
 
+pytestmark = pytest.mark.extended
+
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 
 BEGIN = """

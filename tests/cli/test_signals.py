@@ -21,6 +21,8 @@ from tests.support.s3_server import BUCKET, S3Server
 from tests.support.sparse import make_sparse
 from tests.support.stalling import stalling
 
+pytestmark = pytest.mark.extended
+
 SIGNALS = {
     signal.SIGTERM: (143, "Stopped by SIGTERM"),
     signal.SIGINT: (130, "Interrupted"),

@@ -12,6 +12,8 @@ import ckpt_tools
 from ckpt_tools.cli.main import COMMANDS
 from tests.support.sparse import make_sparse
 
+pytestmark = pytest.mark.extended
+
 WITHOUT_OUTPUT = {
     ">&-": "Bad file descriptor",
     "<&- >&-": "Bad file descriptor",

@@ -39,9 +39,7 @@ EXPONENT_AND_FRACTION = {
 }
 """Bits of the exponent and of the fraction, of a part for the complex ones."""
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:ComplexHalf support is experimental:UserWarning", "ignore:torch.distributed is:UserWarning"
-)
+pytestmark = [pytest.mark.extended, pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:torch.distributed is")]
 
 
 def special(exponent: int, fraction: int) -> list[int]:

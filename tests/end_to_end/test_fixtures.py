@@ -19,6 +19,8 @@ from tests.conftest import Resume
 from tests.support.sweep import name_of, swept
 from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
+pytestmark = pytest.mark.extended
+
 Checkpoint = Callable[[str, str, int], Fixture]
 
 # By world size, so that each pool of ranks is started once.

@@ -23,6 +23,8 @@ from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import layouts, make
 
+pytestmark = pytest.mark.extended
+
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
 SAMPLE = [
     *("hf-trainer", "lightning-ckpt", "verl", "deepspeed-zero3-bf16", "deepspeed-pipeline-tp-bf16", "megatron"),

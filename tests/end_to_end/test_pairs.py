@@ -20,6 +20,8 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools.cli.main import group, main
 
+pytestmark = pytest.mark.extended
+
 NAMES = ("model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj")
 LAYOUTS = ("dcp", "zero2", "hub")
 RECIPE = """

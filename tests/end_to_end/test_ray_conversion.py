@@ -28,6 +28,9 @@ SMALL = "73MiB"
 """So little that tasks are small, and many."""
 
 
+OTHERS = ("dcp", "zero3", "torch", "universal")
+
+
 def made_in(folder: Path, num_tensors: int, num_rows: int) -> Path:
     from safetensors.numpy import save_file
 
@@ -68,7 +71,7 @@ def kill_workers_at(cluster: Cluster, percents: list[int]) -> Callable[[int, int
     return on_progress
 
 
-@pytest.mark.parametrize("to", ["safetensors", "dcp", "zero3", "torch", "universal"])
+@pytest.mark.parametrize("to", ["safetensors", *(pytest.param(to, marks=pytest.mark.extended) for to in OTHERS)])
 def test_the_bytes_are_those_that_threads_write(
     to: str, checkpoint: Callable[[str, str, int], Fixture], cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -88,6 +91,7 @@ def test_the_bytes_are_those_that_threads_write(
     assert told[-1] == (on_ray.bytes_written, on_ray.bytes_written)
 
 
+@pytest.mark.extended
 def test_recipes_map_tensors_in_other_processes_too(large: Path, cluster: Cluster, tmp_path: Path) -> None:
     """Columns of one tensor become another with padding, in tasks that each read a part."""
     (tmp_path / "r.toml").write_text(
@@ -111,6 +115,7 @@ def test_a_killed_worker_changes_nothing(to: str, large: Path, cluster: Cluster,
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.extended
 def test_a_lost_node_changes_nothing(large: Path, cluster: Cluster, tmp_path: Path) -> None:
     """With it go the tasks under way there; what it had written is there."""
     node = cluster.add_node(num_cpus=4, **NODE)
@@ -130,6 +135,7 @@ def test_a_lost_node_changes_nothing(large: Path, cluster: Cluster, tmp_path: Pa
     assert contents(tmp_path / "ray") == contents(tmp_path / "threads")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
 def test_from_s3_to_s3_with_a_worker_killed(
     to: str, larger: Path, cluster: Cluster, s3_server: S3Server, tmp_path: Path
@@ -149,6 +155,7 @@ def test_from_s3_to_s3_with_a_worker_killed(
     assert not s3_server.open_uploads(prefix)
 
 
+@pytest.mark.extended
 def test_an_error_in_a_worker_is_the_error_of_the_run(large: Path, cluster: Cluster, tmp_path: Path) -> None:
     """The file is cut off once its header was read, so that a worker is who finds out."""
     cut = tmp_path / "model.safetensors"
@@ -172,6 +179,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.extended
 def test_the_command_prints_its_report_alone(large: Path, cluster: Cluster, tmp_path: Path) -> None:
     words = ["convert", large, tmp_path / "out", "--to", "safetensors", "--memory", SMALL, "--json", "--quiet"]
     done = run(*words, "--runner", "ray", "--address", cluster.address, "--workers", "2")
@@ -195,6 +203,7 @@ def test_options_that_do_not_fit(options: dict[str, object], reason: str, large:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("address", "code", "reason"),
     [

@@ -21,6 +21,8 @@ from fixtures import launch
 from fixtures import megatron_models as mm
 from fixtures.truth import raw_bytes
 
+pytestmark = pytest.mark.extended
+
 BOUND = 1e-6
 """Megatron multiplies by query, key and value at once, which transformers does one by one."""
 

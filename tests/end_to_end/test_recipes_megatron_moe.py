@@ -18,6 +18,8 @@ from fixtures import megatron_models as mm
 from fixtures.megatron_moe_models import MIXTURES, twins
 from fixtures.truth import raw_bytes
 
+pytestmark = pytest.mark.extended
+
 BOUND = 2e-6
 """Megatron and transformers add in another order: experts, query, key and value, steps of a gated delta net."""
 

@@ -19,6 +19,8 @@ from fixtures import launch, megatron_moe_models
 from fixtures import megatron_models as mm
 from tests.support.pages import ROOT, blocks, check_commands
 
+pytestmark = pytest.mark.extended
+
 DOCS = ROOT / "docs"
 PAGES = tuple(DOCS / f"recipes{part}.md" for part in ("", "_megatron", "_trainers"))
 """In this order: a page uses outputs of those before it."""

@@ -27,6 +27,8 @@ from tests.support.hub_judges import (
     assert_same_values,
 )
 
+pytestmark = pytest.mark.extended
+
 RANKS = 2
 
 

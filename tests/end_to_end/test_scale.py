@@ -27,6 +27,8 @@ from ckpt_tools.stores.local.store import LocalStore
 from fixtures import synthetic
 from fixtures.synthetic import Model
 
+pytestmark = pytest.mark.extended
+
 DOUBLING = 2.3
 """How much more processor time twice the size may take: n log n, and some slack."""
 

@@ -22,7 +22,7 @@ from ckpt_tools.errors import CkptError, UnsupportedError, UsageError
 from fixtures import launch
 from fixtures import megatron_models as mm
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.extended]
 
 RECIPE: dict[str, Any] = {"recipe": "megatron_qwen3"}
 HUB, CORE = "model/huggingface", "model/dist_ckpt"

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import ckpt_tools
 from fixtures.store import Fixture
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
+
+pytestmark = pytest.mark.extended
 
 TOKEN = "token-4711-of-nobody"
 """Of the environment, which no request of the tests' server needs."""

@@ -24,7 +24,7 @@ from fixtures import megatron_fsdp as mf
 from fixtures import megatron_models as mm
 from fixtures.truth import raw_bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.extended]
 
 DATA, TENSOR, EXPERT = {}, {"tensor_model_parallel_size": 2}, {"expert_model_parallel_size": 2}
 SAMPLE = [("llama", TENSOR), ("qwen3_moe", EXPERT)]

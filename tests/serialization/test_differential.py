@@ -17,6 +17,8 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.serialization.pickle.machine import in_python_3
 
+pytestmark = pytest.mark.extended
+
 NUM_SAMPLED = 20_000
 NUM_SOAKED = 1_000_000
 

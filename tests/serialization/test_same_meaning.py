@@ -17,6 +17,8 @@ from ckpt_tools.serialization.pickle.machine import Language, Machine
 from ckpt_tools.serialization.pickle.opcodes import STEPS
 from tests.serialization.test_pickles import sample_metadata
 
+pytestmark = pytest.mark.extended
+
 NUM_MUTANTS = 40_000
 
 WITHOUT_MACROS = Language(STEPS, CALLS, {})

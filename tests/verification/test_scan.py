@@ -140,6 +140,7 @@ def test_hundreds_of_samples_differ(work: Path) -> None:
     assert len(set(found)) == len(found) > 200
 
 
+@pytest.mark.extended
 def test_nothing_is_executed(results: list[Any], work: Path) -> None:
     assert len(results) == len(HOSTS) * len(list(sample(work / "canary")))
     assert [(kind, name, events) for kind, name, _, events in results if events] == []

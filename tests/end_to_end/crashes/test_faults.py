@@ -11,6 +11,8 @@ from tests.end_to_end.crashes.cases import CASES, Case
 from tests.end_to_end.crashes.conftest import MakeCase
 from tests.end_to_end.crashes.runs import READ_SIDE, WRITE_SIDE, Call, Ended, Runs, sampled
 
+pytestmark = pytest.mark.extended
+
 WRITES_IN_SAMPLE, READS_IN_SAMPLE = 3, 2
 WRITES_IN_SOAK, READS_IN_SOAK = 100, 50
 """Of each writer with its reader and each mode, in ``make test`` and in ``make soak``, evenly spread: 3,000 points of

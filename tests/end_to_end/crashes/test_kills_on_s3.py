@@ -15,6 +15,8 @@ from tests.end_to_end.crashes.cases import done_bytes
 from tests.end_to_end.crashes.runs import Call, Runs, sampled
 from tests.support.s3_server import BUCKET, S3Server
 
+pytestmark = pytest.mark.extended
+
 PARTIAL = "ckpt-tools-partial"
 
 POINTS_IN_SAMPLE = 5

@@ -27,6 +27,8 @@ from tests.end_to_end.crashes.runs import Runs
 from tests.support.fault_proxy import FaultProxy, running_fault_proxy
 from tests.support.s3_server import BUCKET, S3Server
 
+pytestmark = pytest.mark.extended
+
 NUM_KILLS, NUM_SAMPLED = 100, 4
 """With ``--soak``, and without."""
 

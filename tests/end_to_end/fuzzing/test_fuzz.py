@@ -15,6 +15,8 @@ from tests.end_to_end.fuzzing.runner import Tally, input_of, run_batch
 from tests.end_to_end.fuzzing.strategies import checkpoints
 from tests.end_to_end.fuzzing.target import execute
 
+pytestmark = pytest.mark.extended
+
 SAMPLE = 3000
 """Executions; a million take a quarter of an hour."""
 

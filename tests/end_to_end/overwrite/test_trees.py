@@ -17,6 +17,8 @@ from tests.end_to_end.overwrite.trees import Disk, InBucket, InMemory, Tree, Wor
 from tests.support.s3_server import S3Server
 from tests.verification.test_signing import make_key
 
+pytestmark = pytest.mark.extended
+
 NUM_LOCAL, NUM_MEMORY, NUM_REMOTE = 150, 50, 40
 NUM_LOCAL_SOAK, NUM_MEMORY_SOAK, NUM_REMOTE_SOAK = 16_000, 3_000, 2_000
 

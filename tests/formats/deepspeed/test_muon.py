@@ -20,6 +20,8 @@ from tests.formats.deepspeed import zero_files
 from tests.layouts.contents import contents, of_tensor
 from tests.support.manifests import elements
 
+pytestmark = pytest.mark.extended
+
 Saved = Callable[[int], tuple[Path, State, list[float]]]
 
 

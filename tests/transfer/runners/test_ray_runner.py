@@ -34,6 +34,8 @@ from ckpt_tools.transfer.runners.ray import MAX_LOSSES, Process, RayRunner, Task
 from ckpt_tools.transfer.runners.ray_board import ANSWER_RANGES, PostponedError, RayBoard, open_board
 from tests.support.ray_cluster import NODE, cluster, processes
 
+pytestmark = pytest.mark.extended
+
 __all__ = ["cluster"]
 
 

@@ -23,6 +23,8 @@ import ckpt_tools
 from tests.support.running import Running, start, users_of, wait_until
 from tests.support.sparse import make_sparse
 
+pytestmark = pytest.mark.extended
+
 ENDINGS = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGKILL: -9}
 
 LATEST_SECONDS = 7.0

@@ -12,6 +12,8 @@ from tests.verification.scan.bombs import BOMBS, PICKLED
 from tests.verification.scan.scanner import is_clean
 from tests.verification.scan.test_budgets import slowness
 
+pytestmark = pytest.mark.extended
+
 NUM_BYTES, NUM_SOAKED = 200_000, 1_000_000
 SECONDS_PER_BYTE = 2e-6
 

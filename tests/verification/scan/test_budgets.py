@@ -35,6 +35,8 @@ from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, M
 from ckpt_tools.serialization.pickle.load import dumps
 from ckpt_tools.verification.scan.findings import Danger
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).parents[3]
 MEGABYTE = 1_000_000
 OBJECTS_SECONDS = 0.15

@@ -13,6 +13,8 @@ import pytest
 
 from tests.verification.scan.generator import NUM_SAMPLES, sample
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).parents[3]
 NUM_SAMPLED = 400
 NUM_SOAKED = 20_000

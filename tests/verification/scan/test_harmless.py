@@ -25,6 +25,8 @@ from tests.verification.scan.generator import OWN
 from tests.verification.scan.mutants import HIDDEN, VALUES, crafted, dumped, genuine, mutant, piped, repacked
 from tests.verification.scan.scanner import is_clean
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).parents[3]
 NUM_SAMPLED, NUM_SOAKED = 25, 2000
 

@@ -14,6 +14,8 @@ import pytest
 from tests.verification.scan.mutations import MAX_SEED_BYTES, mutated, seeds
 from tests.verification.scan.test_generator import ROOT
 
+pytestmark = pytest.mark.extended
+
 NUM_FILES = 20_000
 NUM_SOAKED = 1_000_000
 BATCH = 50_000

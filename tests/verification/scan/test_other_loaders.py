@@ -23,6 +23,8 @@ import torch
 
 import ckpt_tools
 
+pytestmark = pytest.mark.extended
+
 Loader = Callable[[Path], object]
 
 

@@ -13,6 +13,8 @@ from tests.verification.scan.polyglots import DOCUMENTED, FAMILIES, controls, nu
 from tests.verification.scan.scanner import is_clean
 from tests.verification.scan.test_generator import told
 
+pytestmark = pytest.mark.extended
+
 MIN_VARIANTS, MIN_LOADERS = 20, 3
 
 Ran = dict[int, list[str]]

@@ -19,6 +19,8 @@ from ckpt_tools.runs.opening import read_checkpoint
 from fixtures import launch, models, recipe, zero
 from tests.support.truth import Truth
 
+pytestmark = pytest.mark.extended
+
 Tree = dict[str, Any]
 
 TARGETS = ["zero1-fp32", "zero2-bf16", "zero3-fp16", "universal-1", "universal-3"]

@@ -14,6 +14,8 @@ from fixtures import launch
 from fixtures.corpus import deepspeed_pipeline_cut
 from tests.support.damage import Damage, assert_is_named, changed, copied_run, swap, unlink
 
+pytestmark = pytest.mark.extended
+
 LAYER = "layer_{:02d}-model_{:02d}-model_states.pt"
 MODEL = "mp_rank_{:02d}_model_states.pt"
 OPTIM = "zero_pp_rank_0_mp_rank_{:02d}_optim_states.pt"
