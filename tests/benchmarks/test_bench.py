@@ -25,6 +25,8 @@ from benchmarks.suite import Runner, Settings, slots
 from benchmarks.works import COPY, OURS, WORKS, Work
 from tests.support.running import start, wait_until
 
+pytestmark = pytest.mark.extended
+
 BY_NAME = {work.name: work for work in WORKS}
 
 # One input for both, and one peer that works: starting torch is most of the time. The other peer fails at once, since

@@ -7,6 +7,8 @@ import pytest
 from benchmarks.measure import MeasureError
 from benchmarks.serving import BINARY, EIGHT, JSON, LOOP, ONE, PNG, ROW, Loaded, Requests, Turn, rows
 
+pytestmark = pytest.mark.extended
+
 SAID = """Running 5s test @ http://127.0.0.1:35583
   1 threads and 64 connections
   Thread Stats   Avg      Stdev     Max   +/- Stdev

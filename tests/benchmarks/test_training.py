@@ -9,6 +9,8 @@ import pytest
 from benchmarks.training import OURS, PROMISED, THEIRS, Asked, take_turns_in_ranks
 from benchmarks.turns import Taken, compare, ratio
 
+pytestmark = pytest.mark.extended
+
 TINY = Asked(ranks=2, rounds=1, steps=20, size_bytes=2_000_000, model="cnn")
 
 

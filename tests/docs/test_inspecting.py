@@ -15,6 +15,8 @@ import ckpt_tools
 from ckpt_tools.cli import wrapping
 from ckpt_tools.cli.main import group
 
+pytestmark = pytest.mark.extended
+
 PAGE = (Path(__file__).parents[2] / "docs/inspecting.md").read_text()
 COLUMNS = 100
 

@@ -23,6 +23,8 @@ from tests.inference.serving.http.browser import Browser, chromium
 from tests.support.commands import all_commands
 from training.__main__ import main as train
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 COMMANDS = {**all_commands(), "train": train, "predict": predict, "serve": serve}

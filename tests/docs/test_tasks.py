@@ -17,6 +17,8 @@ from tests.docs.inline import inline_commands, runnable
 from tests.support.pages import ROOT, WRITE_PAGES, Reader, blocks, commands, printed
 from tests.support.s3_server import S3Server
 
+pytestmark = pytest.mark.extended
+
 DOCS = ROOT / "docs"
 TASKS = DOCS / "tasks"
 SAMPLES = (DOCS / "start.md", TASKS / "samples.md")

@@ -16,6 +16,8 @@ import pytest
 
 from tests.verification.scan.test_budgets import cost, slowness
 
+pytestmark = pytest.mark.extended
+
 MEGABYTE = 1_000_000
 NO_MORE = 3.0
 """Seconds to start, and to merge hundreds of tensors."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from tests.lora.models import CASES, adapted, made
 from tests.support.pages import ROOT, check_commands
+
+pytestmark = pytest.mark.extended
 
 
 def test_every_command_prints_what_the_page_says(tmp_path: Path) -> None:

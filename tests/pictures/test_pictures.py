@@ -13,6 +13,8 @@ from fixtures import store
 from tests.pictures.drawing import FOLDER, cells_of, manifest_of, pictures, pieces_of
 from tests.support.svg import WIDTH
 
+pytestmark = pytest.mark.extended
+
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 

@@ -10,6 +10,8 @@ import torch
 
 from tests.support.quantized import dequantized, same_bits
 
+pytestmark = pytest.mark.extended
+
 GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8, one scale": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
     "fp8, rows": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -27,6 +28,8 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import opaque, stored_tensors
 from ckpt_tools.transfer.tensor_reader import TensorReader
+
+pytestmark = pytest.mark.extended
 
 SLOTS = ("weight", "exp_avg")
 

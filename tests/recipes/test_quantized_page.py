@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import ROOT, check_commands
 from tests.support.quantized import fp8_model
+
+pytestmark = pytest.mark.extended
 
 
 def test_every_command_prints_what_the_page_says(tmp_path: Path) -> None:

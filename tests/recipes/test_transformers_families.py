@@ -21,6 +21,8 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.recipes import list_recipes, load_recipe
 from tests.recipes import families, generate
 
+pytestmark = pytest.mark.extended
+
 OF_TRANSFORMERS = [recipe for recipe in list_recipes() if recipe.left == "transformers 5"]
 MODELS = [model for recipe in OF_TRANSFORMERS for model in recipe.models]
 # One model type of each recipe; the soak has all.

@@ -27,7 +27,7 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError
 from training.models.image_models import build_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.extended]
 
 IMAGE, PATCH, LAYERS, HEADS, HIDDEN, MLP, CLASSES = 16, 4, 2, 2, 24, 40, 5
 EPS = 1e-6

@@ -11,6 +11,8 @@ import pytest
 import ckpt_tools
 from fixtures.corpus import make
 
+pytestmark = pytest.mark.extended
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

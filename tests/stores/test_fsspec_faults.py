@@ -16,6 +16,8 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 import ckpt_tools
 from ckpt_tools.errors import StoreError
 
+pytestmark = pytest.mark.extended
+
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -18,6 +18,8 @@ from fixtures.store import Fixture
 from tests.support.fault_proxy import KINDS, LATE, STATUSES, Fault, FaultProxy, running_fault_proxy
 from tests.support.s3_server import BUCKET, S3Server
 
+pytestmark = pytest.mark.extended
+
 NUM_FAULTS, NUM_SAMPLED = 300, 26
 """All of them with ``--soak``; each kind twice otherwise."""
 
