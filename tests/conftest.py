@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -60,6 +61,10 @@ NO_GPU = "not run: torch finds no GPU on this machine"
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-pages"):
         os.environ[WRITE_PAGES] = "1"
+    # The same examples in each run, so that a green run stays green; the soak looks for others.
+    settings.register_profile("fixed", derandomize=True)
+    if not config.getoption("--soak"):
+        settings.load_profile("fixed")
     # nohup, and a shell that starts the tests in the background, ignore them. What the tests start would inherit that.
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
