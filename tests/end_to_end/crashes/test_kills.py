@@ -15,9 +15,14 @@ from tests.end_to_end.crashes.conftest import MakeCase
 from tests.end_to_end.crashes.runs import WRITE_SIDE, Call, Runs, sampled
 
 POINTS_IN_SAMPLE = 3
-"""Of each writer and mode, in ``make test``; ``make soak`` takes them all."""
+"""Of each writer and mode, in ``make test-all``; ``make soak`` takes them all."""
 
-WRITERS = pytest.mark.parametrize("name", CASES)
+SAMPLE = ("dcp", "file")
+"""A folder and a single file, which ``make test`` has."""
+
+WRITERS = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.extended) for name in CASES]
+)
 
 
 def noted_bytes(case: Case) -> int:
