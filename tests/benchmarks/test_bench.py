@@ -267,7 +267,13 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=lambda each: str(each)
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
 def test_a_run_that_is_ended_leaves_no_process_and_no_half_input(
     number: signal.Signals, code: int, tmp_path: Path
