@@ -36,7 +36,7 @@ ONE_OR_EACH = pytest.mark.parametrize(
         for number in SIGNALS
     ],
 )
-"""One in ``make test``, each in ``make soak``."""
+"""One in ``make test-all``, each in ``make soak``."""
 
 SLACK_SECONDS = 10.0
 """What a busy machine adds."""

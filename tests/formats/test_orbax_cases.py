@@ -77,7 +77,7 @@ DAMAGED = ("direct", "composite", "v1", "two-trees-v1", "zarr", "zarr3-folders",
 DAMAGED += ("items-of-all-kinds",)
 
 NUM_SAMPLED = 3
-"""Damages of a checkpoint in ``make test``; ``make soak`` does all of them to each file."""
+"""Damages of a checkpoint in ``make test-all``; ``make soak`` does all of them to each file."""
 
 
 @pytest.fixture(scope="module")

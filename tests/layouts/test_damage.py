@@ -26,7 +26,7 @@ pytestmark = pytest.mark.extended
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
 
 NUM_SAMPLED = 4
-"""Damages of a layout in ``make test``; ``make soak`` does all to each file, and so many swaps."""
+"""Damages of a layout in ``make test-all``; ``make soak`` does all to each file, and so many swaps."""
 
 NUM_SWAPS = 200
 

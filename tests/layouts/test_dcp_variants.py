@@ -165,7 +165,7 @@ KINDS = {"dcp": "fsdp2", "zero2": "zero2-fp32", "universal": "universal-zero2-fp
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All cells in ``make soak``, one in ``make test``."""
+    """All cells in ``make soak``, one in ``make test-all``."""
     if {"source", "to"} <= set(metafunc.fixturenames):
         metafunc.parametrize(("source", "to"), CELLS if metafunc.config.getoption("--soak") else CELLS[-1:])
 

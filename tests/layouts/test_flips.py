@@ -25,7 +25,7 @@ pytestmark = pytest.mark.extended
 Files = Mapping[str, bytes]
 
 NUM_SAMPLED = 60
-"""Flips of a checkpoint in ``make test``; ``make soak`` flips one bit of every byte."""
+"""Flips of a checkpoint in ``make test-all``; ``make soak`` flips one bit of every byte."""
 
 METADATA = {
     "dcp": (".metadata", ()),

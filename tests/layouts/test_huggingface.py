@@ -52,7 +52,7 @@ OF_TRAINER = [("dcp", 2), ("universal", 2), ("zero2", 2), ("zero3", 3)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All cells in ``make soak``, in ``make test`` those to a DCP and to DeepSpeed's universal form."""
+    """All cells in ``make soak``, in ``make test-all`` those to a DCP and to DeepSpeed's universal form."""
     end = None if metafunc.config.getoption("--soak") else 2
     if metafunc.function is test_fsdp_full_is_resumed:
         metafunc.parametrize(("case", "to", "kind", "ranks"), CELLS[:end])

@@ -51,7 +51,7 @@ def test_the_findings_are_of_layouts() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every layout in ``make soak``; in ``make test`` those that are not proved, and a sample."""
+    """Every layout in ``make soak``; in ``make test-all`` those that are not proved, and a sample."""
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", OPENED if metafunc.config.getoption("--soak") else SAMPLE)
 

@@ -61,7 +61,7 @@ NOTED = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every layout in every format in ``make soak``; in ``make test`` each in one, and the peculiar ones."""
+    """Every layout in every format in ``make soak``; in ``make test-all`` each in one, and the peculiar ones."""
     if "target" in metafunc.fixturenames:
         every = [(name, target) for name in OPENED for target in TARGETS]
         in_turn = {(name, TARGETS[number % len(TARGETS)]) for number, name in enumerate(OPENED)}

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.extended
 
 WRITES_IN_SAMPLE, READS_IN_SAMPLE = 3, 2
 WRITES_IN_SOAK, READS_IN_SOAK = 100, 50
-"""Of each writer with its reader and each mode, in ``make test`` and in ``make soak``, evenly spread: 3,000 points of
-10,000, of which most are the same look at the same folder."""
+"""Of each writer with its reader and each mode, in ``make test-all`` and in ``make soak``, evenly spread: 3,000 points
+of 10,000; most of these are the same look at the same folder."""
 
 WRITERS = pytest.mark.parametrize("name", CASES)
 
