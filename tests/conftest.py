@@ -110,6 +110,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 @cache
 def _place(file: Path) -> int:
     """Of the first in ``ORDER`` that the file is or lies in; all others come after them, in their own order."""
