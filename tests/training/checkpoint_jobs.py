@@ -39,12 +39,10 @@ class AskedAfter:
 def runs(out: Path, engines: Sequence[str]) -> Iterator[tuple[TrainConfig, int | None]]:
     """Configurations, and the steps after which they are asked to stop.
 
-    ``<engine>`` runs undisturbed; ``<engine>-stopped`` is stopped and goes on by itself. ``each-step`` and
-    ``each-step-async`` save after each step. ``ended`` is stopped at the last step of an epoch, before its evaluation,
-    and ``after-ended`` goes on from there.
+    ``<engine>-stopped`` is stopped and goes on by itself. ``each-step`` and ``each-step-async`` save after each step.
+    ``ended`` is stopped at the last step of an epoch, before its evaluation, and goes on from there.
     """
     for engine in engines:
-        yield small_config(out / engine, engine=engine), None
         config = small_config(out / f"{engine}-stopped", engine=engine)
         yield config, STOPPED_AFTER
         yield replace(config, resume="auto"), None

@@ -36,11 +36,6 @@ def small_config(out: Path, **values: Any) -> TrainConfig:
     return TrainConfig(out=out, launcher="torchrun", **(size | values))
 
 
-def default_config(out: Path, **values: Any) -> TrainConfig:
-    """The same with the default model, which the demo and the predictors load."""
-    return small_config(out, model="vit", **values)
-
-
 def started_config(out: Path, engine: str) -> TrainConfig:
     """A run that starts with the last weights of another engine's, and changes none. They had other names meanwhile,
     which a rule or a recipe changes back."""
@@ -48,7 +43,7 @@ def started_config(out: Path, engine: str) -> TrainConfig:
     bare = {"fsdp2": {"rename": ("^backbone[.]=",)}, "zero2": {"recipe": str(out / "bare.toml"), "inverse": True}}
     still = {"learning_rate": STILL, "weight_decay": 0.0, "until": 1}
     names = {"init_from": str(out / f"{other}-renamed"), **bare[engine]}
-    return default_config(out / f"{engine}-started", engine=engine, **still, **names)
+    return small_config(out / f"{engine}-started", engine=engine, **still, **names)
 
 
 def prepare(config: TrainConfig) -> None:
@@ -65,25 +60,26 @@ def configs(out: Path) -> Iterator[TrainConfig]:
     """Every engine's uninterrupted run ``<engine>``; the resumed one of two, ``<engine>-resumed``; two that resume
     another engine's, ``<engine>-of-<other>``; three that resume with a learning rate and weight decay that change no
     weight, ``<engine>-still``; one that goes on in bf16, ``zero2-to-bf16``; two that start from weights,
-    ``<engine>-started``; and two in bf16."""
+    ``<engine>-started``; two in bf16; and one step of the default model, ``zero3-vit``."""
     for engine in ("fsdp2", "zero1", "zero2", "zero3"):
-        yield default_config(out / engine, engine=engine, log_every=2, tensorboard=True)
+        yield small_config(out / engine, engine=engine, log_every=2, tensorboard=True)
     for engine in ("fsdp2", "zero3"):
         first_epoch = out / engine / "checkpoints" / "epoch_0001"
-        yield default_config(out / f"{engine}-resumed", engine=engine, resume=str(first_epoch), tensorboard=True)
+        yield small_config(out / f"{engine}-resumed", engine=engine, resume=str(first_epoch), tensorboard=True)
     for engine, other in (("fsdp2", "zero3"), ("zero1", "fsdp2")):
         first_epoch = out / other / "checkpoints" / "epoch_0001"
-        yield default_config(out / f"{engine}-of-{other}", engine=engine, resume=str(first_epoch))
+        yield small_config(out / f"{engine}-of-{other}", engine=engine, resume=str(first_epoch))
     for engine in ("fsdp2", "zero2", "zero3"):
         first_epoch = out / engine / "checkpoints" / "epoch_0001"
         still = {"learning_rate": STILL, "weight_decay": 0.0}
-        yield default_config(out / f"{engine}-still", engine=engine, resume=str(first_epoch), **still)
+        yield small_config(out / f"{engine}-still", engine=engine, resume=str(first_epoch), **still)
     first_epoch = out / "zero2" / "checkpoints" / "epoch_0001"
-    yield default_config(out / "zero2-to-bf16", engine="zero2", precision="bf16", resume=str(first_epoch))
+    yield small_config(out / "zero2-to-bf16", engine="zero2", precision="bf16", resume=str(first_epoch))
     for engine in ("fsdp2", "zero2"):
         yield started_config(out, engine)
     for engine in ("fsdp2", "zero2"):
-        yield default_config(out / f"{engine}-bf16", engine=engine, precision="bf16", until=1)
+        yield small_config(out / f"{engine}-bf16", engine=engine, precision="bf16", until=1)
+    yield small_config(out / "zero3-vit", model="vit", engine="zero3", num_samples=BATCH_SIZE, epochs=1)
 
 
 def train(config: TrainConfig) -> None:

@@ -1,7 +1,4 @@
-"""Small runs on the ranks of a pool that begin from S3.
-
-``URL/fsdp2`` is the storage of a run that has finished its first epoch.
-"""
+"""Small runs on the ranks of a pool that begin from S3."""
 
 from __future__ import annotations
 
@@ -35,11 +32,12 @@ def upload(folder: Path, url: str) -> None:
 
 
 def train_all(out: Path, url: str, environment: Mapping[str, str]) -> None:
-    """``plain``: two epochs with nothing on S3. ``zero3``: from the first epoch on S3 to the third. ``again``: the
-    third once more, from the second epoch of ``zero3`` on S3. ``environment`` says where S3 is."""
+    """``plain``: two epochs with nothing on S3, whose first is put there. ``zero3``: from there to the third epoch.
+    ``again``: the third once more, from the second epoch of ``zero3`` on S3. ``environment`` says where S3 is."""
     with patch.dict(os.environ, environment):
         run(small_config(out / "plain", engine="fsdp2", epochs=EPOCHS, until=2))
-        first = f"{url}/fsdp2/checkpoints/epoch_0001"
-        run(small_config(out / "zero3", engine="zero3", epochs=EPOCHS, resume=first))
+        first = "plain/checkpoints/epoch_0001"
+        upload(out / first, f"{url}/{first}")
+        run(small_config(out / "zero3", engine="zero3", epochs=EPOCHS, resume=f"{url}/{first}"))
         upload(out / "zero3/checkpoints/epoch_0002", f"{url}/zero3")
         run(small_config(out / "again", engine="zero3", epochs=EPOCHS, resume=f"{url}/zero3"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 
 import training
 from tests.training.conftest import SmallRun
-from tests.training.jobs import default_config
+from tests.training.jobs import small_config
 from training.__main__ import main
 from training.config.options import DATASETS
 from training.config.strategies import EngineName
@@ -23,27 +24,40 @@ from training.config.strategies import EngineName
 FRAMEWORKS = {"torch", "torchvision", "ray", "deepspeed", "sklearn", "pyarrow", "numpy"}
 ROOT = Path(training.__file__).parent.parent
 
-# As `python -m training ARGS...`, and then the names of all modules that were imported.
+# As `python -m training ARGS...` with each ARGS; and what each said, and the names of all modules that were imported.
 RUN = """
-import runpy, sys
-refused = {refused!r}
+import contextlib, io, json, runpy, sys
+refused, each = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 class Refusing:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in refused:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Refusing())
-try:
-    runpy.run_module("training", run_name="__main__", alter_sys=True)
-finally:
-    print("modules", *{{name.partition(".")[0] for name in sys.modules}})
+ends = []
+for args in each:
+    sys.argv[1:] = args
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            runpy.run_module("training", run_name="__main__", alter_sys=True)
+        except SystemExit as error:
+            ends.append((error.code or 0, said.getvalue()))
+print(json.dumps((ends, [*{name.partition(".")[0] for name in sys.modules}])))
 """
 
 
+def run_each(args: list[list[str]], refused: str = "") -> tuple[list[tuple[int, str]], set[str]]:
+    """The exit code and the standard error of the real command with each of the arguments, one after the other in a
+    process; and what it imported. Some is as if not installed."""
+    given = [json.dumps(refused.split()), json.dumps(args)]
+    done = subprocess.run([sys.executable, "-c", RUN, *given], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    ends, modules = json.loads(done.stdout)
+    return [(code, said) for code, said in ends], {*modules}
+
+
 def run(*args: str, refused: str = "") -> tuple[int, str, set[str]]:
-    """The exit code of the real command, its standard error, and what it imported; some of it as if not installed."""
-    program = RUN.format(refused=refused.split())
-    done = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, check=False, cwd=ROOT)
-    return done.returncode, done.stderr, set(done.stdout.rpartition("modules")[2].split())
+    [(code, said)], modules = run_each([[*args]], refused)
+    return code, said, modules
 
 
 def fail(*args: str) -> tuple[int, str]:
@@ -87,30 +101,36 @@ def test_a_used_folder_is_not_written_to_by_accident(used: Path, tmp_path: Path)
     assert "--resume latest" in sentence
 
 
-@pytest.mark.parametrize(
-    ("args", "code"),
-    [
-        (["--help"], 0),
-        (["--engine=fsdp", "--out=x"], 2),
-        (["--engine=fsdp2"], 2),
-        (["--engine=fsdp2", "--out=x", "--epoch=three"], 2),
-        (["--out=x"], 2),
-        (["--strategy=full_shard", "--out=x", "--tp=3"], 2),
-        (["--strategy=full_shard", "--out=x", "--model=lm-moe", "--dataset=text", "--tp=2", "--ep=2"], 2),
-        (["--strategy=zero3", "--out=x", "--model=lm-moe", "--dataset=text", "--ep=2"], 2),
-        (["--config=none", "--out=x"], 2),
-        (["--engine=fsdp2", "--out=x", "--num-workers=3"], 2),
-        (["--engine=fsdp2", "--out=x", "--dataset=fashion-mnist"], 2),
-        (["--engine=fsdp2", "--out=x", "--override=lr", "--resume=latest"], 2),
-        (["--engine=fsdp2", "--out=x", "--launcher=torchrun", "--storage=s3://bucket/run"], 2),
-    ],
-)
-def test_options_are_checked_before_a_framework_is_imported(args: list[str], code: int) -> None:
-    found, stderr, modules = run(*args)
-    assert found == code, stderr
-    assert "Traceback" not in stderr
+def test_options_are_checked_before_a_framework_is_imported() -> None:
+    refused = [
+        ["--engine=fsdp", "--out=x"],
+        ["--engine=fsdp2"],
+        ["--engine=fsdp2", "--out=x", "--epoch=three"],
+        ["--out=x"],
+        ["--strategy=full_shard", "--out=x", "--tp=3"],
+        ["--strategy=full_shard", "--out=x", "--model=lm-moe", "--dataset=text", "--tp=2", "--ep=2"],
+        ["--strategy=zero3", "--out=x", "--model=lm-moe", "--dataset=text", "--ep=2"],
+        ["--config=none", "--out=x"],
+        ["--engine=fsdp2", "--out=x", "--num-workers=3"],
+        ["--engine=fsdp2", "--out=x", "--dataset=fashion-mnist"],
+        ["--engine=fsdp2", "--out=x", "--override=lr", "--resume=latest"],
+        ["--engine=fsdp2", "--out=x", "--launcher=torchrun", "--storage=s3://bucket/run"],
+    ]
+    ends, modules = run_each([["--help"], *refused])
+    for args, (code, stderr) in zip(refused, ends[1:], strict=True):
+        assert (code, "Traceback" in stderr) == (2, False), (args, stderr)
+    assert ends[0] == (0, "")
     assert "click" in modules
     assert not modules & FRAMEWORKS
+
+
+def test_the_command_imports_torch_without_its_compiler_and_torchvision(tmp_path: Path) -> None:
+    """Which would take as long again; the run ends at the last check of its options."""
+    options = ("--engine=fsdp2", "--model=cnn", "--launcher=torchrun", f"--out={tmp_path / 'run'}")
+    code, stderr, modules = run(*options, f"--init-from={tmp_path / 'none.pt'}")
+    assert (code, "none.pt" in stderr) == (3, True), stderr
+    assert "torch" in modules
+    assert not modules & (FRAMEWORKS - {"torch", "numpy"} | {"sympy", "triton"})
 
 
 @pytest.mark.parametrize(
@@ -186,18 +206,19 @@ def test_a_resume_of_something_else_is_refused_before_any_worker_starts(tmp_path
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.extended
 def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> None:
-    """The disk is full, or as good as: no file may grow beyond 1 MB, and a shard is of 12."""
+    """The disk is full, or as good as: no file may grow beyond 0.5 MB, and a shard is of 1.3."""
     epoch = Path(small_run("fsdp2").checkpoint).with_name("epoch_0001")
     shutil.copytree(epoch, tmp_path / "checkpoints/epoch_0001", copy_function=os.link)
-    config = default_config(tmp_path, engine="fsdp2", num_workers=1, resume="latest")
+    config = small_config(tmp_path, engine="fsdp2", num_workers=1, resume="latest")
     done = subprocess.run(
         [sys.executable, "-m", "training", *config.to_args()],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19)),
     )
     assert done.returncode == 5
     unfinished = tmp_path / "checkpoints/.epoch_0002.partial"

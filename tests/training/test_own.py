@@ -78,6 +78,7 @@ def test_the_file_trains_and_resumes_under_each_strategy(strategy: str, files: P
     assert {"loss", "error"} == RunResult.read(config.out / "result.json").held_out.keys()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero3", marks=pytest.mark.soak)])
 def test_a_resumed_run_draws_the_same_dropout_and_augmentation(strategy: str, files: Path, tmp_path: Path) -> None:
     config = own_config(files, tmp_path / "run", strategy=strategy)
@@ -108,6 +109,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=pytest.mark.soak) for each in OPTIMIZERS if each != "function"] + ["function"]
 )
@@ -132,6 +134,7 @@ def test_optimizers_and_groups_resume_under_another_strategy(
     assert losses_of(resumed(config, "other", strategy=strategies[1])) == pytest.approx(losses_of(whole)[2:], rel=1e-5)
 
 
+@pytest.mark.extended
 def test_the_last_group_has_no_weight_decay(files: Path, tmp_path: Path) -> None:
     """Under ZeRO-3 too, in which parameters have no shape while the optimizer is made."""
     for strategy in ("full_shard", "zero3"):
@@ -346,6 +349,7 @@ def wait_for(there: Callable[[], bool], process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.extended
 def test_a_killed_run_goes_on_and_predicts(files: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Killed under torchrun; resumed to the same bits with a process that loads samples, exported, and asked for a
     prediction. In the soak resumed under Ray from Python, by a function within another one."""
@@ -394,6 +398,7 @@ def check_watched(out: Path, starts: int) -> None:
     assert found == lines_of(out / "metrics.jsonl")
 
 
+@pytest.mark.extended
 def test_an_error_in_the_loss_names_rank_file_and_line(files: Path, tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(
         "import os\nfrom mine import *\ndef net():\n    return {'model': nn.Linear(8, 2), 'loss': failing}\n"

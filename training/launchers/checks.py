@@ -28,7 +28,6 @@ from ..engines.optimizers import optimizer_of
 from ..loop.result import check_result_file
 from ..models.zoo import Model, spec_of
 from .devices import check_device, check_gpus
-from .first_batch import try_out
 
 
 def check_before_start(config: TrainConfig) -> None:
@@ -54,6 +53,8 @@ def checked(config: TrainConfig, *, with_data: bool = True) -> list[str]:
         check_fits(config, model, checkpoint)
     own = any(map(is_function, (config.model, config.dataset, config.optimizer, config.metrics)))
     if parts and (own or config.keep_best):
+        from .first_batch import try_out  # its imports take a second
+
         try_out(config, checkpoint, *parts)
     return lines
 
@@ -74,7 +75,8 @@ def check_frameworks(config: TrainConfig) -> nn.Module | None:
     """The model on the meta device; None for one of a function of the user's. Raises CkptError for a run that its
     frameworks would refuse on every worker."""
     made = None if is_function(config.model) else _made(config)
-    if made is not None:
+    # torch's optimizers take their options; to make one imports torch's compiler, which takes seconds.
+    if made is not None and (is_function(config.optimizer) or config.optimizer_arg or config.weight_decay < 0):
         optimizer_of(config, made.parameters(), torch.device("meta"))
     schedule_of(config, 2).factor(0)
     for each in config.callback:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.profiler import profile, schedule
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..checkpoints.progress import Progress
 from ..config.schedule import Schedule
@@ -55,6 +54,8 @@ def _known_peak(config: TrainConfig) -> float:
 def flops_of(config: TrainConfig, batch: Any) -> float:
     """FLOPs of matrix products of a step on this batch, without what activation checkpointing computes again. They are
     counted on a model without memory; 0 if that cannot compute, as one that reads values of its tensors."""
+    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
+
     empty = tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta"), batch)
     try:
         with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -27,7 +27,6 @@ from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, is_checkpoint_n
 from ..checkpoints.writing import root_of, writing
 from ..config.train_config import TrainConfig
 from ..engines.base import Engine, Save
-from ..engines.fsdp2 import Fsdp2Engine
 from ..models.config_json import write_model_config
 from .outlets import Outlet, Values
 
@@ -76,6 +75,8 @@ class Saver:
             torch.distributed.barrier()
             done = in_background(partial(self._finish, progress.name))
         else:
+            from ..engines.fsdp2 import Fsdp2Engine  # not on top, because a launcher does without
+
             assert isinstance(self._engine, Fsdp2Engine)
             write = partial(self._write, self._engine.staged(progress, self._group), folder)
             # DCP's collectives ensure that the first rank returns only when all have written.

@@ -1,14 +1,19 @@
-"""Models of grey 28x28 images. Inference builds them too: their tensor names are the contract between both."""
+"""Models of grey 28x28 images. Inference builds them too: their tensor names are the contract between both.
+
+torchvision imports torch's compiler, which takes seconds, so only the models that are torchvision's import it.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision import models as torchvision_models
-from torchvision.models import VisionTransformer
+
+if TYPE_CHECKING:
+    from torchvision.models import VisionTransformer
 
 from ..config.model_names import IMAGE_SIZE, NUM_CLASSES
 
@@ -22,6 +27,8 @@ def build_model(layers: int = 10, heads: int = 2, width: int = 128, hidden: int 
     Turns PyTorch's fused inference attention off for the process: it is not for ZeRO-3's partitioned parameters, and
     rounds differently, so a run and the file made from it would not give the same bits.
     """
+    from torchvision.models import VisionTransformer
+
     torch.backends.mha.set_fastpath_enabled(False)
     model = VisionTransformer(
         image_size=IMAGE_SIZE,
@@ -36,6 +43,12 @@ def build_model(layers: int = 10, heads: int = 2, width: int = 128, hidden: int 
     return model
 
 
+def vit_block() -> type[nn.Module]:
+    from torchvision.models.vision_transformer import EncoderBlock
+
+    return EncoderBlock
+
+
 def one_channel_patches(width: int) -> nn.Conv2d:
     """Patch embedding for grey images, initialised like torchvision's three-channel one."""
     patches = nn.Conv2d(1, width, kernel_size=PATCH_SIZE, stride=PATCH_SIZE)
@@ -46,9 +59,17 @@ def one_channel_patches(width: int) -> nn.Conv2d:
 
 
 def resnet18() -> nn.Module:
-    model = torchvision_models.resnet18(num_classes=NUM_CLASSES)
+    from torchvision import models
+
+    model = models.resnet18(num_classes=NUM_CLASSES)
     model.conv1 = nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
     return model
+
+
+def resnet_block() -> type[nn.Module]:
+    from torchvision.models.resnet import BasicBlock
+
+    return BasicBlock
 
 
 class ConvBlock(nn.Sequential):

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock
-from torchvision.models.vision_transformer import EncoderBlock
 
 from ckpt_tools.errors import FormatError, UsageError
 
@@ -59,14 +57,14 @@ class ModelSpec:
     early: tuple[type[nn.Module], ...] = ()
 
 
-_BY_NAME: Mapping[str, tuple[Callable[..., nn.Module], tuple[type[nn.Module], ...]]] = {
-    "vit": (image_models.build_model, (EncoderBlock,)),
-    "cnn": (image_models.Cnn, (image_models.ConvBlock,)),
-    "resnet18": (image_models.resnet18, (BasicBlock,)),
-    "lm": (LanguageModel, (Block,)),
-    "lm-moe": (MixtureModel, (Block,)),
+_BY_NAME: Mapping[str, tuple[Callable[..., nn.Module], Callable[[], type[nn.Module]]]] = {
+    "vit": (image_models.build_model, image_models.vit_block),
+    "cnn": (image_models.Cnn, lambda: image_models.ConvBlock),
+    "resnet18": (image_models.resnet18, image_models.resnet_block),
+    "lm": (LanguageModel, lambda: Block),
+    "lm-moe": (MixtureModel, lambda: Block),
 }
-"""Each model of this package, and the classes of its blocks."""
+"""Each model of this package, and the class of its blocks."""
 
 WHOLE_FIRST = ("resnet18",)  # torchvision draws its convolutions again after all are built
 
@@ -87,7 +85,8 @@ def spec_of(config: TrainConfig) -> ModelSpec:
         return ModelSpec(partial(_of_user, config.model, config.model_arguments))
     if (folder := folder_of(config.model)) is not None:
         return _hugging_face(config, folder)
-    build, blocks = _BY_NAME[name := text_of(config.model)]
+    build, block = _BY_NAME[name := text_of(config.model)]
+    blocks = (block(),)
     return _spec(partial(build, **config.model_arguments), blocks, () if name in WHOLE_FIRST else blocks)
 
 

@@ -64,8 +64,15 @@ def s3_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def result(s3_server: S3Server, storage: str, s3_out: Path, pytestconfig: pytest.Config) -> Result:
-    """The result of a run by its folder: ``stored``, by Ray on S3 and interrupted, and those of the jobs."""
+def result(s3_server: S3Server, storage: str, s3_out: Path) -> Result:
+    """The result of a run of the jobs by its folder."""
+    pool(NUM_WORKERS).run(train_all, s3_out, storage, s3_server.environment, seconds=SECONDS)
+    return lambda name: RunResult.read(s3_out / name / "result.json")
+
+
+@pytest.fixture(scope="module")
+def stored(s3_server: S3Server, storage: str, s3_out: Path, pytestconfig: pytest.Config) -> RunResult:
+    """Of a run by Ray on S3 that was interrupted."""
     out = s3_out
     clean = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     environment = clean | s3_server.environment | {"OMP_NUM_THREADS": "1"}
@@ -73,12 +80,12 @@ def result(s3_server: S3Server, storage: str, s3_out: Path, pytestconfig: pytest
     command = [sys.executable, "-c", SCRIPT, str(out), f"{storage}/fsdp2", str(NUM_SAMPLES), str(EPOCHS), length]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    pool(NUM_WORKERS).run(train_all, out, storage, s3_server.environment, seconds=SECONDS)
-    return lambda name: RunResult.read(out / name / "result.json")
+    return RunResult.read(out / "stored/result.json")
 
 
-def test_a_run_on_s3_resumes_from_its_latest_bit_for_bit(result: Result, s3: S3Server) -> None:
-    plain, stored = result("plain"), result("stored")
+@pytest.mark.extended
+def test_a_run_on_s3_resumes_from_its_latest_bit_for_bit(stored: RunResult, result: Result, s3: S3Server) -> None:
+    plain = result("plain")
     assert [epoch.epoch for epoch in stored.history] == [2]
     assert stored.history[0].losses == plain.history[1].losses
     assert stored.predicted == plain.predicted
@@ -87,8 +94,9 @@ def test_a_run_on_s3_resumes_from_its_latest_bit_for_bit(result: Result, s3: S3S
     assert compared.num_tensors > 8  # of which 8 are weights
 
 
-def test_all_workers_upload_into_one_checkpoint(result: Result, s3: S3Server, storage: str) -> None:
-    assert result("stored").checkpoint == f"{storage}/fsdp2/checkpoints/epoch_0002"
+@pytest.mark.extended
+def test_all_workers_upload_into_one_checkpoint(stored: RunResult, s3: S3Server, storage: str) -> None:
+    assert stored.checkpoint == f"{storage}/fsdp2/checkpoints/epoch_0002"
     below = f"{storage.removeprefix(f's3://{BUCKET}/')}/fsdp2/"
     shards = {f"checkpoints/epoch_{epoch:04d}/{name}" for epoch in (1, 2)
               for name in (".metadata", "config.json", "__0_0.distcp", "__1_0.distcp")}  # fmt: skip
@@ -97,14 +105,15 @@ def test_all_workers_upload_into_one_checkpoint(result: Result, s3: S3Server, st
     assert not s3.open_uploads(below)
 
 
-def test_training_does_not_stand_still_during_an_upload(result: Result) -> None:
+@pytest.mark.extended
+def test_training_does_not_stand_still_during_an_upload(stored: RunResult) -> None:
     """The only save of that run is the last, whose upload is waited for at the end."""
-    [save] = result("stored").saves
+    [save] = stored.saves
     assert 0 < save.stall_seconds < save.seconds
 
 
 @pytest.mark.soak
-def test_an_upload_that_fails_ends_the_run_with_its_reason(result: Result, s3_out: Path) -> None:
+def test_an_upload_that_fails_ends_the_run_with_its_reason(stored: RunResult, s3_out: Path) -> None:
     """The workers do not share this store with the command."""
     kind, message = json.loads((s3_out / "lost/error.json").read_text())
     assert kind == "StoreError"
@@ -128,8 +137,9 @@ def test_what_a_killed_run_has_uploaded_is_removed_before_it_is_written_again(
     ]
 
 
-def test_inspect_sees_the_checkpoint(result: Result, s3: S3Server) -> None:
-    seen = CliRunner().invoke(group, ["inspect", result("stored").checkpoint])
+@pytest.mark.extended
+def test_inspect_sees_the_checkpoint(stored: RunResult, s3: S3Server) -> None:
+    seen = CliRunner().invoke(group, ["inspect", stored.checkpoint])
     assert seen.exit_code == 0
     assert "105,866" in seen.stdout
 
@@ -150,7 +160,7 @@ def test_deepspeed_continues_its_own_from_s3_bit_for_bit(result: Result) -> None
 @pytest.mark.parametrize(
     ("args", "code", "sentence"),
     [
-        (("--storage={storage}/fsdp2",), 8, "/fsdp2 already holds checkpoints of a run"),
+        (("--storage={storage}/plain",), 8, "/plain already holds checkpoints of a run"),
         (("--storage={storage}/none", "--resume=latest"), 3, "/none holds no checkpoint to resume from"),
         (("--storage=s3://no-such-bucket/x",), 3, "there is no bucket no-such-bucket"),
         (("--storage={storage}/new", "--resume={storage}/none"), 3, "there is no file or folder"),
@@ -169,7 +179,7 @@ def test_what_cannot_begin_says_why(
     tmp_path: Path,
 ) -> None:
     given = [arg.format(storage=storage) for arg in args]
-    done = CliRunner().invoke(main, ["--engine=fsdp2", f"--out={tmp_path / 'run'}", *given])
+    done = CliRunner().invoke(main, ["--engine=fsdp2", "--model=cnn", f"--out={tmp_path / 'run'}", *given])
     assert (done.exit_code, done.stderr.count("\n")) == (code, 1), done.stderr
     assert sentence in done.stderr
     assert not (tmp_path / "run").exists()

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import ckpt_tools
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from tests.training.conftest import SmallRun, in_process
-from tests.training.jobs import default_config
+from tests.training.jobs import small_config
 from training.__main__ import main
 from training.checkpoints.settings import check_settings, reading, settings_in
 from training.checkpoints.weights import check_export
@@ -192,9 +192,7 @@ def recorded_settings(checkpoint: Path | str) -> Settings:
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero2", "zero3"])
 def test_every_engine_saves_its_settings(engine: str, small_run: SmallRun) -> None:
     result = small_run(engine)
-    assert (
-        recorded_settings(result.checkpoint) == result.settings == default_config(Path("/run"), engine=engine).settings
-    )
+    assert recorded_settings(result.checkpoint) == result.settings == small_config(Path("/run"), engine=engine).settings
 
 
 @pytest.mark.parametrize(("engine", "frameworks"), [("fsdp2", {"torch"}), ("zero1", {"torch", "deepspeed"})])
@@ -230,7 +228,7 @@ def test_the_line_is_printed_before_the_run_starts(
 ) -> None:
     resume = str(Path(small_run("zero3").checkpoint).with_name("epoch_0001"))
     changed = {"seed": 7, "override": ("seed",)}
-    check_before_start(default_config(tmp_path / "run", engine="fsdp2", resume=resume, **changed))
+    check_before_start(small_config(tmp_path / "run", engine="fsdp2", resume=resume, **changed))
     sentence = "--seed is 7 here and 0 in the checkpoint"
     assert capsys.readouterr().out == f"resuming {resume} with other settings: {sentence}\n"
 
@@ -238,14 +236,17 @@ def test_the_line_is_printed_before_the_run_starts(
 def test_the_command_refuses_before_it_makes_anything(small_run: SmallRun, tmp_path: Path) -> None:
     resume = f"--resume={small_run('fsdp2').checkpoint}"
     out = tmp_path / "run"
-    done = CliRunner().invoke(main, ["--engine=zero1", "--launcher=torchrun", f"--out={out}", resume, "--seed=7"])
+    done = CliRunner().invoke(
+        main, ["--engine=zero1", "--model=cnn", "--launcher=torchrun", f"--out={out}", resume, "--seed=7"]
+    )
     assert done.exit_code == 2
     assert "--seed is 7 here and 0 in the checkpoint" in done.stderr
     assert not out.exists()
 
 
+@pytest.mark.extended
 def test_a_torchrun_of_the_users_own_compares_too(small_run: SmallRun, tmp_path: Path) -> None:
-    given = default_config(tmp_path, engine="fsdp2", num_workers=1, resume=small_run("fsdp2").checkpoint, seed=7)
+    given = small_config(tmp_path, engine="fsdp2", num_workers=1, resume=small_run("fsdp2").checkpoint, seed=7)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
     done = in_process(*torchrun, "-m", "training", *given.to_args())
     assert done.returncode != 0
@@ -298,7 +299,7 @@ def test_a_recipe_that_cannot_be_read_is_refused_before_anything_is_made(
 
 def test_an_export_that_ends_as_no_model_is_answered_with_endings(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        check_export(default_config(tmp_path, engine="fsdp2", export=str(tmp_path / "out.xyz")))
+        check_export(small_config(tmp_path, engine="fsdp2", export=str(tmp_path / "out.xyz")))
     assert str(caught.value).startswith(f"--export {tmp_path / 'out.xyz'} ends as no model file does: name a file")
     assert "--to" not in str(caught.value) and "to=" not in str(caught.value)
-    check_export(default_config(tmp_path, engine="fsdp2", export=str(tmp_path / "v2.5")))
+    check_export(small_config(tmp_path, engine="fsdp2", export=str(tmp_path / "v2.5")))

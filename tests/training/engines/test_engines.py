@@ -9,7 +9,7 @@ import pytest
 
 import ckpt_tools
 from tests.training.conftest import SmallRun, in_process
-from tests.training.jobs import EPOCHS, STEPS_PER_EPOCH, STILL, default_config
+from tests.training.jobs import EPOCHS, STEPS_PER_EPOCH, STILL, small_config
 from tests.training.strategy_jobs import train_each
 from training.data.datasets import load_dataset
 from training.loop.result import RunResult
@@ -99,7 +99,7 @@ def test_the_command_starts_torchrun_and_trains_as_the_loop_does(small_run: Smal
     expected = small_run("fsdp2")
     first_epoch = str(Path(expected.checkpoint).with_name("epoch_0001"))
     exported = tmp_path / "model.safetensors"
-    config = default_config(tmp_path / "run", engine="fsdp2", resume=first_epoch, export=str(exported))
+    config = small_config(tmp_path / "run", engine="fsdp2", resume=first_epoch, export=str(exported))
     done = in_process("-m", "training", *config.to_args())
     assert done.returncode == 0, done.stderr
     result = RunResult.read(tmp_path / "run" / "result.json")
@@ -119,16 +119,15 @@ def test_an_engine_continues_at_another_world_size(
 ) -> None:
     expected = small_run(other)
     url = Path(expected.checkpoint).with_name("epoch_0001").as_uri()
-    train_each(1, default_config(tmp_path / "run", engine=engine, num_workers=1, resume=url))
+    train_each(1, small_config(tmp_path / "run", engine=engine, num_workers=1, resume=url))
     result = RunResult.read(tmp_path / "run" / "result.json")
     assert result.history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
 
 
+@pytest.mark.soak
 def test_a_rank_that_cannot_resume_says_why_in_one_sentence(small_run: SmallRun, tmp_path: Path) -> None:
     ckpt_tools.convert(small_run("zero3").checkpoint, tmp_path / "weights.safetensors")
-    config = default_config(
-        tmp_path / "run", engine="fsdp2", num_workers=1, resume=str(tmp_path / "weights.safetensors")
-    )
+    config = small_config(tmp_path / "run", engine="fsdp2", num_workers=1, resume=str(tmp_path / "weights.safetensors"))
     done = in_process("-m", "training", *config.to_args())
     assert done.returncode == 2
     assert "the checkpoint does not fit the model: not in the checkpoint: the state of an optimizer" in done.stderr

@@ -146,6 +146,7 @@ def each(cases: dict[str, dict[str, Any]], runs: Path) -> Each:
     return lambda ending: {name: result_of(runs / f"{name}{ending}") for name in cases}
 
 
+@pytest.mark.extended
 def test_experts_train_to_the_same_losses_with_and_without_ep(runs: Path, each: Each) -> None:
     plain = losses(result_of(runs / "zero2"))
     assert plain[-1] < plain[0] - 1
@@ -153,6 +154,7 @@ def test_experts_train_to_the_same_losses_with_and_without_ep(runs: Path, each: 
         assert losses(result) == pytest.approx(plain, rel=1e-5), name
 
 
+@pytest.mark.extended
 def test_experts_go_on_bit_for_bit_at_the_same_layout(each: Each) -> None:
     whole = each("")
     for name, again in each("-again").items():
@@ -162,6 +164,7 @@ def test_experts_go_on_bit_for_bit_at_the_same_layout(each: Each) -> None:
         assert ckpt_tools.diff(again.checkpoint, whole[name].checkpoint).equal, name
 
 
+@pytest.mark.extended
 def test_experts_go_on_without_ep_by_the_other_framework_and_back(runs: Path, each: Each) -> None:
     """At another world size: ZeRO-3 on two workers after FSDP2 on four, and FSDP2 after ZeRO-2."""
     whole = each("")
@@ -171,12 +174,14 @@ def test_experts_go_on_without_ep_by_the_other_framework_and_back(runs: Path, ea
     assert back == pytest.approx(zero, rel=1e-5)
 
 
+@pytest.mark.extended
 def test_experts_start_from_the_weights_of_a_run_without_ep(runs: Path, each: Each) -> None:
     source = result_of(runs / "zero2").checkpoint
     for name, started in each("-started").items():
         assert ckpt_tools.diff(source, started.checkpoint, state="model").equal, name
 
 
+@pytest.mark.extended
 def test_a_checkpoint_says_nothing_about_ep(runs: Path, each: Each) -> None:
     plain = ckpt_tools.open(result_of(runs / "zero2").checkpoint)
     for name, result in each("").items():
@@ -188,6 +193,7 @@ def test_a_checkpoint_says_nothing_about_ep(runs: Path, each: Each) -> None:
             assert abs(other[full][...] - plain[full][...]).max() < 2e-4, (name, full)
 
 
+@pytest.mark.extended
 def test_experts_go_on_in_fp16_with_their_scale(tmp_path: Path) -> None:
     half = {**ONE_EACH, "strategy": "full_shard", "precision": "fp16"}
     whole = tiny_config(tmp_path / "whole", ep=2, **half, **saving("full_shard"))
@@ -199,6 +205,7 @@ def test_experts_go_on_in_fp16_with_their_scale(tmp_path: Path) -> None:
     assert ckpt_tools.diff(result_of(again.out).checkpoint, result_of(whole.out).checkpoint).equal
 
 
+@pytest.mark.extended
 def test_all_workers_leave_a_step_out_if_gradients_of_experts_overflow() -> None:
     scales, moved = zip(*pool(2).run(overflowing), strict=True)
     assert set(scales) == {2.0**100 / 2}

@@ -94,6 +94,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return {config.out.name: config for config in found}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["piped", "gpipe", "interleaved", "deep"])
 def test_a_pipeline_trains_to_the_same_losses(name: str, runs: Runs) -> None:
     """Clipped by the norm of all stages; the matrix of embedding and head counts once in it."""
@@ -104,6 +105,7 @@ def test_a_pipeline_trains_to_the_same_losses(name: str, runs: Runs) -> None:
         assert ours.held_out == pytest.approx(theirs.held_out, rel=0.01)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["piped", "interleaved", "deep"])
 def test_it_leaves_one_checkpoint_of_the_whole_model(name: str, runs: Runs) -> None:
     whole, piped = (ckpt_tools.open(result_of(runs[each]).checkpoint) for each in ("whole", name))
@@ -113,6 +115,7 @@ def test_it_leaves_one_checkpoint_of_the_whole_model(name: str, runs: Runs) -> N
         assert abs(piped[name][...] - whole[name][...]).max() < 2e-4, name
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["piped", "interleaved"])
 def test_all_stages_of_fsdp2_save_what_a_run_without_a_pipeline_does(name: str, runs: Runs) -> None:
     whole, piped = (ckpt_tools.open(result_of(runs[each]).checkpoint).manifest for each in ("whole", name))
@@ -120,6 +123,7 @@ def test_all_stages_of_fsdp2_save_what_a_run_without_a_pipeline_does(name: str, 
     assert piped.groups == whole.groups
 
 
+@pytest.mark.extended
 def test_a_checkpoint_of_deepspeed_s_pipeline_says_the_names_of_the_whole_model(runs: Runs) -> None:
     """Its files are DeepSpeed's own, and nothing in it says that layers without a file could be missing."""
     [tag] = Path(result_of(runs["deep"]).checkpoint).glob("global_step*")
@@ -131,6 +135,7 @@ def test_a_checkpoint_of_deepspeed_s_pipeline_says_the_names_of_the_whole_model(
     assert "pipeline_names" not in found.extras
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["piped", "interleaved", "deep"])
 def test_a_pipeline_that_stopped_within_an_epoch_goes_on_bit_for_bit(name: str, runs: Runs) -> None:
     """So the two copies of the tied matrix, of which one is saved, had the same bits."""
@@ -147,16 +152,19 @@ GOING_ON = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", GOING_ON)
 def test_a_run_goes_on_with_a_pipeline_or_without(name: str, runs: Runs) -> None:
     assert losses(runs[name]) == pytest.approx(losses(runs["whole"])[2:], rel=1e-5)
 
 
+@pytest.mark.extended
 def test_a_pipeline_starts_from_weights(runs: Runs) -> None:
     theirs, ours = (result_of(runs[name]).checkpoint for name in ("zero-of-piped", "started"))
     assert ckpt_tools.diff(theirs, ours, state="model").equal
 
 
+@pytest.mark.extended
 def test_a_pipeline_computes_in_fp16(runs: Runs, tmp_path: Path) -> None:
     """With one scale for all stages."""
     half = tiny_config(tmp_path / "fp16", pp=2, precision="fp16", until=1, **SAME)

@@ -105,6 +105,7 @@ def each(pairs: dict[str, str], runs: Path) -> Each:
     return lambda ending: {name: result_of(runs / f"{name}{ending}") for name in pairs}
 
 
+@pytest.mark.extended
 def test_all_strategies_train_to_the_same_losses(each: Each) -> None:
     found = {name: losses(result) for name, result in each("").items()}
     first = next(iter(found.values()))
@@ -112,6 +113,7 @@ def test_all_strategies_train_to_the_same_losses(each: Each) -> None:
     assert found == {name: pytest.approx(first, rel=1e-5) for name in found}
 
 
+@pytest.mark.extended
 def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit_at_the_same_layout(each: Each) -> None:
     """From a checkpoint that was written while the next step changed the weights, if the framework can."""
     whole = each("")
@@ -122,12 +124,14 @@ def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit_at_the_same_layo
         assert ckpt_tools.diff(again.checkpoint, whole[name].checkpoint).equal, name
 
 
+@pytest.mark.extended
 def test_a_run_starts_from_the_weights_of_another_strategy(each: Each) -> None:
     source = next(iter(each("").values())).checkpoint
     for name, started in each("-started").items():
         assert ckpt_tools.diff(source, started.checkpoint, state="model").equal, name
 
 
+@pytest.mark.extended
 def test_another_strategy_goes_on_at_another_world_size(each: Each) -> None:
     whole = each("")
     for name, other in each("-other").items():
@@ -135,6 +139,7 @@ def test_another_strategy_goes_on_at_another_world_size(each: Each) -> None:
         assert other.history[0].losses == pytest.approx(whole[name].history[1].losses, rel=1e-5), name
 
 
+@pytest.mark.extended
 def test_the_checkpoints_of_all_strategies_hold_the_same_weights(each: Each) -> None:
     """DCP has the tied embedding by both of its names, DeepSpeed once and the other name beside it."""
     first = ckpt_tools.open(next(iter(each("").values())).checkpoint)
@@ -146,6 +151,7 @@ def test_the_checkpoints_of_all_strategies_hold_the_same_weights(each: Each) -> 
             assert abs(other[weight][...] - first[weight][...]).max() < 2e-4, (name, weight)
 
 
+@pytest.mark.extended
 def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path: Path) -> None:
     """Micro-batches, clipping and recomputed activations: in both frameworks, in fp32 the same losses."""
     same = {"model": "lm", "gradient_accumulation": 2, "clip_grad_norm": 0.5, "activation_checkpointing": True}
@@ -167,6 +173,7 @@ def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path: 
         assert found == pytest.approx(ours, rel=0.01), half.out.name
 
 
+@pytest.mark.extended
 def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
     half = {"model": "lm", "strategy": "full_shard", "precision": "fp16"}
     whole = tiny_config(tmp_path / "whole", **half, **saving("full_shard"))
@@ -179,6 +186,7 @@ def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
     assert ckpt_tools.diff(result_of(again.out).checkpoint, result_of(whole.out).checkpoint).equal
 
 
+@pytest.mark.extended
 def test_a_batch_norm_goes_on_in_the_other_framework(tmp_path: Path) -> None:
     """Its running averages are the same on every rank, and only predictions use them."""
     model = {"model": "resnet18"}
@@ -206,6 +214,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"hf:{folder}"
 
 
+@pytest.mark.extended
 def test_a_configuration_of_transformers_trains(gpt2: str, tmp_path: Path) -> None:
     whole = tiny_config(tmp_path / "fsdp2", model=gpt2, strategy="full_shard")
     other = resuming(tmp_path / "zero3", whole.out, model=gpt2, strategy="zero3")
@@ -233,10 +242,9 @@ def check_transformers_loads_the_export(run: RunResult, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def models(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """Models with the strategies that train them here: each with each, or some quick ones."""
-    if request.config.getoption("--soak"):
-        return {model: list(STRATEGIES) for model in MODELS}
-    return {"cnn": ["shard_grad_op", "zero1"], "resnet18": ["full_shard"]}
+    """Models with the strategies that train them here: each, or the quickest, with each."""
+    names = list(MODELS) if request.config.getoption("--soak") else ["cnn"]
+    return {model: list(STRATEGIES) for model in names}
 
 
 def test_models_train_with_strategies(models: dict[str, list[str]], tmp_path: Path) -> None:

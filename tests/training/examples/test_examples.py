@@ -30,7 +30,7 @@ FOLDER = Path(training.__file__).parent / "examples"
 MOST_LINES = {"fsdp2_on_ray": 200, "deepspeed_on_ray": 200, "your_own_loop": 60}
 CHANCE = 0.1
 STEPS_OF_AN_EPOCH = 22
-FOR_SOAK = ("/tmp/zero-1", "/tmp/own")
+FOR_SOAK = ("/tmp/zero-1",)
 in_soak = partial(pytest.param, marks=pytest.mark.soak)
 PROGRAMS = {
     "python": [sys.executable],
@@ -63,22 +63,29 @@ class Examples:
 
 
 @pytest.fixture(scope="module")
-def examples(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Examples:
-    """Documented commands have run: both scripts on Ray at the same time, then the loop, which needs the second."""
-    left_out = () if pytestconfig.getoption("--soak") else FOR_SOAK
-    root = str(FOLDER.parent.parent)
-    environment = os.environ | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-    environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # a process for each run, which imports torch
+def own(tmp_path_factory: pytest.TempPathFactory) -> Examples:
+    """The loop's first documented command has run, for which no Ray is needed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent.parent)}
     made = Examples(tmp_path_factory.mktemp("examples"), environment)
-    # `ast.parse` is not safe in two threads of Python 3.11.
-    on_ray = [documented_commands(script, left_out) for script in ("fsdp2_on_ray", "deepspeed_on_ray")]
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(made.run_all, on_ray))
-    made.run_all(documented_commands("your_own_loop", left_out))
+    made.run_all(documented_commands("your_own_loop")[:1])
     return made
 
 
-def documented_commands(script: str, left_out: tuple[str, ...]) -> list[str]:
+@pytest.fixture(scope="module")
+def examples(own: Examples, cluster: Cluster, pytestconfig: pytest.Config) -> Examples:
+    """Documented commands have run: both scripts on Ray at the same time, then the loop, which needs the second."""
+    left_out = () if pytestconfig.getoption("--soak") else FOR_SOAK
+    own.environment["RAY_ADDRESS"] = cluster.address
+    own.environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # a process for each run, which imports torch
+    # `ast.parse` is not safe in two threads of Python 3.11.
+    on_ray = [documented_commands(script, left_out) for script in ("fsdp2_on_ray", "deepspeed_on_ray")]
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(own.run_all, on_ray))
+    own.run_all(documented_commands("your_own_loop")[1:])
+    return own
+
+
+def documented_commands(script: str, left_out: tuple[str, ...] = ()) -> list[str]:
     docstring = ast.get_docstring(ast.parse((FOLDER / f"{script}.py").read_text())) or ""
     lines = [line for line in docstring.splitlines() if line.startswith("    ")]
     return [line for line in lines if not any(run in line for run in left_out)]
@@ -108,6 +115,7 @@ def losses(entries: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
     return {(entry["epoch"], entry["step"]): entry["loss"] for entry in entries}
 
 
+@pytest.mark.extended
 def test_both_frameworks_compute_the_same_losses(examples: Examples) -> None:
     fsdp2, zero = losses(examples.reported("fsdp2")), losses(examples.reported("zero"))
     assert [*fsdp2] == [(1, STEPS_OF_AN_EPOCH), (2, 2 * STEPS_OF_AN_EPOCH)]
@@ -120,6 +128,7 @@ def test_both_resume_on_one_worker_to_the_same_losses(examples: Examples) -> Non
     assert zero == pytest.approx({key: fsdp2[key] for key in [*fsdp2][1:]}, rel=1e-4)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("run", ["fsdp2", "zero", in_soak("zero-1")])
 def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples: Examples, run: str) -> None:
     """The plain model predicts the same bits with these weights as with the file that the framework wrote."""
@@ -132,21 +141,30 @@ def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples: Example
     assert (logits.argmax(dim=1) == labels).float().mean() > 2 * CHANCE
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("checkpoint", "world_size"),
     [
         ("fsdp2/checkpoints@latest", 1),
         ("zero/checkpoints@latest", 2),
-        in_soak("own/epoch_1", 2),
         ("continued/epoch_2", 1),
     ],
 )
 def test_the_optimizer_is_in_the_checkpoint(examples: Examples, checkpoint: str, world_size: int) -> None:
-    path = f"{examples.out}/{checkpoint}"
-    assert ckpt_tools.inspect(path).world_size == world_size
-    assert all(found >= {"weight", "exp_avg", "exp_avg_sq", "step"} for found in slots(path).values())
+    check_has_optimizer(f"{examples.out}/{checkpoint}", world_size)
 
 
+def test_the_optimizer_of_the_loop_is_in_its_checkpoint(own: Examples) -> None:
+    check_has_optimizer(f"{own.out}/own/epoch_1", 2)
+
+
+def check_has_optimizer(checkpoint: str, world_size: int) -> None:
+    assert ckpt_tools.inspect(checkpoint).world_size == world_size
+    found = slots(checkpoint)
+    assert found and all(each >= {"weight", "exp_avg", "exp_avg_sq", "step"} for each in found.values())
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "checkpoint", ["fsdp2/checkpoints@latest", in_soak("zero-1/checkpoints@latest"), "continued/epoch_2"]
 )

@@ -11,7 +11,7 @@ import torch
 
 from ckpt_tools.errors import CkptError
 from tests.training.conftest import SmallRun
-from tests.training.jobs import default_config
+from tests.training.jobs import small_config
 from training.config.model_names import MODELS
 from training.config.train_config import TrainConfig
 from training.launchers.checks import check_before_start
@@ -89,7 +89,7 @@ def test_first_weights_of_another_shape(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero3"])
 def test_a_checkpoint_of_every_engine_fits(engine: str, small_run: SmallRun, tmp_path: Path) -> None:
     resume = str(Path(small_run(engine).checkpoint).with_name("epoch_0001"))
-    check_before_start(default_config(tmp_path / "run", engine="zero2", resume=resume))
+    check_before_start(small_config(tmp_path / "run", engine="zero2", resume=resume))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ckpt_tools.errors import StoreError
 from fixtures.launch import pool
 from tests.training import failure_jobs
-from tests.training.jobs import default_config, small_config
+from tests.training.jobs import small_config
 from tests.training.watched import Watched
 from training.checkpoints.run_folder import saved_checkpoints
 from training.checkpoints.writing import writing
@@ -35,7 +35,7 @@ def test_small_files_on_a_full_disk_name_the_file_and_the_reason(tmp_path: Path)
     for name in ("metrics.jsonl", "config.json", ".result.json.partial"):
         (tmp_path / name).symlink_to(FULL)
     reason = f"^{tmp_path}/?{{}} cannot be written: No space left on device$"
-    config = default_config(tmp_path, engine="fsdp2")
+    config = small_config(tmp_path, engine="fsdp2")
     with pytest.raises(StoreError, match=reason.format("metrics.jsonl")):
         Journal(config).record({"step": 1})
     with pytest.raises(StoreError, match=reason.format("")), writing(tmp_path):
@@ -86,6 +86,7 @@ def test_the_end_of_a_process(code: int, sentence: str) -> None:
     assert Failure.of_exit(1, code).sentence == sentence
 
 
+@pytest.mark.extended
 def test_the_ranks_that_lost_a_killed_one_are_not_blamed(tmp_path: Path) -> None:
     """torchrun's agent ends the run as soon as it finds the killed rank; restarts are none."""
     config = small_config(tmp_path, engine="fsdp2", epochs=9000, save_every_steps=1, keep_last=2)

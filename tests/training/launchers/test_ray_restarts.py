@@ -14,7 +14,7 @@ import pytest
 
 from ckpt_tools.errors import StoreError, UsageError
 from tests.training.conftest import SmallRun
-from tests.training.jobs import BATCH_SIZE, EPOCHS, NUM_SAMPLES
+from tests.training.jobs import small_config
 from training.checkpoints.run_folder import restarted
 from training.config.train_config import TrainConfig
 from training.launchers.failures import Failure, RunFailedError
@@ -52,8 +52,8 @@ finally:
 
 
 def lossy(out: Path) -> TrainConfig:
-    size = {"num_samples": NUM_SAMPLES, "batch_size": BATCH_SIZE, "epochs": EPOCHS, "save_every_steps": 1}
-    return TrainConfig(out=out, engine="fsdp2", max_restarts=1, min_workers=1, **size)
+    usual = small_config(out, engine="fsdp2", save_every_steps=1)
+    return replace(usual, launcher="ray", max_restarts=1, min_workers=1)
 
 
 @pytest.mark.soak

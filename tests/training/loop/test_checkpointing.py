@@ -62,16 +62,16 @@ def check_same_end(resumed: RunResult, whole: RunResult) -> None:
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, *(pytest.param(each, marks=pytest.mark.soak) for each in IN_THE_SOAK)])
-def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit(engine: str, runs: Path) -> None:
+def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit(engine: str, runs: Path, small_run: SmallRun) -> None:
     resumed = result_of(runs / f"{engine}-stopped")
     assert [path.name for path in saved_checkpoints(runs / f"{engine}-stopped")] == ["epoch_0001", WITHIN, "epoch_0002"]
     assert [(epoch.epoch, epoch.earlier_steps) for epoch in resumed.history] == [(2, STOPPED_AFTER - STEPS_PER_EPOCH)]
-    check_same_end(resumed, result_of(runs / engine))
+    check_same_end(resumed, small_run(engine))
 
 
-def test_a_run_that_stopped_before_an_evaluation_makes_up_for_it(runs: Path) -> None:
+def test_a_run_that_stopped_before_an_evaluation_makes_up_for_it(runs: Path, small_run: SmallRun) -> None:
     """Each epoch is measured once, as if nobody had stopped the run."""
-    resumed, whole = result_of(runs / "ended"), result_of(runs / "fsdp2")
+    resumed, whole = result_of(runs / "ended"), small_run("fsdp2")
     assert (runs / "ended/checkpoints/epoch_0000_step_000004").is_dir()
     assert [(epoch.earlier_steps, len(epoch.losses)) for epoch in resumed.history] == [(4, 0), (0, 4)]
     assert resumed.history[0].held_out == whole.history[0].held_out
@@ -80,13 +80,13 @@ def test_a_run_that_stopped_before_an_evaluation_makes_up_for_it(runs: Path) -> 
 
 @pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero3"), ("zero1", "fsdp2")])
 def test_the_rest_of_an_epoch_is_trained_at_another_world_size_and_by_another_engine(
-    engine: str, other: str, runs: Path, tmp_path: Path
+    engine: str, other: str, runs: Path, small_run: SmallRun, tmp_path: Path
 ) -> None:
     resume = str(runs / f"{other}-stopped/checkpoints" / WITHIN)
     config = small_config(tmp_path / "run", engine=engine, num_workers=1, resume=resume)
     train_each(1, config)
     [epoch] = result_of(tmp_path / "run").history
-    whole = result_of(runs / other).history[1]
+    whole = small_run(other).history[1]
     assert epoch.losses == pytest.approx(whole.losses[2:], rel=1e-5)
     assert epoch.mean_loss == pytest.approx(whole.mean_loss, rel=1e-5)
 

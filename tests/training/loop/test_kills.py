@@ -1,8 +1,9 @@
 """A run whose workers are killed, and that is asked to stop, at random moments ends as one that nobody touched.
 
 Under each launcher: torchrun and Ray start a lost worker again by themselves, DeepSpeed's launcher ends the run, and
-the same command goes on with ``--resume auto``. One of each under Ray here; in the soak as many as ``--kills`` says,
-which the summary counts. Checkpoints are written all the time, so many kills hit one that is half written.
+the same command goes on with ``--resume auto``. One of each under Ray in ``make test-all``; in the soak as many as
+``--kills`` says, which the summary counts. Checkpoints are written all the time, so many kills hit one that is half
+written.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ def losses(out: Path) -> dict[int, float]:
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.parametrize(
     "start",
-    [pytest.param(start, marks=() if start.name == CORE else pytest.mark.soak) for start in STARTS],
+    [pytest.param(start, marks=pytest.mark.extended if start.name == CORE else pytest.mark.soak) for start in STARTS],
     ids=lambda start: start.name,
 )
 def test_a_run_that_is_killed_and_stopped_goes_on_to_the_same_end(start: Start, plan: Plan, tmp_path: Path) -> None:

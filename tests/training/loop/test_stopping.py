@@ -39,7 +39,7 @@ SOAK_SECONDS = 20.0
 def config(out: Path, launcher: LauncherName, **values: object) -> TrainConfig:
     """One step an epoch on two ranks."""
     resume = "latest" if saved_checkpoints(out) else None
-    size = {"num_samples": 64, "batch_size": 64, "epochs": EPOCHS, "num_workers": 2, "resume": resume}
+    size = {"model": "cnn", "num_samples": 64, "batch_size": 64, "epochs": EPOCHS, "num_workers": 2, "resume": resume}
     return TrainConfig(out=out, engine="fsdp2", launcher=launcher, **(size | values))  # type: ignore[arg-type]
 
 
@@ -149,6 +149,7 @@ def test_a_run_is_stopped_while_torch_is_imported(module: Sequence[str], tmp_pat
         run.destroy()
 
 
+@pytest.mark.extended
 def test_ckpt_tools_train_ends_as_training_does(tmp_path: Path) -> None:
     run = Watched.start(tmp_path, "-m", *CKPT_TOOLS_TRAIN, *config(tmp_path, "torchrun").to_args())
     try:
@@ -170,6 +171,7 @@ def test_the_demo_ends_all_that_it_started(tmp_path: Path) -> None:
         run.destroy()
 
 
+@pytest.mark.extended
 def test_ranks_of_a_users_own_torchrun_end_with_it(tmp_path: Path) -> None:
     """Nobody else could end them: its agent is killed. Rank 0 held the lock until then."""
     own = config(tmp_path, "torchrun")
@@ -189,7 +191,7 @@ def test_ranks_of_a_users_own_torchrun_end_with_it(tmp_path: Path) -> None:
 
 
 def refused(*args: str) -> str:
-    done = CliRunner().invoke(main, ["--engine=fsdp2", *args])
+    done = CliRunner().invoke(main, ["--engine=fsdp2", "--model=cnn", *args])
     assert done.exit_code == 8, (done.exit_code, done.stderr)
     assert done.stderr.count("\n") == 1
     return done.stderr

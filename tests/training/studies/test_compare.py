@@ -95,7 +95,7 @@ def test_figures_are_those_that_the_runs_recorded(small_runs: Path, tmp_path: Pa
     result = json.loads((tmp_path / "result.json").read_text())
     assert figures["final_loss"] == result["history"][-1]["losses"][-1]
     shards = list(Path(result["checkpoint"]).glob("*"))
-    assert figures["checkpoint_bytes"] == sum(path.stat().st_size for path in shards) > 10_000_000
+    assert figures["checkpoint_bytes"] == sum(path.stat().st_size for path in shards) > 1_000_000
     assert figures["resume_seconds"] == resumed["resume_seconds"]
 
 
