@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from training.data.datasets import Samples, load_dataset
 from training.models.image_models import build_model
+from training.models.zoo import our_model
 
 # As docs/inference.md says: without it such a processor rounds the last rows of a batch otherwise than the others.
 if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -97,18 +101,23 @@ def many_images(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A service that was started as a process of its own; ``log`` is its stderr. ``grpc`` is the address of that."""
+    """A service that was started as a process of its own; ``log`` is its stderr. ``grpc`` is the address of that.
+    ``http`` keeps its connections, and is for services without TLS."""
 
     process: subprocess.Popen[bytes]
     url: str
     log: Path
     temporary: Path
+    http: httpx.Client
     grpc: str = ""
 
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
+
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""httpx would read the certificates of all authorities for each client, which takes longer than a request."""
 
 SERVE = ("inference.serving",)
 CKPT_TOOLS_SERVE = ("ckpt_tools", "serve")
@@ -133,7 +142,58 @@ def running_service(
             assert line.startswith(f"serving on {scheme}://"), log.read_text()
             url = line.removeprefix("serving on ").strip()
             second = process.stdout.readline().decode() if any("--grpc-port" in arg for arg in args) else ""
-            yield Service(process, url, log, temporary, second.removeprefix("serving gRPC on ").strip())
+            with httpx.Client(base_url=url, timeout=300, verify=NO_TLS) as http:
+                yield Service(process, url, log, temporary, http, second.removeprefix("serving gRPC on ").strip())
         finally:
             process.kill()
     assert "Traceback" not in log.read_text()
+
+
+def models_of(process: psutil.Process) -> list[psutil.Process]:
+    """The process of the models of a service."""
+    return [
+        each
+        for each in process.children(recursive=True)
+        if "inference.serving.processes.model_process" in each.cmdline()
+    ]
+
+
+@pytest.fixture(scope="session")
+def text_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``labels`` of texts, and two models that generate: ``writer``, which chats, and ``ours``."""
+    from tests.inference.tiny_models import CHAT, save_text_model, save_writer  # this imports transformers
+
+    folder = tmp_path_factory.mktemp("texts")
+    save_text_model(folder / "labels")
+    save_writer(folder / "writer", chat_template=CHAT)
+    (folder / "ours").mkdir()
+    torch.manual_seed(0)
+    model = our_model("lm")
+    torch.nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]
+    torch.save(model.state_dict(), folder / "ours" / "model.pt")
+    (folder / "ours" / "config.json").write_text('{"architecture": "ours:lm"}')
+    return folder
+
+
+@pytest.fixture(scope="session")
+def service(forms: Path, text_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One for all files that only ask. Tests load and unload ``spare`` and ``two``; the versions of the others stay."""
+    places: dict[str, list[object]] = {
+        "m": [forms / "model.safetensors"],
+        "two": [forms / "model.pt", forms / "sharded"],
+        "spare": [forms / "model.pt"],
+        "labels": [text_models / "labels"],
+        "embed": [f"{text_models / 'labels'}?embeddings=true"],
+        "writer": [f"{text_models / 'writer'}?max_new_tokens=16"],
+        "ours": [f"{text_models / 'ours' / 'model.pt'}?max_new_tokens=16&exact=full"],
+    }
+    options = [f"--model={name}={place}" for name, found in places.items() for place in found]
+    options += ["--grpc-port=0", "--model-control=explicit", "--threads=1", "--timeout=300"]
+    with running_service(tmp_path_factory.mktemp("service"), None, *options) as service:
+        assert service.url == f"http://127.0.0.1:{service.port}"
+        yield service
+
+
+@pytest.fixture(scope="session")
+def client(service: Service) -> httpx.Client:
+    return service.http

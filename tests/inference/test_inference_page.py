@@ -27,6 +27,7 @@ def ran(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.extended
 def test_the_network_of_the_page_is_predicted_with_and_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

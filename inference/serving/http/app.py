@@ -185,7 +185,9 @@ async def read_item(form: FormData, predictor: Predictor, service: Service) -> I
     image = the_field(form, "image", UploadFile, HOW_TO_POST)
     if (image.size or 0) > MAX_UPLOAD_BYTES:
         raise Refused(413, TOO_LARGE)
-    return await service.decode(predictor, await image.read(), image.filename or "the posted file")
+    data = await image.read()
+    await image.close()
+    return await service.decode(predictor, data, image.filename or "the posted file")
 
 
 def the_field(form: FormData, name: str, kind: type[Result], how: str) -> Result:

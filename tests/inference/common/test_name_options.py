@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import httpx
 import pytest
 from click.testing import CliRunner
+from fastapi.testclient import TestClient
 from safetensors.torch import save_file
 from torch import Tensor
 
 from inference.batch.__main__ import main
-from inference.models.predictor import load_predictor
-from tests.inference.conftest import running_service
+from inference.models.predictor import load_predictor, loaded
+from inference.serving import __main__ as serve
 from training.data.datasets import Samples
 
 RENAMED = ("--rename=^net[.]=", "--exclude=ema.*")
@@ -74,11 +73,23 @@ def test_a_wrong_name_is_one_sentence(
 
 
 @pytest.mark.parametrize("options", [RENAMED, ("--recipe={}",)], ids=["rename", "recipe"])
-def test_serve_renames(options: tuple[str, ...], wrapped: Path, forms: Path, digits: Samples, tmp_path: Path) -> None:
+def test_serve_renames(
+    options: tuple[str, ...],
+    wrapped: Path,
+    forms: Path,
+    digits: Samples,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The application of the command's options, in this process."""
     recipe = tmp_path / "bare.toml"
     recipe.write_text(RECIPE)
     (expected,) = load_predictor(forms / "model.safetensors").predict([digits.pixels[0]])
     given = {"name": "image", "shape": [1, 28, 28], "datatype": "UINT8", "data": digits.pixels[0].flatten().tolist()}
-    with running_service(tmp_path, wrapped, "--threads=1", *(text.format(recipe) for text in options)) as service:
-        answer = httpx.post(f"{service.url}/v2/models/model/infer", content=json.dumps({"inputs": [given]}), timeout=60)
+    taken: list[serve.Options] = []
+    monkeypatch.setattr(serve, "run", taken.append)
+    assert CliRunner().invoke(serve.main, [str(wrapped), *(text.format(recipe) for text in options)]).exit_code == 0
+    app = serve.application(taken[0], lambda source: loaded(source.url, source.name, source.options))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        answer = client.post("/v2/models/model/infer", json={"inputs": [given]})
     assert tuple(answer.json()["outputs"][1]["data"]) == expected.probabilities

@@ -1,7 +1,11 @@
-"""Model control: loads and unloads are off by default, and may need a token of their own."""
+"""Tokens and TLS, over HTTP and gRPC. Loads and unloads are off by default, and may need a token of their own."""
 
 from __future__ import annotations
 
+import json
+import signal
+import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,17 +15,20 @@ import numpy as np
 import pytest
 
 from inference.models.predictor import load_predictor
-from inference.serving.grpc.requests import METHODS
+from inference.serving.grpc.requests import METHODS, SERVICE
 from inference.serving.repository import Repository, Source
 from inference.serving.settings import Settings
 from tests.inference.conftest import Service, running_service
 from tests.inference.serving.grpc.test_grpc import a_request, call, refusal, served
+from tests.inference.serving.test_operations import LARGE, sent
+from tests.inference.serving.test_operations import certificate as certificate
 from tests.inference.serving.test_serve import run_serve
 
 ASKING, CHANGING = {"Authorization": "Bearer ask"}, {"Authorization": "Bearer change"}
 VERBS = ("load", "unload")
 OFF = "models cannot be loaded and unloaded: the service has no --model-control explicit"
 Code = grpc.StatusCode
+ONE = a_request(np.zeros((1, 28, 28), np.uint8), model="model")
 
 
 @pytest.fixture(scope="module")
@@ -33,49 +40,96 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(forms: Path, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(
+    forms: Path, tokens: Path, certificate: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
     options = [f"--token={tokens / 'ask'}", f"--control-token={tokens / 'change'}", "--model-control=explicit"]
-    with running_service(tmp_path_factory.mktemp("run"), forms / "model.pt", "--grpc-port=0", *options) as service:
+    options += [f"--certfile={certificate / 'cert.pem'}", f"--keyfile={certificate / 'key.pem'}", "--access-log"]
+    folder = tmp_path_factory.mktemp("run")
+    with running_service(folder, forms / "model.pt", "--grpc-port=0", *options, scheme="https") as service:
         yield service
 
 
-def change(service: Service, verb: str, headers: dict[str, str], name: str = "model") -> httpx.Response:
-    return httpx.post(f"{service.url}/v2/repository/models/{name}/{verb}", headers=headers, timeout=60)
+@pytest.fixture(scope="module")
+def trusted(certificate: Path) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(certificate / "cert.pem"))
+
+
+@pytest.fixture(scope="module")
+def client(service: Service, trusted: ssl.SSLContext) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"https://localhost:{service.port}", verify=trusted, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def channel(service: Service, certificate: Path) -> Iterator[grpc.Channel]:
+    credentials = grpc.ssl_channel_credentials((certificate / "cert.pem").read_bytes())
+    with grpc.secure_channel(f"localhost:{service.grpc.rpartition(':')[2]}", credentials) as channel:
+        yield channel
+
+
+def change(client: httpx.Client, verb: str, headers: dict[str, str], name: str = "model") -> httpx.Response:
+    return client.post(f"/v2/repository/models/{name}/{verb}", headers=headers)
 
 
 @pytest.mark.parametrize("verb", [*VERBS, "unload%0A", "%75nload"])
 @pytest.mark.parametrize("headers", [{}, ASKING, {"Authorization": "change"}, {"Authorization": "Bearer \xff"}])
-def test_without_the_control_token_no_model_changes(service: Service, verb: str, headers: dict[str, str]) -> None:
-    answer = change(service, verb, {key: value.encode("latin-1") for key, value in headers.items()})  # type: ignore[misc]
+def test_without_the_control_token_no_model_changes(client: httpx.Client, verb: str, headers: dict[str, str]) -> None:
+    answer = change(client, verb, {key: value.encode("latin-1") for key, value in headers.items()})  # type: ignore[misc]
     assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
     assert answer.json() == {"error": "the request needs the token of --control-token, as Authorization: Bearer TOKEN"}
-    ready = httpx.get(f"{service.url}/v2/models/model/versions/1/ready", headers=ASKING)
+    ready = client.get("/v2/models/model/versions/1/ready", headers=ASKING)
     assert ready.status_code == 200
 
 
-def test_the_control_token_changes_models_and_does_nothing_else(service: Service) -> None:
-    index = f"{service.url}/v2/repository/index"
-    assert httpx.post(index, headers=CHANGING).status_code == 401
-    assert [each["state"] for each in httpx.post(index, headers=ASKING).json()] == ["READY"]
-    assert change(service, "unload", CHANGING).status_code == 200
-    assert [each["state"] for each in httpx.post(index, headers=ASKING).json()] == ["UNAVAILABLE"]
-    assert change(service, "load", CHANGING, "none").status_code == 404
-    assert change(service, "load", CHANGING).status_code == 200
-    assert "model_repository" in httpx.get(f"{service.url}/v2", headers=ASKING).json()["extensions"]
+def test_the_control_token_changes_models_and_does_nothing_else(client: httpx.Client) -> None:
+    index = "/v2/repository/index"
+    assert client.post(index, headers=CHANGING).status_code == 401
+    assert [each["state"] for each in client.post(index, headers=ASKING).json()] == ["READY"]
+    assert change(client, "unload", CHANGING).status_code == 200
+    assert [each["state"] for each in client.post(index, headers=ASKING).json()] == ["UNAVAILABLE"]
+    assert change(client, "load", CHANGING, "none").status_code == 404
+    assert change(client, "load", CHANGING).status_code == 200
+    assert "model_repository" in client.get("/v2", headers=ASKING).json()["extensions"]
 
 
-def test_grpc_has_the_same_tokens(service: Service) -> None:
-    infer = a_request(np.zeros((1, 28, 28), np.uint8), model="model")
+def test_grpc_has_the_same_tokens(channel: grpc.Channel) -> None:
     asking, changing = [("authorization", "Bearer ask")], [("authorization", "Bearer change")]
-    with grpc.insecure_channel(service.grpc) as channel:
-        for verb in ("Unload", "Load"):
-            message = METHODS[f"RepositoryModel{verb}"].request(model_name="model")
-            for metadata in ([], asking):
-                code, sentence = refusal(channel, f"RepositoryModel{verb}", message, metadata=metadata)
-                assert (code, "--control-token" in sentence) == (Code.UNAUTHENTICATED, True)
-            assert call(channel, f"RepositoryModel{verb}", message, metadata=changing).model_name == "model"
-        assert refusal(channel, "ModelInfer", infer, metadata=changing)[0] is Code.UNAUTHENTICATED
-        assert call(channel, "ModelInfer", infer, metadata=asking).model_name == "model"
+    for verb in ("Unload", "Load"):
+        message = METHODS[f"RepositoryModel{verb}"].request(model_name="model")
+        for metadata in ([], asking):
+            code, sentence = refusal(channel, f"RepositoryModel{verb}", message, metadata=metadata)
+            assert (code, "--control-token" in sentence) == (Code.UNAUTHENTICATED, True)
+        assert call(channel, f"RepositoryModel{verb}", message, metadata=changing).model_name == "model"
+    assert call(channel, "ServerReady").ready
+    found = refusal(channel, "ServerMetadata", None)
+    assert found == (Code.UNAUTHENTICATED, "the request needs the token, as Authorization: Bearer TOKEN")
+    for metadata in (changing, [("authorization", "x")]):
+        assert refusal(channel, "ModelInfer", ONE, metadata=metadata)[0] is Code.UNAUTHENTICATED
+    assert call(channel, "ModelInfer", ONE, metadata=asking).model_name == "model"
+
+
+@pytest.mark.parametrize("size", [700, 10**6])
+def test_a_large_head_over_https_is_cut_off(service: Service, trusted: ssl.SSLContext, size: int) -> None:
+    plain = socket.create_connection(("127.0.0.1", service.port), timeout=60)
+    with trusted.wrap_socket(plain, server_hostname="localhost") as connection:
+        assert sent(connection, LARGE["one header"], size) == b""
+
+
+def test_a_call_is_a_line_of_the_log_and_a_signal_is_the_end(service: Service, channel: grpc.Channel) -> None:
+    """The last test of this service."""
+    metadata = [("authorization", "Bearer ask"), ("x-request-id", "looked-for")]
+    version = call(channel, "ModelInfer", ONE, metadata=metadata).model_version
+    assert service.process.stdout is not None
+    for line in service.process.stdout:
+        entry = json.loads(line)
+        if entry["request_id"] == "looked-for":
+            break
+    assert (entry["path"], entry["status"], entry["model"]) == (f"/{SERVICE}/ModelInfer", "OK", "model")
+    assert (entry["method"], entry["client"], entry["version"]) == ("gRPC", "127.0.0.1", version)
+    assert entry["bytes_in"] > 784 and entry["bytes_out"] > 48
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(60) == 143
 
 
 def test_by_default_no_model_changes_and_the_index_can_be_read(forms: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,8 +22,11 @@ from torch import nn
 from torch.export import Dim
 from tritonclient import grpc, http
 
-from inference.models.predictor import load_predictor
-from tests.inference.conftest import Service, running_service
+from inference.models.predictor import load_predictor, loaded
+from inference.serving.__main__ import Options, application
+from inference.serving.settings import Listening, Settings, address_of, reserve
+from tests.inference.conftest import running_service
+from tests.inference.serving.test_serve import plain_uvicorn_of
 
 OWN = '''
 import numpy
@@ -54,7 +58,10 @@ def encode(outputs):
 
 @dataclass(frozen=True)
 class Served:
-    service: Service
+    """The addresses of HTTP and of gRPC."""
+
+    url: str
+    grpc: str
     folder: Path
     linear: nn.Linear
 
@@ -64,8 +71,9 @@ class Scaled(nn.Module):
         return (values * 3).bfloat16(), values.masked_fill(mask, -torch.inf)
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["here", pytest.param("in processes", marks=pytest.mark.extended)])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """By a service in this process, and by one with a process for its models."""
     folder = tmp_path_factory.mktemp("networks")
     torch.manual_seed(0)
     linear = nn.Linear(3, 6)
@@ -83,17 +91,27 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         f'[t5]\nurl = "{folder / "t5"}"\nexact = "full"\n'
     )
     scaled = f"scaled={folder / 'scaled.pt2'}?architecture=torch.export&max_batch=5"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{folder}")
-        with running_service(folder / "service", None, "--model", scaled, "--models", str(file), "--grpc-port=0") as it:
-            yield Served(it, folder, linear)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        if request.param == "here":
+            patch.syspath_prepend(str(folder))
+            reserved = stack.enter_context(reserve("127.0.0.1", 0))
+            options = Options([scaled], Settings(), models_file=file)
+            app = application(
+                options, lambda each: loaded(each.url, each.name, each.options), Listening(address_of(reserved))
+            )
+            yield Served(stack.enter_context(plain_uvicorn_of(app)), address_of(reserved), folder, linear)
+        else:
+            patch.setenv("PYTHONPATH", f"{Path(__file__).parents[3]}:{folder}")
+            words = ["--model", scaled, "--models", str(file), "--grpc-port=0"]
+            service = stack.enter_context(running_service(folder / "service", None, *words))
+            yield Served(service.url, service.grpc, folder, linear)
 
 
 @pytest.fixture(params=["http", "grpc"])
 def infer(request: pytest.FixtureRequest, served: Served) -> Iterator[Callable[..., Any]]:
     """Infer by a client of Triton's, with tensors by name."""
     kind: ModuleType = {"http": http, "grpc": grpc}[request.param]
-    address = served.service.grpc if kind is grpc else served.service.url.removeprefix("http://")
+    address = served.grpc if kind is grpc else served.url.removeprefix("http://")
     with kind.InferenceServerClient(address) as client:
 
         def ask(model: str, outputs: Sequence[str] | None = None, **tensors: np.ndarray) -> Any:
@@ -160,12 +178,12 @@ def test_a_model_of_transformers_takes_its_own_arguments(served: Served, infer: 
 
 
 def test_metadata_say_what_each_model_takes(served: Served) -> None:
-    with grpc.InferenceServerClient(served.service.grpc) as client:
+    with grpc.InferenceServerClient(served.grpc) as client:
         found = client.get_model_metadata("scaled", as_json=True)
     assert [(each["name"], each["datatype"], each["shape"]) for each in found["inputs"]] == [
         ("values", "FP32", ["-1", "-1"]), ("mask", "BOOL", ["-1", "-1"]),
     ]  # fmt: skip
-    with http.InferenceServerClient(served.service.url.removeprefix("http://")) as client:
+    with http.InferenceServerClient(served.url.removeprefix("http://")) as client:
         metadata, config = client.get_model_metadata("boxes"), client.get_model_config("scaled")
     assert config["max_batch_size"] == 5
     assert metadata["outputs"] == [
@@ -190,7 +208,7 @@ def form(data: bytes) -> bytes:
 
 
 def test_a_file_is_decoded_and_the_answer_encoded_by_the_user(served: Served) -> None:
-    url, kind = f"{served.service.url}/predict?model=", "multipart/form-data; boundary=x"
+    url, kind = f"{served.url}/predict?model=", "multipart/form-data; boundary=x"
     with torch.no_grad():
         (theirs,) = served.linear(torch.tensor([[1.0, 2.0, 3.0]]))
     expected = {"boxes": int((theirs > 0).sum()), "best": int(theirs.argmax())}
@@ -205,7 +223,7 @@ def test_a_file_is_decoded_and_the_answer_encoded_by_the_user(served: Served) ->
 
 
 def test_a_network_does_not_generate_texts(served: Served) -> None:
-    url = f"{served.service.url}/v2/models/scaled/generate"
+    url = f"{served.url}/v2/models/scaled/generate"
     status, found = posted(url, b'{"text_input": "a"}', "application/json")
     assert status == 400, found
 
@@ -216,7 +234,7 @@ def test_what_json_cannot_hold_is_refused_there(served: Served) -> None:
             {"name": "values", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]},
             {"name": "mask", "shape": [1, 2], "datatype": "BOOL", "data": mask},
         ]
-        url = f"{served.service.url}/v2/models/scaled/infer"
+        url = f"{served.url}/v2/models/scaled/infer"
         return posted(url, json.dumps({"inputs": inputs}).encode(), "application/json")
 
     status, found = asked([True, False])
@@ -236,7 +254,7 @@ def test_contents_have_no_small_floats(served: Served) -> None:
         request.inputs.add(name=name, datatype=datatype, shape=[1, 2])
     request.inputs[0].contents.fp32_contents.extend([1, 2])
     request.inputs[1].contents.bool_contents.extend([False, False])
-    with grpc.InferenceServerClient(served.service.grpc) as client:
+    with grpc.InferenceServerClient(served.grpc) as client:
         stub = client._client_stub
         with pytest.raises(Exception, match="the output output_0 is of BF16, which has no contents"):
             stub.ModelInfer(request)

@@ -7,7 +7,6 @@ import http.client
 import json
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from safetensors.torch import save_file
 from torch import Tensor
 
 from inference.serving.http import server
@@ -70,13 +68,13 @@ def client(service: Service) -> Iterator[httpx.Client]:
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer other"}, {"Authorization": TOKEN}])
 @pytest.mark.parametrize("path", ["/v2", "/metrics", "/v2/models/m", "/openapi.json", "/none"])
 def test_without_the_token_nothing_is_told(service: Service, path: str, headers: dict[str, str]) -> None:
-    answer = httpx.get(f"{service.url}{path}", headers=headers)
+    answer = service.http.get(path, headers=headers)
     assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
 
 
 @pytest.mark.parametrize("path", ["/", "/healthz", "/v2/health/live", "/v2/health/ready"])
 def test_a_probe_and_the_page_need_no_token(service: Service, path: str) -> None:
-    assert httpx.get(f"{service.url}{path}").status_code == 200
+    assert service.http.get(path).status_code == 200
 
 
 @pytest.mark.parametrize(("origin", "status"), [(None, 200), ("http://evil.example", 403), ("null", 403), ("", 403)])
@@ -310,17 +308,6 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_serves_https(certificate: Path, forms: Path, tmp_path: Path) -> None:
-    options = [f"--certfile={certificate / 'cert.pem'}", f"--keyfile={certificate / 'key.pem'}"]
-    with running_service(tmp_path / "tls", forms / "model.pt", *options, scheme="https") as service:
-        trusted = ssl.create_default_context(cafile=str(certificate / "cert.pem"))
-        assert httpx.get(f"https://localhost:{service.port}/v2", verify=trusted).status_code == 200
-        for size in (700, 10**6):
-            plain = socket.create_connection(("127.0.0.1", service.port), timeout=60)
-            with trusted.wrap_socket(plain, server_hostname="localhost") as client:
-                assert sent(client, LARGE["one header"], size) == b""
-
-
 @pytest.mark.parametrize(
     ("options", "code"),
     [
@@ -360,11 +347,3 @@ def test_no_model_is_refused() -> None:
     done = run_serve("--port=0")
     assert done.returncode == 2
     assert done.stderr == "Error: there is no model to serve; name one, as MODEL or by --model NAME=URL\n"
-
-
-def test_a_path_with_an_equals_sign_is_a_path(weights: dict[str, Tensor], tmp_path: Path) -> None:
-    file = tmp_path / "lr=1.safetensors"
-    save_file(weights, file)
-    with running_service(tmp_path / "serve", file, f"--model=x={file}") as service:
-        index = httpx.post(f"{service.url}/v2/repository/index").json()
-    assert [entry["name"] for entry in index] == ["model", "x"]

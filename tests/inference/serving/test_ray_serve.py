@@ -18,8 +18,10 @@ from torch import Tensor
 
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import Service, running_service
-from tests.inference.serving.test_serve import read_to_end, run_serve, wait_until
+from tests.inference.serving.test_serve import read_to_end, wait_until
 from training.data.datasets import Samples
+
+pytestmark = pytest.mark.extended
 
 NUM_CONNECTIONS = 24
 
@@ -116,23 +118,3 @@ def test_a_request_that_was_taken_is_answered_at_the_end(service: Service, digit
     assert answer.startswith(b"HTTP/1.1 200"), answer
     assert service.process.wait(120) == 143
     assert service.log.read_text().splitlines()[-1] == "stopped by SIGTERM"
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--runner=ray", "--grpc-port=0"], "--grpc-port does not go with --runner ray: Ray's proxy speaks HTTP"),
-        (["--runner=ray", "--quiet-time=5"], "--quiet-time needs --watch"),
-        (["--runner=ray", "--drain=5"], "--drain does not go with --runner ray"),
-        (["--runner=ray", "--model-control=explicit"], "--model-control does not go with --runner ray"),
-        (["--runner=ray", "--access-log"], "--access-log does not go with --runner ray"),
-        (["--runner=ray", "--replicas=0"], "there has to be at least one replica"),
-        (["--runner=ray", "--replicas=2", "--max-replicas=3"], "--replicas is a fixed number"),
-        (["--runner=ray", "--min-replicas=2"], "--min-replicas needs --max-replicas"),
-        (["--runner=ray", "--min-replicas=3", "--max-replicas=2"], "--max-replicas may not be below --min-replicas"),
-        (["--replicas=2"], "--replicas, --min-replicas and --max-replicas are for --runner ray"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(words: list[str], sentence: str, forms: Path) -> None:
-    done = run_serve(forms / "model.safetensors", *words)
-    assert (done.returncode, sentence in done.stderr, done.stderr.count("\n")) == (2, True, 1), done.stderr

@@ -28,6 +28,8 @@ from inference.models.predictor import load_predictor
 from tests.inference.conftest import Service, running_service, write_sharded
 from training.data.datasets import Samples
 
+pytestmark = pytest.mark.extended
+
 QUIET_SECONDS = 2.0
 BETWEEN_SECONDS = 0.7  # between the files of a copy in place: long enough to load a checkpoint of two halves
 PAUSE_SECONDS = 0.05  # between the pieces of a copy; far less than the quiet time, also on a machine that is busy

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -30,6 +31,7 @@ from PIL import Image
 
 from inference.batch import __main__ as batch
 from inference.serving.__main__ import create_app
+from inference.serving.__main__ import main as serve_command
 from inference.serving.settings import MAX_UPLOAD_BYTES, bind, listen
 from tests.inference.conftest import CKPT_TOOLS_SERVE, SERVE, Service, running_service
 from tests.inference.tiny_models import save_text_model
@@ -37,21 +39,11 @@ from tests.inference.tiny_models import save_text_model
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running_service(tmp_path_factory.mktemp("serve"), forms / "model.safetensors") as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def client(service: Service) -> Iterator[httpx.Client]:
-    assert service.url == f"http://127.0.0.1:{service.port}"
-    with httpx.Client(base_url=service.url, timeout=60) as client:
-        yield client
+PREDICT = "/predict?model=m"
 
 
 def post(client: httpx.Client, data: bytes, name: str = "image.png") -> httpx.Response:
-    return client.post("/predict", files={"image": (name, data)})
+    return client.post(PREDICT, files={"image": (name, data)})
 
 
 def test_health(client: httpx.Client) -> None:
@@ -123,7 +115,7 @@ def test_an_upload_has_a_limit(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("files", [None, {"picture": b"x"}])
 def test_a_request_without_an_image_is_told_how(client: httpx.Client, files: dict[str, bytes] | None) -> None:
-    response = client.post("/predict", files=files)
+    response = client.post(PREDICT, files=files)
     assert response.status_code == 422
     assert "form field named image" in response.json()["detail"]
 
@@ -143,7 +135,7 @@ def test_a_request_without_an_image_is_told_how(client: httpx.Client, files: dic
 def test_a_form_that_holds_anything_else_is_refused(
     client: httpx.Client, fields: list[tuple[str, tuple[str | None, bytes]]], sentence: str
 ) -> None:
-    response = client.post("/predict", files=fields)
+    response = client.post(PREDICT, files=fields)
     assert response.status_code == 422
     assert response.json()["detail"].startswith(sentence)
     assert "form field named image" in response.json()["detail"]
@@ -151,27 +143,27 @@ def test_a_form_that_holds_anything_else_is_refused(
 
 @pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data", "multipart/form-data; boundary=x"])
 def test_a_body_that_is_not_a_form_is_refused(client: httpx.Client, content_type: str) -> None:
-    response = client.post("/predict", content=b"{}", headers={"Content-Type": content_type})
+    response = client.post(PREDICT, content=b"{}", headers={"Content-Type": content_type})
     assert response.status_code in {400, 422}
     assert "form field named image" in response.json()["detail"]
 
 
 def test_a_damaged_form_is_refused_and_fills_no_log(client: httpx.Client, service: Service) -> None:
-    headers = {"Content-Type": "multipart/form-data; boundary=edge"}
+    before, headers = service.log.read_text(), {"Content-Type": "multipart/form-data; boundary=edge"}
     for body in (BEGINNING[1:], BEGINNING + b"x\r\n--edge", BEGINNING.replace(b"\r\n", b"\n")):
-        assert client.post("/predict", content=body, headers=headers).status_code in {400, 422}
-    assert service.log.read_text() == ""
+        assert client.post(PREDICT, content=body, headers=headers).status_code in {400, 422}
+    assert service.log.read_text() == before
 
 
 def test_damaged_metadata_of_an_image_fills_no_log(client: httpx.Client, service: Service) -> None:
-    file = io.BytesIO()
+    before, file = service.log.read_text(), io.BytesIO()
     Image.new("L", (28, 28)).save(file, "TIFF")
     for place in (4, 9, 14, 26, 27):
         damaged = bytearray(file.getvalue())
         damaged[place] = 255
-        answer = client.post("/predict", files={"image": ("a.tiff", bytes(damaged))})
+        answer = client.post(PREDICT, files={"image": ("a.tiff", bytes(damaged))})
         assert answer.status_code in {200, 400}
-    assert service.log.read_text() == ""
+    assert service.log.read_text() == before
 
 
 def test_the_form_is_described(client: httpx.Client) -> None:
@@ -184,8 +176,8 @@ END = b"\r\n--edge--\r\n"
 
 
 def request_head(*headers: str) -> bytes:
-    lines = ["POST /predict HTTP/1.1", "Host: localhost", "Content-Type: multipart/form-data; boundary=edge", *headers]
-    return "\r\n".join([*lines, "", ""]).encode()
+    form = "Content-Type: multipart/form-data; boundary=edge"
+    return "\r\n".join([f"POST {PREDICT} HTTP/1.1", "Host: localhost", form, *headers, "", ""]).encode()
 
 
 def chunk(data: bytes) -> bytes:
@@ -271,7 +263,7 @@ def unread_bytes(connection: socket.socket) -> int:
     """What was sent and the other process has not read yet, by its queue in the kernel's table."""
     mine, its = connection.getsockname()[1], connection.getpeername()[1]
     total = 0
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+    for line in chain.from_iterable(table.read_text().splitlines()[1:] for table in Path("/proc/net").glob("tcp*")):
         fields = line.split()
         ports = tuple(int(field.rpartition(":")[2], 16) for field in fields[1:3])
         sending, receiving = (int(part, 16) for part in fields[4].split(":"))
@@ -299,23 +291,21 @@ def test_a_client_that_goes_away_leaves_no_traceback(service: Service, client: h
 
 
 def run_serve(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "inference.serving", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    """A start that is refused, in this process."""
+    done = CliRunner().invoke(serve_command, list(map(str, args)))
+    return subprocess.CompletedProcess(list(map(str, args)), done.exit_code, done.stdout, done.stderr)
 
 
-@pytest.mark.parametrize("module", [["inference.serving", "--port=0"], ["inference.batch", "--input=x.txt"]])
-def test_a_configuration_that_makes_no_sense_is_one_sentence(module: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["predict", pytest.param("serve", marks=pytest.mark.extended)])
+def test_a_configuration_that_makes_no_sense_is_one_sentence(name: str, tmp_path: Path) -> None:
     folder = save_text_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
     (tmp_path / "x.txt").write_text("good")
-    output = ["--output=x.jsonl"] if "inference.batch" in module else []
-    command = [sys.executable, "-m", *module, "--model", folder, *output]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path, env=environment
-    )
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+    words = {"predict": [f"--input={tmp_path / 'x.txt'}", f"--output={tmp_path / 'x.jsonl'}"], "serve": ["--port=0"]}
+    command = {"predict": batch.main, "serve": serve_command}[name]
+    done = CliRunner().invoke(command, ["--model", str(folder), *words[name]])
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (
         4,
         f"Error: {folder / 'config.json'} is not usable: num_attention_heads is 0, and not a number from 1",
     )
@@ -343,6 +333,26 @@ def test_a_bad_address_is_one_sentence(args: list[str], code: int, sentence: str
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(sentence)
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--runner=ray", "--grpc-port=0"], "--grpc-port does not go with --runner ray: Ray's proxy speaks HTTP"),
+        (["--runner=ray", "--quiet-time=5"], "--quiet-time needs --watch"),
+        (["--runner=ray", "--drain=5"], "--drain does not go with --runner ray"),
+        (["--runner=ray", "--model-control=explicit"], "--model-control does not go with --runner ray"),
+        (["--runner=ray", "--access-log"], "--access-log does not go with --runner ray"),
+        (["--runner=ray", "--replicas=0"], "there has to be at least one replica"),
+        (["--runner=ray", "--replicas=2", "--max-replicas=3"], "--replicas is a fixed number"),
+        (["--runner=ray", "--min-replicas=2"], "--min-replicas needs --max-replicas"),
+        (["--runner=ray", "--min-replicas=3", "--max-replicas=2"], "--max-replicas may not be below --min-replicas"),
+        (["--replicas=2"], "--replicas, --min-replicas and --max-replicas are for --runner ray"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(words: list[str], sentence: str, forms: Path) -> None:
+    done = run_serve(forms / "model.safetensors", *words)
+    assert (done.returncode, sentence in done.stderr, done.stderr.count("\n")) == (2, True, 1), done.stderr
 
 
 def test_a_second_service_on_the_same_port_is_refused(service: Service, forms: Path) -> None:
@@ -394,18 +404,17 @@ def plain_uvicorn_of(app: FastAPI) -> Iterator[str]:
         thread.join()
 
 
-def test_a_service_on_ipv6_prints_an_address_that_works_and_has_one_child(forms: Path, tmp_path: Path) -> None:
-    with running_service(tmp_path / "six", forms / "model.pt", "--host", "::1") as service:
-        assert service.url == f"http://[::1]:{service.port}"
-        assert httpx.get(f"{service.url}/healthz").status_code == 200
-        (models,) = psutil.Process(service.process.pid).children(recursive=True)
-        assert "inference.serving.processes.model_process" in models.cmdline()
-
-
 # --- the end
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.extended),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.soak),
+    ],
+)
 def test_a_signal_ends_the_service_after_the_requests_in_flight(
     number: signal.Signals, code: int, forms: Path, image_folder: Path, tmp_path: Path
 ) -> None:
@@ -414,7 +423,7 @@ def test_a_signal_ends_the_service_after_the_requests_in_flight(
     The log would have a second line if anybody had been waited for until the limit.
     """
     body = BEGINNING + (image_folder / "000.png").read_bytes() + END
-    with running_service(tmp_path / "serve", forms / "model.pt") as service:
+    with running_service(tmp_path / "serve", None, f"--model=m={forms / 'model.pt'}") as service:
         address = ("127.0.0.1", service.port)
         with (
             socket.create_connection(address, timeout=60) as idle,
@@ -441,13 +450,23 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.extended
 def test_a_client_that_hangs_does_not_hold_the_end(forms: Path, tmp_path: Path) -> None:
-    """Of both commands, which wait beside each other."""
+    """Of both commands, which wait beside each other. One is on IPv6, prints an address that works, and has one
+    child."""
     with ExitStack() as held:
         services = [
-            held.enter_context(running_service(tmp_path / module[-1], forms / "model.pt", module=module))
-            for module in (SERVE, CKPT_TOOLS_SERVE)
+            held.enter_context(
+                running_service(
+                    tmp_path / module[-1], None, f"--model=m={forms / 'model.pt'}", "--host", host, module=module
+                )
+            )
+            for module, host in ((SERVE, "::1"), (CKPT_TOOLS_SERVE, "127.0.0.1"))
         ]
+        assert services[0].url == f"http://[::1]:{services[0].port}"
+        assert httpx.get(f"{services[0].url}/healthz").status_code == 200
+        (models,) = psutil.Process(services[0].process.pid).children(recursive=True)
+        assert "inference.serving.processes.model_process" in models.cmdline()
         clients = [held.enter_context(hanging_client(service)) for service in services]
         for service in services:
             service.process.terminate()
@@ -458,7 +477,7 @@ def test_a_client_that_hangs_does_not_hold_the_end(forms: Path, tmp_path: Path) 
 
 
 def hanging_client(service: Service) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", service.port), timeout=60)
+    connection = socket.create_connection((httpx.URL(service.url).host, service.port), timeout=60)
     connection.sendall(request_head("Content-Length: 5000") + BEGINNING)
     wait_until(lambda: unread_bytes(connection) == 0)
     return connection

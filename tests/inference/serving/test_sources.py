@@ -49,7 +49,7 @@ def test_the_options_follow_the_url(text: str, expected: Source) -> None:
 
 def test_a_path_that_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a?dtype=x", "b=c?d"):
+    for name in ("a?dtype=x", "b=c?d", "lr=1.safetensors"):
         Path(name).touch()
         assert source_of(name, GIVEN) == Source("model", name, GIVEN)
         assert source_of(f"m={name}", GIVEN) == Source("m", name, GIVEN)

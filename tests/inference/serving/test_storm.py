@@ -29,6 +29,8 @@ from inference.serving.grpc.requests import MESSAGES, SERVICE
 from tests.inference.conftest import Service, running_service
 from training.data.datasets import Samples
 
+pytestmark = pytest.mark.extended
+
 NUM_CLIENTS = 64
 NUM_IMAGES = 40
 BAD = 0.05

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
 import threading
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import numpy as np
 import psutil
 import pytest
@@ -31,23 +29,11 @@ from inference.serving.repository import Repository, Source
 from inference.serving.service import Service as Answers
 from inference.serving.settings import MAX_BODY_BYTES, Listening, Settings, address_of, reserve
 from tests.inference.conftest import Service, running_service
-from tests.inference.serving.test_operations import certificate as certificate
 from tests.inference.serving.test_repository import Loader
 from tests.inference.serving.test_serve import run_serve, wait_until
-from tests.inference.tiny_models import save_text_model
 from training.data.datasets import Samples
 
-TOKEN = "s3cret"
 Code = grpc.StatusCode
-
-
-@pytest.fixture(scope="module")
-def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("grpc")
-    texts = save_text_model(folder / "texts")
-    models = [f"--model=m={forms / 'model.pt'}", f"--model=texts={texts}"]
-    with running_service(folder / "run", None, *models, "--grpc-port=0", "--model-control=explicit") as service:
-        yield service
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +81,7 @@ def test_both_forms_give_the_bits_of_http(
     raw = call(channel, "ModelInfer", a_request(array))
     typed = call(channel, "ModelInfer", a_request(array, is_raw=False))
     given = {"name": "image", "shape": array.shape, "datatype": "UINT8", "data": array.reshape(-1).tolist()}
-    overall = httpx.post(f"{service.url}/v2/models/m/infer", json={"inputs": [given]}).json()["outputs"]
+    overall = service.http.post("/v2/models/m/infer", json={"inputs": [given]}).json()["outputs"]
     labels, probabilities = (output["data"] for output in overall)
     assert np.frombuffer(raw.raw_output_contents[0], np.int64).tolist() == labels
     assert raw.raw_output_contents[1] == np.array(probabilities, np.float32).tobytes()
@@ -121,7 +107,7 @@ def test_the_form_of_the_outputs_can_be_asked_for(channel: grpc.Channel, digits:
 
 @pytest.mark.parametrize("is_raw", [True, False])
 def test_texts_are_taken(channel: grpc.Channel, service: Service, is_raw: bool) -> None:
-    request = MESSAGES["ModelInferRequest"](model_name="texts")
+    request = MESSAGES["ModelInferRequest"](model_name="labels")
     tensor = request.inputs.add(name="text", datatype="BYTES", shape=[2])
     words = [b"a very good film", b"bad"]
     if is_raw:
@@ -130,7 +116,7 @@ def test_texts_are_taken(channel: grpc.Channel, service: Service, is_raw: bool) 
         tensor.contents.bytes_contents.extend(words)
     found = call(channel, "ModelInfer", request)
     given = {"name": "text", "shape": [2], "datatype": "BYTES", "data": [word.decode() for word in words]}
-    outputs = httpx.post(f"{service.url}/v2/models/texts/infer", json={"inputs": [given]}).json()["outputs"]
+    outputs = service.http.post("/v2/models/labels/infer", json={"inputs": [given]}).json()["outputs"]
     expected = next(output["data"] for output in outputs if output["name"] == "probabilities")
     place = [output.name for output in found.outputs].index("probabilities")
     bits = found.raw_output_contents[place] if is_raw else found.outputs[place].contents.fp32_contents
@@ -139,10 +125,10 @@ def test_texts_are_taken(channel: grpc.Channel, service: Service, is_raw: bool) 
 
 def test_kserves_place_of_a_models_name_is_understood(channel: grpc.Channel) -> None:
     """KServe has no ``repository_name``: its ``model_name`` is where Triton has that."""
-    before = call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="m")).versions
-    loaded = call(channel, "RepositoryModelLoad", METHODS["RepositoryModelLoad"].request(repository_name="m"))
-    assert (loaded.model_name, loaded.isLoaded) == ("m", True)
-    assert call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="m")).versions != before
+    before = call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="spare")).versions
+    loaded = call(channel, "RepositoryModelLoad", METHODS["RepositoryModelLoad"].request(repository_name="spare"))
+    assert (loaded.model_name, loaded.isLoaded) == ("spare", True)
+    assert call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="spare")).versions != before
 
 
 def test_a_repository_has_no_name(channel: grpc.Channel) -> None:
@@ -154,7 +140,7 @@ def test_a_repository_has_no_name(channel: grpc.Channel) -> None:
 def test_answers_are_counted(channel: grpc.Channel, service: Service) -> None:
     refusal(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="none"))
     call(channel, "ServerLive")
-    metrics = httpx.get(f"{service.url}/metrics").text
+    metrics = service.http.get("/metrics").text
     assert 'ckpt_tools_grpc_responses_total{code="NOT_FOUND"}' in metrics
     assert 'ckpt_tools_grpc_responses_total{code="OK"}' in metrics
 
@@ -298,7 +284,7 @@ def test_a_mistake_has_a_code_and_a_sentence(channel: grpc.Channel, service: Ser
     ],
 )
 def test_a_text_that_is_none_is_refused(channel: grpc.Channel, contents: bytes | None, sentence: str) -> None:
-    request = MESSAGES["ModelInferRequest"](model_name="texts")
+    request = MESSAGES["ModelInferRequest"](model_name="labels")
     tensor = request.inputs.add(name="text", datatype="BYTES", shape=[1])
     tensor.contents.bytes_contents.extend([] if contents is None else [contents])
     assert refusal(channel, "ModelInfer", request) == (Code.INVALID_ARGUMENT, sentence + " (byte 0)" * bool(contents))
@@ -355,10 +341,11 @@ def loader(forms: Path) -> Loader:
 
 @pytest.fixture
 def repository(loader: Loader) -> Iterator[Repository]:
-    """Its model answers when ``loader.may_answer``."""
+    """Its model answers when ``loader.may_answer``; ``loader.has_begun`` says that it was asked."""
     repository = Repository([Source("m", "nowhere")], loader, max_waiting=2)
     repository.load_all()
     loader.may_answer.clear()
+    loader.has_begun.clear()
     yield repository
     loader.may_answer.set()
     repository.close()
@@ -396,7 +383,7 @@ def test_a_full_queue_sends_the_client_away(repository: Repository, loader: Load
     with served(repository, Settings()) as channel:
         send = channel.unary_unary(f"/{SERVICE}/ModelInfer")
         first = send.future(a_request(ZEROS).SerializeToString(), timeout=60)
-        wait_until(lambda: version.batcher.num_waiting == 0 and version.num_users == 1)
+        wait_until(loader.has_begun.is_set)
         others = [send.future(a_request(ZEROS).SerializeToString(), timeout=60) for _ in range(2)]
         wait_until(lambda: version.batcher.num_waiting == 2)
         with pytest.raises(grpc.RpcError) as caught:
@@ -424,7 +411,7 @@ def test_a_call_that_is_cancelled_leaves_the_queue(repository: Repository, loade
     with served(repository, Settings()) as channel:
         send = channel.unary_unary(f"/{SERVICE}/ModelInfer")
         first = send.future(a_request(ZEROS).SerializeToString(), timeout=60)
-        wait_until(lambda: version.batcher.num_waiting == 0 and version.num_users == 1)
+        wait_until(loader.has_begun.is_set)
         leaving = send.future(a_request(ZEROS).SerializeToString(), timeout=60)
         wait_until(lambda: version.batcher.num_waiting == 1)
         leaving.cancel()
@@ -473,33 +460,7 @@ def test_a_model_that_fails_is_the_services_error(repository: Repository, monkey
 # --- operation
 
 
-def test_with_a_token_tls_and_a_log(certificate: Path, forms: Path, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(TOKEN)
-    options = [f"--certfile={certificate / 'cert.pem'}", f"--keyfile={certificate / 'key.pem'}", "--access-log"]
-    options += [f"--token={tmp_path / 'token'}", "--grpc-port=0"]
-    credentials = grpc.ssl_channel_credentials((certificate / "cert.pem").read_bytes())
-    with running_service(tmp_path / "run", forms / "model.pt", *options, scheme="https") as service:
-        address = f"localhost:{service.grpc.rpartition(':')[2]}"
-        with grpc.secure_channel(address, credentials) as channel:
-            assert call(channel, "ServerReady").ready
-            found = refusal(channel, "ServerMetadata", None)
-            assert found == (Code.UNAUTHENTICATED, "the request needs the token, as Authorization: Bearer TOKEN")
-            assert refusal(channel, "ModelInfer", None, metadata=[("authorization", "x")])[0] is Code.UNAUTHENTICATED
-            metadata = [("authorization", f"Bearer {TOKEN}"), ("x-request-id", "looked-for")]
-            request = a_request(ZEROS, model="model")
-            assert call(channel, "ModelInfer", request, metadata=metadata).model_name == "model"
-        assert service.process.stdout is not None
-        for line in service.process.stdout:
-            entry = json.loads(line)
-            if entry["request_id"] == "looked-for":
-                break
-        assert (entry["path"], entry["status"], entry["model"]) == (f"/{SERVICE}/ModelInfer", "OK", "model")
-        assert (entry["method"], entry["client"], entry["version"]) == ("gRPC", "127.0.0.1", "1")
-        assert entry["bytes_in"] > 784 and entry["bytes_out"] > 48
-        service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(60) == 143
-
-
+@pytest.mark.extended
 def test_a_signal_ends_calls_in_order(forms: Path, tmp_path: Path) -> None:
     """Calls come all the time; each is answered, or was never taken. A second signal ends the drain, because after a
     short one the server may be gone before a loaded machine asks whether it is ready."""

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,45 +22,22 @@ from inference.models.predictor import Predictor, load_predictor
 from inference.serving.generating import MAX_AT_ONCE, Generators
 from inference.serving.http.app import create_app
 from inference.serving.repository import Repository, Source
-from tests.inference.conftest import Service, running_service
+from tests.inference.conftest import Service, models_of
 from tests.inference.models.test_generation import CONVERSATION, text
-from tests.inference.serving.processes.test_remote_models import models_of
 from tests.inference.serving.test_serve import plain_uvicorn_of, wait_until
-from tests.inference.tiny_models import CHAT, save_writer
-from training.models.zoo import our_model
 
 ENDLESS = {"text_input": "Speak", "max_tokens": 1_000_000}
 """To our model, which takes texts of any length: minutes of work."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("generate")
-    save_writer(folder / "llama", chat_template=CHAT)
-    (folder / "ours").mkdir()
-    torch.manual_seed(0)
-    model = our_model("lm")
-    torch.nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]
-    torch.save(model.state_dict(), folder / "ours" / "model.pt")
-    (folder / "ours" / "config.json").write_text('{"architecture": "ours:lm"}')
-    return folder
+def writer(text_models: Path) -> Predictor:
+    return load_predictor(text_models / "writer", exact="buckets", max_new_tokens=16)
 
 
-@pytest.fixture(scope="module")
-def service(folder: Path) -> Iterator[Service]:
-    models = [f"--model={name}={folder / path}" for name, path in (("llama", "llama"), ("ours", "ours/model.pt"))]
-    with running_service(folder / "service", None, *models, "--timeout=60", "--threads=1") as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def writer(folder: Path) -> Predictor:
-    return load_predictor(folder / "llama", exact="buckets")
-
-
-def post(service: Service, asked: Any, path: str = "llama/generate") -> httpx.Response:
+def post(service: Service, asked: Any, path: str = "writer/generate") -> httpx.Response:
     content = asked if isinstance(asked, bytes) else json.dumps(asked)
-    return httpx.post(f"{service.url}/v2/models/{path}", content=content, timeout=120)
+    return service.http.post(f"/v2/models/{path}", content=content)
 
 
 def events_of(answer: httpx.Response) -> Iterator[dict[str, str]]:
@@ -74,8 +50,7 @@ def events_of(answer: httpx.Response) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def streaming(service: Service, asked: Mapping[str, Any], model: str = "ours") -> Iterator[Iterator[dict[str, str]]]:
-    url = f"{service.url}/v2/models/{model}/generate_stream"
-    with httpx.stream("POST", url, json=asked, timeout=120) as answer:
+    with service.http.stream("POST", f"/v2/models/{model}/generate_stream", json=asked) as answer:
         assert answer.status_code == 200, answer.read()
         yield events_of(answer)
 
@@ -97,19 +72,19 @@ def test_a_text_is_that_of_the_model_whole_and_in_pieces(
         expected = text(writer, prompt, **own)
         answer = post(service, {"text_input": prompt, "parameters": {**asked, "stream": False}})
         assert answer.status_code == 200, answer.text
-        assert answer.json() == {"model_name": "llama", "model_version": "1", "text_output": expected}
-        with streaming(service, {"id": "7", "text_input": prompt, **asked, "stream": True}, "llama") as events:
+        assert answer.json() == {"model_name": "writer", "model_version": "1", "text_output": expected}
+        with streaming(service, {"id": "7", "text_input": prompt, **asked, "stream": True}, "writer") as events:
             found = list(events)
         assert "".join(each.pop("text_output") for each in found) == expected
-        assert all(each == {"id": "7", "model_name": "llama", "model_version": "1"} for each in found)
+        assert all(each == {"id": "7", "model_name": "writer", "model_version": "1"} for each in found)
         assert asked.get("stop") or len(found) >= 5
-    versioned = post(service, {"text_input": "Größe", **asked}, "llama/versions/1/generate")
+    versioned = post(service, {"text_input": "Größe", **asked}, "writer/versions/1/generate")
     assert versioned.json()["text_output"] == expected
 
 
 def test_an_empty_text_is_one_event(service: Service) -> None:
     first = post(service, {"text_input": "Hello"}).json()["text_output"][0]
-    with streaming(service, {"text_input": "Hello", "stop": first}, "llama") as events:
+    with streaming(service, {"text_input": "Hello", "stop": first}, "writer") as events:
         assert [each["text_output"] for each in events] == [""]
 
 
@@ -154,12 +129,12 @@ def test_what_is_not_taken_is_refused_with_a_sentence(asked: Any, sentence: str,
     assert (answer.status_code, list(answer.json())) == (400, ["error"])
     assert answer.json()["error"].startswith(sentence)
     if sentence != "stream has to be false; only generate_stream streams":
-        assert post(service, asked, "llama/generate_stream").json() == answer.json()
+        assert post(service, asked, "writer/generate_stream").json() == answer.json()
 
 
 def test_models_that_are_not_there_or_take_no_chat(service: Service) -> None:
     assert post(service, {"text_input": "x"}, "nothing/generate_stream").status_code == 404
-    assert post(service, {"text_input": "x"}, "llama/versions/9/generate").status_code == 404
+    assert post(service, {"text_input": "x"}, "writer/versions/9/generate").status_code == 404
     answer = post(service, {"messages": [USER]}, "ours/generate")
     assert (answer.status_code, "has no chat template" in answer.json()["error"]) == (400, True)
 
@@ -184,7 +159,7 @@ ANY = st.one_of(
 def test_no_parameters_make_the_service_fail(
     asked: dict[str, Any], prompt: str, is_stream: bool, service: Service
 ) -> None:
-    path = "llama/generate_stream" if is_stream else "llama/generate"
+    path = "writer/generate_stream" if is_stream else "writer/generate"
     content = json.dumps({"text_input": prompt, **asked}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     answer = post(service, content, path)
     if answer.status_code == 400:
@@ -213,7 +188,7 @@ def is_idle(service: Service) -> bool:
 
 def counted(service: Service) -> tuple[int, int]:
     """Requests to our model that were answered, and that their clients left."""
-    lines = httpx.get(f"{service.url}/metrics").text.splitlines()
+    lines = service.http.get("/metrics").text.splitlines()
     ours = [line for line in lines if line.startswith("nv_inference_request") and 'model="ours"' in line]
     (answered,) = (line for line in ours if line.startswith("nv_inference_request_success"))
     (left,) = (line for line in ours if 'reason="CANCELED"' in line)
@@ -261,11 +236,11 @@ def test_texts_beyond_the_places_of_a_model_wait_their_time(service: Service) ->
             assert waiting.result().status_code == 200
 
 
-def test_a_stream_keeps_the_version_that_it_began_with(folder: Path) -> None:
+def test_a_stream_keeps_the_version_that_it_began_with(text_models: Path) -> None:
     def load(source: Source) -> Predictor:
         return load_predictor(source.url, name=source.name)
 
-    repository = Repository([Source("m", str(folder / "ours" / "model.pt"))], load)
+    repository = Repository([Source("m", str(text_models / "ours" / "model.pt"))], load)
     repository.load_all()
     first = repository.version("m")
     with plain_uvicorn_of(create_app(repository)) as url:
@@ -283,8 +258,9 @@ def test_a_stream_keeps_the_version_that_it_began_with(folder: Path) -> None:
         wait_until(lambda: not first.batcher.is_running)
 
 
-def test_a_text_that_is_read_slowly_ends_in_time_too(folder: Path) -> None:
-    repository = Repository([Source("m", str(folder / "ours" / "model.pt"))], lambda each: load_predictor(each.url))
+def test_a_text_that_is_read_slowly_ends_in_time_too(text_models: Path) -> None:
+    file = str(text_models / "ours" / "model.pt")
+    repository = Repository([Source("m", file)], lambda each: load_predictor(each.url))
     repository.load_all()
     generators = Generators()
 
@@ -303,14 +279,3 @@ def test_a_text_that_is_read_slowly_ends_in_time_too(folder: Path) -> None:
     assert 0 < num_read <= 10
     generators.close()
     repository.close()
-
-
-def test_the_end_of_the_models_process_ends_a_stream_with_an_error(service: Service) -> None:
-    with streaming(service, ENDLESS) as events:
-        next(events)
-        (models,) = models_of(psutil.Process(service.process.pid))
-        models.kill()
-        *_, last = events
-    assert last == {"error": "the process of the models was ended by SIGKILL; it is started again"}
-    answer = post(service, {"text_input": "Hello"}, "llama/generate_stream")
-    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")

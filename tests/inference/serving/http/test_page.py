@@ -16,6 +16,8 @@ from tests.inference.conftest import Service, running_service
 from tests.inference.serving.http.browser import Browser, chromium
 from tests.inference.tiny_models import save_text_model
 
+pytestmark = pytest.mark.extended
+
 ANSWERED = "document.querySelector('#answered-by').textContent.includes(' ms')"
 ANSWER = "document.querySelector('#answer').textContent"
 LONG = "black-and-tan coonhound, of the species canis lupus familiaris, as others say"

@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +14,6 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from tests.inference.conftest import Service, running_service
 
 Json = dict[str, Any]
 
@@ -82,19 +78,6 @@ INFERENCE_RESPONSE: Json = {
     },
     "required": ["model_name", "outputs"],
 }
-
-
-@pytest.fixture(scope="module")
-def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("schema")
-    with running_service(folder, None, f"--model=m={forms / 'model.pt'}", "--model-control=explicit") as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def client(service: Service) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=service.url, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from schemathesis.schemas import APIOperation
 from tests.inference.conftest import Service, running_service
 from tests.inference.tiny_models import CHAT, save_text_model, save_writer
 
+pytestmark = pytest.mark.extended
+
 NOT_TO_BE_TOLD = {"positive_data_acceptance", "ignored_auth"}
 """Checks without a meaning here: a schema does not say which tensors fit a model, nor that there is a token."""
 

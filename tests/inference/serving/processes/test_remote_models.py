@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import queue
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
-import httpx
 import numpy as np
 import psutil
 import pytest
@@ -24,19 +23,31 @@ from inference.models.predictor import load_predictor
 from inference.serving.processes.model_messages import BatchSizes
 from inference.serving.processes.remote_models import BrokenModelError, RemoteModels
 from inference.serving.repository import ModelsEndedError, Source
-from tests.inference.conftest import running_service
+from tests.inference.conftest import Service, models_of, running_service
 from training.data.datasets import Samples
 
-Ends = queue.Queue[str]
+
+@dataclass(frozen=True)
+class Running:
+    """Models, and what was told of the ends and the starts of their process."""
+
+    models: RemoteModels
+    ends: queue.Queue[str]
+    starts: queue.Queue[int]
 
 
 @pytest.fixture(scope="module")
-def models() -> Iterator[RemoteModels]:
-    ends: Ends = queue.Queue()
-    with RemoteModels.running(1, ends.put, lambda: None) as models:
-        yield models
-    assert not psutil.pid_exists(models.pid)
+def running() -> Iterator[Running]:
+    ends, starts = queue.Queue[str](), queue.Queue[int]()
+    with RemoteModels.running(1, ends.put, lambda: starts.put(remote.pid)) as remote:
+        yield Running(remote, ends, starts)
+    assert not psutil.pid_exists(remote.pid)
     assert ends.empty()
+
+
+@pytest.fixture
+def models(running: Running) -> RemoteModels:
+    return running.models
 
 
 def png(size: int) -> bytes:
@@ -90,82 +101,68 @@ def test_a_model_goes_when_nobody_refers_to_it(models: RemoteModels, forms: Path
     assert second.decode(png(28), "image").shape == (28, 28)
 
 
-def test_the_process_is_started_again(forms: Path, digits: Samples) -> None:
-    ends: Ends = queue.Queue()
-    starts: queue.Queue[int] = queue.Queue()
-    with RemoteModels.running(1, ends.put, lambda: starts.put(models.pid)) as models:
-        source, before = Source("m", str(forms / "model.pt")), models.pid
-        predictor = models.load(source)
-        for _ in range(2):
-            psutil.Process(models.pid).kill()
-            assert ends.get(timeout=30) == "the process of the models was ended by SIGKILL"
-            with pytest.raises(ModelsEndedError, match="the process of the models was ended by SIGKILL"):
-                predictor.predict(list(digits.pixels[:1]))
-            now = starts.get(timeout=30)
-            assert now != before
-            assert models.load(source).predict(list(digits.pixels[:3])) == load_predictor(forms / "model.pt").predict(
-                list(digits.pixels[:3])
-            )
-    assert ends.empty()
+@pytest.mark.extended
+def test_the_process_is_started_again(running: Running, forms: Path, digits: Samples) -> None:
+    source, models = Source("m", str(forms / "model.pt")), running.models
+    before, predictor = models.pid, models.load(source)
+    psutil.Process(before).kill()
+    assert running.ends.get(timeout=30) == "the process of the models was ended by SIGKILL"
+    with pytest.raises(ModelsEndedError, match="the process of the models was ended by SIGKILL"):
+        predictor.predict(list(digits.pixels[:1]))
+    assert running.starts.get(timeout=30) != before
+    images = list(digits.pixels[:3])
+    assert models.load(source).predict(images) == load_predictor(forms / "model.pt").predict(images)
 
 
-STARTER = """
-import sys, time
-from inference.serving.processes.remote_models import RemoteModels
-from inference.serving.repository import Source
-with RemoteModels.running(1, print, print) as models:
-    models.load(Source("m", sys.argv[1]))
-    print(models.pid, flush=True)
-    time.sleep(600)
-"""
-
-
-def test_it_does_not_outlive_who_started_it(forms: Path) -> None:
-    command = [sys.executable, "-c", STARTER, str(forms / "model.pt")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        number = int(process.stdout.readline())
-        process.kill()
-    with suppress(psutil.NoSuchProcess):
-        psutil.Process(number).wait(30)
-
-
-def models_of(process: psutil.Process) -> list[psutil.Process]:
-    return [
-        each
-        for each in process.children(recursive=True)
-        if "inference.serving.processes.model_process" in each.cmdline()
-    ]
-
-
-def test_a_service_answers_503_until_its_models_are_loaded_again(forms: Path, tmp_path: Path) -> None:
-    with running_service(tmp_path, forms / "model.pt") as service:
-        files = {"image": ("a.png", png(28))}
-        before = httpx.post(f"{service.url}/predict", files=files).json()
-        for _ in range(2):
+@pytest.mark.parametrize("num_kills", [1, pytest.param(2, marks=pytest.mark.soak)])
+def test_a_service_answers_503_until_its_models_are_loaded_again(
+    num_kills: int, forms: Path, text_models: Path, tmp_path: Path
+) -> None:
+    """After an end of their process in the middle of a stream, and one while nothing is asked. With the service ends
+    the process."""
+    places = f"--model=m={forms / 'model.pt'}", f"--model=ours={text_models / 'ours' / 'model.pt'}?exact=full"
+    with running_service(tmp_path, None, *places) as service:
+        files, predict = {"image": ("a.png", png(28))}, f"{service.url}/predict?model=m"
+        before = service.http.post(predict, files=files).json()
+        url, asked = f"{service.url}/v2/models/ours/generate_stream", {"text_input": "a", "max_tokens": 1_000_000}
+        for is_asked in (True, False)[:num_kills]:
             (models,) = models_of(psutil.Process(service.process.pid))
-            models.kill()
+            if is_asked:
+                with service.http.stream("POST", url, json=asked, timeout=120) as answer:
+                    lines = answer.iter_lines()
+                    assert "text_output" in next(lines)
+                    models.kill()
+                    *_, last = filter(None, lines)
+                told = {"error": "the process of the models was ended by SIGKILL; it is started again"}
+                assert json.loads(last.removeprefix("data: ")) == told
+            else:
+                models.kill()
             models.wait(30)
             statuses: list[int] = []
             ready: list[int] = []
             end = time.monotonic() + 60
             while 200 not in statuses:
                 assert time.monotonic() < end
-                answer = httpx.post(f"{service.url}/predict", files=files)
+                answer = service.http.post(predict, files=files)
                 statuses.append(answer.status_code)
                 if answer.status_code == 503:
                     assert answer.headers["Retry-After"] == "1"
-                    ready.append(httpx.get(f"{service.url}/v2/health/ready").status_code)
+                    ready.append(service.http.get(f"{service.url}/v2/health/ready").status_code)
             assert (set(statuses), 503 in ready) == ({503, 200}, True)
             assert answer.json() == before
-        (entry,) = httpx.post(f"{service.url}/v2/repository/index").json()
-        assert (entry["version"], entry["state"], entry["reason"]) == ("3", "READY", "")
-        assert service.log.read_text() == "the process of the models was ended by SIGKILL; it is started again\n" * 2
-
-
-def test_the_service_itself_does_not_load_torch(forms: Path, tmp_path: Path) -> None:
-    with running_service(tmp_path, forms / "model.pt", "--grpc-port=0") as service:
-        assert httpx.post(f"{service.url}/predict", files={"image": ("a.png", png(28))}).status_code == 200
-        assert "libtorch" not in Path(f"/proc/{service.process.pid}/maps").read_text()
+        entries = service.http.post(f"{service.url}/v2/repository/index").json()
+        assert (entries[0]["version"], entries[0]["state"], entries[0]["reason"]) == (str(num_kills + 1), "READY", "")
+        in_log = "the process of the models was ended by SIGKILL; it is started again\n"
+        assert service.log.read_text() == in_log * num_kills
         (models,) = models_of(psutil.Process(service.process.pid))
-        assert "libtorch" in Path(f"/proc/{models.pid}/maps").read_text()
+        service.process.kill()
+        with suppress(psutil.NoSuchProcess):
+            models.wait(30)
+
+
+def test_the_service_itself_does_not_load_torch(service: Service) -> None:
+    files = {"image": ("a.png", png(28))}
+    assert service.http.post(f"{service.url}/predict?model=m", files=files).status_code == 200
+    assert "libtorch" not in Path(f"/proc/{service.process.pid}/maps").read_text()
+    (models,) = models_of(psutil.Process(service.process.pid))
+    assert "libtorch" in Path(f"/proc/{models.pid}/maps").read_text()
