@@ -21,6 +21,8 @@ from inference.batch.__main__ import main
 from tests.inference.batch.test_batch import rows_of
 from tests.support.s3_server import BUCKET, S3Server
 
+pytestmark = pytest.mark.extended
+
 PART_ROWS = 30
 
 KILLED = """

@@ -24,6 +24,7 @@ from training.models.image_models import build_model
 
 FORMATS: tuple[ckpt_tools.WrittenFormat, ...] = ("dcp", "zero1", "zero2", "zero3")
 CONSOLIDATED = ("model.safetensors", "model.pt")
+OTHERS = ("model.pt", "zero1", "zero2")
 COMPANY = (slice(0, 1), slice(3, 40), slice(17, 18), slice(0, 31))
 
 
@@ -50,11 +51,14 @@ def batch(source: Path, out: Path) -> list[list[float]]:
     return [json.loads(line)["probabilities"] for line in out.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", [*CONSOLIDATED, *FORMATS])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "dcp", "zero3", *(pytest.param(name, marks=pytest.mark.extended) for name in OTHERS)]
+)
 def test_the_batch_command(name: str, sources: dict[str, Path], expected: list[list[float]], tmp_path: Path) -> None:
     assert batch(sources[name], tmp_path / "x.jsonl") == expected
 
 
+@pytest.mark.extended
 def test_the_batch_command_on_ray(sources: dict[str, Path], tmp_path: Path) -> None:
     """The same file, byte for byte. A process of its own, which starts and ends its cluster."""
     batch(sources["dcp"], tmp_path / "here.jsonl")
@@ -65,7 +69,7 @@ def test_the_batch_command_on_ray(sources: dict[str, Path], tmp_path: Path) -> N
     assert (tmp_path / "ray.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["dcp", "zero3"])
+@pytest.mark.parametrize("name", ["dcp", pytest.param("zero3", marks=pytest.mark.extended)])
 def test_the_service(name: str, sources: dict[str, Path], expected: list[list[float]], digits: Samples) -> None:
     with TestClient(serve.create_app(sources[name]), base_url="http://127.0.0.1") as client:
         for part in COMPANY:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,14 @@ def predicted(predictor: Predictor, prompt: str) -> str | None:
     return found.text
 
 
-def of_transformers(folder: Path, prompt: str, *, seed: int = 0, **sampling: Any) -> str:
+@cache
+def read_by_transformers(folder: Path) -> tuple[Any, Any]:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def of_transformers(folder: Path, prompt: str, *, seed: int = 0, **sampling: Any) -> str:
+    model, tokenizer = read_by_transformers(folder)
     encoded = tokenizer(prompt, return_tensors="pt")
     torch.manual_seed(seed)
     settings = {"max_new_tokens": 20, **sampling}
@@ -77,8 +83,22 @@ def of_transformers(folder: Path, prompt: str, *, seed: int = 0, **sampling: Any
     return str(tokenizer.decode(found, skip_special_tokens=True))
 
 
-@pytest.mark.parametrize("exact", ["full", "buckets", "off"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("exact", "dtype"),
+    [
+        ("off", torch.float32),
+        ("buckets", torch.bfloat16),
+        *(
+            pytest.param(exact, dtype, marks=pytest.mark.extended)
+            for exact, dtype in [
+                ("full", torch.float32),
+                ("buckets", torch.float32),
+                ("full", torch.bfloat16),
+                ("off", torch.bfloat16),
+            ]
+        ),
+    ],
+)
 def test_texts_are_those_of_transformers(exact: Exact, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_writer(tmp_path / "w", dtype=dtype)
     predictor = load_predictor(folder, max_new_tokens=20, exact=exact)
@@ -298,7 +318,7 @@ def test_turns_go_round_in_the_order_of_asking() -> None:
     assert order == ["a", "b", "c"] * 3
 
 
-@pytest.mark.parametrize("name", ["lm", "lm-moe"])
+@pytest.mark.parametrize("name", ["lm", pytest.param("lm-moe", marks=pytest.mark.extended)])
 def test_our_models_generate_too(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = our_model(name)

@@ -33,6 +33,7 @@ print(type({package}.load_model(sys.argv[1])).__name__, {package}.load_predictor
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("package", ["inference", "ckpt_tools_inference"])
 def test_it_stands_at_the_top_of_the_package_which_is_imported_without_torch(
     package: str, forms: Path, tmp_path: Path

@@ -15,8 +15,9 @@ import ckpt_tools
 import inference
 from ckpt_tools.errors import FormatError, UsageError
 from inference.batch.__main__ import main
-from inference.models.predictor import Predictor, load_predictor
-from inference.serving.__main__ import create_app
+from inference.models.predictor import Predictor, load_predictor, loaded
+from inference.serving.__main__ import Options, application
+from inference.serving.settings import Settings
 from tests.inference.batch.test_batch_inputs import rows_of
 from tests.inference.models.test_tasks import assert_company_changes_nothing, decoded
 from training.models.zoo import our_model
@@ -24,7 +25,7 @@ from training.models.zoo import our_model
 TEXTS = ("First Citizen:", "Speak, speak.", "a", "Größe", "First Citizen!", "x" * 200, "y" * 100 + "x" * 64)
 
 
-@pytest.fixture(scope="module", params=["lm", "lm-moe"])
+@pytest.fixture(scope="module", params=["lm", pytest.param("lm-moe", marks=pytest.mark.extended)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sharded checkpoint with seeded weights, large enough that texts go on in different ways."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -51,10 +52,10 @@ def answers(predictor: Predictor, texts: Sequence[str]) -> list[str | None]:
 
 
 def test_a_text_is_continued_as_by_the_model_itself(run: Path) -> None:
-    predictor = load_predictor(run, max_new_tokens=20)
+    predictor = load_predictor(run, max_new_tokens=10)
     model = inference.load_model(run)
     found = answers(predictor, TEXTS)
-    assert found == [continued(model, text, 20) for text in TEXTS]
+    assert found == [continued(model, text, 10) for text in TEXTS]
     assert len(set(found)) == len(TEXTS) - 1
     assert found[-1] == found[-2]
     assert_company_changes_nothing(predictor, decoded(predictor, [text.encode() for text in TEXTS]))
@@ -78,11 +79,14 @@ def test_what_is_not_a_text_is_refused(run: Path, data: bytes, sentence: str) ->
 def test_the_commands_continue_texts(run: Path, tmp_path: Path) -> None:
     lines, out = ["First Citizen:", "Speak"], tmp_path / "x.jsonl"
     (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
-    words = ["--model", run, "--input", tmp_path / "in.txt", "--output", out, "--quiet", "--max-new-tokens", 64]
+    words = ["--model", run, "--input", tmp_path / "in.txt", "--output", out, "--quiet", "--max-new-tokens", 8]
     result = CliRunner().invoke(main, list(map(str, words)))
     assert result.exit_code == 0, result.output
-    expected = answers(load_predictor(run), lines)
+    expected = answers(load_predictor(run, max_new_tokens=8), lines)
     assert [row["text"] for row in rows_of(out)] == expected
-    with TestClient(create_app(run), base_url="http://127.0.0.1") as client:
+    app = application(
+        Options([f"{run}?max_new_tokens=8"], Settings()), lambda each: loaded(each.url, each.name, each.options)
+    )
+    with TestClient(app, base_url="http://127.0.0.1") as client:
         found = [client.post("/predict", files={"text": (None, line)}).json() for line in lines]
     assert found == [{"text": text} for text in expected]

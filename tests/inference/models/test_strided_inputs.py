@@ -37,7 +37,7 @@ def ours(folder: Path) -> Predictor:
 
 def of_torchvision(folder: Path) -> Predictor:
     torch.save(torchvision.models.resnet18(num_classes=5).state_dict(), folder / "m.pt")
-    return load_predictor(folder / "m.pt", architecture="torchvision:resnet18?num_classes=5")
+    return load_predictor(folder / "m.pt", architecture="torchvision:resnet18?num_classes=5", max_batch=2)
 
 
 def of_timm(folder: Path) -> Predictor:

@@ -134,7 +134,7 @@ def test_a_writer_is_not_padded_with_a_token_that_it_does_not_know(tmp_path: Pat
     assert found == expected.predict(decoded(expected, prompts))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extended)])
 def test_a_writer_continues_as_its_pipeline(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_writer(tmp_path / "llama", dtype=dtype)
     predictor = load_predictor(folder, max_new_tokens=20)
@@ -173,7 +173,8 @@ def test_a_torchvision_model_is_prepared_as_its_weights_say(pictures: list[Image
     torch.manual_seed(0)
     own = torchvision.models.resnet18(num_classes=7).eval()
     torch.save(own.state_dict(), tmp_path / "resnet.pt")
-    predictor = load_predictor(tmp_path / "resnet.pt", architecture="torchvision:resnet18?num_classes=7")
+    architecture = "torchvision:resnet18?num_classes=7"
+    predictor = load_predictor(tmp_path / "resnet.pt", architecture=architecture, max_batch=4)
     transforms = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
     assert predictor.inputs == (TensorSpec("image", "FP32", (-1, 3, 224, 224)),)
     assert predictor.labels is None

@@ -89,8 +89,19 @@ def assert_as_timm(folder: Path, architecture: str | None = None) -> None:
         assert ours.predict([decoded])[0].probabilities == tuple(logits.softmax(1)[0].tolist())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("architecture", [None, "timm:{}", "timm:{}.some_tag"])
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        *((kind, None) for kind in KINDS),
+        ("its own arguments", "timm:{}.some_tag"),
+        *(pytest.param(kind, "timm:{}", marks=pytest.mark.extended) for kind in KINDS),
+        *(
+            pytest.param(kind, "timm:{}.some_tag", marks=pytest.mark.extended)
+            for kind in KINDS
+            if kind != "its own arguments"
+        ),
+    ],
+)
 def test_a_folder_of_the_hub_is_read_as_timm_reads_it(kind: str, architecture: str | None, tmp_path: Path) -> None:
     assert_as_timm(saved(tmp_path / "folder", kind), architecture and architecture.format(KINDS[kind][0]))
 

@@ -261,20 +261,23 @@ def test_a_change_of_the_named_folder_of_config_json_is_loaded(run_folder: Path,
 def test_a_folder_is_loaded_once_nothing_has_changed_for_the_quiet_time(
     weights: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """One shard is replaced, and half a second later the other, by copies with the times of the originals."""
+    """One shard is replaced, and half a second later the other, by copies with the times of the originals. Until both
+    are there the quiet time is longer than any pause of a busy machine."""
     folder, new, told = tmp_path / "model", tmp_path / "new", list[str]()
     write_sharded(folder, weights)
     write_sharded(new, {name: tensor + 1 for name, tensor in weights.items()})
     time.sleep(1)
     repository, watcher, slot = watched(folder, load, told, quiet=0.8)
     old = repository.version("m").predictor.identity.digest
+    watcher.quiet = 600
     for shard in sorted(new.glob("*.safetensors")):
         subprocess.run(["cp", "-p", shard, folder], check=True)
         end = time.monotonic() + 0.5
         while time.monotonic() < end:
             watcher.visit(slot)
             assert repository.version("m").predictor.identity.digest == old
-    time.sleep(0.5)
+    watcher.quiet = 0.8
+    time.sleep(0.8)
     watcher.visit(slot)
     assert repository.version("m").predictor.identity.digest == load_predictor(new).identity.digest
     assert told == [f"m: serves {folder}"]
@@ -287,9 +290,9 @@ def test_the_first_load_waits_for_the_quiet_time_too(weights: dict[str, Tensor],
     repository, _, _ = watched(file, load, told, quiet=1)
     assert time.time() - begun >= 1
     assert told == [f"m: waits until {file} has not changed for 1 seconds"]
-    begun = time.time()
-    again, _, _ = watched(file, load, told, quiet=1)
-    assert time.time() - begun < 1
+    told_again: list[str] = []
+    again, _, _ = watched(file, load, told_again, quiet=1)
+    assert told_again == []
     repository.close()
     again.close()
 

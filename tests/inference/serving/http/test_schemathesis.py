@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import httpx
 import pytest
 import schemathesis
@@ -13,8 +10,9 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.schemas import APIOperation
 
-from tests.inference.conftest import Service, running_service
-from tests.inference.tiny_models import CHAT, save_text_model, save_writer
+from tests.inference.conftest import Service
+
+pytestmark = pytest.mark.extended
 
 pytestmark = pytest.mark.extended
 
@@ -24,16 +22,6 @@ NOT_TO_BE_TOLD = {"positive_data_acceptance", "ignored_auth"}
 MANY = settings(
     max_examples=10, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
-
-
-@pytest.fixture(scope="module")
-def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("schemathesis")
-    options = [f"--model={name}={forms / 'model.pt'}" for name in ("m", "spare")]
-    options.append(f"--model=texts={save_text_model(folder / 'texts')}")
-    options.append(f"--model=writer={save_writer(folder / 'writer', chat_template=CHAT)}")
-    with running_service(folder / "run", None, *options, "--model-control=explicit") as service:
-        yield service
 
 
 def operations(url: str) -> list[APIOperation]:
@@ -54,7 +42,7 @@ def judge(operation: APIOperation, mode: GenerationMode, headers: dict[str, str]
     def each(case: schemathesis.Case) -> None:
         # Its own names are mostly unknown. Every second one is a model that there is.
         others = {"load": ["spare"], "generate": ["writer"]}
-        names = next((names for word, names in others.items() if word in case.path), ["m", "texts"])
+        names = next((names for word, names in others.items() if word in case.path), ["m", "labels"])
         if "name" in case.path_parameters and len(str(case.path_parameters["name"])) % 2:
             case.path_parameters["name"] = names[len(str(case.path_parameters["name"])) % len(names)]
             if "version" in case.path_parameters:

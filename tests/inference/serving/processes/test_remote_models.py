@@ -56,6 +56,7 @@ def png(size: int) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.extended
 def test_answers_have_the_bits_of_a_model_in_this_process(models: RemoteModels, forms: Path, digits: Samples) -> None:
     here, there = load_predictor(forms / "model.pt"), models.load(Source("m", str(forms / "model.safetensors")))
     for inputs in (list(digits.pixels[:35]), list(digits.pixels[:1]), []):
@@ -67,6 +68,7 @@ def test_answers_have_the_bits_of_a_model_in_this_process(models: RemoteModels, 
     assert np.array_equal(there.decode(data, "image"), here.decode(data, "image"))
 
 
+@pytest.mark.extended
 def test_errors_are_those_of_a_model_in_this_process(models: RemoteModels, forms: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceNotFoundError, match="nothing"):
         models.load(Source("m", str(tmp_path / "nothing")))
@@ -88,6 +90,7 @@ def is_gone(models: RemoteModels, number: int) -> bool:
     return False
 
 
+@pytest.mark.extended
 def test_a_model_goes_when_nobody_refers_to_it(models: RemoteModels, forms: Path) -> None:
     first, second = (models.load(Source(name, str(forms / "model.pt"))) for name in ("first", "second"))
     task = first.task
@@ -145,6 +148,7 @@ def test_a_service_answers_503_until_its_models_are_loaded_again(
                 assert time.monotonic() < end
                 answer = service.http.post(predict, files=files)
                 statuses.append(answer.status_code)
+                time.sleep(0.05)
                 if answer.status_code == 503:
                     assert answer.headers["Retry-After"] == "1"
                     ready.append(service.http.get(f"{service.url}/v2/health/ready").status_code)
