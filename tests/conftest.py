@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-pages"):
         os.environ[WRITE_PAGES] = "1"
     # The same examples in each run, so that a green run stays green; the soak looks for others.
-    settings.register_profile("fixed", derandomize=True)
+    settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     if not config.getoption("--soak"):
         settings.load_profile("fixed")
     # nohup, and a shell that starts the tests in the background, ignore them. What the tests start would inherit that.

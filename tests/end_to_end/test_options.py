@@ -62,6 +62,7 @@ APPLY_ALWAYS = {
     "incomplete": "adds to what is removed",
     "yes": "removes, where nothing else would",
     "allow": "vouches for a name, wherever it is",
+    "allow_configuration": "vouches for all configuration, wherever it is",
     "form": "how the result is printed",
     "verbose": "how errors are shown",
     "version": "asks for nothing else",

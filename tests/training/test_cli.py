@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -222,9 +223,10 @@ def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> 
     )
     assert done.returncode == 5
     unfinished = tmp_path / "checkpoints/.epoch_0002.partial"
-    assert done.stderr.startswith(f"Error: {unfinished} cannot be written: torch could not write a whole file; ")
-    assert done.stderr.endswith(" bytes left; continue with --resume latest\n")
-    assert done.stderr.count("\n") == 1
+    # Python's file or torch's own writer is the first that meets the limit, as the sizes of the tensors have it.
+    reason = r"(File too large|torch could not write a whole file; its disk has [\d,]+ bytes left)"
+    sentence = rf"Error: {re.escape(str(unfinished))} cannot be written: {reason}; continue with --resume latest\n"
+    assert re.fullmatch(sentence, done.stderr), done.stderr
 
 
 def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:

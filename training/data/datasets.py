@@ -85,7 +85,8 @@ def to_input(pixels: Tensor) -> Tensor:
 def _load_digits(part: Part) -> Samples:
     """Read scikit-learn's file, because importing its module takes seconds. A row is an image and its class."""
     spec = find_spec("sklearn")
-    assert spec is not None and spec.origin is not None, "options are checked before"
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
     digits = np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     order = np.random.RandomState(DIGITS_SPLIT_SEED).permutation(len(digits))
     chosen = torch.from_numpy(digits[order[:DIGITS_HELD_OUT] if part == "held-out" else order[DIGITS_HELD_OUT:]])

@@ -319,9 +319,9 @@ def wait_for_rows(path: Path, process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize(
     ("module", "number", "code"),
     [
-        (BATCH, signal.SIGKILL, -9),
+        pytest.param(BATCH, signal.SIGKILL, -9, marks=pytest.mark.extended),
         pytest.param(BATCH, signal.SIGTERM, 143, marks=pytest.mark.soak),
-        pytest.param(BATCH, signal.SIGINT, 130, marks=pytest.mark.extended),
+        pytest.param(BATCH, signal.SIGINT, 130, marks=pytest.mark.soak),
         pytest.param(BATCH, signal.SIGHUP, 129, marks=pytest.mark.soak),
         pytest.param(CKPT_TOOLS_PREDICT, signal.SIGTERM, 143, marks=pytest.mark.extended),
         pytest.param(CKPT_TOOLS_PREDICT, signal.SIGINT, 130, marks=pytest.mark.soak),

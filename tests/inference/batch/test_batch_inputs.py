@@ -159,7 +159,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return after_windows
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".parquet", pytest.param(".jsonl", marks=pytest.mark.extended)])
 def test_a_run_goes_on_where_it_stopped(
     suffix: str, forms: Path, stopped: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

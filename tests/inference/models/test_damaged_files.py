@@ -92,10 +92,10 @@ def changed(tree: Any, chance: random.Random) -> bytes:
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.soak if seed else ()) for seed in range(12)])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_no_error_of_a_library_comes_out(seed: int, folders: Path, tmp_path: Path) -> None:
+def test_no_error_of_a_library_comes_out(seed: int, folders: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     chance, codes, verbosity = random.Random(seed), set(), transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    for _ in range(20):
+    for _ in range(20 if pytestconfig.getoption("--soak") else 8):
         folder = shutil.copytree(folders / chance.choice([*KINDS]), tmp_path / "changed")
         file = chance.choice(sorted(folder.glob("*.json")))
         file.write_bytes(changed(json.loads(file.read_text()), chance))

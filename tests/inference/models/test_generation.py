@@ -87,12 +87,12 @@ def of_transformers(folder: Path, prompt: str, *, seed: int = 0, **sampling: Any
     ("exact", "dtype"),
     [
         ("off", torch.float32),
-        ("buckets", torch.bfloat16),
         *(
             pytest.param(exact, dtype, marks=pytest.mark.extended)
             for exact, dtype in [
                 ("full", torch.float32),
                 ("buckets", torch.float32),
+                ("buckets", torch.bfloat16),
                 ("full", torch.bfloat16),
                 ("off", torch.bfloat16),
             ]

@@ -235,7 +235,9 @@ def test_a_cast_or_renamed_tensor_is_not_compared_with_the_list(tmp_path: Path) 
         *(("patch_size", value) for value in (0, -8, "8")),
     ],
 )
-@pytest.mark.parametrize("load", [inference.load_model, inference.load_predictor])
+@pytest.mark.parametrize(
+    "load", [pytest.param(inference.load_model, marks=pytest.mark.extended), inference.load_predictor]
+)
 def test_a_number_that_makes_no_sense_is_an_error_of_config_json(
     key: str, value: object, load: Callable[[Path], object], tmp_path: Path
 ) -> None:

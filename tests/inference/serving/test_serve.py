@@ -410,8 +410,8 @@ def plain_uvicorn_of(app: FastAPI) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        (signal.SIGTERM, 143),
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.extended),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.extended),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak),
         pytest.param(signal.SIGHUP, 129, marks=pytest.mark.soak),
     ],
 )

@@ -26,7 +26,7 @@ from training.models.language_model import CONTEXT
 WIDE, NARROW = 4, 2
 SIZES = MixtureSizes()
 MODEL: dict[str, Any] = {"model": "lm-moe", "model_arg": ("experts=8", "width=64", "hidden=96")}
-ONE_EACH: dict[str, Any] = {"model": "lm-moe", "model_arg": ("experts=8", "chosen=1")}
+ONE_EACH: dict[str, Any] = {"model": "lm-moe", "model_arg": ("experts=8", "chosen=1", "width=64", "hidden=96")}
 
 EP: dict[str, dict[str, Any]] = {
     "ep": {"strategy": "full_shard", "ep": 2},

@@ -6,6 +6,7 @@ Two processes for most; four with one strategy, and with ``--soak`` with all tha
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,11 @@ def starting(of: TrainConfig) -> dict[str, Any]:
 
 
 Runs = dict[str, TrainConfig]
+in_soak = partial(pytest.param, marks=pytest.mark.soak)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runs:
     """Whole runs of both frameworks and with a pipeline, and those that go on from them."""
     out = tmp_path_factory.mktemp("pipeline")
     whole = tiny_config(out / "whole", **SAME)
@@ -80,12 +82,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         resuming(out / "piped-of-whole", whole, pp=2),
         resuming(out / "whole-of-piped", piped),
         tiny_config(out / "started", pp=2, **SAME, **starting(zero)),
-        resuming(out / "deep-of-piped", piped, pp=2, **DEEP),
         resuming(out / "zero1-of-deep", deep, **DEEP),
         resuming(out / "interleaved-of-deep", deep, pp=2, **INTERLEAVED),
-        resuming(out / "zero0-of-interleaved", interleaved, pp=2, strategy="zero0"),
-        resuming(out / "tp-of-interleaved", interleaved, tp=2),
     ]
+    if request.config.getoption("--soak"):
+        found += [
+            resuming(out / "deep-of-piped", piped, pp=2, **DEEP),
+            resuming(out / "zero0-of-interleaved", interleaved, pp=2, strategy="zero0"),
+            resuming(out / "tp-of-interleaved", interleaved, tp=2),
+        ]
     kinds = {"piped": {}, "deep": DEEP, "interleaved": INTERLEAVED}
     stopped = [tiny_config(out / f"{name}-stopped", pp=2, **(SAME | more)) for name, more in kinds.items()]
     train_each(NARROW, *stopped, questions=IN_THIRD_STEP)
@@ -147,8 +152,8 @@ def test_a_pipeline_that_stopped_within_an_epoch_goes_on_bit_for_bit(name: str, 
 
 
 GOING_ON = [
-    *("piped-of-whole", "whole-of-piped", "zero-of-piped", "deep-of-piped", "zero1-of-deep"),
-    *("interleaved-of-deep", "zero0-of-interleaved", "tp-of-interleaved"),
+    *("piped-of-whole", "whole-of-piped", "zero-of-piped", "zero1-of-deep", "interleaved-of-deep"),
+    *map(in_soak, ("deep-of-piped", "zero0-of-interleaved", "tp-of-interleaved")),
 ]
 
 

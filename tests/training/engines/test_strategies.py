@@ -43,6 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
 SAMPLE = {"ddp": "zero2_offload", "hybrid_shard": "zero3", "zero3_hpz": "tp", "tp": "zero0"}
 """Who is resumed by whom in a short run: each from a wide run into a narrow one."""
 
+SMALL_LM: dict[str, Any] = {"model": "lm", "model_arg": ("width=64", "hidden=96")}
+
 Each = Callable[[str], dict[str, RunResult]]
 
 
@@ -87,7 +89,7 @@ def runs(pairs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pat
     """Of each case ``NAME`` a whole run of four ranks, ``NAME-again`` its last step alone, ``NAME-other`` its second
     epoch by another strategy on two ranks, and ``NAME-started`` from the weights of the first case."""
     out = tmp_path_factory.mktemp("strategies")
-    wide, narrow = ({"model": "lm", "num_workers": workers} for workers in (WIDE, NARROW))
+    wide, narrow = ({**SMALL_LM, "num_workers": workers} for workers in (WIDE, NARROW))
     cases = {name: CASES[name] for name in pairs}
     first = out / next(iter(pairs))
     whole = [tiny_config(out / name, **wide, **case, **saving(case["strategy"])) for name, case in cases.items()]
@@ -175,7 +177,7 @@ def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path: 
 
 @pytest.mark.extended
 def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
-    half = {"model": "lm", "strategy": "full_shard", "precision": "fp16"}
+    half = {**SMALL_LM, "strategy": "full_shard", "precision": "fp16"}
     whole = tiny_config(tmp_path / "whole", **half, **saving("full_shard"))
     again = resuming(tmp_path / "again", whole.out, WITHIN, **half)
     train_each(NARROW, whole, again)
@@ -186,10 +188,20 @@ def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
     assert ckpt_tools.diff(result_of(again.out).checkpoint, result_of(whole.out).checkpoint).equal
 
 
+NORMED = """
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 26 * 26, 10))
+"""
+
+
 @pytest.mark.extended
-def test_a_batch_norm_goes_on_in_the_other_framework(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "count"), [("own", 1), pytest.param("resnet18", 20, marks=pytest.mark.soak)])
+def test_a_batch_norm_goes_on_in_the_other_framework(name: str, count: int, tmp_path: Path) -> None:
     """Its running averages are the same on every rank, and only predictions use them."""
-    model = {"model": "resnet18"}
+    (tmp_path / "own.py").write_text(NORMED)
+    model = {"model": f"{tmp_path}/own.py:net" if name == "own" else name}
     whole = tiny_config(tmp_path / "whole", strategy="full_shard", **model)
     again = resuming(tmp_path / "again", whole.out, strategy="full_shard", **model)
     other = resuming(tmp_path / "other", whole.out, strategy="zero3", **model)
@@ -198,7 +210,7 @@ def test_a_batch_norm_goes_on_in_the_other_framework(tmp_path: Path) -> None:
     assert same.history[0].losses == expected.history[1].losses
     assert same.predicted == resumed.predicted == expected.predicted
     assert resumed.history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
-    assert len([name for name in ckpt_tools.open(expected.checkpoint) if name.endswith("running_mean")]) == 20
+    assert len([name for name in ckpt_tools.open(expected.checkpoint) if name.endswith("running_mean")]) == count
 
 
 @pytest.fixture(scope="module")

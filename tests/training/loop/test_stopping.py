@@ -199,7 +199,10 @@ def refused(*args: str) -> str:
 
 @pytest.mark.parametrize("launcher", get_args(LauncherName))
 @pytest.mark.parametrize("resume", [[], ["--resume=latest"]], ids=["fresh", "resumed"])
-def test_a_second_run_on_a_folder_is_refused(launcher: LauncherName, resume: list[str], tmp_path: Path) -> None:
+def test_a_second_run_on_a_folder_is_refused(
+    launcher: LauncherName, resume: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.checkpoints.locking.PATIENCE_SECONDS", 0.5)
     (tmp_path / "checkpoints/epoch_0001").mkdir(parents=True)
     with only_run(config(tmp_path, launcher)):
         sentence = refused(f"--out={tmp_path}", f"--launcher={launcher}", *resume)

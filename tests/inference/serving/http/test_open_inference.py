@@ -390,6 +390,7 @@ def test_models_are_listed_unloaded_and_loaded(client: httpx.Client) -> None:
     assert index()[1:] == [("two", "3", "READY"), ("two", "4", "READY")]
 
 
+@pytest.mark.extended
 def test_reloads_fail_no_request(client: httpx.Client) -> None:
     def ask(number: int) -> int:
         if number % 40 == 10:
