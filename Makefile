@@ -52,11 +52,11 @@ browser:
 # order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Every feature at least once, about 10 minutes on 2 cores.
+# Every feature at least once, 15 to 30 minutes on 2 cores.
 test: $(STAMP)
 	$(PYTEST) -m 'not extended'
 
-# All tests but those of the soak, about 35 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
+# All tests but those of the soak, 30 to 70 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
 test-all: check browser
 	$(PYTEST) $(if $(ONLY),-m $(ONLY))
 

@@ -14,6 +14,7 @@ import pytest
 
 import ckpt_tools
 from tests.support.sparse import make_sparse
+from tests.support.sweep import thinned
 
 pytestmark = pytest.mark.extended
 
@@ -106,7 +107,7 @@ def is_whole(out: Path, source: Path) -> bool:
     return out.exists()
 
 
-@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", thinned(CODES, 3), ids=lambda number: number.name)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_conversion_that_is_done_ends_with_0(point: str, number: int, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -116,14 +117,14 @@ def test_a_conversion_that_is_done_ends_with_0(point: str, number: int, source: 
     assert (out.name in done.stdout, "Traceback" in done.stderr, "Exception" in done.stderr) == (True, False, False)
 
 
-@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", thinned(CODES, 3), ids=lambda number: number.name)
 @pytest.mark.parametrize("point", ["the last function at exit", "the end of another module", "before the code is said"])
 def test_a_command_that_failed_keeps_its_code(point: str, number: int, source: Path, tmp_path: Path) -> None:
     done = run(POINTS[point], number, point, "convert", tmp_path / "none", tmp_path / "out", "--to", "dcp")
     assert (done.returncode, "there is nothing at" in done.stderr or "Error: " in done.stderr) == (3, True), done.stderr
 
 
-@pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", thinned(CODES, 3), ids=lambda number: number.name)
 @pytest.mark.parametrize("point", WITHIN)
 def test_within_the_command_the_code_says_which_signal(point: str, number: int, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -132,7 +133,7 @@ def test_within_the_command_the_code_says_which_signal(point: str, number: int, 
     assert is_whole(out, source) or done.returncode
 
 
-@pytest.mark.parametrize("delay", [number / 10 for number in range(20)])
+@pytest.mark.parametrize("delay", thinned([number / 10 for number in range(20)], 4))
 def test_whenever_it_arrives_there_is_a_documented_code(delay: float, source: Path, tmp_path: Path) -> None:
     """From the time at which the command heeds signals."""
     code = f"""

@@ -11,6 +11,7 @@ import pytest
 import ckpt_tools
 from ckpt_tools.cli.main import COMMANDS
 from tests.support.sparse import make_sparse
+from tests.support.sweep import thinned
 
 pytestmark = pytest.mark.extended
 
@@ -66,7 +67,7 @@ def check_written(words: str, source: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("streams", WITHOUT_OUTPUT)
-@pytest.mark.parametrize("name", SPEAKING)
+@pytest.mark.parametrize("name", thinned(SPEAKING, 3))
 def test_without_output_the_reason_is_told(name: str, streams: str, source: Path, tmp_path: Path) -> None:
     done = run(SPEAKING[name], streams, source, tmp_path / "out")
     last = done.stderr.splitlines()[-1]
@@ -77,7 +78,7 @@ def test_without_output_the_reason_is_told(name: str, streams: str, source: Path
 
 
 @pytest.mark.parametrize("streams", WITH_OUTPUT)
-@pytest.mark.parametrize("name", ["help", "inspect", "JSON", "convert", "verify", "ls"])
+@pytest.mark.parametrize("name", thinned(["JSON", "help", "inspect", "convert", "verify", "ls"], 3))
 def test_without_the_other_streams_nothing_changes(name: str, streams: str, source: Path, tmp_path: Path) -> None:
     usual = run(SPEAKING[name], "", source, tmp_path / "usual")
     done = run(SPEAKING[name], streams, source, tmp_path / "out")
@@ -87,7 +88,7 @@ def test_without_the_other_streams_nothing_changes(name: str, streams: str, sour
 
 
 @pytest.mark.parametrize("streams", WITHOUT_BOTH)
-@pytest.mark.parametrize("name", ["version", "inspect", "JSON", "convert", "ls"])
+@pytest.mark.parametrize("name", thinned(["version", "inspect", "JSON", "convert", "ls"], 3))
 def test_without_both_the_code_is_right(name: str, streams: str, source: Path, tmp_path: Path) -> None:
     assert run(SPEAKING[name], streams, source, tmp_path / "out").returncode == 5
     check_written(SPEAKING[name], source, tmp_path / "out")
@@ -102,7 +103,7 @@ def test_a_command_that_says_nothing_needs_no_output(name: str, streams: str, so
 
 
 @pytest.mark.parametrize("streams", ["| head -0", "2>&1 | head -0", "| true", "2>&- | true"])
-@pytest.mark.parametrize("name", ["help", "tensors", "JSON", "recipes", "convert"])
+@pytest.mark.parametrize("name", thinned(["JSON", "help", "tensors", "recipes", "convert"], 4))
 def test_a_pipe_that_nobody_reads(name: str, streams: str, source: Path, tmp_path: Path) -> None:
     """The shell's own code is that of the last command of the pipe."""
     done = run(SPEAKING[name], f"{streams}; exit ${{PIPESTATUS[0]}}", source, tmp_path / "out")
@@ -110,7 +111,7 @@ def test_a_pipe_that_nobody_reads(name: str, streams: str, source: Path, tmp_pat
     check_written(SPEAKING[name], source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", thinned(COMMANDS, 4))
 def test_the_help_of_each_command(command: str, source: Path, tmp_path: Path) -> None:
     done = run(f"{command} --help", ">&-", source, tmp_path / "out")
     assert (done.returncode, done.stderr) == (5, "Error: standard output: Bad file descriptor\n")

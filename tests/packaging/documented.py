@@ -176,8 +176,5 @@ CHECKS: Mapping[str, Check] = {
 }
 """By the extra that is installed; "" for none."""
 
-SLOW = frozenset({"train", "ray-serve"})
-"""Extras whose check trains, or starts a cluster with replicas: the soak has them."""
-
 SOAKED: Mapping[str, Check] = {**CHECKS, "train,s3": training_on_s3}
 """The same with what `tests/training/checkpoints/test_s3.py` does in the environment of the tests."""

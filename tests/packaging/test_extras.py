@@ -15,10 +15,13 @@ import pytest
 
 from fixtures.corpus import make
 from tests.packaging.distributions import FOLDERS, Built, build_editable
-from tests.packaging.documented import CHECKS, SLOW, SOAKED, Material
+from tests.packaging.documented import CHECKS, SOAKED, Material
 from tests.packaging.environments import Environment, clean_variables, installed, linked, metadata_of
 
 pytestmark = pytest.mark.extended
+
+SAMPLE = ("", "torch", "serve", "s3")
+"""Extras that are tried outside of the soak: none, a library, a service, a store."""
 
 Maker = Callable[[Path, Path, Sequence[str]], Environment]
 
@@ -27,9 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "make" in metafunc.fixturenames:
         soak = metafunc.config.getoption("--soak")
         metafunc.parametrize("make", [linked, installed] if soak else [linked], ids=lambda maker: maker.__name__)
-        metafunc.parametrize(
-            "extras", SOAKED if soak else sorted(CHECKS.keys() - SLOW), ids=lambda extras: extras or "none"
-        )
+        metafunc.parametrize("extras", SOAKED if soak else SAMPLE, ids=lambda extras: extras or "none")
 
 
 def test_an_extra_is_enough(extras: str, make: Maker, built: Built, material: Material, tmp_path: Path) -> None:
@@ -83,7 +84,9 @@ def test_without_the_extra_a_command_says_what_to_install(
     refused(bare.run(*(given.get(word, word) for word in words)), f"pip install 'ckpt-tools[{extra}]'")
 
 
-@pytest.mark.parametrize("extra", ["train", "ray-serve", "all"])
+@pytest.mark.parametrize(
+    "extra", ["all", *(pytest.param(each, marks=pytest.mark.soak) for each in ("train", "ray-serve"))]
+)
 def test_what_to_install_needs_ckpt_tools_of_no_index(extra: str, built: Built, tmp_path: Path) -> None:
     """pip takes the installed ckpt-tools, and adds what its extra requires: all of it is there."""
     environment = linked(tmp_path, built.wheel, [extra])

@@ -19,6 +19,14 @@ def swept(wanted: Iterable[Fixture]) -> list[Any]:
     return [pytest.param(each, id=name_of(each), marks=marks_of(each)) for each in wanted]
 
 
+def thinned(values: Iterable[Any], every: int) -> list[Any]:
+    """Parameters of a test that starts a process for each: the first of so many each time; the soak has all."""
+    return [
+        value if number % every == 0 else pytest.param(value, marks=pytest.mark.soak)
+        for number, value in enumerate(values)
+    ]
+
+
 def name_of(fixture: Fixture) -> str:
     return f"{fixture.kind}-{fixture.case}-{fixture.world_size}"
 

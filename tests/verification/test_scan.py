@@ -147,6 +147,7 @@ def test_nothing_is_executed(results: list[Any], work: Path) -> None:
     assert {path.name for path in work.iterdir()} == {*(kind.replace(" ", "_") for kind in HOSTS), "trace"}
 
 
+@pytest.mark.extended
 def test_scan_refuses_every_sample_and_names_what_it_imports(results: list[Any], work: Path) -> None:
     wanted = {name: gadget for name, gadget, _ in sample(work / "canary")}
     assert [(kind, name) for kind, name, found, _ in results if not found[0]] == []
@@ -172,6 +173,7 @@ def named(gadget: tuple[str, str, tuple[Any, ...]], findings: Any) -> bool:
     return (module in text or in_python_3(module, name)[0] in text) and name in text
 
 
+@pytest.mark.extended
 def test_strace_sees_no_program_no_connection_and_no_file_of_others(
     results: list[Any], trace: Path, work: Path
 ) -> None:

@@ -115,7 +115,7 @@ def losses(entries: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
     return {(entry["epoch"], entry["step"]): entry["loss"] for entry in entries}
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_both_frameworks_compute_the_same_losses(examples: Examples) -> None:
     fsdp2, zero = losses(examples.reported("fsdp2")), losses(examples.reported("zero"))
     assert [*fsdp2] == [(1, STEPS_OF_AN_EPOCH), (2, 2 * STEPS_OF_AN_EPOCH)]
@@ -128,7 +128,7 @@ def test_both_resume_on_one_worker_to_the_same_losses(examples: Examples) -> Non
     assert zero == pytest.approx({key: fsdp2[key] for key in [*fsdp2][1:]}, rel=1e-4)
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 @pytest.mark.parametrize("run", ["fsdp2", "zero", in_soak("zero-1")])
 def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples: Examples, run: str) -> None:
     """The plain model predicts the same bits with these weights as with the file that the framework wrote."""
@@ -141,7 +141,7 @@ def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples: Example
     assert (logits.argmax(dim=1) == labels).float().mean() > 2 * CHANCE
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("checkpoint", "world_size"),
     [
@@ -164,7 +164,7 @@ def check_has_optimizer(checkpoint: str, world_size: int) -> None:
     assert found and all(each >= {"weight", "exp_avg", "exp_avg_sq", "step"} for each in found.values())
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "checkpoint", ["fsdp2/checkpoints@latest", in_soak("zero-1/checkpoints@latest"), "continued/epoch_2"]
 )

@@ -92,8 +92,6 @@ STARTS = [
     Start("torchrun-pipeline", "fsdp2", "torchrun", restarts=True, stages=2),
     Start("torchrun-deepspeed-pipeline", "zero1", "torchrun", restarts=True, stages=2),
 ]
-CORE = "ray"
-"""The others are left to the soak."""
 
 
 def read(process: int, file: str) -> bytes:
@@ -234,11 +232,8 @@ def losses(out: Path) -> dict[int, float]:
 
 
 @pytest.mark.timeout(3 * 3600)
-@pytest.mark.parametrize(
-    "start",
-    [pytest.param(start, marks=pytest.mark.extended if start.name == CORE else pytest.mark.soak) for start in STARTS],
-    ids=lambda start: start.name,
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("start", STARTS, ids=lambda start: start.name)
 def test_a_run_that_is_killed_and_stopped_goes_on_to_the_same_end(start: Start, plan: Plan, tmp_path: Path) -> None:
     """The first request to stop finds the run whose workers were killed."""
     out = tmp_path / "run"
