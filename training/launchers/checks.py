@@ -75,8 +75,8 @@ def check_frameworks(config: TrainConfig) -> nn.Module | None:
     """The model on the meta device; None for one of a function of the user's. Raises CkptError for a run that its
     frameworks would refuse on every worker."""
     made = None if is_function(config.model) else _made(config)
-    # torch's optimizers take their options; to make one imports torch's compiler, which takes seconds.
-    if made is not None and (is_function(config.optimizer) or config.optimizer_arg or config.weight_decay < 0):
+    # The others cannot fail, and to make an optimizer imports torch's compiler, which takes seconds.
+    if made is not None and (is_function(config.optimizer) or config.optimizer_arg):
         optimizer_of(config, made.parameters(), torch.device("meta"))
     schedule_of(config, 2).factor(0)
     for each in config.callback:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..config.model_names import IMAGE_SIZE, NUM_CLASSES
+
 if TYPE_CHECKING:
     from torchvision.models import VisionTransformer
-
-from ..config.model_names import IMAGE_SIZE, NUM_CLASSES
 
 PATCH_SIZE = 7
 
