@@ -52,7 +52,7 @@ browser:
 # order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Every feature at least once, 15 to 30 minutes on 2 cores.
+# Most tests, every format there and back: 15 to 30 minutes on 2 cores.
 test: $(STAMP)
 	$(PYTEST) -m 'not extended'
 
@@ -60,13 +60,12 @@ test: $(STAMP)
 test-all: check browser
 	$(PYTEST) $(if $(ONLY),-m $(ONLY))
 
-# All tests, and all of what `make test` has a sample of: the full matrix of formats and world sizes, with its table,
+# All tests, and all of what `make test-all` has a sample of: the full matrix of formats and world sizes, with its table,
 # every recipe, every damage to every layout of the corpus, the casts of all 2**32 float32 patterns, a kill at every
 # system call that writes, random trees around a destination, kills of conversions on Ray and of training runs, every
-# strategy of training, both notebooks, a minute of 64 clients of the service, a minute of checkpoints that are replaced
-# under it, 20,000 hostile files and a million mutated
-# ones under real loaders, a million pickles beside both of CPython's unpicklers, and every extra installed from the
-# package index. Some hours.
+# strategy of training, the examples on Ray, both notebooks, a minute of 64 clients of the service, a minute of
+# checkpoints that are replaced under it, 20,000 hostile files and a million mutated ones under real loaders, a million
+# pickles beside both of CPython's unpicklers, and every extra installed from the package index. Some hours.
 soak: $(STAMP)
 	$(BIN)/python -m pytest --soak -q --timeout=3600
 
