@@ -41,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 QUICK = "quick"
+EXTENDED = re.compile(r"^pytestmark = (.*|\[\n.*)\.extended\b", re.MULTILINE)
+"""In the code of a file that is marked as a whole."""
 ORDER = (
     "layouts/test_corpus.py",
     "end_to_end/test_convert.py",
@@ -80,15 +82,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With ``-m quick`` only the files with this marker are imported, and with ``-m "not extended"`` none that is
     marked so as a whole, because importing all takes long."""
-    expression = config.option.markexpr
-    if not expression or collection_path.suffix != ".py" or not collection_path.is_file():
+    tier = config.option.markexpr
+    if tier not in (QUICK, "not extended") or collection_path.suffix != ".py" or not collection_path.is_file():
         return None
     code = collection_path.read_text()
-    if expression == QUICK:
-        return f"pytest.mark.{QUICK}" not in code or None
-    return (
-        expression == "not extended" and bool(re.search(r"^pytestmark = .*\.extended\b", code, re.MULTILINE))
-    ) or None
+    is_quick, is_extended = f"pytest.mark.{QUICK}" in code, EXTENDED.search(code) is not None
+    is_left_out = not is_quick if tier == QUICK else is_extended
+    return is_left_out or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -39,7 +39,12 @@ EXPONENT_AND_FRACTION = {
 }
 """Bits of the exponent and of the fraction, of a part for the complex ones."""
 
-pytestmark = [pytest.mark.extended, pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:torch.distributed is")]
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.filterwarnings(
+        "ignore:ComplexHalf support is experimental:UserWarning", "ignore:torch.distributed is:UserWarning"
+    ),
+]
 
 
 def special(exponent: int, fraction: int) -> list[int]:

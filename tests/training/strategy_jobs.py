@@ -37,6 +37,7 @@ def train(config: TrainConfig, questions: int = sys.maxsize) -> None:
     if torch.distributed.get_rank() == 0:
         config.out.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
+    forget_groups()  # of jobs of other tests
     run_rank(config, torch.device("cpu"), AskedAfter(questions))
     forget_groups()
 
