@@ -124,7 +124,7 @@ def test_an_engine_continues_at_another_world_size(
     assert result.history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
 
 
-@pytest.mark.soak
+@pytest.mark.extended
 def test_a_rank_that_cannot_resume_says_why_in_one_sentence(small_run: SmallRun, tmp_path: Path) -> None:
     ckpt_tools.convert(small_run("zero3").checkpoint, tmp_path / "weights.safetensors")
     config = small_config(tmp_path / "run", engine="fsdp2", num_workers=1, resume=str(tmp_path / "weights.safetensors"))
