@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -57,6 +57,7 @@ ORDER = (
 """What comes first, of ``tests``: the files that make the checkpoints which others read, one for each process of
 pytest-xdist; then the folders with long files, so that no process is left without work at the end. The files of a
 folder follow one another, because they share pools of ranks."""
+MANY_CASES = 8
 NO_GPU = "not run: torch finds no GPU on this machine"
 
 
@@ -93,15 +94,27 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """torch is imported only if a test asks for a GPU. The summary counts what is left to the soak as deselected."""
-    for_soak = [item for item in items if item.get_closest_marker("soak")]
-    if for_soak and not config.getoption("--soak"):
-        config.hook.pytest_deselected(items=for_soak)
-        items[:] = [item for item in items if not item.get_closest_marker("soak")]
+    if not config.getoption("--soak"):
+        for_soak = {item for item in items if item.get_closest_marker("soak")}
+        for_soak |= {*_further_cases(item for item in items if item not in for_soak)}
+        config.hook.pytest_deselected(items=[item for item in items if item in for_soak])
+        items[:] = [item for item in items if item not in for_soak]
     items.sort(key=lambda item: _place(item.path))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not importlib.import_module("torch").cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def _further_cases(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of an extended test with many cases two of three, which are left to the soak; the same ones in each run."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("extended"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for each in cases.values():
+        if len(each) > MANY_CASES:
+            yield from (item for number, item in enumerate(each) if number % 3)
 
 
 def pytest_collection_finish() -> None:

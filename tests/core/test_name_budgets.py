@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sweep import thinned
 from tests.verification.scan.test_budgets import cost, slowness
 
 MANY = 5000
@@ -29,7 +30,7 @@ NAMES: dict[str, Names] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, 2))
 @pytest.mark.parametrize("words", [("inspect",), ("convert", "--include", "*")])
 def test_names_are_looked_up(words: tuple[str, ...], name: str, tmp_path: Path) -> None:
     pairs = [NAMES[name](number) for number in range(MANY)]

@@ -24,6 +24,7 @@ from ckpt_tools.planning.plan import REMOTE_BYTES
 from ckpt_tools.stores.s3.client import Bucket, S3Options
 from fixtures.store import Fixture
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
+from tests.support.sweep import thinned
 
 SOURCES = {
     "dcp": ("fsdp2", "plain", 2),
@@ -78,7 +79,7 @@ def local_files(path: Path) -> dict[str, bytes]:
 CELLS = [(s, t) for s, t in itertools.product(SOURCES, TARGETS) if s not in WEIGHTS_ALONE or t == "safetensors"]
 
 
-@pytest.mark.parametrize(("source", "target"), CELLS)
+@pytest.mark.parametrize(("source", "target"), thinned(CELLS, 2))
 def test_cell(source: str, target: str, checkpoint: Checkpoint, s3: S3Server, remote: Remote, tmp_path: Path) -> None:
     made = checkpoint(*SOURCES[source]).checkpoint
     name, options = TARGETS[target]

@@ -18,6 +18,7 @@ from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, IncompleteError, LossError, SeveralCheckpointsError, SourceNotFoundError
 from ckpt_tools.trainers.run_folders import step_in
 from tests.runs.test_completeness_of_layouts import RUNS, Run
+from tests.support.sweep import thinned
 
 LAYOUTS = {run.layout: run for run in reversed(RUNS)}
 
@@ -86,7 +87,7 @@ def said_of_both(run: Run, command: str, pair: Any, endings: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "diff"])
-@pytest.mark.parametrize("layout", CHOOSING)
+@pytest.mark.parametrize("layout", thinned(CHOOSING, 2))
 def test_another_checkpoint_of_the_run_changes_nothing(layout: str, command: str, pair: Any) -> None:
     run = LAYOUTS[layout]
     said_of_both(run, command, pair, ["", "@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"])

@@ -20,11 +20,9 @@ def swept(wanted: Iterable[Fixture]) -> list[Any]:
 
 
 def thinned(values: Iterable[Any], every: int) -> list[Any]:
-    """Parameters of a test that starts a process for each: the first of so many each time; the soak has all."""
-    return [
-        value if number % every == 0 else pytest.param(value, marks=pytest.mark.soak)
-        for number, value in enumerate(values)
-    ]
+    """Parameters of a test that is slow with each: the first of so many each time; the soak has all."""
+    each = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*one, marks=pytest.mark.soak if number % every else ()) for number, one in enumerate(each)]
 
 
 def name_of(fixture: Fixture) -> str:

@@ -33,6 +33,7 @@ from fixtures import launch, recipe, universal, zero
 from fixtures.store import Fixture
 from fixtures.truth import Truth as Gathered
 from tests.conftest import Resume
+from tests.support.sweep import thinned
 from tests.support.truth import MASTER, Truth, assert_same_bits, same_bits
 from tests.support.zero_flavours import Changed
 
@@ -113,7 +114,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize("cell", thinned(CELLS, 2), ids=str)
 def test_deepspeed_goes_on_as_if_nothing_had_happened(
     cell: Cell, checkpoint: Made, resume: Resume, tmp_path: Path
 ) -> None:
