@@ -52,16 +52,16 @@ browser:
 # order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Most tests, every format there and back: 15 to 30 minutes on 2 cores.
+# Most tests, every format there and back: about 35 minutes on 2 cores.
 test: $(STAMP)
 	$(PYTEST) -m 'not extended'
 
-# All tests but those of the soak, 30 to 70 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
+# All tests except those of the soak, about 75 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
 test-all: check browser
 	$(PYTEST) $(if $(ONLY),-m $(ONLY))
 
-# All tests, and all of what `make test-all` has a sample of: the full matrix of formats and world sizes, with its table,
-# every recipe, every damage to every layout of the corpus, the casts of all 2**32 float32 patterns, a kill at every
+# All tests, and all of what `make test-all` has a sample of: the full matrix of formats and world sizes, with its
+# table, every recipe, every damage to every layout of the corpus, the casts of all 2**32 float32 patterns, a kill at every
 # system call that writes, random trees around a destination, kills of conversions on Ray and of training runs, every
 # strategy of training, the examples on Ray, both notebooks, a minute of 64 clients of the service, a minute of
 # checkpoints that are replaced under it, 20,000 hostile files and a million mutated ones under real loaders, a million

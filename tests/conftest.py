@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _further_cases(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of an extended test with many cases two of three, which are left to the soak; the same ones in each run."""
+    """Two of three cases of an extended test with many, the same in each run. They are left to the soak."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("extended"):

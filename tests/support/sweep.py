@@ -20,7 +20,7 @@ def swept(wanted: Iterable[Fixture]) -> list[Any]:
 
 
 def thinned(values: Iterable[Any], every: int) -> list[Any]:
-    """Parameters of a test that is slow with each: the first of so many each time; the soak has all."""
+    """Parameters of a slow test: one of ``every`` runs in each tier, the others only in the soak."""
     each = [value if isinstance(value, tuple) else (value,) for value in values]
     return [pytest.param(*one, marks=pytest.mark.soak if number % every else ()) for number, one in enumerate(each)]
 
