@@ -22,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fixtures
 from fixtures import launch, store
-from fixtures.store import Fixture
 from tests.support.pages import WRITE_PAGES
-from tests.support.s3_server import S3Server, running_s3_server
+from tests.support.s3_server import running_s3_server
 from tests.support.truth import Truth
 
 # Ray gives way to everything else on the machine by default: beside other tests its workers would hardly start.
@@ -162,13 +161,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 @pytest.fixture(scope="session")
-def checkpoint() -> Callable[[str, str, int], Fixture]:
+def checkpoint():
     """`checkpoint(kind, case, world_size)`: a checkpoint and its truth, built if it is not cached."""
     return fixtures.get
 
 
 @pytest.fixture
-def resume(tmp_path: Path) -> Resume:
+def resume(tmp_path):
     """`resume(kind, case, checkpoint, world_size)`: what the framework holds after loading, and its next losses."""
 
     def run(kind: str, case: str, checkpoint: Path, world_size: int) -> Truth:
@@ -180,14 +179,14 @@ def resume(tmp_path: Path) -> Resume:
 
 
 @pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
+def s3_server():
     """A real S3 server on loopback, for all tests of the run."""
     with running_s3_server() as server:
         yield server
 
 
 @pytest.fixture
-def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+def s3(s3_server, monkeypatch):
     """The server, with the environment that a user would have set."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)

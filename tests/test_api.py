@@ -72,16 +72,16 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
 
 
 @pytest.mark.parametrize("name", ckpt_tools.__all__)
-def test_a_public_name_resolves_and_is_documented(name: str) -> None:
+def test_a_public_name_resolves_and_is_documented(name):
     assert getattr(ckpt_tools, name) is not None
     assert name == "__version__" or re.search(rf"`(ckpt_tools\.)?{name}[`(]", PAGE), f"docs/python.md lacks {name}"
 
 
-def test_dir_shows_the_public_names_alone() -> None:
+def test_dir_shows_the_public_names_alone():
     assert dir(ckpt_tools) == sorted(ckpt_tools.__all__)
 
 
-def test_nothing_else_is_public() -> None:
+def test_nothing_else_is_public():
     found = {name for name, value in vars(ckpt_tools).items() if not isinstance(value, types.ModuleType)}
     public = {name for name in found if not name.startswith("_")}
     assert public - {"annotations", "TYPE_CHECKING"} <= set(ckpt_tools.__all__)
@@ -89,24 +89,24 @@ def test_nothing_else_is_public() -> None:
         ckpt_tools.convrt  # noqa: B018
 
 
-def test_every_error_is_public() -> None:
+def test_every_error_is_public():
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, CkptError)}
     assert kinds <= set(ckpt_tools.__all__)
 
 
-def test_every_result_is_public() -> None:
+def test_every_result_is_public():
     names = {re.split(r"[^A-Za-z]", str(inspect.signature(verb).return_annotation))[-1] for verb in VERBS.values()}
     assert {name for name in names if name} <= set(ckpt_tools.__all__)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_every_keyword_is_written_out(name: str) -> None:
+def test_every_keyword_is_written_out(name):
     kinds = {each.kind for each in parameters(name).values()}
     assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_misspelt_keyword_is_an_error_of_the_function_itself(name: str) -> None:
+def test_a_misspelt_keyword_is_an_error_of_the_function_itself(name):
     required = [each.name for each in parameters(name).values() if each.default is each.empty]
     with pytest.raises(
         TypeError, match=rf"^{function_of(name)}\(\) got an unexpected keyword argument 'storage_option'"
@@ -114,7 +114,7 @@ def test_a_misspelt_keyword_is_an_error_of_the_function_itself(name: str) -> Non
         FUNCTIONS[name](**dict.fromkeys(required, "x"), storage_option={})
 
 
-def test_verbs_that_convert_take_the_same_keywords() -> None:
+def test_verbs_that_convert_take_the_same_keywords():
     whole = parameters("convert")
     assert parameters("plan") == whole
     assert parameters("consolidate") == {name: each for name, each in whole.items() if name != "state"}
@@ -123,7 +123,7 @@ def test_verbs_that_convert_take_the_same_keywords() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_and_its_function_have_the_same_options(name: str) -> None:
+def test_a_command_and_its_function_have_the_same_options(name):
     given = {each.name for each in BY_NAME[name].params if each.expose_value} - ONLY_PRINTED
     given |= {"dry_run"} if name == "clean" else set()
     taken = parameters(name).keys() - {"on_progress"}
@@ -132,7 +132,7 @@ def test_a_command_and_its_function_have_the_same_options(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_and_its_function_have_the_same_choices_and_defaults(name: str) -> None:
+def test_a_command_and_its_function_have_the_same_choices_and_defaults(name):
     taken = parameters(name)
     for each in BY_NAME[name].params:
         if isinstance(each, click.Option) and isinstance(each.type, click.Choice) and each.name not in ONLY_PRINTED:
@@ -150,7 +150,7 @@ def test_a_command_and_its_function_have_the_same_choices_and_defaults(name: str
     }
 
 
-def test_choices_are_those_of_the_index() -> None:
+def test_choices_are_those_of_the_index():
     assert set(get_args(option_names.WrittenFormat)) == {each.name for each in built_in() if each.writes}
     assert set(get_args(option_names.ReadFormat)) == {each.name for each in built_in() if each.reads}
     assert get_origin(option_names.WrittenFormat) is Literal
@@ -164,12 +164,12 @@ HALVES = [torch.float16, torch.half, np.float16, np.half, np.dtype("float16"), n
     ("dtype", "name"),
     [*((each, "bfloat16") for each in DTYPES), *((each, "float16") for each in HALVES), (np.single, "float32")],
 )
-def test_dtypes_are_known_by_name(dtype: Any, name: str) -> None:
+def test_dtypes_are_known_by_name(dtype, name):
     assert dtype_name(dtype) == name
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def made(tmp_path):
     tensors = {"a.w": np.arange(16, dtype=np.float32).reshape(4, 4), "a.b": np.zeros(4, np.float32)}
     save_file(tensors, tmp_path / "model.safetensors")
     ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "dcp", to="dcp", world_size=2)
@@ -177,7 +177,7 @@ def made(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, ml_dtypes.bfloat16, np.float16])
-def test_verbs_take_dtypes_of_libraries(dtype: Any, made: Path) -> None:
+def test_verbs_take_dtypes_of_libraries(dtype, made):
     source, out = made / "model.safetensors", made / "out.safetensors"
     assert ckpt_tools.plan(source, out, dtype=dtype).bytes_written < ckpt_tools.plan(source, out).bytes_written
     ckpt_tools.convert(source, out, dtype=dtype)
@@ -189,12 +189,12 @@ def test_verbs_take_dtypes_of_libraries(dtype: Any, made: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, np.float64, float, object()])
-def test_other_dtypes_are_refused(dtype: Any, made: Path) -> None:
+def test_other_dtypes_are_refused(dtype, made):
     with pytest.raises(UsageError, match=r"^dtype='.*' is not one of float32, bfloat16, float16$"):
         ckpt_tools.plan(made / "dcp", made / "x.pt", dtype=dtype)
 
 
-def test_one_pattern_need_not_be_in_a_list(made: Path) -> None:
+def test_one_pattern_need_not_be_in_a_list(made):
     report = ckpt_tools.plan(made / "dcp", made / "x.pt", include="a.w", rename="^a=b")
     assert report.renamed == {"a.w": "b.w"}
 
@@ -237,15 +237,15 @@ MESSAGES: list[tuple[str, list[str], dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("verb", "places", "options", "python", "command_line"), MESSAGES)
 def test_a_message_spells_options_for_its_reader(
-    verb: str,
-    places: list[str],
-    options: dict[str, Any],
-    python: str,
-    command_line: str,
-    made: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    verb,
+    places,
+    options,
+    python,
+    command_line,
+    made,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(made)
     with pytest.raises(CkptError) as caught:
         VERBS[verb](*places, **options)
@@ -267,7 +267,7 @@ def words(options: dict[str, Any]) -> Iterator[str]:
             yield value[0] if isinstance(value, list) else str(value)
 
 
-def test_templates_name_options_and_values() -> None:
+def test_templates_name_options_and_values():
     template = "for {dst}, {weights} or {state:model}"
     assert spelled(template) == "for dst, weights= or state='model'"
     with option_names.on_command_line():
@@ -323,14 +323,14 @@ def reports_of_a_run(made: Path) -> list[Any]:
     return [listed, *listed.checkpoints, pruned, *pruned.checkpoints]
 
 
-def test_results_are_one_short_line_whatever_their_size(made: Path) -> None:
+def test_results_are_one_short_line_whatever_their_size(made):
     for report in reports(made):
         shown = repr(report)
         assert len(shown) < 200 and "\n" not in shown, shown
         assert shown.startswith(f"{type(report).__name__}(")
 
 
-def test_what_is_shown_are_attributes_and_a_collection_is_its_count(made: Path) -> None:
+def test_what_is_shown_are_attributes_and_a_collection_is_its_count(made):
     seen = set()
     for report in reports(made):
         seen.add(type(report))
@@ -347,14 +347,14 @@ def test_what_is_shown_are_attributes_and_a_collection_is_its_count(made: Path) 
     assert {each.__qualname__ for each in Shown.__subclasses__()} == {each.__qualname__ for each in seen}
 
 
-def test_a_conversions_report_has_what_its_plan_says(made: Path) -> None:
+def test_a_conversions_report_has_what_its_plan_says(made):
     report = ckpt_tools.convert(made / "dcp", made / "x.safetensors", dtype="float16")
     for name in ("source_format", "target_format", "files", "num_tensors", "num_bytes", "notes"):
         assert getattr(report, name) == getattr(report.plan, name)
     assert report.notes and (report.source_format, report.target_format) == ("dcp", "safetensors")
 
 
-def test_notebooks_show_a_small_escaped_table(made: Path) -> None:
+def test_notebooks_show_a_small_escaped_table(made):
     for report in reports(made):
         drawn = report._repr_html_()
         assert drawn.startswith("<table>") and len(drawn) < 5000
@@ -366,7 +366,7 @@ def reports_of_markup() -> list[Any]:
     return [CleanReport("<b>bold</b>", (), is_removed=True)]
 
 
-def test_aliases_are_the_names_that_they_stand_for(made: Path) -> None:
+def test_aliases_are_the_names_that_they_stand_for(made):
     source = made / "model.safetensors"
     plan = ckpt_tools.plan(source, made / "x", to="fsdp2", from_="hf", dtype="bf16")
     assert (plan.source_format, plan.target_format) == ("safetensors", "dcp")
@@ -376,7 +376,7 @@ def test_aliases_are_the_names_that_they_stand_for(made: Path) -> None:
     assert ckpt_tools.verify(source, made / "y", dtype="fp16").equal
 
 
-def test_a_missing_format_lists_them(made: Path) -> None:
+def test_a_missing_format_lists_them(made):
     with pytest.raises(
         UsageError, match=r"choose a format with to=: safetensors \(hf\), torch \(pt\), dcp \(fsdp2\), zero1"
     ):

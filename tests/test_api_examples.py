@@ -24,7 +24,7 @@ VERBS = [name for name in ckpt_tools.__all__ if name.islower() and not name.star
 
 
 @pytest.fixture
-def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def examples(tmp_path, monkeypatch):
     """A folder with what the examples name: a file, another with one tensor changed, a run of two ranks, a recipe, an
     adapter, a state of training, a key."""
     monkeypatch.chdir(tmp_path)
@@ -83,12 +83,12 @@ def docstring(name: str) -> str:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", VERBS)
-def test_the_example_of_a_verb_runs(name: str, examples: Path) -> None:
+def test_the_example_of_a_verb_runs(name, examples):
     run(docstring(name), name)
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_a_verb_says_what_it_takes_returns_and_raises(name: str) -> None:
+def test_a_verb_says_what_it_takes_returns_and_raises(name):
     text = docstring(name)
     assert re.match(r"[A-Z][^\n]*[.;:]?", text)
     wanted = ["Returns:", "Example:"] if name.startswith("list_") else ["Args:", "Returns:", "Raises:", "Example:"]
@@ -96,10 +96,10 @@ def test_a_verb_says_what_it_takes_returns_and_raises(name: str) -> None:
     assert -1 not in at and at == sorted(at), f"{name}: {dict(zip(wanted, at, strict=True))}"
 
 
-def test_the_example_of_load_model_runs(examples: Path) -> None:
+def test_the_example_of_load_model_runs(examples):
     run(inference.load_model.__doc__ or "", "load_model")
 
 
-def test_the_examples_of_the_page_run(examples: Path) -> None:
+def test_the_examples_of_the_page_run(examples):
     blocks = re.findall(r"```python\n(>>>.*?)```", PAGE.read_text(), re.DOTALL)
     run("\n".join(blocks), "python.md")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def lines() -> Iterator[Any]:
             yield pytest.param(label, [*name.split(), *words], id=f"{name}{label}")
 
 
-def test_the_sweeps_reach_every_function_and_command() -> None:
+def test_the_sweeps_reach_every_function_and_command():
     assert {"open", "prune", "claim", "load_into", "storage_reader", "make_loadable", "sign"} <= FUNCTIONS.keys()
     reached = {case.id.split("-")[0] for case in calls()}
     assert reached == FUNCTIONS.keys() - {"list_formats", "list_recipes"}
@@ -64,15 +64,13 @@ def test_the_sweeps_reach_every_function_and_command() -> None:
 
 
 @pytest.mark.parametrize(("function", "name", "given"), list(calls()))
-def test_a_function_refuses_an_empty_argument(function: Callable[..., Any], name: str, given: dict[str, Any]) -> None:
+def test_a_function_refuses_an_empty_argument(function, name, given):
     with pytest.raises(UsageError, match=rf"^{re.escape(option(name))} (is empty|contains an empty text)"):
         function(**given)
 
 
 @pytest.mark.parametrize(("label", "words"), list(lines()))
-def test_a_command_refuses_an_empty_argument(
-    label: str, words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_refuses_an_empty_argument(label, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(words)
@@ -85,19 +83,19 @@ URLS = ["s3://", "s3:///key", "gs:///key", "https:///x", "file://", "memory://",
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_a_url_without_a_place_is_refused(url: str) -> None:
+def test_a_url_without_a_place_is_refused(url):
     for call in (ckpt_tools.ls, ckpt_tools.inspect, ckpt_tools.clean, lambda url: ckpt_tools.plan("x", url)):
         with pytest.raises(UsageError, match=r"is a URL without a place"):
             call(url)
 
 
 @pytest.mark.parametrize("value", ["x", ".", "file:///x", "s3://bucket", "memory://x", "a=s3://", None, 0, (), {}, " "])
-def test_what_is_not_empty_passes(value: object) -> None:
+def test_what_is_not_empty_passes(value):
     check_not_empty("SRC", value)
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path, monkeypatch):
     """A run with three checkpoints, which is the current folder."""
     save_file({"w": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
     for step in (1, 2, 3):
@@ -110,7 +108,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_prune_of_an_unset_variable_removes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_of_an_unset_variable_removes_nothing(run, capsys):
     before = files_of(run)
     with pytest.raises(SystemExit) as ended:
         main(["prune", "", "--keep-last", "1", "--yes"])
@@ -122,32 +120,32 @@ def test_prune_of_an_unset_variable_removes_nothing(run: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("url", ["file://", "file://run", "file://./", "file://step_1"])
-def test_a_relative_file_url_is_not_the_current_folder(url: str, run: Path) -> None:
+def test_a_relative_file_url_is_not_the_current_folder(url, run):
     before = files_of(run)
     with pytest.raises(UsageError, match=r"a URL without a place|path of a file:// URL is absolute"):
         ckpt_tools.prune(url, keep_last=1, yes=True)
     assert files_of(run) == before
 
 
-def test_a_file_url_keeps_all_its_letters(run: Path) -> None:
+def test_a_file_url_keeps_all_its_letters(run):
     (run / "step_1").rename(run / "a#b?c")
     assert ckpt_tools.inspect(f"file://{run}/a#b?c").num_tensors == 1
     assert ckpt_tools.inspect(f"file://localhost{run}/step_2").num_tensors == 1
 
 
 @pytest.mark.parametrize("name", ["@", "@/"])
-def test_an_empty_name_of_a_checkpoint_is_refused(name: str, run: Path) -> None:
+def test_an_empty_name_of_a_checkpoint_is_refused(name, run):
     with pytest.raises(UsageError, match=r"names no checkpoint behind @; write .*@latest"):
         ckpt_tools.inspect(f"{run}{name}")
 
 
 @pytest.mark.parametrize("call", [ckpt_tools.plan, ckpt_tools.convert, ckpt_tools.verify, ckpt_tools.diff])
-def test_an_empty_regex_is_refused(call: Callable[..., Any], run: Path) -> None:
+def test_an_empty_regex_is_refused(call, run):
     with pytest.raises(UsageError, match="rename='=x' has an empty REGEX"):
         call(run / "step_1", run / "out.safetensors", rename=["=x"])
 
 
-def test_files_of_names_have_no_empty_name(run: Path) -> None:
+def test_files_of_names_have_no_empty_name(run):
     (run / "map.json").write_text('{"w": ""}')
     with pytest.raises(UsageError, match=r"key_map='.*map.json' has an empty name"):
         ckpt_tools.plan(run / "step_1", run / "x.pt", key_map=run / "map.json")
@@ -157,11 +155,11 @@ def test_files_of_names_have_no_empty_name(run: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://[::1/run", "s3://bucket]/run"])
-def test_a_url_with_a_single_bracket_is_refused(url: str) -> None:
+def test_a_url_with_a_single_bracket_is_refused(url):
     with pytest.raises(UsageError, match=rf"^src: {re.escape(url)} is not a URL: "):
         ckpt_tools.inspect(url)
 
 
-def test_an_archive_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+def test_an_archive_that_is_not_there_is_a_sentence(tmp_path):
     with pytest.raises(StoreError, match=r"^zip://run::.*none\.zip: \[Errno 2\] No such file or directory"):
         ckpt_tools.inspect(f"zip://run::{tmp_path}/none.zip")

@@ -55,7 +55,7 @@ INDICES = st.one_of(
 
 
 @given(INDICES)
-def test_any_index_gives_what_numpy_gives(index: Any) -> None:
+def test_any_index_gives_what_numpy_gives(index):
     np.testing.assert_array_equal(opened()["w"][index], WHOLE[index])
 
 
@@ -64,7 +64,7 @@ MASKS = nps.arrays(bool, st.sampled_from([(5,), (6,), (4,), (5, 6), (6, 4), (5, 
 
 
 @given(st.lists(ARRAYS | MASKS | parts(4) | st.just(...), min_size=1, max_size=4).map(tuple) | ARRAYS | MASKS)
-def test_arrays_and_masks_give_what_numpy_gives(index: Any) -> None:
+def test_arrays_and_masks_give_what_numpy_gives(index):
     try:
         wanted = WHOLE[index]
     except IndexError:
@@ -74,7 +74,7 @@ def test_arrays_and_masks_give_what_numpy_gives(index: Any) -> None:
         np.testing.assert_array_equal(opened()["w"][index], wanted, strict=True)
 
 
-def test_rows_by_a_tensor_of_torch() -> None:
+def test_rows_by_a_tensor_of_torch():
     import torch
 
     rows = torch.tensor([4, 0, -1])
@@ -84,12 +84,12 @@ def test_rows_by_a_tensor_of_torch() -> None:
 @pytest.mark.parametrize(
     "index", [5, -6, (0, 0, 0, 0), (..., ...), None, True, 1.5, np.True_, [0.5], [5], "w", ([0, 1], [0, 1, 2])]
 )
-def test_other_indices_are_refused(index: Any) -> None:
+def test_other_indices_are_refused(index):
     with pytest.raises(IndexError):
         opened()["w"][index]
 
 
-def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
+def test_only_the_rows_asked_for_are_read(tmp_path):
     whole = np.arange(1000 * 100, dtype=np.float32).reshape(10, 100, 100)
     safetensors.numpy.save_file({"a": whole}, tmp_path / "m.safetensors")
     checkpoint = ckpt_tools.open(tmp_path / "m.safetensors")
@@ -100,7 +100,7 @@ def test_only_the_rows_asked_for_are_read(tmp_path: Path) -> None:
     assert checkpoint.bytes_read == 3 * 40_000 + 2 * 400
 
 
-def test_only_the_bytes_asked_for_are_read(tmp_path: Path) -> None:
+def test_only_the_bytes_asked_for_are_read(tmp_path):
     safetensors.numpy.save_file({"a": np.zeros((1000, 1000), np.float32)}, tmp_path / "m.safetensors")
     checkpoint = ckpt_tools.open(tmp_path / "m.safetensors")
     checkpoint["a"][10, 3:7]
@@ -108,7 +108,7 @@ def test_only_the_bytes_asked_for_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero1-bf16", "zero3-fp32", "zero3-fp16"])
-def test_every_format_gives_the_frameworks_bits(kind: str, checkpoint: Any) -> None:
+def test_every_format_gives_the_frameworks_bits(kind, checkpoint):
     made = checkpoint(kind, "awkward", 3)
     truth, found = Truth.load(made.root), ckpt_tools.open(made.checkpoint)
     assert_same_bits(truth.best_weights(), {name: tensor[...] for name, tensor in found.items()})
@@ -116,19 +116,19 @@ def test_every_format_gives_the_frameworks_bits(kind: str, checkpoint: Any) -> N
     assert_same_bits(moments, {name: found.state(name, "exp_avg")[...] for name in moments})
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_a_name_that_is_not_there():
     with pytest.raises(KeyError, match="nothing"):
         opened()["nothing"]
 
 
-def test_a_near_name_is_proposed() -> None:
+def test_a_near_name_is_proposed():
     with pytest.raises(KeyError, match=r"there is no weight 'v'; did you mean 'w'\?"):
         opened()["v"]
     with pytest.raises(KeyError, match="there is no 'exp_avg' of 'w'; it has weight"):
         opened().state("w", "exp_avg")
 
 
-def test_it_is_a_mapping(tmp_path: Path, checkpoint: Any) -> None:
+def test_it_is_a_mapping(tmp_path, checkpoint):
     found = ckpt_tools.open(checkpoint("zero3-fp32", "awkward", 2).checkpoint)
     assert len(found) == len(list(found)) == len(dict(found))
     assert all(name in found for name in found)
@@ -145,7 +145,7 @@ def open_files() -> set[Path]:
     return found
 
 
-def test_a_closed_checkpoint_reads_nothing(tmp_path: Path) -> None:
+def test_a_closed_checkpoint_reads_nothing(tmp_path):
     safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / "m.safetensors")
     with ckpt_tools.open(tmp_path / "m.safetensors") as found:
         tensor = found["a"]
@@ -157,7 +157,7 @@ def test_a_closed_checkpoint_reads_nothing(tmp_path: Path) -> None:
         tensor.numpy()
 
 
-def test_shown_short(checkpoint: Any) -> None:
+def test_shown_short(checkpoint):
     found = ckpt_tools.open(checkpoint("zero3-bf16", "awkward", 2).checkpoint)
     assert repr(found) == f"Checkpoint(zero3, {len(found)} weights, step=4)"
     assert repr(found.model_copy("embed.weight")) == "LazyTensor('embed.weight', shape=(13, 7), dtype=bfloat16)"
@@ -166,12 +166,12 @@ def test_shown_short(checkpoint: Any) -> None:
     assert len(page) < 20_000 and "<td>embed.weight</td>" in page
 
 
-def test_names_of_a_checkpoint_are_no_html(tmp_path: Path) -> None:
+def test_names_of_a_checkpoint_are_no_html(tmp_path):
     safetensors.numpy.save_file({"<script>x": np.ones(3, np.float32)}, tmp_path / "m.safetensors")
     assert "<script>" not in ckpt_tools.open(tmp_path / "m.safetensors")._repr_html_()
 
 
-def test_a_new_array_cannot_be_the_old_one() -> None:
+def test_a_new_array_cannot_be_the_old_one():
     tensor = opened()["w"]
     np.testing.assert_array_equal(np.asarray(tensor), WHOLE)
     np.testing.assert_array_equal(np.array(tensor, copy=True), WHOLE)
@@ -185,7 +185,7 @@ TORCH_DTYPES = [dtype.value for dtype in DType if dtype.is_of_torch]
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_torch_gets_every_dtype_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_torch_gets_every_dtype_bit_for_bit(name, tmp_path):
     import torch
 
     dtype: torch.dtype = getattr(torch, name)
@@ -204,7 +204,7 @@ def test_torch_gets_every_dtype_bit_for_bit(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 @pytest.mark.parametrize("name", TORCH_DTYPES)
-def test_torchs_own_functions_take_every_dtype_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_torchs_own_functions_take_every_dtype_bit_for_bit(name, tmp_path):
     import torch
 
     dtype: torch.dtype = getattr(torch, name)
@@ -221,7 +221,7 @@ def test_torchs_own_functions_take_every_dtype_bit_for_bit(name: str, tmp_path: 
             assert torch.equal(got.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)), (key, made)
 
 
-def test_torch_takes_the_state_of_an_optimizer(checkpoint: Any) -> None:
+def test_torch_takes_the_state_of_an_optimizer(checkpoint):
     import torch
 
     found = ckpt_tools.open(checkpoint("fsdp2", "awkward", 3).checkpoint)
@@ -232,7 +232,7 @@ def test_torch_takes_the_state_of_an_optimizer(checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_torchs_own_functions_are_as_fast_as_the_method(name: str, tmp_path: Path) -> None:
+def test_torchs_own_functions_are_as_fast_as_the_method(name, tmp_path):
     import torch
 
     torch.save(
@@ -253,13 +253,13 @@ def test_torchs_own_functions_are_as_fast_as_the_method(name: str, tmp_path: Pat
         assert seconds(partial(made, tensor)) < 5 * method + 0.02, made
 
 
-def test_iterating_gives_what_numpy_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iterating_gives_what_numpy_gives(monkeypatch):
     monkeypatch.setattr("ckpt_tools.checkpoint.SCRATCH_BYTES", 2 * WHOLE[0].nbytes)
     assert [row.tolist() for row in opened()["w"]] == WHOLE.tolist()
     assert opened()["w"].numpy().tolist() == np.from_dlpack(opened()["w"]).tolist()
 
 
-def test_a_view_of_a_stored_tensor_cannot_be_had() -> None:
+def test_a_view_of_a_stored_tensor_cannot_be_had():
     import torch
 
     with pytest.raises(BufferError, match="copy=False"):
@@ -268,7 +268,7 @@ def test_a_view_of_a_stored_tensor_cannot_be_had() -> None:
         np.from_dlpack(opened()["w"], copy=False)
 
 
-def test_a_scalar_is_an_array_without_dims(tmp_path: Path) -> None:
+def test_a_scalar_is_an_array_without_dims(tmp_path):
     safetensors.numpy.save_file({"a": np.ones((), np.float32)}, tmp_path / "m.safetensors")
     tensor = ckpt_tools.open(tmp_path / "m.safetensors")["a"]
     for found in (tensor.numpy(), tensor[...], tensor[()], np.asarray(tensor)):
@@ -277,7 +277,7 @@ def test_a_scalar_is_an_array_without_dims(tmp_path: Path) -> None:
         list(tensor)
 
 
-def test_what_numpy_does_not_have_is_refused_with_the_way_to_read_it(tmp_path: Path) -> None:
+def test_what_numpy_does_not_have_is_refused_with_the_way_to_read_it(tmp_path):
     import torch
 
     torch.save({"w": torch.zeros(3, dtype=torch.complex32)}, tmp_path / "m.pt")
@@ -287,7 +287,7 @@ def test_what_numpy_does_not_have_is_refused_with_the_way_to_read_it(tmp_path: P
             taken(tensor)
 
 
-def test_a_tensor_shares_the_memory_that_was_read() -> None:
+def test_a_tensor_shares_the_memory_that_was_read():
     from ckpt_tools.torch.fill import tensor_of
 
     elements = np.arange(6, dtype=np.uint16)
@@ -295,7 +295,7 @@ def test_a_tensor_shares_the_memory_that_was_read() -> None:
     assert not elements.any()
 
 
-def test_what_is_beside_the_tensors(tmp_path: Path) -> None:
+def test_what_is_beside_the_tensors(tmp_path):
     import torch
 
     model = torch.nn.Linear(3, 2)

@@ -49,22 +49,22 @@ COMMANDS = all_commands()
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_every_command_is_a_function(command: str) -> None:
+def test_every_command_is_a_function(command):
     assert command in WITHOUT_FUNCTION or callable(getattr(ckpt_tools, function_of(command)))
 
 
-def test_every_option_has_help() -> None:
+def test_every_option_has_help():
     for command in COMMANDS.values():
         for option in command.params:
             assert not isinstance(option, click.Option) or option.help, (command.name, option.name)
 
 
 @pytest.mark.parametrize("name", [each.name for each in built_in()])
-def test_every_format_is_listed(name: str) -> None:
+def test_every_format_is_listed(name):
     assert name in {row.name for row in ckpt_tools.list_formats()}
 
 
-def test_every_room_has_its_place_in_the_house() -> None:
+def test_every_room_has_its_place_in_the_house():
     rooms = {path.stem for path in Path(ckpt_tools.__file__).parent.iterdir() if not path.name.startswith(("_", "py."))}
     assert [room for room in sorted(rooms) if not re.search(rf"\b{room}\b", ARCHITECTURE)] == []
 
@@ -90,7 +90,7 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def test_every_page_is_in_the_index() -> None:
+def test_every_page_is_in_the_index():
     """The index links every page; ``layouts.md`` and ``tasks/index.md`` link the pages of their folders."""
     linked = {
         (page.parent / str(token.attrs["href"]).partition("#")[0]).resolve()
@@ -103,18 +103,18 @@ def test_every_page_is_in_the_index() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_lines_are_short(page: Path) -> None:
+def test_lines_are_short(page):
     lines = NOT_WRAPPED.sub("", page.read_text()).splitlines()
     assert [line for line in lines if len(line) > MAX_LINE and not NOT_WRAPPABLE.match(line)] == []
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=named)
-def test_pages_are_short(page: Path) -> None:
+def test_pages_are_short(page):
     assert len(page.read_text().splitlines()) <= MAX_LINES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_to_what_is_there(page: Path) -> None:
+def test_links_lead_to_what_is_there(page):
     for token in tokens(page):
         link = str(token.attrs.get("href") or token.attrs.get("src") or "")
         if not link or "://" in link:
@@ -126,13 +126,13 @@ def test_links_lead_to_what_is_there(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_names_in_code_are_those_of_the_code(page: Path) -> None:
+def test_names_in_code_are_those_of_the_code(page):
     for code in codes(page):
         if code not in NOT_A_NAME and (parts := parts_of(code)) is not None:
             assert is_defined(parts), code
 
 
-def test_files_of_the_architecture_are_there() -> None:
+def test_files_of_the_architecture_are_there():
     """Paths in ``architecture.md`` are those of ``ckpt_tools``, or begin with a folder at the root."""
     paths = [code for code in codes(DOCS / "architecture.md") if re.fullmatch(r"[\w/]+/\w+\.py", code)]
     assert len(paths) > 20
@@ -180,14 +180,14 @@ def names_in(body: list[ast.stmt]) -> set[str]:
         ("testing.stores.NoTests", False),
     ],
 )
-def test_a_name_that_is_not_there_is_found(code: str, expected: bool) -> None:
+def test_a_name_that_is_not_there_is_found(code, expected):
     parts = parts_of(code)
     assert parts is not None
     assert is_defined(parts) is expected
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_paths_in_code_are_those_of_the_tree(page: Path) -> None:
+def test_paths_in_code_are_those_of_the_tree(page):
     for code in codes(page):
         for path in paths_of(code):
             assert (ROOT / path).exists() or (ROOT / "ckpt_tools" / path).exists(), code
@@ -207,6 +207,6 @@ def paths_of(code: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("code", ["tests/test_no.py", "zero_writer/kinds.py", "stores/nothing", "python -m tests.x"])
-def test_a_path_that_is_not_there_is_found(code: str) -> None:
+def test_a_path_that_is_not_there_is_found(code):
     (path,) = paths_of(code)
     assert not (ROOT / path).exists() and not (ROOT / "ckpt_tools" / path).exists()

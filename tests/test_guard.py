@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -31,7 +30,7 @@ with guarded() as marking:
 
 
 @pytest.mark.parametrize("ending", ["end", "wait"])
-def test_what_was_started_with_the_mark_ends_alone(ending: str) -> None:
+def test_what_was_started_with_the_mark_ends_alone(ending):
     with subprocess.Popen([sys.executable, "-c", PROGRAM, ending], stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None
         marked, other = map(int, command.stdout.readline().split())
@@ -48,14 +47,14 @@ def test_what_was_started_with_the_mark_ends_alone(ending: str) -> None:
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_an_open_file_is_held_until_nothing_is_left(tmp_path: Path) -> None:
+def test_an_open_file_is_held_until_nothing_is_left(tmp_path):
     """So that a lock on it does not become free before."""
     with (tmp_path / "lock").open("w") as held, guarded([held.fileno()]):
         assert len(users_of(tmp_path)) == 2
     assert users_of(tmp_path) == []
 
 
-def test_the_environment_is_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_as_it_was_afterwards(monkeypatch):
     monkeypatch.setenv(MARK_VARIABLE, "of an outer command")
     monkeypatch.delenv(KEEP_ENVIRONMENT, raising=False)
     with guarded() as marking:

@@ -114,14 +114,14 @@ def may_import(found: Import) -> bool:
     return PACKAGES.index(there) <= PACKAGES.index(here)
 
 
-def test_packages_and_rules_are_the_same_set() -> None:
+def test_packages_and_rules_are_the_same_set():
     folder = ROOT / PACKAGE
     folders = {path.name for path in folder.iterdir() if path.is_dir() and path.name != "__pycache__"}
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert (folders, modules) == (set(PACKAGES), FACE)
 
 
-def test_packages_import_only_what_stands_before_them() -> None:
+def test_packages_import_only_what_stands_before_them():
     assert not listing([found for found in AMONG_US if not may_import(found)])
 
 
@@ -136,18 +136,18 @@ def test_packages_import_only_what_stands_before_them() -> None:
         ("ckpt_tools.api", "ckpt_tools.cli.main"),
     ],
 )
-def test_an_import_upwards_is_found(module: str, target: str) -> None:
+def test_an_import_upwards_is_found(module, target):
     assert not may_import(Import(module, target, 1, early=True, for_types=False))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_says_in_one_line_what_it_is_for(package: str) -> None:
+def test_a_package_says_in_one_line_what_it_is_for(package):
     charter = ast.get_docstring(ast.parse((ROOT / PACKAGE / package / "__init__.py").read_text()))
     assert charter
     assert charter.splitlines()[0].endswith(".")
 
 
-def test_formats_build_on_each_other_in_no_circle() -> None:
+def test_formats_build_on_each_other_in_no_circle():
     """A format may use the modules of one that it is built on: megatron those of dcp, sharded those of torch. Names of
     files, in ``names``, are known to all."""
     graph: dict[str, set[str]] = {}
@@ -164,7 +164,7 @@ def test_formats_build_on_each_other_in_no_circle() -> None:
     list(TopologicalSorter(graph).static_order())
 
 
-def test_families_of_deepspeed_share_what_is_common_alone() -> None:
+def test_families_of_deepspeed_share_what_is_common_alone():
     def family(module: str) -> str | None:
         parts = inside(module).split(".")
         is_family = (
@@ -176,7 +176,7 @@ def test_families_of_deepspeed_share_what_is_common_alone() -> None:
     assert not listing([found for found in wrong if family(found.target) not in {family(found.module), "common"}])
 
 
-def test_the_command_line_knows_the_public_api_alone() -> None:
+def test_the_command_line_knows_the_public_api_alone():
     def allowed(found: Import) -> bool:
         there = inside(found.target)
         return found.for_types or there in {"", *EVERYWHERE, *LIGHT} or package_of(found.target) == "cli"
@@ -187,7 +187,7 @@ def test_the_command_line_knows_the_public_api_alone() -> None:
 
 
 @pytest.mark.parametrize("package", ["training", "inference"])
-def test_training_and_inference_know_the_public_api_alone(package: str) -> None:
+def test_training_and_inference_know_the_public_api_alone(package):
     wrong = [
         found
         for found in IMPORTS
@@ -198,37 +198,37 @@ def test_training_and_inference_know_the_public_api_alone(package: str) -> None:
     assert not listing(wrong)
 
 
-def test_training_does_not_know_inference() -> None:
+def test_training_does_not_know_inference():
     others = {"inference", "fixtures", "benchmarks", "tests"}
     ours = [found for found in IMPORTS if found.module.split(".")[0] == "training"]
     assert not listing([found for found in ours if found.target.split(".")[0] in others])
 
 
-def test_the_converter_knows_neither_training_nor_inference() -> None:
+def test_the_converter_knows_neither_training_nor_inference():
     others = {"training", "inference", "fixtures", "benchmarks", "tests"}
     assert not listing([found for found in OURS if found.target.split(".")[0] in others])
 
 
-def test_torch_is_imported_in_its_own_package_alone() -> None:
+def test_torch_is_imported_in_its_own_package_alone():
     wrong = [found for found in OURS if found.target.split(".")[0] == "torch" and package_of(found.module) != "torch"]
     assert not listing([found for found in wrong if not found.for_types])
 
 
-def test_deepspeed_is_imported_nowhere() -> None:
+def test_deepspeed_is_imported_nowhere():
     assert not listing([found for found in OURS if found.target.split(".")[0] == "deepspeed"])
 
 
-def test_no_framework_is_imported_before_it_is_needed() -> None:
+def test_no_framework_is_imported_before_it_is_needed():
     assert not listing([found for found in OURS if found.early and found.target.split(".")[0] in FRAMEWORKS])
 
 
-def test_only_what_is_for_tests_needs_their_tools() -> None:
+def test_only_what_is_for_tests_needs_their_tools():
     tools = {"pytest", "hypothesis"}
     wrong = [found for found in OURS if found.target.split(".")[0] in tools and package_of(found.module) != "testing"]
     assert not listing(wrong)
 
 
-def test_modules_do_not_import_each_other_in_a_circle() -> None:
+def test_modules_do_not_import_each_other_in_a_circle():
     """Wherever an import stands: one in a function, or for types alone, ties two modules as one at the top does."""
     graph: dict[str, set[str]] = {module: set() for module in MODULES}
     for found in IMPORTS:
@@ -244,15 +244,15 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_package_alone_loads_nothing() -> None:
+def test_the_package_alone_loads_nothing():
     assert not loaded_after("import ckpt_tools") & {*FRAMEWORKS, "numpy", "click", "rich"}
 
 
-def test_the_command_line_loads_no_numpy_before_a_command_does() -> None:
+def test_the_command_line_loads_no_numpy_before_a_command_does():
     assert not loaded_after("import ckpt_tools.cli") & {*FRAMEWORKS, "numpy"}
 
 
-def test_every_module_together_loads_no_framework() -> None:
+def test_every_module_together_loads_no_framework():
     names = [
         name
         for name in MODULES

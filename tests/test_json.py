@@ -30,7 +30,7 @@ def printed(*words: str | Path) -> Any:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     model(torch.ones(3)).sum().backward()
@@ -43,7 +43,7 @@ def check(section: str, found: dict[str, Any]) -> None:
     assert list(found) == SCHEMAS[section]
 
 
-def test_summaries_are_as_documented(model: Path) -> None:
+def test_summaries_are_as_documented(model):
     found = printed("inspect", model, "--tensors")
     check("inspect", found)
     check("tensor", found["tensors"][0])
@@ -51,7 +51,7 @@ def test_summaries_are_as_documented(model: Path) -> None:
     assert printed("inspect", model) == {name: value for name, value in found.items() if name != "tensors"}
 
 
-def test_what_make_loadable_lists_is_as_documented(tmp_path: Path) -> None:
+def test_what_make_loadable_lists_is_as_documented(tmp_path):
     torch.save({"w": torch.ones(1), "class": torch.nn.Linear, "set": frozenset({1})}, tmp_path / "m.pt")
     found = printed("make-loadable", tmp_path / "m.pt", tmp_path / "plain.pt")
     check("make-loadable", found)
@@ -59,7 +59,7 @@ def test_what_make_loadable_lists_is_as_documented(tmp_path: Path) -> None:
     check("replaced", found["replaced"][0])
 
 
-def test_conversions_are_as_documented(model: Path, tmp_path: Path) -> None:
+def test_conversions_are_as_documented(model, tmp_path):
     planned = printed("plan", model, tmp_path / "p", "--to", "safetensors")
     check("plan", planned)
     check("note", planned["notes"][0])
@@ -70,7 +70,7 @@ def test_conversions_are_as_documented(model: Path, tmp_path: Path) -> None:
     check("plan", done["plan"])
 
 
-def test_comparisons_are_as_documented(model: Path, tmp_path: Path) -> None:
+def test_comparisons_are_as_documented(model, tmp_path):
     torch.save({"weight": torch.ones(2, 3)}, tmp_path / "b.pt")
     ckpt_tools.consolidate(model, tmp_path / "a.pt")
     check("verify", printed("verify", model))
@@ -82,7 +82,7 @@ def test_comparisons_are_as_documented(model: Path, tmp_path: Path) -> None:
     check("checksum", printed("checksum", model, "--output", "-"))
 
 
-def test_the_others_are_as_documented(tmp_path: Path) -> None:
+def test_the_others_are_as_documented(tmp_path):
     (tmp_path / "x.pt").write_bytes(b"noise")
     found = printed("scan", tmp_path)
     check("scan", found)
@@ -94,7 +94,7 @@ def test_the_others_are_as_documented(tmp_path: Path) -> None:
         check("recipes", row)
 
 
-def test_a_recipe_is_as_documented(model: Path, tmp_path: Path) -> None:
+def test_a_recipe_is_as_documented(model, tmp_path):
     (tmp_path / "r.toml").write_text('others = "same"\nmap = [{left = "weight", right = "w"}]\n')
     checked = printed("recipes", "check", tmp_path / "r.toml", model)
     check("recipes check", checked)
@@ -104,7 +104,7 @@ def test_a_recipe_is_as_documented(model: Path, tmp_path: Path) -> None:
     assert planned["recipe"] == checked["recipe"] == {"name": "r", "inverse": False, "before": "left", "after": "right"}
 
 
-def test_keys_are_attributes(model: Path, tmp_path: Path) -> None:
+def test_keys_are_attributes(model, tmp_path):
     results = [
         ckpt_tools.inspect(model),
         ckpt_tools.plan(model, tmp_path / "p", to="dcp"),
@@ -126,7 +126,7 @@ def test_keys_are_attributes(model: Path, tmp_path: Path) -> None:
                 assert hasattr(result, name), (type(result), name)
 
 
-def test_runs_are_as_documented(model: Path) -> None:
+def test_runs_are_as_documented(model):
     found = printed("ls", model.parent)
     check("ls", found)
     check("checkpoint of a run", found["checkpoints"][0])
@@ -137,7 +137,7 @@ def test_runs_are_as_documented(model: Path) -> None:
     check("pruned checkpoint", pruned["checkpoints"][0])
 
 
-def test_a_file_whose_name_is_no_text_is_shown_as_the_command_line_shows_it(model: Path) -> None:
+def test_a_file_whose_name_is_no_text_is_shown_as_the_command_line_shows_it(model):
     folder = model.parent / "folder"
     folder.mkdir()
     model.rename(folder / "m.pt")

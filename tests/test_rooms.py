@@ -40,7 +40,7 @@ def room_of(tree: str, module: str) -> str | None:
 
 
 @pytest.mark.parametrize("tree", TABLES)
-def test_rooms_import_only_what_their_table_allows(tree: str) -> None:
+def test_rooms_import_only_what_their_table_allows(tree):
     table = TABLES[tree]
     here = {room_of(tree, module) for module in MODULES} - {None}
     assert here == table.keys() | ROOTS[tree]

@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -18,7 +17,7 @@ from ckpt_tools.signals import Stopped, first_signal, starting_processes, stoppi
 
 
 @pytest.fixture(autouse=True)
-def usual_handler() -> Iterator[None]:
+def usual_handler():
     """Ray, once used in this process, leaves its own handler."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
@@ -30,7 +29,7 @@ def _exit(number: int, _frame: FrameType | None) -> None:
     sys.exit(number)
 
 
-def test_an_exit_of_a_librarys_own_handler_is_the_signal_that_it_was() -> None:
+def test_an_exit_of_a_librarys_own_handler_is_the_signal_that_it_was():
     """The signal meets a thread that does not block it, so the handler of the moment runs in the main thread."""
     is_done = threading.Event()
     other = threading.Thread(target=is_done.wait, args=(20,))
@@ -52,7 +51,7 @@ def test_an_exit_of_a_librarys_own_handler_is_the_signal_that_it_was() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_signal_to_the_thread_itself_waits_for_the_end_of_the_block() -> None:
+def test_a_signal_to_the_thread_itself_waits_for_the_end_of_the_block():
     has_ended = False
     with pytest.raises(Stopped) as stopped, stopping_on_signals():  # noqa: PT012
         with starting_processes():
@@ -87,12 +86,12 @@ def imported(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> f
     return time.monotonic() - begun
 
 
-def test_a_signal_waits_for_the_end_of_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_waits_for_the_end_of_an_import(tmp_path, monkeypatch):
     """torch imports numpy from C++, which clears an exception, as this module does."""
     assert 0.5 < imported(tmp_path, 0.5, monkeypatch) < 4
 
 
-def test_a_signal_ends_an_import_without_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_an_import_without_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "IMPORT_SECONDS", 0.3)
     (tmp_path / "endless.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(5)\n"

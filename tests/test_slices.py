@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ WHOLE = np.random.default_rng(3).standard_normal((40, 30, 5)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     path = tmp_path_factory.mktemp("cat") / "m.pt"
     special = torch.tensor([float("nan"), float("inf"), -0.0, 0.1])
     other = {"odd[1]": torch.arange(3), "half": torch.ones(3).bfloat16() / 3, "c": torch.tensor([1 + 2j])}
@@ -46,7 +45,7 @@ INDICES = [
 
 
 @pytest.mark.parametrize("index", INDICES)
-def test_a_part_is_that_of_numpy(index: str, source: Path) -> None:
+def test_a_part_is_that_of_numpy(index, source):
     expected = eval(f"WHOLE[{index}]")
     found = ckpt_tools.cat(source, f"w[{index}]")
     assert found.shape == expected.shape
@@ -70,14 +69,14 @@ def written(part: Any) -> str:
 
 @settings(deadline=None)
 @given(st.lists(PARTS, min_size=1, max_size=5))
-def test_what_is_written_is_what_is_read(parts: list[Any]) -> None:
+def test_what_is_written_is_what_is_read(parts):
     assert parse_index(", ".join(map(written, parts))) == tuple(parts)
 
 
 @pytest.mark.parametrize(
     "index", ["", "x", "1.5", "1:2:3:4", "::0", "0,,1", "None", "__import__('os')", "1e3", "٣", "True"]
 )
-def test_what_is_no_index_is_refused(index: str, source: Path) -> None:
+def test_what_is_no_index_is_refused(index, source):
     with pytest.raises(UsageError, match=r"is not an integer|step of a slice"):
         ckpt_tools.cat(source, f"w[{index}]")
 
@@ -92,12 +91,12 @@ def test_what_is_no_index_is_refused(index: str, source: Path) -> None:
         ("w", "exp_avg", "there is no 'exp_avg' of 'w'; it has weight"),
     ],
 )
-def test_what_is_not_there_is_refused(name: str, slot: str | None, said: str, source: Path) -> None:
+def test_what_is_not_there_is_refused(name, slot, said, source):
     with pytest.raises(UsageError, match=said):
         ckpt_tools.cat(source, name, slot=slot)
 
 
-def test_names_with_brackets_other_tensors_and_all_dtypes(source: Path) -> None:
+def test_names_with_brackets_other_tensors_and_all_dtypes(source):
     assert ckpt_tools.cat(source, "odd[1]").numpy().tolist() == [0, 1, 2]
     assert ckpt_tools.cat(source, "odd[1][1:]").numpy().tolist() == [1, 2]
     assert (ckpt_tools.cat(source, "rng").slot, ckpt_tools.cat(source, "rng[2]").values) == ("extra", 2)
@@ -112,7 +111,7 @@ def test_names_with_brackets_other_tensors_and_all_dtypes(source: Path) -> None:
     }  # fmt: skip
 
 
-def test_slots(checkpoint: Any) -> None:
+def test_slots(checkpoint):
     source = checkpoint("zero3-fp32", "awkward", 2).checkpoint
     opened = ckpt_tools.open(source)
     name = next(iter(opened))
@@ -120,7 +119,7 @@ def test_slots(checkpoint: Any) -> None:
         assert np.array_equal(ckpt_tools.cat(source, name, slot=slot).numpy(), opened.state(name, slot).numpy())
 
 
-def test_only_what_is_shown_is_read(source: Path) -> None:
+def test_only_what_is_shown_is_read(source):
     found = ckpt_tools.cat(source, "w")
     reader = found._tensor._reader
     str(found)
@@ -131,7 +130,7 @@ def test_only_what_is_shown_is_read(source: Path) -> None:
     assert part._tensor._reader.bytes_read == WHOLE[7].nbytes
 
 
-def test_printing(source: Path) -> None:
+def test_printing(source):
     done = CliRunner().invoke(group, ["cat", str(source), "w[0:2, :]"])
     assert done.stdout == np.array2string(WHOLE[0:2, :]) + "\n"
     whole = CliRunner().invoke(group, ["cat", str(source), "w", "--all"]).stdout

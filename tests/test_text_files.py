@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,13 @@ def read_deepspeed(path: Path) -> Any:
         read_deepspeed,
     ],
 )
-def test_an_endless_device_is_refused(read: Callable[[Path], object]) -> None:
+def test_an_endless_device_is_refused(read):
     with pytest.raises((CkptError, click.BadParameter)) as caught:
         read(ENDLESS)
     assert "File too large" in str(caught.value) or "is not a file that can be read" in str(caught.value)
 
 
-def test_the_text_of_a_file(tmp_path: Path) -> None:
+def test_the_text_of_a_file(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"\xef\xbb\xbfname\n")
     assert read_text(file) == "name\n"

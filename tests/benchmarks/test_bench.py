@@ -22,7 +22,7 @@ from benchmarks.measure import MeasureError, Usage, measured
 from benchmarks.parts import Part, measure_parts
 from benchmarks.picture import draw
 from benchmarks.suite import Runner, Settings, slots
-from benchmarks.works import COPY, OURS, WORKS, Work
+from benchmarks.works import COPY, OURS, WORKS
 from tests.support.running import start, wait_until
 
 pytestmark = pytest.mark.extended
@@ -37,12 +37,12 @@ SMALL_WORKS = (BY_NAME["torch-dcp"], replace(BY_NAME["safetensors-dcp"], source=
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def settings(tmp_path_factory):
     return Settings(size_bytes=10_000_000, runs=1, time_limit=60, data=tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
-def journal(settings: Settings) -> Journal:
+def journal(settings):
     """Of a run of the small works."""
     made = Journal(settings.data / "results.jsonl")
     for work in SMALL_WORKS:
@@ -50,7 +50,7 @@ def journal(settings: Settings) -> Journal:
     return made
 
 
-def test_every_contestant_is_measured_in_every_way(journal: Journal) -> None:
+def test_every_contestant_is_measured_in_every_way(journal):
     for work in SMALL_WORKS:
         runs = [run for run in journal.find(kind="run", work=work.name) if run["contestant"] != FAILING]
         assert [run["reason"] for run in runs if run["status"] != "done"] == []
@@ -59,14 +59,14 @@ def test_every_contestant_is_measured_in_every_way(journal: Journal) -> None:
         }
 
 
-def test_every_output_is_equal_to_its_source(journal: Journal) -> None:
+def test_every_output_is_equal_to_its_source(journal):
     for work in SMALL_WORKS:
         checks = {check["contestant"]: check for check in journal.find(kind="check", work=work.name)}
         assert checks.keys() == set(work.contestants) - {FAILING}
         assert [check for check in checks.values() if check["status"] != "equal"] == []
 
 
-def test_a_failure_is_written_down_once_and_stops_nothing(journal: Journal) -> None:
+def test_a_failure_is_written_down_once_and_stops_nothing(journal):
     (failed,) = journal.find(kind="run", contestant=FAILING)
     assert failed["status"] == "failed" and "No such file" in failed["reason"]
     result = list(results(journal, SMALL_WORKS))[1]
@@ -74,14 +74,14 @@ def test_a_failure_is_written_down_once_and_stops_nothing(journal: Journal) -> N
     assert result.failures == {FAILING: failed["reason"]}
 
 
-def test_what_is_measured_is_plausible(journal: Journal) -> None:
+def test_what_is_measured_is_plausible(journal):
     for run in journal.find(kind="run", status="done"):
         assert run["called_write_bytes"] >= 10_000_000 * 0.9
         assert run["peak_bytes"] > 5_000_000
         assert run["cached_share"] == (pytest.approx(0, abs=caching.MAX_COLD_SHARE) if run["way"] == "cold" else 1)
 
 
-def test_the_same_command_goes_on_where_it_was(journal: Journal, settings: Settings, tmp_path: Path) -> None:
+def test_the_same_command_goes_on_where_it_was(journal, settings, tmp_path):
     again = Journal(journal.path)
     for work in SMALL_WORKS:
         Runner(work, replace(settings, data=tmp_path / "data"), again).run()
@@ -89,7 +89,7 @@ def test_the_same_command_goes_on_where_it_was(journal: Journal, settings: Setti
     assert not (tmp_path / "data").exists()
 
 
-def test_another_size_starts_afresh(journal: Journal, settings: Settings, tmp_path: Path) -> None:
+def test_another_size_starts_afresh(journal, settings, tmp_path):
     other = Journal(tmp_path / "results.jsonl")
     for record in journal.records:
         other.add(record)
@@ -97,18 +97,18 @@ def test_another_size_starts_afresh(journal: Journal, settings: Settings, tmp_pa
     assert {record["work"] for record in other.records} == {SMALL_WORKS[1].name}
 
 
-def test_another_size_has_an_input_of_its_own(settings: Settings, tmp_path: Path) -> None:
+def test_another_size_has_an_input_of_its_own(settings, tmp_path):
     work, twice = SMALL_WORKS[0], replace(settings, size_bytes=20_000_000)
     once, double = (Runner(work, each, Journal(tmp_path / "results.jsonl")) for each in (settings, twice))
     assert double.source == once.inputs.path(work.source, 20_000_000) != once.source
     assert (once.key["size_bytes"], double.key["size_bytes"]) == (10_000_000, 20_000_000)
 
 
-def test_outputs_are_deleted(journal: Journal, settings: Settings) -> None:
+def test_outputs_are_deleted(journal, settings):
     assert {path.name for path in settings.data.iterdir()} == {"inputs", "log", journal.path.name}
 
 
-def test_the_table_and_the_picture_come_out(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_and_the_picture_come_out(journal, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "README_WORKS", [work.name for work in SMALL_WORKS])
     folder = tmp_path / "results"
     report.write(journal, folder)
@@ -122,13 +122,13 @@ def test_the_table_and_the_picture_come_out(journal: Journal, tmp_path: Path, mo
     assert f">{FAILING}: fails</text>" in draw(list(results(journal, SMALL_WORKS)))
 
 
-def test_the_picture_is_that_of_the_results() -> None:
+def test_the_picture_is_that_of_the_results():
     found = [each for each in results(Journal(RESULTS / "results.jsonl")) if each.work.name in report.README_WORKS]
     assert len(found) == 6
     assert (RESULTS / "picture.svg").read_text() == draw(found), "write it again with python -m benchmarks --report"
 
 
-def test_bars_are_as_long_as_the_seconds() -> None:
+def test_bars_are_as_long_as_the_seconds():
     """The axis is linear and begins at zero: ours and a peer's bar have the ratio of the seconds that stand above."""
     root = ElementTree.parse(RESULTS / "picture.svg").getroot()
     bars = [float(each.attrib["width"]) for each in root.iter(f"{SVG}rect") if "fill" in each.attrib]
@@ -138,7 +138,7 @@ def test_bars_are_as_long_as_the_seconds() -> None:
     assert [bar for bar in bars if bar] == pytest.approx([each * bars[0] / seconds[0] for each in seconds], rel=0.05)
 
 
-def test_the_table_says_which_rows_are_of_earlier_code(journal: Journal, tmp_path: Path) -> None:
+def test_the_table_says_which_rows_are_of_earlier_code(journal, tmp_path):
     later = Journal(tmp_path / "results.jsonl")
     for record in journal.records:
         later.add(record)
@@ -152,7 +152,7 @@ def test_the_table_says_which_rows_are_of_earlier_code(journal: Journal, tmp_pat
     assert f"earlier version of ckpt-tools than the others: {about}.\n" in (tmp_path / "table.md").read_text()
 
 
-def test_the_table_says_that_all_of_it_is_of_other_code(journal: Journal, tmp_path: Path) -> None:
+def test_the_table_says_that_all_of_it_is_of_other_code(journal, tmp_path):
     report.write(journal, tmp_path)
     assert "other versions" not in (tmp_path / "table.md").read_text()
     later = Journal(tmp_path / "results.jsonl")
@@ -163,9 +163,7 @@ def test_the_table_says_that_all_of_it_is_of_other_code(journal: Journal, tmp_pa
     assert said in (tmp_path / "table.md").read_text()
 
 
-def test_the_page_gets_the_whole_and_readme_a_few_rows(
-    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_gets_the_whole_and_readme_a_few_rows(journal, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "README_WORKS", (SMALL_WORKS[0].name,))
     readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
     for path, name in ((readme, report.README_SECTION), (page, report.PAGE_SECTION)):
@@ -180,7 +178,7 @@ def test_the_page_gets_the_whole_and_readme_a_few_rows(
     assert all(text.startswith("before\n") and text.endswith("\nafter\n") for text in (few, whole))
 
 
-def test_readme_has_six_rows() -> None:
+def test_readme_has_six_rows():
     assert len(report.README_WORKS) == 6 and set(report.README_WORKS) <= BY_NAME.keys()
     start, end = report.markers(report.README_SECTION)
     rows = report.README.read_text().partition(start)[2].partition(end)[0].strip().splitlines()
@@ -189,9 +187,7 @@ def test_readme_has_six_rows() -> None:
     ]
 
 
-def test_the_command_line_reports_without_measuring(
-    journal: Journal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_reports_without_measuring(journal, tmp_path, capsys):
     (tmp_path / "results.jsonl").write_bytes(journal.path.read_bytes())
     main(["--report", "--results", str(tmp_path)])
     assert capsys.readouterr().out.strip() == str(tmp_path / "table.md")
@@ -199,15 +195,13 @@ def test_the_command_line_reports_without_measuring(
     assert (tmp_path / "table.md").exists()
 
 
-def test_a_work_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_work_that_is_not_there_is_an_error(capsys):
     with pytest.raises(SystemExit):
         main(["--works", "dcp-torch", "alchemy"])
     assert "alchemy" in capsys.readouterr().err
 
 
-def test_a_part_is_measured_once_and_one_that_fails_stops_no_other(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_is_measured_once_and_one_that_fails_stops_no_other(settings, tmp_path, monkeypatch):
     asked = replace(settings, data=tmp_path / "data")
     small = Part("memory", "memory:measure_sizes", "Memory by size")
     monkeypatch.setattr("benchmarks.parts.PARTS", (Part("absent", "parts:fail", "Absent"), small))
@@ -227,7 +221,7 @@ def _fail(settings: Settings) -> list[str]:
     raise MeasureError("not here")
 
 
-def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
+def test_only_what_is_between_the_markers_changes(tmp_path):
     document = tmp_path / "page.md"
     start, end = report.markers("speed")
     document.write_text(f"before\n{start}\nold\n{end}\nafter\n")
@@ -235,7 +229,7 @@ def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
     assert document.read_text() == f"before\n{start}\nnew\n{end}\nafter\n"
 
 
-def test_both_documents_have_their_markers() -> None:
+def test_both_documents_have_their_markers():
     for document, name in ((report.README, report.README_SECTION), (report.PAGE, report.PAGE_SECTION)):
         start, end = report.markers(name)
         text = document.read_text()
@@ -246,7 +240,7 @@ def used(code: str, log: Path, time_limit: float = 60) -> Usage:
     return measured([sys.executable, "-S", "-c", code], log, time_limit=time_limit, cwd=log.parent)
 
 
-def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
+def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path):
     code = "import os, time; os.fork(); open(str(os.getpid()), 'w'); time.sleep(100)"
     usage = used(code, tmp_path / "log", time_limit=3)
     assert usage.timed_out
@@ -275,9 +269,7 @@ def _alive(pid: int) -> bool:
     ],
     ids=str,
 )
-def test_a_run_that_is_ended_leaves_no_process_and_no_half_input(
-    number: signal.Signals, code: int, tmp_path: Path
-) -> None:
+def test_a_run_that_is_ended_leaves_no_process_and_no_half_input(number, code, tmp_path):
     """While the processes that make an input start."""
     folders = ["--data", tmp_path / "data", "--results", tmp_path / "results"]
     run = start("--works", "dcp-torch", "--size", "0.01", *folders, module="benchmarks")
@@ -292,25 +284,25 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_half_input(
     assert number == signal.SIGKILL or not list(inputs.glob("*"))
 
 
-def test_memory_is_that_of_all_processes(tmp_path: Path) -> None:
+def test_memory_is_that_of_all_processes(tmp_path):
     """Two processes of 60 MB each, which each hold it long enough to be seen."""
     code = "import os, time; os.fork(); block = b'x' * 60_000_000; time.sleep(1)"
     assert used(code, tmp_path / "log").peak_bytes > 115_000_000
 
 
-def test_memory_is_not_that_of_who_asks(tmp_path: Path) -> None:
+def test_memory_is_not_that_of_who_asks(tmp_path):
     block = b"x" * 200_000_000
     assert used("pass", tmp_path / "log").peak_bytes < len(block) / 4
 
 
-def test_bytes_are_those_of_children_too(tmp_path: Path) -> None:
+def test_bytes_are_those_of_children_too(tmp_path):
     code = "import subprocess; subprocess.run(['head', '-c', '5000000', '/dev/zero'])"
     usage = used(code, tmp_path / "log")
     assert 5_000_000 <= usage.called_write_bytes < 5_100_000
     assert (tmp_path / "log").stat().st_size == 5_000_000
 
 
-def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
+def test_a_line_cut_short_is_left_out(tmp_path):
     path = tmp_path / "results.jsonl"
     Journal(path).add({"kind": "run", "seconds": 1.5})
     with path.open("a") as file:
@@ -321,7 +313,7 @@ def test_a_line_cut_short_is_left_out(tmp_path: Path) -> None:
     assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["run", "check"]
 
 
-def test_files_leave_the_cache_and_come_back(tmp_path: Path) -> None:
+def test_files_leave_the_cache_and_come_back(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 3_000_000)
     (tmp_path / "empty").touch()
     assert caching.cool(tmp_path) <= caching.MAX_COLD_SHARE
@@ -330,19 +322,19 @@ def test_files_leave_the_cache_and_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_elements", [10**6, 16 * 10**6, 375 * 10**6, 1125 * 10**6])
-def test_a_model_has_about_the_size_that_was_asked_for(num_elements: int) -> None:
+def test_a_model_has_about_the_size_that_was_asked_for(num_elements):
     model = fit_llama(num_elements)
     assert count_elements(model) == pytest.approx(num_elements, rel=0.07)
     assert model.hidden % 16 == model.ffn % 16 == model.vocab % 16 == 0
 
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda work: work.name)
-def test_every_work_says_who_is_better_at_what(work: Work) -> None:
+def test_every_work_says_who_is_better_at_what(work):
     assert work.contestants[:2] == (OURS, COPY)
     assert not work.target.peer or work.peer
 
 
-def test_a_folder_of_somebody_is_not_taken_for_data(tmp_path: Path) -> None:
+def test_a_folder_of_somebody_is_not_taken_for_data(tmp_path):
     """In its own folder too, what has not the name of an input is no input, and makes no room."""
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(MeasureError, match="no benchmark wrote"):

@@ -24,25 +24,25 @@ Transfer/sec:    208.40KB
 """
 
 
-def test_what_wrk_says_is_read() -> None:
+def test_what_wrk_says_is_read():
     assert Loaded.of(SAID.format(more="")) == Loaded(2667, 533.48, 0.00095, 1.25)
 
 
 @pytest.mark.parametrize(
     "more", ["  Non-2xx or 3xx responses: 3\n", "  Socket errors: connect 0, read 2, write 0, timeout 0\n"]
 )
-def test_an_answer_that_is_an_error_ends_the_measurement(more: str) -> None:
+def test_an_answer_that_is_an_error_ends_the_measurement(more):
     with pytest.raises(MeasureError, match="not every request was answered: " + more.strip()[:12]):
         Loaded.of(SAID.format(more=more))
 
 
-def test_any_byte_can_be_asked() -> None:
+def test_any_byte_can_be_asked():
     script = Requests("/p", [bytes([0, 34, 92]), b"a"], {"A": "b"}).script()
     assert script.startswith('local bodies, n = {"\\000\\034\\092","\\097"}, 0\nwrk.method = "POST"\n')
     assert 'wrk.headers["A"] = "b"\n' in script
 
 
-def test_the_table_compares_the_service_round_by_round() -> None:
+def test_the_table_compares_the_service_round_by_round():
     rates = {
         LOOP: (1000, 100), ROW: (200, 200), JSON: (900, 90), BINARY: (900, 90), PNG: (500, 50), EIGHT: (400, 40),
         ONE: (100, 10), "LitServe": (300, 30),

@@ -59,7 +59,7 @@ def names(folder: Path) -> list[str]:
 
 
 @BOTH
-def test_what_a_killed_run_left_is_listed_and_removed(tmp_path: Path, is_file: bool) -> None:
+def test_what_a_killed_run_left_is_listed_and_removed(tmp_path, is_file):
     killed(tmp_path / "out", is_file=is_file)
     (tmp_path / ".others.ckpt-tools-partial").mkdir()
     (tmp_path / ".out.ckpt-tools-partial-not").mkdir()
@@ -77,7 +77,7 @@ def test_what_a_killed_run_left_is_listed_and_removed(tmp_path: Path, is_file: b
 
 
 @BOTH
-def test_the_destination_itself_is_kept(tmp_path: Path, is_file: bool) -> None:
+def test_the_destination_itself_is_kept(tmp_path, is_file):
     if is_file:
         (tmp_path / "out").write_text("mine")
     else:
@@ -90,21 +90,21 @@ def test_the_destination_itself_is_kept(tmp_path: Path, is_file: bool) -> None:
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_a_run_under_way_is_left_alone(tmp_path: Path, dry_run: bool) -> None:
+def test_a_run_under_way_is_left_alone(tmp_path, dry_run):
     with writing(tmp_path / "out", is_file=False):
         with pytest.raises(DestinationExistsError, match="another process is writing"):
             ckpt_tools.clean(tmp_path / "out", dry_run=dry_run)
         assert (tmp_path / ".out.ckpt-tools-partial/output/half").stat().st_size == 1000
 
 
-def test_looking_does_not_disturb_who_writes_afterwards(tmp_path: Path) -> None:
+def test_looking_does_not_disturb_who_writes_afterwards(tmp_path):
     killed(tmp_path / "out", is_file=False)
     ckpt_tools.clean(tmp_path / "out", dry_run=True)
     with staged(tmp_path / "out", Folder(), overwrite=False):
         pass
 
 
-def test_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
+def test_what_was_moved_aside_is_put_back(tmp_path):
     """Where two folders cannot be swapped, a kill can leave the old one under another name alone."""
     aside = tmp_path / ".out.ckpt-tools-replaced"
     aside.mkdir()
@@ -114,7 +114,7 @@ def test_what_was_moved_aside_is_put_back(tmp_path: Path) -> None:
     assert (names(tmp_path), (tmp_path / "out/model").read_text()) == (["out"], "mine")
 
 
-def test_what_was_moved_aside_and_replaced_is_removed(tmp_path: Path) -> None:
+def test_what_was_moved_aside_and_replaced_is_removed(tmp_path):
     """As far as it was written down before it was moved: no more can be known to be ours."""
     for name, text in (("out", "new"), (".out.ckpt-tools-replaced", "old")):
         (tmp_path / name).mkdir()
@@ -128,7 +128,7 @@ def test_what_was_moved_aside_and_replaced_is_removed(tmp_path: Path) -> None:
     assert (names(tmp_path), (tmp_path / "out/model").read_text()) == (["out"], "new")
 
 
-def test_a_link_of_our_name_is_not_ours(tmp_path: Path) -> None:
+def test_a_link_of_our_name_is_not_ours(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").write_text("mine")
     for name in (".out.ckpt-tools-partial", ".out.ckpt-tools-replaced"):
@@ -137,7 +137,7 @@ def test_a_link_of_our_name_is_not_ours(tmp_path: Path) -> None:
     assert (tmp_path / "mine/thesis").read_text() == "mine"
 
 
-def test_a_link_to_a_folder_stands_for_the_folder(tmp_path: Path) -> None:
+def test_a_link_to_a_folder_stands_for_the_folder(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to("disk/real")
     killed(tmp_path / "disk/real", is_file=False)
@@ -145,12 +145,12 @@ def test_a_link_to_a_folder_stands_for_the_folder(tmp_path: Path) -> None:
     assert names(tmp_path / "disk") == []
 
 
-def test_where_nothing_is_nothing_is_made(tmp_path: Path) -> None:
+def test_where_nothing_is_nothing_is_made(tmp_path):
     assert ckpt_tools.clean(tmp_path / "no/such/out").leftovers == ()
     assert names(tmp_path) == []
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path):
     killed(tmp_path / "out", is_file=False)
     listed = run(tmp_path / "out", "--dry-run")
     assert (listed.returncode, "unfinished output, 1.00 kB" in listed.stdout) == (0, True), listed.stderr
@@ -160,7 +160,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "no leftovers" in run(tmp_path / "out").stdout
 
 
-def test_the_command_on_a_run_under_way(tmp_path: Path) -> None:
+def test_the_command_on_a_run_under_way(tmp_path):
     with writing(tmp_path / "out", is_file=False):
         refused = run(tmp_path / "out")
     assert (refused.returncode, refused.stderr.count("\n")) == (8, 1)

@@ -40,7 +40,7 @@ def offered(line: str, folder: Path, shell: str = "bash") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("complete")
     tensors = {f"layers.{number}.weight": np.zeros(2, np.float32) for number in range(3)}
     safetensors.numpy.save_file({**tensors, "head.bias": np.zeros(2, np.float32)}, folder / "checkpoint.safetensors")
@@ -73,20 +73,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("line", "expected"), CASES)
-def test_what_is_offered(line: str, expected: list[str], folder: Path) -> None:
+def test_what_is_offered(line, expected, folder):
     assert offered(line, folder) == expected
 
 
-def test_aliases_are_offered(folder: Path) -> None:
+def test_aliases_are_offered(folder):
     assert {f"plain,{alias}" for alias in ALIASES["to"]} <= set(offered("ckpt-tools convert a b --to ", folder))
 
 
 @pytest.mark.parametrize(("shell", "expected"), [("zsh", ["plain", "dcp", "_"]), ("fish", ["plain,dcp"])])
-def test_other_shells_are_answered(shell: str, expected: list[str], folder: Path) -> None:
+def test_other_shells_are_answered(shell, expected, folder):
     assert offered("ckpt-tools convert a b --to dc", folder, shell) == expected
 
 
-def test_a_store_that_does_not_answer_delays_for_seconds_alone(folder: Path) -> None:
+def test_a_store_that_does_not_answer_delays_for_seconds_alone(folder):
     """Nothing listens at the address, and a store is asked again for a minute."""
     started = time.monotonic()
     assert offered("ckpt-tools convert http://127.0.0.1:9/a b --include head", folder) == []
@@ -94,7 +94,7 @@ def test_a_store_that_does_not_answer_delays_for_seconds_alone(folder: Path) -> 
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_is_printed_without_torch(shell: str) -> None:
+def test_the_script_is_printed_without_torch(shell):
     code = (
         "import sys; from ckpt_tools.cli.main import main\n"
         f"try: main(['completion', '{shell}'])\n"
@@ -136,7 +136,7 @@ BASH: list[Any] = [
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 @pytest.mark.parametrize(("keys", "until"), BASH)
-def test_a_real_bash_completes(keys: str, until: str, folder: Path, tmp_path: Path) -> None:
+def test_a_real_bash_completes(keys, until, folder, tmp_path):
     program = tmp_path / "ckpt-tools"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckpt_tools "$@"\n')
     program.chmod(0o755)

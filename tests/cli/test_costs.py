@@ -10,7 +10,6 @@ import sys
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -75,16 +74,16 @@ def sparse_safetensors(path: Path, num_tensors: int, *shape: int) -> Path:
     return path
 
 
-def test_help_starts_at_once() -> None:
+def test_help_starts_at_once():
     assert cost("--help") < 1
 
 
-def test_inspecting_a_thousand_tensors_costs_little_more_than_starting(tmp_path: Path) -> None:
+def test_inspecting_a_thousand_tensors_costs_little_more_than_starting(tmp_path):
     assert cost("inspect", sparse_safetensors(tmp_path / "m.safetensors", 1000, 64)) < 4
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3-bf16"])
-def test_inspecting_what_frameworks_wrote_is_as_quick(kind: str, checkpoint: Any) -> None:
+def test_inspecting_what_frameworks_wrote_is_as_quick(kind, checkpoint):
     assert cost("inspect", checkpoint(kind, "awkward", 4).checkpoint) < 4
 
 
@@ -94,7 +93,7 @@ LIMITED = ["--memory", "50MiB"]
 @pytest.mark.parametrize(
     "options", [[], ["--dtype", "bfloat16"], LIMITED, ["--workers", "1"], ["--workers", "8"]], ids=" ".join
 )
-def test_memory_is_what_the_plan_says_and_not_the_checkpoints_size(options: list[str], tmp_path: Path) -> None:
+def test_memory_is_what_the_plan_says_and_not_the_checkpoints_size(options, tmp_path):
     source = sparse_safetensors(tmp_path / "big.safetensors", 6, 32 << 20)
     projected = bound(source, tmp_path / "out", "--to", "safetensors", *options)
     assert options != LIMITED or projected <= 50 << 20
@@ -102,15 +101,13 @@ def test_memory_is_what_the_plan_says_and_not_the_checkpoints_size(options: list
 
 @pytest.mark.parametrize("to", ["safetensors", "dcp", "zero3", "universal"])
 @pytest.mark.parametrize(("kind", "case"), [("fsdp2", "awkward"), ("zero3-bf16", "awkward"), ("fsdp2-tp", "plain")])
-def test_a_small_conversion_takes_the_memory_that_the_plan_says(
-    kind: str, case: str, to: str, checkpoint: Any, tmp_path: Path
-) -> None:
+def test_a_small_conversion_takes_the_memory_that_the_plan_says(kind, case, to, checkpoint, tmp_path):
     bound(checkpoint(kind, case, 4).checkpoint, tmp_path / "out", "--to", to)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", ["m.pt", "dcp"])
-def test_tensors_that_are_stored_by_columns_take_the_memory_that_the_plan_says(name: str, tmp_path: Path) -> None:
+def test_tensors_that_are_stored_by_columns_take_the_memory_that_the_plan_says(name, tmp_path):
     """That those of a DCP are is found when they are read."""
     import torch
     from torch.distributed.checkpoint import save
@@ -134,7 +131,7 @@ def bound(*words: str | Path) -> int:
     return projected
 
 
-def test_no_tensor_is_read_twice(tmp_path: Path) -> None:
+def test_no_tensor_is_read_twice(tmp_path):
     import ckpt_tools
 
     tensors = {f"t{n}": np.arange(n * 1000, dtype=np.float32) for n in range(1, 40)}

@@ -31,7 +31,7 @@ model.layers.0.w: 1 of 4 elements differ; 1 in the sign of a zero
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, Path]:
+def pair(tmp_path):
     zeros, ones = torch.zeros(4), torch.ones(4)
     a = {f"model.layers.{number}.w": ones.clone() for number in range(4)}
     a |= {"model.layers.0.w": zeros, "model.embed.w": ones.clone(), "head.w": torch.ones(2), "scale": torch.ones(1)}
@@ -52,13 +52,11 @@ def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, st
     return int(str(ended.value.code or 0)), out, error
 
 
-def test_a_pipe_gets_a_summary_and_one_line_a_tensor(
-    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_gets_a_summary_and_one_line_a_tensor(pair, capsys):
     assert run(capsys, "diff", *pair) == (6, EXPECTED, "")
 
 
-def test_top_and_all(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_and_all(pair, capsys):
     lines = EXPECTED.splitlines()
     _, out, _ = run(capsys, "diff", *pair, "--top", "2")
     assert out.splitlines() == [*lines[:5], "and 5 more; --all lists them"]
@@ -69,7 +67,7 @@ def test_top_and_all(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
     assert len(ckpt_tools.diff(*pair).differences) == 7
 
 
-def test_the_totals_in_python(pair: tuple[Path, Path]) -> None:
+def test_the_totals_in_python(pair):
     report = ckpt_tools.diff(*pair)
     assert (report.num_tensors, report.num_compared, report.num_differing, report.num_equal) == (7, 8, 7, 1)
     assert report.summary.aspects == {"values": 3, "dtype": 1, "missing": 1, "shape": 1, "unexpected": 1}
@@ -89,7 +87,7 @@ def state(path: Path, weight: float, master: float, moment: float, step: int) ->
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_weight_and_its_equal_master_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_weight_and_its_equal_master_are_one_line(tmp_path, capsys):
     folders = []
     for name, weight, step in (("a", 1.0, 3), ("b", 1.5, 8)):
         made = state(tmp_path / f"dcp-{name}", weight, weight, weight * 8, step)
@@ -110,7 +108,7 @@ def test_a_weight_and_its_equal_master_are_one_line(tmp_path: Path, capsys: pyte
     assert len(ckpt_tools.diff(*folders).differences) == 4
 
 
-def test_many_differences_fit_on_a_screen_and_no_name_is_folded(tmp_path: Path) -> None:
+def test_many_differences_fit_on_a_screen_and_no_name_is_folded(tmp_path):
     names = [
         f"encoder.layers.encoder_layer_{layer}.self_attention.out_proj_{part}.weight"
         for layer in range(32)
@@ -129,7 +127,7 @@ def test_many_differences_fit_on_a_screen_and_no_name_is_folded(tmp_path: Path) 
     assert len(re.findall(r"^encoder\S+?(?=:)", text, re.MULTILINE)) == 20
 
 
-def test_verify_says_that_it_failed_and_asks_for_the_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_that_it_failed_and_asks_for_the_dtype(tmp_path, capsys):
     save_file({"w": torch.ones(4), "v": torch.ones(2)}, tmp_path / "a.safetensors")
     ckpt_tools.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", dtype="bfloat16")
     code, out, error = run(capsys, "verify", tmp_path / "a.safetensors", tmp_path / "b.safetensors")
@@ -144,7 +142,7 @@ def test_verify_says_that_it_failed_and_asks_for_the_dtype(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_long_file_names_are_not_folded(columns: int, tmp_path: Path) -> None:
+def test_long_file_names_are_not_folded(columns, tmp_path):
     save_file({"w": torch.ones(4)}, tmp_path / "a.safetensors")
     name = "pytorch_model_of_the_second_epoch_with_a_long_name.safetensors"
     code, text = shown("plan", tmp_path / "a.safetensors", tmp_path / name, columns=columns)
@@ -152,7 +150,7 @@ def test_long_file_names_are_not_folded(columns: int, tmp_path: Path) -> None:
     assert name in text
 
 
-def test_findings_wrap_at_words(tmp_path: Path) -> None:
+def test_findings_wrap_at_words(tmp_path):
     name = "a_checkpoint_of_somebody_else_with_a_long_name_of_its_own.npy"
     (tmp_path / name).write_bytes(b"\x93NUMPY\x01\x00\x02\x00{}")
     code, text = shown("scan", tmp_path, columns=60)

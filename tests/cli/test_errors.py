@@ -7,9 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,12 +38,12 @@ def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> N
 
 
 @pytest.fixture
-def zero3(tmp_path: Path, checkpoint: Any) -> Path:
+def zero3(tmp_path, checkpoint):
     return Path(shutil.copytree(checkpoint("zero3-fp32", "awkward", 3).checkpoint, tmp_path / "zero3"))
 
 
 @pytest.fixture
-def dcp(tmp_path: Path, checkpoint: Any) -> Path:
+def dcp(tmp_path, checkpoint):
     return Path(shutil.copytree(checkpoint("fsdp2", "awkward", 3).checkpoint, tmp_path / "dcp"))
 
 
@@ -57,11 +55,11 @@ def first(folder: Path, pattern: str) -> Path:
     return sorted(folder.rglob(pattern))[0]
 
 
-def test_nothing_at_the_source(tmp_path: Path) -> None:
+def test_nothing_at_the_source(tmp_path):
     refused(run("convert", tmp_path / "no", tmp_path / "m.pt"), 3, "no file or folder")
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
+def test_an_empty_folder(tmp_path):
     (tmp_path / "empty").mkdir()
     refused(run("inspect", tmp_path / "empty"), 3, "empty folder")
 
@@ -90,33 +88,33 @@ WITHOUT_A_SOURCE = {"clean", "completion", "formats", "recipes", "recipes show",
 """``clean`` is told a destination, at which nothing need be left."""
 
 
-def test_the_table_has_every_command() -> None:
+def test_the_table_has_every_command():
     assert OF_EMPTY_FOLDERS.keys() | WITHOUT_A_SOURCE == all_commands().keys()
 
 
 @pytest.mark.parametrize("command", OF_EMPTY_FOLDERS)
-def test_an_empty_folder_is_nothing_at_the_source(command: str, tmp_path: Path) -> None:
+def test_an_empty_folder_is_nothing_at_the_source(command, tmp_path):
     (tmp_path / "E").mkdir()
     words = [str(tmp_path / word) if word[0] in "EO" else word for word in OF_EMPTY_FOLDERS[command]]
     refused(run(*command.split(), *words), 3, str(tmp_path / "E"))
     assert [path.name for path in tmp_path.rglob("*")] == ["E"]
 
 
-def test_a_format_nobody_knows(tmp_path: Path) -> None:
+def test_a_format_nobody_knows(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "notes.txt").write_text("hello")
     refused(run("inspect", tmp_path / "x"), 4, "not in a known format", "--from")
 
 
-def test_no_such_format_to_write(dcp: Path, tmp_path: Path) -> None:
+def test_no_such_format_to_write(dcp, tmp_path):
     refused(run("convert", dcp, tmp_path / "out", "--to", "onnx"), 2, "'onnx'")
 
 
-def test_no_format_said(dcp: Path, tmp_path: Path) -> None:
+def test_no_format_said(dcp, tmp_path):
     refused(run("convert", dcp, tmp_path / "out"), 2, "--to")
 
 
-def test_a_wrong_tag_names_the_right_ones(zero3: Path, tmp_path: Path) -> None:
+def test_a_wrong_tag_names_the_right_ones(zero3, tmp_path):
     refused(run("convert", zero3, tmp_path / "m.pt", "--tag", "global_step999"), 3, "global_step999", "global_step4")
 
 
@@ -129,7 +127,7 @@ def _truncated_optimizer(zero3: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_missing_rank, _truncated_optimizer])
-def test_a_harmed_zero_checkpoint(harm: Callable[[Path], None], zero3: Path, tmp_path: Path) -> None:
+def test_a_harmed_zero_checkpoint(harm, zero3, tmp_path):
     harm(zero3)
     refused(run("convert", zero3, tmp_path / "m.safetensors"), 4, "zero_pp_rank_")
     assert not (tmp_path / "m.safetensors").exists()
@@ -153,13 +151,13 @@ def _garbage_metadata(dcp: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_truncated_shard, _missing_shard, _cut_metadata, _garbage_metadata])
-def test_a_harmed_dcp(harm: Callable[[Path], None], dcp: Path, tmp_path: Path) -> None:
+def test_a_harmed_dcp(harm, dcp, tmp_path):
     harm(dcp)
     refused(run("convert", dcp, tmp_path / "m.safetensors"), 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp"]
 
 
-def test_an_existing_destination(dcp: Path, tmp_path: Path) -> None:
+def test_an_existing_destination(dcp, tmp_path):
     (tmp_path / "m.pt").write_text("mine")
     refused(run("convert", dcp, tmp_path / "m.pt"), 8, "--overwrite")
     refused(run("convert", dcp, tmp_path / "m.pt", "--overwrite"), 8, "is not a checkpoint")
@@ -169,38 +167,38 @@ def test_an_existing_destination(dcp: Path, tmp_path: Path) -> None:
         assert run("convert", dcp, tmp_path / "m.pt", *words).returncode == 0
 
 
-def test_overwrite_deletes_no_folder_that_is_no_checkpoint(dcp: Path, tmp_path: Path) -> None:
+def test_overwrite_deletes_no_folder_that_is_no_checkpoint(dcp, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("mine")
     refused(run("convert", dcp, tmp_path / "thesis", "--to", "dcp", "--overwrite"), 8, "is not a checkpoint")
     assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "mine"
 
 
-def test_overwrite_deletes_no_other_tag(dcp: Path, tmp_path: Path) -> None:
+def test_overwrite_deletes_no_other_tag(dcp, tmp_path):
     assert run("convert", dcp, tmp_path / "out", "--to", "zero2", "--tag", "first").returncode == 0
     refused(run("convert", dcp, tmp_path / "out", "--to", "zero2", "--tag", "second", "--overwrite"), 8, "first")
     assert run("convert", dcp, tmp_path / "out", "--to", "zero2", "--tag", "first", "--overwrite").returncode == 0
 
 
-def test_a_budget_that_nothing_fits_in(dcp: Path, tmp_path: Path) -> None:
+def test_a_budget_that_nothing_fits_in(dcp, tmp_path):
     refused(run("convert", dcp, tmp_path / "m.pt", "--memory", "1MiB"), 9, "--memory")
 
 
-def test_a_size_that_is_none(dcp: Path, tmp_path: Path) -> None:
+def test_a_size_that_is_none(dcp, tmp_path):
     refused(run("convert", dcp, tmp_path / "m.pt", "--memory", "lots"), 2, "512MiB")
 
 
-def test_a_loss_that_strict_forbids(zero3: Path, tmp_path: Path) -> None:
+def test_a_loss_that_strict_forbids(zero3, tmp_path):
     refused(run("convert", zero3, tmp_path / "m.pt", "--strict"), 1, "exp_avg")
     assert run("consolidate", zero3, tmp_path / "m.pt", "--strict").returncode == 0
 
 
-def test_a_file_size_limit_stands_for_a_full_disk(dcp: Path, tmp_path: Path) -> None:
+def test_a_file_size_limit_stands_for_a_full_disk(dcp, tmp_path):
     refused(run("convert", dcp, tmp_path / "out", "--to", "safetensors", limit_bytes=1000), 5, "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp"]
 
 
-def test_a_difference_has_its_own_code(dcp: Path, zero3: Path, tmp_path: Path) -> None:
+def test_a_difference_has_its_own_code(dcp, zero3, tmp_path):
     assert run("convert", dcp, tmp_path / "m.safetensors").returncode == 0
     path = tmp_path / "m.safetensors"
     data = bytearray(path.read_bytes())
@@ -211,7 +209,7 @@ def test_a_difference_has_its_own_code(dcp: Path, zero3: Path, tmp_path: Path) -
     assert done.stdout.startswith("verification failed\n1 of ")
 
 
-def test_a_flipped_bit_breaks_a_stored_checksum(zero3: Path) -> None:
+def test_a_flipped_bit_breaks_a_stored_checksum(zero3):
     path = first(zero3, "*optim_states.pt")
     data = bytearray(path.read_bytes())
     data[data.index(b"/data/0") + 200] ^= 4
@@ -220,7 +218,7 @@ def test_a_flipped_bit_breaks_a_stored_checksum(zero3: Path) -> None:
     assert done.returncode in (4, 6), done.stderr
 
 
-def test_a_link_out_of_the_checkpoint_is_not_followed(dcp: Path, tmp_path: Path) -> None:
+def test_a_link_out_of_the_checkpoint_is_not_followed(dcp, tmp_path):
     shard = first(dcp, "*.distcp")
     shutil.move(shard, tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")

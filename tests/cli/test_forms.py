@@ -42,7 +42,7 @@ def cast(name: str, apart: Deviation, slot: str = "weight") -> Difference:
     return Difference(key, Aspect.DTYPE, f"the words of {name}", apart, "float32 -> bfloat16")
 
 
-def test_equal_reasons_are_one_line() -> None:
+def test_equal_reasons_are_one_line():
     equal = [cast(f"{name}.weight", Deviation()) for name in "abcdef"]
     assert lines(*equal) == [
         "6 tensors: float32 -> bfloat16, equal as numbers (a.weight, b.weight, c.weight, d.weight and 2 more)"
@@ -55,7 +55,7 @@ def test_equal_reasons_are_one_line() -> None:
     ]
 
 
-def test_other_reasons_stay_apart_and_values_keep_their_order() -> None:
+def test_other_reasons_stay_apart_and_values_keep_their_order():
     missing = [Difference(StateKey(name), Aspect.MISSING, "only in A") for name in ("x", "y")]
     unexpected = Difference(StateKey("n"), Aspect.UNEXPECTED, "only in B")
     values = [
@@ -74,14 +74,14 @@ def test_other_reasons_stay_apart_and_values_keep_their_order() -> None:
     ]
 
 
-def test_a_weight_and_its_master_count_twice() -> None:
+def test_a_weight_and_its_master_count_twice():
     both = [cast(name, Deviation(), slot) for name in "ab" for slot in ("weight", "master")]
     assert lines(*both) == [
         "4 tensors: float32 -> bfloat16, equal as numbers (a (weight and master), b (weight and master))"
     ]
 
 
-def test_all_lists_every_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_lists_every_one(tmp_path, capsys):
     tensors = {f"layers.{number}.w": torch.full((4,), 0.1) for number in range(30)}
     save_file(tensors, tmp_path / "a.safetensors")
     save_file({name: each.bfloat16() for name, each in tensors.items()}, tmp_path / "b.safetensors")
@@ -114,7 +114,7 @@ def table(text: str) -> list[list[str]]:
     return rows
 
 
-def test_markdown_shows_every_character_of_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_shows_every_character_of_a_name(tmp_path, capsys):
     save_file({ODD: torch.ones(2), "v": torch.ones(2)}, tmp_path / "a.safetensors")
     save_file({ODD: torch.zeros(2), "v": torch.ones(2)}, tmp_path / "b.safetensors")
     pair = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
@@ -129,7 +129,7 @@ def test_markdown_shows_every_character_of_a_name(tmp_path: Path, capsys: pytest
     assert (code, "all are whole" in out, "| ---" in out) == (0, True, False)
 
 
-def test_markdown_has_some_hundred_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_markdown_has_some_hundred_rows(capsys):
     forms.say_markdown("t", [], ["n"], [[f"row {number}"] for number in range(MAX_ROWS + 5)])
     out = capsys.readouterr().out
     assert len(table(out)) == MAX_ROWS + 1
@@ -232,9 +232,7 @@ def places(run: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(each["artifactLocation"]["uri"], each.get("region")) for each in found]
 
 
-def test_sarif_has_the_bytes_of_an_opcode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sarif_has_the_bytes_of_an_opcode(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
     torch.save({"w": torch.ones(3), "x": Harm()}, "models/zip file.pt")
@@ -266,7 +264,7 @@ def test_sarif_has_the_bytes_of_an_opcode(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_sarif_has_the_bytes_of_an_item(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sarif_has_the_bytes_of_an_item(tmp_path, capsys):
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"a": torch.ones(4), "b": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
@@ -283,9 +281,7 @@ def test_sarif_has_the_bytes_of_an_item(tmp_path: Path, capsys: pytest.CaptureFi
     assert region == {"byteOffset": start, "byteLength": len(data) - start}
 
 
-def test_several_sources_are_several_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_sources_are_several_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()
     for path in ("a/x.pkl", "y.pkl"):
@@ -303,7 +299,7 @@ def test_several_sources_are_several_runs(
     assert [row[:2] for row in table(out)] == [["danger", "file"], ["runs", "a/x.pkl"], ["runs", "y.pkl"]]
 
 
-def test_sarif_of_verify_names_files_and_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sarif_of_verify_names_files_and_tensors(tmp_path, capsys):
     save_file({"w": torch.ones(4)}, tmp_path / "m.safetensors")
     ckpt_tools.checksum(tmp_path / "m.safetensors")
     save_file({"w": torch.zeros(4)}, tmp_path / "m.safetensors")
@@ -327,16 +323,14 @@ def test_sarif_of_verify_names_files_and_tensors(tmp_path: Path, capsys: pytest.
         ("s3://bucket/a", ""),
     ],
 )
-def test_names_begin_at_the_working_directory(
-    source: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_begin_at_the_working_directory(source, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert folder_of(source) == folder
     Path("a").mkdir()
     assert folder_of("a") == "a"
 
 
-def test_two_forms_contradict_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_forms_contradict_each_other(tmp_path, capsys):
     save_file({"w": torch.ones(4)}, tmp_path / "m.safetensors")
     code, _, error = run(capsys, "verify", tmp_path / "m.safetensors", "--json", "--format", "text")
     assert (code, "contradict" in error) == (2, True)

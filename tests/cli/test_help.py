@@ -42,7 +42,7 @@ def parsed(words: list[str]) -> click.Context:
     return command.make_context(name, rest)
 
 
-def test_the_help_lists_every_command_in_a_section() -> None:
+def test_the_help_lists_every_command_in_a_section():
     code, text = shown("--help", columns=80)
     assert code == 0
     for title, homes in SECTIONS.items():
@@ -51,7 +51,7 @@ def test_the_help_lists_every_command_in_a_section() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_one_to_three_examples_that_it_takes(name: str) -> None:
+def test_every_command_has_one_to_three_examples_that_it_takes(name):
     found = examples(name)
     assert 1 <= len(found) <= 3
     for text in found:
@@ -61,13 +61,13 @@ def test_every_command_has_one_to_three_examples_that_it_takes(name: str) -> Non
         parsed(words)
 
 
-def test_an_example_that_a_command_does_not_take_is_found() -> None:
+def test_an_example_that_a_command_does_not_take_is_found():
     with pytest.raises(click.NoSuchOption):
         parsed(["convert", "a", "b", "--too", "dcp"])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_ends_with_the_examples(name: str) -> None:
+def test_the_help_ends_with_the_examples(name):
     command = COMMANDS[name]
     context = click.Context(command, info_name=name, terminal_width=80)
     context.formatter_class = Formatter
@@ -77,7 +77,7 @@ def test_the_help_ends_with_the_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_stands_under_a_heading(name: str) -> None:
+def test_every_option_stands_under_a_heading(name):
     command = COMMANDS[name]
     assert isinstance(command, Grouped)
     headed = {each for names in command.headings.values() for each in names}
@@ -86,7 +86,7 @@ def test_every_option_stands_under_a_heading(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_headings_of_the_packages_beside_name_options(name: str) -> None:
+def test_headings_of_the_packages_beside_name_options(name):
     command = BESIDE[name]
     headed = [each for names in command.headings.values() for each in names]
     known = {str(each.name) for each in command.params} | {"help"}

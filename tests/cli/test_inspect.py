@@ -25,7 +25,7 @@ def printed(*words: str | Path) -> str:
     return done.stdout
 
 
-def test_hyperparameters_and_state_are_shown(checkpoint: Any) -> None:
+def test_hyperparameters_and_state_are_shown(checkpoint):
     source = checkpoint("zero3-fp32", "awkward", 2).checkpoint
     text = " ".join(printed("inspect", source).split())
     for part in (
@@ -48,7 +48,7 @@ def saved(path: Path, **extra: Any) -> Path:
     return path / "m.pt"
 
 
-def test_values_are_bounded(tmp_path: Path) -> None:
+def test_values_are_bounded(tmp_path):
     source = saved(
         tmp_path,
         epoch=1,
@@ -74,14 +74,14 @@ def test_values_are_bounded(tmp_path: Path) -> None:
     assert "<list of 1,001 items>" in said and "<tensor float32 [3, 4]>" in said and "<bytes of 5 bytes>" in said
 
 
-def test_a_value_inside_itself_has_an_end() -> None:
+def test_a_value_inside_itself_has_an_end():
     loop: list[Any] = [1]
     loop += [loop, loop]
     assert len(json.dumps(ShownValues(Manifest("test", {})).of(loop))) < 10_000
 
 
 @pytest.mark.parametrize("more", [(), ("--json",), ("--tensors",), ("--tensors", "--json")])
-def test_a_checkpoint_does_not_command_the_terminal(more: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_command_the_terminal(more, tmp_path):
     bad = "a\x1b[31m\x9b\u202e\x07\tb"
     torch.save({"model": {bad: torch.ones(2)}, bad: {bad: bad}}, tmp_path / "m.pt")
     said = printed("inspect", tmp_path / "m.pt", *more)
@@ -94,7 +94,7 @@ def test_a_checkpoint_does_not_command_the_terminal(more: tuple[str, ...], tmp_p
 LONG = "encoder.layers.encoder_layer_6.self_attention.out_proj.weight"
 
 
-def test_tensors_fit_the_terminal(tmp_path: Path) -> None:
+def test_tensors_fit_the_terminal(tmp_path):
     torch.save({LONG: torch.ones(4, 5), "a." * 60 + "b": torch.ones(2)}, tmp_path / "m.pt")
     """A name stays whole, so that it can be copied; what is said of it wraps."""
     for more in ([], ["--all"]):
@@ -104,7 +104,7 @@ def test_tensors_fit_the_terminal(tmp_path: Path) -> None:
         assert not [line for line in lines if len(line) > 60 and len(line.split()) > 1 and "/m.pt" not in line]
 
 
-def test_a_pipe_gets_a_line_a_tensor(tmp_path: Path) -> None:
+def test_a_pipe_gets_a_line_a_tensor(tmp_path):
     names = [f"{LONG}.{LONG}.{LONG}.{number}" for number in range(3)]
     torch.save({name: torch.ones(4, 5) for name in names}, tmp_path / "m.pt")
     text = printed("inspect", tmp_path / "m.pt", "--tensors", "--all")
@@ -114,12 +114,12 @@ def test_a_pipe_gets_a_line_a_tensor(tmp_path: Path) -> None:
     assert not [line for line in text.split("\n") if line != line.rstrip() or "  " in line]
 
 
-def test_plurals(tmp_path: Path) -> None:
+def test_plurals(tmp_path):
     text = printed("inspect", saved(tmp_path))
     assert "1 tensor in 1 shard of 1 file" in " ".join(text.split())
 
 
-def test_the_size_of_tensors_is_the_same_in_every_command(tmp_path: Path) -> None:
+def test_the_size_of_tensors_is_the_same_in_every_command(tmp_path):
     """A weight that ZeRO-3 stores only as its master, shards with padding, headers: none of it changes the figure."""
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -157,7 +157,7 @@ def numbered(path: Path) -> Path:
     return path / "m.pt"
 
 
-def test_what_reading_did_not_settle_is_told(tmp_path: Path) -> None:
+def test_what_reading_did_not_settle_is_told(tmp_path):
     source = numbered(tmp_path)
     (note,) = ckpt_tools.inspect(source).notes
     assert (note.outcome.value, note.what) == ("kept", "optimizer")
@@ -166,14 +166,14 @@ def test_what_reading_did_not_settle_is_told(tmp_path: Path) -> None:
     assert json.loads(printed("inspect", source, "--json"))["notes"] == [note.to_json()]
 
 
-def test_files_that_are_left_out_are_told(tmp_path: Path) -> None:
+def test_files_that_are_left_out_are_told(tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "scheduler.pt").write_bytes(b"damaged")
     said = printed("inspect", tmp_path)
     assert "dropped: scheduler.pt (it cannot be read" in said
 
 
-def test_notes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_notes_are_bounded(monkeypatch, tmp_path):
     """Few lines of few names in the terminal, all of them in JSON, and a short line in Python."""
     notes = tuple(Note(Outcome.DROPPED, f"file {n}", f"reason {n % 30}") for n in range(3000))
     known = ckpt_tools.inspect(saved(tmp_path))
@@ -186,7 +186,7 @@ def test_notes_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert len(repr(replace(known, notes=notes))) < 200 and "notes=<3000>" in repr(replace(known, notes=notes))
 
 
-def test_tensors_are_listed_as_people_think(tmp_path: Path) -> None:
+def test_tensors_are_listed_as_people_think(tmp_path):
     blocks = {f"layers.{n}.{name}.weight": torch.ones(4, 4, dtype=torch.bfloat16) for n in range(3) for name in "qk"}
     torch.save({"head.weight": torch.ones(2, 4), **blocks, "layers.3.q.weight": torch.ones(4)}, tmp_path / "m.pt")
     lines = [line.split("\t") for line in printed("inspect", tmp_path / "m.pt", "--tensors").split("\n")]
@@ -199,7 +199,7 @@ def test_tensors_are_listed_as_people_think(tmp_path: Path) -> None:
     ]
 
 
-def test_slots_alike_share_a_line(checkpoint: Any) -> None:
+def test_slots_alike_share_a_line(checkpoint):
     source = checkpoint("zero3-fp32", "awkward", 2).checkpoint
     text = printed("inspect", source, "--tensors", "--include", "blocks.1.norm.weight")
     lines = [line.split("\t") for line in text.split("\n")]
@@ -210,7 +210,7 @@ def test_slots_alike_share_a_line(checkpoint: Any) -> None:
     ]
 
 
-def test_the_tree_has_equal_modules_once(tmp_path: Path) -> None:
+def test_the_tree_has_equal_modules_once(tmp_path):
     model = torch.nn.ModuleDict(
         {"embed": torch.nn.Embedding(5, 4), "layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(12))}
     )
@@ -227,7 +227,7 @@ def test_the_tree_has_equal_modules_once(tmp_path: Path) -> None:
     assert [(each["name"], each["num_parameters"]) for each in modules] == [("embed", 20), ("layers", 240)]
 
 
-def test_a_large_entry_is_one_line(tmp_path: Path) -> None:
+def test_a_large_entry_is_one_line(tmp_path):
     config = {f"key{n}": {"values": list(range(50))} for n in range(40)}
     source = saved(tmp_path, ds_config=config, args={"lr": 0.5, "layers": list(range(300))})
     said = printed("inspect", source).split("\n")
@@ -236,7 +236,7 @@ def test_a_large_entry_is_one_line(tmp_path: Path) -> None:
     assert json.loads(printed("inspect", source, "--json"))["extras"]["ds_config"] == config
 
 
-def test_a_folder_of_checkpoints_is_listed(tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_is_listed(tmp_path):
     for step in (1, 2):
         (tmp_path / "run" / f"step-{step}").mkdir(parents=True)
         torch.save({"w": torch.ones(2)}, tmp_path / "run" / f"step-{step}" / "model.pt")
@@ -248,13 +248,13 @@ def test_a_folder_of_checkpoints_is_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [["--all"], ["--depth", "0"], ["--sample"], ["--memory", "1GB"], ["--include", "x*"]])
-def test_an_option_that_selects_nothing_is_refused(words: list[str], tmp_path: Path) -> None:
+def test_an_option_that_selects_nothing_is_refused(words, tmp_path):
     done = CliRunner().invoke(group, ["inspect", str(saved(tmp_path)), *words])
     assert done.exit_code == 2 or isinstance(done.exception, ckpt_tools.UsageError)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])
-def test_lists_on_terminals(columns: int, checkpoint: Any) -> None:
+def test_lists_on_terminals(columns, checkpoint):
     source = checkpoint("zero3-fp32", "awkward", 2).checkpoint
     code, text = on_terminal("inspect", source, "--tensors", "--tree", "--stats", "-q", columns=columns)
     assert code == 0
@@ -263,7 +263,7 @@ def test_lists_on_terminals(columns: int, checkpoint: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def tied(tmp_path_factory):
     """The whole state of a model with a tied weight and a buffer, in three formats."""
     folder = tmp_path_factory.mktemp("tied")
     model = torch.nn.ModuleDict(
@@ -291,7 +291,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_every_command_counts_the_same_tensors(name: str, tied: dict[str, Path], tmp_path: Path) -> None:
+def test_every_command_counts_the_same_tensors(name, tied, tmp_path):
     """Weights and buffers, a tied one once, and what the optimizer keeps; a commands says all of it, or JSON does."""
     source, out = tied[name], tmp_path / "out"
     keeps = ("--to", name, "--state", "all")
@@ -320,7 +320,7 @@ def test_every_command_counts_the_same_tensors(name: str, tied: dict[str, Path],
     assert COUNTS[name].startswith(f"{sum(counts[0].values())} tensors ({counts[0]['weights']} weights")
 
 
-def test_a_tie_that_one_side_stores_apart_is_said(tmp_path: Path) -> None:
+def test_a_tie_that_one_side_stores_apart_is_said(tmp_path):
     weight = torch.ones(2, 3)
     torch.save({"a": weight, "b": weight}, tmp_path / "tied.pt")
     torch.save({"a": weight, "b": weight.clone()}, tmp_path / "apart.pt")

@@ -88,7 +88,7 @@ WITHIN = {
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     return make_sparse(tmp_path_factory.mktemp("late") / "model.safetensors", num_tensors=2, num_rows=100)
 
 
@@ -109,7 +109,7 @@ def is_whole(out: Path, source: Path) -> bool:
 
 @pytest.mark.parametrize("number", thinned(CODES, 3), ids=lambda number: number.name)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_conversion_that_is_done_ends_with_0(point: str, number: int, source: Path, tmp_path: Path) -> None:
+def test_a_conversion_that_is_done_ends_with_0(point, number, source, tmp_path):
     out = tmp_path / "out"
     done = run(POINTS[point], number, point, "convert", source, out, "--to", "dcp")
     assert "sent" in done.stderr
@@ -119,14 +119,14 @@ def test_a_conversion_that_is_done_ends_with_0(point: str, number: int, source: 
 
 @pytest.mark.parametrize("number", thinned(CODES, 3), ids=lambda number: number.name)
 @pytest.mark.parametrize("point", ["the last function at exit", "the end of another module", "before the code is said"])
-def test_a_command_that_failed_keeps_its_code(point: str, number: int, source: Path, tmp_path: Path) -> None:
+def test_a_command_that_failed_keeps_its_code(point, number, source, tmp_path):
     done = run(POINTS[point], number, point, "convert", tmp_path / "none", tmp_path / "out", "--to", "dcp")
     assert (done.returncode, "there is nothing at" in done.stderr or "Error: " in done.stderr) == (3, True), done.stderr
 
 
 @pytest.mark.parametrize("number", thinned(CODES, 3), ids=lambda number: number.name)
 @pytest.mark.parametrize("point", WITHIN)
-def test_within_the_command_the_code_says_which_signal(point: str, number: int, source: Path, tmp_path: Path) -> None:
+def test_within_the_command_the_code_says_which_signal(point, number, source, tmp_path):
     out = tmp_path / "out"
     done = run(WITHIN[point], number, point, "convert", source, out, "--to", "dcp")
     assert done.returncode in (0, CODES[signal.Signals(number)]), done.stderr
@@ -134,7 +134,7 @@ def test_within_the_command_the_code_says_which_signal(point: str, number: int, 
 
 
 @pytest.mark.parametrize("delay", thinned([number / 10 for number in range(20)], 4))
-def test_whenever_it_arrives_there_is_a_documented_code(delay: float, source: Path, tmp_path: Path) -> None:
+def test_whenever_it_arrives_there_is_a_documented_code(delay, source, tmp_path):
     """From the time at which the command heeds signals."""
     code = f"""
 real = module.group.main
@@ -151,7 +151,7 @@ threading.Thread(target=time.sleep, args=({delay},)).start()
     assert "Traceback" not in done.stderr
 
 
-def test_a_signal_that_was_ignored_ends_nothing(source: Path, tmp_path: Path) -> None:
+def test_a_signal_that_was_ignored_ends_nothing(source, tmp_path):
     """As ``nohup`` asks for."""
     code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); before(module.group, 'main')"
     done = run(code, signal.SIGHUP, "", "convert", source, tmp_path / "out", "--to", "dcp")

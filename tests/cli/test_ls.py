@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ import ckpt_tools
 from ckpt_tools.cli import wrapping
 from ckpt_tools.cli.main import group
 from ckpt_tools.errors import SourceNotFoundError
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 
 
 def saved(folder: Path, step: int) -> Path:
@@ -29,7 +28,7 @@ def saved(folder: Path, step: int) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     for step in (5, 10, 15):
         os.utime(saved(tmp_path / "run" / f"step_{step}", step) / "model.pt", (1e9 + step, 1e9 + step))
     cut = tmp_path / "run" / "step_15" / "model.pt"
@@ -42,7 +41,7 @@ def printed(*words: str | Path) -> str:
     return CliRunner().invoke(group, ["ls", *map(str, words)]).stdout
 
 
-def test_newest_first_and_the_incomplete_say_why(run: Path) -> None:
+def test_newest_first_and_the_incomplete_say_why(run):
     lines = printed(run).splitlines()
     assert lines[0].split() == ["checkpoint", "step", "time", "(UTC)", "size", "format", "ranks", "complete"]
     assert [line.split()[0] for line in lines[1:]] == ["step_15", "step_10", "step_5"]
@@ -50,14 +49,14 @@ def test_newest_first_and_the_incomplete_say_why(run: Path) -> None:
     assert "\t2001-09-09 01:46\t" in lines[2] and lines[2].endswith("yes")
 
 
-def test_json_is_what_the_function_returns(run: Path) -> None:
+def test_json_is_what_the_function_returns(run):
     found = json.loads(printed(run, "--json"))
     assert found == ckpt_tools.ls(run).to_json()
     assert found["latest"] == "step_10"
     assert [each["is_complete"] for each in found["checkpoints"]] == [False, True, True]
 
 
-def test_latest_is_the_newest_complete_one_and_says_so(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_latest_is_the_newest_complete_one_and_says_so(run, caplog):
     assert float(ckpt_tools.open(f"{run}@latest")["w"][0]) == 10
     assert caplog.messages == [
         "latest is step_10: the newer step_15 is not complete: model.pt has no end: it is cut off"
@@ -73,7 +72,7 @@ def test_latest_is_the_newest_complete_one_and_says_so(run: Path, caplog: pytest
     assert not caplog.messages
 
 
-def test_without_a_complete_one_there_is_no_latest(run: Path) -> None:
+def test_without_a_complete_one_there_is_no_latest(run):
     for step in (5, 10):
         shutil.rmtree(run / f"step_{step}")
     with pytest.raises(SourceNotFoundError, match="no complete checkpoint; the newest is step_15"):
@@ -81,13 +80,13 @@ def test_without_a_complete_one_there_is_no_latest(run: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["step_10", "step_10/model.pt"])
-def test_one_checkpoint_lists_itself(place: str, run: Path) -> None:
+def test_one_checkpoint_lists_itself(place, run):
     (found,) = ckpt_tools.ls(run / place).checkpoints
     assert (found.url, found.step, found.is_complete) == (str(run / place), 10, True)
 
 
 @pytest.mark.parametrize("names", [[], ["notes.txt", "src/main.py"]])
-def test_a_folder_without_checkpoints_is_not_found(names: list[str], tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_not_found(names, tmp_path):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -97,12 +96,12 @@ def test_a_folder_without_checkpoints_is_not_found(names: list[str], tmp_path: P
     assert found.exit_code != 0 and not found.stdout
 
 
-def test_links_to_checkpoints_are_not_listed_twice(run: Path) -> None:
+def test_links_to_checkpoints_are_not_listed_twice(run):
     (run / "best").symlink_to(run / "step_5")
     assert [each.name for each in ckpt_tools.ls(run).checkpoints] == ["step_15", "step_10", "step_5"]
 
 
-def test_a_run_of_ours_and_the_folder_it_is_writing(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_run_of_ours_and_the_folder_it_is_writing(checkpoint, tmp_path):
     made = checkpoint("fsdp2", "plain", 2).checkpoint
     for name in ("epoch_0001", "epoch_0002", ".epoch_0003.partial"):
         shutil.copytree(made, tmp_path / "run" / "checkpoints" / name)
@@ -113,7 +112,7 @@ def test_a_run_of_ours_and_the_folder_it_is_writing(checkpoint: Any, tmp_path: P
     assert found.latest is not None and found.latest.name == "checkpoints/epoch_0002"
 
 
-def test_a_bucket_is_listed_once(s3: S3Server, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_is_listed_once(s3, run, monkeypatch):
     from ckpt_tools.stores.s3.client import Bucket
 
     prefix = s3.new_prefix()
@@ -129,7 +128,7 @@ def test_a_bucket_is_listed_once(s3: S3Server, run: Path, monkeypatch: pytest.Mo
     assert all(each.time is not None for each in found.checkpoints)
 
 
-def test_a_store_of_fsspec(run: Path) -> None:
+def test_a_store_of_fsspec(run):
     import fsspec
 
     fsspec.filesystem("memory").put(str(run), "/of-ls", recursive=True)
@@ -141,7 +140,7 @@ def test_a_store_of_fsspec(run: Path) -> None:
         fsspec.filesystem("memory").rm("/of-ls", recursive=True)
 
 
-def test_two_hundred_checkpoints_take_seconds(checkpoint: Any, tmp_path: Path) -> None:
+def test_two_hundred_checkpoints_take_seconds(checkpoint, tmp_path):
     """At most a few times as long as opening them all one after the other."""
     made = checkpoint("fsdp2", "plain", 2).checkpoint
     for step in range(200):
@@ -157,9 +156,7 @@ def test_two_hundred_checkpoints_take_seconds(checkpoint: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])
 @pytest.mark.parametrize("command", [("ls",), ("prune", "--keep-last", "1")])
-def test_a_terminal_of_any_width_shows_it(
-    command: tuple[str, ...], columns: int, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_of_any_width_shows_it(command, columns, run, monkeypatch):
     """No line is longer than the terminal, but for a name alone, and no sentence is a word a line."""
     long = "model_name=0--val_loss=1.51-step=20-consumed_samples=160.0-last"
     saved(run / long / "weights", 20)
@@ -172,7 +169,7 @@ def test_a_terminal_of_any_width_shows_it(
     assert {word.strip(",") for word in plain.split()} <= shown
 
 
-def test_a_sentence_without_room_goes_below_its_row(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sentence_without_room_goes_below_its_row(run, monkeypatch):
     monkeypatch.setattr(wrapping, "columns", lambda stream: 72)
     lines = printed(run).splitlines()
     assert lines[1].endswith("torch")
@@ -180,12 +177,12 @@ def test_a_sentence_without_room_goes_below_its_row(run: Path, monkeypatch: pyte
     assert lines[3].endswith("yes")
 
 
-def test_one_of_a_run_is_listed_alone(run: Path) -> None:
+def test_one_of_a_run_is_listed_alone(run):
     (found,) = ckpt_tools.ls(f"{run}@latest").checkpoints
     assert (found.name, found.url, found.step) == (".", f"{run}/step_10", 10)
 
 
-def test_ranks_are_not_counted_while_files_of_some_are_missing(checkpoint: Any, tmp_path: Path) -> None:
+def test_ranks_are_not_counted_while_files_of_some_are_missing(checkpoint, tmp_path):
     shutil.copytree(checkpoint("fsdp2", "plain", 3).checkpoint, tmp_path / "run" / "step-1")
     (found,) = ckpt_tools.ls(tmp_path / "run").checkpoints
     assert found.world_size == 3

@@ -20,7 +20,7 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, MalformedError,
 from ckpt_tools.runs.files import in_order_of_removal
 from ckpt_tools.runs.rules import Best
 from tests.runs.test_completeness import MADE, laid, listed
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 
 
 def saved(folder: Path, step: int, **metrics: float) -> Path:
@@ -32,7 +32,7 @@ def saved(folder: Path, step: int, **metrics: float) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     for step in (100, 200, 300, 400, 500):
         saved(tmp_path / "run" / f"checkpoint-{step}", step, eval_accuracy=0.9 if step == 200 else 0.5)
     (tmp_path / "run" / "log.txt").write_text("x")
@@ -48,7 +48,7 @@ def there(run: Path) -> list[str]:
     return sorted(path.name for path in run.iterdir())
 
 
-def test_nothing_goes_without_yes(run: Path) -> None:
+def test_nothing_goes_without_yes(run):
     before = there(run)
     assert kept(run, keep_last=2) == [500, 400]
     done = CliRunner().invoke(group, ["prune", str(run), "--keep-last", "2"])
@@ -56,7 +56,7 @@ def test_nothing_goes_without_yes(run: Path) -> None:
     assert there(run) == before
 
 
-def test_what_does_not_stay_is_gone(run: Path) -> None:
+def test_what_does_not_stay_is_gone(run):
     report = ckpt_tools.prune(run, keep_last=2, yes=True)
     assert there(run) == ["checkpoint-400", "checkpoint-500", "log.txt"]
     assert (report.num_files, report.is_removed) == (6, True)
@@ -75,7 +75,7 @@ def test_what_does_not_stay_is_gone(run: Path) -> None:
         ({"keep_last": 99}, [500, 400, 300, 200, 100]),
     ],
 )
-def test_rules_say_what_stays(options: dict[str, Any], steps: list[int], run: Path) -> None:
+def test_rules_say_what_stays(options, steps, run):
     assert kept(run, **options) == steps
 
 
@@ -88,24 +88,24 @@ def test_rules_say_what_stays(options: dict[str, Any], steps: list[int], run: Pa
         ({"keep_last": 0}, "keep_last=0 is not a number"),
     ],
 )
-def test_wrong_rules_are_refused(options: dict[str, Any], words: str, run: Path) -> None:
+def test_wrong_rules_are_refused(options, words, run):
     with pytest.raises(UsageError, match=words):
         kept(run, **options)
 
 
 @pytest.mark.parametrize(("metric", "is_min"), [("val_loss", True), ("eval/accuracy", False), ("ppl", True)])
-def test_which_end_of_a_metric_is_better(metric: str, is_min: bool) -> None:
+def test_which_end_of_a_metric_is_better(metric, is_min):
     assert Best.parse(metric) == Best(metric, is_min)
 
 
-def test_the_newest_complete_one_stays_whatever_is_newer(run: Path) -> None:
+def test_the_newest_complete_one_stays_whatever_is_newer(run):
     (run / "checkpoint-500" / "trainer_state.json").rename(run / "checkpoint-500" / "rng_state.pth")
     assert kept(run) == [500, 400]
     reason = ckpt_tools.prune(run, keep_last=1).checkpoints[0].reason
     assert "not complete" in reason and "incomplete=True removes it" in reason
 
 
-def test_incomplete_ones_go_an_hour_after_their_last_write(run: Path) -> None:
+def test_incomplete_ones_go_an_hour_after_their_last_write(run):
     for step in (100, 500):
         (run / f"checkpoint-{step}" / "trainer_state.json").rename(run / f"checkpoint-{step}" / "rng_state.pth")
     for path in (run / "checkpoint-100").iterdir():
@@ -117,7 +117,7 @@ def test_incomplete_ones_go_an_hour_after_their_last_write(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "backup/pytorch_model.bin", ".secret"])
-def test_a_checkpoint_with_something_else_in_it_stays(name: str, run: Path) -> None:
+def test_a_checkpoint_with_something_else_in_it_stays(name, run):
     (run / "checkpoint-100" / name).parent.mkdir(exist_ok=True)
     (run / "checkpoint-100" / name).write_text("mine")
     report = ckpt_tools.prune(run, keep_last=1, yes=True)
@@ -125,7 +125,7 @@ def test_a_checkpoint_with_something_else_in_it_stays(name: str, run: Path) -> N
     assert there(run / "checkpoint-100") and (run / "checkpoint-100" / "pytorch_model.bin").exists()
 
 
-def test_what_a_link_or_latest_names_stays(run: Path) -> None:
+def test_what_a_link_or_latest_names_stays(run):
     (run / "LOWEST_VAL").symlink_to("checkpoint-200")
     (run / "latest").write_text("checkpoint-300")
     report = ckpt_tools.prune(run, keep_last=1)
@@ -134,7 +134,7 @@ def test_what_a_link_or_latest_names_stays(run: Path) -> None:
     assert reasons["checkpoint-300"] == "the file latest names it"
 
 
-def test_links_are_not_followed(run: Path, tmp_path: Path) -> None:
+def test_links_are_not_followed(run, tmp_path):
     elsewhere = saved(tmp_path / "elsewhere", 50)
     (run / "checkpoint-50").symlink_to(elsewhere)
     (run / "checkpoint-100" / "optimizer.pt").symlink_to(elsewhere / "pytorch_model.bin")
@@ -143,12 +143,12 @@ def test_links_are_not_followed(run: Path, tmp_path: Path) -> None:
     assert there(run) == ["checkpoint-100", "checkpoint-50", "checkpoint-500", "log.txt"]
 
 
-def test_names_without_a_step_stay(run: Path) -> None:
+def test_names_without_a_step_stay(run):
     saved(run / "final", 600)
     assert "its name has no step" in [each.reason for each in ckpt_tools.prune(run, keep_last=1).checkpoints]
 
 
-def test_files_of_one_step_stay_together(tmp_path: Path) -> None:
+def test_files_of_one_step_stay_together(tmp_path):
     for stem in ("model", "optimizer"):
         for epoch in (1, 2):
             torch.save({"w": torch.ones(2)}, tmp_path / f"{stem}_epoch_{epoch}.pt")
@@ -156,7 +156,7 @@ def test_files_of_one_step_stay_together(tmp_path: Path) -> None:
     assert there(tmp_path) == ["model_epoch_2.pt", "optimizer_epoch_2.pt"]
 
 
-def test_several_runs_and_single_checkpoints_are_refused(run: Path, tmp_path: Path) -> None:
+def test_several_runs_and_single_checkpoints_are_refused(run, tmp_path):
     shutil.copytree(run, tmp_path / "sweep" / "a")
     shutil.copytree(run, tmp_path / "sweep" / "b")
     with pytest.raises(UsageError, match="several runs"):
@@ -167,7 +167,7 @@ def test_several_runs_and_single_checkpoints_are_refused(run: Path, tmp_path: Pa
         ckpt_tools.prune(tmp_path / "nothing", keep_last=1)
 
 
-def test_a_newest_checkpoint_that_cannot_be_opened_stops_it(run: Path) -> None:
+def test_a_newest_checkpoint_that_cannot_be_opened_stops_it(run):
     """``ls`` reads no pickle of the newest; ``prune`` does, before the others go."""
     path = run / "checkpoint-500" / "pytorch_model.bin"
     data = bytearray(path.read_bytes())
@@ -181,7 +181,7 @@ def test_a_newest_checkpoint_that_cannot_be_opened_stops_it(run: Path) -> None:
     assert there(run) == before
 
 
-def test_a_run_that_is_being_written_is_left_alone(run: Path) -> None:
+def test_a_run_that_is_being_written_is_left_alone(run):
     with (run / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DestinationExistsError, match="a run is writing"):
@@ -200,7 +200,7 @@ def assert_never_whole(run: Path, name: str, files: Sequence[Sequence[str]]) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in MADE if not name.endswith(".ckpt")])
-def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(name: str, tmp_path: Path) -> None:
+def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(name, tmp_path):
     laid(tmp_path / "run", name, MADE[name])
     files = [
         path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run" / name).rglob("*") if path.is_file()
@@ -212,7 +212,7 @@ def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(name: str, tmp
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero2-fp32", "zero3-bf16", "universal", "safetensors"])
-def test_the_same_of_genuine_ones(kind: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_the_same_of_genuine_ones(kind, checkpoint, tmp_path):
     run = tmp_path / "run"
     if kind in ("universal", "safetensors"):
         options = {"max_shard_size": "2kB"} if kind == "safetensors" else {}
@@ -228,7 +228,7 @@ def test_the_same_of_genuine_ones(kind: str, checkpoint: Any, tmp_path: Path) ->
             ckpt_tools.inspect(run / "step_1")
 
 
-def test_in_a_bucket(s3: S3Server, run: Path) -> None:
+def test_in_a_bucket(s3, run):
     prefix = s3.new_prefix()
     s3.put(prefix, {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*") if path.is_file()})
     url = f"s3://{BUCKET}/{prefix}".rstrip("/")
@@ -244,7 +244,7 @@ def lightning(path: Path, epoch: int, score: float) -> None:
     torch.save(content, path / f"epoch={epoch}-step={epoch}.ckpt")
 
 
-def test_metrics_of_lightning_ray_and_ours(tmp_path: Path) -> None:
+def test_metrics_of_lightning_ray_and_ours(tmp_path):
     for name in ("lightning", "ray", "ours/checkpoints"):
         (tmp_path / name).mkdir(parents=True)
     for number, score in ((1, 0.5), (2, 0.25), (3, 0.75)):
@@ -264,7 +264,7 @@ def test_metrics_of_lightning_ray_and_ours(tmp_path: Path) -> None:
         assert [str(best) in each.name for each in found if each.reason == f"the best by {metric}"] == [True], name
 
 
-def test_a_malformed_record_says_nothing(run: Path) -> None:
+def test_a_malformed_record_says_nothing(run):
     (run / "checkpoint-500" / "trainer_state.json").write_text("{")
     found = ckpt_tools.ls(run).checkpoints[0]
     assert "trainer_state.json" in (found.problem or "") and issubclass(MalformedError, CkptError)

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     tensors = {f"t{number}": np.zeros(1 << 16, np.float32) for number in range(8)}
     safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
     return tmp_path / "m.safetensors"
@@ -37,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[object, lis
     return ended.value.code, capsys.readouterr().err.splitlines()
 
 
-def test_progress_as_json(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_as_json(source, tmp_path, capsys):
     code, lines = run(capsys, "convert", source, tmp_path / "o.pt", "--progress", "json", "--workers", "1")
     events = [json.loads(line) for line in lines]
     assert code == 0
@@ -60,16 +59,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch, *, is_json: bool, seconds: float, row
     lines.end()
 
 
-def test_lines_have_bytes_rate_and_time_left(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_have_bytes_rate_and_time_left(monkeypatch, capsys):
     drawn(monkeypatch, is_json=False, seconds=3, rows=[(0, 10**9), (3 * 10**8, 10**9), (6 * 10**8, 10**9)])
     assert capsys.readouterr().err == "converting: 300.00 MB of 1.00 GB (30 %), 100.00 MB/s, 7 s left\n"
 
 
-def test_a_run_that_continues_another_has_its_own_rate(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_continues_another_has_its_own_rate(monkeypatch, capsys):
     drawn(monkeypatch, is_json=True, seconds=2, rows=[(600, 1000), (700, 1000), (800, 1000)])
     found = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [each["event"] for each in found] == ["start", "progress", "progress", "done"]
@@ -78,11 +73,11 @@ def test_a_run_that_continues_another_has_its_own_rate(
 
 
 @pytest.mark.parametrize("mode", ["none", "plain", "auto"])
-def test_short_work_needs_no_line(mode: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_work_needs_no_line(mode, source, tmp_path, capsys):
     assert run(capsys, "convert", source, tmp_path / "o.pt", "--progress", mode) == (0, [])
 
 
-def test_a_terminal_shows_a_bar(source: Path, tmp_path: Path) -> None:
+def test_a_terminal_shows_a_bar(source, tmp_path):
     code, text = shown("convert", source, tmp_path / "o.pt", columns=80)
     assert code == 0
     assert "converting" in text
@@ -91,9 +86,7 @@ def test_a_terminal_shows_a_bar(source: Path, tmp_path: Path) -> None:
     assert "converting" not in text
 
 
-def test_quiet_and_progress_contradict_each_other(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quiet_and_progress_contradict_each_other(source, tmp_path, capsys, monkeypatch):
     words = ("convert", source, tmp_path / "o.pt")
     for order in (("-q", "--progress", "json"), ("--progress", "plain", "--quiet")):
         code, lines = run(capsys, *words, *order)
@@ -109,12 +102,12 @@ def test_quiet_and_progress_contradict_each_other(
     assert run(capsys, "-q", *words, "--overwrite") == (0, [])
 
 
-def test_quiet_before_a_command_that_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_before_a_command_that_has_none(capsys):
     assert run(capsys, "-q", "formats") == (2, ["Error: formats has no --quiet"])
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_verbose_and_the_log_format_stand_before_or_behind(before: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_and_the_log_format_stand_before_or_behind(before, capsys):
     options = ["-v", "--log-format", "json"]
     words = [*options, "inspect", "no-such-file"] if before else ["inspect", "no-such-file", *options]
     code, lines = run(capsys, *words)
@@ -129,15 +122,13 @@ USAGE: list[list[Any]] = [["convert", "a", "--log-format=json"], ["--log-format"
 
 
 @pytest.mark.parametrize("words", USAGE)
-def test_errors_of_usage_are_json_too(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_usage_are_json_too(words, capsys):
     code, lines = run(capsys, *words)
     assert code == 2
     assert [(each["class"], each["exit_code"]) for each in map(json.loads, lines)] == [("UsageError", 2)]
 
 
-def test_the_log_format_before_the_command_beats_settings(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_format_before_the_command_beats_settings(capsys, monkeypatch):
     monkeypatch.setenv("CKPT_TOOLS_LOG_FORMAT", "text")
     assert json.loads(run(capsys, "--log-format", "json", "inspect", "none")[1][0])["exit_code"] == 3
     monkeypatch.setenv("CKPT_TOOLS_LOG_FORMAT", "json")
@@ -145,7 +136,7 @@ def test_the_log_format_before_the_command_beats_settings(
     assert run(capsys, "inspect", "none", "--log-format", "text")[1][0].startswith("Error: ")
 
 
-def test_notices_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notices_are_json_too(capsys):
     reporting.begin(["--log-format", "json"])
     with reporting.heard(quiet=False):
         logging.getLogger("ckpt_tools.stores").warning("no answer yet")
@@ -156,13 +147,13 @@ def test_notices_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["time"].endswith("+00:00")
 
 
-def test_progress_is_json_where_logs_are(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_json_where_logs_are(source, tmp_path, capsys):
     code, lines = run(capsys, "convert", source, tmp_path / "o.pt", "--log-format", "json")
     assert code == 0
     assert {json.loads(line)["event"] for line in lines} >= {"start", "done"}
 
 
-def test_the_end_on_a_signal_is_json_too() -> None:
+def test_the_end_on_a_signal_is_json_too():
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/a.pt"
         command = [sys.executable, "-m", "ckpt_tools", "--log-format", "json", "inspect", url]
@@ -175,7 +166,7 @@ def test_the_end_on_a_signal_is_json_too() -> None:
     assert (json.loads(said[-1])["exit_code"], json.loads(said[-1])["class"]) == (143, "Stopped")
 
 
-def test_the_library_logs_decisions_and_notes(source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_library_logs_decisions_and_notes(source, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "ckpt_tools"):
         report = ckpt_tools.convert(source, tmp_path / "o.pt", dtype="bf16")
     said = {record.name: record.getMessage() for record in caplog.records}
@@ -185,7 +176,7 @@ def test_the_library_logs_decisions_and_notes(source: Path, tmp_path: Path, capl
     assert notes
 
 
-def test_without_a_handler_nothing_is_printed() -> None:
+def test_without_a_handler_nothing_is_printed():
     code = "from ckpt_tools.core.progress import warn; warn('stores', 'again')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""

@@ -23,7 +23,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(capsys, tmp_path, monkeypatch):
     """Runs the command line in a folder with ``m.safetensors``; returns the exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -57,7 +57,7 @@ def written(run: Run, *words: str, **variables: str) -> str:
     return str(json.loads(out)["target_format"])
 
 
-def test_the_command_line_beats_the_environment_and_that_the_file(run: Run) -> None:
+def test_the_command_line_beats_the_environment_and_that_the_file(run):
     own_file('to = "npz"\n[plan]\nto = "universal"\n')
     assert written(run) == "universal"
     assert written(run, TO="torch") == "torch"
@@ -66,7 +66,7 @@ def test_the_command_line_beats_the_environment_and_that_the_file(run: Run) -> N
     assert written(run) == "torch"
 
 
-def test_a_file_that_is_named_comes_instead_of_the_own(run: Run) -> None:
+def test_a_file_that_is_named_comes_instead_of_the_own(run):
     own_file('to = "torch"\n')
     Path("named.toml").write_text('to = "dcp"\n')
     assert written(run, SETTINGS="named.toml") == "dcp"
@@ -76,7 +76,7 @@ def test_a_file_that_is_named_comes_instead_of_the_own(run: Run) -> None:
     assert run("--settings", "/dev/null", "plan", "m.safetensors", "out")[2].startswith("Error: choose a format")
 
 
-def test_aliases_flags_numbers_and_lists(run: Run) -> None:
+def test_aliases_flags_numbers_and_lists(run):
     given = {"TO": "fsdp2", "DTYPE": "bf16", "WORLD_SIZE": "2", "INCLUDE": "a\nb\n", "STRICT": "true", "CHECKSUM": "0"}
     assert run("convert", "m.safetensors", "out", "-q", **given)[0] == 0
     assert len(list(Path("out").glob("*.distcp"))) == 2
@@ -107,14 +107,14 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("file", "variables", "said"), REFUSED)
-def test_what_is_refused_by_name(file: str, variables: dict[str, str], said: str, run: Run) -> None:
+def test_what_is_refused_by_name(file, variables, said, run):
     own_file(file)
     code, _, err = run("inspect", "m.safetensors", **variables)
     assert code == 2
     assert re.search(said, err), err
 
 
-def test_a_value_is_checked_where_it_is_from(run: Run) -> None:
+def test_a_value_is_checked_where_it_is_from(run):
     words = ("convert", "m.safetensors", "out")
     assert "CKPT_TOOLS_WORKERS: 'x' is not a valid integer" in run(*words, WORKERS="x", TO="dcp")[2]
     assert (
@@ -124,7 +124,7 @@ def test_a_value_is_checked_where_it_is_from(run: Run) -> None:
     assert "CKPT_TOOLS_DTYPE: 'int8' is not one of" in run(*words, DTYPE="int8", TO="dcp")[2]
 
 
-def test_no_setting_breaks_a_help(run: Run) -> None:
+def test_no_setting_breaks_a_help(run):
     code, out, _ = run("convert", "--help", NONE="1")
     assert code == 0
     assert "Example:" in out
@@ -141,7 +141,7 @@ INAPPLICABLE: list[tuple[list[str], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("words", "variables"), INAPPLICABLE)
-def test_a_setting_that_does_not_apply_is_left_out(words: list[str], variables: dict[str, str], run: Run) -> None:
+def test_a_setting_that_does_not_apply_is_left_out(words, variables, run):
     code, _, err = run(*words, **variables)
     assert (code, err) == (0, "")
     flags = [f"--{name.lower().replace('_', '-')}" for name, text in variables.items() if text != "1"]
@@ -149,13 +149,13 @@ def test_a_setting_that_does_not_apply_is_left_out(words: list[str], variables: 
         assert run(*words, "--overwrite", flags[0], variables["WORLD_SIZE"])[0] == 2
 
 
-def test_a_glob_that_matches_nothing_is_an_error_from_wherever_it_is(run: Run) -> None:
+def test_a_glob_that_matches_nothing_is_an_error_from_wherever_it_is(run):
     code, _, err = run("convert", "m.safetensors", "o.pt", INCLUDE="none")
     assert code == 2
     assert "(--include is from CKPT_TOOLS_INCLUDE)" in err
 
 
-def test_verbose_says_where_values_are_from(run: Run) -> None:
+def test_verbose_says_where_values_are_from(run):
     own_file("workers = 1\n[convert]\nworld-size = 4\n")
     given = {"MEMORY": "1GiB", "STORAGE_OPTION": "key=very-secret-value"}
     code, _, err = run("-v", "convert", "m.safetensors", "o.pt", **given)
@@ -169,7 +169,7 @@ def test_verbose_says_where_values_are_from(run: Run) -> None:
     assert run("convert", "m.safetensors", "p.pt", **given)[2] == ""
 
 
-def test_what_replaces_files_is_said(run: Run) -> None:
+def test_what_replaces_files_is_said(run):
     own_file("[convert]\noverwrite = true\n")
     for number in range(2):
         code, _, err = run("convert", "m.safetensors", "o.pt", "-q")
@@ -185,14 +185,14 @@ def options() -> Iterator[tuple[str, click.Option]]:
             yield from ((name, each) for each in command.params if isinstance(each, click.Option))
 
 
-def test_options_that_remove_or_vouch_are_known_to_settings() -> None:
+def test_options_that_remove_or_vouch_are_known_to_settings():
     names = {each.name for _, each in options()}
     assert names >= GRAVE
     assert not names & NO_SETTINGS
 
 
 @pytest.mark.parametrize(("name", "option"), list(options()), ids=lambda each: getattr(each, "name", each))
-def test_every_option_has_a_variable_and_a_key(name: str, option: click.Option, run: Run) -> None:
+def test_every_option_has_a_variable_and_a_key(name, option, run):
     """Each is known, empty or not: its value is checked before anything else is done."""
     key = max(option.opts, key=len).removeprefix("--")
     variable = key.upper().replace("-", "_")

@@ -8,7 +8,7 @@ import pty
 import signal
 import subprocess
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import ckpt_tools
 from ckpt_tools.cli.ending import END_SECONDS
 from tests.support.running import Running, start, users_of, wait_until
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 from tests.support.sparse import make_sparse
 from tests.support.stalling import stalling
 
@@ -45,7 +45,7 @@ Started = Callable[..., Running]
 
 
 @pytest.fixture
-def started() -> Iterator[Started]:
+def started():
     """``started(*words)``: the command; what a failed test leaves is ended."""
     runs: list[Running] = []
 
@@ -59,13 +59,13 @@ def started() -> Iterator[Started]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """1.6 GB of holes: a second of work in small tasks, and more on a busy machine."""
     return make_sparse(tmp_path_factory.mktemp("sparse") / "model.safetensors", num_tensors=4, num_rows=100_000)
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     """A destination in a folder where nothing else is."""
     (tmp_path / "in").mkdir()
     return tmp_path / "in" / "out"
@@ -87,7 +87,7 @@ def check_nothing_stays(run: Running, out: Path, left: list[str] | None = None) 
 
 
 @EACH
-def test_a_conversion_leaves_nothing(number: signal.Signals, source: Path, out: Path, started: Started) -> None:
+def test_a_conversion_leaves_nothing(number, source, out, started):
     run = started(*words_of(source, out))
     wait_until(lambda: is_writing(out))
     code, said, seconds = run.stop(number)
@@ -100,7 +100,7 @@ def test_a_conversion_leaves_nothing(number: signal.Signals, source: Path, out: 
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def undisturbed(tmp_path_factory):
     """A source of 160 MB, and what it is converted to."""
     folder = tmp_path_factory.mktemp("undisturbed")
     source = make_sparse(folder / "model.safetensors", num_tensors=4, num_rows=10_000)
@@ -109,9 +109,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @ONE_OR_EACH
-def test_with_resume_the_same_command_goes_on(
-    number: signal.Signals, undisturbed: tuple[Path, Path], out: Path, started: Started
-) -> None:
+def test_with_resume_the_same_command_goes_on(number, undisturbed, out, started):
     source, expected = undisturbed
     words = [*words_of(source, out), "--resume"]
     run = started(*words)
@@ -127,7 +125,7 @@ def test_with_resume_the_same_command_goes_on(
     assert subprocess.run(["diff", "-r", expected, out], check=False).returncode == 0
 
 
-def test_what_only_reads_says_nothing_of_a_destination(source: Path, s3_server: S3Server, started: Started) -> None:
+def test_what_only_reads_says_nothing_of_a_destination(source, s3_server, started):
     """It waits for a service that never answers."""
     with stalling(s3_server.port) as road:
         road.stall()
@@ -140,7 +138,7 @@ def test_what_only_reads_says_nothing_of_a_destination(source: Path, s3_server: 
     assert seconds < 1 + SLACK_SECONDS
 
 
-def test_a_thread_that_hangs_is_not_waited_for(s3_server: S3Server, out: Path, started: Started) -> None:
+def test_a_thread_that_hangs_is_not_waited_for(s3_server, out, started):
     """The service stops answering in the middle of a body. Further signals do not disturb the cleaning up."""
     prefix = s3_server.new_prefix()
     made = make_sparse(out.parent.parent / "model.safetensors", num_tensors=2, num_rows=5_000)
@@ -160,7 +158,7 @@ def test_a_thread_that_hangs_is_not_waited_for(s3_server: S3Server, out: Path, s
     check_nothing_stays(run, out)
 
 
-def test_cleaning_up_that_hangs_is_given_up(s3_server: S3Server, source: Path, started: Started) -> None:
+def test_cleaning_up_that_hangs_is_given_up(s3_server, source, started):
     """The uploads that were begun are at a service that no longer answers."""
     prefix = s3_server.new_prefix()
     with stalling(s3_server.port) as road:
@@ -176,7 +174,7 @@ def test_cleaning_up_that_hangs_is_given_up(s3_server: S3Server, source: Path, s
     assert run.processes() == []
 
 
-def test_nohup_is_obeyed(source: Path, out: Path, started: Started) -> None:
+def test_nohup_is_obeyed(source, out, started):
     """What is ignored as the command begins stays so; the others still end it."""
     run = started(*words_of(source, out), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     wait_until(lambda: is_writing(out))
@@ -187,7 +185,7 @@ def test_nohup_is_obeyed(source: Path, out: Path, started: Started) -> None:
     check_nothing_stays(run, out)
 
 
-def test_a_terminal_that_is_closed(source: Path, out: Path, started: Started) -> None:
+def test_a_terminal_that_is_closed(source, out, started):
     """The kernel sends SIGHUP, and no word can be said any more."""
     ours, theirs = pty.openpty()
 
@@ -204,9 +202,7 @@ def test_a_terminal_that_is_closed(source: Path, out: Path, started: Started) ->
 
 
 @EACH
-def test_before_the_command_is_there_it_ends_without_a_word(
-    number: signal.Signals, tmp_path: Path, started: Started
-) -> None:
+def test_before_the_command_is_there_it_ends_without_a_word(number, tmp_path, started):
     """While modules are imported there is nothing to clean up: the system's own way is as good, and the shell's code
     is the same."""
     slow = tmp_path / "click.py"

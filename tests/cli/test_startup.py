@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +91,7 @@ Command = Callable[[str], list[str]]
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Command:
+def given(tmp_path_factory):
     """The words of a command on a small checkpoint, which each has for itself."""
     folder = tmp_path_factory.mktemp("small")
     source, same, torch_file = (folder / name for name in ("a.safetensors", "same.safetensors", "a.pt"))
@@ -133,7 +132,7 @@ def formats_of(modules: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("command", ALLOWED)
-def test_a_command_imports_what_its_work_needs(command: str, given: Command, tmp_path: Path) -> None:
+def test_a_command_imports_what_its_work_needs(command, given, tmp_path):
     allowed, modules = ALLOWED[command], imported(given(command), tmp_path)
     ours = {module for module in modules if module.split(".")[0] == "ckpt_tools"}
     others = {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"ckpt_tools"}
@@ -144,7 +143,7 @@ def test_a_command_imports_what_its_work_needs(command: str, given: Command, tmp
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3-bf16"])
-def test_inspecting_what_frameworks_wrote_imports_its_reader_alone(kind: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_inspecting_what_frameworks_wrote_imports_its_reader_alone(kind, checkpoint, tmp_path):
     modules = imported(["inspect", str(checkpoint(kind, "awkward", 2).checkpoint)], tmp_path)
     assert packages_of(modules) <= {"cli", *MACHINERY}
     assert formats_of(modules) == ({"dcp"} if kind == "fsdp2" else {"deepspeed"})
@@ -153,11 +152,11 @@ def test_inspecting_what_frameworks_wrote_imports_its_reader_alone(kind: str, ch
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_the_list_of_commands_says_what_their_helps_say(name: str) -> None:
+def test_the_list_of_commands_says_what_their_helps_say(name):
     assert COMMANDS[name].summary == summary(group.commands[name])
 
 
-def test_every_command_is_in_the_list_of_commands() -> None:
+def test_every_command_is_in_the_list_of_commands():
     modules = [path.stem for path in Path(cli.__path__[0]).glob("*.py")]
     names = {name for module in modules for name in vars(import_module(f"ckpt_tools.cli.{module}"))}
     functions = [name for name in names if name.endswith("_command") and not name.startswith("_")]

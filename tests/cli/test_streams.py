@@ -48,7 +48,7 @@ SILENT = {"absent": ("inspect NONE", 3), "usage": ("inspect --none", 2)}
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("streams")
     (folder / "run" / "step-1").mkdir(parents=True)
     return make_sparse(folder / "run" / "step-1" / "model.safetensors", num_tensors=2, num_rows=10)
@@ -68,7 +68,7 @@ def check_written(words: str, source: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("streams", WITHOUT_OUTPUT)
 @pytest.mark.parametrize("name", thinned(SPEAKING, 3))
-def test_without_output_the_reason_is_told(name: str, streams: str, source: Path, tmp_path: Path) -> None:
+def test_without_output_the_reason_is_told(name, streams, source, tmp_path):
     done = run(SPEAKING[name], streams, source, tmp_path / "out")
     last = done.stderr.splitlines()[-1]
     assert (done.returncode, last) == (5, f"Error: standard output: {WITHOUT_OUTPUT[streams]}"), done.stderr
@@ -79,7 +79,7 @@ def test_without_output_the_reason_is_told(name: str, streams: str, source: Path
 
 @pytest.mark.parametrize("streams", WITH_OUTPUT)
 @pytest.mark.parametrize("name", thinned(["JSON", "help", "inspect", "convert", "verify", "ls"], 3))
-def test_without_the_other_streams_nothing_changes(name: str, streams: str, source: Path, tmp_path: Path) -> None:
+def test_without_the_other_streams_nothing_changes(name, streams, source, tmp_path):
     usual = run(SPEAKING[name], "", source, tmp_path / "usual")
     done = run(SPEAKING[name], streams, source, tmp_path / "out")
     assert (done.returncode, len(done.stdout.splitlines())) == (0, len(usual.stdout.splitlines())), done.stderr
@@ -89,14 +89,14 @@ def test_without_the_other_streams_nothing_changes(name: str, streams: str, sour
 
 @pytest.mark.parametrize("streams", WITHOUT_BOTH)
 @pytest.mark.parametrize("name", thinned(["version", "inspect", "JSON", "convert", "ls"], 3))
-def test_without_both_the_code_is_right(name: str, streams: str, source: Path, tmp_path: Path) -> None:
+def test_without_both_the_code_is_right(name, streams, source, tmp_path):
     assert run(SPEAKING[name], streams, source, tmp_path / "out").returncode == 5
     check_written(SPEAKING[name], source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("streams", [*WITHOUT_OUTPUT, *WITH_OUTPUT, *WITHOUT_BOTH])
 @pytest.mark.parametrize("name", SILENT)
-def test_a_command_that_says_nothing_needs_no_output(name: str, streams: str, source: Path, tmp_path: Path) -> None:
+def test_a_command_that_says_nothing_needs_no_output(name, streams, source, tmp_path):
     words, code = SILENT[name]
     done = run(words, streams, source, tmp_path / "out")
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
@@ -104,7 +104,7 @@ def test_a_command_that_says_nothing_needs_no_output(name: str, streams: str, so
 
 @pytest.mark.parametrize("streams", ["| head -0", "2>&1 | head -0", "| true", "2>&- | true"])
 @pytest.mark.parametrize("name", thinned(["JSON", "help", "tensors", "recipes", "convert"], 4))
-def test_a_pipe_that_nobody_reads(name: str, streams: str, source: Path, tmp_path: Path) -> None:
+def test_a_pipe_that_nobody_reads(name, streams, source, tmp_path):
     """The shell's own code is that of the last command of the pipe."""
     done = run(SPEAKING[name], f"{streams}; exit ${{PIPESTATUS[0]}}", source, tmp_path / "out")
     assert (done.returncode in (0, 1), done.stderr) == (True, "")
@@ -112,12 +112,12 @@ def test_a_pipe_that_nobody_reads(name: str, streams: str, source: Path, tmp_pat
 
 
 @pytest.mark.parametrize("command", thinned(COMMANDS, 4))
-def test_the_help_of_each_command(command: str, source: Path, tmp_path: Path) -> None:
+def test_the_help_of_each_command(command, source, tmp_path):
     done = run(f"{command} --help", ">&-", source, tmp_path / "out")
     assert (done.returncode, done.stderr) == (5, "Error: standard output: Bad file descriptor\n")
 
 
-def test_no_file_gets_the_number_of_a_closed_stream(source: Path, tmp_path: Path) -> None:
+def test_no_file_gets_the_number_of_a_closed_stream(source, tmp_path):
     """Or what is said would be written into it."""
     for streams in ("<&- >&- 2>&-", ">&-", "2>&-"):
         out = tmp_path / "out"

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ def piped(*given: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Any) -> Path:
+def run_folder(tmp_path_factory, checkpoint):
     """Twelve checkpoints of one run, of which none is named."""
     folder = tmp_path_factory.mktemp("run")
     made = checkpoint("fsdp2", "plain", 2).checkpoint
@@ -45,7 +44,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory, checkpoint: Any) -> Pat
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_an_error_wraps_at_words(columns: int, run_folder: Path) -> None:
+def test_an_error_wraps_at_words(columns, run_folder):
     code, text = shown("inspect", run_folder, "--tensors", columns=columns)
     assert code == 4
     assert not lines_that_are_too_long(text, columns)
@@ -55,7 +54,7 @@ def test_an_error_wraps_at_words(columns: int, run_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_a_usage_error_wraps_at_words(columns: int) -> None:
+def test_a_usage_error_wraps_at_words(columns):
     code, text = shown("convert", "a", "b", "--dtype", "bf17", "--to", "dcp", columns=columns)
     assert code == 2
     assert not lines_that_are_too_long(text, columns)
@@ -63,7 +62,7 @@ def test_a_usage_error_wraps_at_words(columns: int) -> None:
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_notes_wrap_at_words(columns: int, tmp_path: Path, checkpoint: Any) -> None:
+def test_notes_wrap_at_words(columns, tmp_path, checkpoint):
     source = checkpoint("fsdp2", "plain", 2).checkpoint
     given = ("convert", source, tmp_path / "out", "--to", "zero2", "--overwrite", "--quiet")
     code, text = shown(*given, columns=columns)
@@ -75,7 +74,7 @@ def test_notes_wrap_at_words(columns: int, tmp_path: Path, checkpoint: Any) -> N
 
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("command", ["", *sorted(all_commands())])
-def test_help_wraps_at_words_and_says_everything(columns: int, command: str) -> None:
+def test_help_wraps_at_words_and_says_everything(columns, command):
     """Every word of the help at 110 columns is in that of any width, and no summary is cut."""
     found = all_commands()[command] if command else group
     texts = []
@@ -89,7 +88,7 @@ def test_help_wraps_at_words_and_says_everything(columns: int, command: str) -> 
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_help_on_a_terminal(columns: int) -> None:
+def test_help_on_a_terminal(columns):
     code, text = shown("--help", columns=columns)
     assert code == 0
     assert not lines_that_are_too_long(text, columns)
@@ -98,13 +97,13 @@ def test_help_on_a_terminal(columns: int) -> None:
     assert "Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing." in said
 
 
-def test_help_is_shown_where_no_command_is_named() -> None:
+def test_help_is_shown_where_no_command_is_named():
     code, text = shown(columns=60)
     assert code == 2
     assert words(text) == words(shown("--help", columns=60)[1])
 
 
-def test_counts_have_their_plural(tmp_path: Path, checkpoint: Any) -> None:
+def test_counts_have_their_plural(tmp_path, checkpoint):
     import torch
 
     torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
@@ -113,12 +112,12 @@ def test_counts_have_their_plural(tmp_path: Path, checkpoint: Any) -> None:
     assert "in 1 task\n" in piped("plan", tmp_path / "m.pt", tmp_path / "n.safetensors").stdout
 
 
-def test_a_run_folder_names_its_newest_checkpoints(run_folder: Path) -> None:
+def test_a_run_folder_names_its_newest_checkpoints(run_folder):
     said = piped("inspect", run_folder, "--tensors").stderr
     assert "epoch_12, checkpoints/epoch_11, checkpoints/epoch_10, checkpoints/epoch_9 and 8 more" in said
 
 
-def test_tags_are_named_the_newest_first(tmp_path: Path, checkpoint: Any) -> None:
+def test_tags_are_named_the_newest_first(tmp_path, checkpoint):
     made = checkpoint("zero3-fp32", "awkward", 2).checkpoint
     tag = (made / "latest").read_text()
     for number in range(1, 13):
@@ -127,7 +126,7 @@ def test_tags_are_named_the_newest_first(tmp_path: Path, checkpoint: Any) -> Non
     assert "(global_step12, global_step11, global_step10, global_step9 and 8 more)" in said
 
 
-def test_memory_is_said_in_units(tmp_path: Path, checkpoint: Any) -> None:
+def test_memory_is_said_in_units(tmp_path, checkpoint):
     source = checkpoint("fsdp2", "plain", 2).checkpoint
     done = piped("convert", source, tmp_path / "o", "--to", "dcp", "--memory", "10MB")
     assert done.returncode == 9
@@ -138,9 +137,7 @@ def test_memory_is_said_in_units(tmp_path: Path, checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("name", ["a.onnx", "x.npy", "x.NPZ", "x.PT", "m.ckpt", "weights.tar.gz"])
 @pytest.mark.parametrize("more", [(), ("--to", "safetensors")])
-def test_endings_of_foreign_files_are_refused(
-    name: str, more: tuple[str, ...], tmp_path: Path, checkpoint: Any
-) -> None:
+def test_endings_of_foreign_files_are_refused(name, more, tmp_path, checkpoint):
     done = piped("convert", checkpoint("fsdp2", "plain", 2).checkpoint, tmp_path / name, *more)
     assert done.returncode == 2
     assert name in done.stderr
@@ -149,12 +146,12 @@ def test_endings_of_foreign_files_are_refused(
 
 
 @pytest.mark.parametrize(("name", "to"), [("run.v1", "dcp"), ("epoch=1-step=2.ckpt", "zero2"), ("a.b", "safetensors")])
-def test_other_folders_may_have_a_dot(name: str, to: str, tmp_path: Path, checkpoint: Any) -> None:
+def test_other_folders_may_have_a_dot(name, to, tmp_path, checkpoint):
     ckpt_tools.convert(checkpoint("fsdp2", "plain", 2).checkpoint, tmp_path / name, to=to)
     assert (tmp_path / name).is_dir()
 
 
-def test_what_is_renamed_is_said(tmp_path: Path) -> None:
+def test_what_is_renamed_is_said(tmp_path):
     import torch
 
     torch.save({f"old.{number}": torch.ones(1) for number in range(9)}, tmp_path / "m.pt")

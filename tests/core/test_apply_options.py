@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -25,7 +23,7 @@ MADE = Note(Outcome.DROPPED, "a.b", "by the recipe")
 
 
 @pytest.fixture
-def manifest(tmp_path: Path) -> Manifest:
+def manifest(tmp_path):
     names = ("module.a.w", "module.a.b", "module.c.w")
     save_file({name: np.ones(2, np.float32) for name in names}, tmp_path / "m.safetensors")
     return read_source(open_source(tmp_path / "m.safetensors"), ReadOptions())[1]
@@ -45,12 +43,12 @@ def names(made: Applied) -> list[str]:
     return sorted(key.fqn for key in made.manifest.tensors)
 
 
-def test_a_recipe_sees_the_names_of_the_bare_model(manifest: Manifest) -> None:
+def test_a_recipe_sees_the_names_of_the_bare_model(manifest):
     assert names(applied(manifest)) == ["A.B", "A.W", "C.W"]
     assert names(applied(manifest, whole=True)) == ["MODULE.A.B", "MODULE.A.W", "MODULE.C.W"]
 
 
-def test_options_name_what_a_recipe_makes(manifest: Manifest) -> None:
+def test_options_name_what_a_recipe_makes(manifest):
     made = applied(manifest, include=["A.*"], buffers=["A.B"], rename=["^A=x"], dtype="bfloat16")
     assert made.renamed == {"A.W": "x.W", "A.B": "x.B"}
     entries = made.manifest.tensors
@@ -62,23 +60,23 @@ def test_options_name_what_a_recipe_makes(manifest: Manifest) -> None:
 
 
 @pytest.mark.parametrize("options", [{"include": ["a.*"]}, {"rename": ["^a=x"]}, {"buffers": ["a.b"]}])
-def test_options_do_not_name_what_a_recipe_took(options: dict[str, list[str]], manifest: Manifest) -> None:
+def test_options_do_not_name_what_a_recipe_took(options, manifest):
     with pytest.raises(UsageError, match=r"matches no tensor; the nearest"):
         applied(manifest, **options)
 
 
-def test_notes_are_those_of_the_source_and_of_the_recipe(manifest: Manifest) -> None:
+def test_notes_are_those_of_the_source_and_of_the_recipe(manifest):
     manifest = Manifest(manifest.format, manifest.tensors, notes=(KEPT,))
     assert applied(manifest, whole=True).manifest.notes == (KEPT, MADE)
 
 
-def test_with_a_recipe_a_reader_gets_no_globs() -> None:
+def test_with_a_recipe_a_reader_gets_no_globs():
     assert ConvertOptions(include=["a"], exclude=["b"]).reading.include == ("a",)
     reading = ConvertOptions(include=["a"], exclude=["b"], recipe="r").reading
     assert (reading.include, reading.exclude) == ((), ())
 
 
-def test_inverse_needs_a_recipe() -> None:
+def test_inverse_needs_a_recipe():
     with pytest.raises(UsageError, match=r"^inverse=True is for a recipe; name it with recipe=$"):
         ConvertOptions(inverse=True)
     assert ConvertOptions(inverse=True, recipe="r").inverse

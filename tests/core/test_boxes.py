@@ -44,26 +44,26 @@ def boxes_in(draw: st.DrawFn, count: int) -> tuple[Shape, list[Box]]:
     ("start", "stop"),
     [((0,), (1, 2)), ((2,), (1,)), ((-1,), (1,)), ((0, 0), (1,)), ((0, 3), (5, 2))],
 )
-def test_what_is_no_box_cannot_be_built(start: Shape, stop: Shape) -> None:
+def test_what_is_no_box_cannot_be_built(start, stop):
     with pytest.raises(ValueError, match="a box cannot run from"):
         Box(start, stop)
 
 
-def test_a_box_without_dims_is_one_element() -> None:
+def test_a_box_without_dims_is_one_element():
     scalar = Box((), ())
     assert (scalar.shape, scalar.numel, scalar.intersect(scalar)) == ((), 1, scalar)
     assert from_flat(0, 1, ()) == [scalar]
     assert list(runs(scalar, ())) == [(0, 1)]
 
 
-def test_whole_covers_the_shape() -> None:
+def test_whole_covers_the_shape():
     assert Box.whole((2, 3)) == Box((0, 0), (2, 3))
     assert Box.whole((0, 3)).numel == 0
 
 
 @many
 @given(boxes_in(2))
-def test_intersect_holds_what_both_hold(case: tuple[Shape, list[Box]]) -> None:
+def test_intersect_holds_what_both_hold(case):
     shape, (a, b) = case
     common = a.intersect(b)
     expected = np.intersect1d(positions(a, shape), positions(b, shape))
@@ -75,12 +75,12 @@ def test_intersect_holds_what_both_hold(case: tuple[Shape, list[Box]]) -> None:
 
 @many
 @given(boxes_in(2))
-def test_relative_to_undoes_shift(case: tuple[Shape, list[Box]]) -> None:
+def test_relative_to_undoes_shift(case):
     _, (box, other) = case
     assert box.shift(other.start).relative_to(other.start) == box
 
 
-def test_relative_to_a_later_point_is_no_box() -> None:
+def test_relative_to_a_later_point_is_no_box():
     with pytest.raises(ValueError, match="a box cannot run from"):
         Box((1,), (2,)).relative_to((2,))
 
@@ -95,27 +95,27 @@ def test_relative_to_a_later_point_is_no_box() -> None:
         (Box((), ()), (), True),
     ],
 )
-def test_within(box: Box, shape: Shape, inside: bool) -> None:
+def test_within(box, shape, inside):
     assert box.within(shape) is inside
 
 
 @pytest.mark.parametrize(
     ("shape", "strides"), [((), ()), ((5,), (1,)), ((2, 3, 4), (12, 4, 1)), ((2, 0, 4), (0, 4, 1)), ((1, 1), (1, 1))]
 )
-def test_contiguous_strides(shape: Shape, strides: Shape) -> None:
+def test_contiguous_strides(shape, strides):
     assert contiguous_strides(shape) == strides
 
 
 @many
 @given(strategies.shapes(min_extent=1), st.data())
-def test_flat_index_is_ravel_multi_index(shape: Shape, data: st.DataObject) -> None:
+def test_flat_index_is_ravel_multi_index(shape, data):
     index = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
     assert flat_index(index, shape) == (np.ravel_multi_index(index, shape) if shape else 0)
 
 
 @many
 @given(boxes_in(1))
-def test_is_contiguous_and_flat_interval(case: tuple[Shape, list[Box]]) -> None:
+def test_is_contiguous_and_flat_interval(case):
     shape, (box,) = case
     found = positions(box, shape)
     assert is_contiguous(box, shape) == bool((np.diff(found) == 1).all())
@@ -125,7 +125,7 @@ def test_is_contiguous_and_flat_interval(case: tuple[Shape, list[Box]]) -> None:
 
 @many
 @given(strategies.shapes(), st.data())
-def test_from_flat_covers_the_interval_in_order_in_few_boxes(shape: Shape, data: st.DataObject) -> None:
+def test_from_flat_covers_the_interval_in_order_in_few_boxes(shape, data):
     start, stop = data.draw(strategies.intervals(prod(shape)))
     found = from_flat(start, stop, shape)
     covered = [position for box in found for position in positions(box, shape).tolist()]
@@ -134,7 +134,7 @@ def test_from_flat_covers_the_interval_in_order_in_few_boxes(shape: Shape, data:
     assert all(box.numel and box.within(shape) and is_contiguous(box, shape) for box in found)
 
 
-def test_from_flat_of_an_interval_that_crosses_everything() -> None:
+def test_from_flat_of_an_interval_that_crosses_everything():
     assert from_flat(5, 30, (3, 3, 4)) == [
         Box((0, 1, 1), (0 + 1, 2, 4)),
         Box((0, 2, 0), (1, 3, 4)),
@@ -144,7 +144,7 @@ def test_from_flat_of_an_interval_that_crosses_everything() -> None:
     ]
 
 
-def test_from_flat_is_exact_for_trillions_of_elements() -> None:
+def test_from_flat_is_exact_for_trillions_of_elements():
     shape = (1 << 20, 1 << 20, 1 << 10)
     (box,) = from_flat((1 << 49) + 7, (1 << 49) + 9, shape)
     assert box == Box((1 << 19, 0, 7), ((1 << 19) + 1, 1, 9))
@@ -152,7 +152,7 @@ def test_from_flat_is_exact_for_trillions_of_elements() -> None:
 
 @many
 @given(boxes_in(1))
-def test_runs_are_the_maximal_intervals(case: tuple[Shape, list[Box]]) -> None:
+def test_runs_are_the_maximal_intervals(case):
     shape, (box,) = case
     found = positions(box, shape)
     edges = np.flatnonzero(np.diff(found) != 1) + 1

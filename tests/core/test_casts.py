@@ -65,16 +65,14 @@ def double_patterns() -> NDArray[np.uint64]:
 
 
 @pytest.fixture(scope="module")
-def patterns() -> dict[DType, NDArray[Any]]:
+def patterns():
     """Bit patterns to cast: all of the 16-bit types, millions of the others."""
     halves = np.arange(1 << 16, dtype=np.uint16)
     return {F16: halves, BF16: halves, F32: single_patterns(), F64: double_patterns()}
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_numbers_become_what_torch_makes_of_them(
-    patterns: dict[DType, NDArray[Any]], source: DType, target: DType
-) -> None:
+def test_numbers_become_what_torch_makes_of_them(patterns, source, target):
     bits = patterns[source]
     numbers = bits[~is_nan(bits, source)]
     assert len(numbers) > 60_000
@@ -82,9 +80,7 @@ def test_numbers_become_what_torch_makes_of_them(
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_nans_become_what_torch_makes_of_them_where_it_agrees_with_itself(
-    patterns: dict[DType, NDArray[Any]], source: DType, target: DType
-) -> None:
+def test_nans_become_what_torch_makes_of_them_where_it_agrees_with_itself(patterns, source, target):
     nans = patterns[source][is_nan(patterns[source], source)]
     ours = our_cast(nans, source, target)
     assert len(nans) > 200 and is_nan(ours, target).all()
@@ -112,7 +108,7 @@ def test_nans_become_what_torch_makes_of_them_where_it_agrees_with_itself(
         (BF16, F32, 0xFFC1, 0xFFC1_0000),
     ],
 )
-def test_nans_where_torch_does_not_and_elsewhere(source: DType, target: DType, nan: int, expected: int) -> None:
+def test_nans_where_torch_does_not_and_elsewhere(source, target, nan, expected):
     bits = np.array([0, nan, 0], unsigned(source))
     assert our_cast(bits, source, target).tolist() == [0, expected, 0]
 
@@ -142,13 +138,13 @@ def test_nans_where_torch_does_not_and_elsewhere(source: DType, target: DType, n
     ],
     ids=lambda value: f"{value:#x}" if isinstance(value, int) else str(value.value),
 )
-def test_edges(source: DType, target: DType, value: int, expected: int) -> None:
+def test_edges(source, target, value, expected):
     assert our_cast(np.array([value], unsigned(source)), source, target).tolist() == [expected]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_places_of_any_alignment_and_length(source: DType, target: DType, offset: int) -> None:
+def test_places_of_any_alignment_and_length(source, target, offset):
     numbers = np.random.default_rng(3).standard_normal(1003)
     bits = our_cast(numbers.view(np.uint64), F64, source) if source is not F64 else numbers.view(np.uint64)
     for count in (0, 1, 7, 1003):
@@ -158,7 +154,7 @@ def test_places_of_any_alignment_and_length(source: DType, target: DType, offset
         assert out == bytes(offset) + torch_cast(bits[:count], source, target).tobytes() + b"\0"
 
 
-def test_only_plain_floats_are_cast() -> None:
+def test_only_plain_floats_are_cast():
     for dtype in DType:
         check_cast(dtype, dtype)
     for source, target in permutations(DType, 2):

@@ -33,7 +33,7 @@ def of_line(line: TensorLine) -> list[Item]:
 
 @settings(deadline=None)
 @given(st.dictionaries(st.tuples(FQNS, ROLES), st.sampled_from([(), (2,), (2, 3)]), max_size=60))
-def test_the_lines_are_the_tensors(shapes: dict[tuple[str, tuple[str, str]], tuple[int, ...]]) -> None:
+def test_the_lines_are_the_tensors(shapes):
     unique = {(name, slot): tensor(name, slot, kind, shape) for (name, (slot, kind)), shape in shapes.items()}
     tensors = list(unique.values())
     lines = collapsed(tensors)
@@ -46,14 +46,14 @@ def test_the_lines_are_the_tensors(shapes: dict[tuple[str, tuple[str, str]], tup
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.randoms())
-def test_a_complete_grid_is_one_line(sizes: list[int], random: object) -> None:
+def test_a_complete_grid_is_one_line(sizes, random):
     names = [".x.".join(["a", *map(str, numbers), "b"]) for numbers in product(*map(range, sizes))]
     random.shuffle(names)  # type: ignore[attr-defined]
     (line,) = collapsed(map(tensor, names))
     assert sorted(line.names) == sorted(names)
 
 
-def test_experts_within_layers() -> None:
+def test_experts_within_layers():
     names = [f"layers.{n}.experts.{e}.w1" for n in range(3, 32) for e in range(64)]
     dense = [f"layers.{n}.w1" for n in range(3)]
     lines = collapsed(map(tensor, [*dense, *names]))
@@ -72,13 +72,13 @@ def test_experts_within_layers() -> None:
         ("9" * 30, "9" * 30),
     ],
 )
-def test_one_name_is_itself(name: str, shown: str) -> None:
+def test_one_name_is_itself(name, shown):
     assert (str(Names.of(name)), list(Names.of(name))) == (shown, [name])
 
 
 @settings(deadline=None)
 @given(st.dictionaries(FQNS, st.sampled_from([(), (2,), (2, 3)]), max_size=40))
-def test_modules_add_up(shapes: dict[str, tuple[int, ...]]) -> None:
+def test_modules_add_up(shapes):
     tensors = [tensor(name, shape=shape) for name, shape in shapes.items()]
     rows = modules(tensors)
     assert rows[0].weight_bytes == sum(each.num_bytes for each in tensors)

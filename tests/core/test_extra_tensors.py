@@ -25,16 +25,16 @@ def manifest() -> Manifest:
     return Manifest("dcp", {**tensors, RNG: entry(Kind.EXTRA)}, extra={"rng": (TensorRef(RNG),)})
 
 
-def test_selecting_keeps_them() -> None:
+def test_selecting_keeps_them():
     kept, _ = transforms.select(manifest(), include=("module.a",), exclude=())
     assert set(kept.tensors) == {StateKey("module.a"), RNG}
 
 
-def test_renaming_leaves_them_alone() -> None:
+def test_renaming_leaves_them_alone():
     renamed, _ = transforms.rename(manifest(), lambda name: name.replace("module.", "net."))
     assert set(renamed.tensors) == {StateKey("net.a"), StateKey("net.b"), RNG}
 
 
-def test_a_prefix_of_the_whole_model_is_found_beside_them() -> None:
+def test_a_prefix_of_the_whole_model_is_found_beside_them():
     bare, _ = transforms.without_wrappers(manifest())
     assert set(bare.tensors) == {StateKey("a"), StateKey("b"), RNG}

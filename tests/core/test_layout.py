@@ -16,7 +16,6 @@ from ckpt_tools.core.layout import (
     Literal,
     Padding,
     Payload,
-    Segment,
     merged,
 )
 from ckpt_tools.core.manifest import StateKey
@@ -26,35 +25,35 @@ pytestmark = pytest.mark.quick
 KEY = StateKey("w")
 
 
-def test_offsets_are_where_segments_start_and_the_size_is_last() -> None:
+def test_offsets_are_where_segments_start_and_the_size_is_last():
     payload = Payload(KEY, Box((1, 0), (3, 3)), (4, 3), DType.FLOAT32)
     file = FileLayout("f", (Literal(b"head"), Padding(4), payload, Padding(0), Crc32(8, 32)))
     assert file.offsets == (0, 4, 8, 32, 32, 36)
     assert file.size_bytes == 36
 
 
-def test_an_empty_file_has_no_bytes() -> None:
+def test_an_empty_file_has_no_bytes():
     assert (FileLayout("f", ()).offsets, FileLayout("f", ()).size_bytes) == ((0,), 0)
 
 
-def test_a_layout_is_as_large_as_its_files() -> None:
+def test_a_layout_is_as_large_as_its_files():
     assert Layout((FileLayout("a", (Padding(3),)), FileLayout("b", (Literal(b"12"),)))).size_bytes == 5
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-def test_a_payload_is_as_long_as_its_elements(dtype: DType) -> None:
+def test_a_payload_is_as_long_as_its_elements(dtype):
     assert Payload(KEY, Box((2,), (5,)), (6,), dtype).num_bytes == 3 * dtype.item_bytes
     assert Payload(KEY, Box((), ()), (), dtype).num_bytes == dtype.item_bytes
     assert Payload(KEY, Box((0, 1), (0, 2)), (0, 2), dtype).num_bytes == 0
 
 
 @pytest.mark.parametrize(("box", "shape"), [(Box((0,), (3,)), (2,)), (Box((0, 0), (1, 1)), (1,)), (Box((), ()), (1,))])
-def test_a_payload_lies_in_its_tensor(box: Box, shape: tuple[int, ...]) -> None:
+def test_a_payload_lies_in_its_tensor(box, shape):
     with pytest.raises(ValueError, match="does not hold"):
         Payload(KEY, box, shape, DType.UINT8)
 
 
-def test_one_range_may_have_its_checksum_in_several_places() -> None:
+def test_one_range_may_have_its_checksum_in_several_places():
     FileLayout("f", (Padding(2), Padding(8), Crc32(2, 10), Padding(3), Crc32(2, 10), Crc32(14, 17), Crc32(5, 5)))
 
 
@@ -71,17 +70,17 @@ def test_one_range_may_have_its_checksum_in_several_places() -> None:
         (Padding(8), Crc32(4, 8), Padding(4), Crc32(6, 14)),
     ],
 )
-def test_a_checksum_of_what_is_not_yet_known_is_our_own_mistake(segments: tuple[Segment, ...]) -> None:
+def test_a_checksum_of_what_is_not_yet_known_is_our_own_mistake(segments):
     with pytest.raises(AssertionError):
         FileLayout("f", segments)
 
 
-def test_neighbouring_literals_become_one() -> None:
+def test_neighbouring_literals_become_one():
     parts = [Literal(b"ab"), Literal(b"c"), Padding(2), Literal(b"d"), Crc32(0, 3), Literal(b"e"), Literal(b"")]
     assert merged(parts) == [Literal(b"abc"), Padding(2), Literal(b"d"), Crc32(0, 3), Literal(b"e")]
 
 
-def test_files_are_made_when_asked_for_and_few_are_kept() -> None:
+def test_files_are_made_when_asked_for_and_few_are_kept():
     asked: list[int] = []
 
     def make(number: int) -> FileLayout:
@@ -96,6 +95,6 @@ def test_files_are_made_when_asked_for_and_few_are_kept() -> None:
     assert layout.files[99 - FILES_KEPT].load().path == f"f{99 - FILES_KEPT}" and len(asked) == 101
 
 
-def test_two_files_of_one_name_are_our_own_mistake() -> None:
+def test_two_files_of_one_name_are_our_own_mistake():
     with pytest.raises(AssertionError, match="two files have the same name"):
         Layout((FileLayout("a", ()), FileLayout("a", (Padding(1),))))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 
 @given(st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)))
-def test_a_number_comes_back_in_its_type(number: bool | int | float) -> None:
+def test_a_number_comes_back_in_its_type(number):
     assert is_number(number)
     table, files = number_table(number, "step")
     entry = TensorEntry((), table.dtype, Kind.STATE, table)
@@ -28,5 +28,5 @@ def test_a_number_comes_back_in_its_type(number: bool | int | float) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "1", 2**63, -(2**63) - 1, 1j, [1]])
-def test_what_is_not_a_number_of_64_bits(value: object) -> None:
+def test_what_is_not_a_number_of_64_bits(value):
     assert not is_number(value)

@@ -18,7 +18,7 @@ from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKe
 from ckpt_tools.core.shards import ByteRange, Framing, RowTable, Shard, ShardTable
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.testing import strategies
-from ckpt_tools.testing.stored import StoredTensor, stored_tensors
+from ckpt_tools.testing.stored import stored_tensors
 
 pytestmark = pytest.mark.quick
 
@@ -39,20 +39,20 @@ def entry(shape: Shape, boxes: list[Box]) -> TensorEntry:
     return TensorEntry(shape, DType.UINT8, Kind.PARAMETER, packed(shape, boxes))
 
 
-def test_a_state_key_reads_as_its_name() -> None:
+def test_a_state_key_reads_as_its_name():
     assert str(StateKey("a.b")) == "a.b"
     assert str(StateKey("a.b", MASTER)) == "a.b (master)"
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2)])
-def test_a_byte_range_runs_forward(start: int, stop: int) -> None:
+def test_a_byte_range_runs_forward(start, stop):
     with pytest.raises(ValueError, match="bytes cannot run"):
         ByteRange("f", start, stop)
 
 
 class TestShardTable:
     @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)])
-    def test_a_whole_tensor_goes_to_another_process(self, shape: Shape) -> None:
+    def test_a_whole_tensor_goes_to_another_process(self, shape):
         """Workers on Ray get the tables of their tasks pickled."""
         at = ByteRange("f", 8, 8 + 2 * prod(shape))
         table = pickle.loads(pickle.dumps(ShardTable.whole(shape, DType.INT16, at)))
@@ -65,7 +65,7 @@ class TestShardTable:
             at.stop - 8,
         )
 
-    def test_columns_hold_what_was_given(self) -> None:
+    def test_columns_hold_what_was_given(self):
         shards = [
             Shard(Box((0, 0), (1, 3)), ByteRange("b", 4, 10)),
             Shard(Box((1, 0), (2, 3)), ByteRange("a", 0, 6)),
@@ -76,7 +76,7 @@ class TestShardTable:
         assert (table.files, table.file_ids.tolist()) == (("b", "a"), [0, 1])
         assert table.stride(1) == (3, 1)
 
-    def test_strides_are_kept_for_every_shard_once_one_has_them(self) -> None:
+    def test_strides_are_kept_for_every_shard_once_one_has_them(self):
         shards = [
             Shard(Box((0, 0), (2, 2)), ByteRange("a", 0, 4), (1, 2)),
             Shard(Box((2, 0), (3, 2)), ByteRange("a", 4, 6)),
@@ -101,24 +101,24 @@ class TestShardTable:
             Shard(Box((1 << 63,), (1 << 63,)), ByteRange("f", 0, 0)),
         ],
     )
-    def test_a_shard_that_cannot_be_is_malformed(self, shard: Shard) -> None:
+    def test_a_shard_that_cannot_be_is_malformed(self, shard):
         with pytest.raises(MalformedError):
             ShardTable.build((4,), DType.UINT8, [shard])
 
     @pytest.mark.parametrize("shape", [(1 << 63,), (1 << 32, 1 << 32), (0, 1 << 40, 1 << 40), (1 << 61, 2), (0, -1)])
-    def test_a_shape_beyond_all_addresses_is_malformed(self, shape: Shape) -> None:
+    def test_a_shape_beyond_all_addresses_is_malformed(self, shape):
         with pytest.raises(MalformedError, match=r"tensor of shape .* is too large"):
             ShardTable.build(shape, DType.FLOAT32, [])
 
-    def test_the_length_of_an_item_with_framing_is_its_own_business(self) -> None:
+    def test_the_length_of_an_item_with_framing_is_its_own_business(self):
         shard = Shard(Box((0,), (4,)), ByteRange("f", 0, 700))
         assert len(ShardTable.build((4,), DType.UINT8, [shard], framing=Framing.TORCH_ITEM)) == 1
 
-    def test_the_message_names_the_file(self) -> None:
+    def test_the_message_names_the_file(self):
         with pytest.raises(MalformedError, match=r"^part\.bin: 3 bytes cannot hold 2 elements of int16$"):
             ShardTable.build((2,), DType.INT16, [Shard(Box((0,), (2,)), ByteRange("part.bin", 0, 3))])
 
-    def test_negative_columns_are_malformed(self) -> None:
+    def test_negative_columns_are_malformed(self):
         table = packed((4,), [Box((0,), (4,))])
         with pytest.raises(MalformedError, match="outside"):
             replace(table, starts=table.starts - 1, stops=table.stops - 1)
@@ -127,7 +127,7 @@ class TestShardTable:
 
     @many
     @given(strategies.shapes(), st.data())
-    def test_a_flattening_unfolds_into_the_same_bytes(self, shape: Shape, data: st.DataObject) -> None:
+    def test_a_flattening_unfolds_into_the_same_bytes(self, shape, data):
         numel, item = prod(shape), 4
         table = packed((numel,), data.draw(strategies.flat_shardings(shape)), DType.FLOAT32)
         found = np.full(numel, -1)
@@ -139,7 +139,7 @@ class TestShardTable:
 
     @many
     @given(stored_tensors())
-    def test_flat_is_where_the_shards_are_in_row_major_order(self, stored: StoredTensor) -> None:
+    def test_flat_is_where_the_shards_are_in_row_major_order(self, stored):
         table = stored.entry.shards
         positions = np.arange(prod(table.shape)).reshape(table.shape)
         places = [positions[_index(shard.box)].reshape(-1) for shard in table]
@@ -153,7 +153,7 @@ class TestShardTable:
 
     @many
     @given(strategies.shapes(min_extent=1), st.data())
-    def test_boxes_of_intervals_are_flat(self, shape: Shape, data: st.DataObject) -> None:
+    def test_boxes_of_intervals_are_flat(self, shape, data):
         boxes = data.draw(strategies.unfolded_shardings(shape))
         flat = packed(shape, boxes).flat
         assert flat is not None
@@ -177,14 +177,14 @@ PINWHEEL = [
 class TestCover:
     @many
     @given(strategies.shapes(), st.data())
-    def test_every_sharding_is_a_cover(self, shape: Shape, data: st.DataObject) -> None:
+    def test_every_sharding_is_a_cover(self, shape, data):
         entry(shape, data.draw(strategies.box_shardings(shape)))
         boxes = data.draw(strategies.flat_shardings(shape))
         TensorEntry(shape, DType.UINT8, Kind.STATE, packed((prod(shape),), boxes))
 
     @many
     @given(strategies.shapes(min_extent=1), st.data())
-    def test_a_missing_piece_is_incomplete(self, shape: Shape, data: st.DataObject) -> None:
+    def test_a_missing_piece_is_incomplete(self, shape, data):
         boxes = data.draw(strategies.box_shardings(shape))
         left = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
         if left.numel:
@@ -195,7 +195,7 @@ class TestCover:
 
     @many
     @given(strategies.shapes(), st.data())
-    def test_a_further_piece_overlaps(self, shape: Shape, data: st.DataObject) -> None:
+    def test_a_further_piece_overlaps(self, shape, data):
         boxes = data.draw(strategies.box_shardings(shape))
         extra = data.draw(strategies.boxes(shape))
         boxes.insert(data.draw(st.integers(0, len(boxes))), extra)
@@ -207,7 +207,7 @@ class TestCover:
 
     @many
     @given(strategies.shapes(min_ndim=1), st.data())
-    def test_any_boxes_are_judged_as_counting_judges_them(self, shape: Shape, data: st.DataObject) -> None:
+    def test_any_boxes_are_judged_as_counting_judges_them(self, shape, data):
         boxes = data.draw(st.lists(strategies.boxes(shape), max_size=7))
         count: Any = np.zeros(shape, int)
         for box in boxes:
@@ -219,23 +219,23 @@ class TestCover:
             with pytest.raises(expected):
                 entry(shape, boxes)
 
-    def test_a_pinwheel_is_a_cover_that_no_plane_cuts(self) -> None:
+    def test_a_pinwheel_is_a_cover_that_no_plane_cuts(self):
         entry((3, 3), PINWHEEL)
 
-    def test_a_pinwheel_that_overlaps_itself_is_malformed(self) -> None:
+    def test_a_pinwheel_that_overlaps_itself_is_malformed(self):
         with pytest.raises(MalformedError, match="overlap"):
             entry((3, 3), [Box((0, 0), (2, 2)), *PINWHEEL[1:4]])
 
-    def test_a_pinwheel_without_its_middle_is_incomplete(self) -> None:
+    def test_a_pinwheel_without_its_middle_is_incomplete(self):
         with pytest.raises(IncompleteError, match="1 of 9 elements"):
             entry((3, 3), PINWHEEL[:4])
 
-    def test_a_long_box_overlaps_one_that_starts_after_a_short_one_ended(self) -> None:
+    def test_a_long_box_overlaps_one_that_starts_after_a_short_one_ended(self):
         boxes = [Box((0, 0), (4, 1)), Box((0, 2), (2, 3)), Box((2, 0), (3, 1))]
         with pytest.raises(MalformedError, match="overlap"):
             entry((4, 3), boxes)
 
-    def test_two_scalars_overlap_and_none_is_incomplete(self) -> None:
+    def test_two_scalars_overlap_and_none_is_incomplete(self):
         scalar = Box((), ())
         entry((), [scalar])
         with pytest.raises(MalformedError, match="overlap"):
@@ -243,19 +243,19 @@ class TestCover:
         with pytest.raises(IncompleteError, match="1 of 1 elements"):
             entry((), [])
 
-    def test_an_empty_tensor_needs_no_shard_and_bears_many(self) -> None:
+    def test_an_empty_tensor_needs_no_shard_and_bears_many(self):
         entry((0, 3), [])
         entry((0, 3), [Box((0, 0), (0, 3)), Box((0, 3), (0, 3)), Box((0, 1), (0, 2))])
 
-    def test_fsdp_leaves_an_empty_chunk_at_the_end_of_a_short_tensor(self) -> None:
+    def test_fsdp_leaves_an_empty_chunk_at_the_end_of_a_short_tensor(self):
         entry((5, 2), [Box((0, 0), (2, 2)), Box((2, 0), (4, 2)), Box((4, 0), (5, 2)), Box((5, 0), (5, 2))])
 
-    def test_strided_pieces_are_checked_too(self) -> None:
+    def test_strided_pieces_are_checked_too(self):
         piece = Shard(Box((0, 0), (2, 2)), ByteRange("f", 0, 4), (1, 2))
         with pytest.raises(MalformedError, match="overlap"):
             TensorEntry((2, 2), DType.UINT8, Kind.BUFFER, ShardTable.build((2, 2), DType.UINT8, [piece, piece]))
 
-    def test_a_million_shards_are_checked_in_seconds(self) -> None:
+    def test_a_million_shards_are_checked_in_seconds(self):
         side = 1000
         rows, columns = np.divmod(np.arange(side * side), side)
         starts = np.stack([rows, columns], axis=1)[np.random.default_rng(0).permutation(side * side)]
@@ -268,7 +268,7 @@ class TestCover:
 
 class TestTensorEntry:
     @pytest.mark.parametrize("geometry", [(5,), (2, 3), (3, 2), (1, 6)])
-    def test_shards_are_in_the_tensors_shape_or_its_flattening(self, geometry: Shape) -> None:
+    def test_shards_are_in_the_tensors_shape_or_its_flattening(self, geometry):
         table = packed(geometry, [Box.whole(geometry)])
         if geometry == (2, 3):
             TensorEntry((2, 3), DType.UINT8, Kind.PARAMETER, table)
@@ -276,7 +276,7 @@ class TestTensorEntry:
             with pytest.raises(MalformedError, match="shards of shape"):
                 TensorEntry((2, 3), DType.UINT8, Kind.PARAMETER, table)
 
-    def test_a_cast_changes_what_it_is_read_as_and_not_what_is_stored(self) -> None:
+    def test_a_cast_changes_what_it_is_read_as_and_not_what_is_stored(self):
         whole = TensorEntry((2, 3), DType.FLOAT32, Kind.STATE, packed((6,), [Box((0,), (6,))], DType.FLOAT32))
         cast = whole.cast(DType.BFLOAT16)
         assert (cast.dtype, cast.shards.dtype, cast.num_bytes) == (DType.BFLOAT16, DType.FLOAT32, 12)
@@ -285,13 +285,13 @@ class TestTensorEntry:
 class TestManifest:
     weight = entry((2,), [Box((0,), (2,))])
 
-    def test_names_and_kinds(self) -> None:
+    def test_names_and_kinds(self):
         step = TensorEntry((), DType.UINT8, Kind.STATE, packed((), [Box((), ())]))
         manifest = Manifest("f", {StateKey("w"): self.weight, StateKey("w", "step"): step})
         assert manifest.fqns == {"w"}
         assert list(manifest.of_kind(Kind.STATE)) == [StateKey("w", "step")]
 
-    def test_it_is_read_only_and_apart_from_what_it_was_made_of(self) -> None:
+    def test_it_is_read_only_and_apart_from_what_it_was_made_of(self):
         tensors = {StateKey("w"): self.weight}
         manifest = Manifest("f", tensors)
         tensors.clear()
@@ -300,11 +300,11 @@ class TestManifest:
             manifest.tensors[StateKey("x")] = self.weight  # type: ignore[index]
 
     @pytest.mark.parametrize("aliases", [{"tied": "nobody"}, {"w": "w"}, {"tied": "other", "other": "w"}])
-    def test_a_tie_leads_from_a_free_name_to_an_owner(self, aliases: dict[str, str]) -> None:
+    def test_a_tie_leads_from_a_free_name_to_an_owner(self, aliases):
         with pytest.raises(MalformedError, match="is tied to"):
             Manifest("f", {StateKey("w"): self.weight}, aliases=aliases)
 
-    def test_groups_name_tensors_or_ties(self) -> None:
+    def test_groups_name_tensors_or_ties(self):
         tensors, aliases = {StateKey("w"): self.weight}, {"tied": "w"}
         Manifest("f", tensors, aliases, (ParamGroup(("w", "tied"), {"lr": 0.1}),))
         with pytest.raises(MalformedError, match="a parameter group names 'x'"):

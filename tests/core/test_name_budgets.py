@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ NAMES: dict[str, Names] = {
 
 @pytest.mark.parametrize("name", thinned(NAMES, 2))
 @pytest.mark.parametrize("words", [("inspect",), ("convert", "--include", "*")])
-def test_names_are_looked_up(words: tuple[str, ...], name: str, tmp_path: Path) -> None:
+def test_names_are_looked_up(words, name, tmp_path):
     pairs = [NAMES[name](number) for number in range(MANY)]
     dtypes = {weight: "I8" for weight, _ in pairs} | {scale: "F32" for _, scale in pairs}
     header, at = {}, 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 import nbformat
 import numpy as np
@@ -18,7 +17,7 @@ with ckpt_tools.progress_bar("<converting>") as bar:
 """
 
 
-def test_a_notebook_keeps_a_bar_below_the_cell(tmp_path: Path) -> None:
+def test_a_notebook_keeps_a_bar_below_the_cell(tmp_path):
     safetensors.numpy.save_file({"a": np.ones(1000, np.float32)}, tmp_path / "in.safetensors")
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CODE)])
     NotebookClient(book, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute(env=dict(os.environ))

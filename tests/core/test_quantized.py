@@ -79,12 +79,12 @@ MODULES: dict[str, Tensors] = {
 
 
 @pytest.fixture(params=MODULES)
-def module(request: pytest.FixtureRequest) -> Tensors:
+def module(request):
     return MODULES[request.param]
 
 
 @pytest.fixture
-def source(module: Tensors, tmp_path: Path) -> Path:
+def source(module, tmp_path):
     tensors = {f"a.q.{name}": tensor for name, tensor in module.items()} | {"a.norm.weight": torch.rand(4)}
     save_file(tensors, tmp_path / "in.safetensors")
     return tmp_path / "in.safetensors"
@@ -105,7 +105,7 @@ def read(path: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
     return {name: raw(with_torch[name].torch()) for name in with_torch}
 
 
-def test_a_cast_leaves_all_of_them_alone(source: Path, module: Tensors, tmp_path: Path) -> None:
+def test_a_cast_leaves_all_of_them_alone(source, module, tmp_path):
     for name in ("out.safetensors", "out.pt"):
         ckpt_tools.convert(source, tmp_path / name, dtype="bfloat16")
         found = read(tmp_path / name)
@@ -113,18 +113,18 @@ def test_a_cast_leaves_all_of_them_alone(source: Path, module: Tensors, tmp_path
         assert found == {f"a.q.{each}": raw(tensor) for each, tensor in module.items()}
 
 
-def test_a_cast_names_the_weights_that_stay_fp8(tmp_path: Path) -> None:
+def test_a_cast_names_the_weights_that_stay_fp8(tmp_path):
     save_file({"q.weight": floats8((4, 8), E4M3), "q.scale_weight": torch.rand(())}, tmp_path / "in.safetensors")
     report = ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bfloat16")
     assert {note.what for note in report.notes} == {"q.weight", "q.scale_weight"}
 
 
-def test_renaming_the_module_takes_all_of_them_along(source: Path, module: Tensors, tmp_path: Path) -> None:
+def test_renaming_the_module_takes_all_of_them_along(source, module, tmp_path):
     ckpt_tools.convert(source, tmp_path / "out.safetensors", rename=[r"^a\.q\.=b.p."])
     assert {f"b.p.{name}" for name in module} < read(tmp_path / "out.safetensors").keys()
 
 
-def test_renaming_one_of_them_alone_is_refused(source: Path, module: Tensors, tmp_path: Path) -> None:
+def test_renaming_one_of_them_alone_is_refused(source, module, tmp_path):
     first, *others = module
     for name in (first, *others):
         with pytest.raises(UsageError, match=r"a\.q\.\S+ is quantized and becomes .* which it needs, would become"):
@@ -132,7 +132,7 @@ def test_renaming_one_of_them_alone_is_refused(source: Path, module: Tensors, tm
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_leaving_one_of_them_out_is_refused(source: Path, module: Tensors, tmp_path: Path) -> None:
+def test_leaving_one_of_them_out_is_refused(source, module, tmp_path):
     _, *others = module
     for name in others:
         with pytest.raises(UsageError, match=r"is quantized and needs"):
@@ -180,7 +180,7 @@ ANY: Tensors = {"weight": torch.ones(4, 2, dtype=torch.int16), "of_its_own": HAL
 
 
 @pytest.mark.parametrize("method", sorted({*SAVED, *(method.value for method in QuantizationMethod)}))
-def test_every_method_keeps_its_settings_and_bits(method: str, tmp_path: Path) -> None:
+def test_every_method_keeps_its_settings_and_bits(method, tmp_path):
     source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     layer = {f"l.q.{name}": tensor.clone() for name, tensor in SAVED.get(method, ANY).items()}
@@ -197,7 +197,7 @@ def test_every_method_keeps_its_settings_and_bits(method: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("method", sorted(SAVED.keys() - {"spqr"}))
-def test_names_tell_quantized_weights_where_no_config_does(method: str, tmp_path: Path) -> None:
+def test_names_tell_quantized_weights_where_no_config_does(method, tmp_path):
     layer = {f"l.q.{name}": tensor.clone() for name, tensor in SAVED[method].items()}
     save_file({**layer, "norm.weight": torch.ones(4, dtype=torch.float16)}, tmp_path / "in.safetensors")
     ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bfloat16")
@@ -218,7 +218,7 @@ class Attention(torch.nn.Module):
         self.out = torch.nn.Linear(4, 4)
 
 
-def test_a_buffer_of_8_bits_makes_nothing_quantized(tmp_path: Path) -> None:
+def test_a_buffer_of_8_bits_makes_nothing_quantized(tmp_path):
     model = torch.nn.ModuleDict({"attn": Attention()})
     torch.save(model.state_dict(), tmp_path / "m.pt")
     parameters = {name for name, _ in model.named_parameters()}
@@ -240,7 +240,7 @@ def recipe_of(path: Path, left: str, right: str, *more: str) -> Path:
     return path
 
 
-def test_a_recipe_that_renames_takes_all_of_them_along(source: Path, module: Tensors, tmp_path: Path) -> None:
+def test_a_recipe_that_renames_takes_all_of_them_along(source, module, tmp_path):
     first = next(iter(module))
     recipe = recipe_of(tmp_path / "r.toml", f'"{{m}}.q.{first}"', f'"{{m}}.p.o.{first}"', '"a.norm.weight"')
     ckpt_tools.convert(source, tmp_path / "there.safetensors", recipe=recipe)
@@ -249,14 +249,14 @@ def test_a_recipe_that_renames_takes_all_of_them_along(source: Path, module: Ten
     assert read(tmp_path / "back.safetensors") == read(source)
 
 
-def test_a_recipe_with_shapes_is_refused_by_the_name_of_the_weight(tmp_path: Path) -> None:
+def test_a_recipe_with_shapes_is_refused_by_the_name_of_the_weight(tmp_path):
     save_file({f"m.{name}": tensor for name, tensor in MODULES["block fp8"].items()}, tmp_path / "in.safetensors")
     recipe = recipe_of(tmp_path / "r.toml", '{ "m.weight" = "A B" }', '{ "n.weight" = "B A" }')
     with pytest.raises(UnsupportedError, match=r"m\.weight is quantized \(float8_e4m3fn\).*dequantize"):
         ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", recipe=recipe)
 
 
-def test_a_recipe_that_parts_a_weight_from_its_scales_is_refused(tmp_path: Path) -> None:
+def test_a_recipe_that_parts_a_weight_from_its_scales_is_refused(tmp_path):
     save_file(
         {f"m.{name}": tensor for name, tensor in MODULES["int8 of bitsandbytes"].items()}, tmp_path / "i.safetensors"
     )
@@ -265,7 +265,7 @@ def test_a_recipe_that_parts_a_weight_from_its_scales_is_refused(tmp_path: Path)
         ckpt_tools.convert(tmp_path / "i.safetensors", tmp_path / "o.safetensors", recipe=recipe)
 
 
-def test_the_names_of_a_flat_model_are_looked_at_once() -> None:
+def test_the_names_of_a_flat_model_are_looked_at_once():
     """30,000 names in one module: each with each would take a quarter of an hour."""
     table = ShardTable.whole((1,), DType.UINT8, ByteRange("file", 0, 1))
     entry = TensorEntry((1,), DType.UINT8, Kind.BUFFER, table)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from ckpt_tools import credentials
@@ -28,7 +26,7 @@ FLAGS = ("--token", "--control-token", "--private-key", "--password", "--api-key
 
 
 @pytest.fixture(autouse=True)
-def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def forgotten(monkeypatch):
     monkeypatch.setattr(credentials, "_remembered", {})
     monkeypatch.setattr(credentials, "_longest_first", ())
 
@@ -37,7 +35,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "url", ["https://host/a;{}={}", "https://host/a;v=1;{}={}/b.pt", "s3://bucket/a;{}={}?x=1", "http://h/;{}={}#top"]
 )
-def test_a_parameter_of_a_path(url: str, name: str) -> None:
+def test_a_parameter_of_a_path(url, name):
     address = url.format(name, WORD)
     assert WORD not in without_secrets(f"it failed: {address}: no answer")
     remember_words(["inspect", address])
@@ -45,28 +43,28 @@ def test_a_parameter_of_a_path(url: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_an_option_that_is_the_name_of_a_secret(flag: str) -> None:
+def test_an_option_that_is_the_name_of_a_secret(flag):
     for words in (["serve", flag, WORD], [f"{flag}={WORD}"]):
         credentials._remembered.clear()
         remember_words(words)
         assert without_secrets(f"{flag}: there is no file {WORD}") == f"{flag}: there is no file ***"
 
 
-def test_a_file_is_shown(tmp_path: Path) -> None:
+def test_a_file_is_shown(tmp_path):
     file = tmp_path / "file-of-a-token"
     file.write_text(WORD)
     remember_words(["--token", str(file)])
     assert str(file) in without_secrets(f"{file} cannot be read")
 
 
-def test_other_parameters_and_options_are_shown() -> None:
+def test_other_parameters_and_options_are_shown():
     remember_words(["--model-key", "a-model-key-of-mine", "s3://bucket/a;version=20261128-of-mine"])
     text = "a-model-key-of-mine in s3://bucket/a;version=20261128-of-mine"
     assert without_secrets(text) == text
 
 
 @pytest.mark.parametrize("words", [["sign", "x", "--private-key", WORD], ["inspect", "x", "--token", WORD]])
-def test_no_command_repeats_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_repeats_it(words, capsys):
     with pytest.raises(SystemExit):
         main(words)
     assert WORD not in capsys.readouterr().err

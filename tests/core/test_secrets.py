@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -30,7 +29,7 @@ SCHEMES = st.sampled_from(["s3", "https", "http", "gs", "simplecache::s3", "az",
 
 
 @given(SCHEMES, st.sampled_from(["", "user:", "AKIA4711:"]), SECRET, HOSTS)
-def test_before_the_host(scheme: str, user: str, secret: str, host: str) -> None:
+def test_before_the_host(scheme, user, secret, host):
     if not user:
         secret = secret.replace("/", "_").replace(":", "_")
     url = f"{scheme}://{user}{secret}@{host}/run/step-1"
@@ -41,7 +40,7 @@ def test_before_the_host(scheme: str, user: str, secret: str, host: str) -> None
 
 
 @given(SCHEMES, SECRET, st.sampled_from(["token", "X-Amz-Signature", "sig"]), st.sampled_from("?#"))
-def test_behind_the_path(scheme: str, secret: str, name: str, mark: str) -> None:
+def test_behind_the_path(scheme, secret, name, mark):
     url = f"{scheme}://host/a/model.pt{mark}x=1&{name}={secret}"
     for text in (url, f"it failed: {url}: no answer", f"URL('{url}')"):
         assert secret.rstrip(".,:;)]") not in without_secrets(text)
@@ -49,7 +48,7 @@ def test_behind_the_path(scheme: str, secret: str, name: str, mark: str) -> None
 
 
 @given(SCHEMES, SECRET, SECRET, HOSTS)
-def test_before_the_host_and_behind_the_path(scheme: str, password: str, token: str, host: str) -> None:
+def test_before_the_host_and_behind_the_path(scheme, password, token, host):
     password, token = password.replace("/", "_").replace(":", "_"), token.rstrip(".,:;)]")
     shown = without_secrets(f"it failed: {scheme}://user:{password}@{host}/a/model.pt?token={token}")
     assert password not in shown and token not in shown
@@ -57,7 +56,7 @@ def test_before_the_host_and_behind_the_path(scheme: str, password: str, token: 
 
 
 @given(st.text())
-def test_it_stays_as_it_is_the_second_time(text: str) -> None:
+def test_it_stays_as_it_is_the_second_time(text):
     assert without_secrets(without_secrets(f"s3://{text}")) == without_secrets(f"s3://{text}")
 
 
@@ -65,7 +64,7 @@ def test_it_stays_as_it_is_the_second_time(text: str) -> None:
     "text",
     ["s3://bucket/run@latest", "http://host:8080/run@latest", "/data/run@10", "a: b@c", "s3://bucket/a b?c", "C:\\run"],
 )
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_what_is_no_secret_stays(text):
     assert without_secrets(text) == text
 
 
@@ -94,9 +93,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("url", URLS)
-def test_no_command_shows_one(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_shows_one(url, tmp_path, monkeypatch, capsys):
     """Nor do the lines about another attempt, of which there is one here."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
@@ -111,14 +108,14 @@ def test_no_command_shows_one(
         assert "trying again" in said or not url.startswith("https")
 
 
-def test_a_process_shows_none_when_it_ends() -> None:
+def test_a_process_shows_none_when_it_ends():
     done = run("inspect", URLS[0], "--storage-option", f"endpoint_url=http://user:{SHOWN}@127.0.0.1:9")
     assert done.returncode not in (0, 1), done.stderr
     assert SHOWN not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_names_that_a_terminal_cannot_show_are_escaped(encoding: str, tmp_path: Path) -> None:
+def test_names_that_a_terminal_cannot_show_are_escaped(encoding, tmp_path):
     import torch
 
     torch.save({"wörter.\u4e2d.\u20ac": torch.ones(2)}, tmp_path / "m\u4e2d.pt")
@@ -131,7 +128,7 @@ def test_names_that_a_terminal_cannot_show_are_escaped(encoding: str, tmp_path: 
 
 
 @pytest.mark.parametrize("part", ["a", "a://x:", "a://?", "a://x", "http://x?....", "a:/x:", "?token=x&"])
-def test_time_is_linear_in_the_text(part: str) -> None:
+def test_time_is_linear_in_the_text(part):
     """A checkpoint may choose a megabyte of a message."""
     started = time.process_time()
     str(StoreError(f"{part * (1 << 20)}:/"))

@@ -22,7 +22,7 @@ MIN_PIECE = 6
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_every_class_has_its_exit_code_and_what_to_do(kind: type[errors.CkptError]) -> None:
+def test_every_class_has_its_exit_code_and_what_to_do(kind):
     base = errors.FormatError if issubclass(kind, errors.FormatError) else kind
     assert re.search(rf"^\| {kind.exit_code} \|.*`{base.__name__}`", PAGE, re.MULTILINE)
     assert kind is errors.CkptError or re.search(rf"^###? {kind.__name__}$", PAGE, re.MULTILINE)
@@ -61,11 +61,11 @@ def pieces_of(sentence: str) -> list[str]:
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_the_sentence_is_one_of_the_code(sentence: str) -> None:
+def test_the_sentence_is_one_of_the_code(sentence):
     pieces = pieces_of(sentence)
     assert pieces
     assert any(in_order(pieces, text) for text in TEMPLATES), pieces
 
 
-def test_a_sentence_that_is_not_in_the_code_is_found() -> None:
+def test_a_sentence_that_is_not_in_the_code_is_found():
     assert not any(in_order(pieces_of("there is no teapot in FOLDER"), text) for text in TEMPLATES)

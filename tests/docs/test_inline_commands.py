@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 import pytest
 
@@ -33,12 +31,12 @@ def wrong(name: str, words: list[str]) -> str | None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_command_line_takes_it(page: Path) -> None:
+def test_the_command_line_takes_it(page):
     found = [(name, words, wrong(name, words)) for name, words in inline_commands(page)]
     assert [each for each in found if each[2] is not None] == []
 
 
-def test_commands_are_found_and_judged(tmp_path: Path) -> None:
+def test_commands_are_found_and_judged(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "`merge-lora base runs/lora\nmerged` and `ckpt-tools convert a b --to hf`, `convert --two dcp`,\n"

@@ -53,7 +53,7 @@ def language_model() -> torch.nn.Module:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = language_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -68,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_page_is_what_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_what_is_printed(folder, monkeypatch):
     monkeypatch.setattr(wrapping, "columns", lambda _: COLUMNS)
     monkeypatch.setattr("ckpt_tools.cli.inspect.columns", lambda _: COLUMNS)
     wrong = []
@@ -86,7 +86,7 @@ def normal(text: str) -> list[str]:
     return [re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "TIME", line.rstrip()) for line in text.strip().split("\n")]
 
 
-def test_the_python_of_the_page_runs(folder: Path) -> None:
+def test_the_python_of_the_page_runs(folder):
     import doctest
 
     text = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +18,7 @@ from markdown_it import MarkdownIt
 import ckpt_tools
 from inference.batch.__main__ import main as predict
 from inference.serving.__main__ import main as serve
-from tests.inference.serving.http.browser import Browser, chromium
+from tests.inference.serving.http.browser import chromium
 from tests.support.commands import all_commands
 from training.__main__ import main as train
 
@@ -45,7 +44,7 @@ SAMPLE = (
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
@@ -54,7 +53,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def browser(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Browser, str]]:
+def browser(site, tmp_path_factory):
     """A browser, and the address at which the site is served to it."""
     handler = partial(Quiet, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -71,7 +70,7 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_every_page_is_in_the_navigation(site: Path) -> None:
+def test_every_page_is_in_the_navigation(site):
     """Pages that the navigation leaves out are warnings too; here each page is reached by links from the first."""
     reached, new = set(), {site / "index.html"}
     while new:
@@ -83,13 +82,13 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
     assert all(path.is_file() for path in reached)
 
 
-def test_the_pages_of_docs_are_all_there(site: Path) -> None:
+def test_the_pages_of_docs_are_all_there(site):
     pages = {path.relative_to(DOCS).with_suffix("") for path in DOCS.rglob("*.md")} - {Path("index_links")}
     assert pages <= {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(DOCS).as_posix())
-def test_lists_and_tables_are_those_that_github_shows(site: Path, page: Path) -> None:
+def test_lists_and_tables_are_those_that_github_shows(site, page):
     """Python-Markdown takes a list without a blank line before it for text."""
     if page.name == "index_links.md":
         return
@@ -102,13 +101,13 @@ def blocks(html: str) -> Counter[str]:
     return Counter(re.findall(r"<(li|ol|ul|tr|table|pre|blockquote|h[1-4])[\s>]", html))
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_nothing_is_loaded_from_elsewhere(site):
     loads = r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=[\"']?(?:https?:)?//[^\s>]*"
     assert {load for page in site.rglob("*.html") for load in re.findall(loads, page.read_text())} == set()
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_option_is_on_the_page_of_its_command(site: Path, name: str) -> None:
+def test_every_option_is_on_the_page_of_its_command(site, name):
     text = (site / "cli" / f"{name.replace(' ', '-')}.html").read_text()
     assert COMMANDS[name].params
     for option in COMMANDS[name].params:
@@ -116,7 +115,7 @@ def test_every_option_is_on_the_page_of_its_command(site: Path, name: str) -> No
             assert f'id="{max(option.opts, key=len)}"' in text, option.name
 
 
-def test_every_public_name_is_in_the_reference(site: Path) -> None:
+def test_every_public_name_is_in_the_reference(site):
     text = "".join(path.read_text() for path in (site / "api").rglob("*.html"))
     names = set(ckpt_tools.__all__) - {"__version__"}
     assert {name for name in names if f'id="ckpt_tools.{name}"' not in text} == set()
@@ -124,7 +123,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 @pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("page", SAMPLE)
-def test_no_page_is_wider_than_the_window(browser: tuple[Browser, str], page: str, width: int) -> None:
+def test_no_page_is_wider_than_the_window(browser, page, width):
     tab, address = browser
     tab.resize(width, 1000, "light")
     tab.send("Page.navigate", url=f"{address}/{page}.html")
@@ -135,7 +134,7 @@ def test_no_page_is_wider_than_the_window(browser: tuple[Browser, str], page: st
     assert tab.evaluate(f"{beside}.every((each) => each.getBoundingClientRect().right <= innerWidth)")
 
 
-def test_the_search_finds_a_command(browser: tuple[Browser, str]) -> None:
+def test_the_search_finds_a_command(browser):
     tab, address = browser
     tab.send("Page.navigate", url=f"{address}/index.html?q=merge-lora")
     tab.wait_for(

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.inline import inline_commands, runnable
 from tests.support.pages import ROOT, WRITE_PAGES, Reader, blocks, commands, printed
-from tests.support.s3_server import S3Server
 
 pytestmark = pytest.mark.extended
 
@@ -27,7 +25,7 @@ PAGES = sorted(set(TASKS.glob("*.md")) - {TASKS / "index.md", TASKS / "samples.m
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory, s3_server: S3Server) -> Iterator[Reader]:
+def reader(tmp_path_factory, s3_server):
     with Reader(tmp_path_factory.mktemp("reader"), s3_server.environment) as reader:
         for page in SAMPLES:
             check(page, reader)
@@ -47,11 +45,11 @@ def check(page: Path, reader: Reader) -> None:
 
 @pytest.mark.timeout(1800)  # the first makes the samples of all
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_page_runs_as_printed(page: Path, reader: Reader) -> None:
+def test_the_page_runs_as_printed(page, reader):
     check(page, reader)
 
 
-def test_at_least_thirty_recipes_are_listed() -> None:
+def test_at_least_thirty_recipes_are_listed():
     """The table links each heading of the pages that hold several recipes."""
     linked = set(re.findall(r"\]\(([\w-]+\.md)(?:#[\w-]+)?\)", (TASKS / "index.md").read_text()))
     assert {page.name for page in PAGES} <= linked
@@ -59,7 +57,7 @@ def test_at_least_thirty_recipes_are_listed() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_names_only_samples_that_are_made(page: Path) -> None:
+def test_a_page_names_only_samples_that_are_made(page):
     """Each `runs/...` in a page is one of the samples, or is written by an earlier command of the page."""
     samples = (TASKS / "samples.md").read_text()
     text = page.read_text()
@@ -80,7 +78,7 @@ def test_a_page_names_only_samples_that_are_made(page: Path) -> None:
         ("first\nsecond\n", "first\n", False),
     ],
 )
-def test_an_output_is_compared(output: str, page: str, expected: bool) -> None:
+def test_an_output_is_compared(output, page, expected):
     assert (printed(output, page) == page) is expected
 
 
@@ -96,7 +94,7 @@ def test_an_output_is_compared(output: str, page: str, expected: bool) -> None:
         ("```python\nn = 1\n```\n\n```\n2\n```\n", "```python\nn = 1\n```\n\n```\n```\n"),
     ],
 )
-def test_a_page_gets_the_outputs_that_there_were(text: str, followed: str, tmp_path: Path) -> None:
+def test_a_page_gets_the_outputs_that_there_were(text, followed, tmp_path):
     (tmp_path / "page.md").write_text(text)
     with Reader(tmp_path) as reader:
         assert reader.follow(tmp_path / "page.md") == followed
@@ -112,7 +110,7 @@ def test_a_page_gets_the_outputs_that_there_were(text: str, followed: str, tmp_p
         "```python\nraise SystemExit(0)\n```\n",
     ],
 )
-def test_what_fails_on_a_page_is_found(text: str, tmp_path: Path) -> None:
+def test_what_fails_on_a_page_is_found(text, tmp_path):
     (tmp_path / "page.md").write_text(text)
     with Reader(tmp_path) as reader, pytest.raises(AssertionError):
         reader.follow(tmp_path / "page.md")

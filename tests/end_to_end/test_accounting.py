@@ -71,7 +71,7 @@ def is_named(item: str, notes: Iterable[Note]) -> bool:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("name", WRITERS)
-def test_no_item_is_lost_in_silence(name: str, whole: bool) -> None:
+def test_no_item_is_lost_in_silence(name, whole):
     writer = WRITERS[name]
     if whole and writer.is_weights_alone:
         return
@@ -92,7 +92,7 @@ def test_no_item_is_lost_in_silence(name: str, whole: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [WRITERS["dcp"].name, WRITERS["safetensors"].name])
-def test_what_a_step_forgets_is_an_error_that_names_it(name: str) -> None:
+def test_what_a_step_forgets_is_an_error_that_names_it(name):
     @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
     @given(stored_checkpoints())
     def check(checkpoint: StoredCheckpoint) -> None:
@@ -113,7 +113,7 @@ def test_what_a_step_forgets_is_an_error_that_names_it(name: str) -> None:
     check()
 
 
-def test_a_note_by_number_covers_that_number_of_tensors() -> None:
+def test_a_note_by_number_covers_that_number_of_tensors():
     """A note on a cast covers none: what it counts is written."""
     keys = [StateKey("a"), StateKey("b")]
     shard = Shard(Box((0,), (1,)), ByteRange("file", 0, 4))

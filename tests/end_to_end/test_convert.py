@@ -14,7 +14,6 @@ import torch
 
 import ckpt_tools
 import fixtures
-from fixtures.store import Fixture
 from tests.support.sweep import swept
 from tests.support.truth import Truth, assert_same_bits, dtype_of
 
@@ -48,9 +47,7 @@ READ: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {".safetensors": from
 
 @pytest.mark.parametrize("suffix", READ)
 @pytest.mark.parametrize("fixture", swept(TRAINED))
-def test_weights_have_the_bits_the_framework_gathered(
-    fixture: Fixture, suffix: str, tmp_path: Path, checkpoint: Any
-) -> None:
+def test_weights_have_the_bits_the_framework_gathered(fixture, suffix, tmp_path, checkpoint):
     made = checkpoint(fixture.kind, fixture.case, fixture.world_size)
     target = tmp_path / f"model{suffix}"
     ckpt_tools.convert(made.checkpoint, target)
@@ -61,13 +58,13 @@ def test_weights_have_the_bits_the_framework_gathered(
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero2-bf16", "zero3-fp16"])
-def test_model_copies_have_the_models_own_bits(kind: str, tmp_path: Path, checkpoint: Any) -> None:
+def test_model_copies_have_the_models_own_bits(kind, tmp_path, checkpoint):
     made = checkpoint(kind, "awkward", 3)
     ckpt_tools.convert(made.checkpoint, tmp_path / "m.safetensors", weights="model")
     assert_same_bits(Truth.load(made.root).slot("weight"), from_safetensors(tmp_path / "m.safetensors"))
 
 
-def test_a_written_zip_passes_the_test_of_any_zip_tool(tmp_path: Path, checkpoint: Any) -> None:
+def test_a_written_zip_passes_the_test_of_any_zip_tool(tmp_path, checkpoint):
     made = checkpoint("zero3-fp32", "awkward", 3)
     ckpt_tools.convert(made.checkpoint, tmp_path / "m.pt", workers=2)
     with zipfile.ZipFile(tmp_path / "m.pt") as archive:
@@ -75,7 +72,7 @@ def test_a_written_zip_passes_the_test_of_any_zip_tool(tmp_path: Path, checkpoin
     assert ckpt_tools.verify(tmp_path / "m.pt").equal
 
 
-def test_ties_share_one_storage(tmp_path: Path, checkpoint: Any) -> None:
+def test_ties_share_one_storage(tmp_path, checkpoint):
     made = checkpoint("zero2-fp32", "awkward", 2)
     ckpt_tools.convert(made.checkpoint, tmp_path / "m.pt")
     found = torch.load(tmp_path / "m.pt", weights_only=True)
@@ -84,7 +81,7 @@ def test_ties_share_one_storage(tmp_path: Path, checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_shards_of_a_folder_are_one_model(to: str, tmp_path: Path, checkpoint: Any) -> None:
+def test_shards_of_a_folder_are_one_model(to, tmp_path, checkpoint):
     made = checkpoint("zero1-bf16", "awkward", 4)
     report = ckpt_tools.convert(made.checkpoint, tmp_path / "m", to=to, max_shard_size=600)
     assert len(report.plan.files) > 3
@@ -98,7 +95,7 @@ def halved(tensor: torch.Tensor) -> torch.Tensor:
     return half
 
 
-def test_the_cast_is_that_of_torch(tmp_path: Path, checkpoint: Any) -> None:
+def test_the_cast_is_that_of_torch(tmp_path, checkpoint):
     made = checkpoint("zero3-fp32", "awkward", 2)
     ckpt_tools.convert(made.checkpoint, tmp_path / "whole.pt")
     ckpt_tools.convert(made.checkpoint, tmp_path / "half.pt", dtype="bfloat16")
@@ -113,7 +110,7 @@ def test_the_cast_is_that_of_torch(tmp_path: Path, checkpoint: Any) -> None:
     assert not ckpt_tools.verify(made.checkpoint, tmp_path / "half.pt").equal
 
 
-def test_names_are_chosen_and_rewritten(tmp_path: Path, checkpoint: Any) -> None:
+def test_names_are_chosen_and_rewritten(tmp_path, checkpoint):
     made = checkpoint("fsdp2", "plain", 2)
     names = sorted(Truth.load(made.root).slot("weight"))
     options: dict[str, Any] = {"include": [names[0], names[-1]], "rename": [r"^=net.", r"weight$=w"]}
@@ -123,7 +120,7 @@ def test_names_are_chosen_and_rewritten(tmp_path: Path, checkpoint: Any) -> None
     assert ckpt_tools.verify(made.checkpoint, tmp_path / "m.safetensors", **options).equal
 
 
-def test_a_file_saved_without_checksums_is_read_and_whole(tmp_path: Path) -> None:
+def test_a_file_saved_without_checksums_is_read_and_whole(tmp_path):
     wanted = {"a": torch.arange(10.0)}
     torch.serialization.set_crc32_options(False)
     try:

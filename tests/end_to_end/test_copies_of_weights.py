@@ -37,7 +37,7 @@ SET = {"b": torch.tensor(0.5), "c": torch.tensor([0.0] * 79 + [0.25])}
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "zero3", "universal"])
-def test_copies_that_differ_are_named(to: Any, tmp_path: Path) -> None:
+def test_copies_that_differ_are_named(to, tmp_path):
     source = run(tmp_path, SET)
     (note,) = notes(ckpt_tools.convert(source, tmp_path / "made", to=to))
     assert note.what == "2 weights of 3" and note.count == 2 and "by up to 0.5" in note.why and "in b" in note.why
@@ -49,7 +49,7 @@ def test_copies_that_differ_are_named(to: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounding_is_no_difference(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rounding_is_no_difference(dtype, tmp_path):
     """To the nearest number, or stochastic: the one beside it."""
     source = run(tmp_path, {}, dtype=dtype)
     assert not notes(ckpt_tools.convert(source, tmp_path / "made.safetensors"))
@@ -64,7 +64,7 @@ def test_rounding_is_no_difference(dtype: torch.dtype, tmp_path: Path) -> None:
         assert len(found) == count, ulps
 
 
-def test_verify_reads_all_and_convert_a_sample(tmp_path: Path) -> None:
+def test_verify_reads_all_and_convert_a_sample(tmp_path):
     torch.manual_seed(0)
     masters = {"w": torch.randn(1 << 17)}
     weights = {"w": masters["w"].bfloat16()}
@@ -77,7 +77,7 @@ def test_verify_reads_all_and_convert_a_sample(tmp_path: Path) -> None:
     assert note.what == "1 weight of 1" and note.why.endswith("an export takes the master's")
 
 
-def test_under_zenflow_the_model_is_newer(tmp_path: Path) -> None:
+def test_under_zenflow_the_model_is_newer(tmp_path):
     source = run(tmp_path, SET)
     path = source / "global_step0" / "mp_rank_00_model_states.pt"
     content = torch.load(path, weights_only=False)

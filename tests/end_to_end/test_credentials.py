@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
@@ -100,7 +100,7 @@ FUNCTIONS: dict[str, Callable[[str, str, dict[str, Any]], object]] = {
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def fresh(monkeypatch, tmp_path):
     """Nothing is remembered from another test; a store that does not answer is asked once again at most."""
     monkeypatch.setattr(store, "_POLICY", RetryPolicy(attempts=2, base_seconds=0))
     for name, value in {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "HF_HUB_OFFLINE": "1"}.items():
@@ -143,7 +143,7 @@ def _says(words: list[str]) -> tuple[object, str]:
     return ended.value.code, out.getvalue()
 
 
-def test_no_command_shows_one(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_no_command_shows_one(request, tmp_path):
     pairs = [(line, *case) for line in LINES for case in LINE_CASES if line not in WITHOUT_OPTIONS or not case[2].typed]
     for line, name, canary, given in _sampled(pairs, request):
         _forget()
@@ -157,7 +157,7 @@ def test_no_command_shows_one(request: pytest.FixtureRequest, tmp_path: Path) ->
         assert code != 0 or given.url == "s3://bucket/run" or line == "clean", (line, name, said)
 
 
-def test_no_function_shows_one(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_no_function_shows_one(request, tmp_path):
     """Neither its error nor those behind it."""
     pairs = [(function, *case) for function in FUNCTIONS for case in CASES]
     for function, name, canary, given in _sampled(pairs, request):
@@ -174,7 +174,7 @@ def test_no_function_shows_one(request: pytest.FixtureRequest, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", ["plain", "encoded", "slashes", "quotes"])
-def test_no_result_shows_one(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_result_shows_one(name, tmp_path, capsys):
     """Commands that succeed, on a store that takes anything for a path; nor the files that they write."""
     canary = (CANARIES | RAW)[name]
     url = f"memory://user:{canary}@x/run"
@@ -209,7 +209,7 @@ def test_no_result_shows_one(name: str, tmp_path: Path, capsys: pytest.CaptureFi
         assert not leaks(canary, data.decode("latin-1"))
 
 
-def test_a_signed_address_is_in_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signed_address_is_in_no_file(tmp_path, capsys):
     """Neither in the output nor in what is beside it while the command runs, nor in its result."""
     canary = CANARIES["encoded"]
     with serving(save({"w": torch.ones(300, 300)})) as server:
@@ -229,7 +229,7 @@ def test_a_signed_address_is_in_no_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert not leaks(canary, repr(report) + json.dumps(report.to_json()))
 
 
-def test_what_is_no_credential_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_credential_stays(tmp_path, capsys):
     """Words of the command line and of a store's options."""
     torch.save({"model": {"true.minio": torch.ones(4)}}, tmp_path / "eu-west.pt")
     options = ["region=eu-west", "endpoint_url=http://minio:9000", "profile=minio", "anon=true", "retries=0"]
@@ -262,7 +262,7 @@ except KeyError as error:
 
 @pytest.mark.parametrize("name", ["plain", "encoded", "quotes"])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_process_masks_what_libraries_print(name: str, encoding: str) -> None:
+def test_a_process_masks_what_libraries_print(name, encoding):
     """Also in a traceback that ends it."""
     canary = (CANARIES | RAW)[name]
     words = [sys.executable, "-c", PRINTING, f"nothing://user:{canary}@host/x"]
@@ -274,7 +274,7 @@ def test_a_process_masks_what_libraries_print(name: str, encoding: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hf", "memory", "one slash", "endpoint of the environment without a scheme"])
-def test_no_process_shows_one(kind: str) -> None:
+def test_no_process_shows_one(kind):
     canary = CANARIES["encoded"]
     given = (URLS | ENCODED)[kind](canary)
     words = [sys.executable, "-m", "ckpt_tools", "inspect", given.url, "--verbose", *given.typed]
@@ -284,7 +284,7 @@ def test_no_process_shows_one(kind: str) -> None:
     assert not leaks(canary, done.stdout + done.stderr)
 
 
-def test_the_result_of_a_run_has_none(tmp_path: Path) -> None:
+def test_the_result_of_a_run_has_none(tmp_path):
     """Nor has the log of a rank that failed."""
     canary = CANARIES["encoded"]
     credentials.remember([f"ftp://user:{canary}@host/run"])
@@ -298,7 +298,7 @@ def test_the_result_of_a_run_has_none(tmp_path: Path) -> None:
     assert not leaks(canary, written + shown_by(error))
 
 
-def test_rows_of_predictions_have_none() -> None:
+def test_rows_of_predictions_have_none():
     """Their names are those of the files that were read."""
     canary = CANARIES["encoded"]
     row = Row(f"https://{PORT}/image.png?token={canary}", None, None, f"https://user:{canary}@host/x is no image")
@@ -316,7 +316,7 @@ def failing(canary: str) -> None:
         raise ValueError(f"it is {canary}") from error
 
 
-def test_errors_behind_an_error_are_replaced_only_if_they_show_one() -> None:
+def test_errors_behind_an_error_are_replaced_only_if_they_show_one():
     canary = CANARIES["plain"]
     credentials.remember(storage_options={"secret": canary})
     with pytest.raises(ValueError, match=r"\*\*\*") as raised:
@@ -326,7 +326,7 @@ def test_errors_behind_an_error_are_replaced_only_if_they_show_one() -> None:
     assert not leaks(canary, shown_by(raised.value))
 
 
-def test_the_oldest_are_forgotten() -> None:
+def test_the_oldest_are_forgotten():
     """A service that opens signed addresses all day does not grow."""
     for number in range(credentials.MAX_REMEMBERED + 10):
         credentials.remember(storage_options={"secret": f"Canary{number:09d}"})

@@ -170,7 +170,7 @@ def assert_same(wanted: State, found: State) -> None:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(tmp_path_factory):
     """A folder with a checkpoint of all that it holds for each format."""
     folder = tmp_path_factory.mktemp("sources")
     for name, dtypes in HOLDS.items():
@@ -185,7 +185,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
 @pytest.mark.parametrize(("source", "target"), list(product(HOLDS, HOLDS)))
-def test_every_bit_of_every_dtype(source: str, target: str, sources: Path, tmp_path: Path) -> None:
+def test_every_bit_of_every_dtype(source, target, sources, tmp_path):
     held = tuple(dtype for dtype in HOLDS[source] if dtype in HOLDS[target])
     names = [f"{dtype.value}.*" for dtype in held]
     ckpt_tools.convert(sources / source, tmp_path / "out", to=target, include=[*names, "main"], **for_ranks(target, 2))
@@ -193,7 +193,7 @@ def test_every_bit_of_every_dtype(source: str, target: str, sources: Path, tmp_p
 
 
 @pytest.mark.parametrize("through", HOLDS)
-def test_every_bit_of_a_moment(through: str, tmp_path: Path) -> None:
+def test_every_bit_of_a_moment(through, tmp_path):
     """Masters and moments of all special patterns, there and back."""
     special_bits = elements(DType.FLOAT32, 192).reshape(6, 32)
     moments = {"step": torch.tensor(7.0), "exp_avg": special_bits.flip(0), "exp_avg_sq": special_bits.flip(1)}
@@ -220,7 +220,7 @@ def float32_patterns(every: int) -> Iterator[NDArray[np.uint32]]:
 
 
 @pytest.mark.parametrize("target", [DType.BFLOAT16, DType.FLOAT16])
-def test_every_float32_is_cast_as_torch_casts_it(target: DType, request: pytest.FixtureRequest) -> None:
+def test_every_float32_is_cast_as_torch_casts_it(target, request):
     """All 2**32 of them with ``--soak``."""
     count = 0
     for patterns in float32_patterns(1 if request.config.getoption("--soak") else SAMPLED_EVERY):

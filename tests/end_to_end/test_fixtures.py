@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ import fixtures
 from fixtures import launch
 from fixtures.store import Fixture
 from fixtures.truth import raw_bytes
-from tests.conftest import Resume
 from tests.support.sweep import name_of, swept
 from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
@@ -32,7 +30,7 @@ TORCH_FILES = tuple(f for f in fixtures.CORE if f.kind in ("torch", "torch-legac
 
 
 @pytest.mark.parametrize("wanted", swept(RESUMABLE))
-def test_resumes_in_its_own_framework(wanted: Fixture, checkpoint: Checkpoint, resume: Resume) -> None:
+def test_resumes_in_its_own_framework(wanted, checkpoint, resume):
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
     truth = Truth.load(made.root)
     resumed = resume(wanted.kind, wanted.case, made.checkpoint, wanted.world_size)
@@ -62,9 +60,7 @@ def _trained(truth: Truth) -> dict[tuple[str, str], np.ndarray]:
 
 
 @pytest.mark.parametrize("some", [fixtures.SAMPLE, pytest.param(fixtures.CORE, marks=pytest.mark.soak)], ids=len)
-def test_losses_depend_on_neither_framework_nor_stage_nor_world_size(
-    some: tuple[Fixture, ...], checkpoint: Checkpoint
-) -> None:
+def test_losses_depend_on_neither_framework_nor_stage_nor_world_size(some, checkpoint):
     """The premise of comparing a converted run's losses with those of the run it came from."""
     wanted = [f for f in RESUMABLE if f in some and f.case == "awkward" and f.kind not in ("fsdp2-bf16", *MODEL_ONLY)]
     for dtype in ("bf16", "fp16", "fp32"):
@@ -78,7 +74,7 @@ def _dtype(kind: str) -> str:
 
 
 @pytest.mark.parametrize("wanted", TORCH_FILES, ids=name_of)
-def test_torch_loads_what_the_truth_says(wanted: Fixture, checkpoint: Checkpoint) -> None:
+def test_torch_loads_what_the_truth_says(wanted, checkpoint):
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
     loaded = torch.load(made.checkpoint / "model.pt", weights_only=True)
     truth = Truth.load(made.root).slot(WEIGHT)
@@ -89,7 +85,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return raw_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
-def test_the_awkward_case_is_awkward(checkpoint: Checkpoint) -> None:
+def test_the_awkward_case_is_awkward(checkpoint):
     """Ties, frozen weights, special bit patterns and uneven rows are there; a change that loses one fails."""
     truth = Truth.load(checkpoint("zero3-bf16", "awkward", 4).root)
     weights = truth.slot(WEIGHT)
@@ -101,26 +97,26 @@ def test_the_awkward_case_is_awkward(checkpoint: Checkpoint) -> None:
     assert truth.slot(MASTER)["embed.weight"].dtype == np.float32
 
 
-def test_comparison_tells_negative_zero_and_nan_payloads() -> None:
+def test_comparison_tells_negative_zero_and_nan_payloads():
     want = np.array([0.0, np.nan], np.float32)
     with pytest.raises(AssertionError, match=r"1 of 2 elements, first at \(0,\).*0x00000000.*0x80000000"):
         assert_same_bits({"w": want}, {"w": np.array([-0.0, np.nan], np.float32)})
 
 
-def test_comparison_names_missing_and_surplus_tensors(tmp_path: Path) -> None:
+def test_comparison_names_missing_and_surplus_tensors(tmp_path):
     one = np.zeros(1)
     with pytest.raises(AssertionError, match=r"missing: a\n  surplus: b"):
         assert_same_bits({"a": one}, {"b": one})
 
 
-def test_a_failing_rank_is_named_with_its_traceback_and_the_pool_starts_again(tmp_path: Path) -> None:
+def test_a_failing_rank_is_named_with_its_traceback_and_the_pool_starts_again(tmp_path):
     with launch.Pool(2, log_dir=tmp_path) as pool:
         with pytest.raises(launch.JobFailedError, match=r"rank 1 of 2 failed(.|\n)*ValueError: broken"):
             pool.run(_fail_on_last_rank)
         assert pool.run(_rank_and_world) == [(0, 2), (1, 2)]
 
 
-def test_a_job_that_outlives_its_time_ends(tmp_path: Path) -> None:
+def test_a_job_that_outlives_its_time_ends(tmp_path):
     with launch.Pool(1, log_dir=tmp_path) as pool:
         with pytest.raises(launch.JobFailedError, match=r"no answer from ranks \[0\] of 1 in 0.5 s"):
             pool.run(time.sleep, 60, seconds=0.5)

@@ -29,7 +29,7 @@ from ckpt_tools.cli.main import group
 from ckpt_tools.core.option_names import on_command_line
 from ckpt_tools.errors import CkptError, DifferenceError, IncompleteError, UsageError
 from tests.support.hub_server import running_hub
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 
 V = 50
 TEXT: dict[str, Any] = {
@@ -127,7 +127,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_trained_model_comes_out_as_save_pretrained_writes_it(family: str, tmp_path: Path) -> None:
+def test_a_trained_model_comes_out_as_save_pretrained_writes_it(family, tmp_path):
     model = built(family, **FAMILIES[family])
     optimizer = trained(model)
     state = save_dcp(model.state_dict(), tmp_path / "dcp", optim=get_optimizer_state_dict(model, optimizer))
@@ -151,7 +151,7 @@ def test_a_trained_model_comes_out_as_save_pretrained_writes_it(family: str, tmp
 
 
 @pytest.mark.parametrize(("kind", "world_size"), [("fsdp2", 3), ("zero3-bf16", 3)])
-def test_states_of_several_ranks_follow(kind: str, world_size: int, checkpoint: Any, tmp_path: Path) -> None:
+def test_states_of_several_ranks_follow(kind, world_size, checkpoint, tmp_path):
     """Awkward tensors in real shards, to a reference of other files, another order and one other dtype."""
     made = checkpoint(kind, "awkward", world_size)
     ckpt_tools.convert(made.checkpoint, tmp_path / "plain", to="safetensors", dtype="bfloat16")
@@ -175,7 +175,7 @@ def test_states_of_several_ranks_follow(kind: str, world_size: int, checkpoint: 
         assert ckpt_tools.verify(made.checkpoint, tmp_path / to, like=tmp_path / "ref").equal
 
 
-def test_biases_that_must_be_fp32_stay_so(tmp_path: Path) -> None:
+def test_biases_that_must_be_fp32_stay_so(tmp_path):
     built("deepseek_v3", **EXPERTS, **LATENT).save_pretrained(tmp_path / "fp32")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "fp32", dtype=torch.bfloat16, attn_implementation="eager"
@@ -192,7 +192,7 @@ def test_biases_that_must_be_fp32_stay_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch", "zero3"])
-def test_moments_follow_in_a_format_of_whole_states(to: Any, tmp_path: Path) -> None:
+def test_moments_follow_in_a_format_of_whole_states(to, tmp_path):
     """Fused experts of a hub folder's model, and the way back by a reference with live names."""
     model = built("qwen3_moe", **FAMILIES["qwen3_moe"])
     optimizer = trained(model)
@@ -204,7 +204,7 @@ def test_moments_follow_in_a_format_of_whole_states(to: Any, tmp_path: Path) -> 
     assert ckpt_tools.verify(live, tmp_path / "back").equal
 
 
-def test_a_hub_folder_becomes_a_state_to_load(tmp_path: Path) -> None:
+def test_a_hub_folder_becomes_a_state_to_load(tmp_path):
     model = built("qwen3_moe", **FAMILIES["qwen3_moe"])
     model.save_pretrained(tmp_path / "hub")
     live = save_dcp(built("qwen3_moe", seed=1, **FAMILIES["qwen3_moe"]).state_dict(), tmp_path / "live")
@@ -227,7 +227,7 @@ def padded(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Te
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_padded_vocabulary_is_cropped(family: str, tmp_path: Path) -> None:
+def test_a_padded_vocabulary_is_cropped(family, tmp_path):
     model = built(family, **FAMILIES[family])
     model.save_pretrained(tmp_path / "ref")
     state = save_dcp(padded(model.state_dict(), 64), tmp_path / "dcp")
@@ -238,7 +238,7 @@ def test_a_padded_vocabulary_is_cropped(family: str, tmp_path: Path) -> None:
     assert "model.embed_tokens.weight, rows 50 to 63" in whats
 
 
-def test_rows_that_the_source_lacks_are_zeros(tmp_path: Path) -> None:
+def test_rows_that_the_source_lacks_are_zeros(tmp_path):
     model = built("llama")
     built("llama", vocab_size=V + 14).save_pretrained(tmp_path / "ref")
     ckpt_tools.convert(save_dcp(model.state_dict(), tmp_path / "dcp"), tmp_path / "out", like=tmp_path / "ref")
@@ -249,7 +249,7 @@ def test_rows_that_the_source_lacks_are_zeros(tmp_path: Path) -> None:
     assert ckpt_tools.verify(tmp_path / "dcp", tmp_path / "out", like=tmp_path / "ref").equal
 
 
-def test_a_head_that_is_not_tied_is_not_lost(tmp_path: Path) -> None:
+def test_a_head_that_is_not_tied_is_not_lost(tmp_path):
     model = built("qwen2", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "ref")
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -262,7 +262,7 @@ def test_a_head_that_is_not_tied_is_not_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch"])
-def test_a_live_tie_is_given_again(to: Any, tmp_path: Path) -> None:
+def test_a_live_tie_is_given_again(to, tmp_path):
     """A state dict in one file holds the head as another name of the embeddings, which the hub's folder does not."""
     model = built("qwen2", tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "hub")
@@ -279,7 +279,7 @@ def test_a_live_tie_is_given_again(to: Any, tmp_path: Path) -> None:
     assert_same(found, model.state_dict())
 
 
-def test_layers_of_multi_token_prediction_are_named_and_left_out_if_asked(tmp_path: Path) -> None:
+def test_layers_of_multi_token_prediction_are_named_and_left_out_if_asked(tmp_path):
     model = built("deepseek_v3", **EXPERTS, **LATENT)
     model.save_pretrained(tmp_path / "ref")
     more = {f"model.layers.2.{name}.weight": torch.ones(16) for name in ("enorm", "hnorm", "eh_proj")}
@@ -291,7 +291,7 @@ def test_layers_of_multi_token_prediction_are_named_and_left_out_if_asked(tmp_pa
     assert torch.equal(logits_in(tmp_path / "out"), logits_of(model))
 
 
-def test_layers_that_the_reference_alone_has_can_be_left_out_too(tmp_path: Path) -> None:
+def test_layers_that_the_reference_alone_has_can_be_left_out_too(tmp_path):
     model = built("llama")
     model.save_pretrained(tmp_path / "ref")
     file = tmp_path / "ref" / "model.safetensors"
@@ -319,7 +319,7 @@ def vision_language_model() -> Any:
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def test_a_missing_vision_tower_is_named(tmp_path: Path) -> None:
+def test_a_missing_vision_tower_is_named(tmp_path):
     model = vision_language_model()
     model.save_pretrained(tmp_path / "ref")
     state = save_dcp({n: t for n, t in model.state_dict().items() if ".visual." not in n}, tmp_path / "dcp")
@@ -329,7 +329,7 @@ def test_a_missing_vision_tower_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+def pair(tmp_path_factory):
     """A trained state with live names, a reference with those of the hub, and the model."""
     folder = tmp_path_factory.mktemp("pair")
     model = built("qwen3_moe", **FAMILIES["qwen3_moe"])
@@ -337,7 +337,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
     return save_dcp(model.state_dict(), folder / "dcp"), folder / "ref", model
 
 
-def test_a_reference_on_s3(pair: tuple[Path, Path, Any], s3: S3Server, tmp_path: Path) -> None:
+def test_a_reference_on_s3(pair, s3, tmp_path):
     state, ref, model = pair
     prefix = s3.new_prefix()
     s3.upload(f"{prefix}ref/", ref)
@@ -361,7 +361,7 @@ for number, url in enumerate(urls):
 """
 
 
-def test_a_reference_on_the_hub(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_a_reference_on_the_hub(pair, tmp_path):
     """By huggingface_hub's own client; in a process of its own, because the client reads its endpoint once."""
     state, ref, model = pair
     shutil.copytree(ref, tmp_path / "hub" / "org" / "model")
@@ -377,14 +377,14 @@ def test_a_reference_on_the_hub(pair: tuple[Path, Path, Any], tmp_path: Path) ->
         assert torch.equal(logits_in(tmp_path / f"out-{number}"), logits_of(model))
 
 
-def test_a_reference_in_torch_files(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_a_reference_in_torch_files(pair, tmp_path):
     state, ref, model = pair
     ckpt_tools.convert(ref, tmp_path / "bin", to="torch")
     ckpt_tools.convert(state, tmp_path / "out", like=tmp_path / "bin")
     assert torch.equal(logits_in(tmp_path / "out"), logits_of(model))
 
 
-def test_a_configuration_alone_is_a_reference(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_a_configuration_alone_is_a_reference(pair, tmp_path):
     state, ref, model = pair
     (tmp_path / "ref").mkdir()
     shutil.copy(ref / "config.json", tmp_path / "ref")
@@ -394,14 +394,14 @@ def test_a_configuration_alone_is_a_reference(pair: tuple[Path, Path, Any], tmp_
     assert_same(tensors_in(tmp_path / "out"), tensors_in(ref))
 
 
-def test_a_size_wins_over_the_files_of_the_reference(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_a_size_wins_over_the_files_of_the_reference(pair, tmp_path):
     state, ref, model = pair
     ckpt_tools.convert(state, tmp_path / "out", like=ref, max_shard_size="1GB")
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
     assert torch.equal(logits_in(tmp_path / "out"), logits_of(model))
 
 
-def test_one_shard_with_an_index_keeps_its_index(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_one_shard_with_an_index_keeps_its_index(pair, tmp_path):
     state, ref, model = pair
     shutil.copytree(ref, tmp_path / "ref", ignore=shutil.ignore_patterns("*.safetensors*"))
     name = "model-00001-of-00001.safetensors"
@@ -412,7 +412,7 @@ def test_one_shard_with_an_index_keeps_its_index(pair: tuple[Path, Path, Any], t
     assert torch.equal(logits_in(tmp_path / "out"), logits_of(model))
 
 
-def test_a_recipe_that_is_named_is_taken(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_a_recipe_that_is_named_is_taken(pair, tmp_path):
     state, ref, _ = pair
     report = ckpt_tools.convert(state, tmp_path / "out", like=ref, recipe="qwen2_moe")
     assert report.plan.recipe is not None and report.plan.recipe.name == "qwen2_moe"
@@ -430,7 +430,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_names_of_wrapped_models_lead_to_the_reference(form: str, pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_names_of_wrapped_models_lead_to_the_reference(form, pair, tmp_path):
     _, ref, model = pair
     state = save_dcp({form.format(name): tensor for name, tensor in model.state_dict().items()}, tmp_path / "dcp")
     ckpt_tools.convert(state, tmp_path / "out", like=ref)
@@ -438,7 +438,7 @@ def test_names_of_wrapped_models_lead_to_the_reference(form: str, pair: tuple[Pa
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_strip_auto_takes_the_prefixes_off(form: str, pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_strip_auto_takes_the_prefixes_off(form, pair, tmp_path):
     _, _, model = pair
     state = save_dcp({form.format(name): tensor for name, tensor in model.state_dict().items()}, tmp_path / "dcp")
     ckpt_tools.convert(state, tmp_path / "out", to="dcp", strip="auto")
@@ -449,7 +449,7 @@ def test_strip_auto_takes_the_prefixes_off(form: str, pair: tuple[Path, Path, An
     assert not ckpt_tools.inspect(tmp_path / "out").wrapping
 
 
-def test_strip_auto_leaves_the_prefix_of_a_model_without_a_head(tmp_path: Path) -> None:
+def test_strip_auto_leaves_the_prefix_of_a_model_without_a_head(tmp_path):
     """All names of a tied model begin with ``model.``, which is a part of them."""
     model = built("qwen2", tie_word_embeddings=True)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
@@ -460,7 +460,7 @@ def test_strip_auto_leaves_the_prefix_of_a_model_without_a_head(tmp_path: Path) 
     assert not ckpt_tools.inspect(state).wrapping
 
 
-def test_a_prefix_is_taken_off_before_a_recipe(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_a_prefix_is_taken_off_before_a_recipe(pair, tmp_path):
     _, ref, model = pair
     state = save_dcp({f"student.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "dcp")
     for number, prefix in enumerate(["student", "student."]):
@@ -469,7 +469,7 @@ def test_a_prefix_is_taken_off_before_a_recipe(pair: tuple[Path, Path, Any], tmp
         assert_same(tensors_in(out), tensors_in(ref))
 
 
-def test_inspect_says_whose_names_they_are(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_inspect_says_whose_names_they_are(pair, tmp_path):
     state, ref, _ = pair
     assert ckpt_tools.inspect(ref).naming == "hub (qwen3_moe)"
     shutil.copytree(state, tmp_path / "dcp")
@@ -590,7 +590,7 @@ BAD: dict[str, tuple[Case, type[CkptError], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_references_are_one_sentence(name: str, pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_bad_references_are_one_sentence(name, pair, tmp_path):
     state, ref, _ = pair
     case, error, said = BAD[name]
     with on_command_line(), pytest.raises(error, match=said) as caught:
@@ -600,7 +600,7 @@ def test_bad_references_are_one_sentence(name: str, pair: tuple[Path, Path, Any]
 
 
 @pytest.mark.parametrize("number", ["1", "3"])
-def test_a_missing_expert_is_named(number: str, pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_a_missing_expert_is_named(number, pair, tmp_path):
     """A checkpoint of one expert-parallel group alone."""
     _, ref, model = pair
     state = save_dcp(model.state_dict(), tmp_path / "live")
@@ -613,7 +613,7 @@ def test_a_missing_expert_is_named(number: str, pair: tuple[Path, Path, Any], tm
     assert not (tmp_path / "out").exists()
 
 
-def test_names_that_are_not_the_hubs(pair: tuple[Path, Path, Any], tmp_path: Path) -> None:
+def test_names_that_are_not_the_hubs(pair, tmp_path):
     """The first line after the figures says so, with the way to the hub's; ``from_pretrained`` is printed for names
     that it knows."""
     state, ref, _ = pair

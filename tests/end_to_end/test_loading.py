@@ -4,8 +4,7 @@ bit. tests/formats/deepspeed/common/test_scheduler.py runs DeepSpeed's."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.cli.main import group
-from ckpt_tools.core.option_names import WrittenFormat
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -33,7 +31,7 @@ def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.fixture
-def state(tmp_path: Path) -> Path:
+def state(tmp_path):
     model, optimizer = made(1)
     torch.save(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 7, "log": {"loss": [0.5]}},
@@ -43,7 +41,7 @@ def state(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
+def weights(tmp_path):
     torch.save(made(1)[0].state_dict(), tmp_path / "weights.pt")
     return tmp_path / "weights.pt"
 
@@ -78,13 +76,13 @@ def assert_resumed(names: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
-def test_a_whole_state_into_a_job(to: WrittenFormat, state: Path, tmp_path: Path) -> None:
+def test_a_whole_state_into_a_job(to, state, tmp_path):
     model, optimizer = made(2)
     report = ckpt_tools.convert(state, tmp_path / "it's {odd}", to=to, state="all")
     assert_resumed(run(report, model=model, optimizer=optimizer))
 
 
-def test_another_tree_of_a_dcp(tmp_path: Path, state: Path) -> None:
+def test_another_tree_of_a_dcp(tmp_path, state):
     ckpt_tools.convert(state, tmp_path / "zero", to="zero1")
     report = ckpt_tools.convert(tmp_path / "zero", tmp_path / "out", to="dcp", model_key="a.b.net")
     assert 'dcp.load({"a": {"b": {"net": weights, "optim": optim}}}, checkpoint_id=' in report.loading
@@ -94,7 +92,7 @@ def test_another_tree_of_a_dcp(tmp_path: Path, state: Path) -> None:
 
 
 @pytest.mark.parametrize("flattened", [False, True])
-def test_the_tree_of_the_source(flattened: bool, tmp_path: Path) -> None:
+def test_the_tree_of_the_source(flattened, tmp_path):
     import torch.distributed.checkpoint as dcp
     import torch.distributed.checkpoint.state_dict as sd
 
@@ -110,7 +108,7 @@ def test_the_tree_of_the_source(flattened: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch", "npz", "gguf", "meta"])
 @pytest.mark.parametrize("is_file", [False, True])
-def test_weights_alone(to: WrittenFormat, is_file: bool, weights: Path, tmp_path: Path) -> None:
+def test_weights_alone(to, is_file, weights, tmp_path):
     endings: Mapping[str, str] = {"safetensors": ".safetensors", "torch": ".pt", "npz": ".npz", "gguf": ".gguf"}
     if is_file and to not in endings:
         pytest.skip("it is a folder")
@@ -130,13 +128,13 @@ def test_weights_alone(to: WrittenFormat, is_file: bool, weights: Path, tmp_path
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_shards(to: WrittenFormat, weights: Path, tmp_path: Path) -> None:
+def test_shards(to, weights, tmp_path):
     report = ckpt_tools.convert(weights, tmp_path / "out", to=to, max_shard_size=60)
     assert len(list((tmp_path / "out").iterdir())) > 3
     assert_same(run(report)["state_dict"], made(1)[0].state_dict())
 
 
-def test_ranks_of_meta(tmp_path: Path) -> None:
+def test_ranks_of_meta(tmp_path):
     tensors = {"layers.0.attention.wq.weight": torch.randn(4, 2), "norm.weight": torch.randn(2)}
     torch.save(tensors, tmp_path / "m.pt")
     report = ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to="meta", world_size=2)
@@ -145,7 +143,7 @@ def test_ranks_of_meta(tmp_path: Path) -> None:
         assert_same(found["layers.0.attention.wq.weight"], tensors["layers.0.attention.wq.weight"][2 * rank :][:2])
 
 
-def test_tied_weights_of_safetensors(tmp_path: Path) -> None:
+def test_tied_weights_of_safetensors(tmp_path):
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,13 +156,13 @@ def test_tied_weights_of_safetensors(tmp_path: Path) -> None:
     assert_same(second.state_dict(), first.state_dict())
 
 
-def test_a_whole_state_of_torch(state: Path, tmp_path: Path) -> None:
+def test_a_whole_state_of_torch(state, tmp_path):
     found = run(ckpt_tools.convert(state, tmp_path / "out.pt", state="all"))["state"]
     assert_same(found["model"], made(1)[0].state_dict())
     assert found["epoch"] == 7
 
 
-def test_objects_that_weights_only_refuses(state: Path, tmp_path: Path) -> None:
+def test_objects_that_weights_only_refuses(state, tmp_path):
     torch.save({**torch.load(state), "rng": np.random.default_rng(1).bit_generator.state, "n": np.float64(2)}, state)
     report = ckpt_tools.convert(state, tmp_path / "out.pt", state="all")
     assert report.loading.startswith("# torch.load(weights_only=True) refuses numpy")
@@ -174,13 +172,13 @@ def test_objects_that_weights_only_refuses(state: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
+def process_group(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
-def test_files_of_ranks(state: Path, tmp_path: Path, process_group: None) -> None:
+def test_files_of_ranks(state, tmp_path, process_group):
     names = run(ckpt_tools.convert(state, tmp_path / "out", to="sharded"), rank=0)
     model, optimizer = made(2)
     model.load_state_dict({name: getattr(part, "_local_tensor", part) for name, part in names["model_state"].items()})
@@ -189,7 +187,7 @@ def test_files_of_ranks(state: Path, tmp_path: Path, process_group: None) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_megatron(weights: Path, tmp_path: Path, process_group: None) -> None:
+def test_megatron(weights, tmp_path, process_group):
     from megatron.core.dist_checkpointing import ShardedTensor
 
     report = ckpt_tools.convert(weights, tmp_path / "out", to="megatron")
@@ -199,7 +197,7 @@ def test_megatron(weights: Path, tmp_path: Path, process_group: None) -> None:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_a_folder_of_transformers(to: WrittenFormat, tmp_path: Path) -> None:
+def test_a_folder_of_transformers(to, tmp_path):
     import transformers
 
     config = transformers.LlamaConfig(
@@ -212,7 +210,7 @@ def test_a_folder_of_transformers(to: WrittenFormat, tmp_path: Path) -> None:
     assert_same(run(report)["model"].state_dict(), model.state_dict())
 
 
-def test_a_copy_of_what_is_in_a_store(weights: Path) -> None:
+def test_a_copy_of_what_is_in_a_store(weights):
     report = ckpt_tools.convert(weights, "memory://loading/model.safetensors")
     assert report.loading.splitlines()[1:] == [
         'state_dict = load_file("model.safetensors")',
@@ -220,7 +218,7 @@ def test_a_copy_of_what_is_in_a_store(weights: Path) -> None:
     ]
 
 
-def test_the_command_line_prints_it(weights: Path, tmp_path: Path) -> None:
+def test_the_command_line_prints_it(weights, tmp_path):
     def printed(*options: str) -> str:
         return CliRunner().invoke(group, ["convert", str(weights), str(tmp_path / "m.safetensors"), *options]).stdout
 

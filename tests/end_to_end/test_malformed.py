@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -157,7 +156,7 @@ def _described(outcome: Outcome) -> judges.Read:
 
 
 @pytest.fixture
-def traced() -> Iterator[None]:
+def traced():
     tracemalloc.start()
     yield
     tracemalloc.stop()
@@ -167,7 +166,7 @@ SEEN: Counter[str] = Counter()
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_each_is_refused_by_name_or_read_as_its_library_reads_it(name: str, tmp_path: Path) -> None:
+def test_each_is_refused_by_name_or_read_as_its_library_reads_it(name, tmp_path):
     execute(seed("torch"))
     verdicts = Verdicts()
     for number, case in enumerate(CLASSES[name]()):
@@ -177,13 +176,13 @@ def test_each_is_refused_by_name_or_read_as_its_library_reads_it(name: str, tmp_
     assert not verdicts.problems, f"{len(verdicts.problems)}:\n" + "\n".join(verdicts.problems[:40])
 
 
-def test_there_are_enough_of_every_format() -> None:
+def test_there_are_enough_of_every_format():
     assert sum(SEEN.values()) >= 2000 or not SEEN
     assert all(count >= 200 for count in SEEN.values())
 
 
 @pytest.mark.parametrize("name", SEEDS)
-def test_what_they_are_made_from_is_read(name: str) -> None:
+def test_what_they_are_made_from_is_read(name):
     outcome = execute(seed(name))
     assert outcome.error is None and outcome.elements
 
@@ -239,7 +238,7 @@ BROKEN: dict[str, Callable[[], dict[str, bytes]]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_no_element_is_read_before_the_refusal(name: str) -> None:
+def test_no_element_is_read_before_the_refusal(name):
     files = {path: bytearray(data) for path, data in BROKEN[name]().items()}
     source = Source.open(Counting(files))
     Counting.num_bytes = 0
@@ -289,7 +288,7 @@ LINKED = {
 
 @pytest.mark.parametrize("name", LINKED)
 @pytest.mark.parametrize("target", ["outside", "relative", "/etc/passwd", "/dev/zero", "/dev/stdin", "itself", "no"])
-def test_links_that_lead_out_are_not_followed(name: str, target: str, tmp_path: Path) -> None:
+def test_links_that_lead_out_are_not_followed(name, target, tmp_path):
     folder = written(tmp_path / "checkpoint", dict(seed(name)))
     path = folder / LINKED[name]
     outside = tmp_path / "outside"
@@ -301,7 +300,7 @@ def test_links_that_lead_out_are_not_followed(name: str, target: str, tmp_path: 
 
 @pytest.mark.parametrize("name", LINKED)
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder"])
-def test_what_is_no_file_is_not_opened(name: str, kind: str, tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_opened(name, kind, tmp_path):
     folder = written(tmp_path / "c", dict(seed(name)))
     path = folder / LINKED[name]
     path.unlink()
@@ -325,7 +324,7 @@ def _bind(path: Path) -> None:
         os.chdir(before)
 
 
-def test_a_linked_folder_is_not_entered(tmp_path: Path) -> None:
+def test_a_linked_folder_is_not_entered(tmp_path):
     files = dict(seed("universal"))
     written(tmp_path / "outside", {path.rpartition("/")[2]: data for path, data in files.items() if "/a.bias/" in path})
     inside = {path: data for path, data in files.items() if "/a.bias/" not in path}
@@ -336,7 +335,7 @@ def test_a_linked_folder_is_not_entered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "universal"])
 @pytest.mark.parametrize("hostile", [name for name in HOSTILE_NAMES if "\0" not in name])
-def test_latest_chooses_no_folder_outside(name: str, hostile: str, tmp_path: Path) -> None:
+def test_latest_chooses_no_folder_outside(name, hostile, tmp_path):
     written(tmp_path, {path.replace(zero_files.TAG, "x"): data for path, data in seed(name).items()})
     folder = written(tmp_path / "checkpoint", dict(seed(name)))
     next(folder.glob("latest*")).write_text(hostile)
@@ -356,7 +355,7 @@ SPARSE = {
 
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.usefixtures("traced")
-def test_a_terabyte_of_nothing_is_not_read(name: str, tmp_path: Path) -> None:
+def test_a_terabyte_of_nothing_is_not_read(name, tmp_path):
     """A file with holes costs its maker nothing."""
     folder = written(tmp_path / "c", dict(seed("zero1")) if name == "latest" else {})
     folder.mkdir(exist_ok=True)
@@ -368,7 +367,7 @@ def test_a_terabyte_of_nothing_is_not_read(name: str, tmp_path: Path) -> None:
     assert tracemalloc.get_traced_memory()[1] < (MAX_MEMORY_BYTES if name != "x.safetensors" else 512 << 20)
 
 
-def test_names_that_a_terminal_would_obey_are_shown_as_text(tmp_path: Path, capsys: Any) -> None:
+def test_names_that_a_terminal_would_obey_are_shown_as_text(tmp_path, capsys):
     from ckpt_tools.cli import main
 
     names = ["\x1b[2J\x1b]0;owned\x07", "[/bold]", "[link=http://x]y[/link]", "a\rb", "a\nb", "\u202egnp.exe"]
@@ -380,7 +379,7 @@ def test_names_that_a_terminal_would_obey_are_shown_as_text(tmp_path: Path, caps
     assert "\x1b" not in out and "\r" not in out and "\u202e" not in out and "[/bold]" in out
 
 
-def test_objects_in_deep_circles_are_an_error_and_no_crash() -> None:
+def test_objects_in_deep_circles_are_an_error_and_no_crash():
     """Objects may refer to each other in circles, so that one order of walking is deeper than another: a chain of 100
     with links both ways, entered at its middle and then at its end, and a tensor that makes the reader walk."""
     num, weight = 100, tensors.pickled(tensors.tensor())[2:-1] + b"a"

@@ -85,7 +85,7 @@ def saved(layout: str, slot: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("layout", "slot"), [*((each, "master_param") for each in SAVED), *(("torch", slot) for slot in SLOTS[1:])]
 )
-def test_masters_go_where_masters_are(layout: str, slot: str, tmp_path: Path) -> None:
+def test_masters_go_where_masters_are(layout, slot, tmp_path):
     source, state = saved(layout, slot, tmp_path)
     masters = {name: each[slot] for name, each in state["optim"]["state"].items()}
     assert ckpt_tools.inspect(source).tensors_by_role["masters"] == len(masters)
@@ -105,7 +105,7 @@ def test_masters_go_where_masters_are(layout: str, slot: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("layout", SAVED)
-def test_the_slot_is_written_again_under_its_name(layout: str, tmp_path: Path) -> None:
+def test_the_slot_is_written_again_under_its_name(layout, tmp_path):
     """A tree of state is written with all that its optimizer had: torch and the job load it."""
     source, state = saved(layout, "master_param", tmp_path)
     ckpt_tools.convert(source, tmp_path / "made.pt", state="all")
@@ -135,7 +135,7 @@ def test_the_slot_is_written_again_under_its_name(layout: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     "master", [torch.zeros(8, 6, dtype=torch.int16), torch.zeros(8, 6).bfloat16(), torch.zeros(48)]
 )
-def test_what_is_no_copy_in_fp32_is_state(master: torch.Tensor, tmp_path: Path) -> None:
+def test_what_is_no_copy_in_fp32_is_state(master, tmp_path):
     """Remainders of TransformerEngine are int16."""
     state = {"state": {"w": {"master_param": master}}, "param_groups": [{"params": ["w"]}]}
     torch.save({"model": {"w": torch.ones(8, 6).bfloat16()}, "optimizer": state}, tmp_path / "a.pt")

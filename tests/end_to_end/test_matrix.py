@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import pytest
 
 import ckpt_tools
 from fixtures.store import Fixture
-from tests.conftest import Resume
 from tests.support.ranks import for_ranks
 from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
@@ -78,7 +76,7 @@ def marks_of(cell: Cell) -> Any:
 
 
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=marks_of(cell)) for cell in FULL])
-def test_cell(cell: Cell, checkpoint: Checkpoint, resume: Resume, tmp_path: Path) -> None:
+def test_cell(cell, checkpoint, resume, tmp_path):
     made = checkpoint(SOURCES[cell.source], cell.case, cell.from_ranks)
     to, kind = TARGETS[cell.target]
     ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, **for_ranks(to, cell.to_ranks))
@@ -134,9 +132,7 @@ FLAVOURS = [
 
 
 @pytest.mark.parametrize(("source", "to", "kind", "options"), FLAVOURS, ids=lambda value: str(value) or "-")
-def test_flavours(
-    source: str, to: str, kind: str, options: dict[str, str], checkpoint: Checkpoint, resume: Resume, tmp_path: Path
-) -> None:
+def test_flavours(source, to, kind, options, checkpoint, resume, tmp_path):
     """16-bit models with fp32 masters, from one stage and world size to another."""
     made = checkpoint(source, "awkward", 3)
     ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, world_size=2, **options)
@@ -147,9 +143,7 @@ def test_flavours(
 
 
 @pytest.mark.parametrize(("source", "to", "kind"), [("fsdp2", "zero3", "zero3-fp32"), ("zero1-fp32", "dcp", "fsdp2")])
-def test_sgd_with_momentum(
-    source: str, to: str, kind: str, checkpoint: Checkpoint, resume: Resume, tmp_path: Path
-) -> None:
+def test_sgd_with_momentum(source, to, kind, checkpoint, resume, tmp_path):
     made = checkpoint(source, "sgd", 3)
     ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, world_size=2)
     truth, resumed = Truth.load(made.root), resume(kind, "sgd", tmp_path / "out", 2)
@@ -161,7 +155,7 @@ ROUND_TRIPS = [(a, b) for a, b in itertools.product(TARGETS, TARGETS) if a != b]
 
 
 @pytest.mark.parametrize(("first", "second"), ROUND_TRIPS)
-def test_there_and_back_is_the_same_state(first: str, second: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_there_and_back_is_the_same_state(first, second, checkpoint, tmp_path):
     made = checkpoint(SOURCES[first], "plain" if "universal" in (first, second) else "awkward", 2)
     to_first, to_second = TARGETS[first][0], TARGETS[second][0]
     ckpt_tools.convert(made.checkpoint, tmp_path / "there", to=to_second, **for_ranks(to_second, 3))
@@ -179,9 +173,7 @@ FULL_FILES = [
 
 
 @pytest.mark.parametrize(("source", "file", "to", "kind"), FULL_FILES)
-def test_one_file_carries_the_whole_state(
-    source: str, file: str, to: str, kind: str, checkpoint: Checkpoint, resume: Resume, tmp_path: Path
-) -> None:
+def test_one_file_carries_the_whole_state(source, file, to, kind, checkpoint, resume, tmp_path):
     made = checkpoint(source, "awkward", 3)
     ckpt_tools.convert(made.checkpoint, tmp_path / file, state="all")
     assert ckpt_tools.verify(made.checkpoint, tmp_path / file).equal
@@ -192,7 +184,7 @@ def test_one_file_carries_the_whole_state(
 
 
 @pytest.mark.parametrize("source", ["fsdp2", "zero1-fp32", "zero3-bf16"])
-def test_reshard_keeps_the_format(source: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_reshard_keeps_the_format(source, checkpoint, tmp_path):
     made = checkpoint(source, "awkward", 3)
     ckpt_tools.reshard(made.checkpoint, tmp_path / "out", world_size=4)
     assert ckpt_tools.inspect(tmp_path / "out").format == ckpt_tools.inspect(made.checkpoint).format

@@ -149,20 +149,20 @@ def _is_cast(before: Manifest, after: Manifest, note: Note) -> bool:
     return note.count in [found[match[1], match[2]] for found in pairs]
 
 
-def test_every_writer_is_judged() -> None:
+def test_every_writer_is_judged():
     assert set(WRITERS) == {each.name for each in built_in() if each.writes}
 
 
 @pytest.mark.parametrize("target", WRITERS)
 @pytest.mark.parametrize("name", SAMPLE)
-def test_notes_are_true(name: str, target: str, tmp_path: Path) -> None:
+def test_notes_are_true(name, target, tmp_path):
     _judge(name, target, tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("target", WRITERS)
 @pytest.mark.parametrize("name", [name for name in OPENED if name not in SAMPLE])
-def test_notes_are_true_of_every_layout(name: str, target: str, tmp_path: Path) -> None:
+def test_notes_are_true_of_every_layout(name, target, tmp_path):
     _judge(name, target, tmp_path)
 
 

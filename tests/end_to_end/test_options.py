@@ -92,14 +92,14 @@ def rules() -> list[applicability.Rule]:
     ]
 
 
-def test_every_option_is_in_the_table_or_always_applies() -> None:
+def test_every_option_is_in_the_table_or_always_applies():
     ruled = {option for rule in rules() for option in rule.options} | {"address"}
     found = {option.name for _, option in commands()}
     assert found - set(APPLY_ALWAYS) - ruled - MATCHED == set()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, checkpoint: Any) -> Paths:
+def made(tmp_path_factory, checkpoint):
     """A checkpoint of each kind; ``zero2`` keeps fp32 masters beside bf16 weights."""
     folder = tmp_path_factory.mktemp("made")
     torch.save({"a.w": torch.ones(4, 4), "a.b": torch.zeros(4)}, folder / "torch.pt")
@@ -138,9 +138,7 @@ CONVERSIONS: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("source", "to", "options", "said"), CONVERSIONS)
-def test_conversions_refuse_what_does_not_apply(
-    source: str, to: str, options: dict[str, Any], said: str, made: Paths, tmp_path: Path
-) -> None:
+def test_conversions_refuse_what_does_not_apply(source, to, options, said, made, tmp_path):
     for verb in (ckpt_tools.convert, ckpt_tools.plan):
         with pytest.raises(UsageError, match=said):
             verb(made[source], tmp_path / "out", to=to, **options)
@@ -149,14 +147,14 @@ def test_conversions_refuse_what_does_not_apply(
 
 @pytest.mark.parametrize(("source", "to", "options", "said"), CONVERSIONS)
 def test_the_command_line_refuses_it_too(
-    source: str,
-    to: str,
-    options: dict[str, Any],
-    said: str,
-    made: Paths,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    source,
+    to,
+    options,
+    said,
+    made,
+    tmp_path,
+    capsys,
+):
     (name, value), *_ = options.items()
     words = [] if value is True else ["key=x" if isinstance(value, dict) else str(value)]
     given = ["convert", str(made[source]), str(tmp_path / "out"), "--to", to, flag(name), *words]
@@ -189,7 +187,7 @@ FITTING: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("source", "to", "options"), FITTING)
-def test_what_applies_is_taken(source: str, to: str, options: dict[str, Any], made: Paths, tmp_path: Path) -> None:
+def test_what_applies_is_taken(source, to, options, made, tmp_path):
     assert ckpt_tools.plan(made[source], tmp_path / "out", to=to, **options).files
 
 
@@ -244,26 +242,24 @@ COMPARISONS: list[tuple[str, list[str], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("verb", "sources", "options", "said"), COMPARISONS)
-def test_other_verbs_refuse_what_does_not_apply(
-    verb: str, sources: list[str], options: dict[str, Any], said: str, made: Paths
-) -> None:
+def test_other_verbs_refuse_what_does_not_apply(verb, sources, options, said, made):
     files = {name: made[value] for name, value in options.items() if isinstance(value, str) and value in made}
     with pytest.raises(UsageError, match=said):
         getattr(ckpt_tools, verb)(*(made[source] for source in sources), **{**options, **files})
 
 
-def test_resume_is_refused_where_nothing_can_be_continued(made: Paths) -> None:
+def test_resume_is_refused_where_nothing_can_be_continued(made):
     with pytest.raises(UsageError, match="resume=True"):
         ckpt_tools.convert(made["torch"], "memory://options/out", to="dcp", resume=True)
 
 
-def test_a_storage_option_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_storage_option_given_twice_is_refused(capsys):
     code, said = said_by(["inspect", "s3://b/k", "--storage-option", "key=1", "--storage-option", "key=2"], capsys)
     assert code == 2
     assert "'key' is given twice" in said
 
 
-def test_the_tag_and_keys_that_are_not_of_the_source_are_of_the_destination(made: Paths, tmp_path: Path) -> None:
+def test_the_tag_and_keys_that_are_not_of_the_source_are_of_the_destination(made, tmp_path):
     ckpt_tools.convert(made["dcp"], tmp_path / "zero", to="zero2", tag="mine")
     assert ckpt_tools.verify(made["dcp"], tmp_path / "zero", tag="mine").equal
     with pytest.raises(SourceNotFoundError, match="no tag 'other'"):
@@ -289,9 +285,7 @@ MATCHLESS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "said"), MATCHLESS)
 @pytest.mark.parametrize("verb", ["convert", "plan", "consolidate", "verify", "diff"])
-def test_what_matches_nothing_is_refused(
-    verb: str, options: dict[str, Any], said: str, made: Paths, tmp_path: Path
-) -> None:
+def test_what_matches_nothing_is_refused(verb, options, said, made, tmp_path):
     if "key_map" in options:
         (tmp_path / "map.json").write_text(json.dumps(options["key_map"]))
         options = {"key_map": tmp_path / "map.json"}
@@ -302,24 +296,24 @@ def test_what_matches_nothing_is_refused(
         )
 
 
-def test_a_map_of_the_whole_model_fits_a_part_of_it(made: Paths, tmp_path: Path) -> None:
+def test_a_map_of_the_whole_model_fits_a_part_of_it(made, tmp_path):
     (tmp_path / "map.json").write_text('{"a.w": "v", "a.b": "c"}')
     report = ckpt_tools.plan(made["torch"], tmp_path / "x.pt", include=["a.w"], key_map=tmp_path / "map.json")
     assert report.renamed == {"a.w": "v"}
 
 
-def test_a_rule_sees_what_earlier_ones_made(made: Paths, tmp_path: Path) -> None:
+def test_a_rule_sees_what_earlier_ones_made(made, tmp_path):
     report = ckpt_tools.plan(made["torch"], tmp_path / "x.pt", rename=["^a=b", "^b=c"])
     assert report.renamed == {"a.b": "c.b", "a.w": "c.w"}
     assert report.to_json()["renamed"] == report.renamed
 
 
-def test_what_is_not_renamed_is_not_reported(made: Paths, tmp_path: Path) -> None:
+def test_what_is_not_renamed_is_not_reported(made, tmp_path):
     assert ckpt_tools.plan(made["torch"], tmp_path / "x.pt", rename=["a=a"]).renamed == {}
     assert ckpt_tools.plan(made["torch"], tmp_path / "x.pt").to_json()["renamed"] == {}
 
 
-def test_the_nearest_of_a_million_names_are_found_soon() -> None:
+def test_the_nearest_of_a_million_names_are_found_soon():
     names = [f"model.layers.{layer}.mlp.experts.{expert}.weight" for layer in range(1000) for expert in range(300)]
     started = time.process_time()
     with pytest.raises(UsageError, match=r"model\.layers\.777\.mlp\.experts\.7\.weight"):

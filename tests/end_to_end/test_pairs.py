@@ -67,7 +67,7 @@ COMMANDS = {"convert": ["SRC", "OUT"], "merge-lora": ["SRC", "adapter", "OUT"]}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     torch.manual_seed(0)
     model = {f"{name}.weight": torch.randn(8, 8) for name in NAMES}
@@ -144,6 +144,6 @@ def faults(folder: Path, command: str) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_pair(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_pair(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert list(faults(folder, command)) == []

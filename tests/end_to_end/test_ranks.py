@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt_tools
 from fixtures.store import Fixture
-from tests.conftest import Resume
 from tests.end_to_end.test_matrix import assert_same_course, assert_same_state
 from tests.support.truth import Truth
 
@@ -19,9 +17,7 @@ Checkpoint = Callable[[str, str, int], Fixture]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_verl_resumes_at_another_world_size(
-    checkpoint: Checkpoint, world_size: int, resume: Resume, tmp_path: Path
-) -> None:
+def test_verl_resumes_at_another_world_size(checkpoint, world_size, resume, tmp_path):
     root = checkpoint("fsdp2-verl", "plain", 2).root
     ckpt_tools.reshard(root / "checkpoint", tmp_path / "out", world_size=world_size)
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -40,9 +36,7 @@ TARGETS = [("dcp", "fsdp2"), ("zero2", "zero2-fp32"), ("zero3", "zero3-fp32"), (
 
 
 @pytest.mark.parametrize(("to", "kind"), TARGETS, ids=[to for to, _ in TARGETS])
-def test_other_frameworks_resume_from_it(
-    checkpoint: Checkpoint, to: str, kind: str, resume: Resume, tmp_path: Path
-) -> None:
+def test_other_frameworks_resume_from_it(checkpoint, to, kind, resume, tmp_path):
     root = checkpoint("fsdp2-verl", "plain", 2).root
     ranked = {} if to == "universal" else {"world_size": 3}
     ckpt_tools.convert(root / "checkpoint", tmp_path / "out", to=to, **ranked)
@@ -52,7 +46,7 @@ def test_other_frameworks_resume_from_it(
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3-fp32"])
-def test_another_format_becomes_verls(kind: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_another_format_becomes_verls(kind, checkpoint, tmp_path):
     """A mesh of GPUs cannot be used on a CPU: torch loads the files, and the whole state is in them."""
     source = checkpoint(kind, "awkward", 2).checkpoint
     report = ckpt_tools.convert(source, tmp_path / "out", to="sharded", world_size=3)

@@ -17,10 +17,9 @@ from ray.cluster_utils import Cluster
 
 import ckpt_tools
 from ckpt_tools.errors import IncompleteError, UsageError
-from fixtures.store import Fixture
 from tests.support.ray_cluster import NODE, cluster, processes
 from tests.support.running import wait_until
-from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY, S3Server
+from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY
 
 __all__ = ["cluster"]
 
@@ -41,13 +40,13 @@ def made_in(folder: Path, num_tensors: int, num_rows: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(tmp_path_factory):
     """A checkpoint of five tensors, each of which many tasks share: 12 MB in a hundred tasks."""
     return made_in(tmp_path_factory.mktemp("large"), num_tensors=5, num_rows=600)
 
 
 @pytest.fixture(scope="module")
-def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def larger(tmp_path_factory):
     """As many parts of an upload as two workers share: 64 MB in eight."""
     return made_in(tmp_path_factory.mktemp("larger"), num_tensors=4, num_rows=4000)
 
@@ -72,9 +71,7 @@ def kill_workers_at(cluster: Cluster, percents: list[int]) -> Callable[[int, int
 
 
 @pytest.mark.parametrize("to", ["safetensors", *(pytest.param(to, marks=pytest.mark.extended) for to in OTHERS)])
-def test_the_bytes_are_those_that_threads_write(
-    to: str, checkpoint: Callable[[str, str, int], Fixture], cluster: Cluster, tmp_path: Path
-) -> None:
+def test_the_bytes_are_those_that_threads_write(to, checkpoint, cluster, tmp_path):
     made = checkpoint("fsdp2", "plain", 2).checkpoint
     name = "out.pt" if to == "torch" else "out"
     told: list[tuple[int, int]] = []
@@ -92,7 +89,7 @@ def test_the_bytes_are_those_that_threads_write(
 
 
 @pytest.mark.extended
-def test_recipes_map_tensors_in_other_processes_too(large: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_recipes_map_tensors_in_other_processes_too(large, cluster, tmp_path):
     """Columns of one tensor become another with padding, in tasks that each read a part."""
     (tmp_path / "r.toml").write_text(
         'map = [{left = {"layer.{n}" = "R (a:400 b:600)"}, right = {"{n}.a" = "a R", "{n}.b" = "(b:600 pad:7) R"}}]'
@@ -104,7 +101,7 @@ def test_recipes_map_tensors_in_other_processes_too(large: Path, cluster: Cluste
 
 
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
-def test_a_killed_worker_changes_nothing(to: str, large: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_killed_worker_changes_nothing(to, large, cluster, tmp_path):
     """Whoever writes a checksum of DCP's waits for what was lost; nobody of safetensors' waits."""
     options = {"to": to, "memory": SMALL}
     ckpt_tools.convert(
@@ -116,7 +113,7 @@ def test_a_killed_worker_changes_nothing(to: str, large: Path, cluster: Cluster,
 
 
 @pytest.mark.extended
-def test_a_lost_node_changes_nothing(large: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_lost_node_changes_nothing(large, cluster, tmp_path):
     """With it go the tasks under way there; what it had written is there."""
     node = cluster.add_node(num_cpus=4, **NODE)
     lost: list[int] = []
@@ -137,9 +134,7 @@ def test_a_lost_node_changes_nothing(large: Path, cluster: Cluster, tmp_path: Pa
 
 @pytest.mark.extended
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
-def test_from_s3_to_s3_with_a_worker_killed(
-    to: str, larger: Path, cluster: Cluster, s3_server: S3Server, tmp_path: Path
-) -> None:
+def test_from_s3_to_s3_with_a_worker_killed(to, larger, cluster, s3_server, tmp_path):
     """Workers that share no file system and no environment with the driver: they are told where the service is, and
     how to be let in."""
     prefix, storage = s3_server.new_prefix(), tmp_path / "threads"
@@ -156,7 +151,7 @@ def test_from_s3_to_s3_with_a_worker_killed(
 
 
 @pytest.mark.extended
-def test_an_error_in_a_worker_is_the_error_of_the_run(large: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_an_error_in_a_worker_is_the_error_of_the_run(large, cluster, tmp_path):
     """The file is cut off once its header was read, so that a worker is who finds out."""
     cut = tmp_path / "model.safetensors"
     cut.write_bytes(large.read_bytes())
@@ -180,7 +175,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.extended
-def test_the_command_prints_its_report_alone(large: Path, cluster: Cluster, tmp_path: Path) -> None:
+def test_the_command_prints_its_report_alone(large, cluster, tmp_path):
     words = ["convert", large, tmp_path / "out", "--to", "safetensors", "--memory", SMALL, "--json", "--quiet"]
     done = run(*words, "--runner", "ray", "--address", cluster.address, "--workers", "2")
     assert (done.returncode, done.stderr) == (0, "")
@@ -197,7 +192,7 @@ def test_the_command_prints_its_report_alone(large: Path, cluster: Cluster, tmp_
         ({"runner": "ray", "workers": 0}, "workers=0: at least one"),
     ],
 )
-def test_options_that_do_not_fit(options: dict[str, object], reason: str, large: Path, tmp_path: Path) -> None:
+def test_options_that_do_not_fit(options, reason, large, tmp_path):
     with pytest.raises(UsageError, match=reason):
         ckpt_tools.convert(large, tmp_path / "out", to="dcp", **options)
     assert not list(tmp_path.iterdir())
@@ -211,9 +206,7 @@ def test_options_that_do_not_fit(options: dict[str, object], reason: str, large:
         ("127.0.0.1:1", 5, "no Ray cluster could be reached at 127.0.0.1:1"),
     ],
 )
-def test_a_cluster_that_cannot_be_used_is_one_sentence(
-    address: str, code: int, reason: str, large: Path, tmp_path: Path
-) -> None:
+def test_a_cluster_that_cannot_be_used_is_one_sentence(address, code, reason, large, tmp_path):
     done = run("convert", large, tmp_path / "out", "--to", "dcp", "--runner", "ray", "--address", address, "--quiet")
     assert done.returncode == code and reason in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())

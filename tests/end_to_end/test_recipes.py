@@ -51,7 +51,7 @@ class Made:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe")
     return Made(folder, *moe.write(folder))
 
@@ -61,14 +61,14 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
-def test_weights_are_those_of_slices(made: Made, tmp_path: Path) -> None:
+def test_weights_are_those_of_slices(made, tmp_path):
     report = ckpt_tools.convert(made.source, tmp_path / "out", to="safetensors", recipe=made.recipe)
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), made.weights)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "tinymoe"
     assert report.num_tensors == len(made.weights)
 
 
-def test_optimizer_state_follows(made: Made, tmp_path: Path) -> None:
+def test_optimizer_state_follows(made, tmp_path):
     """torch's own AdamW takes the file, and computes what slices give."""
     ckpt_tools.convert(made.source, tmp_path / "out.pt", state="all", recipe=made.recipe)
     found = torch.load(tmp_path / "out.pt", weights_only=True)
@@ -105,7 +105,7 @@ FORMATS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("to", "options"), FORMATS)
-def test_there_and_back(to: str, options: dict[str, Any], made: Made, tmp_path: Path) -> None:
+def test_there_and_back(to, options, made, tmp_path):
     there, back = tmp_path / "there", tmp_path / "back.pt"
     state = {"state": options["state"]} if "state" in options else {}
     ckpt_tools.convert(made.source, there, to=to, recipe=made.recipe, **options)
@@ -120,7 +120,7 @@ def test_there_and_back(to: str, options: dict[str, Any], made: Made, tmp_path: 
     assert_equal(found, dict(made.model.state_dict()))
 
 
-def test_a_difference_is_found(made: Made, tmp_path: Path) -> None:
+def test_a_difference_is_found(made, tmp_path):
     wrong = {name: value.clone() for name, value in made.weights.items()}
     wrong["experts.1.w3.weight"][0, 0] += 1
     save_file(wrong, tmp_path / "wrong.safetensors")
@@ -131,7 +131,7 @@ def test_a_difference_is_found(made: Made, tmp_path: Path) -> None:
         assert [each.key.fqn for each in report.differences] == ["experts.1.w3.weight"]
 
 
-def test_options_name_what_the_recipe_makes(made: Made, tmp_path: Path) -> None:
+def test_options_name_what_the_recipe_makes(made, tmp_path):
     options: dict[str, Any] = {"recipe": made.recipe, "include": ["experts.1.*"], "rename": [r"w1=gate_proj"]}
     report = ckpt_tools.convert(made.source, tmp_path / "part.safetensors", dtype="bfloat16", **options)
     assert report.plan.renamed == {"experts.1.w1.weight": "experts.1.gate_proj.weight"}
@@ -145,7 +145,7 @@ def test_options_name_what_the_recipe_makes(made: Made, tmp_path: Path) -> None:
         ckpt_tools.plan(made.source, tmp_path / "x.pt", recipe=made.recipe, include=["experts.gate_up"])
 
 
-def test_reports_name_the_recipe(made: Made, tmp_path: Path) -> None:
+def test_reports_name_the_recipe(made, tmp_path):
     report = ckpt_tools.plan(made.source, tmp_path / "x", to="dcp", recipe=made.recipe)
     assert report.recipe == ckpt_tools.UsedRecipe("moe", False, "fused", "apart")
     ckpt_tools.convert(made.source, tmp_path / "x", to="dcp", recipe=made.recipe)
@@ -154,7 +154,7 @@ def test_reports_name_the_recipe(made: Made, tmp_path: Path) -> None:
     assert ckpt_tools.plan(made.source, tmp_path / "z", to="dcp").recipe is None
 
 
-def test_a_check_says_where_each_tensor_is_from(made: Made, tmp_path: Path) -> None:
+def test_a_check_says_where_each_tensor_is_from(made, tmp_path):
     found = ckpt_tools.check_recipe(made.recipe, made.source, state="all")
     assert {each.name: each.shape for each in found.tensors if each.slot == "exp_avg"} == {
         name: tuple(value.shape) for name, value in made.weights.items()
@@ -169,7 +169,7 @@ def test_a_check_says_where_each_tensor_is_from(made: Made, tmp_path: Path) -> N
     assert {each.slot for each in weights} == {"weight"}
 
 
-def test_a_check_takes_names_as_a_conversion_does(made: Made, tmp_path: Path) -> None:
+def test_a_check_takes_names_as_a_conversion_does(made, tmp_path):
     """Of the weights alone a wrapper's prefix is taken off; in a whole state it stays."""
     torch.save({f"module.{name}": value for name, value in made.model.state_dict().items()}, tmp_path / "wrapped.pt")
     (tmp_path / "r.toml").write_text(moe.RECIPE.replace("{name...}", "").replace("{prefix...}", ""))
@@ -199,7 +199,7 @@ def command(*words: str | Path, limit_bytes: int | None = None) -> subprocess.Co
 SWAPPED = ("(gate:F up:F)", "(up:F gate:F)")
 
 
-def test_a_resumed_run_takes_no_other_recipe(tmp_path: Path) -> None:
+def test_a_resumed_run_takes_no_other_recipe(tmp_path):
     """One file is larger than the system lets the first run write; the others are not."""
     tensors = {f"{n}.experts.gate_up": torch.randn(2, 512, 256) for n in range(4)}
     tensors |= {"gate.weight": torch.randn(2), "large": torch.randn(1 << 20)}
@@ -220,7 +220,7 @@ def test_a_resumed_run_takes_no_other_recipe(tmp_path: Path) -> None:
     assert torch.equal(found["large"], tensors["large"])
 
 
-def test_two_recipes_of_the_same_names_are_two_plans(made: Made, tmp_path: Path) -> None:
+def test_two_recipes_of_the_same_names_are_two_plans(made, tmp_path):
     def of(text: str) -> str:
         (tmp_path / "r.toml").write_text(text)
         request = Request(src=made.source, dst=tmp_path / "out", to="dcp", recipe=tmp_path / "r.toml")
@@ -235,7 +235,7 @@ TIED = 'others = "same"\nmap = [{left = "embed", right = "tokens"}]\ntied = {"he
 
 
 @pytest.fixture
-def tied(tmp_path: Path) -> Callable[[Tensor], Path]:
+def tied(tmp_path):
     """``tied(head)``: a folder of a model whose configuration ties its head."""
 
     def make(head: Tensor) -> Path:
@@ -248,9 +248,7 @@ def tied(tmp_path: Path) -> Callable[[Tensor], Path]:
     return make
 
 
-def test_tied_weights_that_differ_are_refused_before_anything_is_written(
-    tied: Callable[[Tensor], Path], tmp_path: Path
-) -> None:
+def test_tied_weights_that_differ_are_refused_before_anything_is_written(tied, tmp_path):
     source, recipe = tied(torch.zeros(3, 2)), tmp_path / "tied.toml"
     save_file({"tokens": torch.ones(3, 2)}, tmp_path / "other.safetensors")
     model = torch.nn.ParameterDict({"tokens": torch.zeros(3, 2)})
@@ -268,7 +266,7 @@ def test_tied_weights_that_differ_are_refused_before_anything_is_written(
     assert not model["tokens"].any()
 
 
-def test_tied_weights_are_written_once(tied: Callable[[Tensor], Path], tmp_path: Path) -> None:
+def test_tied_weights_are_written_once(tied, tmp_path):
     source, recipe = tied(torch.ones(3, 2)), tmp_path / "tied.toml"
     ckpt_tools.convert(source, tmp_path / "out", to="safetensors", recipe=recipe)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"tokens"}
@@ -282,7 +280,7 @@ right = { "tokens" = "V H" }
 """
 
 
-def test_padding_is_zeros_for_every_command(tmp_path: Path) -> None:
+def test_padding_is_zeros_for_every_command(tmp_path):
     save_file({"tokens": torch.ones(4, 2)}, tmp_path / "m.safetensors")
     (tmp_path / "padded.toml").write_text(PADDED)
     options: dict[str, Any] = {"recipe": tmp_path / "padded.toml", "inverse": True}
@@ -299,7 +297,7 @@ def test_padding_is_zeros_for_every_command(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "back.safetensors")["tokens"], torch.ones(4, 2))
 
 
-def test_a_dtype_of_a_recipe_is_a_cast(tmp_path: Path) -> None:
+def test_a_dtype_of_a_recipe_is_a_cast(tmp_path):
     """It is reported as the casts that are asked for are, and only where it changes something."""
     save_file({"w": torch.randn(4), "v": torch.ones(4).bfloat16(), "b": torch.ones(2)}, tmp_path / "m.safetensors")
     lines = [f'{{left = "{name}", right = "{name}", dtype = {{right = "bfloat16"}}}}' for name in "wv"]
@@ -314,7 +312,7 @@ def test_a_dtype_of_a_recipe_is_a_cast(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["beside", "above", "named"])
-def test_sizes_are_in_the_configuration(where: str, made: Made, tmp_path: Path) -> None:
+def test_sizes_are_in_the_configuration(where, made, tmp_path):
     """Beside the file, above the folder or where ``config`` says; a wrong one is refused."""
     run = tmp_path / "run"
     (run / "weights").mkdir(parents=True)
@@ -357,15 +355,15 @@ REFUSED: list[tuple[str, dict[str, Any], type[CkptError], str]] = [
 @pytest.mark.parametrize(("text", "options", "error", "said"), REFUSED)
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_refuses_in_the_same_words(
-    verb: str,
-    text: str,
-    options: dict[str, Any],
-    error: type[CkptError],
-    said: str,
-    made: Made,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    verb,
+    text,
+    options,
+    error,
+    said,
+    made,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.toml").write_text(text)
     with pytest.raises(error, match=said) as caught:
@@ -374,7 +372,7 @@ def test_every_verb_refuses_in_the_same_words(
     assert [path.name for path in tmp_path.iterdir()] == ["r.toml"]
 
 
-def test_what_a_recipe_does_not_know_is_left_out_by_its_name(tmp_path: Path) -> None:
+def test_what_a_recipe_does_not_know_is_left_out_by_its_name(tmp_path):
     (tmp_path / "r.toml").write_text('[[map]]\nleft = "a.{n}.w"\nright = "b.{n}.w"\n')
     kept = {f"a.{number}.w": torch.full((2,), float(number)) for number in range(2)}
     save_file(kept | {"value_head.[1].w": torch.ones(3)}, tmp_path / "source.safetensors")

@@ -96,7 +96,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(request, tmp_path_factory):
     return _train(request.param, tmp_path_factory.mktemp("megatron"))
 
 
@@ -106,7 +106,7 @@ def _train(case: Case, folder: Path) -> Trained:
     return Trained(case, folder, losses)
 
 
-def test_transformers_computes_the_same_logits(trained: Trained, tmp_path: Path) -> None:
+def test_transformers_computes_the_same_logits(trained, tmp_path):
     hub = trained.hub(tmp_path / "hub")
     logits, wrong = trained.on_rank(mm.twin, hub)
     assert not wrong
@@ -119,7 +119,7 @@ def test_transformers_computes_the_same_logits(trained: Trained, tmp_path: Path)
     assert torch.equal(back, wanted)
 
 
-def test_all_of_the_state_there_and_back(trained: Trained, tmp_path: Path) -> None:
+def test_all_of_the_state_there_and_back(trained, tmp_path):
     """Sizes come from the arguments in the common state."""
     case = trained.case
     ckpt_tools.convert(trained.run, tmp_path / "renamed", to="dcp", **trained.options)
@@ -137,7 +137,7 @@ def test_all_of_the_state_there_and_back(trained: Trained, tmp_path: Path) -> No
         assert not ckpt_tools.diff(trained.run, back).differences
 
 
-def test_rows_are_where_the_code_of_megatron_puts_them(trained: Trained, tmp_path: Path) -> None:
+def test_rows_are_where_the_code_of_megatron_puts_them(trained, tmp_path):
     """Each fused tensor is put together anew from those of the hub."""
     hub = _bits(load_file(trained.hub(tmp_path / "hub") / "model.safetensors"))
     state = _bits(trained.state)
@@ -174,7 +174,7 @@ def _attention(hub: dict[str, np.ndarray[Any, Any]], layer: int, folder: Path) -
     return np.concatenate(rows)
 
 
-def test_head_that_megatron_does_not_have(tmp_path: Path) -> None:
+def test_head_that_megatron_does_not_have(tmp_path):
     """A file of the hub may hold it, as a name with bytes of its own."""
     tied = _train(Case("llama", "fp32", changes=TIED), tmp_path)
     hub = tied.hub(tmp_path / "hub")
@@ -192,7 +192,7 @@ def test_head_that_megatron_does_not_have(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def from_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def from_torch(tmp_path_factory):
     """transformers' model, trained by torch's AdamW with one group, under the names of the hub."""
     folder = tmp_path_factory.mktemp("hub")
     config = mm.hub_config(mm.FAMILIES["llama"])
@@ -209,7 +209,7 @@ def from_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestFromAnotherTrainer:
-    def test_megatron_loads_it(self, from_torch: Path, tmp_path: Path) -> None:
+    def test_megatron_loads_it(self, from_torch, tmp_path):
         report = ckpt_tools.convert(
             from_torch / "state.pt", tmp_path / "out", to="megatron", state="all", recipe="megatron_llama", inverse=True
         )
@@ -227,14 +227,14 @@ class TestFromAnotherTrainer:
             (0.002, 0.0, (0.8, 0.9)),
         ]
 
-    def test_its_own_group_comes_back(self, from_torch: Path, tmp_path: Path) -> None:
+    def test_its_own_group_comes_back(self, from_torch, tmp_path):
         options: dict[str, Any] = {"state": "all", "recipe": "megatron_llama"}
         ckpt_tools.convert(from_torch / "state.pt", tmp_path / "out", to="megatron", inverse=True, **options)
         ckpt_tools.convert(tmp_path / "out", tmp_path / "back.pt", config=from_torch, **options)
         assert not ckpt_tools.diff(from_torch / "state.pt", tmp_path / "back.pt").differences
 
 
-def test_old_files_of_llama_hold_frequencies(tmp_path: Path) -> None:
+def test_old_files_of_llama_hold_frequencies(tmp_path):
     torch.manual_seed(0)
     LlamaForCausalLM(mm.hub_config(mm.FAMILIES["llama"])).save_pretrained(tmp_path / "hub")
     path = tmp_path / "hub/model.safetensors"
@@ -246,7 +246,7 @@ def test_old_files_of_llama_hold_frequencies(tmp_path: Path) -> None:
     assert not any("inv_freq" in name for name in ckpt_tools.open(tmp_path / "out"))
 
 
-def test_sizes_of_megatron_bridge(tmp_path: Path) -> None:
+def test_sizes_of_megatron_bridge(tmp_path):
     """`run_config.yaml` beside the weights; without it the sizes are asked for."""
     case = Case("qwen3", "fp32")
     trained = _train(case, tmp_path)

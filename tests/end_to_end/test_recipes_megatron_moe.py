@@ -95,13 +95,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(request, tmp_path_factory):
     name, form, dtype = request.param
     folder = tmp_path_factory.mktemp("megatron")
     return Trained(name, dtype, folder, on_rank(mm.produce, name, {}, dtype, form, "", folder))
 
 
-def test_transformers_computes_the_same_logits(trained: Trained, tmp_path: Path) -> None:
+def test_transformers_computes_the_same_logits(trained, tmp_path):
     hub = trained.hub(tmp_path / "hub")
     logits, more, wrong = on_rank(twins, hub)
     assert not wrong
@@ -118,7 +118,7 @@ def test_transformers_computes_the_same_logits(trained: Trained, tmp_path: Path)
     assert (back - wanted).abs().max() <= (trained.bound * wanted.abs().max() if trained.adds else 0.0)
 
 
-def test_all_of_the_state_there_and_back(trained: Trained, tmp_path: Path) -> None:
+def test_all_of_the_state_there_and_back(trained, tmp_path):
     """Sizes come from the arguments in the common state."""
     ckpt_tools.convert(trained.run, tmp_path / "renamed", to="dcp", recipe=trained.recipe)
     back = tmp_path / "back"

@@ -99,19 +99,19 @@ SOURCES: tuple[Callable[[Path], None], ...] = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("page")
     for make in SOURCES:
         make(made)
     return made
 
 
-def test_every_command_prints_what_the_page_says(folder: Path) -> None:
+def test_every_command_prints_what_the_page_says(folder):
     for page in PAGES:
         check_commands(page, folder)
 
 
-def test_the_file_is_a_recipe() -> None:
+def test_the_file_is_a_recipe():
     (text,) = blocks(DOCS / "recipes_own.md", "toml")
     recipe = parse_recipe(text, "mine", "mine.toml")
     assert len(recipe.lines) == 3

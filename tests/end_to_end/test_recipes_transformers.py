@@ -126,7 +126,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(request, tmp_path_factory):
     return _train(request.param, tmp_path_factory.mktemp("trained"))
 
 
@@ -151,13 +151,13 @@ def _has_recipe(model_type: str) -> bool:
     return any(model_type in recipe.known_as for recipe in list_recipes())
 
 
-def test_the_hub_folder_is_that_of_save_pretrained(trained: Trained, tmp_path: Path) -> None:
+def test_the_hub_folder_is_that_of_save_pretrained(trained, tmp_path):
     weights = "model" if trained.case.dtype == "bf16" else "master"
     trained.convert(trained.checkpoint, tmp_path / "hub", to="safetensors", weights=weights)
     assert_is_hub_folder(trained.case.family, tmp_path / "hub", trained.folder)
 
 
-def test_training_goes_on_after_a_way_over_hub_names(trained: Trained, tmp_path: Path) -> None:
+def test_training_goes_on_after_a_way_over_hub_names(trained, tmp_path):
     trained.convert(trained.checkpoint, tmp_path / "hub", to="dcp")
     assert_has_moments(tmp_path / "hub", trained.folder)
     how = {"to": "zero3", "world_size": RANKS} if trained.case.is_zero else {"to": "dcp"}
@@ -168,7 +168,7 @@ def test_training_goes_on_after_a_way_over_hub_names(trained: Trained, tmp_path:
 
 
 @pytest.mark.soak
-def test_moments_under_a_name_that_the_hub_lacks_are_refused(tmp_path: Path) -> None:
+def test_moments_under_a_name_that_the_hub_lacks_are_refused(tmp_path):
     trained = _train(HEAD_FIRST, tmp_path)
     trained.convert(trained.checkpoint, tmp_path / "hub", to="safetensors")
     assert_is_hub_folder(trained.case.family, tmp_path / "hub", trained.folder)
@@ -176,7 +176,7 @@ def test_moments_under_a_name_that_the_hub_lacks_are_refused(tmp_path: Path) -> 
         trained.convert(trained.checkpoint, tmp_path / "state", to="dcp")
 
 
-def test_weights_of_the_hub_load_into_the_live_model(trained: Trained, tmp_path: Path) -> None:
+def test_weights_of_the_hub_load_into_the_live_model(trained, tmp_path):
     trained.convert(trained.folder / "pretrained", tmp_path / "live", to="dcp", inverse=True)
     job = hub_runs.load_weights_in_fsdp2, trained.case.family, str(tmp_path / "live")
     logits, _ = launch.pool(RANKS).run(*job)
@@ -211,7 +211,7 @@ def assert_has_moments(checkpoint: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def fused(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def fused(tmp_path_factory):
     return _train(Case("qwen3_moe"), tmp_path_factory.mktemp("fused"))
 
 
@@ -229,13 +229,13 @@ FAULTS: dict[str, tuple[str, Change]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_judges_find_a_fault(fault: str, fused: Trained, tmp_path: Path) -> None:
+def test_the_judges_find_a_fault(fault, fused, tmp_path):
     message, change = FAULTS[fault]
     with pytest.raises(AssertionError, match=message):
         _judge(fused, tmp_path, lambda tensors: tensors | change(tensors))
 
 
-def test_the_judges_find_that_a_tensor_is_missing(fused: Trained, tmp_path: Path) -> None:
+def test_the_judges_find_that_a_tensor_is_missing(fused, tmp_path):
     _judge(fused, tmp_path / "whole", lambda tensors: tensors)
     with pytest.raises(AssertionError, match="missing_keys"):
         _judge(fused, tmp_path / "less", lambda tensors: {n: tensor for n, tensor in tensors.items() if n != NORM})
@@ -247,7 +247,7 @@ def _judge(fused: Trained, folder: Path, change: Change) -> None:
     assert_is_hub_folder(fused.case.family, folder, fused.folder)
 
 
-def test_exchanged_layers_show_in_the_next_loss(fused: Trained, tmp_path: Path) -> None:
+def test_exchanged_layers_show_in_the_next_loss(fused, tmp_path):
     ckpt_tools.convert(fused.checkpoint, tmp_path / "same", to="dcp")
     assert fused.resumed(tmp_path / "same") == fused.losses
     rename = [r"layers\.0(.mlp.experts.down_proj)=layers.x\1", r"layers\.1(.mlp.experts.down_proj)=layers.0\1"]

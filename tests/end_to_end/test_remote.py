@@ -15,7 +15,6 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt_tools
 from ckpt_tools.cli.main import main
@@ -66,7 +65,7 @@ class Remote:
 
 
 @pytest.fixture(scope="module")
-def remote(s3_server: S3Server) -> Remote:
+def remote(s3_server):
     return Remote(s3_server, s3_server.new_prefix(), {})
 
 
@@ -80,7 +79,7 @@ CELLS = [(s, t) for s, t in itertools.product(SOURCES, TARGETS) if s not in WEIG
 
 
 @pytest.mark.parametrize(("source", "target"), thinned(CELLS, 2))
-def test_cell(source: str, target: str, checkpoint: Checkpoint, s3: S3Server, remote: Remote, tmp_path: Path) -> None:
+def test_cell(source, target, checkpoint, s3, remote, tmp_path):
     made = checkpoint(*SOURCES[source]).checkpoint
     name, options = TARGETS[target]
     ckpt_tools.convert(made, tmp_path / "expected" / name, **options)
@@ -99,7 +98,7 @@ def test_cell(source: str, target: str, checkpoint: Checkpoint, s3: S3Server, re
 
 
 @pytest.fixture
-def dcp(checkpoint: Checkpoint) -> Path:
+def dcp(checkpoint):
     return checkpoint(*SOURCES["dcp"]).checkpoint
 
 
@@ -116,7 +115,7 @@ Command = Callable[..., Done]
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
+def command(capsys):
     """The command line in this process."""
 
     def run(*words: str) -> Done:
@@ -128,7 +127,7 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     return run
 
 
-def test_the_command_line(dcp: Path, s3: S3Server, remote: Remote, command: Command) -> None:
+def test_the_command_line(dcp, s3, remote, command):
     url, out = remote.url(dcp), f"s3://{BUCKET}/{s3.new_prefix()}out"
     done = command("convert", url, out, "--to", "safetensors", "--json")
     assert done.code == 0, done.err
@@ -157,15 +156,13 @@ def test_the_command_line(dcp: Path, s3: S3Server, remote: Remote, command: Comm
         (("inspect", "nonsense://bucket/x"), 4, "nonsense"),
     ],
 )  # fmt: skip
-def test_errors_are_one_sentence(s3: S3Server, words: tuple[str, ...], code: int, said: str, command: Command) -> None:
+def test_errors_are_one_sentence(s3, words, code, said, command):
     done = command(*words)
     assert (done.code, "Traceback" in done.err) == (code, False), done.err
     assert said in done.err
 
 
-def test_storage_options_stand_for_the_environment(
-    dcp: Path, s3: S3Server, remote: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_options_stand_for_the_environment(dcp, s3, remote, monkeypatch):
     url = remote.url(dcp)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
         monkeypatch.delenv(name)
@@ -175,7 +172,7 @@ def test_storage_options_stand_for_the_environment(
         ckpt_tools.inspect(url, storage_options={**options, "secret": "wrong"})
 
 
-def test_every_function_takes_storage_options(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_function_takes_storage_options(s3, tmp_path, monkeypatch):
     """Clients of the environment outlive a test, so it is watched with which options stores are opened."""
     used, parse = [], S3Options.parse
     monkeypatch.setattr(S3Options, "parse", lambda options: used.append(options) or parse(options))
@@ -207,7 +204,7 @@ def test_every_function_takes_storage_options(s3: S3Server, tmp_path: Path, monk
     assert used and all(options == reach["storage_options"] for options in used)
 
 
-def test_opening_is_lazy(dcp: Path, s3: S3Server, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_opening_is_lazy(dcp, s3, remote, monkeypatch):
     url, read, counted = remote.url(dcp), Bucket.read_into, []
 
     def watched(self: Bucket, key: str, start: int, buffer: memoryview, **more: Any) -> None:
@@ -224,7 +221,7 @@ def test_opening_is_lazy(dcp: Path, s3: S3Server, remote: Remote, monkeypatch: p
     assert len(counted) < len(local)
 
 
-def test_bytes_are_copied_within_the_service(s3: S3Server, tmp_path: Path) -> None:
+def test_bytes_are_copied_within_the_service(s3, tmp_path):
     from safetensors.numpy import load, save_file
 
     tensors = {name: np.random.default_rng(1).integers(0, 99, (3 << 20,)) for name in "ab"}
@@ -244,7 +241,7 @@ def test_bytes_are_copied_within_the_service(s3: S3Server, tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wide(tmp_path_factory):
     """A DCP of two ranks, 84 MiB: shards of 20 and 11 MiB, between which there is a little."""
     from safetensors.numpy import save_file
 
@@ -256,7 +253,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_shards_are_copied_within_the_service(s3: S3Server, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_are_copied_within_the_service(s3, wide, monkeypatch):
     prefix, read, fetched = s3.new_prefix(), Bucket.read_into, []
 
     def watched(self: Bucket, key: str, start: int, buffer: memoryview, **more: Any) -> None:
@@ -288,7 +285,7 @@ right = { "tokens" = "(odd:2048 even:2048) (right:1280 left:1280)" }
 """
 
 
-def test_parts_of_shards_are_copied_within_the_service(s3: S3Server, wide: Path, tmp_path: Path) -> None:
+def test_parts_of_shards_are_copied_within_the_service(s3, wide, tmp_path):
     """Halves of an item are ranges of it; quarters with swapped columns are not, and are read."""
     from safetensors.numpy import load, load_file
 
@@ -334,7 +331,7 @@ def kill(source: str | Path, out: str, call: str, number: int, **options: str | 
     assert subprocess.run([sys.executable, "-c", KILLED, *words]).returncode == -9
 
 
-def test_a_run_that_was_killed_while_it_copied_is_resumed(s3: S3Server, wide: Path) -> None:
+def test_a_run_that_was_killed_while_it_copied_is_resumed(s3, wide):
     prefix = s3.new_prefix()
     s3.upload(f"{prefix}in/", wide / "dcp")
     source, out = f"s3://{BUCKET}/{prefix}in", f"s3://{BUCKET}/{prefix}out.safetensors"
@@ -347,7 +344,7 @@ def test_a_run_that_was_killed_while_it_copied_is_resumed(s3: S3Server, wide: Pa
     assert s3.open_uploads(prefix) == []
 
 
-def test_a_killed_run_is_resumed(s3: S3Server, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed(s3, tmp_path):
     from safetensors.numpy import save_file
 
     source = tmp_path / "a.safetensors"
@@ -365,7 +362,7 @@ def test_a_killed_run_is_resumed(s3: S3Server, tmp_path: Path) -> None:
     assert s3.open_uploads(prefix) == []
 
 
-def test_a_run_that_was_killed_after_it_published_is_repeated(s3: S3Server, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_after_it_published_is_repeated(s3, tmp_path):
     """With its log and notes still there, its own objects are not taken for the old ones."""
     torch.save({"a": torch.rand(64)}, tmp_path / "a.pt")
     prefix = s3.new_prefix()
@@ -380,14 +377,14 @@ def test_a_run_that_was_killed_after_it_published_is_repeated(s3: S3Server, tmp_
 
 
 @pytest.fixture
-def memory() -> MemoryFileSystem:
+def memory():
     fs = fsspec.filesystem("memory")
     fs.store.clear()
     fs.pseudo_dirs[:] = [""]
     return fs
 
 
-def test_any_store_of_fsspec(dcp: Path, memory: MemoryFileSystem, tmp_path: Path) -> None:
+def test_any_store_of_fsspec(dcp, memory, tmp_path):
     for path, data in local_files(dcp).items():
         memory.pipe_file(f"/ckpt/{path}", data)
     ckpt_tools.convert(dcp, tmp_path / "expected", to="zero2", world_size=2)
@@ -404,14 +401,14 @@ def test_any_store_of_fsspec(dcp: Path, memory: MemoryFileSystem, tmp_path: Path
 @pytest.mark.parametrize(("is_remote_source", "is_remote_target"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("workers", [None, 3])
 def test_a_plan_says_the_memory_that_a_conversion_takes(
-    dcp: Path,
-    memory: MemoryFileSystem,
-    tmp_path: Path,
-    is_remote_source: bool,
-    is_remote_target: bool,
-    workers: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    dcp,
+    memory,
+    tmp_path,
+    is_remote_source,
+    is_remote_target,
+    workers,
+    monkeypatch,
+):
     """A remote URL on either side means a client, and more threads, of which each has buffers."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     for path, data in local_files(dcp).items():
@@ -427,7 +424,7 @@ def test_a_plan_says_the_memory_that_a_conversion_takes(
     assert (more > REMOTE_BYTES) is (workers is None and is_remote)
 
 
-def test_replacing_in_a_store_of_fsspec(dcp: Path, memory: MemoryFileSystem, tmp_path: Path) -> None:
+def test_replacing_in_a_store_of_fsspec(dcp, memory, tmp_path):
     ckpt_tools.convert(dcp, "memory://out", to="dcp")
     before = set(memory.find("/out"))
     with pytest.raises(DestinationExistsError):
@@ -441,7 +438,7 @@ def test_replacing_in_a_store_of_fsspec(dcp: Path, memory: MemoryFileSystem, tmp
         ckpt_tools.inspect("memory://nothing")
 
 
-def test_a_failing_source_leaves_nothing_in_a_store_of_fsspec(dcp: Path, memory: MemoryFileSystem) -> None:
+def test_a_failing_source_leaves_nothing_in_a_store_of_fsspec(dcp, memory):
     for path, data in local_files(dcp).items():
         memory.pipe_file(f"/ckpt/{path}", data if path == ".metadata" else data[: len(data) // 2])
     with pytest.raises(CkptError):

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
@@ -68,7 +68,7 @@ def _seconds(work: Callable[[Path], object], path: Path) -> float:
 
 
 @pytest.fixture(scope="module", params=TARGETS)
-def sizes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sizes:
+def sizes(request, tmp_path_factory):
     """Ten thousand chunks at most, or the trillion parameters and an eighth of them."""
     ranks, layers = (1024, (14, 112)) if request.config.getoption("--soak") else (128, (2, 8))
     folder = tmp_path_factory.mktemp("sizes")
@@ -77,18 +77,18 @@ def sizes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Sizes(request.param, ranks, paths[0], paths[1], len(shapes[1]) / len(shapes[0]))
 
 
-def test_inspecting_grows_with_the_chunks(sizes: Sizes) -> None:
+def test_inspecting_grows_with_the_chunks(sizes):
     sizes.assert_grows_slowly(ckpt_tools.inspect)
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_planning_grows_with_the_chunks(sizes: Sizes, number: int) -> None:
+def test_planning_grows_with_the_chunks(sizes, number):
     layout = layout_of(sizes.kind, number, sizes.ranks)
     sizes.assert_grows_slowly(lambda path: ckpt_tools.plan(path, path.parent / "out", **layout))
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_planning_stays_within_the_memory_that_it_says(sizes: Sizes, number: int) -> None:
+def test_planning_stays_within_the_memory_that_it_says(sizes, number):
     layout = layout_of(sizes.kind, number, sizes.ranks)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in layout.items()]
     report, peak_bytes = _run("plan", sizes.large, sizes.large.parent / "out", *words)
@@ -117,14 +117,14 @@ def _run(*words: str | Path) -> tuple[dict[str, Any], int]:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(tmp_path_factory):
     """Eight ranks of two million parameters, in both ways."""
     folder = tmp_path_factory.mktemp("tiny")
     return {kind: synthetic.make(kind, TINY.shapes(), 8, folder / kind) for kind in ("dcp", "zero3-fp32")}
 
 
 @pytest.fixture(scope="module")
-def converted(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def converted(sources, tmp_path_factory):
     """Of a format: the checkpoint in it, what converting to it reported, and the memory it took."""
     known: dict[str, tuple[Path, dict[str, Any], int]] = {}
     folder = tmp_path_factory.mktemp("converted")
@@ -143,7 +143,7 @@ FORMATS = ["safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal"
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_conversion_is_as_the_plan_says(to: str, converted: Any, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_conversion_is_as_the_plan_says(to, converted, sources, tmp_path):
     _, report, peak_bytes = converted(to)
     world_size = {"world_size": 3} if to in ("dcp", "zero1", "zero2", "zero3") else {}
     planned = ckpt_tools.plan(sources["zero3-fp32"], tmp_path / "out", to=to, **world_size)
@@ -151,13 +151,13 @@ def test_a_conversion_is_as_the_plan_says(to: str, converted: Any, sources: dict
     assert peak_bytes <= planned.peak_memory_bytes <= 1.5 * peak_bytes
 
 
-def test_files_are_as_large_as_the_plan_says(converted: Any) -> None:
+def test_files_are_as_large_as_the_plan_says(converted):
     for to in FORMATS:
         folder, report, _ = converted(to)
         assert {path: (folder / path).stat().st_size for path in report["plan"]["files"]} == report["plan"]["files"]
 
 
-def test_of_a_dcp_little_more_than_the_tensors_is_read(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_of_a_dcp_little_more_than_the_tensors_is_read(sources, tmp_path):
     report, peak_bytes = _run("convert", sources["dcp"], tmp_path / "out", "--to", "safetensors")
     planned = ckpt_tools.plan(sources["dcp"], tmp_path / "again", to="safetensors")
     most = len(TINY.shapes()) * 8 * (ITEM_HEAD_BYTES + ITEM_TAIL_BYTES)
@@ -166,7 +166,7 @@ def test_of_a_dcp_little_more_than_the_tensors_is_read(sources: dict[str, Path],
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int, int]]]:
+def reads(monkeypatch):
     """Every range that is read of a local store while the test runs."""
     found: list[tuple[str, int, int]] = []
     read_into = LocalStore.read_into
@@ -183,9 +183,7 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize("kind", ["dcp", "zero3-fp32"])
-def test_converting_one_tensor_touches_no_byte_of_another(
-    kind: str, sources: dict[str, Path], reads: list[tuple[str, int, int]], tmp_path: Path
-) -> None:
+def test_converting_one_tensor_touches_no_byte_of_another(kind, sources, reads, tmp_path):
     ckpt_tools.inspect(sources[kind])
     headers = set(reads)
     reads.clear()
@@ -205,7 +203,7 @@ def test_converting_one_tensor_touches_no_byte_of_another(
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_an_index_reads_what_it_must(form: str, converted: Any) -> None:
+def test_an_index_reads_what_it_must(form, converted):
     checkpoint = ckpt_tools.open(converted(form)[0])
     tensor = checkpoint[NAME]
     assert tensor[0, 3:7].tolist() == [0, 0, 0, 0]

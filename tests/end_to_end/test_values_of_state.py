@@ -127,7 +127,7 @@ def numbered(state: dict[str, Any]) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_RUN])
-def test_every_optimizer_resumes_or_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_every_optimizer_resumes_or_is_refused_by_name(tmp_path, name):
     model = make_model()
     optimizer = make_optimizer(name, model)
     for _ in range(2):
@@ -220,7 +220,7 @@ def save_state(path: Path, slots: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", list(STRUCTURES))
 @pytest.mark.parametrize("between", [(), ("rename",), ("safetensors",)])
-def test_a_structure_stays_as_it_is(tmp_path: Path, name: str, between: tuple[str, ...]) -> None:
+def test_a_structure_stays_as_it_is(tmp_path, name, between):
     save_state(tmp_path / "source.pt", STRUCTURES[name])
     source, owner = tmp_path / "source.pt", "w"
     if between == ("safetensors",):
@@ -237,7 +237,7 @@ def test_a_structure_stays_as_it_is(tmp_path: Path, name: str, between: tuple[st
 
 
 @pytest.mark.parametrize("target", ["zero1", "zero2", "zero3", "universal", "megatron"])
-def test_a_format_without_a_place_refuses_by_name(tmp_path: Path, target: str) -> None:
+def test_a_format_without_a_place_refuses_by_name(tmp_path, target):
     save_state(tmp_path / "source.pt", QUANTIZED)
     with pytest.raises(
         UnsupportedError, match=rf"{target} cannot hold optimizer state .*__bnb_optimizer_quant_state__"
@@ -247,7 +247,7 @@ def test_a_format_without_a_place_refuses_by_name(tmp_path: Path, target: str) -
     assert any("__bnb_optimizer_quant_state__" in note.what for note in report.notes)
 
 
-def test_an_optimizer_that_steps_by_a_closure_is_loaded(tmp_path: Path) -> None:
+def test_an_optimizer_that_steps_by_a_closure_is_loaded(tmp_path):
     model = make_model()
     optimizer = torch.optim.LBFGS(model.parameters(), history_size=3)
     for _ in range(2):
@@ -261,7 +261,7 @@ def test_an_optimizer_that_steps_by_a_closure_is_loaded(tmp_path: Path) -> None:
     assert bits(other.state_dict()) == bits(model.state_dict())
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_another_optimizer_is_refused(tmp_path):
     model = make_model()
     optimizer = make_optimizer("soap", model)
     step(model, optimizer)
@@ -298,9 +298,7 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", list(EXTRA_STATES))
 @pytest.mark.parametrize("state", ["all", "model"])
-def test_what_get_extra_state_returned_is_set_again(
-    tmp_path: Path, kind: str, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_get_extra_state_returned_is_set_again(tmp_path, kind, state, monkeypatch):
     monkeypatch.setattr(Layer, "kind", kind)
     torch.manual_seed(0)
     model = nn.Sequential(Layer(3, 2), nn.Linear(2, 2))
@@ -333,9 +331,7 @@ def test_what_get_extra_state_returned_is_set_again(
 
 @pytest.mark.parametrize("kind", list(EXTRA_STATES))
 @pytest.mark.parametrize("is_alone", [False, True])
-def test_an_extra_state_is_left_out_with_the_tensors_in_it(
-    tmp_path: Path, kind: str, is_alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extra_state_is_left_out_with_the_tensors_in_it(tmp_path, kind, is_alone, monkeypatch):
     monkeypatch.setattr(Layer, "kind", kind)
     state = nn.Sequential(Layer(3, 2), nn.Linear(2, 2)).state_dict()
     torch.save(state if is_alone else {"model": state, "step": 1}, tmp_path / "source.pt")
@@ -346,9 +342,7 @@ def test_an_extra_state_is_left_out_with_the_tensors_in_it(
 
 
 @pytest.mark.parametrize("kind", ["dict", "text"])
-def test_a_model_alone_keeps_its_extra_state_in_safetensors(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_alone_keeps_its_extra_state_in_safetensors(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(Layer, "kind", kind)
     torch.save(nn.Sequential(Layer(3, 2)).state_dict(), tmp_path / "source.pt")
     ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.safetensors", state="all", strict=True)
@@ -357,7 +351,7 @@ def test_a_model_alone_keeps_its_extra_state_in_safetensors(
     assert plain(other[0].received) == plain(EXTRA_STATES[kind]())
 
 
-def test_a_missing_extra_state_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_state_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Layer, "kind", "dict")
     torch.save(nn.Sequential(nn.Linear(3, 2)).state_dict(), tmp_path / "plain.pt")
     with pytest.raises(UsageError, match=r"not in the checkpoint: 0\._extra_state"):
@@ -367,7 +361,7 @@ def test_a_missing_extra_state_is_an_error(tmp_path: Path, monkeypatch: pytest.M
         ckpt_tools.load_into(nn.Sequential(nn.Linear(3, 2)), None, tmp_path / "own.pt")
 
 
-def test_state_of_no_parameter_stays_in_the_optimizer(tmp_path: Path) -> None:
+def test_state_of_no_parameter_stays_in_the_optimizer(tmp_path):
     state = save_state(tmp_path / "source.pt", {"exp_avg": torch.ones(2, 4)})
     state["optimizer"]["state"]["k"] = torch.tensor([2])
     state["model"]["version"] = 3
@@ -378,7 +372,7 @@ def test_state_of_no_parameter_stays_in_the_optimizer(tmp_path: Path) -> None:
     assert written["model"]["version"] == 3
 
 
-def test_a_recipe_refuses_state_that_it_cannot_map(tmp_path: Path) -> None:
+def test_a_recipe_refuses_state_that_it_cannot_map(tmp_path):
     save_state(tmp_path / "source.pt", QUANTIZED)
     text = 'about = "one"\nleft = "a"\nright = "b"\n[[map]]\nleft = "w"\nright = "v"\n'
     (tmp_path / "r.toml").write_text(text)
@@ -386,7 +380,7 @@ def test_a_recipe_refuses_state_that_it_cannot_map(tmp_path: Path) -> None:
         ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.pt", state="all", recipe=tmp_path / "r.toml")
 
 
-def test_inspect_lists_what_is_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_lists_what_is_no_tensor(tmp_path, monkeypatch):
     monkeypatch.setattr(Layer, "kind", "dict")
     state = save_state(tmp_path / "source.pt", {"shapes": [torch.ones(2), None], "skipped": None})
     state["model"]["_extra_state"] = Layer(3, 2).get_extra_state()
@@ -399,7 +393,7 @@ def test_inspect_lists_what_is_no_tensor(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("other", [[torch.ones(2), 3, None], [torch.ones(2), 4], [torch.ones(2), 4, b"x"]])
-def test_verify_compares_what_is_no_tensor(other: list[Any], tmp_path: Path) -> None:
+def test_verify_compares_what_is_no_tensor(other, tmp_path):
     save_state(tmp_path / "one.pt", {"shapes": [torch.ones(2), 4, None], "skipped": None})
     ckpt_tools.convert(tmp_path / "one.pt", tmp_path / "dcp", to="dcp")
     assert ckpt_tools.verify(tmp_path / "one.pt", tmp_path / "dcp").equal

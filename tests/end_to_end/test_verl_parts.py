@@ -75,18 +75,18 @@ def _saved(folder: Path, dtype: str, **changes: Any) -> Saved:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory):
     """bf16, with fp32 masters; the vocabulary is padded."""
     return _saved(tmp_path_factory.mktemp("verl"), "bf16")
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def tied(tmp_path_factory):
     return _saved(tmp_path_factory.mktemp("tied"), "fp32", tie_word_embeddings=True, vocab_size=128)
 
 
 @pytest.fixture(params=["saved", "tied"])
-def each(request: pytest.FixtureRequest) -> Saved:
+def each(request):
     found: Saved = request.getfixturevalue(request.param)
     return found
 
@@ -110,7 +110,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hub", "core"])
-def test_ls_lists_the_parts_as_one_checkpoint(kind: str, saved: Saved, tmp_path: Path) -> None:
+def test_ls_lists_the_parts_as_one_checkpoint(kind, saved, tmp_path):
     actor: Path = getattr(saved, kind)
     shutil.copytree(actor, tmp_path / "run" / "actor")
     shutil.copytree(actor, tmp_path / "run" / "critic")
@@ -122,7 +122,7 @@ def test_ls_lists_the_parts_as_one_checkpoint(kind: str, saved: Saved, tmp_path:
 
 
 class TestWeightsOfTheHub:
-    def test_a_recipe_joins_them(self, each: Saved, tmp_path: Path) -> None:
+    def test_a_recipe_joins_them(self, each, tmp_path):
         ckpt_tools.convert(each.run, tmp_path / "whole", to="dcp", **RECIPE)
         report = ckpt_tools.convert(each.hub, tmp_path / "joined", to="dcp", **RECIPE)
         assert report.plan.recipe is not None and not report.plan.recipe.inverse
@@ -130,13 +130,13 @@ class TestWeightsOfTheHub:
         assert ckpt_tools.verify(each.hub, tmp_path / "joined", **RECIPE).equal
         assert not [d for d in ckpt_tools.diff(each.hub, tmp_path / "joined", **RECIPE).differences if d.key]
 
-    def test_both_copies_of_the_weights(self, saved: Saved, tmp_path: Path) -> None:
+    def test_both_copies_of_the_weights(self, saved, tmp_path):
         """Zero-1 holds weights in bf16 and masters in fp32."""
         for name, source in (("whole", saved.run), ("joined", saved.hub)):
             ckpt_tools.convert(source, tmp_path / name, to="zero1", config=saved.folder / "config", **RECIPE)
         assert not [d for d in ckpt_tools.diff(tmp_path / "whole", tmp_path / "joined").differences if d.key]
 
-    def test_megatron_resumes(self, each: Saved, tmp_path: Path) -> None:
+    def test_megatron_resumes(self, each, tmp_path):
         out = tmp_path / "out"
         ckpt_tools.convert(each.hub, out, to="megatron", inverse=True, **RECIPE)
         changes = {} if each.folder.name.startswith("verl") else {"tie_word_embeddings": True, "vocab_size": 128}
@@ -152,7 +152,7 @@ class TestWeightsOfTheHub:
             rows = slice(mm.VOCABULARY) if "embedding" in name or "output_layer" in name else slice(None)
             assert torch.equal(tensor[rows], wanted[name][rows]), name
 
-    def test_without_a_recipe(self, saved: Saved, tmp_path: Path) -> None:
+    def test_without_a_recipe(self, saved, tmp_path):
         with pytest.raises(UnsupportedError) as caught:
             ckpt_tools.convert(saved.hub, tmp_path / "no", to="dcp")
         assert caught.value.message == APART
@@ -165,7 +165,7 @@ class TestWeightsOfTheHub:
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
         assert ckpt_tools.verify(saved.hub, tmp_path / "out", state="model").equal
 
-    def test_inspect(self, saved: Saved) -> None:
+    def test_inspect(self, saved):
         found = ckpt_tools.inspect(saved.hub)
         assert (found.step, found.format, {*found.optimizer_slots}) == (
             mm.STEPS,
@@ -177,7 +177,7 @@ class TestWeightsOfTheHub:
         assert ckpt_tools.verify(saved.hub).equal
         assert not ckpt_tools.diff(saved.hub, saved.hub).differences
 
-    def test_load_into(self, saved: Saved) -> None:
+    def test_load_into(self, saved):
         model = AutoModelForCausalLM.from_config(mm.hub_config(mm.FAMILIES["qwen3"])).to(torch.bfloat16)
         ckpt_tools.load_into(model, None, saved.hub)
         wanted = load_file(saved.hub / HUB / "model.safetensors")
@@ -193,16 +193,16 @@ class TestWeightsOfTheHub:
         ckpt_tools.load_into(model, optimizer, saved.hub, **RECIPE)
         assert len(optimizer.state) == len(wanted)
 
-    def test_another_recipe(self, saved: Saved, tmp_path: Path) -> None:
+    def test_another_recipe(self, saved, tmp_path):
         with pytest.raises(UsageError):
             ckpt_tools.convert(saved.hub, tmp_path / "no", to="dcp", recipe="megatron_gpt2")
         assert not (tmp_path / "no").exists()
 
-    def test_recipes_check(self, saved: Saved) -> None:
+    def test_recipes_check(self, saved):
         found = ckpt_tools.check_recipe("megatron_qwen3", saved.hub)
         assert "model.norm.weight" in {each.name for each in found.tensors}
 
-    def test_weights_of_another_model(self, saved: Saved, tmp_path: Path) -> None:
+    def test_weights_of_another_model(self, saved, tmp_path):
         other = tmp_path / "other"
         shutil.copytree(saved.hub, other)
         config = mm.hub_config(mm.FAMILIES["qwen3"].but(intermediate_size=40))
@@ -212,7 +212,7 @@ class TestWeightsOfTheHub:
         ):
             ckpt_tools.convert(other, tmp_path / "no", to="dcp", **RECIPE)
 
-    def test_adapters_are_refused(self, saved: Saved, tmp_path: Path) -> None:
+    def test_adapters_are_refused(self, saved, tmp_path):
         shutil.copytree(saved.hub, tmp_path / "actor")
         describe(tmp_path / "actor", HUB, peft_adapters={"path": CORE})
         with pytest.raises(UnsupportedError, match="adapter of PEFT"):
@@ -220,7 +220,7 @@ class TestWeightsOfTheHub:
 
 
 class TestWeightsOfMegatron:
-    def test_they_are_joined_when_read(self, each: Saved, tmp_path: Path) -> None:
+    def test_they_are_joined_when_read(self, each, tmp_path):
         ckpt_tools.convert(each.core, tmp_path / "joined", to="dcp")
         ckpt_tools.convert(each.run, tmp_path / "whole", to="dcp")
         assert_same(tmp_path / "whole", tmp_path / "joined")

@@ -26,7 +26,7 @@ LIMITS: dict[WrittenFormat, int] = {
 
 
 @pytest.fixture(params=["weights", "training state"])
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def source(request, tmp_path):
     model = torch.nn.Linear(COLUMNS, ROWS)
     if request.param == "weights":
         save_file(model.state_dict(), tmp_path / "src.safetensors")
@@ -46,7 +46,7 @@ def ranks_of(folder: Path) -> tuple[int | None, int | None]:
 
 
 @pytest.mark.parametrize("to", LIMITS)
-def test_the_limit_and_one_above(to: WrittenFormat, source: Path, tmp_path: Path) -> None:
+def test_the_limit_and_one_above(to, source, tmp_path):
     limit = LIMITS[to]
     ckpt_tools.convert(source, tmp_path / "out", to=to, world_size=limit)
     assert ranks_of(tmp_path / "out") == (limit, limit)
@@ -62,7 +62,7 @@ def test_the_limit_and_one_above(to: WrittenFormat, source: Path, tmp_path: Path
 
 @pytest.mark.parametrize("to", LIMITS)
 @pytest.mark.parametrize("asked", [1, 4, 7, 9])
-def test_every_number_below_it_is_written(to: WrittenFormat, asked: int, source: Path, tmp_path: Path) -> None:
+def test_every_number_below_it_is_written(to, asked, source, tmp_path):
     """10 rows on 7 ranks are 2 rows each, and none for the last two: they have a file too, as torch writes it."""
     ckpt_tools.convert(source, tmp_path / "out", to=to, world_size=asked)
     assert ranks_of(tmp_path / "out") == (asked, asked)
@@ -71,7 +71,7 @@ def test_every_number_below_it_is_written(to: WrittenFormat, asked: int, source:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("asked", [6, 7, 8, 9, ROWS])
-def test_torch_loads_what_ranks_without_an_element_wrote(asked: int, source: Path, tmp_path: Path) -> None:
+def test_torch_loads_what_ranks_without_an_element_wrote(asked, source, tmp_path):
     ckpt_tools.convert(source, tmp_path / "out", to="dcp", state="model", world_size=asked)
     files = {path.name for path in (tmp_path / "out").glob("*.distcp")}
     assert files == {f"__{rank}_0.distcp" for rank in range(asked)}
@@ -85,7 +85,7 @@ def test_torch_loads_what_ranks_without_an_element_wrote(asked: int, source: Pat
 
 
 @pytest.mark.parametrize("to", ["dcp", "megatron", "sharded"])
-def test_the_ranks_of_the_source_are_never_too_many(to: WrittenFormat, source: Path, tmp_path: Path) -> None:
+def test_the_ranks_of_the_source_are_never_too_many(to, source, tmp_path):
     """A job that has more ranks than the model has rows saves and loads as any other."""
     ckpt_tools.convert(source, tmp_path / "zero", to="zero2", world_size=12)
     for options in ({}, {"world_size": 12}):
@@ -98,7 +98,7 @@ def test_the_ranks_of_the_source_are_never_too_many(to: WrittenFormat, source: P
             ckpt_tools.convert(tmp_path / "zero", tmp_path / "more", to=to, world_size=13)
 
 
-def test_the_command_says_it_in_one_sentence(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_it_in_one_sentence(source, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["convert", str(source), str(tmp_path / "out"), "--to", "dcp", "--world-size", "1000000"])
     assert ended.value.code == 2

@@ -17,7 +17,7 @@ from ckpt_tools.errors import IncompleteError, UsageError
 PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "model0")
 
 
-def test_wrappers_in_any_order() -> None:
+def test_wrappers_in_any_order():
     for count in range(len(PARTS) + 1):
         for order in permutations(PARTS, count):
             for repeated in (order, order * 2):
@@ -69,7 +69,7 @@ FRONTS = ("", "module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod.",
 
 
 @pytest.mark.parametrize("front", FRONTS)
-def test_the_whole_state_and_weights_alone(front: str, tmp_path: Path) -> None:
+def test_the_whole_state_and_weights_alone(front, tmp_path):
     """The optimizer has the names of the model, or those of the same model in other wrappers."""
     model, _ = trained()
     wrapped = {f"{front}{name}": tensor for name, tensor in model.items()}
@@ -84,7 +84,7 @@ def test_the_whole_state_and_weights_alone(front: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("front", FRONTS)
-def test_names_that_the_optimizer_says_by_number(front: str, tmp_path: Path) -> None:
+def test_names_that_the_optimizer_says_by_number(front, tmp_path):
     """``param_names`` are those of the module that the optimizer was made with."""
     model, optimizer = trained()
     torch.save({"model": {f"{front}{name}": model[name] for name in model}, "optimizer": optimizer}, tmp_path / "a.pt")
@@ -94,7 +94,7 @@ def test_names_that_the_optimizer_says_by_number(front: str, tmp_path: Path) -> 
     assert found["param_groups"][0]["param_names"] == list(model)
 
 
-def test_other_names_are_not_taken_for_each_other(tmp_path: Path) -> None:
+def test_other_names_are_not_taken_for_each_other(tmp_path):
     """Without the option names stay as they are; two weights never become one."""
     model, _ = trained()
     torch.save({"model": model, "optimizer": by_name("module.")}, tmp_path / "a.pt")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ckpt_tools
-from fixtures.store import Fixture
-from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY, S3Server
+from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY
 
 pytestmark = pytest.mark.extended
 
@@ -18,9 +15,7 @@ TOKEN = "token-4711-of-nobody"
 """Of the environment, which no request of the tests' server needs."""
 
 
-def test_no_file_holds_a_secret(
-    s3: S3Server, checkpoint: Callable[[str, str, int], Fixture], tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_no_file_holds_a_secret(s3, checkpoint, tmp_path, monkeypatch):
     made = checkpoint("fsdp2", "plain", 2).checkpoint
     prefix = s3.new_prefix()
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -65,7 +64,7 @@ class TestMegatron(FormatTests):
     optional_files = (TRACKER,)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_an_empty_parameter_gets_no_master(self, dtype: torch.dtype, tmp_path: Path) -> None:
+    def test_an_empty_parameter_gets_no_master(self, dtype, tmp_path):
         """As every other parameter: it has no item of a DCP that its master could share."""
         model = torch.nn.ParameterDict({"empty": torch.zeros(0, dtype=dtype), "b": torch.ones(2, dtype=dtype)})
         optimizer = torch.optim.Adam(model.parameters())
@@ -80,7 +79,7 @@ class TestMegatron(FormatTests):
 class TestSharded(FormatTests):
     format = ShardedFormat()
 
-    def test_a_missing_or_short_file_is_a_format_error(self) -> None:
+    def test_a_missing_or_short_file_is_a_format_error(self):
         """Without the optimizer's files and the small ones it is another whole checkpoint, as verl can be told to save
         it; the model's is needed."""
         files = self.example()

@@ -36,7 +36,6 @@ from ckpt_tools.formats.dcp.format import DcpFormat
 from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of, leaves
 from ckpt_tools.serialization.pickle.dump import Pairs, dumps
 from fixtures.store import Fixture
-from tests.conftest import Resume
 from tests.support.truth import WEIGHT, Truth, assert_same_bits
 
 Checkpoint = Callable[[str, str, int], Fixture]
@@ -96,7 +95,7 @@ def assert_equal(want: Any, got: Any, path: str = "") -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 12))
-def test_rows_are_cut_as_torch_chunks_them(rows: int, world_size: int) -> None:
+def test_rows_are_cut_as_torch_chunks_them(rows, world_size):
     boxes = row_chunks((rows, 3), world_size)
     pieces = [piece.tolist() for piece in torch.arange(rows).chunk(world_size)]
     assert [list(range(box.start[0], box.stop[0])) for box in boxes if box.numel] == pieces
@@ -116,7 +115,7 @@ def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @given(
     st.dictionaries(st.text("xyz", min_size=1, max_size=3), nested(st.sampled_from([1, "s", None, (1, 2), "TENSOR"])))
 )
-def test_trees_are_taken_apart_as_torch_does(tree: dict[str, Any]) -> None:
+def test_trees_are_taken_apart_as_torch_does(tree):
     def with_tensors(value: Any, tensor: Any) -> Any:
         if isinstance(value, dict):
             return {key: with_tensors(item, tensor) for key, item in value.items()}
@@ -172,7 +171,7 @@ def names(found: Manifest, model_key: str | None = None, optim_key: str | None =
     return set(entries_of(found, chosen_tree(found, model_key=model_key, optim_key=optim_key)).paths)
 
 
-def test_a_whole_state_is_the_tree_of_a_stateful_called_app() -> None:
+def test_a_whole_state_is_the_tree_of_a_stateful_called_app():
     assert names(manifest()) == {
         "app.model.w",
         "app.model.head",
@@ -189,33 +188,33 @@ def test_a_whole_state_is_the_tree_of_a_stateful_called_app() -> None:
     }
 
 
-def test_keys_move_model_and_optimizer() -> None:
+def test_keys_move_model_and_optimizer():
     found = names(manifest(), model_key="train.net", optim_key="train.opt")
     assert {"train.net.w", "train.opt.state.w.step", "train.epoch"} <= found
     assert {"optim.param_groups.0.lr", "epoch", "model.w"} <= names(manifest(), model_key="model")
     assert {"w", "optim.state.w.step", "epoch"} <= names(manifest(), model_key="")
 
 
-def test_a_model_alone_has_its_own_names() -> None:
+def test_a_model_alone_has_its_own_names():
     alone = manifest(tensors={StateKey("w"): stored((5, 3), Kind.PARAMETER)}, groups=(), extra={})
     assert names(alone) == {"w", "head"}
     assert names(alone, model_key="app.model") == {"app.model.w", "app.model.head"}
 
 
-def test_a_dcp_keeps_its_own_tree() -> None:
+def test_a_dcp_keeps_its_own_tree():
     homes = {name: ("top", name) for name in ("global_step", "lr_scheduler", "client_state", "deepspeed")}
     tree = StateTree(("net",), ("top", "opt"), False, homes)
     found = names(manifest(format="dcp", tree=tree))
     assert {"net.w", "top.opt.state.w.step", "top.global_step", "top.client_state.epoch"} <= found
 
 
-def test_a_flattened_optimizer_stays_flattened() -> None:
+def test_a_flattened_optimizer_stays_flattened():
     found = names(manifest(format="dcp", tree=StateTree((), ("optimizer",), True)))
     assert {"w", "optimizer.state.w.step", "optimizer.param_groups.w.lr"} <= found
     assert not any("param_groups.0" in name for name in found)
 
 
-def test_what_is_left_behind_is_said() -> None:
+def test_what_is_left_behind_is_said():
     extra = {
         "client_state": {"model": {"x": 1}, "global_step": 5, "empty": {}},
         "global_step": 4,
@@ -234,7 +233,7 @@ def test_what_is_left_behind_is_said() -> None:
     }
 
 
-def test_two_entries_of_one_name_are_refused() -> None:
+def test_two_entries_of_one_name_are_refused():
     with pytest.raises(UnsupportedError, match="this name"):
         names(manifest(extra={"client_state": {"a.b": 1, "a": {"b": 2}}}))
 
@@ -254,7 +253,7 @@ def options_of(options: dict[str, Any], config: dict[str, Any] | None = None) ->
     return values, [note.what for note in entries.notes if "group" in note.what]
 
 
-def test_a_group_of_deepspeeds_adam_has_all_that_torch_asks_for() -> None:
+def test_a_group_of_deepspeeds_adam_has_all_that_torch_asks_for():
     values, notes = options_of(FUSED)
     theirs = torch.optim.AdamW([torch.zeros(1)], lr=0.25, betas=(0.9, 0.95), weight_decay=0.1).param_groups[0]
     assert values == {**theirs, "params": ["w"]}
@@ -265,7 +264,7 @@ def test_a_group_of_deepspeeds_adam_has_all_that_torch_asks_for() -> None:
     assert options_of(FUSED, config)[0]["decoupled_weight_decay"] is False
 
 
-def test_groups_of_torch_are_left_as_they_are() -> None:
+def test_groups_of_torch_are_left_as_they_are():
     theirs = {
         name: value for name, value in torch.optim.AdamW([torch.zeros(1)]).param_groups[0].items() if name != "params"
     }
@@ -273,19 +272,19 @@ def test_groups_of_torch_are_left_as_they_are() -> None:
     assert options_of({"lr": 0.5, "momentum": 0.9}) == ({"lr": 0.5, "momentum": 0.9, "params": ["w"]}, [])
 
 
-def test_a_correction_that_was_off_is_said() -> None:
+def test_a_correction_that_was_off_is_said():
     assert options_of({"lr": 0.5, "bias_correction": False})[1] == ["bias_correction of parameter group 0"]
 
 
 # Many ranks
 
 
-def test_pairs_are_pickled_as_the_dict_they_are() -> None:
+def test_pairs_are_pickled_as_the_dict_they_are():
     items = {f"name {n}": (n, [n]) for n in range(3000)}
     assert pickle.loads(dumps({"a": Pairs(iter(items.items())), "b": 1})) == {"a": items, "b": 1}
 
 
-def test_a_thousand_ranks_are_planned_in_little_memory() -> None:
+def test_a_thousand_ranks_are_planned_in_little_memory():
     """100,000 chunks: what is kept is the index and a few files' segments, not every segment."""
     tensors = {StateKey(f"layers.{n}.weight"): stored((4096, 2048), Kind.PARAMETER) for n in range(100)}
     tracemalloc.start()
@@ -299,7 +298,7 @@ def test_a_thousand_ranks_are_planned_in_little_memory() -> None:
     assert peak < 60 << 20
 
 
-def test_ranks_without_an_element_have_a_file() -> None:
+def test_ranks_without_an_element_have_a_file():
     tensors = {StateKey("w"): stored((5, 3), Kind.PARAMETER)}
     layout = DcpFormat().layout(Manifest("x", tensors), WriteOptions(world_size=4))
     assert [file.path for file in layout.files] == [*(f"__{rank}_0.distcp" for rank in range(4)), ".metadata"]
@@ -311,7 +310,7 @@ def test_ranks_without_an_element_have_a_file() -> None:
 
 
 @pytest.fixture(scope="module")
-def rewritten(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def rewritten(checkpoint, tmp_path_factory):
     """A DCP of three ranks by torch, and the same by us."""
     source = checkpoint("fsdp2", "awkward", 3).checkpoint
     out = tmp_path_factory.mktemp("dcp") / "out"
@@ -319,7 +318,7 @@ def rewritten(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
     return source, out
 
 
-def test_the_index_says_what_torch_says(rewritten: tuple[Path, Path], checkpoint: Checkpoint) -> None:
+def test_the_index_says_what_torch_says(rewritten, checkpoint):
     theirs, ours = map(index_of, rewritten)
     kinds = Truth.load(checkpoint("fsdp2", "awkward", 3).root).kinds
     assert set(ours.state_dict_metadata) == set(theirs.state_dict_metadata)
@@ -335,7 +334,7 @@ def test_the_index_says_what_torch_says(rewritten: tuple[Path, Path], checkpoint
                 assert got.chunks == want.chunks, name
 
 
-def test_every_item_is_a_sound_archive_and_nothing_lies_between(rewritten: tuple[Path, Path]) -> None:
+def test_every_item_is_a_sound_archive_and_nothing_lies_between(rewritten):
     _, ours = rewritten
     spans: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
     for info in {(i.relative_path, i.offset, i.length) for i in index_of(ours).storage_data.values()}:
@@ -351,7 +350,7 @@ def test_every_item_is_a_sound_archive_and_nothing_lies_between(rewritten: tuple
         assert cursor == len(data)
 
 
-def test_index_hints_lead_to_the_chunks(rewritten: tuple[Path, Path]) -> None:
+def test_index_hints_lead_to_the_chunks(rewritten):
     index = index_of(rewritten[1])
     for at in index.storage_data:
         described = index.state_dict_metadata[at.fqn]
@@ -361,13 +360,13 @@ def test_index_hints_lead_to_the_chunks(rewritten: tuple[Path, Path]) -> None:
             assert at.offset is None
 
 
-def test_files_are_of_one_size(rewritten: tuple[Path, Path]) -> None:
+def test_files_are_of_one_size(rewritten):
     sizes = [path.stat().st_size for path in rewritten[1].glob("*.distcp")]
     assert len(sizes) == 3
     assert max(sizes) < 1.02 * min(sizes)
 
 
-def test_torch_rebuilds_the_same_tree_from_both(rewritten: tuple[Path, Path], tmp_path: Path) -> None:
+def test_torch_rebuilds_the_same_tree_from_both(rewritten, tmp_path):
     theirs, ours = (whole_tree(folder, tmp_path / f"{n}.pt") for n, folder in enumerate(rewritten))
     assert_equal(theirs, ours)
 
@@ -406,7 +405,7 @@ OBJECTS: dict[str, Any] = {
 }
 
 
-def test_objects_come_back_as_they_were(tmp_path: Path) -> None:
+def test_objects_come_back_as_they_were(tmp_path):
     tree = {"model": {"w": torch.arange(6.0).reshape(3, 2)}, **OBJECTS}
     source = saved(tree, tmp_path / "source")
     ckpt_tools.reshard(source, tmp_path / "out", world_size=2)
@@ -415,7 +414,7 @@ def test_objects_come_back_as_they_were(tmp_path: Path) -> None:
     assert isinstance(ours["own"], Unknown)
 
 
-def test_a_step_that_was_a_number_is_a_number_again(tmp_path: Path) -> None:
+def test_a_step_that_was_a_number_is_a_number_again(tmp_path):
     optim = {"state": {"w": {"step": 7, "rms": 0.5, "flag": True, "exp_avg": torch.ones(3), "note": None}}}
     tree = {
         "model": {"w": torch.zeros(3)},
@@ -426,7 +425,7 @@ def test_a_step_that_was_a_number_is_a_number_again(tmp_path: Path) -> None:
     assert_equal(whole_tree(source, tmp_path / "theirs.pt"), whole_tree(tmp_path / "out", tmp_path / "ours.pt"))
 
 
-def test_entries_beside_the_tree_stay_where_they_were(tmp_path: Path) -> None:
+def test_entries_beside_the_tree_stay_where_they_were(tmp_path):
     tree = {
         "app": {
             "model": {"w": torch.zeros(3)},
@@ -444,7 +443,7 @@ def test_entries_beside_the_tree_stay_where_they_were(tmp_path: Path) -> None:
 # Ties
 
 
-def test_a_tie_is_written_once_and_loads_under_both_names(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_tie_is_written_once_and_loads_under_both_names(checkpoint, tmp_path):
     made = checkpoint("zero2-fp32", "awkward", 2)
     ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=3)
     index = index_of(tmp_path / "out")
@@ -480,15 +479,15 @@ BY_RANKS = sorted(RESUMED, key=lambda cell: cell[-1])
 
 @pytest.mark.parametrize(("kind", "case", "ranks", "target", "new_ranks"), BY_RANKS, ids=lambda value: str(value))
 def test_torch_resumes(
-    kind: str,
-    case: str,
-    ranks: int,
-    target: str,
-    new_ranks: int,
-    checkpoint: Checkpoint,
-    resume: Resume,
-    tmp_path: Path,
-) -> None:
+    kind,
+    case,
+    ranks,
+    target,
+    new_ranks,
+    checkpoint,
+    resume,
+    tmp_path,
+):
     made = checkpoint(kind, case, ranks)
     ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=new_ranks)
     truth, resumed = Truth.load(made.root), resume(target, case, tmp_path / "out", new_ranks)
@@ -502,9 +501,7 @@ def test_torch_resumes(
         np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=1e-6, atol=0)
 
 
-def test_empty_parameters_get_the_state_that_torch_asks_for(
-    checkpoint: Checkpoint, resume: Resume, tmp_path: Path
-) -> None:
+def test_empty_parameters_get_the_state_that_torch_asks_for(checkpoint, resume, tmp_path):
     made = checkpoint("zero2-fp32", "empty", 2)
     report = ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=3)
     assert [note.what for note in report.plan.notes if note.outcome is Outcome.DEFAULTED] == [
@@ -515,7 +512,7 @@ def test_empty_parameters_get_the_state_that_torch_asks_for(
     assert_same_bits(truth.best_weights(), resumed.best_weights())
 
 
-def test_strict_refuses_to_drop_what_only_deepspeed_uses(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_strict_refuses_to_drop_what_only_deepspeed_uses(checkpoint, tmp_path):
     made = checkpoint("zero2-fp32", "awkward", 2)
     with pytest.raises(LossError, match="DeepSpeed's own"):
         ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=2, strict=True)

@@ -38,7 +38,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def saved(tmp_path_factory):
     """`saved(name)`: a copy of a layout of the corpus, once."""
 
     @cache
@@ -69,31 +69,29 @@ class TestRanks:
     @pytest.mark.parametrize("name", ["model", "optim"])
     @pytest.mark.parametrize("rank", [0, 1])
     @pytest.mark.parametrize("from_", [None, "torch"])
-    def test_a_file_of_dtensors_says_of_which_rank_it_is(
-        self, saved: Any, name: str, rank: int, from_: str | None
-    ) -> None:
+    def test_a_file_of_dtensors_says_of_which_rank_it_is(self, saved, name, rank, from_):
         message = refusal(saved("verl") / "actor" / f"{name}_world_size_2_rank_{rank}.pt", from_=from_)
         of_rank = f"this is rank {rank} of 2 of a sharded state"
         assert (of_rank if from_ else ONE_FILE) in message and "folder" in message
 
-    def test_a_file_without_any_is_known_by_its_name(self, saved: Any) -> None:
+    def test_a_file_without_any_is_known_by_its_name(self, saved):
         message = refusal(saved("verl") / "actor" / "extra_state_world_size_2_rank_1.pt")
         assert f"{ONE_FILE} {saved('verl') / 'actor'}" in message
 
-    def test_a_file_under_another_name_is_known_by_its_content(self, saved: Any, tmp_path: Path) -> None:
+    def test_a_file_under_another_name_is_known_by_its_content(self, saved, tmp_path):
         shutil.copy(saved("verl") / "actor" / "model_world_size_2_rank_0.pt", tmp_path / "model.pt")
         assert "this is rank 0 of 2 of a sharded state" in refusal(tmp_path / "model.pt")
 
-    def test_their_folder_opens(self, saved: Any) -> None:
+    def test_their_folder_opens(self, saved):
         found = ckpt_tools.inspect(saved("verl") / "actor")
         assert (found.format, found.world_size) == ("sharded", 2)
         assert set(found.optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
 
-    def test_the_folder_above_them_opens(self, saved: Any, tmp_path: Path) -> None:
+    def test_the_folder_above_them_opens(self, saved, tmp_path):
         shutil.copytree(saved("verl") / "actor", tmp_path / "global_step_4" / "actor")
         assert ckpt_tools.inspect(tmp_path / "global_step_4").format == "sharded"
 
-    def test_beside_a_whole_model_they_are_noted(self, saved: Any, tmp_path: Path) -> None:
+    def test_beside_a_whole_model_they_are_noted(self, saved, tmp_path):
         folder = shutil.copytree(saved("verl") / "actor", tmp_path / "actor")
         safetensors.torch.save_file({"w": torch.ones(2)}, folder / "model.safetensors")
         notes = ckpt_tools.convert(folder, tmp_path / "out.safetensors").plan.notes
@@ -101,16 +99,16 @@ class TestRanks:
         dropped = {note.what for note in notes if note.outcome is Outcome.DROPPED}
         assert dropped == {*ranks, "fsdp_config.json, huggingface/config.json"}
 
-    def test_sharded_tensors_of_fsdp1_say_of_which_rank_they_are(self, saved: Any) -> None:
+    def test_sharded_tensors_of_fsdp1_say_of_which_rank_they_are(self, saved):
         message = refusal(saved("fsdp1-ranks") / "checkpoint-0.pt")
         assert "this is rank 0 of 2 of a sharded state (ShardedTensors)" in message
         assert "malformed" not in message and "Opaque" not in message
 
-    def test_flat_parameters_in_files_of_ranks_are_refused(self, saved: Any) -> None:
+    def test_flat_parameters_in_files_of_ranks_are_refused(self, saved):
         message = refusal(saved("fsdp1-local-ranks"))
         assert "_flat_param" in message and "SHARDED_STATE_DICT" in message
 
-    def test_accelerates_names_stand_in(self, tmp_path: Path) -> None:
+    def test_accelerates_names_stand_in(self, tmp_path):
         """A stand-in: accelerate's names around plain tensors."""
         for rank in range(2):
             torch.save({"w": torch.ones(3)}, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
@@ -118,19 +116,19 @@ class TestRanks:
         message = refusal(tmp_path)
         assert "name the one" not in message and "files of 2 ranks" in message
 
-    def test_several_whole_files_are_still_to_be_chosen_from(self, tmp_path: Path) -> None:
+    def test_several_whole_files_are_still_to_be_chosen_from(self, tmp_path):
         for name in ("step_100.pt", "step_200.pt"):
             torch.save({"w": torch.ones(3)}, tmp_path / name)
         assert "name the one you mean" in refusal(tmp_path)
 
-    def test_a_rank_in_the_name_of_a_whole_file_means_nothing(self, tmp_path: Path) -> None:
+    def test_a_rank_in_the_name_of_a_whole_file_means_nothing(self, tmp_path):
         """Composer calls its whole checkpoint ``ep0-ba10-rank0.pt``, and one GPU's file of verl is whole."""
         for name in ("ep0-ba10-rank0.pt", "model_world_size_1_rank_0.pt"):
             torch.save({"w": torch.ones(3)}, tmp_path / name)
             assert ckpt_tools.inspect(tmp_path / name).num_parameters == 3
 
 
-def test_flat_parameters_of_fsdp1_are_no_model(tmp_path: Path) -> None:
+def test_flat_parameters_of_fsdp1_are_no_model(tmp_path):
     launch.pool(2).run(save_fsdp1_local, str(tmp_path / "local"), True)
     message = refusal(tmp_path / "local")
     assert "_flat_param" in message and "SHARDED_STATE_DICT" in message
@@ -152,7 +150,7 @@ class TestMegatron:
 
     @pytest.mark.parametrize("sign", ["metadata", "common"])
     @pytest.mark.parametrize("inside", ["", "iter_0000010"])
-    def test_it_is_known_by_its_files(self, tmp_path: Path, sign: str, inside: str) -> None:
+    def test_it_is_known_by_its_files(self, tmp_path, sign, inside):
         folder = tmp_path / "run" / inside
         dcp.save({"decoder.weight": torch.ones(2)}, checkpoint_id=str(folder), no_dist=True)
         getattr(self, f"only_{sign}")(folder)
@@ -162,24 +160,24 @@ class TestMegatron:
             with pytest.raises(IncompleteError, match=missing):
                 ckpt_tools.inspect(tmp_path / "run", from_=from_)
 
-    def test_it_is_known_by_its_objects(self, tmp_path: Path) -> None:
+    def test_it_is_known_by_its_objects(self, tmp_path):
         state = {"decoder.weight": torch.ones(2), "common_state/shard_0_1": [10]}
         dcp.save(state, checkpoint_id=str(tmp_path / "run"), no_dist=True)
         message = refusal(tmp_path / "run")
         assert "megatron-core" in message and "metadata.json" in message
 
-    def test_it_is_known_by_its_data_in_the_index(self, tmp_path: Path) -> None:
+    def test_it_is_known_by_its_data_in_the_index(self, tmp_path):
         dcp.save({"decoder.weight": torch.ones(2)}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
         metadata = dcp.FileSystemReader(tmp_path / "run").read_metadata()
         vars(metadata)["mcore_data"] = {}
         (tmp_path / "run" / ".metadata").write_bytes(pickle.dumps(metadata))
         assert "megatron-core" in refusal(tmp_path / "run")
 
-    def test_its_moments_are_no_weights(self, tmp_path: Path) -> None:
+    def test_its_moments_are_no_weights(self, tmp_path):
         dcp.save(self.state(), checkpoint_id=str(tmp_path / "run"), no_dist=True)
         assert "optimizer state by its name" in refusal(tmp_path / "run")
 
-    def test_another_metadata_json_means_nothing(self, tmp_path: Path) -> None:
+    def test_another_metadata_json_means_nothing(self, tmp_path):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
         (tmp_path / "run" / "metadata.json").write_text('{"author": "someone"}')
         assert ckpt_tools.inspect(tmp_path / "run").num_parameters == 2
@@ -198,14 +196,14 @@ class TestMegatron:
         "opt.momentum_buffer.w",
     ],
 )
-def test_names_of_moments_are_no_names_of_weights(name: str, tmp_path: Path) -> None:
+def test_names_of_moments_are_no_names_of_weights(name, tmp_path):
     dcp.save({"w": torch.ones(4), name: torch.ones(4)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     torch.save({"w": torch.ones(4), name: torch.ones(4)}, tmp_path / "whole.pt")
     for path in (tmp_path / "dcp", tmp_path / "whole.pt"):
         assert name in refusal(path)
 
 
-def test_names_of_weights_are_left_alone(tmp_path: Path) -> None:
+def test_names_of_weights_are_left_alone(tmp_path):
     names = ["state_encoder.weight", "blocks.0.state.proj", "optimizer_head.weight", "average.weight"]
     torch.save({name: torch.ones(2) for name in names}, tmp_path / "model.pt")
     assert ckpt_tools.inspect(tmp_path / "model.pt").num_parameters == 8
@@ -214,26 +212,26 @@ def test_names_of_weights_are_left_alone(tmp_path: Path) -> None:
 class TestHalves:
     """A model in one folder and the DCP of its optimizer in another."""
 
-    def test_both_are_named(self, saved: Any, tmp_path: Path) -> None:
+    def test_both_are_named(self, saved, tmp_path):
         """In folders of any other names than NeMo Automodel's."""
         shutil.copytree(saved("automodel") / "epoch_0_step_3", tmp_path / "in")
         (tmp_path / "in" / "model").rename(tmp_path / "in" / "weights")
         message = refusal(tmp_path / "in")
         assert "optim/.metadata" in message and "weights/shard-00001-model" in message
 
-    def test_each_opens_by_itself(self, saved: Any) -> None:
+    def test_each_opens_by_itself(self, saved):
         folder = saved("automodel") / "epoch_0_step_3"
         assert ckpt_tools.inspect(folder / "model").num_parameters == 151
         assert set(ckpt_tools.inspect(folder / "optim").optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
 
-    def test_a_model_beside_a_whole_dcp_is_noted(self, tmp_path: Path) -> None:
+    def test_a_model_beside_a_whole_dcp_is_noted(self, tmp_path):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "run" / "dcp"), no_dist=True)
         (tmp_path / "run" / "critic").mkdir()
         safetensors.torch.save_file({"v": torch.ones(2)}, tmp_path / "run" / "critic" / "model.safetensors")
         notes = ckpt_tools.convert(tmp_path / "run", tmp_path / "out.safetensors").plan.notes
         assert [note.what for note in notes] == ["critic/model.safetensors"]
 
-    def test_a_dcp_beside_the_format_that_was_asked_for_is_noted(self, tmp_path: Path) -> None:
+    def test_a_dcp_beside_the_format_that_was_asked_for_is_noted(self, tmp_path):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "run" / "dcp"), no_dist=True)
         safetensors.torch.save_file({"v": torch.ones(2)}, tmp_path / "run" / "model.safetensors")
         report = ckpt_tools.convert(tmp_path / "run", tmp_path / "out.safetensors", from_="safetensors")
@@ -279,7 +277,7 @@ QUANTIZED: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_scales_are_not_cast(kind: str, tmp_path: Path) -> None:
+def test_scales_are_not_cast(kind, tmp_path):
     quantized = QUANTIZED[kind]()
     plain = {"a.bias": torch.rand(2), "b.weight": torch.rand(3)}
     safetensors.torch.save_file({**quantized, **plain}, tmp_path / "in.safetensors")
@@ -294,7 +292,7 @@ def test_scales_are_not_cast(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(QUANTIZED.keys() - {"a cache of keys"}))
-def test_quantized_weights_are_not_parted_from_what_they_need(kind: str, tmp_path: Path) -> None:
+def test_quantized_weights_are_not_parted_from_what_they_need(kind, tmp_path):
     """Each selection that would leave a scale behind is refused."""
     quantized = QUANTIZED[kind]()
     source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
@@ -308,7 +306,7 @@ def test_quantized_weights_are_not_parted_from_what_they_need(kind: str, tmp_pat
     assert safetensors.torch.load_file(out).keys() == {"a.bias"}
 
 
-def test_quantized_weights_of_two_files_are_those_of_torchs_reader(tmp_path: Path) -> None:
+def test_quantized_weights_of_two_files_are_those_of_torchs_reader(tmp_path):
     """A weight and its scale lie in different shards. The judge is ``QuantizedHuggingFaceStorageReader``."""
     weight = torch.randn(130, 200).to(torch.float8_e4m3fn)
     parts = [{"q.weight": weight, "q.bias": torch.rand(130)}, {"q.weight_scale_inv": torch.rand(2, 2) + 0.5}]
@@ -340,7 +338,7 @@ def test_quantized_weights_of_two_files_are_those_of_torchs_reader(tmp_path: Pat
         ckpt_tools.convert(tmp_path / "in", tmp_path / "zero", to="zero3", world_size=2, dtype="bfloat16")
 
 
-def test_without_quantized_weights_scales_are_weights(tmp_path: Path) -> None:
+def test_without_quantized_weights_scales_are_weights(tmp_path):
     tensors = {"logit_scale": torch.rand(1), "a.weight_scale": torch.rand(2), "ids": torch.ones(2, dtype=torch.int64)}
     safetensors.torch.save_file(tensors, tmp_path / "in.safetensors")
     ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bfloat16")
@@ -358,7 +356,7 @@ class TestDeepSpeed:
     """Files of DeepSpeed's opened by themselves."""
 
     @pytest.mark.parametrize("masters", ["fp32_groups", "fp32_groups_flat"])
-    def test_stage_0_in_16_bit_keeps_masters_of_its_own(self, masters: str, tmp_path: Path) -> None:
+    def test_stage_0_in_16_bit_keeps_masters_of_its_own(self, masters, tmp_path):
         """A stand-in: the keys of FP16_UnfusedOptimizer and FP16_Optimizer."""
         optimizer = {masters: [[torch.ones(2)]], "optimizer_state_dict": {"state": {}, "param_groups": []}}
         path = tmp_path / "mp_rank_00_model_states.pt"
@@ -367,26 +365,26 @@ class TestDeepSpeed:
         assert "fp32 masters" in message and "stage 0" in message
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
-    def test_the_file_of_one_rank_is_no_model(self, stage: int, tmp_path: Path) -> None:
+    def test_the_file_of_one_rank_is_no_model(self, stage, tmp_path):
         files = zero_files.build(stage, 2, [{"w": (3, 2)}])
         path = tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
         torch.save(files[zero_files.optim(0)], path)
         assert "one rank's file" in refusal(path, from_="torch")
 
-    def test_the_emptied_module_of_stage_3_is_no_model(self, tmp_path: Path) -> None:
+    def test_the_emptied_module_of_stage_3_is_no_model(self, tmp_path):
         path = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
         torch.save(zero_files.build(3, 2, [{"w": (3, 2)}])[zero_files.rank_model(0)], path)
         assert "no elements of w" in refusal(path, from_="torch")
 
     @pytest.mark.parametrize("name", ["w", "count"])
-    def test_a_tensor_of_another_class_is_not_lost(self, name: str, tmp_path: Path) -> None:
+    def test_a_tensor_of_another_class_is_not_lost(self, name, tmp_path):
         files = zero_files.build(2, 1, [{"w": (3, 2)}])
         files[zero_files.MODEL]["module"][name] = torch.ones(3, 2).to_sparse()
         save_files(files, tmp_path / "zero")
         assert "it is a sparse tensor" in refusal(tmp_path / "zero")
 
     @pytest.mark.parametrize("is_excluded", [True, False])
-    def test_weights_that_the_saver_left_out_are_mentioned(self, is_excluded: bool, tmp_path: Path) -> None:
+    def test_weights_that_the_saver_left_out_are_mentioned(self, is_excluded, tmp_path):
         files = zero_files.build(2, 2, [{"w": (3, 2)}])
         if is_excluded:
             files[zero_files.MODEL] |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
@@ -409,7 +407,7 @@ class TestLoneOptimizers:
         ("is_numbered", "reason"),
         [(True, r"none of its tensors is known to be a weight: 6 tensors in .*state\.0"), (False, "holds no weights")],
     )
-    def test_it_makes_no_model(self, is_numbered: bool, reason: str, tmp_path: Path) -> None:
+    def test_it_makes_no_model(self, is_numbered, reason, tmp_path):
         model, optimizer = self.trained()
         state = optimizer.state_dict() if is_numbered else get_state_dict(model, optimizer)[1]
         torch.save(state, tmp_path / "optimizer.bin")
@@ -420,7 +418,7 @@ class TestLoneOptimizers:
         assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_tensors_in_the_place_of_weights_are_named(tmp_path: Path) -> None:
+def test_tensors_in_the_place_of_weights_are_named(tmp_path):
     """A DCP keeps a tuple whole, in an item that is no tensor."""
     dcp.save({"params": (torch.ones(2), torch.ones(3))}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
     with pytest.raises(UnsupportedError, match=r"known to be a weight: 2 tensors in other entries \(params"):
@@ -429,27 +427,27 @@ def test_tensors_in_the_place_of_weights_are_named(tmp_path: Path) -> None:
 
 class TestMarkers:
     @pytest.mark.parametrize("name", [".in_progress", "INCOMPLETE", "save.in-progress", "checkpoint.incomplete"])
-    def test_an_unfinished_checkpoint_is_refused(self, name: str, tmp_path: Path) -> None:
+    def test_an_unfinished_checkpoint_is_refused(self, name, tmp_path):
         """Stand-ins: trainers lay such a file down first and take it away last."""
         dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
         (tmp_path / "run" / name).touch()
         with pytest.raises(IncompleteError, match="unfinished"):
             ckpt_tools.inspect(tmp_path / "run")
 
-    def test_words_inside_other_words_mean_nothing(self, tmp_path: Path) -> None:
+    def test_words_inside_other_words_mean_nothing(self, tmp_path):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
         (tmp_path / "run" / "progress.json").touch()
         assert ckpt_tools.inspect(tmp_path / "run").num_parameters == 2
 
 
 class TestWords:
-    def test_torchscript_is_named_whatever_its_ending(self, tmp_path: Path) -> None:
+    def test_torchscript_is_named_whatever_its_ending(self, tmp_path):
         scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))
         torch.jit.save(scripted, tmp_path / "model.jit")
         message = refusal(tmp_path / "model.jit")
         assert "it is a TorchScript archive" in message and "state_dict()" in message
 
-    def test_what_has_no_optimizer_state_may_be_a_tied_name(self, tmp_path: Path) -> None:
+    def test_what_has_no_optimizer_state_may_be_a_tied_name(self, tmp_path):
         """DCP holds a tied weight twice, and the optimizer knows one name of it."""
         model = torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(2)])
         model[1].weight = model[0].weight
@@ -462,7 +460,7 @@ class TestWords:
             notes = ckpt_tools.plan(tmp_path / "dcp", tmp_path / target, to=target).notes
             assert any("frozen" in note.what and "tied" in f"{note.what} {note.why}" for note in notes), target
 
-    def test_a_torch_file_with_another_ending_is_told_the_option(self, tmp_path: Path) -> None:
+    def test_a_torch_file_with_another_ending_is_told_the_option(self, tmp_path):
         torch.save({"w": torch.ones(2)}, tmp_path / "model.weights")
         assert "from_='torch'" in refusal(tmp_path / "model.weights")
         assert ckpt_tools.inspect(tmp_path / "model.weights", from_="torch").num_parameters == 2
@@ -471,19 +469,19 @@ class TestWords:
         ("name", "word"),
         [("model.h5", "HDF5"), ("1/saved_model.pb", "SavedModel"), ("mp_rank_00/model_optim_rng.pt", "Megatron")],
     )
-    def test_other_formats_are_named(self, name: str, word: str, tmp_path: Path) -> None:
+    def test_other_formats_are_named(self, name, word, tmp_path):
         """Stand-ins: the name of a file that only this format has."""
         path = tmp_path / "run" / name
         path.parent.mkdir(parents=True)
         path.write_bytes(b"GGUF")
         assert word in refusal(tmp_path / "run")
 
-    def test_a_weight_of_another_class_is_named(self, tmp_path: Path) -> None:
+    def test_a_weight_of_another_class_is_named(self, tmp_path):
         torch.save({"w": torch.ones(2, 2).to_sparse(), "v": torch.ones(2)}, tmp_path / "model.pt")
         message = refusal(tmp_path / "model.pt")
         assert "w:" in message and "sparse tensor" in message and "Opaque" not in message
 
-    def test_an_object_of_an_inner_class_is_carried(self, tmp_path: Path) -> None:
+    def test_an_object_of_an_inner_class_is_carried(self, tmp_path):
         state = {"w": torch.ones(2), "kept": Outer.Inner()}
         torch.save(state, tmp_path / "model.pt")
         ckpt_tools.convert(tmp_path / "model.pt", tmp_path / "out.pt", state="all")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -36,7 +35,7 @@ def read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     }
 
 
-def test_types_are_those_of_the_library() -> None:
+def test_types_are_those_of_the_library():
     sizes = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
     assert {number: size for number, size in sizes.items() if number not in DTYPES} == QUANTIZED
     assert {number: sizes[number][2] for number in DTYPES} == {
@@ -44,7 +43,7 @@ def test_types_are_those_of_the_library() -> None:
     }
 
 
-def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
+def test_the_library_reads_what_is_written(tmp_path):
     """Every type, 0-d to 4-d, no elements, and lengths that need padding."""
     kinds = (
         ("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16), ("F64", torch.float64),
@@ -65,13 +64,13 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
         assert data == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_key_values_stay_byte_for_byte(tmp_path: Path) -> None:
+def test_key_values_stay_byte_for_byte(tmp_path):
     source = make("gguf").source
     ckpt_tools.convert(source, tmp_path / "same.gguf")
     assert (tmp_path / "same.gguf").read_bytes() == source.read_bytes()
 
 
-def test_key_values_stay_when_weights_are_cast_and_chosen(tmp_path: Path) -> None:
+def test_key_values_stay_when_weights_are_cast_and_chosen(tmp_path):
     source = make("gguf").source
     ckpt_tools.convert(source, tmp_path / "half.gguf", dtype="float16", include=["blk.*"], rename=["^blk=layer"])
     reader = GGUFReader(tmp_path / "half.gguf")
@@ -85,7 +84,7 @@ def test_key_values_stay_when_weights_are_cast_and_chosen(tmp_path: Path) -> Non
     }
 
 
-def test_key_values_survive_a_torch_file(tmp_path: Path) -> None:
+def test_key_values_survive_a_torch_file(tmp_path):
     source = make("gguf").source
     ckpt_tools.convert(source, tmp_path / "all.pt", state="all")
     assert ckpt_tools.inspect(tmp_path / "all.pt").extras["gguf"]["general.name"] == ["string", "tiny"]
@@ -93,14 +92,14 @@ def test_key_values_survive_a_torch_file(tmp_path: Path) -> None:
     assert (tmp_path / "back.gguf").read_bytes() == source.read_bytes()
 
 
-def test_the_parts_of_a_model_are_read_as_one(tmp_path: Path) -> None:
+def test_the_parts_of_a_model_are_read_as_one(tmp_path):
     made = make("gguf-split")
     ckpt_tools.convert(made.source, tmp_path / "whole.gguf")
     assert read(tmp_path / "whole.gguf").keys() == made.state.weights.keys()
     assert not [name for name in GGUFReader(tmp_path / "whole.gguf").fields if name.startswith("split.")]
 
 
-def test_a_missing_part_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_part_is_an_error(tmp_path):
     [first, _] = sorted(make("gguf-split").source.glob("*.gguf"))
     with pytest.raises(UnsupportedError, match="this is one file of a checkpoint; name its folder"):
         ckpt_tools.inspect(first)
@@ -115,7 +114,7 @@ def test_a_missing_part_is_an_error(tmp_path: Path) -> None:
         ckpt_tools.inspect(tmp_path)
 
 
-def test_unquantized_tensors_of_a_quantized_file_can_be_chosen(tmp_path: Path) -> None:
+def test_unquantized_tensors_of_a_quantized_file_can_be_chosen(tmp_path):
     source = make("gguf-quantized").source
     report = ckpt_tools.convert(source, tmp_path / "norm.gguf", include=["*norm*"])
     assert read(tmp_path / "norm.gguf").keys() == {"output_norm.weight"}
@@ -124,7 +123,7 @@ def test_unquantized_tensors_of_a_quantized_file_can_be_chosen(tmp_path: Path) -
         ckpt_tools.convert(source, tmp_path / "no.gguf", include=["*weight"])
 
 
-def test_quantized_tensors_can_be_left_out_by_name(tmp_path: Path) -> None:
+def test_quantized_tensors_can_be_left_out_by_name(tmp_path):
     """Also by a pattern that matches nothing else."""
     source = make("gguf-quantized").source
     with pytest.raises(UnsupportedError) as refused:
@@ -136,7 +135,7 @@ def test_quantized_tensors_can_be_left_out_by_name(tmp_path: Path) -> None:
         ckpt_tools.convert(source, tmp_path / "no.gguf", exclude=[refused.value.key, "nothing"])
 
 
-def test_a_tied_tensor_is_written_under_each_name(tmp_path: Path) -> None:
+def test_a_tied_tensor_is_written_under_each_name(tmp_path):
     shared = torch.ones(3, 2)
     torch.save({"embed.weight": shared, "head.weight": shared}, tmp_path / "tied.pt")
     report = ckpt_tools.convert(tmp_path / "tied.pt", tmp_path / "tied.gguf")
@@ -152,13 +151,13 @@ def test_a_tied_tensor_is_written_under_each_name(tmp_path: Path) -> None:
         ({"w": torch.ones(2, dtype=torch.uint8)}, "does not support uint8"),
     ],
 )
-def test_what_gguf_cannot_hold_is_refused(tensors: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_gguf_cannot_hold_is_refused(tensors, words, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedError, match=words):
         ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "model.gguf")
 
 
-def test_a_whole_state_is_refused(tmp_path: Path) -> None:
+def test_a_whole_state_is_refused(tmp_path):
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(UsageError, match="gguf holds weights alone"):
         ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "model.gguf", state="all")
@@ -234,7 +233,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_broken_file_has_a_named_error(name: str, tmp_path: Path) -> None:
+def test_a_broken_file_has_a_named_error(name, tmp_path):
     data, kind, words = HOSTILE[name]
     (tmp_path / "model.gguf").write_bytes(data)
     with pytest.raises(kind, match=words) as raised:
@@ -242,12 +241,12 @@ def test_a_broken_file_has_a_named_error(name: str, tmp_path: Path) -> None:
     assert raised.value.exit_code == 4
 
 
-def test_a_file_of_any_name_is_read_when_the_format_is_said(tmp_path: Path) -> None:
+def test_a_file_of_any_name_is_read_when_the_format_is_said(tmp_path):
     (tmp_path / "blob").write_bytes(make("gguf").source.read_bytes())
     assert ckpt_tools.inspect(tmp_path / "blob", from_="gguf").num_tensors == 4
 
 
-def test_a_vocabulary_that_is_not_utf8_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_vocabulary_that_is_not_utf8_stays_as_it_is(tmp_path):
     value = _text(b"tokens") + struct.pack("<IIQ", 9, 8, 2) + _text(b"\xff\xfe") + _text("é".encode())
     architecture = _text(b"general.architecture") + struct.pack("<I", 8) + _text(b"llama")
     data = _filled(_header(values=architecture + value, num_values=2, infos=_info()))
@@ -257,7 +256,7 @@ def test_a_vocabulary_that_is_not_utf8_stays_as_it_is(tmp_path: Path) -> None:
     assert np.frombuffer(data[-32:-24], "<f4").tolist() == [0, 0]
 
 
-def test_architectures_are_those_of_the_library() -> None:
+def test_architectures_are_those_of_the_library():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     assert {*gguf.MODEL_ARCH_NAMES.values()} >= SAME_NAMES
@@ -267,7 +266,7 @@ def test_architectures_are_those_of_the_library() -> None:
 @pytest.mark.parametrize(
     ("model_type", "written"), [("llama", "llama"), ("mixtral", "unknown"), (None, "unknown"), (3, "unknown")]
 )
-def test_the_architecture_is_that_of_the_config(tmp_path: Path, model_type: object, written: str) -> None:
+def test_the_architecture_is_that_of_the_config(tmp_path, model_type, written):
     source = tmp_path / "model"
     source.mkdir()
     save_file({"w": torch.ones(2)}, source / "model.safetensors")

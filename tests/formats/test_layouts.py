@@ -51,7 +51,7 @@ def gathered(folder: Path) -> dict[Key, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", TREES)
-def test_model_and_optimizer_are_found(kind: str, checkpoint: Checkpoint) -> None:
+def test_model_and_optimizer_are_found(kind, checkpoint):
     made = checkpoint(kind, "awkward", 3)
     tree = manifest_of(made.checkpoint).tree
     assert tree is not None
@@ -60,7 +60,7 @@ def test_model_and_optimizer_are_found(kind: str, checkpoint: Checkpoint) -> Non
 
 
 @pytest.mark.parametrize("kind", [kind for kind, tree in TREES.items() if tree.optim is not None])
-def test_groups_are_those_of_the_run(kind: str, checkpoint: Checkpoint) -> None:
+def test_groups_are_those_of_the_run(kind, checkpoint):
     made = checkpoint(kind, "awkward", 3)
     found = {frozenset(group.params): dict(group.options) for group in manifest_of(made.checkpoint).groups}
     wanted = {frozenset(group["fqns"]): group["options"] for group in Truth.load(made.root).facts["groups"]}
@@ -72,7 +72,7 @@ def _listed(options: dict[str, object]) -> dict[str, object]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
-def test_several_checkpoints_in_a_folder_are_not_taken_for_one(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_several_checkpoints_in_a_folder_are_not_taken_for_one(checkpoint, tmp_path):
     made = checkpoint("fsdp2-accelerate", "awkward", 2)
     for name in ("checkpoint-1", "checkpoint-2"):
         shutil.copytree(made.checkpoint, tmp_path / name)
@@ -81,7 +81,7 @@ def test_several_checkpoints_in_a_folder_are_not_taken_for_one(checkpoint: Check
     assert manifest_of(tmp_path / "checkpoint-2").world_size == 2
 
 
-def test_the_model_of_one_run_and_the_optimizer_of_another_stay_apart(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_the_model_of_one_run_and_the_optimizer_of_another_stay_apart(checkpoint, tmp_path):
     made = checkpoint("fsdp2-accelerate", "awkward", 2)
     shutil.copytree(made.checkpoint / "pytorch_model_fsdp_0", tmp_path / "pytorch_model_fsdp_0")
     shutil.copytree(made.checkpoint / "optimizer_0", tmp_path / "optimizer_1")
@@ -89,7 +89,7 @@ def test_the_model_of_one_run_and_the_optimizer_of_another_stay_apart(checkpoint
         manifest_of(tmp_path)
 
 
-def test_accelerates_model_alone(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_accelerates_model_alone(checkpoint, tmp_path):
     made = checkpoint("fsdp2-accelerate", "awkward", 2)
     shutil.copytree(made.checkpoint / "pytorch_model_fsdp_0", tmp_path / "pytorch_model_fsdp_0")
     assert_same_bits(
@@ -99,7 +99,7 @@ def test_accelerates_model_alone(checkpoint: Checkpoint, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_pieces_of_every_rank_in_safetensors(world_size: int, checkpoint: Checkpoint) -> None:
+def test_pieces_of_every_rank_in_safetensors(world_size, checkpoint):
     """What ``HuggingFaceStorageWriter(save_distributed=True)`` writes; it has no place for the tied name."""
     made = checkpoint("fsdp2-hf", "awkward", world_size)
     truth = Truth.load(made.root)
@@ -111,7 +111,7 @@ def test_pieces_of_every_rank_in_safetensors(world_size: int, checkpoint: Checkp
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_lost_rank_of_them_is_missed(lost: int, checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_lost_rank_of_them_is_missed(lost, checkpoint, tmp_path):
     made = checkpoint("fsdp2-hf", "awkward", 3)
     name = f"shard-{lost:05d}-model-00001-of-00001.safetensors"
     shutil.copytree(made.checkpoint, tmp_path / "cut")
@@ -120,7 +120,7 @@ def test_a_lost_rank_of_them_is_missed(lost: int, checkpoint: Checkpoint, tmp_pa
         manifest_of(tmp_path / "cut")
 
 
-def test_one_rank_of_them_alone_is_not_whole(checkpoint: Checkpoint) -> None:
+def test_one_rank_of_them_alone_is_not_whole(checkpoint):
     made = checkpoint("fsdp2-hf", "awkward", 3)
     with pytest.raises(IncompleteError, match="elements are in no shard"):
         manifest_of(made.checkpoint / "shard-00002-model-00001-of-00001.safetensors")
@@ -137,7 +137,7 @@ SPLITS: dict[str, tuple[list[tuple[list[int] | None, list[int]]], type[CkptError
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_pieces_that_do_not_make_a_tensor(split: str, tmp_path: Path) -> None:
+def test_pieces_that_do_not_make_a_tensor(split, tmp_path):
     pieces, error, message = SPLITS[split]
     for rank, (start, shape) in enumerate(pieces, 1):
         _write_piece(tmp_path / f"shard-{rank:05d}-model-00001-of-00001.safetensors", start, shape)
@@ -145,7 +145,7 @@ def test_pieces_that_do_not_make_a_tensor(split: str, tmp_path: Path) -> None:
         manifest_of(tmp_path)
 
 
-def test_a_tensor_of_empty_pieces_alone(tmp_path: Path) -> None:
+def test_a_tensor_of_empty_pieces_alone(tmp_path):
     _write_piece(tmp_path / "shard-00001-model-00001-of-00001.safetensors", [0, 0], [2, 3])
     _write_piece(tmp_path / "shard-00002-model-00001-of-00001.safetensors", [2, 0], [0, 3])
     assert manifest_of(tmp_path).tensors[StateKey("w")].shape == (2, 3)
@@ -158,7 +158,7 @@ def _write_piece(path: Path, start: list[int] | None, shape: list[int]) -> None:
     safetensors.numpy.save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(where)})
 
 
-def test_numbers_of_an_optimizer_that_could_mean_several(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_numbers_of_an_optimizer_that_could_mean_several(checkpoint, tmp_path):
     """A frozen bias has the shape of trained ones, so that nothing says which of them has no state."""
     made = checkpoint("torch-ids", "scalar", 1)
     manifest = manifest_of(made.checkpoint)
@@ -170,7 +170,7 @@ def test_numbers_of_an_optimizer_that_could_mean_several(checkpoint: Checkpoint,
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_numbers_of_an_optimizer_that_mean_one_thing(named: bool, tmp_path: Path) -> None:
+def test_numbers_of_an_optimizer_that_mean_one_thing(named, tmp_path):
     model, optimizer = _trained(named=named)
     by_number = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
     torch.save(by_number, tmp_path / "numbers.pt")
@@ -186,7 +186,7 @@ def test_numbers_of_an_optimizer_that_mean_one_thing(named: bool, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_numbers_in_a_dcp(tmp_path: Path) -> None:
+def test_numbers_in_a_dcp(tmp_path):
     model, optimizer = _trained(named=False)
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     state_dict_saver.save(tree, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
@@ -221,7 +221,7 @@ def assert_same_tree(wanted: Any, found: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_dcp_of_safetensors_that_torch_itself_cannot_read(tmp_path: Path) -> None:
+def test_a_dcp_of_safetensors_that_torch_itself_cannot_read(tmp_path):
     kind = SerializationFormat.SAFETENSORS
     writer = FileSystemWriter(tmp_path, serialization_format=kind)
     state_dict_saver.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
@@ -230,19 +230,19 @@ def test_a_dcp_of_safetensors_that_torch_itself_cannot_read(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["fsdp2-zstd", "fsdp2-alone"])
-def test_compressed_items_and_ranks_that_saved_by_themselves(kind: str, checkpoint: Checkpoint) -> None:
+def test_compressed_items_and_ranks_that_saved_by_themselves(kind, checkpoint):
     made = checkpoint(kind, "plain", 2)
     assert_same_bits(Truth.load(made.root).tensors, gathered(made.checkpoint))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_transformers_trainer_with_deepspeed(stage: int, checkpoint: Checkpoint) -> None:
+def test_transformers_trainer_with_deepspeed(stage, checkpoint):
     made = checkpoint(f"trainer-zero{stage}", "plain", 2)
     assert manifest_of(made.checkpoint).format == f"zero{stage}"
     assert_same_bits(Truth.load(made.root).tensors, gathered(made.checkpoint))
 
 
-def test_lightnings_folder_with_deepspeed(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_lightnings_folder_with_deepspeed(checkpoint, tmp_path):
     """DeepSpeed's own files under the tag ``checkpoint``."""
     made = checkpoint("zero3-fp32", "awkward", 2)
     tag = (made.checkpoint / "latest").read_text().strip()

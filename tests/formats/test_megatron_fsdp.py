@@ -86,13 +86,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(request, tmp_path_factory):
     name, sizes = request.param
     folder = tmp_path_factory.mktemp("fsdp")
     return Trained(name, sizes, folder, launch.pool(2).run(mf.produce, name, {}, folder, sizes))
 
 
-def test_every_tensor_is_the_one_that_torch_loads(trained: Trained, tmp_path: Path) -> None:
+def test_every_tensor_is_the_one_that_torch_loads(trained, tmp_path):
     found = trained.converted(tmp_path / "found.pt")
     dcp_to_torch_save(trained.source, tmp_path / "raw.pt")
     raw = torch.load(tmp_path / "raw.pt", weights_only=False)
@@ -116,7 +116,7 @@ def test_every_tensor_is_the_one_that_torch_loads(trained: Trained, tmp_path: Pa
             assert {key: value for key, value in options.items() if key != "params"} == wanted
 
 
-def test_names_of_the_hub(trained: Trained, tmp_path: Path) -> None:
+def test_names_of_the_hub(trained, tmp_path):
     """Gate, up, query, key and value from the fused tensors of each rank, with their moments; sizes from `args`."""
     recipe = f"megatron_{trained.name}"
     found = trained.converted(tmp_path / "found.pt", recipe=recipe, strip="auto")
@@ -171,7 +171,7 @@ def parts_of(trained: Trained, slot: str) -> list[tuple[str, str, Tensor]]:
     return found
 
 
-def test_transformers_computes_the_same_logits(trained: Trained, tmp_path: Path) -> None:
+def test_transformers_computes_the_same_logits(trained, tmp_path):
     ckpt_tools.convert(
         trained.source,
         tmp_path / "hub",
@@ -225,7 +225,7 @@ def moments(*shape: int, **more: Tensor) -> dict[str, Tensor]:
     ],
     ids=["experts", "latent attention", "its norm", "delta net", "multi-token prediction"],
 )
-def test_groups_have_the_names_from_before_splitting(parts: list[str], whole: str, tmp_path: Path) -> None:
+def test_groups_have_the_names_from_before_splitting(parts, whole, tmp_path):
     names = [f"layers.0.{part}" for part in parts]
     state = {name: moments(2, 3) for name in names}
     save(tmp_path / "in", dict.fromkeys(names, (2, 3)), state, [f"layers.0.{whole}"])
@@ -267,7 +267,7 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_refused_by_name(name, tmp_path):
     sentence, more = REFUSED[name]
     given: dict[str, Any] = {"weights": {"a": (2, 3)}, "state": {"a": moments(2, 3)}, "groups": ["a"]}
     save(tmp_path / "in", **(given | more))
@@ -276,7 +276,7 @@ def test_refused_by_name(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_halves_of_ranks_in_turn(tmp_path: Path) -> None:
+def test_halves_of_ranks_in_turn(tmp_path):
     """Megatron-FSDP splits no other gated layer than SwiGLU, and stores the parts of tensor parallel ranks in turn."""
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     sizes = {"num_attention_heads": 4, "quick_geglu": True, "tensor_model_parallel_size": 2}

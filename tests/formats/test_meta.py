@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, DifferenceError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import DifferenceError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.meta.params import params_json
 
 HEADS, GROUPS, WIDTH, HIDDEN, TOKENS = 4, 2, 32, 48, 40
@@ -73,7 +73,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 @pytest.mark.parametrize(("ranks", "embedding"), [(1, 0), (2, 0), (4, 1)])
-def test_files_of_ranks_are_one_model_for_transformers(ranks: int, embedding: int, tmp_path: Path) -> None:
+def test_files_of_ranks_are_one_model_for_transformers(ranks, embedding, tmp_path):
     weights = model()
     source = write(tmp_path / "meta", cut(weights, ranks, embedding))
     (tmp_path / "config").mkdir()
@@ -101,7 +101,7 @@ def test_files_of_ranks_are_one_model_for_transformers(ranks: int, embedding: in
     }
 
 
-def test_sizes_are_those_of_params_json(tmp_path: Path) -> None:
+def test_sizes_are_those_of_params_json(tmp_path):
     weights = model()
     del weights["rope.freqs"]
     source = write(tmp_path / "meta", cut(weights, 2, 0))
@@ -113,7 +113,7 @@ def test_sizes_are_those_of_params_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_files_are_written_for_ranks(ranks: int, tmp_path: Path) -> None:
+def test_files_are_written_for_ranks(ranks, tmp_path):
     weights = model()
     source = write(tmp_path / "meta", cut(weights, 2, 0))
     ckpt_tools.convert(source, tmp_path / "out", to="meta", world_size=ranks)
@@ -126,7 +126,7 @@ def test_files_are_written_for_ranks(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dim", "width"), [(4096, 11008), (4096, 14336), (8192, 28672), (2048, 8192), (3072, 8192), (5120, 13824), (32, 47)]
 )
-def test_params_json_gives_the_width_of_the_feed_forward(dim: int, width: int, tmp_path: Path) -> None:
+def test_params_json_gives_the_width_of_the_feed_forward(dim, width, tmp_path):
     """By the computation of Meta's FeedForward."""
     weights = model()
     source = write(tmp_path / "meta", cut(weights, 1, 0))
@@ -146,7 +146,7 @@ def test_params_json_gives_the_width_of_the_feed_forward(dim: int, width: int, t
 
 @pytest.mark.parametrize("size", [0, -1, 10**400, 0.5, None, "32"])
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "num_attention_heads"])
-def test_params_json_is_not_made_of_sizes_that_no_model_has(key: str, size: Any) -> None:
+def test_params_json_is_not_made_of_sizes_that_no_model_has(key, size):
     made = params_json({**CONFIG, key: size})
     assert made is None or (key == "intermediate_size" and "multiple_of" not in json.loads(made))
 
@@ -177,27 +177,27 @@ class TestRefusals:
             (lambda folder: (folder / "params.json").write_text("[]"), MalformedError, "not a JSON object"),
         ],
     )
-    def test_what_is_not_whole(self, damage: Any, error: type[CkptError], message: str, tmp_path: Path) -> None:
+    def test_what_is_not_whole(self, damage, error, message, tmp_path):
         source = write(tmp_path / "meta", cut(model(), 4, 0))
         damage(source)
         with pytest.raises(error, match=message):
             ckpt_tools.convert(source, tmp_path / "out", to="dcp")
         assert not (tmp_path / "out").exists()
 
-    def test_norms_of_ranks_that_differ(self, tmp_path: Path) -> None:
+    def test_norms_of_ranks_that_differ(self, tmp_path):
         parts = cut(model(), 2, 0)
         parts[1]["layers.1.ffn_norm.weight"][3] += 1
         source = write(tmp_path / "meta", parts)
         with pytest.raises(DifferenceError, match=r"layers\.1\.ffn_norm\.weight of consolidated\.00\.pth and of"):
             ckpt_tools.convert(source, tmp_path / "out", to="dcp")
 
-    def test_names_that_are_not_llamas(self, tmp_path: Path) -> None:
+    def test_names_that_are_not_llamas(self, tmp_path):
         parts = [{**part, "layers.0.feed_forward.experts.0.v1": torch.zeros(2, 2)} for part in cut(model(), 2, 0)]
         with pytest.raises(UnsupportedError, match="none of Llama's, so it is not known how ranks cut it"):
             ckpt_tools.inspect(write(tmp_path / "meta", parts))
         ckpt_tools.inspect(write(tmp_path / "one", parts[:1], head_dim=4))
 
-    def test_rows_that_cannot_be_cut(self, tmp_path: Path) -> None:
+    def test_rows_that_cannot_be_cut(self, tmp_path):
         source = write(tmp_path / "meta", cut(model(), 1, 0))
         with pytest.raises(UnsupportedError, match="its 32 columns cannot be cut evenly for 3 ranks"):
             ckpt_tools.convert(source, tmp_path / "out", to="meta", world_size=3)

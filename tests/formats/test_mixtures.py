@@ -28,7 +28,7 @@ WITHOUT_STEP = ("/fp32.pt", "model_world", ".safetensors", ".pth", ".bin")
 
 
 @pytest.fixture(scope="module")
-def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saves(tmp_path_factory):
     return make_saves(tmp_path_factory.mktemp("saves"))
 
 
@@ -38,12 +38,12 @@ def stated() -> dict[Row, list[str]]:
     return {Row(form, file): [cell.strip() for cell in cells.split("|")] for form, file, cells in lines}
 
 
-def test_the_page_has_each_row() -> None:
+def test_the_page_has_each_row():
     assert list(stated()) == list(ROWS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.form}{row.file}")
-def test_the_page_says_who_sees_it(row: Row, saves: Path, tmp_path: Path) -> None:
+def test_the_page_says_who_sees_it(row, saves, tmp_path):
     found = []
     for what in DAMAGES:
         folder = tmp_path / what.replace(" ", "_")
@@ -56,7 +56,7 @@ def test_the_page_says_who_sees_it(row: Row, saves: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("form", sorted({row.form for row in ROWS}))
-def test_a_whole_save_is_not_doubted(form: str, saves: Path, tmp_path: Path) -> None:
+def test_a_whole_save_is_not_doubted(form, saves, tmp_path):
     for name in ("one", "later"):
         with heard() as warnings:
             ckpt_tools.inspect(saves / name / form)
@@ -64,7 +64,7 @@ def test_a_whole_save_is_not_doubted(form: str, saves: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["checksum", "--output", "-"], ["verify"], ["cat"]])
-def test_a_command_warns(command: list[str], saves: Path, tmp_path: Path) -> None:
+def test_a_command_warns(command, saves, tmp_path):
     shutil.copytree(saves / "one" / "dcp", tmp_path / "dcp")
     shutil.copy(saves / "later" / "dcp" / "__1_0.distcp", tmp_path / "dcp")
     name, *words = command
@@ -106,7 +106,7 @@ TRAINERS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_counters_of_the_trainer(name: str, saves: Path, tmp_path: Path) -> None:
+def test_counters_of_the_trainer(name, saves, tmp_path):
     folder = trainer(saves, tmp_path / "run")
     assert not doubts(folder)
     change, words = TRAINERS[name]
@@ -115,7 +115,7 @@ def test_counters_of_the_trainer(name: str, saves: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("name", "is_doubted"), [("checkpoint-3", False), ("checkpoint-500", True), ("best", False)])
-def test_a_step_in_the_name(name: str, is_doubted: bool, saves: Path, tmp_path: Path) -> None:
+def test_a_step_in_the_name(name, is_doubted, saves, tmp_path):
     assert bool(doubts(trainer(saves, tmp_path / name))) == is_doubted
 
 
@@ -130,14 +130,14 @@ FREE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FREE)
-def test_loops_that_count_otherwise_are_not_doubted(name: str, saves: Path, tmp_path: Path) -> None:
+def test_loops_that_count_otherwise_are_not_doubted(name, saves, tmp_path):
     state = torch.load(saves / "one" / "state.pt")
     torch.save({"model": state["model"], "optim": state["optim"], **FREE[name]}, tmp_path / "state.pt")
     assert not doubts(tmp_path / "state.pt")
 
 
 @pytest.mark.parametrize("form", ["zero1", "zero2", "zero3"])
-def test_steps_that_overflow_skipped_are_counted(form: str, saves: Path, tmp_path: Path) -> None:
+def test_steps_that_overflow_skipped_are_counted(form, saves, tmp_path):
     folder = Path(shutil.copytree(saves / "one" / form, tmp_path / form))
     for path in folder.rglob("*_model_states.pt"):
         change_file(path, lambda content: content.update(global_steps=5, skipped_steps=2))
@@ -150,7 +150,7 @@ LEARNING = {"zero1": "base_optimizer_state", "zero2": "base_optimizer_state", "z
 
 
 @pytest.mark.parametrize("form", LEARNING)
-def test_a_rank_with_another_learning_rate(form: str, saves: Path, tmp_path: Path) -> None:
+def test_a_rank_with_another_learning_rate(form, saves, tmp_path):
     """All that tells two steps apart where the optimizer counts none, as SGD."""
     folder = Path(shutil.copytree(saves / "one" / form, tmp_path / form))
 
@@ -163,7 +163,7 @@ def test_a_rank_with_another_learning_rate(form: str, saves: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("counter", ["global_steps", "global_samples", "skipped_steps", "iteration", "last_epoch"])
-def test_a_model_file_with_another_counter(counter: str, saves: Path, tmp_path: Path) -> None:
+def test_a_model_file_with_another_counter(counter, saves, tmp_path):
     folder = Path(shutil.copytree(saves / "one" / "zero3", tmp_path / "zero3"))
     for number, path in enumerate(sorted(folder.rglob("*_model_states.pt"))):
         values = {"lr_scheduler": {"last_epoch": number}} if counter == "last_epoch" else {counter: number}
@@ -176,7 +176,7 @@ def test_a_model_file_with_another_counter(counter: str, saves: Path, tmp_path: 
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     torch.save({"a": torch.arange(4.0), "b": torch.arange(4.0) + 9}, tmp_path / "two.pt")
     ckpt_tools.convert(tmp_path / "two.pt", tmp_path / "dcp", to="dcp", world_size=1)
     return tmp_path / "dcp"
@@ -198,14 +198,14 @@ def lengthened(infos: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [shifted, lengthened])
-def test_items_that_share_bytes_are_refused(change: Callable[[Any], None], saved: Path, tmp_path: Path) -> None:
+def test_items_that_share_bytes_are_refused(change, saved, tmp_path):
     change_index(saved, change)
     assert set(said(saved, tmp_path, *VERBS).values()) == {"error"}
     with pytest.raises(MalformedError, match="shares bytes with another item"):
         ckpt_tools.inspect(saved)
 
 
-def test_two_pieces_at_one_item_are_refused(checkpoint: Any, tmp_path: Path) -> None:
+def test_two_pieces_at_one_item_are_refused(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "dcp"))
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     infos: dict[str, list[Any]] = {}
@@ -218,7 +218,7 @@ def test_two_pieces_at_one_item_are_refused(checkpoint: Any, tmp_path: Path) -> 
         ckpt_tools.inspect(folder)
 
 
-def test_items_of_none_are_doubted(saved: Path) -> None:
+def test_items_of_none_are_doubted(saved):
     assert not doubts(saved)
     with (saved / "__0_0.distcp").open("ab") as file:
         file.write(bytes(100))
@@ -242,7 +242,7 @@ SHARDS = {
 
 @pytest.mark.parametrize("beside", ["", "config.json"])
 @pytest.mark.parametrize("name", SHARDS)
-def test_one_shard_without_its_index_is_refused(name: str, beside: str, saves: Path, tmp_path: Path) -> None:
+def test_one_shard_without_its_index_is_refused(name, beside, saves, tmp_path):
     form, file = SHARDS[name]
     folder = tmp_path / "model"
     folder.mkdir()
@@ -269,7 +269,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("form", PARTS)
-def test_one_part_alone_is_refused(form: str, saves: Path, tmp_path: Path) -> None:
+def test_one_part_alone_is_refused(form, saves, tmp_path):
     folder = tmp_path / "part"
     folder.mkdir()
     for file in PARTS[form]:
@@ -279,9 +279,7 @@ def test_one_part_alone_is_refused(form: str, saves: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("form", "single"), [("safetensors", "model.safetensors"), ("torch", "pytorch_model.bin")])
 @pytest.mark.parametrize("has_shards", [True, False])
-def test_a_single_file_beside_an_index_is_read(
-    form: str, single: str, has_shards: bool, saves: Path, tmp_path: Path
-) -> None:
+def test_a_single_file_beside_an_index_is_read(form, single, has_shards, saves, tmp_path):
     """As transformers loads it."""
     folder = Path(shutil.copytree(saves / "one" / form, tmp_path / "model"))
     ckpt_tools.convert(saves / "later" / "state.pt", folder / single, to=form, state="model")  # type: ignore[arg-type]
@@ -296,7 +294,7 @@ def test_a_single_file_beside_an_index_is_read(
     assert len(doubts(folder)) == (4 if has_shards else 1)
 
 
-def test_an_index_that_names_the_single_file_is_followed(tmp_path: Path) -> None:
+def test_an_index_that_names_the_single_file_is_followed(tmp_path):
     import numpy as np
 
     files = {"model.safetensors": "a", "more.safetensors": "b"}

@@ -57,7 +57,7 @@ TARGETS = [each.name for each in all_formats() if each.writes and each.name not 
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("names")
     for number, name in enumerate(NAMES):
         torch.save({name: torch.full((2, 2), 3.0), "ok.weight": torch.ones(2)}, folder / f"{number}.pt")
@@ -66,7 +66,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("to", TARGETS)
-def test_a_name_is_read_back_or_refused_before_writing(to: str, sources: dict[str, Path], tmp_path: Path) -> None:
+def test_a_name_is_read_back_or_refused_before_writing(to, sources, tmp_path):
     refused: dict[str, CkptError] = {}
     for number, (name, source) in enumerate(sources.items()):
         out = tmp_path / f"{number}{ENDINGS.get(to, '')}"
@@ -96,7 +96,7 @@ def test_a_name_is_read_back_or_refused_before_writing(to: str, sources: dict[st
     assert len(list(tmp_path.iterdir())) == len(NAMES) - len(refused), "nothing is left of what is refused"
 
 
-def test_two_names_of_which_numpy_would_take_the_other(tmp_path: Path) -> None:
+def test_two_names_of_which_numpy_would_take_the_other(tmp_path):
     torch.save({"a": torch.ones(2), "a.npy": torch.zeros(2)}, tmp_path / "in.pt")
     with pytest.raises(CkptError, match=r"'a\.npy', which cannot be a member of npz"):
         ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.npz")

@@ -27,7 +27,7 @@ RANKS = "pp-rank-0-of-2_tp-rank-0-of-2"
 
 
 @pytest.fixture
-def step(tmp_path: Path) -> Path:
+def step(tmp_path):
     return shutil.copytree(corpus.make("nanotron").folder, tmp_path / "run/3")
 
 
@@ -42,7 +42,7 @@ def rewritten(path: Path, **metadata: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["nanotron_fp32", "nanotron_tied"])
-def test_genuine_checkpoints_are_read_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_genuine_checkpoints_are_read_bit_for_bit(name, tmp_path):
     """nanotron's own code wrote them (fixtures/nanotron_checkpoints.py), and torch's AdamW alone the truth."""
     with zipfile.ZipFile(CORPUS / f"{name}.zip") as archive:
         archive.extractall(tmp_path)
@@ -56,7 +56,7 @@ def test_genuine_checkpoints_are_read_bit_for_bit(name: str, tmp_path: Path) -> 
 
 
 class TestGeometry:
-    def test_each_element_of_an_interval_goes_to_its_place(self) -> None:
+    def test_each_element_of_an_interval_goes_to_its_place(self):
         """Columns 2:4 of rows 0:2 and 3:5 of a tensor, cut anywhere."""
         part = Part.read("0,2,None|None,None,None#0,2,None|2,4,None;2,4,1|0,2,None#3,5,None|2,4,None", (6, 5), (4, 2))
         whole = np.zeros((6, 5), np.int64)
@@ -73,13 +73,13 @@ class TestGeometry:
                         found[place] = 1 + at + i * strides[0] + j * strides[1]
             assert np.array_equal(found, whole)
 
-    def test_columns_of_a_rank_are_strided(self) -> None:
+    def test_columns_of_a_rank_are_strided(self):
         part = Part.read("None,None,None|0,1,None#None,None,None|3,4,None", (2, 4), (2, 3))
         (shard,) = part.shards(0, 6, ByteRange("f", 0, 24), 4)
         assert (shard.box, shard.at.start, shard.at.stop, shard.strides) == (Box((0, 3), (2, 4)), 0, 16, (3, 1))
 
     @pytest.mark.parametrize("numel", [1, 2, 7, 8, 9])
-    def test_intervals_are_those_of_numpys_array_split(self, numel: int) -> None:
+    def test_intervals_are_those_of_numpys_array_split(self, numel):
         expected = [part.tolist() for part in np.array_split(np.arange(numel), 4)]
         assert [list(range(*interval(numel, rank, 4))) for rank in range(4)] == expected
 
@@ -94,13 +94,13 @@ class TestGeometry:
             ("a,b,c|None,None,None#0,2,None|None,None,None", MalformedError),
         ],
     )
-    def test_slices_that_are_no_boxes(self, pairs: str, error: type[CkptError]) -> None:
+    def test_slices_that_are_no_boxes(self, pairs, error):
         with pytest.raises(error):
             Part.read(pairs, (8, 2), (4, 2))
 
 
 class TestFolders:
-    def test_latest_txt_chooses(self, step: Path) -> None:
+    def test_latest_txt_chooses(self, step):
         shutil.copytree(step, step.parent / "10")
         with pytest.raises(UnsupportedError, match="several checkpoints here"):
             ckpt_tools.inspect(step.parent)
@@ -111,7 +111,7 @@ class TestFolders:
         with pytest.raises(IncompleteError, match=r"latest\.txt: it names '4'"):
             ckpt_tools.inspect(step.parent)
 
-    def test_what_is_not_read_is_named(self, step: Path) -> None:
+    def test_what_is_not_read_is_named(self, step):
         (step / "random").mkdir()
         (step / "random/tp-0-of-2_dp-0-of-3_pp-0-of-2.pt").touch()
         (step / "model_config.json").write_text("{}")
@@ -120,22 +120,22 @@ class TestFolders:
 
 class TestRefused:
     @pytest.mark.parametrize("version", ["1.1", "1.6", "2"])
-    def test_another_version(self, step: Path, version: str) -> None:
+    def test_another_version(self, step, version):
         rewritten(embedding(step), version=version)
         with pytest.raises(UnsupportedError, match=rf"version '{version}' of nanotron's format"):
             ckpt_tools.inspect(step)
 
-    def test_another_version_of_the_checkpoint(self, step: Path) -> None:
+    def test_another_version_of_the_checkpoint(self, step):
         (step / "checkpoint_metadata.json").write_text(json.dumps({"version": "1.0"}))
         with pytest.raises(UnsupportedError, match=r"checkpoint_metadata\.json: it has version '1\.0'"):
             ckpt_tools.inspect(step)
 
-    def test_a_missing_rank(self, step: Path) -> None:
+    def test_a_missing_rank(self, step):
         embedding(step).unlink()
         with pytest.raises(CkptError, match=EMBEDDING):
             ckpt_tools.inspect(step)
 
-    def test_ranks_in_another_order(self, step: Path) -> None:
+    def test_ranks_in_another_order(self, step):
         one = embedding(step)
         other = one.with_name(one.name.replace("tp-rank-0", "tp-rank-1"))
         for source, target in ((one, "x"), (other, one), (one.with_name("x"), other)):
@@ -143,12 +143,12 @@ class TestRefused:
         with pytest.raises(MalformedError, match="not in the order of the ranks"):
             ckpt_tools.inspect(step)
 
-    def test_a_missing_file_of_the_optimizer(self, step: Path) -> None:
+    def test_a_missing_file_of_the_optimizer(self, step):
         (step / "optimizer/optimizer_pp-1-of-2_dp-2-of-3_tp-0-of-2_exp-0-of-1.pt").unlink()
         with pytest.raises(IncompleteError, match="it has 11 of the 12 files of the optimizer's ranks"):
             ckpt_tools.inspect(step)
 
-    def test_intervals_of_another_rule(self, step: Path) -> None:
+    def test_intervals_of_another_rule(self, step):
         path = step / "optimizer/optimizer_config.json"
         config = json.loads(path.read_text())
         config["configs"]["param_name_to_dp_rank_offsets"][EMBEDDING]["0"] = ["0", "13"]
@@ -157,7 +157,7 @@ class TestRefused:
             ckpt_tools.inspect(step)
 
     @pytest.mark.parametrize("change", ["name", "size", "more"])
-    def test_state_that_is_not_understood(self, step: Path, change: str) -> None:
+    def test_state_that_is_not_understood(self, step, change):
         path = step / "optimizer/optimizer_pp-0-of-2_dp-0-of-3_tp-0-of-2_exp-0-of-1.pt"
         found = torch.load(path)
         if change == "name":

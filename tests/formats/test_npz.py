@@ -34,7 +34,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     return facts(found) == facts(expected)
 
 
-def test_every_dtype_and_order_of_numpy_is_read(tmp_path: Path) -> None:
+def test_every_dtype_and_order_of_numpy_is_read(tmp_path):
     rng = np.random.default_rng(0)
     arrays = {code: rng.integers(0, 2, (3, 4, 5)).astype(code) for code in DTYPES}
     arrays |= {f"fortran.{code}": np.asfortranarray(array) for code, array in list(arrays.items())}
@@ -44,7 +44,7 @@ def test_every_dtype_and_order_of_numpy_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-def test_every_version_of_the_header_is_read(version: tuple[int, int], tmp_path: Path) -> None:
+def test_every_version_of_the_header_is_read(version, tmp_path):
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
     data = io.BytesIO()
     np.lib.format.write_array(data, array, version=version)
@@ -53,7 +53,7 @@ def test_every_version_of_the_header_is_read(version: tuple[int, int], tmp_path:
     assert same(contents(tmp_path / "a.npz"), {"w": array})
 
 
-def test_numpy_reads_what_is_written(tmp_path: Path) -> None:
+def test_numpy_reads_what_is_written(tmp_path):
     tensors = {
         "a.weight": torch.randn(3, 5), "b": torch.randn(2, 3, 4).half(), "n": torch.arange(5),
         "zero": torch.tensor(1.5),
@@ -67,7 +67,7 @@ def test_numpy_reads_what_is_written(tmp_path: Path) -> None:
         assert archive.testzip() is None
 
 
-def test_mlx_reads_what_is_written(tmp_path: Path) -> None:
+def test_mlx_reads_what_is_written(tmp_path):
     import mlx.core as mx
 
     save_file({"layers.0.weight": torch.arange(6.0).reshape(2, 3)}, tmp_path / "model.safetensors")
@@ -75,7 +75,7 @@ def test_mlx_reads_what_is_written(tmp_path: Path) -> None:
     assert np.array(mx.load(str(tmp_path / "model.npz"))["layers.0.weight"]).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_tied_tensor_is_written_under_each_name(tmp_path: Path) -> None:
+def test_a_tied_tensor_is_written_under_each_name(tmp_path):
     shared = torch.arange(6.0).reshape(2, 3)
     torch.save({"embed.weight": shared, "head.weight": shared}, tmp_path / "tied.pt")
     report = ckpt_tools.convert(tmp_path / "tied.pt", tmp_path / "tied.npz")
@@ -84,7 +84,7 @@ def test_a_tied_tensor_is_written_under_each_name(tmp_path: Path) -> None:
     assert "1 tied name" in [note.what for note in report.plan.notes]
 
 
-def test_bfloat16_is_not_written_and_can_be_cast(tmp_path: Path) -> None:
+def test_bfloat16_is_not_written_and_can_be_cast(tmp_path):
     save_file({"w": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedError, match="numpy has no bfloat16"):
         ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "model.npz")
@@ -93,7 +93,7 @@ def test_bfloat16_is_not_written_and_can_be_cast(tmp_path: Path) -> None:
         assert found["w"].tolist() == [1, 1]
 
 
-def test_objects_are_refused_and_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_objects_are_refused_and_not_run(tmp_path, capfd):
     """The array's pickle would call ``os.system``."""
     made = tmp_path / "model.npz"
     from fixtures.corpus.other import npz_objects
@@ -152,26 +152,26 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_broken_array_has_a_named_error(name: str, tmp_path: Path) -> None:
+def test_a_broken_array_has_a_named_error(name, tmp_path):
     data, kind, words = HOSTILE[name]
     with pytest.raises(kind, match=words) as raised:
         ckpt_tools.inspect(_npz(tmp_path / "a.npz", {"w.npy": data}))
     assert raised.value.exit_code == 4
 
 
-def test_a_cut_archive_is_named(tmp_path: Path) -> None:
+def test_a_cut_archive_is_named(tmp_path):
     data = make("npz").source.read_bytes()
     (tmp_path / "a.npz").write_bytes(data[:-30])
     with pytest.raises(MalformedError, match="or it is cut"):
         ckpt_tools.inspect(tmp_path / "a.npz")
 
 
-def test_a_member_of_another_kind_is_named(tmp_path: Path) -> None:
+def test_a_member_of_another_kind_is_named(tmp_path):
     with pytest.raises(UnsupportedError, match=r"'notes\.txt' is not a \.npy"):
         ckpt_tools.inspect(_npz(tmp_path / "a.npz", {"notes.txt": b"x", "w.npy": _array(np.ones(2))}))
 
 
-def test_headers_of_other_writers_are_read(tmp_path: Path) -> None:
+def test_headers_of_other_writers_are_read(tmp_path):
     """Other spaces, another order, no comma at the end, Python 2's long numbers."""
     header = b"{'fortran_order':True,'shape': (2L,3L) ,'descr':'<f4'}\n"
     array = np.arange(6, dtype=np.float32)

@@ -31,7 +31,7 @@ TREE = {("params", "w"): (3, 2), ("params", "b"): (2,)}
 MOMENTS = {("opt_state", 0, name, *path[1:]): shape for name in ("mu", "nu") for path, shape in TREE.items()}
 
 
-def test_weights_are_under_params_and_moments_under_mu_and_nu() -> None:
+def test_weights_are_under_params_and_moments_under_mu_and_nu():
     roles = find_roles({**TREE, **MOMENTS, ("step",): ()}, (), None)
     assert set(roles.weights.values()) == {"w", "b"}
     assert set(roles.moments.values()) == {(name, slot) for name in "wb" for slot in ("exp_avg", "exp_avg_sq")}
@@ -47,11 +47,11 @@ def test_weights_are_under_params_and_moments_under_mu_and_nu() -> None:
     ],
     ids=["another shape", "another name", "two pairs"],
 )
-def test_moments_that_are_not_proved_are_none(changed: dict[Any, Any]) -> None:
+def test_moments_that_are_not_proved_are_none(changed):
     assert not find_roles({**TREE, **MOMENTS, **changed}, (), None).moments
 
 
-def test_what_might_be_no_model_is_refused() -> None:
+def test_what_might_be_no_model_is_refused():
     with pytest.raises(UnsupportedError, match=r"optimizer state by its name.*model_key="):
         find_roles({("model", "w"): (2,), ("opt_state", "mu", "w"): (2,)}, (), None)
     with pytest.raises(UnsupportedError, match=r"several models \(a\.params, b\.params\)"):
@@ -60,14 +60,14 @@ def test_what_might_be_no_model_is_refused() -> None:
         find_roles({("a", "b"): (2,), ("a.b",): (2,)}, (), None)
 
 
-def test_the_model_can_be_named() -> None:
+def test_the_model_can_be_named():
     shapes = {("a", "params", "w"): (2,), ("b", "params", "w"): (2,), ("opt_state", "mu", "w"): (2,)}
     assert find_roles(shapes, (), "b.params").weights == {("b", "params", "w"): "w"}
     with pytest.raises(UsageError, match="does not exist"):
         find_roles(shapes, (), "c")
 
 
-def test_the_whole_state_goes_to_dcp(tmp_path: Path) -> None:
+def test_the_whole_state_goes_to_dcp(tmp_path):
     source = make("orbax-train-state").source
     ckpt_tools.convert(source, tmp_path / "dcp", to="dcp", world_size=3)
     found = ckpt_tools.inspect(tmp_path / "dcp")
@@ -78,14 +78,14 @@ def test_the_whole_state_goes_to_dcp(tmp_path: Path) -> None:
     assert not report.differences, "the user's own tensors are the same ones below app"
 
 
-def test_a_model_key_is_taken_and_an_optim_key_is_not(tmp_path: Path) -> None:
+def test_a_model_key_is_taken_and_an_optim_key_is_not(tmp_path):
     source = make("orbax-train-state").source
     assert ckpt_tools.inspect(source, model_key="params.dense").num_tensors > 2
     with pytest.raises(UsageError, match="optim_key= does not apply"):
         ckpt_tools.inspect(source, optim_key="opt_state")
 
 
-def test_any_range_of_an_array_is_read() -> None:
+def test_any_range_of_an_array_is_read():
     """Each interval of the row-major order, over the boundaries of chunks, and bytes that split an element."""
     made = make("orbax-sharded")
     source, manifest = read_checkpoint(made.source, ReadOptions())
@@ -104,7 +104,7 @@ def test_any_range_of_an_array_is_read() -> None:
         source.store.read_into("array:both", 190, memoryview(part))
 
 
-def test_memory_counts_the_chunks(tmp_path: Path) -> None:
+def test_memory_counts_the_chunks(tmp_path):
     """Nothing smaller than a chunk can be decoded, so that the largest one is part of the peak."""
     source, chunk = tmp_path / "run", 32 << 20
     shutil.copytree(make("orbax-pytree").source, source)
@@ -125,7 +125,7 @@ def _write(root: Path, name: str, array: np.ndarray[Any, Any]) -> None:
     tensorstore.open(spec, create=True, delete_existing=True).result().write(array).result()
 
 
-def test_a_store_that_is_not_local_is_refused() -> None:
+def test_a_store_that_is_not_local_is_refused():
     root = make("orbax").source
     files = {str(path.relative_to(root)): bytearray(path.read_bytes()) for path in root.rglob("*") if path.is_file()}
     source = Source.open(MemoryStore(files))
@@ -134,7 +134,7 @@ def test_a_store_that_is_not_local_is_refused() -> None:
         OrbaxFormat().read(source, ReadOptions())
 
 
-def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     with pytest.raises(UsageError, match=r"pip install 'ckpt-tools\[orbax\]'"):
         ckpt_tools.inspect(make("orbax").source)
@@ -213,7 +213,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_checkpoint_has_a_named_error(name: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_has_a_named_error(name, tmp_path):
     damage, words = DAMAGES[name]
     root = tmp_path / "run"
     shutil.copytree(make("orbax").source, root)
@@ -223,7 +223,7 @@ def test_a_damaged_checkpoint_has_a_named_error(name: str, tmp_path: Path) -> No
     assert raised.value.exit_code == 4
 
 
-def test_a_chunk_that_is_missing_is_no_zeros(tmp_path: Path) -> None:
+def test_a_chunk_that_is_missing_is_no_zeros(tmp_path):
     """Zarr's readers fill in zeros."""
     root = tmp_path / "run"
     shutil.copytree(make("orbax-zarr").source, root)
@@ -232,7 +232,7 @@ def test_a_chunk_that_is_missing_is_no_zeros(tmp_path: Path) -> None:
         ckpt_tools.inspect(root)
 
 
-def test_an_item_without_the_marker_of_the_checkpoint_is_unfinished(tmp_path: Path) -> None:
+def test_an_item_without_the_marker_of_the_checkpoint_is_unfinished(tmp_path):
     root = tmp_path / "5"
     shutil.copytree(make("orbax-manager").source, root)
     (root / "commit_success.txt").unlink()
@@ -240,7 +240,7 @@ def test_an_item_without_the_marker_of_the_checkpoint_is_unfinished(tmp_path: Pa
         ckpt_tools.inspect(root)
 
 
-def test_an_item_without_its_tree_is_incomplete(tmp_path: Path) -> None:
+def test_an_item_without_its_tree_is_incomplete(tmp_path):
     root = tmp_path / "5"
     shutil.copytree(make("orbax-manager").source, root)
     (root / "opt_state" / "_METADATA").unlink()
@@ -248,7 +248,7 @@ def test_an_item_without_its_tree_is_incomplete(tmp_path: Path) -> None:
         ckpt_tools.inspect(root)
 
 
-def test_what_lies_beside_is_read_or_noted(tmp_path: Path) -> None:
+def test_what_lies_beside_is_read_or_noted(tmp_path):
     root = tmp_path / "5"
     shutil.copytree(make("orbax-manager").source, root)
     (root / "params" / "notes.txt").write_text("mine")
@@ -259,7 +259,7 @@ def test_what_lies_beside_is_read_or_noted(tmp_path: Path) -> None:
     assert source.files.keys() - reader.own_files(source, manifest) - manifest.files == {"params/notes.txt"}
 
 
-def test_scales_of_mlx_are_not_cast(tmp_path: Path) -> None:
+def test_scales_of_mlx_are_not_cast(tmp_path):
     source = make("mlx-quantized").source
     ckpt_tools.convert(source, tmp_path / "cast.safetensors", dtype="float16")
     before, after = (
@@ -269,19 +269,19 @@ def test_scales_of_mlx_are_not_cast(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gguf", "npz", "npz-bfloat16", "mlx"])
-def test_a_genuine_checkpoint_scans_clean(name: str) -> None:
+def test_a_genuine_checkpoint_scans_clean(name):
     assert ckpt_tools.scan(make(name).source).clean
 
 
 @pytest.mark.parametrize("name", ["orbax", "orbax-manager", "orbax-zarr"])
-def test_arrays_that_only_tensorstore_reads_are_not_proved(name: str) -> None:
+def test_arrays_that_only_tensorstore_reads_are_not_proved(name):
     """No byte of OCDBT or of compressed chunks is accounted for, so the scan says that it did not look into them."""
     assert not ckpt_tools.scan(make(name).source).clean
 
 
 @pytest.mark.parametrize("name", ["gguf", "npz", "mlx-sharded", "orbax", "orbax-sharded"])
 @pytest.mark.parametrize("target", ["dcp", "zero2", "universal"])
-def test_weights_go_to_formats_of_many_ranks(name: str, target: Any, tmp_path: Path) -> None:
+def test_weights_go_to_formats_of_many_ranks(name, target, tmp_path):
     source = make(name).source
     world: Any = {} if target == "universal" else {"world_size": 3}
     cast: Any = {} if target == "dcp" else {"dtype": "float32"}

@@ -81,7 +81,7 @@ NUM_SAMPLED = 3
 
 
 @pytest.fixture(scope="module")
-def cases() -> Mapping[str, Made]:
+def cases():
     return make()
 
 
@@ -120,12 +120,12 @@ def named(found: Restored, loader: str) -> Restored:
     return {name.removeprefix(prefix): each for name, each in solid(found).items()}
 
 
-def test_the_refusals_are_of_cases() -> None:
+def test_the_refusals_are_of_cases():
     assert REFUSED.keys() <= CASES.keys()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_case_is_what_orbax_restores_or_is_refused(name: str, cases: Mapping[str, Made]) -> None:
+def test_a_case_is_what_orbax_restores_or_is_refused(name, cases):
     made = cases[name]
     if name in REFUSED:
         with pytest.raises(CkptError) as raised:
@@ -142,7 +142,7 @@ def test_a_case_is_what_orbax_restores_or_is_refused(name: str, cases: Mapping[s
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_a_case_converts_to_what_orbax_restores(name: str, cases: Mapping[str, Made], tmp_path: Path) -> None:
+def test_a_case_converts_to_what_orbax_restores(name, cases, tmp_path):
     out = tmp_path / "out.safetensors"
     ckpt_tools.convert(cases[name].source, out)
     with safe_open(out, framework="numpy") as file:
@@ -157,15 +157,13 @@ def test_a_case_converts_to_what_orbax_restores(name: str, cases: Mapping[str, M
         assert (found[key].dtype, found[key].shape, found[key].tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
-def test_custom_metadata_are_entries(cases: Mapping[str, Made]) -> None:
+def test_custom_metadata_are_entries(cases):
     for name in ("direct", "composite", "v1"):
         assert ckpt_tools.inspect(cases[name].source).extras["custom_metadata"] == {"custom": "meta"}
 
 
 @pytest.mark.parametrize("damage", ["hidden", "halved"])
-def test_a_data_file_that_no_array_is_opened_from_is_checked(
-    damage: str, cases: Mapping[str, Made], tmp_path: Path
-) -> None:
+def test_a_data_file_that_no_array_is_opened_from_is_checked(damage, cases, tmp_path):
     """Bytes of chunks are first read by a conversion."""
     source = tmp_path / "run"
     shutil.copytree(cases["items-of-all-kinds"].source, source)
@@ -203,9 +201,7 @@ def problem(path: Path, whole: Restored, after: Restored, loader: str) -> str | 
 
 
 @pytest.mark.timeout(3600)
-def test_no_damage_is_read_otherwise_than_by_orbax(
-    cases: Mapping[str, Made], tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
+def test_no_damage_is_read_otherwise_than_by_orbax(cases, tmp_path, pytestconfig):
     soak = bool(pytestconfig.getoption("--soak"))
     done: dict[str, tuple[Made, Path]] = {}
     for name in DAMAGED:

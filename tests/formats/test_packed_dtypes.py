@@ -55,13 +55,13 @@ def sample(dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.fixture
-def known(tmp_path: Path) -> Path:
+def known(tmp_path):
     save_file({name: sample(dtype) for name, dtype in DTYPES.items()}, tmp_path / "known.safetensors")
     return tmp_path / "known.safetensors"
 
 
 @pytest.fixture
-def float6(tmp_path: Path) -> Path:
+def float6(tmp_path):
     """Odd numbers of bytes, so that what lies after them must still be aligned."""
     tensors = [(name, name, [3, 4 * (n + 1)], bytes(range(9 * (n + 1)))) for n, name in enumerate(FLOAT6)]
     path = tmp_path / "float6.safetensors"
@@ -69,7 +69,7 @@ def float6(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_header_counts_values_and_the_manifest_elements(known: Path) -> None:
+def test_the_header_counts_values_and_the_manifest_elements(known):
     with safe_open(known, "pt") as file:
         assert file.get_slice("F4").get_shape() == [6, 32]
     checkpoint = ckpt_tools.open(known)
@@ -79,7 +79,7 @@ def test_the_header_counts_values_and_the_manifest_elements(known: Path) -> None
 
 
 @pytest.mark.parametrize("way", ["copy.safetensors", "folder", "state.pt", "dcp", "sharded"])
-def test_every_bit_is_kept_on_the_way_through_other_formats(way: str, known: Path, tmp_path: Path) -> None:
+def test_every_bit_is_kept_on_the_way_through_other_formats(way, known, tmp_path):
     to: Any = {"folder": "safetensors", "dcp": "dcp", "sharded": "sharded"}.get(way)
     ckpt_tools.convert(known, tmp_path / way, to=to, world_size=3 if way in ("dcp", "sharded") else None)
     ckpt_tools.convert(tmp_path / way, tmp_path / "back.safetensors", state="model")
@@ -87,7 +87,7 @@ def test_every_bit_is_kept_on_the_way_through_other_formats(way: str, known: Pat
     assert ckpt_tools.diff(known, tmp_path / way, state="model").equal
 
 
-def test_torch_reads_them(known: Path, tmp_path: Path) -> None:
+def test_torch_reads_them(known, tmp_path):
     ckpt_tools.convert(known, tmp_path / "state.pt")
     ckpt_tools.convert(known, tmp_path / "dcp", to="dcp", model_key="model")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
@@ -100,13 +100,13 @@ def test_torch_reads_them(known: Path, tmp_path: Path) -> None:
             assert torch.equal(found.view(torch.uint8), bytes_of((6, 16)))
 
 
-def test_a_tensor_of_float4_is_cut_between_its_elements(known: Path, tmp_path: Path) -> None:
+def test_a_tensor_of_float4_is_cut_between_its_elements(known, tmp_path):
     """Ranks of a DCP of torch's own have rows of it."""
     part = ckpt_tools.open(known)["F4"].torch((slice(1, 5), slice(3, 7)))
     assert torch.equal(part.view(torch.uint8), bytes_of((6, 16))[1:5, 3:7])
 
 
-def test_float6_goes_from_file_to_file(float6: Path, tmp_path: Path) -> None:
+def test_float6_goes_from_file_to_file(float6, tmp_path):
     ckpt_tools.convert(float6, tmp_path / "out.safetensors", dtype="float32")
     found = contents(tmp_path / "out.safetensors")
     assert found.pop("m.plain")[0] == "F32"
@@ -117,7 +117,7 @@ def test_float6_goes_from_file_to_file(float6: Path, tmp_path: Path) -> None:
         assert file.get_tensor("m.plain").data_ptr() % 4 == 0
 
 
-def test_differences_of_float6_are_counted(float6: Path, tmp_path: Path) -> None:
+def test_differences_of_float6_are_counted(float6, tmp_path):
     other = tmp_path / "other.safetensors"
     other.write_bytes(float6.read_bytes()[:-5] + b"\xff" + float6.read_bytes()[-4:])
     (difference,) = ckpt_tools.diff(float6, other).differences
@@ -126,7 +126,7 @@ def test_differences_of_float6_are_counted(float6: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "zero3", "universal", "sharded", "megatron", "gguf", "npz"])
-def test_float6_is_refused_where_it_has_no_place(to: Any, float6: Path, tmp_path: Path) -> None:
+def test_float6_is_refused_where_it_has_no_place(to, float6, tmp_path):
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UnsupportedError, match=r"F6_E\dM\d.*float6_e\dm\dfn_x4"):
         ckpt_tools.convert(float6, tmp_path / "out", to=to, world_size=2 if to in ("dcp", "zero3") else None)
@@ -142,16 +142,14 @@ def test_float6_is_refused_where_it_has_no_place(to: Any, float6: Path, tmp_path
         ("F4", [2, 4], 5, "5 bytes cannot hold"),
     ],
 )
-def test_rows_that_end_within_a_byte_are_refused(
-    dtype: str, shape: list[int], num_bytes: int, said: str, tmp_path: Path
-) -> None:
+def test_rows_that_end_within_a_byte_are_refused(dtype, shape, num_bytes, said, tmp_path):
     path = tmp_path / "in.safetensors"
     path.write_bytes(stored(("x", dtype, shape, bytes(num_bytes))))
     with pytest.raises(FormatError, match=said):
         ckpt_tools.inspect(path)
 
 
-def test_a_model_of_another_dtype_does_not_take_them(known: Path) -> None:
+def test_a_model_of_another_dtype_does_not_take_them(known):
     model = torch.nn.Module()
     model.F4 = torch.nn.Parameter(torch.zeros(6, 16))
     with pytest.raises(UnsupportedError, match="float4_e2m1fn_x2"):

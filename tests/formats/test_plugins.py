@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
@@ -38,7 +38,7 @@ def printed(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(tmp_path_factory):
     """The folder that pip installed the printed package in."""
     package, target = tmp_path_factory.mktemp("ckpt-npy"), tmp_path_factory.mktemp("installed")
     for name in ("pyproject.toml", "ckpt_npy.py"):
@@ -51,7 +51,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def path(monkeypatch):
     """What is put on the import path for a test is looked for in it, and forgotten after it."""
     modules = set(sys.modules)
     for cached in (plugins.plugins, plugins._signs, plugins._may_declare_signs):
@@ -66,7 +66,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture
-def npy(installed: Path, path: pytest.MonkeyPatch) -> None:
+def npy(installed, path):
     path.syspath_prepend(str(installed))
 
 
@@ -85,7 +85,7 @@ WHERE = (manifest, shards, boxes, layout)
 
 
 @pytest.mark.parametrize(("name", "arguments"), CONSTRUCTORS)
-def test_a_listed_constructor_takes_the_listed_arguments(name: str, arguments: str) -> None:
+def test_a_listed_constructor_takes_the_listed_arguments(name, arguments):
     kind, _, method = name.partition(".")
     (found, *_) = (getattr(module, kind) for module in WHERE if hasattr(module, kind))
     taken = list(signature(getattr(found, method) if method else found).parameters)
@@ -96,7 +96,7 @@ def test_a_listed_constructor_takes_the_listed_arguments(name: str, arguments: s
 
 class TestThePrintedReader:
     @pytest.fixture
-    def raw(self, plugin: Plugin, tmp_path: Path) -> Path:
+    def raw(self, plugin, tmp_path):
         """A folder of the format, which is installed."""
         plugin("raw", printed("ckpt_raw.py"), raw="ckpt_npy_raw:RawFormat")
         folder = tmp_path / "folder"
@@ -106,10 +106,10 @@ class TestThePrintedReader:
         (folder / "shapes.json").write_text('{"w": [2, 3], "b": [1]}')
         return folder
 
-    def test_it_is_short(self) -> None:
+    def test_it_is_short(self):
         assert len([line for line in printed("ckpt_raw.py").splitlines() if line]) <= 20
 
-    def test_every_command_reads_it(self, raw: Path, tmp_path: Path) -> None:
+    def test_every_command_reads_it(self, raw, tmp_path):
         ckpt_tools.convert(raw, tmp_path / "out.npz")
         loaded = np.load(tmp_path / "out.npz")
         assert loaded["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -117,24 +117,24 @@ class TestThePrintedReader:
         assert ckpt_tools.inspect(raw).format == "raw"
         assert ckpt_tools.verify(raw, tmp_path / "out.npz").equal
 
-    def test_a_file_of_another_size_is_refused(self, raw: Path) -> None:
+    def test_a_file_of_another_size_is_refused(self, raw):
         (raw / "shapes.json").write_text('{"w": [2, 4]}')
         with pytest.raises(FormatError, match=r"w\.f32: 24 bytes cannot hold 8 elements"):
             ckpt_tools.inspect(raw)
 
     @pytest.mark.parametrize("shapes", ['{"w": [3, "a"]}', "[1]", '{"w": 3}', "{", ""])
-    def test_damage_is_an_error_of_ours(self, shapes: str, raw: Path) -> None:
+    def test_damage_is_an_error_of_ours(self, shapes, raw):
         (raw / "shapes.json").write_text(shapes)
         with pytest.raises(FormatError, match=r"shapes\.json"):
             ckpt_tools.inspect(raw)
 
-    def test_it_is_no_target(self, raw: Path, tmp_path: Path) -> None:
+    def test_it_is_no_target(self, raw, tmp_path):
         with pytest.raises(UsageError, match=r"^no format 'raw' can be written; there are megatron.*, npz$"):
             ckpt_tools.convert(raw, tmp_path / "out", to="raw")
         row = ckpt_tools.list_formats()[-1]
         assert (row.name, row.reads, row.writes, row.holds) == ("raw", True, False, "weights")
 
-    def test_it_passes_the_suite_of_readers(self, tmp_path: Path) -> None:
+    def test_it_passes_the_suite_of_readers(self, tmp_path):
         (tmp_path / "ckpt_raw.py").write_text(printed("ckpt_raw.py"))
         block = PAGE.index("from ckpt_raw import RawFormat")
         (tmp_path / "test_ckpt_raw.py").write_text(PAGE[block : PAGE.index("```", block)])
@@ -152,12 +152,12 @@ def check_suite(test: Path, folder: Path) -> None:
 
 
 class TestThePrintedFormat:
-    def test_it_passes_the_suite_that_it_inherits(self, installed: Path, tmp_path: Path) -> None:
+    def test_it_passes_the_suite_that_it_inherits(self, installed, tmp_path):
         test = tmp_path / "test_ckpt_npy.py"
         test.write_text(printed("test_ckpt_npy.py"))
         check_suite(test, installed)
 
-    def test_it_appears_in_formats(self, npy: None) -> None:
+    def test_it_appears_in_formats(self, npy):
         row = ckpt_tools.list_formats()[-1]
         assert (row.name, row.reads, row.writes, row.holds) == ("npy", True, True, "whole state")
 
@@ -171,9 +171,7 @@ class TestThePrintedFormat:
             ("zero3-bf16", "dcp", {}),
         ],
     )
-    def test_whole_state_goes_there_and_back(
-        self, npy: None, checkpoint: Checkpoint, tmp_path: Path, kind: str, back: str, options: dict[str, object]
-    ) -> None:
+    def test_whole_state_goes_there_and_back(self, npy, checkpoint, tmp_path, kind, back, options):
         source = checkpoint(kind, "awkward", 2).checkpoint
         ckpt_tools.convert(source, tmp_path / "npy", to="npy")
         assert ckpt_tools.verify(source, tmp_path / "npy").equal
@@ -182,7 +180,7 @@ class TestThePrintedFormat:
         assert ckpt_tools.verify(tmp_path / "npy", tmp_path / "back").equal
         assert ckpt_tools.verify(source, tmp_path / "back").equal
 
-    def test_numpy_reads_what_is_written(self, npy: None, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    def test_numpy_reads_what_is_written(self, npy, checkpoint, tmp_path):
         source = checkpoint("fsdp2", "awkward", 2).checkpoint
         ckpt_tools.convert(source, tmp_path / "npy", to="npy")
         index = json.loads((tmp_path / "npy" / "npy_index.json").read_text())
@@ -195,7 +193,7 @@ class TestThePrintedFormat:
             assert loaded.shape == want.shape and loaded.tobytes() == want.tobytes()
             assert loaded.dtype == want.dtype or DType(row["dtype"]) is DType.BFLOAT16
 
-    def test_it_is_replaced_and_nothing_else_is(self, npy: None, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    def test_it_is_replaced_and_nothing_else_is(self, npy, checkpoint, tmp_path):
         source, target = checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "npy"
         ckpt_tools.convert(source, target, to="npy", checksum=True)
         with pytest.raises(DestinationExistsError, match="exists"):
@@ -206,7 +204,7 @@ class TestThePrintedFormat:
         with pytest.raises(DestinationExistsError, match=r"notes\.md"):
             ckpt_tools.convert(source, target, to="npy", overwrite=True)
 
-    def test_options_that_it_does_not_take_are_refused(self, npy: None, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    def test_options_that_it_does_not_take_are_refused(self, npy, checkpoint, tmp_path):
         source = checkpoint("fsdp2", "awkward", 2).checkpoint
         for options in ({"world_size": 2}, {"max_shard_size": "1MB"}, {"tag": "x"}):
             with pytest.raises(UsageError, match="npy"):
@@ -216,7 +214,7 @@ class TestThePrintedFormat:
         with pytest.raises(UsageError, match="tag= is for"):
             ckpt_tools.inspect(tmp_path / "npy", tag="x")
 
-    def test_the_command_line_takes_it(self, installed: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    def test_the_command_line_takes_it(self, installed, checkpoint, tmp_path):
         source, target = checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "npy"
         assert "npy_index.json" in command("formats", folders=(installed,)).stdout
         done = command("convert", source, target, "--to", "npy", "--json", folders=(installed,))
@@ -228,7 +226,7 @@ class TestThePrintedFormat:
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, path: pytest.MonkeyPatch) -> Plugin:
+def plugin(tmp_path, path):
     """``plugin(distribution, code, **formats)``: a distribution whose formats are found, without pip."""
 
     def make(distribution: str, code: str, signs: Mapping[str, str] = MappingProxyType({}), **formats: str) -> Path:
@@ -257,21 +255,21 @@ class Claiming(Format):
 
 class TestWrongPlugins:
     @pytest.fixture
-    def odd(self, tmp_path: Path) -> Path:
+    def odd(self, tmp_path):
         """A folder that no built-in reader recognises."""
         folder = tmp_path / "odd"
         folder.mkdir()
         (folder / "file.odd").write_bytes(b"?")
         return folder
 
-    def test_two_of_one_name_are_refused(self, plugin: Plugin) -> None:
+    def test_two_of_one_name_are_refused(self, plugin):
         for distribution in ("one", "two"):
             plugin(distribution, CLAIMING.format(name="odd"), odd=f"ckpt_npy_{distribution}:Claiming")
         with pytest.raises(UsageError, match=r"one 1\.0, two 1\.0 each give a format 'odd'; uninstall one") as caught:
             ckpt_tools.list_formats()
         assert caught.value.exit_code == 2
 
-    def test_one_that_takes_the_name_of_a_built_in_format_is_refused(self, plugin: Plugin) -> None:
+    def test_one_that_takes_the_name_of_a_built_in_format_is_refused(self, plugin):
         plugin("thief", CLAIMING.format(name="dcp"), dcp="ckpt_npy_thief:Claiming")
         with pytest.raises(UsageError, match=r"thief 1\.0 gives a format 'dcp', which is built in"):
             ckpt_tools.list_formats()
@@ -291,9 +289,7 @@ class TestWrongPlugins:
             ),
         ],
     )
-    def test_one_that_is_wrong_is_named_if_it_is_needed(
-        self, plugin: Plugin, odd: Path, tmp_path: Path, code: str, message: str
-    ) -> None:
+    def test_one_that_is_wrong_is_named_if_it_is_needed(self, plugin, odd, tmp_path, code, message):
         plugin("broken", code, odd="ckpt_npy_broken:Claiming")
         needing: list[Callable[[], object]] = [
             ckpt_tools.list_formats,
@@ -305,9 +301,7 @@ class TestWrongPlugins:
                 need()
             assert "\n" not in str(caught.value)
 
-    def test_one_that_is_wrong_is_nothing_to_the_others(
-        self, plugin: Plugin, odd: Path, checkpoint: Checkpoint, tmp_path: Path
-    ) -> None:
+    def test_one_that_is_wrong_is_nothing_to_the_others(self, plugin, odd, checkpoint, tmp_path):
         plugin("broken", "1 / 0", aaa="ckpt_npy_broken:Claiming")
         plugin("good", CLAIMING.format(name="odd"), odd="ckpt_npy_good:Claiming")
         ckpt_tools.convert(checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "out.safetensors")
@@ -318,13 +312,13 @@ class TestWrongPlugins:
         with pytest.raises(UsageError, match="no format 'odd' can be written"):
             ckpt_tools.convert(odd, tmp_path / "out", to="odd")
 
-    def test_two_that_recognise_one_source_are_refused(self, plugin: Plugin, odd: Path) -> None:
+    def test_two_that_recognise_one_source_are_refused(self, plugin, odd):
         plugin("one", CLAIMING.format(name="odd"), odd="ckpt_npy_one:Claiming")
         plugin("two", CLAIMING.format(name="even"), even="ckpt_npy_two:Claiming")
         with pytest.raises(UsageError, match=r"several formats recognise .* \(even, odd\); say which with from_="):
             ckpt_tools.inspect(odd)
 
-    def test_a_folder_that_nobody_recognises_stays_unsupported(self, plugin: Plugin, tmp_path: Path) -> None:
+    def test_a_folder_that_nobody_recognises_stays_unsupported(self, plugin, tmp_path):
         plugin("good", CLAIMING.format(name="odd"), odd="ckpt_npy_good:Claiming")
         (tmp_path / "x.bin2").write_bytes(b"?")
         with pytest.raises(UnsupportedError, match=r"torch.*odd"):
@@ -354,14 +348,14 @@ class TestClaims:
     """A file whose name a built-in reader knows too."""
 
     @pytest.fixture
-    def weights(self, tmp_path: Path) -> Path:
+    def weights(self, tmp_path):
         folder = tmp_path / "weights"
         folder.mkdir()
         torch.save({"w": torch.ones(2)}, folder / "weights.bin")
         return folder
 
     @pytest.mark.parametrize("inside", ["", "weights.bin"])
-    def test_a_declared_sign_wins(self, plugin: Plugin, weights: Path, inside: str) -> None:
+    def test_a_declared_sign_wins(self, plugin, weights, inside):
         assert ckpt_tools.inspect(weights / inside).format == "torch"
         for cached in (plugins._signs, plugins._may_declare_signs):
             cached.cache_clear()
@@ -369,11 +363,11 @@ class TestClaims:
         assert ckpt_tools.inspect(weights / inside).format == "odd"
         assert ckpt_tools.inspect(weights / inside, from_="torch").format == "torch"
 
-    def test_a_sign_is_not_enough(self, plugin: Plugin, weights: Path) -> None:
+    def test_a_sign_is_not_enough(self, plugin, weights):
         plugin("odd", WEIGHTS.format(**{**WORKING, "detect": "return False"}), SIGN, odd="ckpt_npy_odd:Weights")
         assert ckpt_tools.inspect(weights).format == "torch"
 
-    def test_without_a_sign_the_error_names_the_plug_in(self, plugin: Plugin, weights: Path) -> None:
+    def test_without_a_sign_the_error_names_the_plug_in(self, plugin, weights):
         plugin("odd", WEIGHTS.format(**WORKING), odd="ckpt_npy_odd:Weights")
         assert ckpt_tools.inspect(weights).format == "torch"
         (weights / "weights.bin").write_bytes(b"of the plug-in")
@@ -381,18 +375,18 @@ class TestClaims:
             ckpt_tools.inspect(weights)
         assert ckpt_tools.inspect(weights, from_="odd").format == "odd"
 
-    def test_two_signs_that_match_are_refused(self, plugin: Plugin, weights: Path) -> None:
+    def test_two_signs_that_match_are_refused(self, plugin, weights):
         plugin("one", WEIGHTS.format(**WORKING), SIGN, odd="ckpt_npy_one:Weights")
         code = WEIGHTS.format(**WORKING).replace('"odd"', '"even"')
         plugin("two", code, {"*.bin": "even"}, even="ckpt_npy_two:Weights")
         with pytest.raises(UsageError, match=r"several formats recognise .* \((even, odd|odd, even)\); say which"):
             ckpt_tools.inspect(weights)
 
-    def test_a_plug_in_of_other_signs_is_not_imported(self, plugin: Plugin, weights: Path) -> None:
+    def test_a_plug_in_of_other_signs_is_not_imported(self, plugin, weights):
         plugin("broken", "1 / 0", {"*.odd": "odd"}, odd="ckpt_npy_broken:Weights")
         assert ckpt_tools.inspect(weights).format == "torch"
 
-    def test_a_sign_that_names_no_format_is_refused(self, plugin: Plugin, weights: Path) -> None:
+    def test_a_sign_that_names_no_format_is_refused(self, plugin, weights):
         plugin("odd", WEIGHTS.format(**WORKING), {"weights.bin": "ckpt_npy_odd:Weights"}, odd="ckpt_npy_odd:Weights")
         with pytest.raises(UsageError, match="'ckpt_npy_odd:Weights' is none"):
             ckpt_tools.inspect(weights)
@@ -408,7 +402,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_an_error_inside_a_plug_in_names_it(plugin: Plugin, tmp_path: Path, case: str) -> None:
+def test_an_error_inside_a_plug_in_names_it(plugin, tmp_path, case):
     method, code, reason = FAILURES[case]
     folder = plugin("odd", WEIGHTS.format(**{**WORKING, case.split()[0]: code}), SIGN, odd="ckpt_npy_odd:Weights")
     source = tmp_path / "run.bin" if method == "layout" else tmp_path / "weights.bin"
@@ -423,7 +417,7 @@ def test_an_error_inside_a_plug_in_names_it(plugin: Plugin, tmp_path: Path, case
     assert "Traceback" in verbose and verbose.splitlines()[-1] == said
 
 
-def test_plug_ins_are_not_looked_up_for_what_is_built_in(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_plug_ins_are_not_looked_up_for_what_is_built_in(checkpoint, tmp_path):
     """Looking them up takes 20 ms."""
     source = checkpoint("fsdp2", "awkward", 2).checkpoint
     code = f"""

@@ -12,7 +12,7 @@ import safetensors.numpy
 from ckpt_tools.core.layout import Literal
 from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.formats.safetensors.format import SafetensorsFormat
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
@@ -36,7 +36,7 @@ def read_one(data: bytes) -> Manifest:
     return read({"model.safetensors": data})
 
 
-def test_reads_what_the_library_wrote() -> None:
+def test_reads_what_the_library_wrote():
     tensors = {
         "a": np.arange(6, dtype=np.float32).reshape(2, 3),
         "b": np.array(7, np.int64),
@@ -79,7 +79,7 @@ def test_reads_what_the_library_wrote() -> None:
         (packed(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}', bytes(8)), MalformedError, "NaN"),
     ],
 )
-def test_refuses_a_broken_rule(data: bytes, error: type[CkptError], words: str) -> None:
+def test_refuses_a_broken_rule(data, error, words):
     with pytest.raises(error, match=words):
         read_one(data)
 
@@ -109,17 +109,17 @@ def indexed(weight_map: object) -> bytes:
         ({"m-00001-of-00002.safetensors": ONE, "m-00002-of-00002.safetensors": ONE}, MalformedError, "two files"),
     ],
 )
-def test_refuses_a_broken_folder(files: dict[str, bytes], error: type[CkptError], words: str) -> None:
+def test_refuses_a_broken_folder(files, error, words):
     with pytest.raises(error, match=words):
         read(files)
 
 
-def test_shards_without_an_index_are_one_model_if_complete() -> None:
+def test_shards_without_an_index_are_one_model_if_complete():
     manifest = read({"m-00001-of-00002.safetensors": ONE, "m-00002-of-00002.safetensors": TWO})
     assert manifest.fqns == {"a", "b"}
 
 
-def test_header_is_exactly_this() -> None:
+def test_header_is_exactly_this():
     manifest = read_one(packed({"a": info()}, bytes(8)))
     (file,) = SafetensorsFormat().layout(manifest, WriteOptions()).files
     header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}   '
@@ -128,13 +128,13 @@ def test_header_is_exactly_this() -> None:
     assert file.size_bytes == 8 + 88 + 8
 
 
-def test_wide_elements_come_first_so_that_all_are_aligned() -> None:
+def test_wide_elements_come_first_so_that_all_are_aligned():
     entries = {"bytes": info("U8", [3], [0, 3]), "words": info("I64", [1], [3, 11])}
     (file,) = SafetensorsFormat().layout(read_one(packed(entries, bytes(11))), WriteOptions()).files
     assert [segment.key.fqn for segment in file.segments[1:]] == ["words", "bytes"]  # type: ignore[union-attr]
 
 
-def test_shards_have_an_index_published_last() -> None:
+def test_shards_have_an_index_published_last():
     entries = {name: info(offsets=[8 * n, 8 * n + 8]) for n, name in enumerate("abc")}
     layout = SafetensorsFormat().layout(read_one(packed(entries, bytes(24))), WriteOptions(max_shard_bytes=16))
     assert [file.path for file in layout.files] == [
@@ -154,14 +154,14 @@ def test_shards_have_an_index_published_last() -> None:
     }
 
 
-def test_a_tie_is_stored_once_and_found_again() -> None:
+def test_a_tie_is_stored_once_and_found_again():
     manifest = read_one(packed({"__metadata__": {"head": "a"}, "a": info()}, bytes(8)))
     assert manifest.aliases == {"head": "a"}
     (file,) = SafetensorsFormat().layout(manifest, WriteOptions()).files
     assert b'"head":"a"' in file.segments[0].data  # type: ignore[union-attr]
 
 
-def test_a_type_that_has_no_name_here() -> None:
+def test_a_type_that_has_no_name_here():
     from dataclasses import replace
 
     from ckpt_tools.core.dtypes import DType

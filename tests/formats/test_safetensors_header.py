@@ -45,7 +45,7 @@ def header(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("said", HEADERS.values(), ids=HEADERS)
 @pytest.mark.parametrize("state", [None, "all"])
-def test_a_file_keeps_its_header(said: dict[str, str], state: str | None, tmp_path: Path) -> None:
+def test_a_file_keeps_its_header(said, state, tmp_path):
     source, out = save(tmp_path / "a.safetensors", said), tmp_path / "b.safetensors"
     report = ckpt_tools.convert(source, out, state=state, strict=True)
     assert header(out) == {"format": "pt"} | said
@@ -54,7 +54,7 @@ def test_a_file_keeps_its_header(said: dict[str, str], state: str | None, tmp_pa
 
 
 @pytest.mark.parametrize("to", [form.name for form in built_in() if form.writes and form.name != "peft"])
-def test_every_format_carries_a_header_or_names_it(to: str, tmp_path: Path) -> None:
+def test_every_format_carries_a_header_or_names_it(to, tmp_path):
     source, there = save(tmp_path / "a.safetensors", TORCHAO), tmp_path / "there"
     state = "all" if to in CARRYING else None
     report = ckpt_tools.convert(source, there, to=to, state=state)
@@ -78,7 +78,7 @@ def shards(folder: Path, *said: dict[str, str]) -> Path:
     return folder
 
 
-def test_shards_have_one_header_and_what_they_do_not_share_is_named(tmp_path: Path) -> None:
+def test_shards_have_one_header_and_what_they_do_not_share_is_named(tmp_path):
     both = {"format": "pt", "tensor_names": "[]"}
     source = shards(tmp_path / "m", {**both, "a": "1", "part": "0"}, {**both, "b": "2", "part": "1"})
     report = ckpt_tools.convert(source, tmp_path / "o", to="safetensors", max_shard_size="24")
@@ -92,7 +92,7 @@ def test_shards_have_one_header_and_what_they_do_not_share_is_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize("options", [{"rename": ["^0=2"]}, {"dtype": "bfloat16"}, {"exclude": ["1.*"]}])
-def test_a_note_says_that_a_header_may_not_hold_any_more(options: dict[str, object], tmp_path: Path) -> None:
+def test_a_note_says_that_a_header_may_not_hold_any_more(options, tmp_path):
     source, out = save(tmp_path / "a.safetensors", TORCHAO), tmp_path / "b.safetensors"
     report = ckpt_tools.convert(source, out, **options)
     assert header(out) == TORCHAO
@@ -100,14 +100,14 @@ def test_a_note_says_that_a_header_may_not_hold_any_more(options: dict[str, obje
 
 
 @pytest.mark.parametrize("other", [{"format": "pt"}, {**TORCHAO, "tensor_names": "[]"}, {**TORCHAO, "more": ""}])
-def test_verify_compares_headers(other: dict[str, str], tmp_path: Path) -> None:
+def test_verify_compares_headers(other, tmp_path):
     source, out = save(tmp_path / "a.safetensors", TORCHAO), save(tmp_path / "b.safetensors", other)
     report = ckpt_tools.verify(source, out)
     assert report.num_differing == 0
     assert {each.key.fqn.split(".")[0] for each in report.differences} == {HEADER_ENTRY}
 
 
-def test_ties_and_pieces_are_no_texts(tmp_path: Path) -> None:
+def test_ties_and_pieces_are_no_texts(tmp_path):
     source = save(tmp_path / "a.safetensors", {"format": "pt", "tied.weight": "0.weight", "said": "x"})
     ckpt_tools.convert(source, tmp_path / "b.safetensors")
     assert header(tmp_path / "b.safetensors") == {"format": "pt", "tied.weight": "0.weight", "said": "x"}

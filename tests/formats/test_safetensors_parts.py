@@ -40,7 +40,7 @@ def saved(folder: Path, names: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("kind", NAMES)
-def test_a_file_a_rank_is_no_model(kind: str, tmp_path: Path) -> None:
+def test_a_file_a_rank_is_no_model(kind, tmp_path):
     folder = saved(tmp_path / "run", NAMES[kind])
     for src in (folder, folder / NAMES[kind][0]):
         for more in ({}, {"from_": "safetensors"}):
@@ -54,7 +54,7 @@ def test_a_file_a_rank_is_no_model(kind: str, tmp_path: Path) -> None:
     assert "tensor parallelism cut" in merging(folder, tmp_path / "out")
 
 
-def test_shards_with_the_names_of_others_are_no_model(tmp_path: Path) -> None:
+def test_shards_with_the_names_of_others_are_no_model(tmp_path):
     """Mistral numbers its ranks as others number their shards."""
     folder = saved(tmp_path / "run", [f"consolidated-0000{number}-of-00002.safetensors" for number in (1, 2)])
     assert "this tensor is in two files" in refusal(folder, tmp_path / "out")[1]
@@ -64,7 +64,7 @@ def test_shards_with_the_names_of_others_are_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model0-mp1.safetensors", "rankings.safetensors", "tp_ranker.safetensors"])
-def test_other_names_are_those_of_models(name: str, tmp_path: Path) -> None:
+def test_other_names_are_those_of_models(name, tmp_path):
     folder = saved(tmp_path / "run", [name])
     assert ckpt_tools.inspect(folder).num_tensors == 2
     assert ckpt_tools.ls(folder).checkpoints[0].problem is None
@@ -88,7 +88,7 @@ def published(folder: Path, encoding: str, num_files: int) -> Path:
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 @pytest.mark.parametrize("num_files", [1, 2])
-def test_a_published_delta_is_no_model(encoding: str, num_files: int, tmp_path: Path) -> None:
+def test_a_published_delta_is_no_model(encoding, num_files, tmp_path):
     folder = published(tmp_path / "disk" / "weight_v000002", encoding, num_files)
     code, sentence = refusal(folder, tmp_path / "out")
     assert code == 4 and "it is a delta against an earlier version: '000001'; apply it" in sentence

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from ckpt_tools.errors import MalformedError
 
 
 @pytest.mark.parametrize("kind", ["zero1-fp32", "zero2-fp32", "zero3-bf16"])
-def test_swapped_ranks_are_refused(kind: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_swapped_ranks_are_refused(kind, checkpoint, tmp_path):
     shutil.copytree(checkpoint(kind, "awkward", 2).checkpoint, tmp_path / "run")
     one, other = sorted((tmp_path / "run").rglob("*optim_states.pt"))
     data = one.read_bytes()
@@ -27,7 +25,7 @@ def test_swapped_ranks_are_refused(kind: str, checkpoint: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("names", ["*_optim_states.pt", "zero_pp_rank_*_model_states.pt"])
-def test_swapped_ranks_of_what_we_wrote_are_refused(kind: str, names: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_swapped_ranks_of_what_we_wrote_are_refused(kind, names, checkpoint, tmp_path):
     """More than ten ranks, whose names are of two lengths."""
     ckpt_tools.convert(checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "run", to=kind, world_size=12)  # type: ignore[arg-type]
     files = sorted((tmp_path / "run").rglob(names))
@@ -44,6 +42,6 @@ def test_swapped_ranks_of_what_we_wrote_are_refused(kind: str, names: str, check
     assert ckpt_tools.inspect(tmp_path / "run").world_size == 12
 
 
-def test_what_we_write_keeps_its_names(checkpoint: Any, tmp_path: Path) -> None:
+def test_what_we_write_keeps_its_names(checkpoint, tmp_path):
     ckpt_tools.convert(checkpoint("fsdp2", "plain", 2).checkpoint, tmp_path / "run", to="zero3", world_size=3)
     assert ckpt_tools.inspect(tmp_path / "run").world_size == 3

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from training.data.datasets import Samples, load_dataset
+from training.data.datasets import load_dataset
 from training.models.image_models import build_model
 from training.models.zoo import our_model
 
@@ -33,13 +33,13 @@ FORMS: tuple[Form, ...] = ("model.safetensors", "single", "sharded", "model.pt")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def one_thread():
     """Small products gain nothing from more threads, and lose much where the cores are shared with other tests."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def weights() -> dict[str, Tensor]:
+def weights():
     """Weights that tell digits apart: torchvision starts the head at zero, which would make all classes equal."""
     torch.manual_seed(1)
     model = build_model()
@@ -48,7 +48,7 @@ def weights() -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="session")
-def forms(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def forms(weights, tmp_path_factory):
     """A folder with the same model as each of ``FORMS``."""
     folder = tmp_path_factory.mktemp("forms")
     save_file(weights, folder / "model.safetensors")
@@ -76,12 +76,12 @@ def write_sharded(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 @pytest.fixture(scope="session")
-def digits() -> Samples:
+def digits():
     return load_dataset("digits", "held-out", None)
 
 
 @pytest.fixture(scope="session")
-def image_folder(digits: Samples, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_folder(digits, tmp_path_factory):
     """The first 40 held-out digits as ``000.png`` on, and a file that is no image by its name."""
     folder = tmp_path_factory.mktemp("images")
     for number, pixels in enumerate(digits.pixels[:40]):
@@ -91,7 +91,7 @@ def image_folder(digits: Samples, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def many_images(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def many_images(image_folder, tmp_path_factory):
     """5,000 names of the 40 images: a run over them takes some seconds."""
     folder = tmp_path_factory.mktemp("many")
     for number in range(5000):
@@ -159,7 +159,7 @@ def models_of(process: psutil.Process) -> list[psutil.Process]:
 
 
 @pytest.fixture(scope="session")
-def text_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text_models(tmp_path_factory):
     """A folder with ``labels`` of texts, and two models that generate: ``writer``, which chats, and ``ours``."""
     from tests.inference.tiny_models import CHAT, save_text_model, save_writer  # this imports transformers
 
@@ -176,7 +176,7 @@ def text_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def service(forms: Path, text_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(forms, text_models, tmp_path_factory):
     """One for all files that only ask. Tests load and unload ``spare`` and ``two``; the versions of the others stay."""
     places: dict[str, list[object]] = {
         "m": [forms / "model.safetensors"],
@@ -195,5 +195,5 @@ def service(forms: Path, text_models: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
-def client(service: Service) -> httpx.Client:
+def client(service):
     return service.http

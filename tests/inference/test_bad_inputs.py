@@ -28,7 +28,7 @@ BAD = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """BART fails on a text without its end token, and on a batch of texts with different numbers of it. The tokenizer
     adds it to ``a`` alone, which a model is tried with when it is loaded. It fails on words that it lacks, and has a
     word, ``alien``, that the model has no embedding of."""
@@ -56,7 +56,7 @@ def predicted(model: Path, texts: list[str], folder: Path) -> tuple[int, list[di
     return result.exit_code, [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
-def test_each_row_that_fails_is_a_row_with_its_error(model: Path, tmp_path: Path) -> None:
+def test_each_row_that_fails_is_a_row_with_its_error(model, tmp_path):
     texts = [GOOD[number % len(GOOD)] for number in range(40)]
     code, expected = predicted(model, texts, tmp_path)
     assert code == 0
@@ -68,7 +68,7 @@ def test_each_row_that_fails_is_a_row_with_its_error(model: Path, tmp_path: Path
     assert all(rows[n]["label"] is None for n in bad)
 
 
-def test_in_the_service_it_is_the_error_of_its_request(model: Path) -> None:
+def test_in_the_service_it_is_the_error_of_its_request(model):
     with TestClient(create_app(model), base_url="http://127.0.0.1") as client:
 
         def answer(text: str) -> tuple[int, Any]:

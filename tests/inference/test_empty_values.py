@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ ARGUMENTS = [
 ]
 
 
-def test_every_command_is_here() -> None:
+def test_every_command_is_here():
     folder = Path(sys.modules["inference"].__path__[0])
     found = {
         path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if "@click.command(" in path.read_text()
@@ -42,15 +41,13 @@ def test_every_command_is_here() -> None:
 
 
 @pytest.mark.parametrize(("command", "label", "words"), LINES)
-def test_an_empty_value_is_refused(
-    command: Any, label: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_value_is_refused(command, label, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_refused(command, label, words)
 
 
 @pytest.mark.parametrize(("function", "name"), ARGUMENTS)
-def test_a_function_refuses_an_empty_argument(function: Callable[..., Any], name: str) -> None:
+def test_a_function_refuses_an_empty_argument(function, name):
     first = next(iter(inspect.signature(function).parameters))
     value: Any = {"": "x"} if name == "storage_options" else ""
     with pytest.raises(UsageError, match=rf"^{name}=? (is empty|contains an empty text)"):
@@ -58,6 +55,6 @@ def test_a_function_refuses_an_empty_argument(function: Callable[..., Any], name
 
 
 @pytest.mark.parametrize(("text", "what"), [("vit=", "URL"), ("=run", "NAME"), ("=", "NAME")])
-def test_half_of_a_named_model_is_refused(text: str, what: str) -> None:
+def test_half_of_a_named_model_is_refused(text, what):
     ended = CliRunner().invoke(serve.main, ["--model", text])
     assert (ended.exit_code, ended.output) == (2, f"Error: --model {text} has an empty {what}; it is NAME=URL\n")

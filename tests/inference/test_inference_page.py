@@ -28,9 +28,7 @@ def ran(command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.extended
-def test_the_network_of_the_page_is_predicted_with_and_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_network_of_the_page_is_predicted_with_and_served(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     save, predict, serve, curl = COMMANDS

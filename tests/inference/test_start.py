@@ -68,9 +68,7 @@ def run(
         ),
     ],
 )
-def test_options_are_checked_before_torch_is_imported(
-    command: str, codes: dict[str, int], forms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_are_checked_before_torch_is_imported(command, codes, forms, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.chdir(tmp_path)
     Path("there.jsonl").touch()
@@ -94,9 +92,7 @@ def test_options_are_checked_before_torch_is_imported(
         ("serving", "python_multipart"),
     ],
 )
-def test_a_missing_package_is_one_sentence(
-    command: str, package: str, forms: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_missing_package_is_one_sentence(command, package, forms, tmp_path, tmp_path_factory):
     # The process of the models has only what it finds in folders.
     hiding = tmp_path_factory.mktemp("hiding")
     (hiding / f"{package}.py").write_text(f"raise ModuleNotFoundError({package!r}, name={package!r})")

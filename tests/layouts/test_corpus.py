@@ -27,7 +27,7 @@ def marked(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", marked(OPENED))
-def test_it_is_opened_whole(name: str) -> None:
+def test_it_is_opened_whole(name):
     made = make(name)
     manifest, found = contents(made.source)
     assert manifest.format == made.layout.opens_as
@@ -65,7 +65,7 @@ OF_WEIGHTS = ("convert to one file", "consolidate", "load_into", "load_model")
 
 
 @pytest.mark.parametrize("name", marked(REFUSED))
-def test_it_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_it_is_refused_by_name(name, tmp_path):
     """In the same words by every command and function, and nothing is written. Of models with an optimizer each,
     who takes weights alone has to choose a model."""
     made = make(name)

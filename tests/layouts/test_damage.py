@@ -143,7 +143,7 @@ def wrong(damage: Damage, optional: Sequence[str], before: Contents, after: Cont
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", OPENED)
-def test_no_damage_gives_another_content(name: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_no_damage_gives_another_content(name, tmp_path, pytestconfig):
     made = make(name)
     before = contents(made.source)[1]
     files = sorted(path.relative_to(made.folder).as_posix() for path in made.folder.rglob("*") if path.is_file())

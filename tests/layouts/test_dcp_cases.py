@@ -52,7 +52,7 @@ def as_torch_loads(folder: Path, out: Path) -> dict[tuple[Any, ...], Any]:
     return dict(leaves(torch.load(out, weights_only=False)))
 
 
-def test_it_is_what_torch_loads(case: str, tmp_path: Path) -> None:
+def test_it_is_what_torch_loads(case, tmp_path):
     """Written again for other ranks; of tensors, each one that ckpt-tools reads is one that torch gives."""
     source, _ = dcp_cases.made(case)
     wanted = as_torch_loads(source, tmp_path / "wanted.pt")
@@ -69,13 +69,13 @@ def moments(name: str) -> tuple[Contents, Contents]:
     return found, {StateKey(name, "exp_avg"): of_tensor(tensor) for name, tensor in truth.items()}
 
 
-def test_an_optimizer_by_number_has_the_order_of_the_saved_state_dict() -> None:
+def test_an_optimizer_by_number_has_the_order_of_the_saved_state_dict():
     """torch lists tensors that every rank has by the rank that writes each."""
     found, truth = moments("ddp")
     assert found == truth
 
 
-def test_in_no_order_numbers_are_not_names() -> None:
+def test_in_no_order_numbers_are_not_names():
     found, truth = moments("ddp-unflattened")
     assert truth and not found
     (note,) = ckpt_tools.inspect(dcp_cases.made("ddp-unflattened")[0]).notes
@@ -83,7 +83,7 @@ def test_in_no_order_numbers_are_not_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["hf-pieces", "hf-consolidated"])
-def test_safetensors_of_ranks_are_what_torchs_reader_gives(name: str, tmp_path: Path) -> None:
+def test_safetensors_of_ranks_are_what_torchs_reader_gives(name, tmp_path):
     source, _ = dcp_cases.made(name)
     reader = HuggingFaceStorageReader(str(source))
     state = _load_state_dict_from_keys(storage_reader=reader, checkpoint_id=source)
@@ -93,7 +93,7 @@ def test_safetensors_of_ranks_are_what_torchs_reader_gives(name: str, tmp_path: 
     assert {StateKey(name): of_tensor(each) for name, each in load_file(tmp_path / "out.safetensors").items()} == wanted
 
 
-def test_shards_of_an_earlier_save_are_named() -> None:
+def test_shards_of_an_earlier_save_are_named():
     with pytest.raises(
         MalformedError, match=r"^shard-0000\d-\S+: w: .* overlap; files of an earlier save by more ranks"
     ):

@@ -78,7 +78,7 @@ class TestUnflattened:
     """``DefaultSavePlanner(flatten_state_dict=False)``."""
 
     @pytest.mark.parametrize("name", UNFLATTENED)
-    def test_every_tensor_that_torch_gives_is_counted(self, name: str) -> None:
+    def test_every_tensor_that_torch_gives_is_counted(self, name):
         source = make(name).source
         found = ckpt_tools.inspect(source)
         weights = [tensor for _, tensor in tensors(loaded(source)["model"])]
@@ -86,7 +86,7 @@ class TestUnflattened:
         assert len(found.tensors) == len(dict(tensors(loaded(source))))
 
     @pytest.mark.parametrize("name", UNFLATTENED)
-    def test_it_converts_to_what_torch_gives(self, name: str, tmp_path: Path) -> None:
+    def test_it_converts_to_what_torch_gives(self, name, tmp_path):
         source = make(name).source
         wanted = loaded(source)
         ckpt_tools.convert(source, tmp_path / "whole.pt", state="all")
@@ -98,7 +98,7 @@ class TestUnflattened:
         ckpt_tools.convert(source, tmp_path / "model.safetensors")
         assert_same(load_file(tmp_path / "model.safetensors"), wanted["model"])
 
-    def test_the_parts_of_one_rank_are_refused_everywhere(self, tmp_path: Path) -> None:
+    def test_the_parts_of_one_rank_are_refused_everywhere(self, tmp_path):
         source, out = make("dcp-unflattened-fsdp2-cut").source, tmp_path / "out"
         sentence = (
             r"norm\.weight: it is the part of rank [01] of a DTensor of 2 ranks, and its item 'model' holds what one "
@@ -112,7 +112,7 @@ class TestUnflattened:
         assert not out.exists()
 
     @pytest.mark.parametrize("wanted", [b"PK\x03\x04", b"norm.running_mean", None], ids=["zip", "pickle", "elements"])
-    def test_damage_is_found(self, wanted: bytes | None, tmp_path: Path) -> None:
+    def test_damage_is_found(self, wanted, tmp_path):
         source = tmp_path / "in"
         shutil.copytree(make("dcp-unflattened").source, source)
         assert is_sound(source)
@@ -123,14 +123,14 @@ class TestUnflattened:
         file.write_bytes(data)
         assert not is_sound(source)
 
-    def test_tied_weights_stay_tied(self, tmp_path: Path) -> None:
+    def test_tied_weights_stay_tied(self, tmp_path):
         weight = torch.arange(6.0)
         save({"model": {"a": weight, "b": weight, "c": weight.clone()}}, tmp_path / "in", flatten_state_dict=False)
         ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pt")
         found = torch.load(tmp_path / "out.pt", weights_only=True)
         assert found["a"].data_ptr() == found["b"].data_ptr() != found["c"].data_ptr()
 
-    def test_a_number_by_number_optimizer_is_placed(self, tmp_path: Path) -> None:
+    def test_a_number_by_number_optimizer_is_placed(self, tmp_path):
         model = nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(1, 3)).sum().backward()
@@ -162,7 +162,7 @@ class TestObjects:
     )
 
     @pytest.mark.parametrize("extensions", [[], [ZStandard()]], ids=["plain", "zstd"])
-    def test_each_is_counted_and_kept(self, extensions: list[Any], tmp_path: Path) -> None:
+    def test_each_is_counted_and_kept(self, extensions, tmp_path):
         state = self.STATE()
         dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "in", _extensions=extensions))
         found = ckpt_tools.inspect(tmp_path / "in")
@@ -173,7 +173,7 @@ class TestObjects:
         assert_same(torch.load(tmp_path / "out.pt", weights_only=False), state)
 
     @pytest.mark.parametrize("name", ["of_subclass", "storage"])
-    def test_what_cannot_be_kept_is_named(self, name: str, tmp_path: Path) -> None:
+    def test_what_cannot_be_kept_is_named(self, name, tmp_path):
         value = {
             "of_subclass": (torch.ones(2).as_subclass(Plain),),
             "storage": (torch.ones(2).untyped_storage(),),
@@ -247,7 +247,7 @@ FORMS = [(kind, form) for kind in KINDS for form in ("pt", "unflattened", "dcp",
     ("kind", "form"), [(kind, form) for kind, form in FORMS if form in ("pt", "unflattened") or kind in OF_DCP]
 )
 class TestClasses:
-    def test_it_is_refused_by_name_in_every_command(self, kind: str, form: str, tmp_path: Path) -> None:
+    def test_it_is_refused_by_name_in_every_command(self, kind, form, tmp_path):
         source, out = _saved(kind, form, tmp_path), tmp_path / "out"
         other = tmp_path / "other.pt"
         torch.save({"a.weight": torch.ones(5, 5)}, other)
@@ -257,7 +257,7 @@ class TestClasses:
             assert "leave it out with exclude='b.weight'" in str(refused.value)
         assert not out.exists()
 
-    def test_it_can_be_left_out(self, kind: str, form: str, tmp_path: Path) -> None:
+    def test_it_can_be_left_out(self, kind, form, tmp_path):
         source, exclude = _saved(kind, form, tmp_path), "b.weight"
         assert ckpt_tools.plan(source, tmp_path / "out", to="dcp", exclude=exclude).num_tensors == 1
         report = ckpt_tools.convert(source, tmp_path / "out", to="dcp", exclude=exclude)
@@ -291,7 +291,7 @@ def COMMANDS(source: Path, out: Path, other: Path) -> list[Callable[[], Any]]:  
     ]
 
 
-def test_the_names_of_torchao_are_told(tmp_path: Path) -> None:
+def test_the_names_of_torchao_are_told(tmp_path):
     with torchao() as kind:
         torch.save(quantized(kind), tmp_path / "model.pt")
     with pytest.raises(UnsupportedError) as refused:
@@ -302,7 +302,7 @@ def test_the_names_of_torchao_are_told(tmp_path: Path) -> None:
     ) or str(refused.value).startswith("model.pt: layers.0.weight: it is a torchao.quantization.")
 
 
-def test_a_quantized_optimizer_is_left_out_by_its_own_names(tmp_path: Path) -> None:
+def test_a_quantized_optimizer_is_left_out_by_its_own_names(tmp_path):
     """Its parameters stay."""
     moment = Quantized(torch.zeros(2, 2).byte(), torch.ones(2))
     state = {
@@ -324,7 +324,7 @@ def test_a_quantized_optimizer_is_left_out_by_its_own_names(tmp_path: Path) -> N
         assert found.num_tensors == 1 and found.groups[0].num_tensors == 1
 
 
-def test_several_are_counted(tmp_path: Path) -> None:
+def test_several_are_counted(tmp_path):
     wrapped = {f"{n}.weight": Quantized(torch.zeros(2, 2).byte(), torch.ones(2)) for n in range(3)}
     source = save({**wrapped, "norm": torch.ones(2)}, tmp_path / "in")
     with pytest.raises(UnsupportedError, match=r"^.*0\.weight: it is .* \(2 more tensors cannot be read\)$"):
@@ -335,7 +335,7 @@ def test_several_are_counted(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pt", weights_only=True).keys() == {"norm"}
 
 
-def test_a_pattern_that_matches_nothing_is_still_told(tmp_path: Path) -> None:
+def test_a_pattern_that_matches_nothing_is_still_told(tmp_path):
     source = _saved("wrapper", "dcp", tmp_path)
     with pytest.raises(UsageError, match="matches no tensor"):
         ckpt_tools.convert(source, tmp_path / "out", to="dcp", exclude=["b.*", "c.*"])
@@ -346,9 +346,7 @@ def test_a_pattern_that_matches_nothing_is_still_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 4, 5), (1000, 1000), (0, 3)])
-def test_plain_items_of_torch_need_no_look(
-    shape: tuple[int, ...], requires_grad: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_items_of_torch_need_no_look(shape, requires_grad, tmp_path, monkeypatch):
     """Their length is that of the items that ckpt-tools writes."""
     from ckpt_tools.formats.dcp import index
 

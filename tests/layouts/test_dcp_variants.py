@@ -7,8 +7,6 @@ import os
 import pickle
 import shutil
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, Unsupp
 from ckpt_tools.transfer import inflating
 from ckpt_tools.transfer.inflating import Inflating, inflated_name
 from fixtures.corpus import make
-from tests.conftest import Resume
 from tests.end_to_end.test_matrix import assert_same_course, assert_same_state
 from tests.layouts.contents import contents
 from tests.support.ranks import for_ranks
@@ -30,12 +27,12 @@ pytestmark = pytest.mark.extended
 
 
 @pytest.fixture
-def copied(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def copied(tmp_path, request):
     shutil.copytree(make(request.param).source, tmp_path / "in")
     return tmp_path / "in"
 
 
-def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(UsageError, match=r"pip install 'ckpt-tools\[zstd\]'"):
         ckpt_tools.inspect(make("dcp-zstd").source)
@@ -45,7 +42,7 @@ def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("copied", ["dcp-zstd"], indirect=True)
-def test_damage_to_compressed_items_is_found(copied: Path) -> None:
+def test_damage_to_compressed_items_is_found(copied):
     metadata = pickle.loads((copied / ".metadata").read_bytes())
     info = next(info for index, info in metadata.storage_data.items() if index.fqn == "model.up.weight")
     data = bytearray((copied / info.relative_path).read_bytes())
@@ -64,7 +61,7 @@ def test_damage_to_compressed_items_is_found(copied: Path) -> None:
 
 
 @pytest.mark.parametrize("copied", ["dcp-zstd"], indirect=True)
-def test_a_compressed_item_may_not_be_larger_than_its_index_says(copied: Path) -> None:
+def test_a_compressed_item_may_not_be_larger_than_its_index_says(copied):
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     metadata = pickle.loads((copied / ".metadata").read_bytes())
     pieces = [info for index, info in metadata.storage_data.items() if index.fqn == "model.up.weight"]
@@ -76,7 +73,7 @@ def test_a_compressed_item_may_not_be_larger_than_its_index_says(copied: Path) -
         contents(copied)
 
 
-def test_parts_of_a_compressed_item_are_found_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_compressed_item_are_found_in_any_order(monkeypatch):
     """Also those that came out so long ago that they were let go."""
     monkeypatch.setattr(inflating, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(inflating, "WINDOW_BYTES", 3000)
@@ -93,7 +90,7 @@ def test_parts_of_a_compressed_item_are_found_in_any_order(monkeypatch: pytest.M
         found.read_into(inflated_name(at), 19_999, memoryview(bytearray(2)))
 
 
-def test_a_checkpoint_that_was_read_is_let_go() -> None:
+def test_a_checkpoint_that_was_read_is_let_go():
     """zstandard's streams are invisible to the garbage collector: in a cycle they would stay for good."""
     gc.collect()
     before = sum(type(found) is inflating._Stream for found in gc.get_objects())
@@ -102,7 +99,7 @@ def test_a_checkpoint_that_was_read_is_let_go() -> None:
     assert sum(type(found) is inflating._Stream for found in gc.get_objects()) == before
 
 
-def test_few_streams_are_kept() -> None:
+def test_few_streams_are_kept():
     packed = zstandard.ZstdCompressor().compress(bytes(100))
     found = Inflating(lambda file, start, stop: packed[start:stop])
     for number in range(20):
@@ -112,28 +109,28 @@ def test_few_streams_are_kept() -> None:
 
 @pytest.mark.parametrize("copied", ["dcp-alone"], indirect=True)
 @pytest.mark.parametrize(("rank", "message"), [(0, "__0.metadata of rank 0"), (1, "rank 1"), (2, "in no shard")])
-def test_a_lost_rank_is_missed(copied: Path, rank: int, message: str) -> None:
+def test_a_lost_rank_is_missed(copied, rank, message):
     (copied / f"__{rank}.metadata").unlink()
     with pytest.raises(IncompleteError, match=message):
         contents(copied)
 
 
 @pytest.mark.parametrize("copied", ["dcp-alone"], indirect=True)
-def test_two_saves_in_one_folder_are_not_mixed(copied: Path) -> None:
+def test_two_saves_in_one_folder_are_not_mixed(copied):
     shutil.copy(make("dcp").source / ".metadata", copied)
     with pytest.raises(UnsupportedError, match="two checkpoints were saved into this folder"):
         contents(copied)
 
 
 @pytest.mark.parametrize("copied", ["dcp-alone"], indirect=True)
-def test_ranks_of_two_runs_are_not_mixed(copied: Path) -> None:
+def test_ranks_of_two_runs_are_not_mixed(copied):
     (copied / "__2.metadata").write_bytes((copied / "__1.metadata").read_bytes())
     with pytest.raises(CkptError):
         contents(copied)
 
 
 @pytest.mark.parametrize("key", ["gen", "disc"])
-def test_each_of_two_models_goes_with_its_optimizer(key: str) -> None:
+def test_each_of_two_models_goes_with_its_optimizer(key):
     """Both know the same names; the sizes tell the models apart."""
     source = make("dcp-two-models").source
     found = ckpt_tools.inspect(source, optim_key=f"{key}_optim")
@@ -143,7 +140,7 @@ def test_each_of_two_models_goes_with_its_optimizer(key: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_two_models_that_both_fit_are_a_question(tmp_path: Path) -> None:
+def test_two_models_that_both_fit_are_a_question(tmp_path):
     state = {"state": {"w": {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": ["w"], "lr": 0.1}]}
     tree = {"teacher": {"w": torch.zeros(3)}, "student": {"w": torch.ones(3)}, "optim": state}
     torch.save(tree, tmp_path / "two.pt")
@@ -154,7 +151,7 @@ def test_two_models_that_both_fit_are_a_question(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dcp-zstd", "dcp-alone", "dcp-hsdp", "dcp-tied"])
 @pytest.mark.parametrize("to", ["dcp", "zero2", "universal"])
-def test_it_is_written_as_anything_else(name: str, to: str, tmp_path: Path) -> None:
+def test_it_is_written_as_anything_else(name, to, tmp_path):
     source = make(name).source
     ckpt_tools.convert(source, tmp_path / "out", to=to, **({"world_size": 3} if to != "universal" else {}))
     assert ckpt_tools.verify(source, tmp_path / "out", state="all").equal
@@ -170,7 +167,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("source", "to"), CELLS if metafunc.config.getoption("--soak") else CELLS[-1:])
 
 
-def test_a_run_goes_on_from_it(source: str, to: str, checkpoint: Any, resume: Resume, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_it(source, to, checkpoint, resume, tmp_path):
     case = "plain" if to == "universal" else "awkward"
     made = checkpoint(source, case, 2)
     ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, **for_ranks(to, 3))

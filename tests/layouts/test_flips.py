@@ -94,7 +94,7 @@ def changes(before: tuple[Any, ...], after: tuple[Any, ...]) -> Iterator[str]:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", METADATA)
-def test_a_flip_of_metadata_is_found_or_named(name: str, pytestconfig: pytest.Config) -> None:
+def test_a_flip_of_metadata_is_found_or_named(name, pytestconfig):
     files = corpus.seeds()[name]
     before = verified(files)
     found: Counter[str] = Counter()

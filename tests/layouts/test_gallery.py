@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from fixtures.corpus import layouts
@@ -21,27 +19,27 @@ def written() -> dict[str, str]:
 
 
 @pytest.mark.timeout(3600)
-def test_the_pages_are_up_to_date() -> None:
+def test_the_pages_are_up_to_date():
     assert written() == pages(), "write them again with python -m tests.layouts"
 
 
-def test_every_family_has_a_page_and_a_link() -> None:
+def test_every_family_has_a_page_and_a_link():
     assert {*written()} == {INDEX, *map(page_of, FAMILIES)}
     text = written()[INDEX]
     assert text == index(text[text.index("- `adapter_config.json`") :])
 
 
 @pytest.mark.parametrize("name", layouts())
-def test_every_layout_is_on_a_page(name: str) -> None:
+def test_every_layout_is_on_a_page(name):
     assert sum(f"\n- **{name}**: " in text for text in written().values()) == 1
 
 
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)
-def test_people_find_the_page(path: Path) -> None:
+def test_people_find_the_page(path):
     assert "layouts.md" in path.read_text()
 
 
-def test_files_that_differ_in_numbers_are_one_line() -> None:
+def test_files_that_differ_in_numbers_are_one_line():
     files = [".metadata", "__0_0.distcp", "__1_0.distcp", "a/x.pt", "b/x.pt", "c/x.pt", "d/y.pt", "rank_0_of_2.bin"]
     assert tree(files) == [
         "a/    and 2 more folders with the same files",
@@ -54,6 +52,6 @@ def test_files_that_differ_in_numbers_are_one_line() -> None:
     ]
 
 
-def test_names_of_chance_are_not_on_the_page() -> None:
+def test_names_of_chance_are_not_on_the_page():
     assert pattern("d/0123456789abcdef0123456789abcdef") == "d/HASH"
     assert tree(["d/0123456789abcdef0123456789abcdef"]) == ["d/", "    HASH"]

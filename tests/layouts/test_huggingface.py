@@ -20,7 +20,6 @@ from ckpt_tools.errors import CkptError, FormatError, UnsupportedError, UsageErr
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures import hf_runs, launch
 from fixtures.corpus import make
-from tests.conftest import Resume
 from tests.end_to_end.test_matrix import assert_same_state
 from tests.layouts.contents import contents, of_tensor
 from tests.support.ranks import for_ranks
@@ -32,7 +31,7 @@ RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full(tmp_path_factory):
     """Folders of two cases, with their truths."""
     root = tmp_path_factory.mktemp("full")
     for case in ("awkward", "plain"):
@@ -60,9 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("to", "ranks"), OF_TRAINER[:end])
 
 
-def test_fsdp_full_is_resumed(
-    case: str, to: WrittenFormat, kind: str, ranks: int, full: Path, resume: Resume, tmp_path: Path
-) -> None:
+def test_fsdp_full_is_resumed(case, to, kind, ranks, full, resume, tmp_path):
     ckpt_tools.convert(full / case / "checkpoint", tmp_path / "out", to=to, **for_ranks(to, ranks))
     truth, resumed = Truth.load(full / case), resume(kind, case, tmp_path / "out", ranks)
     assert_same_state(truth, resumed)
@@ -77,14 +74,14 @@ Numbered = dict[str, tuple[Path, list[float], list[list[str]]]]
 
 
 @pytest.fixture(scope="module")
-def numbered(tmp_path_factory: pytest.TempPathFactory) -> Numbered:
+def numbered(tmp_path_factory):
     """A folder of a case with one group and of one with several, with the next losses and the names of the groups."""
     folders = {case: tmp_path_factory.mktemp(case) for case in ("plain", "amsgrad")}
     return {case: (folder, *hf_runs.save_numbered(case, folder)) for case, folder in folders.items()}
 
 
 @pytest.mark.parametrize(("case", "has_order"), [("plain", False), ("amsgrad", True)])
-def test_numbers_are_resumed(case: str, has_order: bool, numbered: Numbered, resume: Resume, tmp_path: Path) -> None:
+def test_numbers_are_resumed(case, has_order, numbered, resume, tmp_path):
     """The order is that of a torch file, or, once safetensors has lost that, the user's."""
     folder, losses, groups = numbered[case]
     source, order = shutil.copytree(folder, tmp_path / "in"), None
@@ -98,7 +95,7 @@ def test_numbers_are_resumed(case: str, has_order: bool, numbered: Numbered, res
     np.testing.assert_allclose(resumed.facts["losses"], losses, rtol=1e-6, atol=0)
 
 
-def test_in_safetensors_numbers_are_not_guessed(numbered: Numbered, tmp_path: Path) -> None:
+def test_in_safetensors_numbers_are_not_guessed(numbered, tmp_path):
     folder, _, _ = numbered["plain"]
     source = shutil.copytree(folder, tmp_path / "in")
     ckpt_tools.convert(folder / "pytorch_model.bin", source / "model.safetensors")
@@ -113,14 +110,12 @@ def test_in_safetensors_numbers_are_not_guessed(numbered: Numbered, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trainer")
     return folder, hf_runs.save_trainer(folder)
 
 
-def test_the_trainers_checkpoint_is_resumed(
-    to: WrittenFormat, ranks: int, trained: tuple[Path, list[float]], tmp_path: Path
-) -> None:
+def test_the_trainers_checkpoint_is_resumed(to, ranks, trained, tmp_path):
     folder, losses = trained
     source, out = folder / "checkpoint-2", tmp_path / "out"
     ckpt_tools.convert(source, out, to=to, param_order=folder / "order.txt", **for_ranks(to, ranks))
@@ -134,7 +129,7 @@ def test_the_trainers_checkpoint_is_resumed(
 
 
 @pytest.mark.parametrize("layout", ["hf-trainer"])
-def test_every_moment_has_its_name(layout: str) -> None:
+def test_every_moment_has_its_name(layout):
     made = make(layout)
     truth = torch.load(made.folder / "slots.pt", weights_only=True)
     options = ConvertOptions(param_order=made.folder / "order.txt").reading
@@ -159,7 +154,7 @@ ORDERS: Mapping[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("kind", ORDERS)
-def test_an_order_that_does_not_fit_is_an_error(kind: str, trained: tuple[Path, list[float]], tmp_path: Path) -> None:
+def test_an_order_that_does_not_fit_is_an_error(kind, trained, tmp_path):
     text, reason = ORDERS[kind]
     (tmp_path / "order").write_text(text)
     with pytest.raises(UsageError, match=reason):
@@ -167,7 +162,7 @@ def test_an_order_that_does_not_fit_is_an_error(kind: str, trained: tuple[Path, 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_order_of_other_shapes_is_an_error(trained: tuple[Path, list[float]], tmp_path: Path) -> None:
+def test_an_order_of_other_shapes_is_an_error(trained, tmp_path):
     names = (trained[0] / "order.txt").read_text().split()
     (tmp_path / "order").write_text(json.dumps([names[:16], names[16:]]))
     with pytest.raises(UsageError, match=r"does not fit: state \d+ .* has the shape"):
@@ -175,7 +170,7 @@ def test_an_order_of_other_shapes_is_an_error(trained: tuple[Path, list[float]],
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def experts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     hf_runs.save_trainer_of_experts(folder)
     return folder
@@ -184,7 +179,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 CANNOT = "it numbers 25 parameters, and the 45 tensors of the model have other shapes"
 
 
-def test_an_order_is_not_proposed_where_none_fits(experts: Path, tmp_path: Path) -> None:
+def test_an_order_is_not_proposed_where_none_fits(experts, tmp_path):
     """The optimizer knows fused experts, the file of the model has each for itself."""
     source = experts / "checkpoint-1"
     (note,) = [note for note in ckpt_tools.inspect(source).notes if note.what == "optimizer"]
@@ -199,7 +194,7 @@ def test_an_order_is_not_proposed_where_none_fits(experts: Path, tmp_path: Path)
     assert ckpt_tools.verify(source, tmp_path / "weights", state="model").equal
 
 
-def test_an_order_where_none_fits_is_an_error(experts: Path, tmp_path: Path) -> None:
+def test_an_order_where_none_fits_is_an_error(experts, tmp_path):
     for read in (
         lambda **options: ckpt_tools.inspect(experts / "checkpoint-1", **options),
         lambda **options: ckpt_tools.convert(experts / "checkpoint-1", tmp_path / "out", to="zero3", **options),
@@ -209,7 +204,7 @@ def test_an_order_where_none_fits_is_an_error(experts: Path, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_an_order_for_nothing_is_an_error(full: Path, tmp_path: Path) -> None:
+def test_an_order_for_nothing_is_an_error(full, tmp_path):
     (tmp_path / "order").write_text("w")
     with pytest.raises(UsageError, match="number their parameters"):
         ckpt_tools.inspect(full / "plain" / "checkpoint", param_order=tmp_path / "order")
@@ -221,7 +216,7 @@ def test_an_order_for_nothing_is_an_error(full: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000, -1])
-def test_half_an_optimizer_is_an_error(size: int, full: Path, tmp_path: Path) -> None:
+def test_half_an_optimizer_is_an_error(size, full, tmp_path):
     source = shutil.copytree(full / "plain" / "checkpoint", tmp_path / "in")
     data = (source / "optimizer.bin").read_bytes()
     (source / "optimizer.bin").write_bytes(data[:size])
@@ -230,14 +225,14 @@ def test_half_an_optimizer_is_an_error(size: int, full: Path, tmp_path: Path) ->
     assert ckpt_tools.inspect(source / "pytorch_model_fsdp.bin").num_parameters
 
 
-def test_the_optimizer_of_another_model_is_an_error(full: Path, tmp_path: Path) -> None:
+def test_the_optimizer_of_another_model_is_an_error(full, tmp_path):
     source = shutil.copytree(full / "plain" / "checkpoint", tmp_path / "in")
     shutil.copy(full / "awkward" / "checkpoint" / "optimizer.bin", source)
     with pytest.raises(FormatError):
         ckpt_tools.inspect(source)
 
 
-def test_what_runs_code_is_not_read(full: Path, tmp_path: Path) -> None:
+def test_what_runs_code_is_not_read(full, tmp_path):
     source = shutil.copytree(full / "plain" / "checkpoint", tmp_path / "in")
     (source / "optimizer.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
     with pytest.raises(CkptError):
@@ -247,7 +242,7 @@ def test_what_runs_code_is_not_read(full: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["accelerate-ddp-bin", "accelerate-fsdp1-full", "hf-peft-lora", "torch-legacy"])
-def test_the_scanner_finds_nothing_in_genuine_ones(layout: str) -> None:
+def test_the_scanner_finds_nothing_in_genuine_ones(layout):
     made = make(layout)
     files = made.source if made.source.is_file() else made.source / "optimizer.bin"
     report = ckpt_tools.scan(files if files.exists() else made.source)
@@ -257,7 +252,7 @@ def test_the_scanner_finds_nothing_in_genuine_ones(layout: str) -> None:
 # Lightning
 
 
-def test_lightnings_scheduler_is_a_scheduler() -> None:
+def test_lightnings_scheduler_is_a_scheduler():
     _, manifest = read_checkpoint(make("lightning-ckpt").source, ConvertOptions().reading)
     assert manifest.extra["lr_scheduler"]["step_size"] == 2
     assert "lr_schedulers" not in manifest.extra
@@ -267,7 +262,7 @@ def test_lightnings_scheduler_is_a_scheduler() -> None:
 # Files of torch
 
 
-def test_an_old_file_is_the_same_checkpoint(tmp_path: Path) -> None:
+def test_an_old_file_is_the_same_checkpoint(tmp_path):
     old, new = make("torch-legacy").source, make("torch-whole").source
     assert ckpt_tools.diff(old, new).equal
     assert ckpt_tools.verify(old).equal
@@ -283,9 +278,7 @@ class _Marked(torch.Tensor):
     ("mark", "is_read"),
     [({"_has_been_cloned": True}, True), ({"rank": 3, "name": "w"}, True), ({"scale": torch.ones(1)}, False)],
 )
-def test_attributes_of_a_tensor_are_left_behind_if_they_mean_nothing(
-    mark: dict[str, object], is_read: bool, tmp_path: Path
-) -> None:
+def test_attributes_of_a_tensor_are_left_behind_if_they_mean_nothing(mark, is_read, tmp_path):
     tensor = torch.rand(3)
     vars(tensor).update(mark)
     torch.save({"w": tensor, "b": torch.ones(2)}, tmp_path / "m.pt")
@@ -297,7 +290,7 @@ def test_attributes_of_a_tensor_are_left_behind_if_they_mean_nothing(
         ckpt_tools.inspect(tmp_path / "m.pt")
 
 
-def test_another_class_of_tensor_is_refused(tmp_path: Path) -> None:
+def test_another_class_of_tensor_is_refused(tmp_path):
     torch.save({"w": torch.rand(3).as_subclass(_Marked)}, tmp_path / "m.pt")
     with pytest.raises(FormatError, match="_Marked"):
         ckpt_tools.inspect(tmp_path / "m.pt")
@@ -306,14 +299,14 @@ def test_another_class_of_tensor_is_refused(tmp_path: Path) -> None:
 # Notes
 
 
-def test_an_adapter_is_named(tmp_path: Path) -> None:
+def test_an_adapter_is_named(tmp_path):
     source = shutil.copytree(make("hf-peft-lora").source, tmp_path / "in")
     (source / "adapter_config.json").write_text("{")
     notes = ckpt_tools.plan(source, tmp_path / "out.safetensors").notes
     assert any("those of an adapter, not a whole model" in note.why for note in notes)
 
 
-def test_a_second_copy_of_the_model_is_noted(full: Path, tmp_path: Path) -> None:
+def test_a_second_copy_of_the_model_is_noted(full, tmp_path):
     source = shutil.copytree(full / "plain" / "checkpoint", tmp_path / "in")
     ckpt_tools.convert(source / "pytorch_model_fsdp.bin", source / "model.safetensors")
     report = ckpt_tools.plan(source, tmp_path / "out", to="dcp")

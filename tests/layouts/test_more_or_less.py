@@ -127,7 +127,7 @@ def problem(
 
 
 @pytest.mark.timeout(3600)
-def test_a_file_more_or_less(name: str, source: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_a_file_more_or_less(name, source, tmp_path, pytestconfig):
     made = make(name)
     before = digests(made.folder / source)
     whole = refusals(made.folder / source, tmp_path / "out", SEEING)
@@ -143,7 +143,7 @@ def test_a_file_more_or_less(name: str, source: str, tmp_path: Path, pytestconfi
     assert not found, "\n".join(found)
 
 
-def test_the_counts_are_those_of_what_is_written(name: str, source: str, to: Any, tmp_path: Path) -> None:
+def test_the_counts_are_those_of_what_is_written(name, source, to, tmp_path):
     """Strict: whole, or refused; and a plan never counts more than its source has, nor than its output holds."""
     made = make(name)
     has = ckpt_tools.inspect(made.folder / source)
@@ -158,14 +158,14 @@ def test_the_counts_are_those_of_what_is_written(name: str, source: str, to: Any
     assert not (tmp_path / "out").exists()
 
 
-def test_tensors_that_the_target_has_no_place_for_do_not_count(tmp_path: Path) -> None:
+def test_tensors_that_the_target_has_no_place_for_do_not_count(tmp_path):
     """The Trainer's optimizer is numbered, so that DeepSpeed's format has no place for it."""
     report = ckpt_tools.convert(make("hf-trainer").source, tmp_path / "out", to="zero1", state="model").plan
     weights = ckpt_tools.inspect(make("hf-trainer").source / "model.safetensors")
     assert (report.num_tensors, report.num_bytes) == (weights.num_tensors, weights.num_bytes)
 
 
-def test_a_selection_of_nothing_is_an_error_of_usage(tmp_path: Path) -> None:
+def test_a_selection_of_nothing_is_an_error_of_usage(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "in.safetensors")
     with pytest.raises(UsageError):
         ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.pt", include=["a"], exclude=["a"])

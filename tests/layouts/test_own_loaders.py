@@ -19,7 +19,6 @@ from ckpt_tools.errors import LossError, UnsupportedError
 from fixtures import launch
 from fixtures.corpus import make
 from fixtures.store import Fixture
-from tests.conftest import Resume
 
 pytestmark = pytest.mark.extended
 
@@ -30,9 +29,7 @@ KINDS = ["fsdp2-plain", "fsdp2-pair", "fsdp2-olmo", "fsdp2-titan", "fsdp2-accele
 
 @pytest.mark.parametrize("ranks", [(2, 3), (3, 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_job_resumes_as_from_the_source(
-    kind: str, ranks: tuple[int, int], checkpoint: Checkpoint, resume: Resume, tmp_path: Path
-) -> None:
+def test_the_job_resumes_as_from_the_source(kind, ranks, checkpoint, resume, tmp_path):
     before, after = ranks
     source = checkpoint(kind, "plain", before).checkpoint
     report = ckpt_tools.reshard(source, tmp_path / "out", world_size=after, strict=True)
@@ -55,9 +52,7 @@ def keys_of(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("case", ["awkward", "sgd"])
-def test_numbers_are_kept_if_parameters_are_frozen_tied_or_in_groups(
-    case: str, checkpoint: Checkpoint, resume: Resume, tmp_path: Path
-) -> None:
+def test_numbers_are_kept_if_parameters_are_frozen_tied_or_in_groups(case, checkpoint, resume, tmp_path):
     source = checkpoint("fsdp2-plain", case, 2).checkpoint
     ckpt_tools.reshard(source, tmp_path / "out", world_size=3)
     assert keys_of(tmp_path / "out") == keys_of(source)
@@ -105,7 +100,7 @@ def trained(name: str) -> dict[str, object]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_dcp_keeps_every_key_and_loads(name: str, tmp_path: Path) -> None:
+def test_a_dcp_keeps_every_key_and_loads(name, tmp_path):
     dcp.save(trained(name), checkpoint_id=tmp_path / "in", no_dist=True)
     ckpt_tools.convert(tmp_path / "in", tmp_path / "out", to="dcp", world_size=3, model_key="net", strict=True)
     assert keys_of(tmp_path / "out") == keys_of(tmp_path / "in")
@@ -117,7 +112,7 @@ def test_a_dcp_keeps_every_key_and_loads(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_torch_file_keeps_its_tree(name: str, tmp_path: Path) -> None:
+def test_a_torch_file_keeps_its_tree(name, tmp_path):
     torch.save(trained(name), tmp_path / "in.pt")
     ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pt", state="all", model_key="net", strict=True)
     wanted, found = (torch.load(tmp_path / each, weights_only=True) for each in ("in.pt", "out.pt"))
@@ -142,7 +137,7 @@ def assert_same(found: object, wanted: object) -> None:
 
 
 @pytest.mark.parametrize("options", [{"exclude": ["net.2.*", "2.*"]}, {"like": "like.safetensors"}], ids=str)
-def test_other_parameters_get_names_and_a_note(options: dict[str, object], tmp_path: Path) -> None:
+def test_other_parameters_get_names_and_a_note(options, tmp_path):
     save_file(Net().state_dict(), tmp_path / "like.safetensors")
     torch.save({"model": Net().state_dict(), "optimizer": trained("groups")["optimizers"][0]}, tmp_path / "in.pt")  # type: ignore[index]
     options = {"exclude": ["2.*"]} if "exclude" in options else {"like": tmp_path / "like.safetensors"}
@@ -173,7 +168,7 @@ def unproved(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_optimizer_that_cannot_be_placed_is_not_dropped(tmp_path: Path) -> None:
+def test_an_optimizer_that_cannot_be_placed_is_not_dropped(tmp_path):
     """A run would go on without it; the weights alone are for those who ask for them."""
     order = ["2.weight", "2.bias", "0.weight", "0.bias"]
     (tmp_path / "order.json").write_text(json.dumps([order]))
@@ -198,7 +193,7 @@ def test_an_optimizer_that_cannot_be_placed_is_not_dropped(tmp_path: Path) -> No
 ORDER = "the order of the optimizer's parameters"
 
 
-def test_an_order_that_is_assumed_is_told(tmp_path: Path) -> None:
+def test_an_order_that_is_assumed_is_told(tmp_path):
     """Parameters of one shape could be exchanged. Where numbers, or no optimizer, are written it does not matter."""
     net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     net(torch.ones(1, 4)).sum().backward()
@@ -229,7 +224,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_groups_of_the_same_shapes_are_not_guessed(groups: str, tmp_path: Path) -> None:
+def test_groups_of_the_same_shapes_are_not_guessed(groups, tmp_path):
     net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
     optimizer = torch.optim.AdamW(
         [{"params": [each for layer in layers for each in net[layer].parameters()]} for layers in GROUPS[groups]]
@@ -243,7 +238,7 @@ def test_groups_of_the_same_shapes_are_not_guessed(groups: str, tmp_path: Path) 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_compressed", [False, True])
-def test_the_step_of_torchtitan_and_the_states_of_its_ranks(is_compressed: bool, tmp_path: Path) -> None:
+def test_the_step_of_torchtitan_and_the_states_of_its_ranks(is_compressed, tmp_path):
     state = {"w": torch.ones(6, 2), "train_state": {"step": torch.tensor(1234, dtype=torch.int32)}}
     state["dataloader"] = {f"dp_rank_{rank}": b"state" for rank in range(4)} | {"world_size": 4}
     launch.pool(2).run(_save_as_titan, state, str(tmp_path / "run" / "final"), is_compressed)
@@ -266,7 +261,7 @@ def _save_as_titan(state: dict[str, Any], folder: str, is_compressed: bool) -> N
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_entries_that_were_saved_whole_are_told_where_they_are_taken_apart(tmp_path: Path) -> None:
+def test_entries_that_were_saved_whole_are_told_where_they_are_taken_apart(tmp_path):
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(trained("groups"), checkpoint_id=tmp_path / "in", planner=planner, no_dist=True)
     options: Any = {"to": "dcp", "model_key": "net"}
@@ -279,7 +274,7 @@ def test_entries_that_were_saved_whole_are_told_where_they_are_taken_apart(tmp_p
         ckpt_tools.reshard(make("megatron-fsdp").source, tmp_path / "no", world_size=3, strict=True)
 
 
-def test_names_beside_numbers_are_renamed_with_the_weights(tmp_path: Path) -> None:
+def test_names_beside_numbers_are_renamed_with_the_weights(tmp_path):
     torch.save(trained("named"), tmp_path / "in.pt")
     options: Any = {"state": "all", "model_key": "net", "rename": [r"^(.)=layers.\1"]}
     ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pt", strict=True, **options)

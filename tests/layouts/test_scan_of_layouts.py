@@ -46,7 +46,7 @@ CONFIGURATION = {"automodel", "nanotron", "nanotron-replicated", "nemo-2", *FIND
 SAMPLE = [*sorted(CONFIGURATION), *random.Random("layouts").sample(sorted({*OPENED} - CONFIGURATION), 20)]
 
 
-def test_the_findings_are_of_layouts() -> None:
+def test_the_findings_are_of_layouts():
     assert set(OPENED) >= CONFIGURATION
 
 
@@ -56,7 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("name", OPENED if metafunc.config.getoption("--soak") else SAMPLE)
 
 
-def test_a_genuine_one_is_clean(name: str) -> None:
+def test_a_genuine_one_is_clean(name):
     report = ckpt_tools.scan(make(name).source)
     texts = {finding.what for finding in report.findings if finding.danger == "configuration"}
     told = sorted({finding.what for finding in report.findings} - texts)

@@ -38,7 +38,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ON_RANKS)
-def test_its_trainer_resumes_from_it_as_from_the_source(kind: str, tmp_path: Path) -> None:
+def test_its_trainer_resumes_from_it_as_from_the_source(kind, tmp_path):
     """From two ranks to three, and from three to two."""
     made, (_, resume, args) = make(kind), ON_RANKS[kind]
     ckpt_tools.reshard(made.source, tmp_path / "3.ckpt", world_size=3)
@@ -52,7 +52,7 @@ def test_its_trainer_resumes_from_it_as_from_the_source(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ON_RANKS)
-def test_the_small_files_are_copied_and_those_of_ranks_are_named(kind: str, tmp_path: Path) -> None:
+def test_the_small_files_are_copied_and_those_of_ranks_are_named(kind, tmp_path):
     made = make(kind)
     report = ckpt_tools.reshard(made.source, tmp_path / "out", world_size=3)
     assert {name for name in names(tmp_path / "out") if not name.endswith((".distcp", ".metadata"))} == SMALL[kind]
@@ -66,18 +66,18 @@ def test_the_small_files_are_copied_and_those_of_ranks_are_named(kind: str, tmp_
     assert report.plan.num_tensors == len(ckpt_tools.inspect(tmp_path / "out").tensors)
 
 
-def test_for_as_many_ranks_nothing_is_left_out(tmp_path: Path) -> None:
+def test_for_as_many_ranks_nothing_is_left_out(tmp_path):
     made = make("accelerate-fsdp2")
     ckpt_tools.convert(made.source, tmp_path / "out", to="dcp", strict=True)
     assert names(tmp_path / "out") == names(made.source)
 
 
-def test_generators_of_other_ranks_are_a_loss(tmp_path: Path) -> None:
+def test_generators_of_other_ranks_are_a_loss(tmp_path):
     with pytest.raises(LossError, match=r"random_states_0\.pkl"):
         ckpt_tools.reshard(make("accelerate-fsdp2").source, tmp_path / "out", world_size=3, strict=True)
 
 
-def test_a_checkpoint_below_a_runs_folder_is_written_at_the_top(tmp_path: Path) -> None:
+def test_a_checkpoint_below_a_runs_folder_is_written_at_the_top(tmp_path):
     shutil.copytree(make("transformers-fsdp2").folder, tmp_path / "run")
     beside = {"config.json", "training_args.bin", "tokenizer.json", "tokenizer_config.json", "rng_state_2.pth"}
     for name in beside:
@@ -89,7 +89,7 @@ def test_a_checkpoint_below_a_runs_folder_is_written_at_the_top(tmp_path: Path) 
     assert report.plan.notes == ()
 
 
-def test_a_file_that_nobody_knows_is_named(tmp_path: Path) -> None:
+def test_a_file_that_nobody_knows_is_named(tmp_path):
     shutil.copytree(make("accelerate-fsdp2").source, tmp_path / "in")
     (tmp_path / "in" / "ema.safetensors.part").write_bytes(b"?")
     (tmp_path / "in" / "notes.txt").write_bytes(b"?")
@@ -97,20 +97,20 @@ def test_a_file_that_nobody_knows_is_named(tmp_path: Path) -> None:
     assert [note.what for note in report.plan.notes] == ["ema.safetensors.part", "notes.txt"]
 
 
-def test_an_empty_file_is_copied(tmp_path: Path) -> None:
+def test_an_empty_file_is_copied(tmp_path):
     shutil.copytree(make("accelerate-fsdp2").source, tmp_path / "in")
     (tmp_path / "in" / "sampler.bin").write_bytes(b"")
     ckpt_tools.reshard(tmp_path / "in", tmp_path / "out", world_size=3)
     assert (tmp_path / "out" / "sampler.bin").read_bytes() == b""
 
 
-def test_the_weights_alone_are_a_dcp_of_their_own(tmp_path: Path) -> None:
+def test_the_weights_alone_are_a_dcp_of_their_own(tmp_path):
     ckpt_tools.convert(make("accelerate-fsdp2").source, tmp_path / "out", to="dcp", state="model", world_size=1)
     assert names(tmp_path / "out") == {".metadata", "__0_0.distcp"}
 
 
 @pytest.mark.parametrize("kind", ["accelerate-fsdp2", "lightning-fsdp"])
-def test_such_a_folder_is_replaced_by_another(kind: str, tmp_path: Path) -> None:
+def test_such_a_folder_is_replaced_by_another(kind, tmp_path):
     made = make(kind)
     for world_size in (3, 1):
         ckpt_tools.reshard(made.source, tmp_path / "out", world_size=world_size, overwrite=True)
@@ -125,7 +125,7 @@ FOREIGN = [name for name, layout in layouts().items() if layout.family == FAMILY
 
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("to", ["dcp", "zero3", "universal"])
-def test_it_is_written_as_anything_else(name: str, to: str, tmp_path: Path) -> None:
+def test_it_is_written_as_anything_else(name, to, tmp_path):
     source = make(name).source
     ckpt_tools.convert(source, tmp_path / "out", to=to, **for_ranks(to, 3))
     if to == "dcp":
@@ -134,14 +134,14 @@ def test_it_is_written_as_anything_else(name: str, to: str, tmp_path: Path) -> N
         assert ckpt_tools.verify(source, tmp_path / "out").equal
 
 
-def test_olmo_core_takes_the_state_of_rank_0_where_a_rank_has_none(tmp_path: Path) -> None:
+def test_olmo_core_takes_the_state_of_rank_0_where_a_rank_has_none(tmp_path):
     report = ckpt_tools.reshard(make("olmo-core").source, tmp_path / "out", world_size=3)
     small = {name for name in names(tmp_path / "out") if not name.startswith("model_and_optim")}
     assert small == {"config.json", ".metadata.json", "train/rank0.pt"}
     assert [note.what for note in report.plan.notes] == ["train/rank1.pt"]
 
 
-def test_the_halves_of_automodel_are_written_as_one(tmp_path: Path) -> None:
+def test_the_halves_of_automodel_are_written_as_one(tmp_path):
     source = make("automodel").source
     ckpt_tools.convert(source, tmp_path / "out", to="dcp", world_size=3)
     assert names(tmp_path / "out") == {".metadata", *(f"__{rank}_0.distcp" for rank in range(3))}
@@ -152,7 +152,7 @@ def test_the_halves_of_automodel_are_written_as_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["model/shard-00001*", "optim/__1_0.distcp", "optim/.metadata"])
-def test_a_lost_half_is_missed(lost: str, tmp_path: Path) -> None:
+def test_a_lost_half_is_missed(lost, tmp_path):
     shutil.copytree(make("automodel").folder, tmp_path / "in")
     (path,) = (tmp_path / "in").glob(f"*/{lost}")
     path.unlink()
@@ -160,7 +160,7 @@ def test_a_lost_half_is_missed(lost: str, tmp_path: Path) -> None:
         contents(tmp_path / "in")
 
 
-def test_a_damaged_file_of_a_half_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_half_is_named(tmp_path):
     shutil.copytree(make("automodel").folder, tmp_path / "in")
     (path,) = (tmp_path / "in").glob("*/model/shard-00001*")
     path.write_bytes(path.read_bytes()[:100])

@@ -69,7 +69,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("name", "target"), every if is_soak else sorted(in_turn | ALWAYS))
 
 
-def test_what_was_converted_verifies(name: str, target: WrittenFormat, tmp_path: Path) -> None:
+def test_what_was_converted_verifies(name, target, tmp_path):
     whole: Any = {"state": "all"} if "max_shard_size" in written_format(target).writing_options else {}
     source, out = make(name).source, tmp_path / "out"
     try:
@@ -94,13 +94,13 @@ def check_refusal(error: CkptError, folder: Path, plan: Callable[[], object]) ->
 
 
 @pytest.mark.parametrize("name", OPENED)
-def test_it_verifies_by_itself(name: str) -> None:
+def test_it_verifies_by_itself(name):
     """No archive is looked for where a file holds several, or none."""
     report = ckpt_tools.verify(make(name).source)
     assert report.equal, [str(each) for each in report.differences[:4]]
 
 
-def test_names_are_the_sources_or_the_bare_ones(tmp_path: Path) -> None:
+def test_names_are_the_sources_or_the_bare_ones(tmp_path):
     """All names of this layout begin with ``module.``, which only a conversion of weights takes away."""
     source = make("megatron-fsdp-weights").source
     bare: Any = {"state": "model"}
@@ -111,7 +111,7 @@ def test_names_are_the_sources_or_the_bare_ones(tmp_path: Path) -> None:
     assert ckpt_tools.verify(source, tmp_path / "weights").equal
 
 
-def test_a_tensor_in_an_entry_is_compared_in_its_place(tmp_path: Path) -> None:
+def test_a_tensor_in_an_entry_is_compared_in_its_place(tmp_path):
     """Megatron's own object has another name for it."""
 
     def save(seen: float) -> Path:

@@ -139,7 +139,7 @@ def case(name: str) -> tuple[list[str], list[str], Mapping[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, *OTHERS])
-def test_a_megabyte_costs_two_seconds(name: str, tmp_path: Path) -> None:
+def test_a_megabyte_costs_two_seconds(name, tmp_path):
     of_base, of_adapter, settings = case(name)
     base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out.safetensors"
     base.mkdir()

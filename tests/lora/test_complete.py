@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("base")
     LlamaForCausalLM(TINY).save_pretrained(folder)
@@ -60,12 +60,12 @@ def merge(base: Path, folder: Path, **options: Any) -> ckpt_tools.ConvertReport:
 
 
 @pytest.fixture
-def adapter(tmp_path: Path) -> Path:
+def adapter(tmp_path):
     return tmp_path / "adapter"
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_part_that_peft_saves_is_needed(name: str, base: Path, adapter: Path) -> None:
+def test_every_part_that_peft_saves_is_needed(name, base, adapter):
     """Whole, it is merged; without all parts of any one module it is refused, and that module is named."""
     saved_by_peft(base, adapter, SETTINGS[name])
     file = adapter / "adapter_model.safetensors"
@@ -83,7 +83,7 @@ def test_every_part_that_peft_saves_is_needed(name: str, base: Path, adapter: Pa
     assert any(part in note.what for note in report.notes if note.outcome is Outcome.MISSING)
 
 
-def test_layers_beside_an_adapted_one_where_a_pattern_may_not_end(base: Path, adapter: Path) -> None:
+def test_layers_beside_an_adapted_one_where_a_pattern_may_not_end(base, adapter):
     """As unsloth writes it."""
     pattern = r"(?:.*?(?:language|layers).*?(?:self_attn|mlp).*?(?:q_proj|v_proj).*?)|(?:x.*y.*z.*)"
     saved_by_peft(base, adapter, {"target_modules": pattern})
@@ -96,7 +96,7 @@ def test_layers_beside_an_adapted_one_where_a_pattern_may_not_end(base: Path, ad
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_experts(lost: int, tmp_path: Path) -> None:
+def test_experts(lost, tmp_path):
     models.made(models.CASES["experts"], tmp_path)
     recipe: dict[str, Any] = {"recipe": "qwen3_moe", "inverse": True}
     merge(tmp_path / "base", tmp_path / "adapter", **recipe)
@@ -108,7 +108,7 @@ def test_experts(lost: int, tmp_path: Path) -> None:
         merge(tmp_path / "base", tmp_path / "adapter", **recipe)
 
 
-def test_a_head_that_the_base_lacks(base: Path, adapter: Path) -> None:
+def test_a_head_that_the_base_lacks(base, adapter):
     """PEFT names the heads that some models have for the task."""
     with warnings.catch_warnings(action="ignore"):
         model = LlamaForSequenceClassification.from_pretrained(base)
@@ -122,7 +122,7 @@ def test_a_head_that_the_base_lacks(base: Path, adapter: Path) -> None:
         merge(base, adapter)
 
 
-def test_layers_that_predict_further_tokens_have_no_adapter(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_have_no_adapter(base, adapter, tmp_path):
     saved_by_peft(base, adapter, {"target_modules": ["q_proj"]})
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_bytes((base / "config.json").read_bytes())
@@ -131,7 +131,7 @@ def test_layers_that_predict_further_tokens_have_no_adapter(base: Path, adapter:
     assert merge(tmp_path / "base", adapter).num_tensors == len(load_file(base / "model.safetensors")) + 2
 
 
-def test_tensors_that_zero3_saved_empty(base: Path, adapter: Path) -> None:
+def test_tensors_that_zero3_saved_empty(base, adapter):
     saved_by_peft(base, adapter, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]})
     file = adapter / "adapter_model.safetensors"
     whole = load_file(file)
@@ -142,6 +142,6 @@ def test_tensors_that_zero3_saved_empty(base: Path, adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("found", [{"layers_to_transform": ["a"]}, {"target_modules": "("}, {"exclude_modules": 3}])
-def test_malformed(found: Mapping[str, Any]) -> None:
+def test_malformed(found):
     with pytest.raises(MalformedError):
         parse_config({"peft_type": "LORA", **found}, "adapter_config.json")

@@ -39,7 +39,7 @@ def adapter(folder: Path, rank: int = 4) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
-def test_one_step_is_two(tmp_path: Path) -> None:
+def test_one_step_is_two(tmp_path):
     quantized(tmp_path / "base")
     adapter(tmp_path / "adapter")
     once = ckpt_tools.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "once", dequantize=True)

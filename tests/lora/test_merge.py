@@ -46,7 +46,7 @@ def largest_terms(case: models.Case, folder: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", models.CASES)
-def test_the_model_is_the_one_that_peft_merges(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_the_model_is_the_one_that_peft_merges(name, dtype, tmp_path):
     """To the last bit where BLAS adds up in the order of torch's, else within one unit in the last place of the terms:
     numpy's BLAS has another order. PEFT rounds what it adds to embeddings and experts of 16 bits once more."""
     case = models.CASES[name]
@@ -68,7 +68,7 @@ def test_the_model_is_the_one_that_peft_merges(name: str, dtype: torch.dtype, tm
     assert changed
 
 
-def test_layers_of_convolutions(tmp_path: Path) -> None:
+def test_layers_of_convolutions(tmp_path):
     torch.manual_seed(0)
     model = models.Convolutions()
     torch.save(model.state_dict(), tmp_path / "base.pt")
@@ -85,7 +85,7 @@ def test_layers_of_convolutions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch", "zero3", "universal", "npz", "megatron"])
-def test_any_format_is_written_and_read(to: str, tmp_path: Path) -> None:
+def test_any_format_is_written_and_read(to, tmp_path):
     case = models.CASES["linear"]
     models.made(case, tmp_path)
     options: dict[str, Any] = {"to": to, "world_size": 2} if to in ("dcp", "zero3") else {"to": to}
@@ -101,7 +101,7 @@ def test_any_format_is_written_and_read(to: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"memory": "127MB", "workers": 1}, {"workers": 3, "max_shard_size": "50KB"}])
-def test_elements_do_not_depend_on_how_the_work_is_cut(options: Mapping[str, Any], tmp_path: Path) -> None:
+def test_elements_do_not_depend_on_how_the_work_is_cut(options, tmp_path):
     """A tensor of several tiles, and one whose rows are longer than a tile."""
     torch.manual_seed(0)
     sizes = {"wide": (3, 300_000), "tall": (40_000, 30), "odd": (1031, 517)}
@@ -121,7 +121,7 @@ def test_elements_do_not_depend_on_how_the_work_is_cut(options: Mapping[str, Any
         assert bool(((found[f"{name}.weight"].double() - wanted).abs() <= bound).all())
 
 
-def test_a_dtype_is_cast_to_once(tmp_path: Path) -> None:
+def test_a_dtype_is_cast_to_once(tmp_path):
     """The sum is rounded, and not first the weight."""
     base = {"a.weight": torch.full((2, 2), 1 + 2**-8)}
     write(
@@ -157,7 +157,7 @@ def load_base(folder: Path, case: models.Case) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("options", [(), ("--memory", "80MB", "--workers", "1"), ("--workers", "8")], ids=str)
-def test_memory_is_what_the_plan_says_and_not_the_models_size(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_memory_is_what_the_plan_says_and_not_the_models_size(options, tmp_path):
     """A model of 400 MB in a file of holes, and matrices of 3 MB."""
     rows, columns, rank = 8192, 4096, 64
     adapter = {f"layers.{n}.lora_A.weight": torch.ones(rank, columns) for n in range(3)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tests.support.pages import ROOT, check_commands
 pytestmark = pytest.mark.extended
 
 
-def test_every_command_prints_what_the_page_says(tmp_path: Path) -> None:
+def test_every_command_prints_what_the_page_says(tmp_path):
     made(CASES["experts"], tmp_path)
     (tmp_path / "base").rename(tmp_path / "moe")
     (tmp_path / "adapter").rename(tmp_path / "moe-adapter")

@@ -20,7 +20,7 @@ def modules(seed: int, many: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_first_pattern_counts_as_in_peft(seed: int) -> None:
+def test_the_first_pattern_counts_as_in_peft(seed):
     chance = random.Random(seed)
     names = [*modules(seed, 12), *chance.sample(PATTERNS, 3)]
     chance.shuffle(names)
@@ -31,7 +31,7 @@ def test_the_first_pattern_counts_as_in_peft(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_ends_are_those_of_texts(seed: int) -> None:
+def test_ends_are_those_of_texts(seed):
     names = [*modules(seed, 5), "", "proj", "0"][seed % 3 :]
     ends = Ends.of(names)
     for module in [*modules(seed + 1000, 100), *names]:

@@ -28,7 +28,7 @@ def stored(store: MemoryStore, name: str, array: NDArray[np.float32]) -> TensorE
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_any_interval_of_any_box(data: st.DataObject) -> None:
+def test_any_interval_of_any_box(data):
     """Numbers are small and whole, so that no order of adding up changes a bit."""
     stack, rows, columns, rank = (data.draw(st.integers(1, 5)) for _ in range(4))
     shape: Shape = (stack, rows, columns) if stack > 1 or data.draw(st.booleans()) else (rows, columns)
@@ -54,7 +54,7 @@ def test_any_interval_of_any_box(data: st.DataObject) -> None:
         assert read(reader, entry, box, geometry, start, stop) == expected
 
 
-def test_a_bit_does_not_depend_on_what_is_read_with_it() -> None:
+def test_a_bit_does_not_depend_on_what_is_read_with_it():
     numbers, store = np.random.default_rng(5), MemoryStore()
     weight, left, right = (
         numbers.standard_normal(size, np.float32) for size in ((700, 900), (1, 700, 24), (1, 24, 900))

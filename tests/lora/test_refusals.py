@@ -63,7 +63,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(name: str, tmp_path: Path) -> None:
+def test_settings(name, tmp_path):
     settings, said = SETTINGS[name]
     refused(tmp_path, UnsupportedError, said, **settings)
 
@@ -81,23 +81,23 @@ def test_settings(name: str, tmp_path: Path) -> None:
         ({"alpha_pattern": {"q": 1e31}}, "not a number"),
     ],
 )
-def test_malformed_settings(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_malformed_settings(settings, said, tmp_path):
     refused(tmp_path, MalformedError, said, **settings)
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)" * 30, "a?" * 30 + "a" * 30, "(?=(a*)*)b"])
-def test_patterns_that_may_not_end(pattern: str, tmp_path: Path) -> None:
+def test_patterns_that_may_not_end(pattern, tmp_path):
     refused(tmp_path, UnsupportedError, "may take hours to match", rank_pattern={pattern: 2})
 
 
 @pytest.mark.parametrize("pattern", [r"layers\.(0|1|2|30|31)\.(self_attn|mlp)\..*", r"layers\.\d+\.(?:q|k|v)_proj"])
-def test_patterns_that_people_write(pattern: str) -> None:
+def test_patterns_that_people_write(pattern):
     parsed = parse_config({"peft_type": "LORA", "rank_pattern": {pattern: 2}}, "a.json")
     parsed.check_quick([f"base_model.model.model.layers.{number}.self_attn.q_proj" for number in range(500)])
     assert parsed.rank_pattern.values == {pattern: 2}
 
 
-def test_every_setting_of_peft_has_a_rule() -> None:
+def test_every_setting_of_peft_has_a_rule():
     known = config._HANDLED | config._NEUTRAL | config._REFUSED.keys()
     fields = {each.name for each in dataclasses.fields(LoraConfig) if each.init}
     assert fields - known == set()
@@ -240,12 +240,12 @@ TENSORS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors(name: str, tmp_path: Path) -> None:
+def test_tensors(name, tmp_path):
     error, given, said = TENSORS[name]
     refused(tmp_path, error, said, **given)
 
 
-def test_no_settings(tmp_path: Path) -> None:
+def test_no_settings(tmp_path):
     save_file(BASE, tmp_path / "base.safetensors")
     (tmp_path / "adapter").mkdir()
     save_file(ADAPTER, tmp_path / "adapter" / "adapter.safetensors")
@@ -253,7 +253,7 @@ def test_no_settings(tmp_path: Path) -> None:
         ckpt_tools.merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
 
 
-def test_the_output_is_neither_of_the_sources(tmp_path: Path) -> None:
+def test_the_output_is_neither_of_the_sources(tmp_path):
     save_file(BASE, tmp_path / "base.safetensors")
     (tmp_path / "adapter").mkdir()
     save_file(ADAPTER, tmp_path / "adapter" / "adapter_model.safetensors")

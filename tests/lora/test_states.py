@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +32,7 @@ SAVED = {
 }
 
 
-def test_an_adapter_has_no_place_for_the_files_of_a_model(tmp_path: Path) -> None:
+def test_an_adapter_has_no_place_for_the_files_of_a_model(tmp_path):
     (tmp_path / "run").mkdir()
     with warnings.catch_warnings(action="ignore"):
         model = models.adapted(Case(models.llama, {"target_modules": ["q_proj"]}), tmp_path)
@@ -47,7 +45,7 @@ def test_an_adapter_has_no_place_for_the_files_of_a_model(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_the_adapter_is_written_as_peft_writes_it(name: str, tmp_path: Path) -> None:
+def test_the_adapter_is_written_as_peft_writes_it(name, tmp_path):
     case = SAVED[name]
     with warnings.catch_warnings(action="ignore"):
         model = models.adapted(case, tmp_path)
@@ -65,7 +63,7 @@ def test_the_adapter_is_written_as_peft_writes_it(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["linear", "biases", "saved", "embeddings", "conv1d", "experts"])
-def test_a_state_is_merged_into_its_own_base(name: str, tmp_path: Path) -> None:
+def test_a_state_is_merged_into_its_own_base(name, tmp_path):
     case = CASES[name]
     with warnings.catch_warnings(action="ignore"):
         model = models.adapted(case, tmp_path)
@@ -82,7 +80,7 @@ def test_a_state_is_merged_into_its_own_base(name: str, tmp_path: Path) -> None:
     assert ckpt_tools.verify(tmp_path / "b.safetensors", once, include=sorted(names)).equal
 
 
-def test_the_folder_of_an_adapter_is_replaced_and_has_digests(tmp_path: Path) -> None:
+def test_the_folder_of_an_adapter_is_replaced_and_has_digests(tmp_path):
     model = models.adapted(CASES["linear"], tmp_path)
     model.save_pretrained(str(tmp_path / "adapter"))
     torch.save(model.state_dict(), tmp_path / "run.pt")
@@ -94,7 +92,7 @@ def test_the_folder_of_an_adapter_is_replaced_and_has_digests(tmp_path: Path) ->
     assert ckpt_tools.inspect(tmp_path / "out", from_="peft").num_tensors == 28
 
 
-def test_one_of_several_adapters(tmp_path: Path) -> None:
+def test_one_of_several_adapters(tmp_path):
     model = models.adapted(CASES["linear"], tmp_path)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     model.save_pretrained(str(tmp_path / "adapter"))
@@ -112,7 +110,7 @@ def test_one_of_several_adapters(tmp_path: Path) -> None:
     assert ckpt_tools.verify(tmp_path / "a.safetensors", tmp_path / "b.safetensors").equal
 
 
-def test_a_state_without_an_adapter(tmp_path: Path) -> None:
+def test_a_state_without_an_adapter(tmp_path):
     torch.save({"a.weight": torch.ones(2)}, tmp_path / "run.pt")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     with pytest.raises(UsageError, match="holds no adapter"):
@@ -120,7 +118,7 @@ def test_a_state_without_an_adapter(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_with_layers_injected_by_transformers(tmp_path: Path) -> None:
+def test_a_model_with_layers_injected_by_transformers(tmp_path):
     """``add_adapter`` of transformers puts no prefix before names."""
     torch.manual_seed(0)
     model = models.llama()
@@ -135,7 +133,7 @@ def test_a_model_with_layers_injected_by_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("job", [runs.save_fsdp2, runs.save_zero3], ids=["FSDP2", "ZeRO-3"])
-def test_two_ranks_that_trained_an_adapter(job: Callable[[str], None], tmp_path: Path) -> None:
+def test_two_ranks_that_trained_an_adapter(job, tmp_path):
     """PEFT loads the adapter that is taken out of the whole state, and merges it as it is merged here."""
     launch.pool(2).run(job, str(tmp_path))
     base, run = tmp_path / "base", tmp_path / "run"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def forget(folder: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
+def quiet():
     """PEFT and transformers warn of ties."""
     with warnings.catch_warnings(action="ignore"):
         yield
@@ -97,7 +97,7 @@ WAYS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_head_and_embeddings_that_were_trained_apart(name: str, tmp_path: Path) -> None:
+def test_head_and_embeddings_that_were_trained_apart(name, tmp_path):
     model, options = WAYS[name]
     wanted = trained_apart(model(), tmp_path)
     if name == "the default of the class":
@@ -113,7 +113,7 @@ def test_head_and_embeddings_that_were_trained_apart(name: str, tmp_path: Path) 
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), wanted)
 
 
-def test_both_tensors_that_are_the_same(tmp_path: Path) -> None:
+def test_both_tensors_that_are_the_same(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "base")
     torch.save({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "run.pt")
@@ -124,7 +124,7 @@ def test_both_tensors_that_are_the_same(tmp_path: Path) -> None:
         assert ckpt_tools.verify(tmp_path / "run.pt", out, config=tmp_path / "base", untie=untie).equal
 
 
-def test_verify_proposes_the_dtype_that_config_json_states_too(tmp_path: Path) -> None:
+def test_verify_proposes_the_dtype_that_config_json_states_too(tmp_path):
     llama().save_pretrained(tmp_path / "base")
     ckpt_tools.convert(tmp_path / "base", tmp_path / "out", to="safetensors", dtype="bfloat16")
     shown = CliRunner().invoke(group, ["verify", str(tmp_path / "base"), str(tmp_path / "out")])
@@ -132,7 +132,7 @@ def test_verify_proposes_the_dtype_that_config_json_states_too(tmp_path: Path) -
     assert "Was DST converted with --dtype?" in shown.stdout
 
 
-def test_a_head_apart_is_said_to_have_no_state_of_the_optimizer(tmp_path: Path) -> None:
+def test_a_head_apart_is_said_to_have_no_state_of_the_optimizer(tmp_path):
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2, dtype=torch.long)).logits.sum().backward()
@@ -145,7 +145,7 @@ def test_a_head_apart_is_said_to_have_no_state_of_the_optimizer(tmp_path: Path) 
     assert why.endswith("; model.embed_tokens.weight alone has state of the optimizer")
 
 
-def test_verify_knows_a_head_that_was_written_apart(tmp_path: Path) -> None:
+def test_verify_knows_a_head_that_was_written_apart(tmp_path):
     llama().save_pretrained(tmp_path / "base")
     ckpt_tools.convert(tmp_path / "base", tmp_path / "out", to="safetensors", untie=True)
     assert ckpt_tools.verify(tmp_path / "base", tmp_path / "out", untie=True).equal
@@ -156,7 +156,7 @@ def test_verify_knows_a_head_that_was_written_apart(tmp_path: Path) -> None:
         ckpt_tools.verify(tmp_path / "base", tmp_path / "one.safetensors", untie=True)
 
 
-def test_a_head_of_another_vocabulary_is_refused_too(tmp_path: Path) -> None:
+def test_a_head_of_another_vocabulary_is_refused_too(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "base")
     hidden = model.get_input_embeddings().weight.shape[1]
@@ -169,7 +169,7 @@ def test_a_head_of_another_vocabulary_is_refused_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_stated_false", [False, True])
-def test_one_tensor_that_becomes_two(is_stated_false: bool, tmp_path: Path) -> None:
+def test_one_tensor_that_becomes_two(is_stated_false, tmp_path):
     """Shared storage, and a config.json that says that they are two: without a copy the head would be drawn anew."""
     model = llama()
     model.save_pretrained(tmp_path / "base")
@@ -183,7 +183,7 @@ def test_one_tensor_that_becomes_two(is_stated_false: bool, tmp_path: Path) -> N
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
 
 
-def test_like_a_reference_that_ties(tmp_path: Path) -> None:
+def test_like_a_reference_that_ties(tmp_path):
     trained_apart(llama(30), tmp_path)
     with pytest.raises(DifferenceError, match=r"which the reference ties: .* config= and untie= instead of like="):
         ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", like=tmp_path / "base")
@@ -202,7 +202,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("vocab", [24, 30])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_of_tied_models(name: str, vocab: int, tmp_path: Path) -> None:
+def test_adapters_of_tied_models(name, vocab, tmp_path):
     """Whatever else has the shape of the embeddings: refused, or with ``untie`` the model that the adapter makes."""
     torch.manual_seed(0)
     base = llama(vocab)
@@ -221,7 +221,7 @@ def test_adapters_of_tied_models(name: str, vocab: int, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_base_that_holds_both_tensors(tmp_path: Path) -> None:
+def test_a_base_that_holds_both_tensors(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
@@ -234,7 +234,7 @@ def test_a_base_that_holds_both_tensors(tmp_path: Path) -> None:
         ckpt_tools.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out.safetensors")
 
 
-def test_where_both_cannot_be_written(tmp_path: Path) -> None:
+def test_where_both_cannot_be_written(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "base")
     with pytest.raises(UsageError, match=r"untie=True is for folders with a config.json"):
@@ -245,6 +245,6 @@ def test_where_both_cannot_be_written(tmp_path: Path) -> None:
         ckpt_tools.convert(tmp_path / "t5", tmp_path / "out", to="safetensors", untie=True)
 
 
-def test_defaults_are_those_of_transformers() -> None:
+def test_defaults_are_those_of_transformers():
     for kind in TIED_BY_DEFAULT:
         assert CONFIG_MAPPING[kind]().tie_word_embeddings is True, kind

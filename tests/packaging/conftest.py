@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import ckpt_tools
-from tests.packaging.distributions import Built, build
+from tests.packaging.distributions import build
 from tests.packaging.documented import Material
 from tests.support.s3_server import S3Server
 from training.models.image_models import build_model
@@ -24,12 +24,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(tmp_path_factory):
     return build(tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     """The folder of a model in both forms, an image and the keys."""
     folder = tmp_path_factory.mktemp("material")
     torch.manual_seed(1)
@@ -42,7 +42,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def material(files: Path, request: pytest.FixtureRequest) -> Material:
+def material(files, request):
     """The S3 server is started by the first test that asks for it."""
 
     def start_s3() -> S3Server:

@@ -11,7 +11,6 @@ import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 import ckpt_tools
-from tests.packaging.distributions import FOLDERS, ROOT, Built, tree
+from tests.packaging.distributions import FOLDERS, ROOT, tree
 from tests.packaging.environments import clean_variables, metadata_of
 
 NOT_IN_THE_SDIST = {".ci"}
@@ -31,17 +30,17 @@ QUICK_TESTS = [f"tests/{name}.py" for name in ("core/test_boxes", "core/test_lay
 
 
 @pytest.fixture(scope="module")
-def metadata(built: Built) -> Message:
+def metadata(built):
     return email.message_from_string(metadata_of(built.wheel).read_text("METADATA") or "")
 
 
 @pytest.fixture(scope="module")
-def project() -> dict[str, Any]:
+def project():
     found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return found
 
 
-def test_the_wheel_holds_every_module_of_the_packages_and_nothing_else(built: Built) -> None:
+def test_the_wheel_holds_every_module_of_the_packages_and_nothing_else(built):
     held = set(zipfile.ZipFile(built.wheel).namelist())
     metadata = {path for path in held if path.startswith(f"ckpt_tools-{ckpt_tools.__version__}.dist-info/")}
     files = tree()
@@ -56,7 +55,7 @@ def test_the_wheel_holds_every_module_of_the_packages_and_nothing_else(built: Bu
     assert built.wheel.stat().st_size < 1_600_000
 
 
-def test_the_source_distribution_holds_the_whole_tree(built: Built) -> None:
+def test_the_source_distribution_holds_the_whole_tree(built):
     with tarfile.open(built.sdist) as archive:
         held = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
     lacking = {path for path in tree() if path.parts[0] not in NOT_IN_THE_SDIST} - held
@@ -66,7 +65,7 @@ def test_the_source_distribution_holds_the_whole_tree(built: Built) -> None:
     assert not {path for path in held if "__pycache__" in path.parts}
 
 
-def test_the_source_distribution_runs_its_own_tests(built: Built) -> None:
+def test_the_source_distribution_runs_its_own_tests(built):
     program = "import ckpt_tools, pytest, sys; print(ckpt_tools.__file__); sys.exit(pytest.main(sys.argv[1:]))"
     options = ["-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -81,7 +80,7 @@ def test_the_source_distribution_runs_its_own_tests(built: Built) -> None:
     assert done.stdout.startswith(f"{built.source}/")
 
 
-def test_the_index_page_says_whose_it_is_and_where(metadata: Message) -> None:
+def test_the_index_page_says_whose_it_is_and_where(metadata):
     assert metadata["Author"] and metadata["Maintainer"]
     addresses = dict(each.split(", ", 1) for each in metadata.get_all("Project-URL", []))
     assert {"Homepage", "Documentation", "Issues", "Changelog"} <= set(addresses)
@@ -89,7 +88,7 @@ def test_the_index_page_says_whose_it_is_and_where(metadata: Message) -> None:
 
 
 @pytest.mark.parametrize("minor", [11, 12, 13])
-def test_the_index_page_names_each_python(minor: int, metadata: Message) -> None:
+def test_the_index_page_names_each_python(minor, metadata):
     assert f"Programming Language :: Python :: 3.{minor}" in metadata.get_all("Classifier", [])
 
 
@@ -100,7 +99,7 @@ def links(markdown: str) -> Iterator[str]:
             yield from (str(token.attrs[name]) for name in ("href", "src") if name in token.attrs)
 
 
-def test_links_on_the_index_page_lead_to_files_of_the_repository(metadata: Message, project: dict[str, Any]) -> None:
+def test_links_on_the_index_page_lead_to_files_of_the_repository(metadata, project):
     home = project["urls"]["Homepage"]
     found = list(links(metadata.get_payload()))
     assert any(link.endswith(".svg") for link in found)
@@ -110,12 +109,12 @@ def test_links_on_the_index_page_lead_to_files_of_the_repository(metadata: Messa
         assert where[:2] in (["blob", "main"], ["raw", "main"]) and (ROOT / where[2]).is_file(), link
 
 
-def test_links_in_the_tree_lead_to_its_files() -> None:
+def test_links_in_the_tree_lead_to_its_files():
     found = list(links((ROOT / "README.md").read_text()))
     assert found and all((ROOT / link.partition("#")[0]).is_file() for link in found), found
 
 
-def test_the_image_of_the_service_installs_what_there_is(built: Built) -> None:
+def test_the_image_of_the_service_installs_what_there_is(built):
     text = (built.source / "docker" / "service.Dockerfile").read_text().replace("\\\n", " ")
     [install] = re.findall(r"pip install (.*)", text)
     [wanted] = [word for word in shlex.split(install) if word.startswith(".")]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.distributions import ROOT, Built
+from tests.packaging.distributions import ROOT
 from tests.packaging.environments import Environment, clean_variables, empty, link, metadata_of, required
 
 pytestmark = pytest.mark.extended
@@ -49,19 +49,19 @@ def run(line: str, environment: Environment, source: Path, **variables: str) -> 
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
-def test_the_lines_are_found() -> None:
+def test_the_lines_are_found():
     assert {*SAMPLE, "pip install '.[train]'", "pip install '.[serve]'"} <= set(LINES)
     assert {"all", "train", "serve", "s3"} <= {extra for line in LINES for extra in extras_of(line)}
 
 
-def test_no_line_asks_an_index_for_ckpt_tools() -> None:
+def test_no_line_asks_an_index_for_ckpt_tools():
     """As one that nothing precedes; the other pages name extras of what is installed."""
     for page in PAGES:
         assert not re.search(r"^\$ .*install .*ckpt-tools", (ROOT / page).read_text(), re.MULTILINE), page
 
 
 @pytest.fixture(scope="module")
-def checkout(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(built, tmp_path_factory):
     return Path(shutil.copytree(built.source, tmp_path_factory.mktemp("checkout") / "source"))
 
 
@@ -69,7 +69,7 @@ def checkout(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "line",
     [pytest.param(line, marks=() if line in SAMPLE else pytest.mark.soak) for line in LINES if line.startswith("pip")],
 )
-def test_a_line_installs_from_the_tree(line: str, checkout: Path, built: Built, tmp_path: Path) -> None:
+def test_a_line_installs_from_the_tree(line, checkout, built, tmp_path):
     environment = empty(tmp_path)
     link([distribution("setuptools")], environment.site_packages)
     pip = environment.folder / "bin" / "pip"
@@ -87,7 +87,7 @@ def test_a_line_installs_from_the_tree(line: str, checkout: Path, built: Built, 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("line", LINES)
-def test_a_line_installs_from_the_index(line: str, checkout: Path, tmp_path: Path) -> None:
+def test_a_line_installs_from_the_index(line, checkout, tmp_path):
     environment = empty(tmp_path, with_pip=True)
     if line.startswith("uv"):
         assert environment.run_python("-m", "pip", "install", "--quiet", "uv").returncode == 0

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from fixtures.corpus import make
-from tests.packaging.distributions import FOLDERS, Built, build_editable
-from tests.packaging.documented import CHECKS, SOAKED, Material
+from tests.packaging.distributions import FOLDERS, build_editable
+from tests.packaging.documented import CHECKS, SOAKED
 from tests.packaging.environments import Environment, clean_variables, installed, linked, metadata_of
 
 pytestmark = pytest.mark.extended
@@ -33,12 +33,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("extras", SOAKED if soak else SAMPLE, ids=lambda extras: extras or "none")
 
 
-def test_an_extra_is_enough(extras: str, make: Maker, built: Built, material: Material, tmp_path: Path) -> None:
+def test_an_extra_is_enough(extras, make, built, material, tmp_path):
     environment = make(tmp_path, built.wheel, extras.split(",") if extras else [])
     SOAKED[extras](environment, material)
 
 
-def test_every_extra_is_tried(built: Built) -> None:
+def test_every_extra_is_tried(built):
     extras = set(metadata_of(built.wheel).metadata.get_all("Provides-Extra", []))
     assert extras - {"all"} <= set(CHECKS)
 
@@ -50,7 +50,7 @@ def refused(done: subprocess.CompletedProcess[str], sentence: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def bare(built, tmp_path_factory):
     """The wheel without any extra."""
     return linked(tmp_path_factory.mktemp("bare"), built.wheel)
 
@@ -72,9 +72,7 @@ def bare(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_without_the_extra_a_command_says_what_to_install(
-    words: list[str], extra: str, bare: Environment, material: Material
-) -> None:
+def test_without_the_extra_a_command_says_what_to_install(words, extra, bare, material):
     given = {
         "MODEL": str(material.model),
         "ORBAX": str(make("orbax").source),
@@ -87,7 +85,7 @@ def test_without_the_extra_a_command_says_what_to_install(
 @pytest.mark.parametrize(
     "extra", ["all", *(pytest.param(each, marks=pytest.mark.soak) for each in ("train", "ray-serve"))]
 )
-def test_what_to_install_needs_ckpt_tools_of_no_index(extra: str, built: Built, tmp_path: Path) -> None:
+def test_what_to_install_needs_ckpt_tools_of_no_index(extra, built, tmp_path):
     """pip takes the installed ckpt-tools, and adds what its extra requires: all of it is there."""
     environment = linked(tmp_path, built.wheel, [extra])
     install = ["install", "--no-index", "--disable-pip-version-check", f"ckpt-tools[{extra}]"]
@@ -97,7 +95,7 @@ def test_what_to_install_needs_ckpt_tools_of_no_index(extra: str, built: Built, 
 
 
 @pytest.fixture(scope="module")
-def uninstalled(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def uninstalled(built, tmp_path_factory):
     """What training and inference require, without ckpt-tools itself."""
     environment = linked(tmp_path_factory.mktemp("uninstalled"), built.wheel, ["train", "serve"])
     for path in environment.site_packages.glob("ckpt_tools*"):
@@ -112,14 +110,12 @@ def uninstalled(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Envir
         *(("ckpt_tools", [name]) for name in ("train", "predict", "serve")),
     ],
 )
-def test_a_source_tree_runs_its_modules_without_being_installed(
-    module: str, words: list[str], uninstalled: Environment, built: Built
-) -> None:
+def test_a_source_tree_runs_its_modules_without_being_installed(module, words, uninstalled, built):
     done = uninstalled.run_python("-m", module, *words, "--help", cwd=built.source)
     assert done.returncode == 0 and "Usage: " in done.stdout, done.stderr
 
 
-def test_an_editable_installation_has_both_names_for_the_same_files(built: Built, tmp_path: Path) -> None:
+def test_an_editable_installation_has_both_names_for_the_same_files(built, tmp_path):
     environment = linked(tmp_path, build_editable(built.source, tmp_path), ["train", "serve"])
     for name in ("train", "predict", "serve"):
         assert f"Usage: ckpt-tools {name}" in environment.succeed(name, "--help")
@@ -134,7 +130,7 @@ def test_an_editable_installation_has_both_names_for_the_same_files(built: Built
     assert done.returncode == 0, done.stdout
 
 
-def test_help_imports_nothing_of_the_commands_beside(bare: Environment) -> None:
+def test_help_imports_nothing_of_the_commands_beside(bare):
     program = "import sys; from ckpt_tools.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
     loaded = set(bare.run_python("-c", program).stdout.split())
     assert "ckpt_tools.cli.group" in loaded

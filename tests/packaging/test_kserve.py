@@ -19,7 +19,7 @@ from training.models.image_models import build_model
 SCRIPT = Path(__file__).with_name("kserve_client.py")
 
 
-def test_kserves_clients_get_the_predictors_bits(tmp_path: Path) -> None:
+def test_kserves_clients_get_the_predictors_bits(tmp_path):
     model = tmp_path / "model.pt"
     torch.manual_seed(1)
     made = build_model()

@@ -73,21 +73,21 @@ def step(tmp_path: Path, **inputs: str) -> Step:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
+def files(tmp_path):
     save_file({"a": np.zeros(3), "b": np.ones(2)}, tmp_path / "a.safetensors")
     save_file({"a": np.ones(3), "b": np.ones(2)}, tmp_path / "b.safetensors")
     (tmp_path / "harm.pkl").write_bytes(pickle.dumps(Harm()))
     return tmp_path
 
 
-def test_no_input_is_part_of_a_script() -> None:
+def test_no_input_is_part_of_a_script():
     assert [each["shell"] for each in ACTION["runs"]["steps"]] == ["bash", "bash"]
     for each in ACTION["runs"]["steps"]:
         assert "${{" not in each["run"]
         assert "eval" not in each["run"]
 
 
-def test_the_exit_code_and_the_summary_of_each_command(files: Path) -> None:
+def test_the_exit_code_and_the_summary_of_each_command(files):
     same = step(files, command="verify", source="a.safetensors")
     assert (same.code, same.output) == (0, "exit-code=0\n")
     assert "all are whole" in same.summary
@@ -114,12 +114,12 @@ def test_the_exit_code_and_the_summary_of_each_command(files: Path) -> None:
         {"command": "convert", "source": "a.safetensors", "other": "owned"},
     ],
 )
-def test_no_input_is_run(inputs: dict[str, str], files: Path) -> None:
+def test_no_input_is_run(inputs, files):
     assert step(files, **inputs).code in (2, 3)
     assert not (files / "owned").exists()
 
 
-def test_an_option_is_no_pattern_of_the_shell(files: Path) -> None:
+def test_an_option_is_no_pattern_of_the_shell(files):
     done = step(files, command="diff", source="a.safetensors", other="b.safetensors", options="--include *")
     assert (done.code, "1 of 2 tensors differs" in done.summary) == (6, True)
 
@@ -133,7 +133,7 @@ def hook(*files: str, cwd: Path) -> int:
     return subprocess.run(entry, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False).returncode
 
 
-def test_the_hook_scans_what_looks_like_a_checkpoint(files: Path) -> None:
+def test_the_hook_scans_what_looks_like_a_checkpoint(files):
     (files / "train.py").write_text("print(1)\n")
     assert hook("a.safetensors", "b.safetensors", "train.py", cwd=files) == 0
     assert hook("a.safetensors", "harm.pkl", cwd=files) == 7

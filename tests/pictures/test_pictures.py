@@ -19,13 +19,13 @@ SVG = "{http://www.w3.org/2000/svg}"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 
 
-def test_the_pictures_are_up_to_date() -> None:
+def test_the_pictures_are_up_to_date():
     written = {path.name: path.read_text() for path in FOLDER.iterdir()}
     assert written == pictures(), "draw them again with python -m tests.pictures"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_leaves_a_picture(name: str) -> None:
+def test_nothing_leaves_a_picture(name):
     root = ElementTree.fromstring((FOLDER / name).read_text())
     height = float(root.attrib["height"])
     boxes = [each.attrib for each in root.iter(f"{SVG}rect")]
@@ -39,12 +39,12 @@ def test_nothing_leaves_a_picture(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_picture_is_on_one_page(name: str) -> None:
+def test_each_picture_is_on_one_page(name):
     pages = [path.name for path in FOLDER.parent.glob("*.md") if f"](pictures/{name})" in path.read_text()]
     assert len(pages) == 1
 
 
-def test_the_rows_are_those_of_torch_chunk() -> None:
+def test_the_rows_are_those_of_torch_chunk():
     entries = manifest_of(store.get("fsdp2", "awkward", 4).checkpoint).tensors
     for fqn in ("embed.weight", "oddities.two"):
         (entry,) = (entry for key, entry in entries.items() if key.fqn == fqn and key.slot == "weight")
@@ -55,7 +55,7 @@ def test_the_rows_are_those_of_torch_chunk() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_intervals_are_those_of_deepspeed(stage: int) -> None:
+def test_the_intervals_are_those_of_deepspeed(stage):
     """Stage 2 cuts a group that is padded to a multiple of two elements a rank; stage 3 cuts and pads parameters."""
     manifest = manifest_of(store.get(f"zero{stage}-fp32", "awkward", 3).checkpoint)
     numels = {name: prod(manifest.tensors[StateKey(name)].shape) for name in manifest.groups[0].params}
@@ -75,7 +75,7 @@ def test_the_intervals_are_those_of_deepspeed(stage: int) -> None:
     assert {*pieces_of(manifest, 0, "exp_avg")} == expected
 
 
-def test_pages_are_short() -> None:
+def test_pages_are_short():
     pages = list(FOLDER.parent.glob("*.md"))
     assert len(pages) > 5
     for path in pages:

@@ -58,11 +58,11 @@ def copied(size: int, runs: list[Run], found: list[int]) -> int:
         (1500, [(0, 499), (499, 998)], [750, 1500]),
     ],
 )
-def test_where_parts_end(size: int, runs: list[Run], expected: list[int]) -> None:
+def test_where_parts_end(size, runs, expected):
     assert ends(size, *runs) == expected
 
 
-def test_of_runs_with_a_little_between_them_every_other_is_given_up() -> None:
+def test_of_runs_with_a_little_between_them_every_other_is_given_up():
     """Of 5 runs that can spare too little for a gap on both sides, 3 are copied."""
     runs = [(700 * n + n, 700 * (n + 1) + n) for n in range(5)]
     assert copied(3504, runs, ends(3504, *runs)) == 3 * 700
@@ -84,7 +84,7 @@ def files(draw: st.DrawFn) -> tuple[int, list[Run]]:
 
 @many
 @given(files(), st.integers(MOST, 3 * MOST))
-def test_parts_cover_the_file_and_are_neither_too_small_nor_too_large(file: tuple[int, list[Run]], most: int) -> None:
+def test_parts_cover_the_file_and_are_neither_too_small_nor_too_large(file, most):
     size, runs = file
     found = ends(size, *runs, most=most)
     sizes = [b - a for a, b in pairwise([0, *found])]
@@ -94,7 +94,7 @@ def test_parts_cover_the_file_and_are_neither_too_small_nor_too_large(file: tupl
 
 @many
 @given(files(), st.sampled_from([1, 2, 3, 8, 16]))
-def test_no_element_is_split(file: tuple[int, list[Run]], item: int) -> None:
+def test_no_element_is_split(file, item):
     size, runs = file[0] * item, [(a * item, b * item) for a, b in file[1]]
     found = cut_at_stored_ranges(size, runs, least=LEAST, most=MOST, whole=lambda position: position - position % item)
     assert all(end % item == 0 for end in found)
@@ -103,7 +103,7 @@ def test_no_element_is_split(file: tuple[int, list[Run]], item: int) -> None:
 
 @many
 @given(st.lists(st.integers(LEAST, 5 * LEAST), min_size=1, max_size=8))
-def test_runs_without_anything_between_them_are_copied_whole(lengths: list[int]) -> None:
+def test_runs_without_anything_between_them_are_copied_whole(lengths):
     bounds = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     runs = list(pairwise(bounds))
     assert copied(bounds[-1], runs, ends(bounds[-1], *runs)) == bounds[-1]
@@ -111,7 +111,7 @@ def test_runs_without_anything_between_them_are_copied_whole(lengths: list[int])
 
 @many
 @given(files())
-def test_little_is_lost(file: tuple[int, list[Run]]) -> None:
+def test_little_is_lost(file):
     """At most what each gap takes of its neighbours, and of two short neighbours the shorter."""
     size, all_runs = file
     runs = [run for run in all_runs if run[1] - run[0] >= LEAST]
@@ -119,7 +119,7 @@ def test_little_is_lost(file: tuple[int, list[Run]]) -> None:
     assert lost <= len(runs) * 2 * (LEAST + SPARE_BYTES)
 
 
-def test_of_a_hundred_thousand_runs_every_other_is_copied() -> None:
+def test_of_a_hundred_thousand_runs_every_other_is_copied():
     runs = [(1000 * n + 1, 1000 * (n + 1)) for n in range(100_000)]
     assert ends(10**8, *runs)[:4] == [1001, 2000, 3001, 4000]
     assert len(ends(10**8, *runs)) == 100_000

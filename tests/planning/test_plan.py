@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from itertools import chain, pairwise
 from math import prod
 from typing import Any
@@ -72,7 +71,7 @@ def plan_of(files: tuple[FileLayout, ...], task_bytes: int) -> Plan:
 class TestTasks:
     @many
     @given(file_layouts(), st.integers(16, 40))
-    def test_they_cover_a_file_once_in_order(self, file: FileLayout, task_bytes: int) -> None:
+    def test_they_cover_a_file_once_in_order(self, file, task_bytes):
         tasks = list(plan_of((file,), task_bytes).tasks())
         assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
         assert tasks[-1].stop == file.size_bytes
@@ -81,7 +80,7 @@ class TestTasks:
 
     @many
     @given(file_layouts(), st.integers(16, 40))
-    def test_they_split_no_element(self, file: FileLayout, task_bytes: int) -> None:
+    def test_they_split_no_element(self, file, task_bytes):
         for task in plan_of((file,), task_bytes).tasks():
             for offset, segment in zip(file.offsets, file.segments, strict=False):
                 if isinstance(segment, Payload) and offset < task.stop < offset + segment.num_bytes:
@@ -89,7 +88,7 @@ class TestTasks:
 
     @many
     @given(file_layouts(), st.integers(16, 40))
-    def test_their_steps_are_the_segments(self, file: FileLayout, task_bytes: int) -> None:
+    def test_their_steps_are_the_segments(self, file, task_bytes):
         def described(segment: Segment, first: int, last: int) -> list[object]:
             match segment:
                 case Literal(data):
@@ -118,12 +117,12 @@ class TestTasks:
             assert cursor == task.num_bytes
         assert found == expected
 
-    def test_an_empty_file_has_one_empty_task_that_makes_it(self) -> None:
+    def test_an_empty_file_has_one_empty_task_that_makes_it(self):
         plan = plan_of((FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b"")))), 16)
         assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
         assert plan.figures() == Figures({"a": 0, "b": 0}, frozenset(), num_tasks=2, bytes_read=0, bytes_written=0)
 
-    def test_an_odd_header_shifts_the_cuts_to_elements(self) -> None:
+    def test_an_odd_header_shifts_the_cuts_to_elements(self):
         payload = Payload(KEY, Box((0,), (8,)), (8,), DType.COMPLEX128)
         plan = plan_of((FileLayout("f", (Literal(b"abc"), payload)),), 40)
         assert [(task.start, task.stop) for task in plan.tasks()] == [(0, 35), (35, 67), (67, 99), (99, 131)]
@@ -163,13 +162,13 @@ def whole_of(entry: TensorEntry, dtype: DType | None = None) -> Payload:
 class TestCopies:
     """Tasks where the destination copies ranges of the source's files itself."""
 
-    def test_they_end_where_shards_do(self) -> None:
+    def test_they_end_where_shards_do(self):
         entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
         assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
         assert cut(entry, Literal(bytes(500)), whole_of(entry)) == [500, 1100, 1800, 2400]
         assert cut(entry, whole_of(entry), rules=None) == [1128, 1900]
 
-    def test_they_end_between_elements(self) -> None:
+    def test_they_end_between_elements(self):
         """The head of 101 bytes needs 399 of the first shard; 463 are 28 elements and a part of one."""
         entry = stored_as(DType.COMPLEX128, *((box, 7) for box in rows(0, 13, 25)))
         assert cut(entry, Literal(bytes(101)), whole_of(entry)) == [101 + 28 * 16, 1141, 2101]
@@ -181,44 +180,40 @@ class TestCopies:
             pytest.param(lambda entry: whole_of(entry, DType.BFLOAT16), id="a cast"),
         ],
     )
-    def test_what_is_not_stored_as_it_is_written_is_cut_as_ever(
-        self, segment: Callable[[TensorEntry], Payload]
-    ) -> None:
+    def test_what_is_not_stored_as_it_is_written_is_cut_as_ever(self, segment):
         entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 240, 520, 760)))
         payload = segment(entry)
         assert cut(entry, payload) == cut(entry, payload, rules=None)
 
-    def test_shards_of_columns_are_no_runs(self) -> None:
+    def test_shards_of_columns_are_no_runs(self):
         boxes = [Box((0, 0), (200, 5)), Box((0, 5), (200, 10))]
         entry = stored_as(DType.UINT8, *((box, 0) for box in boxes))
         assert cut(entry, whole_of(entry)) == cut(entry, whole_of(entry), rules=None)
 
-    def test_rows_of_a_shard_of_columns_are_no_runs_but_whole_shards_are(self) -> None:
+    def test_rows_of_a_shard_of_columns_are_no_runs_but_whole_shards_are(self):
         boxes = [Box((0, 0), (120, 5)), Box((120, 0), (260, 3)), Box((120, 3), (260, 5)), Box((260, 0), (380, 5))]
         entry = stored_as(DType.UINT8, *((box, 0) for box in boxes))
         assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
 
-    def test_strided_pieces_are_no_runs(self) -> None:
+    def test_strided_pieces_are_no_runs(self):
         shard = Shard(Box((0, 0), (40, 30)), ByteRange("f", 0, 1200), (1, 40))
         table = ShardTable.build((40, 30), DType.UINT8, [shard])
         entry = TensorEntry((40, 30), DType.UINT8, Kind.PARAMETER, table)
         assert cut(entry, Literal(bytes(700)), whole_of(entry)) == [1128, 1900]
 
-    def test_a_file_of_checksums_is_cut_as_ever(self) -> None:
+    def test_a_file_of_checksums_is_cut_as_ever(self):
         entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
         segments = (whole_of(entry), Crc32(0, 1900))
         assert cut(entry, *segments) == cut(entry, *segments, rules=None)
 
-    def test_a_file_of_too_many_parts_is_cut_as_ever(self) -> None:
+    def test_a_file_of_too_many_parts_is_cut_as_ever(self):
         entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
         assert cut(entry, whole_of(entry), rules=CopyRules(500, max_parts=3)) == [600, 1300, 1900]
         assert cut(entry, whole_of(entry), rules=CopyRules(500, max_parts=2)) == [1128, 1900]
 
     @many
     @given(stored_tensors(), st.data())
-    def test_of_any_tensor_tasks_are_of_a_size_and_split_no_element(
-        self, stored: StoredTensor, data: st.DataObject
-    ) -> None:
+    def test_of_any_tensor_tasks_are_of_a_size_and_split_no_element(self, stored, data):
         geometry, box, _, _ = data.draw(wanted(stored.entry.shape))
         head, item = Literal(data.draw(st.binary(max_size=20))), stored.entry.dtype.item_bytes
         file = FileLayout("f", (head, Payload(KEY, box, geometry, stored.entry.dtype)))
@@ -231,7 +226,7 @@ class TestCopies:
         assert all(task.num_bytes >= rules.min_bytes for task in tasks[:-1])
         assert all((task.stop - len(head.data)) % item == 0 for task in tasks if task.stop > len(head.data))
 
-    def test_a_budget_that_has_no_room_for_tasks_so_large_has_none_of_them(self) -> None:
+    def test_a_budget_that_has_no_room_for_tasks_so_large_has_none_of_them(self):
         rules = CopyRules(5 * MIB, 10_000)
         larger, smaller, unlimited = (
             make_plan(manifest_of(1), Layout(()), memory_bytes=size, num_workers=2, is_limit=is_limit, copies=rules)
@@ -273,7 +268,7 @@ def expected_elements(stored: StoredTensor, geometry: Shape, box: Box, start: in
 class TestHits:
     @settings(max_examples=400, deadline=None)
     @given(stored_tensors(), st.data())
-    def test_they_find_every_element_once(self, stored: StoredTensor, data: st.DataObject) -> None:
+    def test_they_find_every_element_once(self, stored, data):
         geometry, box, start, stop = data.draw(wanted(stored.entry.shape))
         each = [found_by(hit, stored.files) for hit in hits(stored.entry.shards, box, geometry, start, stop)]
         assert all(each), "no hit is empty"
@@ -282,7 +277,7 @@ class TestHits:
         expected = expected_elements(stored, geometry, box, start, stop)
         assert all(element == expected[place] for place, element in found)
 
-    def test_a_hit_stays_a_box_where_runs_would_be_many(self) -> None:
+    def test_a_hit_stays_a_box_where_runs_would_be_many(self):
         shape, ways = (4096, 4096), 8
         width = shape[1] // ways
         shards = [
@@ -292,7 +287,7 @@ class TestHits:
         table = ShardTable.build(shape, DType.BFLOAT16, shards)
         assert len(hits(table, Box.whole(shape), shape, 0, prod(shape))) == ways
 
-    def test_an_interval_of_many_is_found_by_search(self) -> None:
+    def test_an_interval_of_many_is_found_by_search(self):
         count = 1 << 20
         starts = np.arange(count, dtype=np.int64)[:, None] * 4
         offsets = starts[:, 0]
@@ -303,7 +298,7 @@ class TestHits:
         assert first == FlatHit(ByteRange("f", 4000, 4004), Framing.RAW, DType.UINT8, 4, start=2, stop=4, into=0)
         assert last == FlatHit(ByteRange("f", 4004, 4008), Framing.RAW, DType.UINT8, 4, start=0, stop=2, into=2)
 
-    def test_of_a_parameter_that_many_ranks_share_only_the_near_intervals_are_unfolded(self) -> None:
+    def test_of_a_parameter_that_many_ranks_share_only_the_near_intervals_are_unfolded(self):
         ranks, shape = 10_000, (10_000, 64)
         starts = np.arange(ranks, dtype=np.int64)[:, None] * 64
         offsets = starts[:, 0]
@@ -334,19 +329,19 @@ LARGE = Layout((FileLayout("f", (Padding(1 << 30),)),))
 class TestBudget:
     @pytest.mark.parametrize("budget", [48 * MIB, 64 * MIB, 128 * MIB, 1024 * MIB])
     @pytest.mark.parametrize("num_workers", [1, 2, 4])
-    def test_the_projected_peak_keeps_to_it(self, budget: int, num_workers: int) -> None:
+    def test_the_projected_peak_keeps_to_it(self, budget, num_workers):
         plan = make_plan(manifest_of(10), LARGE, memory_bytes=budget, num_workers=num_workers)
         assert plan.peak_memory_bytes <= budget
         assert MIN_TASK_BYTES <= plan.task_bytes <= MAX_TASK_BYTES
         assert plan.task_bytes % MIN_TASK_BYTES == 0
 
-    def test_it_is_used_up_to_the_largest_useful_task(self) -> None:
+    def test_it_is_used_up_to_the_largest_useful_task(self):
         smaller = make_plan(manifest_of(1), LARGE, memory_bytes=50 * MIB, num_workers=2)
         larger = make_plan(manifest_of(1), LARGE, memory_bytes=1024 * MIB, num_workers=2)
         assert smaller.task_bytes < larger.task_bytes == MAX_TASK_BYTES
         assert 50 * MIB - smaller.peak_memory_bytes < 2 * 3 * MIN_TASK_BYTES
 
-    def test_one_that_cannot_be_met_is_refused_with_the_one_that_can(self) -> None:
+    def test_one_that_cannot_be_met_is_refused_with_the_one_that_can(self):
         manifest = manifest_of(5, shards_each=1000)
         with pytest.raises(MemoryBudgetError, match=r"needs at least [\d.]+ MB .* memory=") as caught:
             make_plan(manifest, LARGE, memory_bytes=1000, num_workers=2)
@@ -356,11 +351,11 @@ class TestBudget:
         with pytest.raises(MemoryBudgetError):
             make_plan(manifest, LARGE, memory_bytes=peak - 1, num_workers=2)
 
-    def test_a_budget_that_is_no_limit_leaves_tasks_their_size(self) -> None:
+    def test_a_budget_that_is_no_limit_leaves_tasks_their_size(self):
         plan = make_plan(manifest_of(10), LARGE, memory_bytes=MIB, num_workers=2, is_limit=False)
         assert plan.task_bytes == MAX_TASK_BYTES and plan.peak_memory_bytes > MIB
 
-    def test_a_block_to_be_placed_strided_is_as_large_as_a_task_only_where_it_is_foreseen(self) -> None:
+    def test_a_block_to_be_placed_strided_is_as_large_as_a_task_only_where_it_is_foreseen(self):
         columns = [Shard(Box((0, n), (2, n + 1)), ByteRange("f", 8 * n, 8 * n + 8)) for n in range(2)]
         rows = [Shard(Box((n, 0), (n + 1, 2)), ByteRange("f", 8 * n, 8 * n + 8)) for n in range(2)]
 
@@ -375,7 +370,7 @@ class TestBudget:
         more = plan(columns, whole).peak_memory_bytes - plan(rows, whole).peak_memory_bytes
         assert more == MAX_TASK_BYTES - MAX_SCRATCH_BYTES
 
-    def test_files_that_are_smaller_than_a_task_take_as_much_as_they_have(self) -> None:
+    def test_files_that_are_smaller_than_a_task_take_as_much_as_they_have(self):
         tiny = Layout((FileLayout("f", (Padding(1000),)),))
         empty, one, large = (
             make_plan(manifest_of(1), layout, memory_bytes=1024 * MIB, num_workers=2).peak_memory_bytes
@@ -383,14 +378,14 @@ class TestBudget:
         )
         assert empty < one < empty + 10_000 < large
 
-    def test_a_store_that_is_not_local_counts(self) -> None:
+    def test_a_store_that_is_not_local_counts(self):
         local, remote = (
             make_plan(manifest_of(1), LARGE, memory_bytes=1024 * MIB, num_workers=2, remote_bytes=each)
             for each in (0, REMOTE_BYTES)
         )
         assert remote.peak_memory_bytes - local.peak_memory_bytes == REMOTE_BYTES
 
-    def test_shards_and_tensors_count(self) -> None:
+    def test_shards_and_tensors_count(self):
         peaks = [
             make_plan(manifest, Layout(()), memory_bytes=1024 * MIB, num_workers=1).peak_memory_bytes
             for manifest in (manifest_of(1), manifest_of(1, shards_each=1000), manifest_of(1000))
@@ -398,7 +393,7 @@ class TestBudget:
         assert peaks == sorted(peaks) and len(set(peaks)) == 3
 
 
-def test_bytes_read_are_as_stored_and_bytes_written_as_laid_out() -> None:
+def test_bytes_read_are_as_stored_and_bytes_written_as_laid_out():
     shard = Shard(Box((0,), (6,)), ByteRange("f", 0, 24))
     entry = TensorEntry((6,), DType.BFLOAT16, Kind.PARAMETER, ShardTable.build((6,), DType.FLOAT32, [shard]))
     file = FileLayout("f", (Literal(b"head"), Payload(KEY, Box((1,), (6,)), (6,), DType.BFLOAT16)))

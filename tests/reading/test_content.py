@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ FORMATS = [each.name for each in all_formats() if each.reads]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def files(tmp_path_factory):
     folder, state = tmp_path_factory.mktemp("files"), {"a.weight": torch.ones(2, 2)}
     torch.save(state, folder / "torch.pt")
     torch.save(state, folder / "torch before 1.6.pt", _use_new_zipfile_serialization=False)
@@ -35,7 +34,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("from_", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_without_an_ending(kind: str, from_: str, files: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_file_without_an_ending(kind, from_, files, tmp_path):
     (tmp_path / "blob").write_bytes(files[kind])
     reader = READERS.get(kind)
     if from_ == reader or (from_, reader) == ("peft", "safetensors"):
@@ -48,7 +47,7 @@ def test_a_file_without_an_ending(kind: str, from_: str, files: dict[str, bytes]
 
 
 @pytest.mark.parametrize("from_", [None, *FORMATS])
-def test_a_torch_file_with_the_name_of_lightnings(from_: str | None, files: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_torch_file_with_the_name_of_lightnings(from_, files, tmp_path):
     (tmp_path / "meta.pt").write_bytes(files["torch"])
     if from_ in (None, "torch"):
         assert ckpt_tools.inspect(tmp_path / "meta.pt", from_=from_).num_tensors == 1
@@ -56,13 +55,13 @@ def test_a_torch_file_with_the_name_of_lightnings(from_: str | None, files: dict
     assert refusal(tmp_path / "meta.pt", tmp_path / "out", from_=from_)[0] in (3, 4)
 
 
-def test_lightnings_own_is_one_file_of_a_checkpoint(tmp_path: Path) -> None:
+def test_lightnings_own_is_one_file_of_a_checkpoint(tmp_path):
     shutil.copytree(make("lightning-model-parallel").folder, tmp_path / "run")
     (meta,) = (tmp_path / "run").rglob("meta.pt")
     assert "this is one file of a checkpoint" in refusal(meta, tmp_path / "out")[1]
 
 
-def test_a_folder_without_a_file_of_the_named_format(tmp_path: Path) -> None:
+def test_a_folder_without_a_file_of_the_named_format(tmp_path):
     for name in ("a.pt", "b.pt"):
         torch.save({"w": torch.ones(2)}, tmp_path / name)
     with pytest.raises(CkptError, match="there is no file of safetensors in"):
@@ -76,13 +75,13 @@ ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz", "")
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize(("text", "wanted"), [(POINTER, "it is a Git LFS pointer"), (PAGE, "it is a page of HTML")])
-def test_what_a_download_left_in_the_place_of_a_file(text: str, wanted: str, ending: str, tmp_path: Path) -> None:
+def test_what_a_download_left_in_the_place_of_a_file(text, wanted, ending, tmp_path):
     (tmp_path / f"model{ending}").write_text(text)
     for src in (tmp_path, tmp_path / f"model{ending}"):
         assert wanted in refusal(src, tmp_path.parent / f"{tmp_path.name}-out")[1]
 
 
-def test_pointers_in_the_place_of_shards(tmp_path: Path) -> None:
+def test_pointers_in_the_place_of_shards(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
     (tmp_path / "x.safetensors").write_text(POINTER)
     assert "x.safetensors: it is a Git LFS pointer" in refusal(tmp_path, tmp_path.parent / f"{tmp_path.name}-out")[1]
@@ -90,14 +89,14 @@ def test_pointers_in_the_place_of_shards(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", [".safetensors", ".gguf", ".npz", ""])
 @pytest.mark.parametrize("kind", ["torch", "torch before 1.6"])
-def test_a_torch_file_under_another_name(kind: str, ending: str, files: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_torch_file_under_another_name(kind, ending, files, tmp_path):
     (tmp_path / f"model{ending}").write_bytes(files[kind])
     wanted = "its content is that of torch.save, but its name is not; add from_='torch'"
     assert wanted in refusal(tmp_path / f"model{ending}", tmp_path / "out")[1]
     assert ckpt_tools.inspect(tmp_path / f"model{ending}", from_="torch").num_tensors == 1
 
 
-def test_two_complete_sets_of_shards(tmp_path: Path) -> None:
+def test_two_complete_sets_of_shards(tmp_path):
     (tmp_path / "two").mkdir()
     for total in (2, 3):
         for number in range(total):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ import ckpt_tools
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.runs.opening import read_checkpoint
-from fixtures.store import Fixture
 
 
 def read(folder: Path) -> Manifest:
@@ -22,7 +19,7 @@ def read(folder: Path) -> Manifest:
 
 
 @pytest.fixture
-def beside(tmp_path: Path) -> Path:
+def beside(tmp_path):
     folder = tmp_path / "source"
     folder.mkdir()
     torch.save({"w": torch.zeros(3)}, folder / "pytorch_model.bin")
@@ -32,7 +29,7 @@ def beside(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_scheduler_and_counts_are_read(beside: Path) -> None:
+def test_a_scheduler_and_counts_are_read(beside):
     torch.save({"last_epoch": 4, "_last_lr": [0.1]}, beside / "scheduler.pt")
     (beside / "trainer_state.json").write_text('{"global_step": 7, "epoch": 0.5, "log_history": []}')
     manifest = read(beside)
@@ -45,26 +42,26 @@ def test_a_scheduler_and_counts_are_read(beside: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero1-fp32", "zero3-bf16"])
-def test_a_checkpoints_own_files_are_not_noted(kind: str, checkpoint: Callable[[str, str, int], Fixture]) -> None:
+def test_a_checkpoints_own_files_are_not_noted(kind, checkpoint):
     """A rank's model file of ZeRO-3 holds no tensor."""
     assert [note for note in read(checkpoint(kind, "awkward", 2).checkpoint).notes if "not read" in note.why] == []
 
 
 @pytest.mark.parametrize("name", ["rng_state_0.pth", "random_states_1.pkl", "optimizer_1.bin"])
-def test_what_is_not_read_is_noted(name: str, beside: Path, tmp_path: Path) -> None:
+def test_what_is_not_read_is_noted(name, beside, tmp_path):
     (beside / name).write_bytes(b"anything")
     report = ckpt_tools.plan(beside, tmp_path / "out", to="dcp")
     assert [note.what for note in report.notes] == [name]
 
 
-def test_who_asks_for_weights_alone_loses_nothing(beside: Path, tmp_path: Path) -> None:
+def test_who_asks_for_weights_alone_loses_nothing(beside, tmp_path):
     (beside / "scaler.pt").write_bytes(b"anything")
     ckpt_tools.consolidate(beside, tmp_path / "m.safetensors", strict=True)
     with pytest.raises(ckpt_tools.CkptError, match=r"scaler\.pt"):
         ckpt_tools.convert(beside, tmp_path / "out", to="dcp", strict=True)
 
 
-def test_a_damaged_companion_does_not_keep_the_model_from_being_read(beside: Path) -> None:
+def test_a_damaged_companion_does_not_keep_the_model_from_being_read(beside):
     (beside / "scheduler.bin").write_bytes(b"no torch file")
     (note,) = read(beside).notes
     assert note.what == "scheduler.bin"
@@ -72,12 +69,12 @@ def test_a_damaged_companion_does_not_keep_the_model_from_being_read(beside: Pat
 
 
 @pytest.mark.parametrize("kind", ["fsdp2-lightning", "fsdp2-accelerate"])
-def test_what_the_tools_themselves_wrote(kind: str, checkpoint: Any) -> None:
+def test_what_the_tools_themselves_wrote(kind, checkpoint):
     extra = read(checkpoint(kind, "awkward", 2).checkpoint).extra
     assert extra["lr_scheduler"]["last_epoch"] == 4
 
 
-def test_the_trainer_of_transformers(checkpoint: Any) -> None:
+def test_the_trainer_of_transformers(checkpoint):
     manifest = read(checkpoint("trainer-zero2", "plain", 2).checkpoint)
     assert manifest.extra["epoch"] == 0.4
     assert {note.what for note in manifest.notes} == {"rng_state_0.pth", "rng_state_1.pth", "training_args.bin"}

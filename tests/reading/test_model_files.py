@@ -26,7 +26,7 @@ TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     return save_writer(tmp_path_factory.mktemp("models") / "llama", dtype=torch.bfloat16)
 
 
@@ -58,7 +58,7 @@ def assert_whole(folder: Path, source: Path) -> None:
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
 @pytest.mark.parametrize("place", ["{}", "{}/huggingface", "{}/.."])
-def test_what_lies_beside_a_sharded_checkpoint_is_carried(place: str, to: Any, llama: Path, tmp_path: Path) -> None:
+def test_what_lies_beside_a_sharded_checkpoint_is_carried(place, to, llama, tmp_path):
     run = sharded(llama, tmp_path / "run" / "step")
     companions(llama, Path(place.format(run)).resolve())
     report = ckpt_tools.convert(run, tmp_path / "out", to=to)
@@ -70,20 +70,20 @@ def test_what_lies_beside_a_sharded_checkpoint_is_carried(place: str, to: Any, l
 
 
 @pytest.mark.parametrize("source", ["", "model.safetensors"])
-def test_a_folder_and_the_file_in_it_are_carried_alike(source: str, llama: Path, tmp_path: Path) -> None:
+def test_a_folder_and_the_file_in_it_are_carried_alike(source, llama, tmp_path):
     ckpt_tools.convert(llama / source, tmp_path / "out", to="safetensors", max_shard_size="20KB")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert_whole(tmp_path / "out", llama)
 
 
-def test_the_last_file_is_still_that_of_the_weights(llama: Path, tmp_path: Path) -> None:
+def test_the_last_file_is_still_that_of_the_weights(llama, tmp_path):
     plan = ckpt_tools.plan(llama, tmp_path / "out", to="safetensors")
     assert [*plan.files][-1] == "model.safetensors"
     assert plan.num_tensors == len(ckpt_tools.open(llama))
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
-def test_the_config_says_the_dtype_that_is_written(key: str | None, llama: Path, tmp_path: Path) -> None:
+def test_the_config_says_the_dtype_that_is_written(key, llama, tmp_path):
     source = shutil.copytree(llama, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     before = config.pop("dtype")
@@ -97,7 +97,7 @@ def test_the_config_says_the_dtype_that_is_written(key: str | None, llama: Path,
     assert said == ([] if key is None else ["bfloat16 to float32, the dtype of the weights"])
 
 
-def test_a_quantized_model_keeps_the_dtype_that_it_computes_in(llama: Path, tmp_path: Path) -> None:
+def test_a_quantized_model_keeps_the_dtype_that_it_computes_in(llama, tmp_path):
     source = shutil.copytree(llama, tmp_path / "source")
     config = {**json.loads((source / "config.json").read_text()), "quantization_config": {"quant_method": "x"}}
     (source / "config.json").write_text(json.dumps(config))
@@ -109,7 +109,7 @@ def test_a_quantized_model_keeps_the_dtype_that_it_computes_in(llama: Path, tmp_
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
 
 
-def test_a_model_that_is_not_quantized_does_not_say_so(llama: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_not_quantized_does_not_say_so(llama, tmp_path):
     """Such as one that was trained from a quantized model, beside the config of that: it could not be loaded."""
     source = shutil.copytree(llama, tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
@@ -121,7 +121,7 @@ def test_a_model_that_is_not_quantized_does_not_say_so(llama: Path, tmp_path: Pa
     assert [note.why for note in report.notes if "quantization" in note.what] == ["no weight is quantized"]
 
 
-def test_a_folder_of_the_user_wins(llama: Path, tmp_path: Path) -> None:
+def test_a_folder_of_the_user_wins(llama, tmp_path):
     run = sharded(llama, tmp_path / "run")
     companions(save_text_model(tmp_path / "other"), run)
     words = ["convert", run, tmp_path / "out", "--to=safetensors", f"--config={llama}"]
@@ -134,7 +134,7 @@ def test_a_folder_of_the_user_wins(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["image", "text"])
-def test_models_of_images_and_texts_come_out_whole(model: str, tmp_path: Path) -> None:
+def test_models_of_images_and_texts_come_out_whole(model, tmp_path):
     source = (save_image_model if model == "image" else save_text_model)(tmp_path / "source")
     run = sharded(source, tmp_path / "run", "zero3")
     companions(source, run)
@@ -145,7 +145,7 @@ def test_models_of_images_and_texts_come_out_whole(model: str, tmp_path: Path) -
     assert ours(asked) == theirs(asked)
 
 
-def test_a_model_that_was_saved_under_the_names_of_its_modules_is_opened(tmp_path: Path) -> None:
+def test_a_model_that_was_saved_under_the_names_of_its_modules_is_opened(tmp_path):
     """As a training loop saves it with DCP; transformers has other names in its own files for this class."""
     source = save_image_model(tmp_path / "source")
     own = transformers.AutoModelForImageClassification.from_pretrained(source)
@@ -160,7 +160,7 @@ def test_a_model_that_was_saved_under_the_names_of_its_modules_is_opened(tmp_pat
     assert all(torch.equal(tensor, own.state_dict()[name]) for name, tensor in made.state_dict().items())
 
 
-def test_a_remote_folder_is_carried_to_a_remote_folder(llama: Path, tmp_path: Path) -> None:
+def test_a_remote_folder_is_carried_to_a_remote_folder(llama, tmp_path):
     fs = fsspec.filesystem("memory")
     for file in llama.iterdir():
         fs.pipe(f"/carried/llama/{file.name}", file.read_bytes())
@@ -175,13 +175,13 @@ def test_a_remote_folder_is_carried_to_a_remote_folder(llama: Path, tmp_path: Pa
         assert_whole(tmp_path / name, llama)
 
 
-def test_a_replaced_folder_gets_the_new_files(llama: Path, tmp_path: Path) -> None:
+def test_a_replaced_folder_gets_the_new_files(llama, tmp_path):
     ckpt_tools.convert(llama, tmp_path / "out", to="safetensors")
     ckpt_tools.convert(llama, tmp_path / "out", to="safetensors", dtype="float32", overwrite=True)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_a_config_is_not_removed_without_a_new_one(llama: Path, tmp_path: Path) -> None:
+def test_a_config_is_not_removed_without_a_new_one(llama, tmp_path):
     ckpt_tools.convert(llama, tmp_path / "out", to="safetensors")
     (tmp_path / "bare").mkdir()
     shutil.copy(llama / "model.safetensors", tmp_path / "bare" / "weights.safetensors")
@@ -190,19 +190,19 @@ def test_a_config_is_not_removed_without_a_new_one(llama: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("dst", ["model.safetensors", "model.pt"])
-def test_a_single_file_gets_nothing_beside_it(dst: str, llama: Path, tmp_path: Path) -> None:
+def test_a_single_file_gets_nothing_beside_it(dst, llama, tmp_path):
     ckpt_tools.convert(llama, tmp_path / "out" / dst)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [dst]
     with pytest.raises(UsageError, match=rf"config= is for folders; {dst} is one file"):
         ckpt_tools.plan(llama, tmp_path / "other" / dst, config=llama)
 
 
-def test_a_config_is_for_what_transformers_opens(llama: Path, tmp_path: Path) -> None:
+def test_a_config_is_for_what_transformers_opens(llama, tmp_path):
     with pytest.raises(UsageError, match="is for folders that from_pretrained opens"):
         ckpt_tools.plan(llama, tmp_path / "out", to="dcp", config=llama)
 
 
-def test_what_is_missing_is_said(llama: Path, tmp_path: Path) -> None:
+def test_what_is_missing_is_said(llama, tmp_path):
     bare = shutil.copytree(llama, tmp_path / "bare")
     (bare / "config.json").unlink()
     note, left = ckpt_tools.plan(bare, tmp_path / "out", to="safetensors").notes
@@ -215,7 +215,7 @@ def test_what_is_missing_is_said(llama: Path, tmp_path: Path) -> None:
     assert "none found beside config.json" in note.why
 
 
-def test_the_config_of_another_program_is_left_alone(llama: Path, tmp_path: Path) -> None:
+def test_the_config_of_another_program_is_left_alone(llama, tmp_path):
     run = sharded(llama, tmp_path / "run")
     (run / "config.json").write_text('{"learning_rate": 1}')
     assert [*ckpt_tools.plan(run, tmp_path / "out", to="safetensors").files] == ["model.safetensors"]
@@ -223,14 +223,14 @@ def test_the_config_of_another_program_is_left_alone(llama: Path, tmp_path: Path
         ckpt_tools.plan(run, tmp_path / "out", to="safetensors", config=run)
 
 
-def test_a_config_that_is_broken_is_named(llama: Path, tmp_path: Path) -> None:
+def test_a_config_that_is_broken_is_named(llama, tmp_path):
     source = shutil.copytree(llama, tmp_path / "source")
     (source / "config.json").write_text("{")
     with pytest.raises(CkptError, match=r"config\.json"):
         ckpt_tools.plan(source, tmp_path / "out", to="safetensors")
 
 
-def test_code_that_a_config_names_is_copied_or_missed(llama: Path, tmp_path: Path) -> None:
+def test_code_that_a_config_names_is_copied_or_missed(llama, tmp_path):
     source = shutil.copytree(llama, tmp_path / "source")
     config = {**json.loads((source / "config.json").read_text()), "auto_map": {"AutoModel": "modeling_x.XModel"}}
     (source / "config.json").write_text(json.dumps(config))
@@ -249,7 +249,7 @@ OF_OTHERS = ("model.onnx", "flax_model.msgpack", "SHA256SUMS", "training_args.bi
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_every_small_file_of_a_model_is_carried(to: Any, llama: Path, tmp_path: Path) -> None:
+def test_every_small_file_of_a_model_is_carried(to, llama, tmp_path):
     source, out = shutil.copytree(llama, tmp_path / "source"), tmp_path / "out"
     for name in (*OF_MODEL, *OF_OTHERS, ".gitattributes", "hf_quant_config.json"):
         (source / name).write_text("{}")
@@ -264,7 +264,7 @@ def test_every_small_file_of_a_model_is_carried(to: Any, llama: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("to", ["dcp", "npz", "out.safetensors", "zero3"])
-def test_files_that_have_no_place_are_named(to: Any, llama: Path, tmp_path: Path) -> None:
+def test_files_that_have_no_place_are_named(to, llama, tmp_path):
     single = to.endswith(".safetensors")
     (note,) = ckpt_tools.plan(
         llama, tmp_path / to, **({} if single else {"to": to}), state="model", dtype="float32"
@@ -273,14 +273,14 @@ def test_files_that_have_no_place_are_named(to: Any, llama: Path, tmp_path: Path
     assert note.count == len([*llama.glob("*.json")])
 
 
-def test_a_file_is_named_whatever_its_name_is(llama: Path, tmp_path: Path) -> None:
+def test_a_file_is_named_whatever_its_name_is(llama, tmp_path):
     source = shutil.copytree(llama, tmp_path / "source")
     (source / "None").write_text("x")
     notes = ckpt_tools.plan(source, tmp_path / "out", to="dcp").notes
     assert any("None" in note.what.split(", ") for note in notes if note.outcome is Outcome.DROPPED)
 
 
-def test_verify_compares_the_files_of_a_model(llama: Path, tmp_path: Path) -> None:
+def test_verify_compares_the_files_of_a_model(llama, tmp_path):
     source, out = shutil.copytree(llama, tmp_path / "source"), tmp_path / "out"
     (source / "tokenization_x.py").write_text("x")
     ckpt_tools.convert(source, out, to="safetensors", dtype="float32")
@@ -299,7 +299,7 @@ def test_verify_compares_the_files_of_a_model(llama: Path, tmp_path: Path) -> No
     assert ckpt_tools.verify(source, out, dtype="float32").differences[0].what == "missing"
 
 
-def test_files_in_folders_of_a_model_are_named(llama: Path, tmp_path: Path) -> None:
+def test_files_in_folders_of_a_model_are_named(llama, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(llama, source)
     for name in ("1_Pooling/config.json", "onnx/model.onnx"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("name", "pattern", "above"), FILES)
-def test_the_folder_to_name_is_said_and_opens(name: str, pattern: str, above: int | None, tmp_path: Path) -> None:
+def test_the_folder_to_name_is_said_and_opens(name, pattern, above, tmp_path):
     made = make(name)
     file = min(made.folder.glob(pattern))
     folder = made.source if above is None else file.parents[above - 1]
@@ -59,13 +58,13 @@ def test_the_folder_to_name_is_said_and_opens(name: str, pattern: str, above: in
 
 
 @pytest.mark.parametrize("name", ["megatron", "dcp"])
-def test_an_index_stands_for_its_folder(name: str) -> None:
+def test_an_index_stands_for_its_folder(name):
     made = make(name)
     index = min(made.folder.rglob(".metadata"))
     assert ckpt_tools.inspect(index).num_tensors == ckpt_tools.inspect(made.source).num_tensors
 
 
-def test_a_shard_is_read_by_itself_if_its_format_is_named_and_never_in_silence(tmp_path: Path) -> None:
+def test_a_shard_is_read_by_itself_if_its_format_is_named_and_never_in_silence(tmp_path):
     file = min(make("hf-pretrained-sharded").source.glob("model-00001-of-*.safetensors"))
     _, manifest = read_checkpoint(file, ReadOptions(), format_name="safetensors")
     (note,) = manifest.notes
@@ -75,18 +74,18 @@ def test_a_shard_is_read_by_itself_if_its_format_is_named_and_never_in_silence(t
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_run_without_zero_is_one_file() -> None:
+def test_a_run_without_zero_is_one_file():
     """With one rank of model parallelism it holds the whole state."""
     file = min(make("deepspeed-stage0-bf16").folder.rglob("mp_rank_00_model_states.pt"))
     assert ckpt_tools.inspect(file).format == "zero0"
 
 
-def test_one_of_one_shard_is_the_whole(tmp_path: Path) -> None:
+def test_one_of_one_shard_is_the_whole(tmp_path):
     shutil.copy(make("safetensors").folder.glob("*.safetensors").__next__(), tmp_path / "m-00001-of-00001.safetensors")
     assert ckpt_tools.inspect(tmp_path / "m-00001-of-00001.safetensors").num_tensors
 
 
-def test_a_file_without_tensors_is_shown_and_not_used(tmp_path: Path) -> None:
+def test_a_file_without_tensors_is_shown_and_not_used(tmp_path):
     source = tmp_path / "in.safetensors"
     save_file({}, source)
     for verb in READING.values():
@@ -95,13 +94,13 @@ def test_a_file_without_tensors_is_shown_and_not_used(tmp_path: Path) -> None:
     assert (code, sentence) == (4, "in.safetensors: it holds no tensors")
 
 
-def test_a_torch_file_without_tensors_is_refused(tmp_path: Path) -> None:
+def test_a_torch_file_without_tensors_is_refused(tmp_path):
     torch.save({}, tmp_path / "in.pt")
     code, sentence = refusal(tmp_path / "in.pt", tmp_path / "out")
     assert code == 4 and "no tensors" in sentence
 
 
-def test_an_optimizer_alone_makes_no_model(tmp_path: Path) -> None:
+def test_an_optimizer_alone_makes_no_model(tmp_path):
     with pytest.raises(UnsupportedError, match="holds no weights"):
         ckpt_tools.consolidate(make("accelerate-fsdp2").folder / "optimizer_0", tmp_path / "out")
     assert not (tmp_path / "out").exists()

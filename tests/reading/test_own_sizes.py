@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ def manifest(args: dict[str, Any]) -> Manifest:
 ARGS = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "kv_channels": 2, "padded_vocab_size": 128}
 
 
-def test_arguments_are_named_as_in_config_json(tmp_path: Path) -> None:
+def test_arguments_are_named_as_in_config_json(tmp_path):
     args = {**ARGS, "group_query_attention": True, "num_query_groups": 2, "untie_embeddings_and_output_weights": True}
     assert own_config(open_source(tmp_path, None), manifest(args)) == {
         "num_hidden_layers": 2,
@@ -34,7 +33,7 @@ def test_arguments_are_named_as_in_config_json(tmp_path: Path) -> None:
     }
 
 
-def test_attention_that_is_not_grouped_has_as_many_groups_as_heads(tmp_path: Path) -> None:
+def test_attention_that_is_not_grouped_has_as_many_groups_as_heads(tmp_path):
     args = {**ARGS, "group_query_attention": False, "num_query_groups": 1}
     found = own_config(open_source(tmp_path, None), manifest(args))
     assert found is not None
@@ -53,7 +52,7 @@ model:
 """
 
 
-def test_run_config_is_read_without_making_what_its_tags_name(tmp_path: Path) -> None:
+def test_run_config_is_read_without_making_what_its_tags_name(tmp_path):
     (tmp_path / "run_config.yaml").write_text(BRIDGE)
     assert own_config(open_source(tmp_path, None), Manifest("megatron", {})) == {
         "num_hidden_layers": 2,
@@ -64,12 +63,12 @@ def test_run_config_is_read_without_making_what_its_tags_name(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["a: [", "{" * 5000])
-def test_text_that_is_not_yaml_is_named(text: str, tmp_path: Path) -> None:
+def test_text_that_is_not_yaml_is_named(text, tmp_path):
     (tmp_path / "run_config.yaml").write_text(text)
     with pytest.raises(MalformedError, match=r"run_config\.yaml: it is not YAML"):
         own_config(open_source(tmp_path, None), Manifest("megatron", {}))
 
 
-def test_nothing_said_is_nothing_known(tmp_path: Path) -> None:
+def test_nothing_said_is_nothing_known(tmp_path):
     (tmp_path / "run_config.yaml").write_text("model: [1, 2]")
     assert own_config(open_source(tmp_path, None), Manifest("dcp", {})) is None

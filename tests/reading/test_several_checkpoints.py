@@ -63,7 +63,7 @@ def outcome(command: Callable[..., Any], source: str, folder: Path, **how: Any) 
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Callable[[Run, int], tuple[Path, Path]]:
+def pair(tmp_path):
     """A run of two checkpoints, and the same run with one of them alone."""
 
     def made(run: Run, kept: int) -> tuple[Path, Path]:
@@ -88,19 +88,19 @@ def said_of_both(run: Run, command: str, pair: Any, endings: list[str]) -> None:
 
 @pytest.mark.parametrize("command", [*COMMANDS, "diff"])
 @pytest.mark.parametrize("layout", thinned(CHOOSING, 2))
-def test_another_checkpoint_of_the_run_changes_nothing(layout: str, command: str, pair: Any) -> None:
+def test_another_checkpoint_of_the_run_changes_nothing(layout, command, pair):
     run = LAYOUTS[layout]
     said_of_both(run, command, pair, ["", "@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"])
 
 
 @pytest.mark.parametrize("layout", [name for name, run in LAYOUTS.items() if not run.latest[0]])
-def test_runs_that_do_not_choose(layout: str, pair: Any) -> None:
+def test_runs_that_do_not_choose(layout, pair):
     run = LAYOUTS[layout]
     said_of_both(run, "convert", pair, ["@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"])
 
 
 @pytest.mark.parametrize("layout", [name for name, run in LAYOUTS.items() if not run.latest[0]])
-def test_a_run_that_does_not_choose_says_how_to_name_one(layout: str, pair: Any) -> None:
+def test_a_run_that_does_not_choose_says_how_to_name_one(layout, pair):
     both, _ = pair(LAYOUTS[layout], 1)
     with pytest.raises(SeveralCheckpointsError, match=f"{both}@latest"):
         ckpt_tools.inspect(both)
@@ -108,7 +108,7 @@ def test_a_run_that_does_not_choose_says_how_to_name_one(layout: str, pair: Any)
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("layout", TAGS)
-def test_a_tag_is_the_same_beside_others(layout: str, command: str, pair: Any) -> None:
+def test_a_tag_is_the_same_beside_others(layout, command, pair):
     """Also the one that ``latest`` does not name."""
     run = LAYOUTS[layout]
     both, alone = pair(run, 0)
@@ -117,7 +117,7 @@ def test_a_tag_is_the_same_beside_others(layout: str, command: str, pair: Any) -
 
 
 @pytest.fixture
-def tags(tmp_path: Path) -> Path:
+def tags(tmp_path):
     """Two tags of stage 3 with names of the user's choice, the second universal too."""
     run = replace(LAYOUTS["deepspeed-zero3-bf16"], names=("best", "final"), latest=("latest", "final"))
     run.lay(tmp_path / "run")
@@ -130,14 +130,14 @@ def tags(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("words", [[], ["--tag", "best"], ["--from", "universal"]])
-def test_strict_is_about_this_checkpoint(words: list[str], tags: Path, tmp_path: Path) -> None:
+def test_strict_is_about_this_checkpoint(words, tags, tmp_path):
     call = ["convert", str(tags), str(tmp_path / "out"), "--to", "zero3", "--strict", *words]
     done = CliRunner().invoke(group, call)
     assert done.exit_code == 0, done.output
     assert "dropped" not in done.output
 
 
-def test_what_of_the_tag_itself_is_lost_is_still_said(tags: Path, tmp_path: Path) -> None:
+def test_what_of_the_tag_itself_is_lost_is_still_said(tags, tmp_path):
     for tag in ("best", "final"):
         (tags / tag / "rng_rank_0.pt").write_bytes(b"")
     (tags / "scaler.pt").write_bytes(b"")
@@ -147,21 +147,21 @@ def test_what_of_the_tag_itself_is_lost_is_still_said(tags: Path, tmp_path: Path
         ckpt_tools.convert(tags, tmp_path / "out", to="zero3", strict=True)
 
 
-def test_one_tag_needs_no_file_latest(tags: Path) -> None:
+def test_one_tag_needs_no_file_latest(tags):
     (tags / "latest").unlink()
     assert ckpt_tools.inspect(tags, tag="best").notes == ()
     shutil.rmtree(tags / "best")
     assert ckpt_tools.inspect(tags).notes == ()
 
 
-def test_a_torn_tag_is_refused_alone(tags: Path) -> None:
+def test_a_torn_tag_is_refused_alone(tags):
     next((tags / "best").glob("*optim_states.pt")).unlink()
     with pytest.raises(IncompleteError, match="best/"):
         ckpt_tools.inspect(tags, tag="best")
     assert ckpt_tools.inspect(tags).notes == ()
 
 
-def test_latest_names_a_tag_that_is_not_there(tags: Path) -> None:
+def test_latest_names_a_tag_that_is_not_there(tags):
     (tags / "latest").write_text("gone")
     with pytest.raises(IncompleteError, match="'gone', which does not exist; the tags are final, best"):
         ckpt_tools.inspect(tags)
@@ -170,7 +170,7 @@ def test_latest_names_a_tag_that_is_not_there(tags: Path) -> None:
 
 
 @pytest.fixture
-def finished(tmp_path: Path) -> Path:
+def finished(tmp_path):
     """What the Trainer leaves: the last model, and checkpoints below it."""
     run = tmp_path / "run"
     LAYOUTS["hf-trainer"].lay(run)
@@ -178,18 +178,18 @@ def finished(tmp_path: Path) -> Path:
     return run
 
 
-def test_a_model_above_the_checkpoints_of_its_run_takes_nothing_from_them(finished: Path) -> None:
+def test_a_model_above_the_checkpoints_of_its_run_takes_nothing_from_them(finished):
     found = ckpt_tools.inspect(finished)
     assert (found.notes, found.step, found.num_parameters) == ((), None, 2)
 
 
-def test_small_files_in_other_folders_are_not_those_of_the_model(finished: Path) -> None:
+def test_small_files_in_other_folders_are_not_those_of_the_model(finished):
     (finished / "best").mkdir()
     shutil.copy(finished / "checkpoint-2" / "scheduler.pt", finished / "best")
     assert [note.what for note in ckpt_tools.inspect(finished).notes] == ["best/scheduler.pt"]
 
 
-def test_steps_in_two_formats_are_several_checkpoints(tmp_path: Path) -> None:
+def test_steps_in_two_formats_are_several_checkpoints(tmp_path):
     LAYOUTS["torchtitan"].lay(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "step-6")
     (tmp_path / "run" / "step-6").mkdir()

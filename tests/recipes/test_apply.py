@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,7 @@ NORM = '[[map]]\nleft = "a"\nright = "b"\nadd = 1\n'
 
 
 class TestArithmetic:
-    def test_it_is_computed_from_the_master_and_rounded_once(self) -> None:
+    def test_it_is_computed_from_the_master_and_rounded_once(self):
         master = np.array([2**-9, -(2**-9), 1.5, -1.0, 3.0e-3], np.float32)
         arrays = {key("a"): master.astype(bfloat16), key("a", "master"): master, key("a", "exp_avg"): master}
         _, found = mapped(NORM, arrays)
@@ -74,23 +73,23 @@ class TestArithmetic:
         assert found[key("b", "master")].tobytes() == (master + np.float32(1)).tobytes()
         assert found[key("b", "exp_avg")].tobytes() == master.tobytes()
 
-    def test_without_a_master_it_is_computed_in_float32(self) -> None:
+    def test_without_a_master_it_is_computed_in_float32(self):
         weight = numbers(7).astype(bfloat16)
         _, found = mapped(NORM, {key("a"): weight})
         assert found[key("b")].tobytes() == (weight.astype(np.float32) + np.float32(1)).astype(bfloat16).tobytes()
 
-    def test_the_way_back_subtracts(self) -> None:
+    def test_the_way_back_subtracts(self):
         _, found = mapped(NORM, {key("b"): np.array([1.25, 0.0], np.float32)}, inverse=True)
         assert found[key("a")].tolist() == [0.25, -1.0]
 
-    def test_a_note_says_that_it_is_not_exact(self) -> None:
+    def test_a_note_says_that_it_is_not_exact(self):
         manifest, _ = stored({key("a"): numbers(3)})
         _, notes = apply_recipe(manifest, parse_recipe(NORM, "r", "r.toml"), None)
         assert [note.why for note in notes] == [
             "computed in float32 and rounded once: the way back can differ in the last bit"
         ]
 
-    def test_the_dtype_of_a_side_is_that_of_the_weight_alone(self) -> None:
+    def test_the_dtype_of_a_side_is_that_of_the_weight_alone(self):
         text = '[[map]]\nleft = "a"\nright = "b"\ndtype = { right = "float32" }\n'
         weight = numbers(3).astype(bfloat16)
         _, found = mapped(text, {key("a"): weight, key("a", "exp_avg"): weight})
@@ -110,7 +109,7 @@ SIZES = {"vocab_size": 5, "pad": 3}
 
 
 class TestPadding:
-    def test_it_is_left_out_and_given_as_zeros(self) -> None:
+    def test_it_is_left_out_and_given_as_zeros(self):
         weight = numbers(8, 4)
         arrays = {key("w"): weight, key("w", "exp_avg"): weight}
         made, found = mapped(PADDED, arrays, SIZES)
@@ -120,11 +119,11 @@ class TestPadding:
         assert back[key("w")].tobytes() == back[key("w", "exp_avg")].tobytes() == expected.tobytes()
         assert made.literals == {}
 
-    def test_without_the_number_of_padded_rows_it_is_solved_on_the_way_out(self) -> None:
+    def test_without_the_number_of_padded_rows_it_is_solved_on_the_way_out(self):
         _, found = mapped(PADDED, {key("w"): numbers(8, 4)}, {"vocab_size": 5})
         assert found[key("v")].shape == (5, 4)
 
-    def test_notes_count_the_elements(self) -> None:
+    def test_notes_count_the_elements(self):
         recipe = parse_recipe(PADDED, "r", "r.toml")
         _, notes = apply_recipe(stored({key("w"): numbers(8, 4)})[0], recipe, SIZES)
         assert [(note.outcome.value, note.what) for note in notes] == [("dropped", "12 elements of w")]
@@ -139,7 +138,7 @@ ARE_TIED = {"tie_word_embeddings": True}
 
 
 class TestTies:
-    def test_the_tied_name_is_left_out_and_given_again(self) -> None:
+    def test_the_tied_name_is_left_out_and_given_again(self):
         weight = numbers(3, 2)
         made, found = mapped(TIED, {key("e"): weight, key("h"): weight}, ARE_TIED)
         assert list(found) == [key("embed")]
@@ -158,17 +157,17 @@ class TestTies:
             (None, False),
         ],
     )
-    def test_models_of_the_recipe_are_tied_without_a_key(self, config: dict[str, Any] | None, tied: bool) -> None:
+    def test_models_of_the_recipe_are_tied_without_a_key(self, config, tied):
         weight = numbers(3, 2)
         made, _ = mapped(f'tied_by_default = ["m"]\n{TIED}', {key("e"): weight, key("h"): weight}, config)
         assert made.aliases == ({"head": "embed"} if tied else {})
 
-    def test_two_weights_that_are_not_tied_stay(self) -> None:
+    def test_two_weights_that_are_not_tied_stay(self):
         made, found = mapped(TIED, {key("e"): numbers(3, 2), key("h"): numbers(3, 2, seed=1)})
         assert list(found) == [key("embed"), key("head")]
         assert made.aliases == {}
 
-    def test_weights_that_differ_are_not_tied(self) -> None:
+    def test_weights_that_differ_are_not_tied(self):
         with pytest.raises(DifferenceError, match=r"head and embed, which config\.json ties"):
             mapped(TIED, {key("e"): numbers(3, 2), key("h"): numbers(3, 2, seed=1)}, ARE_TIED)
 
@@ -184,29 +183,29 @@ class TestState:
             arrays[key(name, "step")] = np.array(step, np.float32)
         return arrays
 
-    def test_steps_of_tensors_that_become_one_must_be_equal(self) -> None:
+    def test_steps_of_tensors_that_become_one_must_be_equal(self):
         made, found = mapped(QKV, self.separate(3, 3, 3), inverse=True)
         assert found[key("f", "step")].tolist() == 3
         assert len(made.must_equal) == 2
         with pytest.raises(DifferenceError, match="step of q and of v"):
             mapped(QKV, self.separate(3, 3, 4), inverse=True)
 
-    def test_each_part_has_the_step_of_the_whole(self) -> None:
+    def test_each_part_has_the_step_of_the_whole(self):
         arrays: Arrays = {key("f"): numbers(16), key("f", "step"): np.array(7, np.float32)}
         _, found = mapped(QKV, arrays)
         assert [found[key(name, "step")].tolist() for name in "qkv"] == [7, 7, 7]
 
-    def test_moments_of_a_part_are_not_enough(self) -> None:
+    def test_moments_of_a_part_are_not_enough(self):
         arrays = {**self.separate(1, 1, 1), key("q", "exp_avg"): numbers(8)}
         with pytest.raises(IncompleteError, match="exp_avg of k, v is missing"):
             mapped(QKV, arrays, inverse=True)
 
-    def test_factored_state_is_refused(self) -> None:
+    def test_factored_state_is_refused(self):
         arrays: Arrays = {key("f"): numbers(16), key("f", "exp_avg_sq_row"): numbers(4)}
         with pytest.raises(UnsupportedError, match="exp_avg_sq_row of f has the shape"):
             mapped(QKV, arrays)
 
-    def test_names_in_parameter_groups_stand_where_the_first_of_them_was(self) -> None:
+    def test_names_in_parameter_groups_stand_where_the_first_of_them_was(self):
         text = f'others = "same"\n{QKV}'
         arrays: Arrays = {key("a"): numbers(1), key("f"): numbers(16), key("b"): numbers(1)}
         made, found = mapped(text, arrays, groups=(ParamGroup(("a", "f", "b"), {}),))
@@ -214,12 +213,12 @@ class TestState:
         back, _ = mapped(text, found, groups=made.groups, inverse=True)
         assert back.groups[0].params == ("a", "f", "b")
 
-    def test_parts_in_two_groups_are_refused(self) -> None:
+    def test_parts_in_two_groups_are_refused(self):
         groups = (ParamGroup(("q", "k"), {}), ParamGroup(("v",), {}))
         with pytest.raises(UnsupportedError, match="two parameter groups"):
             mapped(QKV, self.separate(1, 1, 1), inverse=True, groups=groups)
 
-    def test_of_muon_a_note_says_that_it_goes_on_otherwise(self) -> None:
+    def test_of_muon_a_note_says_that_it_goes_on_otherwise(self):
         manifest, _ = stored({key("f"): numbers(16)}, (ParamGroup(("f",), {"ns_steps": 5}),))
         _, notes = apply_recipe(manifest, parse_recipe(QKV, "r", "r.toml"), None)
         assert [note.what for note in notes] == ["optimizer state of Muon"]
@@ -233,7 +232,7 @@ right = { "{expert}.gate" = "H gate", "{expert}.up" = "up H" }
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_parts_of_items_of_a_dcp_are_read_as_they_are_stored(tmp_path: Path, is_transposed: bool) -> None:
+def test_parts_of_items_of_a_dcp_are_read_as_they_are_stored(tmp_path, is_transposed):
     """An item of a DCP holds all experts. torch stores one of a transposed tensor with its strides."""
     values = torch.arange(3 * 8 * 5, dtype=torch.float32).reshape(3, 8, 5)
     stored_as = values.permute(2, 0, 1).contiguous().permute(1, 2, 0) if is_transposed else values
@@ -251,7 +250,7 @@ def test_parts_of_items_of_a_dcp_are_read_as_they_are_stored(tmp_path: Path, is_
     assert report.num_tensors == 6
 
 
-def test_tensors_of_two_dtypes_in_one_line_keep_their_own() -> None:
+def test_tensors_of_two_dtypes_in_one_line_keep_their_own():
     text = """
     [[map]]
     left = { one = "(a:2 b:2)", two = "(c:2 d:2)" }
@@ -270,7 +269,7 @@ def test_tensors_of_two_dtypes_in_one_line_keep_their_own() -> None:
         mapped(text.replace("a:2 b:2", "a:2 c:2").replace("c:2 d:2", "b:2 d:2"), found, inverse=True)
 
 
-def test_padding_stands_beside_items_of_a_dcp(tmp_path: Path) -> None:
+def test_padding_stands_beside_items_of_a_dcp(tmp_path):
     values = torch.arange(1.0, 21.0).reshape(5, 4)
     with warnings.catch_warnings(action="ignore"):
         dcp.state_dict_saver.save({"v": values}, checkpoint_id=tmp_path / "source", no_dist=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -37,7 +36,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 @pytest.fixture(params=[37, 1 << 18], ids=["small pieces", "whole pieces"])
-def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def piece(request, monkeypatch):
     """Elements computed at once: the edges of small pieces lie within rows, blocks and bytes."""
     monkeypatch.setattr("ckpt_tools.core.manifest.MAX_PIECE", request.param)
 
@@ -79,9 +78,7 @@ def halves(packed: torch.Tensor) -> NDArray[np.float32]:
 )
 @pytest.mark.parametrize("dtype", [None, "float32", "float16"])
 @pytest.mark.usefixtures("piece")
-def test_fp8_is_what_transformers_computes(
-    weight: torch.Tensor, scale: torch.Tensor, name: str, dtype: str | None, tmp_path: Path
-) -> None:
+def test_fp8_is_what_transformers_computes(weight, scale, name, dtype, tmp_path):
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     wanted = Fp8Dequantize(None)._dequantize_one(weight, scale, getattr(torch, dtype or "bfloat16"))
@@ -93,7 +90,7 @@ def test_fp8_is_what_transformers_computes(
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 @pytest.mark.usefixtures("piece")
-def test_stacked_experts_of_fp8_too(dtype: str | None, tmp_path: Path) -> None:
+def test_stacked_experts_of_fp8_too(dtype, tmp_path):
     """The names that ``save_pretrained`` of transformers' live names gives."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -110,9 +107,7 @@ def test_stacked_experts_of_fp8_too(dtype: str | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [None, "float32", "float16"])
 @pytest.mark.parametrize("strip", [64, 4 << 20])
 @pytest.mark.usefixtures("piece")
-def test_mxfp4_is_what_transformers_computes(
-    dtype: str | None, strip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mxfp4_is_what_transformers_computes(dtype, strip, tmp_path, monkeypatch):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     monkeypatch.setattr("ckpt_tools.recipes.scales.STRIP_BYTES", strip)
@@ -126,11 +121,11 @@ def test_mxfp4_is_what_transformers_computes(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return fp8_model(tmp_path_factory.mktemp("fp8") / "model")
 
 
-def test_transformers_computes_with_the_output_as_with_the_source(model: Path, tmp_path: Path) -> None:
+def test_transformers_computes_with_the_output_as_with_the_source(model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     report = ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
@@ -143,7 +138,7 @@ def test_transformers_computes_with_the_output_as_with_the_source(model: Path, t
     assert torch.equal(ours(rows).logits, theirs(rows).logits)
 
 
-def test_transformers_computes_with_experts_of_gpt_oss_as_with_the_source(tmp_path: Path) -> None:
+def test_transformers_computes_with_experts_of_gpt_oss_as_with_the_source(tmp_path):
     from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
     torch.manual_seed(0)
@@ -170,7 +165,7 @@ def test_transformers_computes_with_experts_of_gpt_oss_as_with_the_source(tmp_pa
     assert torch.equal(ours(rows).logits, theirs(rows).logits)
 
 
-def test_a_recipe_takes_the_weights_as_plain_ones(model: Path, tmp_path: Path) -> None:
+def test_a_recipe_takes_the_weights_as_plain_ones(model, tmp_path):
     """What a recipe makes of the dequantized weights is what it makes of the same weights in a file."""
     recipe = tmp_path / "rows.toml"
     recipe.write_text(
@@ -185,7 +180,7 @@ def test_a_recipe_takes_the_weights_as_plain_ones(model: Path, tmp_path: Path) -
     assert report.plan.recipe is not None
 
 
-def test_the_way_of_a_dequantized_tensor_through_other_formats(model: Path, tmp_path: Path) -> None:
+def test_the_way_of_a_dequantized_tensor_through_other_formats(model, tmp_path):
     ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
     ckpt_tools.convert(model, tmp_path / "dcp", to="dcp", dequantize=True)
     ckpt_tools.convert(model, tmp_path / "zero", to="zero3", world_size=3, dequantize=True, dtype="bfloat16")
@@ -197,7 +192,7 @@ def test_the_way_of_a_dequantized_tensor_through_other_formats(model: Path, tmp_
     assert moved.bytes_read < 0.7 * moved.num_bytes
 
 
-def test_a_checkpoint_in_pieces_needs_a_folder_of_its_config(model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_in_pieces_needs_a_folder_of_its_config(model, tmp_path):
     """Weights and scales are cut by rows among the ranks of a DCP, in other places than blocks end."""
     ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
     ckpt_tools.convert(model, tmp_path / "dcp", to="dcp", world_size=5)
@@ -210,7 +205,7 @@ def test_a_checkpoint_in_pieces_needs_a_folder_of_its_config(model: Path, tmp_pa
     assert ckpt_tools.diff(tmp_path / "plain", tmp_path / "part.safetensors", include=part).equal
 
 
-def test_a_live_model_takes_it(model: Path, tmp_path: Path) -> None:
+def test_a_live_model_takes_it(model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
@@ -227,7 +222,7 @@ def test_a_live_model_takes_it(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(130, 200), (128, 257), (1, 300), (300, 1)])
 @pytest.mark.usefixtures("piece")
-def test_blocks_are_cut_at_the_edges(shape: tuple[int, int], tmp_path: Path) -> None:
+def test_blocks_are_cut_at_the_edges(shape, tmp_path):
     weight, scale = floats8(shape, E4M3), scales32((-(-shape[0] // 128), -(-shape[1] // 128)))
     values = weight.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     with np.errstate(all="ignore"):
@@ -238,7 +233,7 @@ def test_blocks_are_cut_at_the_edges(shape: tuple[int, int], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.usefixtures("piece")
-def test_nvfp4_of_modelopt(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_nvfp4_of_modelopt(shape, tmp_path):
     packed, scale = bytes_of((24, 40)), floats8((24, 5), E4M3)
     number = torch.full(shape, 0.0123)
     spread = np.repeat(scale.to(torch.float32).numpy() * np.float32(0.0123), 16, axis=1)
@@ -254,7 +249,7 @@ def test_nvfp4_of_modelopt(shape: tuple[int, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (24,), (24, 1)])
-def test_fp8_of_modelopt(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_fp8_of_modelopt(shape, tmp_path):
     weight, scale = floats8((24, 40), E4M3), scales32(shape)
     with np.errstate(all="ignore"):
         rows = scale.numpy().reshape(-1, 1)
@@ -264,7 +259,7 @@ def test_fp8_of_modelopt(shape: tuple[int, ...], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("piece")
-def test_int8_of_bitsandbytes(tmp_path: Path) -> None:
+def test_int8_of_bitsandbytes(tmp_path):
     weight, scale = bytes_of((24, 40)).view(torch.int8), scales32((24,)).abs()
     wanted = (weight.to(torch.float32) * scale[:, None] * 7.874015718698502e-3).to(torch.bfloat16)
     tensors = {"m.weight": weight, "m.SCB": scale, "m.weight_format": torch.zeros((), dtype=torch.uint8)}
@@ -273,7 +268,7 @@ def test_int8_of_bitsandbytes(tmp_path: Path) -> None:
     assert same_bits(found["m.weight"], wanted)
 
 
-def test_the_dtype_is_that_of_the_model(tmp_path: Path) -> None:
+def test_the_dtype_is_that_of_the_model(tmp_path):
     tensors = {"m.weight": floats8((4, 4), E4M3), "m.weight_scale_inv": torch.ones(())}
     for number, (config, wanted) in enumerate(
         [
@@ -288,7 +283,7 @@ def test_the_dtype_is_that_of_the_model(tmp_path: Path) -> None:
         assert load_file(tmp_path / f"{number}.safetensors")["m.weight"].dtype is wanted
 
 
-def test_the_settings_may_be_those_of_the_text_model(tmp_path: Path) -> None:
+def test_the_settings_may_be_those_of_the_text_model(tmp_path):
     tensors = {"m.weight": floats8((4, 4), E4M3), "m.weight_scale_inv": torch.ones(())}
     source = write_model(tmp_path / "in", tensors, None, text_config={"quantization_config": fp8(), "hidden_size": 4})
     ckpt_tools.convert(source, tmp_path / "out", to="safetensors", dequantize=True)
@@ -296,7 +291,7 @@ def test_the_settings_may_be_those_of_the_text_model(tmp_path: Path) -> None:
     assert tensors_in(tmp_path / "out")["m.weight"].dtype is torch.bfloat16
 
 
-def test_a_matrix_of_any_size_takes_little_memory(tmp_path: Path) -> None:
+def test_a_matrix_of_any_size_takes_little_memory(tmp_path):
     """The most that the plan says is a part of one matrix."""
     tensors = {"m.weight": floats8((6144, 8192), E4M3), "m.weight_scale_inv": scales32((48, 64))}
     source = write_model(tmp_path / "in", tensors, fp8(128, 128))
@@ -314,7 +309,7 @@ BESIDE: dict[str, tuple[str, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", BESIDE)
-def test_scales_beside_the_weights_need_no_config(kind: str, tmp_path: Path) -> None:
+def test_scales_beside_the_weights_need_no_config(kind, tmp_path):
     name, grid = BESIDE[kind]
     weight, scale = floats8((256, 384), E4M3), torch.rand(grid) + 0.5
     more = {"scaled_fp8": torch.empty(2, dtype=E4M3), "m.scale_input": torch.ones(())} if kind == "ComfyUI" else {}
@@ -328,7 +323,7 @@ def test_scales_beside_the_weights_need_no_config(kind: str, tmp_path: Path) -> 
     ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.gguf", dequantize=True)
 
 
-def test_plain_floats_of_8_bits_are_widened_or_named(tmp_path: Path) -> None:
+def test_plain_floats_of_8_bits_are_widened_or_named(tmp_path):
     """There are no scales: as torch's own ``.to`` does it, and a note says so."""
     weights = {f"m.{dtype}": bytes_of((4, 16)).view(dtype) for dtype in (E4M3, torch.float8_e5m2)}
     source = tmp_path / "in.safetensors"
@@ -474,9 +469,7 @@ REFUSED: dict[str, tuple[Tensors, Mapping[str, Any] | None, tuple[str, ...]]] = 
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_known_whole_is_refused_by_name(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_known_whole_is_refused_by_name(case, tmp_path, capsys):
     tensors, quantization, words = REFUSED[case]
     source = write_model(tmp_path / "in", tensors, quantization)
     with pytest.raises(SystemExit) as ended:
@@ -488,7 +481,7 @@ def test_what_is_not_known_whole_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_names_of_two_tensors_that_become_one_are_refused(tmp_path: Path) -> None:
+def test_names_of_two_tensors_that_become_one_are_refused(tmp_path):
     tensors = {"m.weight_packed": bytes_of((4, 8)), "m.weight": torch.ones(4, 16), "m.weight_scale": bytes_of((4, 1))}
     source = write_model(tmp_path / "in", tensors, scheme(num_bits=4, type="float", group_size=32))
     with pytest.raises(UnsupportedError, match=r"m\.weight_packed would become m\.weight"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,9 +91,7 @@ def compressed(form: str, weights: dict[str, Any], dtype: torch.dtype, shape: tu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), ()], ids=["", "a number"])
 @pytest.mark.parametrize("group", GROUPS)
-def test_compressed_tensors_decompresses_to_the_same_bits(
-    group: str, shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_compressed_tensors_decompresses_to_the_same_bits(group, shape, dtype, tmp_path):
     from compressed_tensors.compressors import BaseCompressor
 
     form, weights = GROUPS[group]

@@ -48,7 +48,7 @@ def single(layers: int, experts: range | None = None) -> Arrays:
 
 
 class TestStackedLayers:
-    def test_alike_layers_become_one_tensor_and_are_taken_apart_again(self) -> None:
+    def test_alike_layers_become_one_tensor_and_are_taken_apart_again(self):
         arrays = single(3, range(3))
         _, found = mapped(STACKED, arrays, {"q": 4}, inverse=True)
         assert {str(name) for name in found} == {"embed", "layers.norm", "layers.qkv", "layers.experts"}
@@ -62,7 +62,7 @@ class TestStackedLayers:
             name: array.tobytes() for name, array in arrays.items()
         }
 
-    def test_layers_that_differ_stay_single(self) -> None:
+    def test_layers_that_differ_stay_single(self):
         arrays = single(3, range(1, 3))
         _, found = mapped(STACKED, arrays, {"q": 4}, inverse=True)
         assert {str(name) for name in found} >= {"layers.0.norm", "layers.2.qkv", "layers.1.experts"}
@@ -71,13 +71,13 @@ class TestStackedLayers:
             name: array.tobytes() for name, array in arrays.items()
         }
 
-    def test_moments_follow(self) -> None:
+    def test_moments_follow(self):
         arrays = single(2)
         arrays |= {key(name.fqn, "exp_avg"): array + 1 for name, array in arrays.items()}
         _, found = mapped(STACKED, arrays, {"q": 4}, inverse=True)
         assert found[key("layers.norm", "exp_avg")].tobytes() == (found[key("layers.norm")] + 1).tobytes()
 
-    def test_a_prefix_without_a_variable_is_refused(self) -> None:
+    def test_a_prefix_without_a_variable_is_refused(self):
         with pytest.raises(UsageError, match=r"stacked.left = 'layers\.' is not text such as"):
             parse_recipe(STACKED.replace('["layers.{layer}."]', '["layers."]'), "r", "r.toml")
 
@@ -86,7 +86,7 @@ class TestRest:
     TEXT = '[[map]]\nleft = { "a" = "{n} ..." }\nright = { "b.{n}" = "..." }\n'
 
     @pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 4, 5)])
-    def test_it_is_as_many_axes_as_the_tensor_has(self, shape: tuple[int, ...]) -> None:
+    def test_it_is_as_many_axes_as_the_tensor_has(self, shape):
         array = numbers(*shape)
         _, found = mapped(self.TEXT, {key("a"): array})
         assert [found[key(f"b.{n}")].tobytes() for n in range(2)] == [array[n].tobytes() for n in range(2)]
@@ -94,11 +94,11 @@ class TestRest:
         _, back = mapped(self.TEXT, found, inverse=True)
         assert back[key("a")].tobytes() == array.tobytes()
 
-    def test_it_is_the_last(self) -> None:
+    def test_it_is_the_last(self):
         with pytest.raises(UsageError, match=r"has \.\.\. before other axes"):
             parse_recipe(self.TEXT.replace("{n} ...", "... {n}"), "r", "r.toml")
 
-    def test_a_number_has_no_axis_in_front(self) -> None:
+    def test_a_number_has_no_axis_in_front(self):
         with pytest.raises(UsageError, match="have different numbers of axes"):
             mapped(self.TEXT, {key("a"): np.float32(1).reshape(())})
 
@@ -125,7 +125,7 @@ optional = true
 """
 
 
-def test_a_name_beside_it_chooses_the_line() -> None:
+def test_a_name_beside_it_chooses_the_line():
     arrays = {key("0.norm"): numbers(2), key("0.mlp"): numbers(3), key("1.pre_norm"): numbers(4)}
     arrays |= {key("1.router"): numbers(5)}
     _, found = mapped(BESIDE, arrays)
@@ -136,7 +136,7 @@ def test_a_name_beside_it_chooses_the_line() -> None:
     }
 
 
-def test_a_variable_beside_that_the_name_lacks_is_refused() -> None:
+def test_a_variable_beside_that_the_name_lacks_is_refused():
     with pytest.raises(UsageError, match=r"beside has \{expert\}, which \{layer\}.post does not have"):
         parse_recipe(BESIDE.replace('{layer}.router" }', '{expert}.router" }'), "r", "r.toml")
 
@@ -152,7 +152,7 @@ one_way = true
 """
 
 
-def test_another_spelling_is_read_and_not_written() -> None:
+def test_another_spelling_is_read_and_not_written():
     for name in ("old", "new"):
         _, found = mapped(ONE_WAY, {key(f"{name}.0"): numbers(2)})
         assert [str(each) for each in found] == ["n.0"]
@@ -183,7 +183,7 @@ COUNTED_NAMES = ("layers.0.w", "layers.1.w", "mtp.0.layer.w")
 class TestNumbersThatCountFromASize:
     ARRAYS: ClassVar = {key(name): numbers(2, seed=n) for n, name in enumerate(COUNTED_NAMES)}
 
-    def test_there_and_back(self) -> None:
+    def test_there_and_back(self):
         _, found = mapped(COUNTED, self.ARRAYS, {"num_hidden_layers": 2})
         assert [str(name) for name in found] == ["h.0.w", "h.1.w", "h.2.w"]
         _, back = mapped(COUNTED, found, {"num_hidden_layers": 2}, inverse=True)
@@ -191,20 +191,20 @@ class TestNumbersThatCountFromASize:
             name: array.tobytes() for name, array in self.ARRAYS.items()
         }
 
-    def test_without_the_size_a_name_that_needs_it_is_refused(self) -> None:
+    def test_without_the_size_a_name_that_needs_it_is_refused(self):
         with pytest.raises(UsageError, match=r"mtp.0.layer.w is numbered from L on .* name the folder of config.json"):
             mapped(COUNTED, self.ARRAYS)
         arrays = {key("h.0.w"): numbers(2), key("h.1.w"): numbers(2), key("h.1.proj"): numbers(2)}
         with pytest.raises(UsageError, match=r"h.1.proj is numbered from L on"):
             mapped(COUNTED, arrays, inverse=True)
 
-    def test_a_layer_beyond_the_size_would_be_read_as_another(self) -> None:
+    def test_a_layer_beyond_the_size_would_be_read_as_another(self):
         arrays = {key(f"layers.{n}.w"): numbers(2) for n in range(3)}
         with pytest.raises(UsageError, match="would not read in the same way on the way back"):
             mapped(COUNTED, arrays, {"num_hidden_layers": 2})
 
 
-def test_padding_that_nobody_tells_is_none() -> None:
+def test_padding_that_nobody_tells_is_none():
     text = '[sizes]\nV = "config.vocab_size"\n[[map]]\nleft = { w = "(V pad) H" }\nright = { v = "V H" }\n'
     weight = numbers(8, 4)
     _, found = mapped(text, {key("w"): weight})
@@ -213,7 +213,7 @@ def test_padding_that_nobody_tells_is_none() -> None:
     assert back[key("w")].tobytes() == weight.tobytes()
 
 
-def test_tied_names_may_take_the_same_new_shape() -> None:
+def test_tied_names_may_take_the_same_new_shape():
     text = (
         '[sizes]\nV = "config.vocab_size"\n[[map]]\nleft = { a = "(V pad) H" }\nright = { x = "V H" }\n'
         '[[map]]\nleft = { b = "(V pad) H" }\nright = { y = "V H" }\n'
@@ -244,7 +244,7 @@ class TestOptimizerStateOfOtherNames:
     ARRAYS: ClassVar = {key("q"): numbers(4, 3), key("k"): numbers(2, 3, seed=1)}
     STATE: ClassVar = {key("qk", slot): numbers(6, 3, seed=n) for n, slot in enumerate(("exp_avg", "exp_avg_sq"), 2)}
 
-    def test_it_joins_the_weights_and_is_parted_from_them_again(self) -> None:
+    def test_it_joins_the_weights_and_is_parted_from_them_again(self):
         _, found = mapped(OF_STATE, {**self.ARRAYS, **self.STATE}, {"q": 4}, groups=(ParamGroup(("qk",), {}),))
         assert {str(name) for name in found} == {
             *("hq", "hk"),
@@ -257,17 +257,17 @@ class TestOptimizerStateOfOtherNames:
         }
         assert manifest.groups[0].params == ("qk",)
 
-    def test_state_under_the_names_of_the_weights_is_read_too(self) -> None:
+    def test_state_under_the_names_of_the_weights_is_read_too(self):
         arrays = {**self.ARRAYS, key("q", "exp_avg"): numbers(4, 3, seed=5), key("k", "exp_avg"): numbers(2, 3, seed=6)}
         _, found = mapped(OF_STATE, arrays, {"q": 4})
         assert found[key("hq", "exp_avg")].tobytes() == arrays[key("q", "exp_avg")].tobytes()
 
-    def test_state_of_both_names_is_refused(self) -> None:
+    def test_state_of_both_names_is_refused(self):
         arrays = {**self.ARRAYS, **self.STATE, key("q", "exp_avg"): numbers(4, 3)}
         with pytest.raises(UsageError, match=r"makes hq \(exp_avg\) of q and of qk; names must stay distinct"):
             mapped(OF_STATE, arrays, {"q": 4})
 
-    def test_weights_alone_need_no_such_line(self) -> None:
+    def test_weights_alone_need_no_such_line(self):
         _, found = mapped(OF_STATE, self.ARRAYS, {"q": 4})
         _, back = mapped(OF_STATE, found, {"q": 4}, inverse=True)
         assert {str(name) for name in back} == {"q", "k"}
@@ -293,7 +293,7 @@ beside = { right = "h.{layer}.w1" }
 
 
 class TestLinesOfOtherPlaces:
-    def test_there_and_back(self) -> None:
+    def test_there_and_back(self):
         arrays = {key(f"{prefix}w13"): numbers(4, seed=n) for n, prefix in enumerate(("layers.0.", "mtp.0.inner."))}
         arrays |= {key(f"{prefix}norm"): numbers(2, seed=n) for n, prefix in enumerate(("layers.0.", "mtp.0.inner."))}
         arrays[key("embed")] = numbers(3)
@@ -305,7 +305,7 @@ class TestLinesOfOtherPlaces:
             name: array.tobytes() for name, array in arrays.items()
         }
 
-    def test_they_are_optional(self) -> None:
+    def test_they_are_optional(self):
         arrays = {key("embed"): numbers(3), key("layers.0.w13"): numbers(4), key("layers.0.norm"): numbers(2)}
         _, found = mapped(AGAIN, arrays, {"num_hidden_layers": 1})
         assert {str(name) for name in found} == {"e", "h.0.w1", "h.0.w3", "h.0.n"}
@@ -317,17 +317,17 @@ class TestLinesOfOtherPlaces:
             ('["", "mtp."]', "is not a list of two beginnings of names"),
         ],
     )
-    def test_one_beginning_is_refused(self, wrong: str, message: str) -> None:
+    def test_one_beginning_is_refused(self, wrong, message):
         with pytest.raises(UsageError, match=message):
             parse_recipe(AGAIN.replace('["layers.{layer}.", "mtp.{i}.inner."]', wrong), "r", "r.toml")
 
-    def test_what_is_no_table_is_refused(self) -> None:
+    def test_what_is_no_table_is_refused(self):
         with pytest.raises(UsageError, match=r"write \[\[again\]\]"):
             parse_recipe('again = ["a"]\n[[map]]\nleft = "a"\nright = "b"\n', "r", "r.toml")
 
 
 @pytest.mark.parametrize("has_head", [False, True])
-def test_a_left_side_without_ties_gets_no_tied_name(has_head: bool) -> None:
+def test_a_left_side_without_ties_gets_no_tied_name(has_head):
     text = (
         'left_ties = false\ntied = { head = "embed" }\n'
         '[[map]]\nleft = "e"\nright = "embed"\n[[map]]\nleft = "h"\nright = "head"\noptional = true\n'
@@ -351,17 +351,17 @@ right = "e"
 
 
 class TestCopies:
-    def test_they_are_left_out_and_not_given_back(self) -> None:
+    def test_they_are_left_out_and_not_given_back(self):
         arrays = {key("e"): numbers(3, seed=1), key("h.4.embed"): numbers(3, seed=1)}
         _, found = mapped(COPIES, arrays, inverse=True)
         assert [str(name) for name in found] == ["embed"]
         _, back = mapped(COPIES, found)
         assert [str(name) for name in back] == ["e"]
 
-    def test_one_that_differs_is_refused(self) -> None:
+    def test_one_that_differs_is_refused(self):
         with pytest.raises(DifferenceError, match=r"h\.4\.embed and e, which it repeats"):
             mapped(COPIES, {key("e"): numbers(3), key("h.4.embed"): numbers(3, seed=1)}, inverse=True)
 
-    def test_another_shape_is_refused(self) -> None:
+    def test_another_shape_is_refused(self):
         with pytest.raises(UnsupportedError, match=r"h\.4\.embed is a copy of e by the recipe, and differs in shape"):
             mapped(COPIES, {key("e"): numbers(3), key("h.4.embed"): numbers(4)}, inverse=True)

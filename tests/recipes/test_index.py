@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ CACHES = (index.list_recipes, index._built_in, index._of_plugins)
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
+def forgotten():
     """The recipes that a test installs are looked for in it, and forgotten after it."""
     for cached in CACHES:
         cached.cache_clear()
@@ -33,7 +33,7 @@ def forgotten() -> Iterator[None]:
 
 
 @pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
+def plugin(tmp_path, monkeypatch):
     """``plugin(distribution, **files)``: a distribution whose package holds these recipes, installed without pip."""
 
     def make(distribution: str, value: str = "", **files: str) -> Path:
@@ -59,7 +59,7 @@ def printed(*words: str) -> str:
     return done.output
 
 
-def test_every_built_in_recipe_is_listed_and_shown() -> None:
+def test_every_built_in_recipe_is_listed_and_shown():
     rows = {line.split()[0] for line in printed("recipes").splitlines()[1:]}
     assert rows == {path.stem for path in index._BUILT_IN.glob("*.toml")}
     for path in index._BUILT_IN.glob("*.toml"):
@@ -69,7 +69,7 @@ def test_every_built_in_recipe_is_listed_and_shown() -> None:
         assert (load_recipe(path.stem, inverse=True).left, recipe.left) == (recipe.right, recipe.left)
 
 
-def test_every_other_name_that_is_taken_is_listed() -> None:
+def test_every_other_name_that_is_taken_is_listed():
     lines = {line.split()[0]: line for line in printed("recipes").splitlines()[1:]}
     listed = {name: each.name for each in ckpt_tools.list_recipes() for name in each.also}
     assert listed["qwen3_moe"] == "qwen2_moe"
@@ -78,7 +78,7 @@ def test_every_other_name_that_is_taken_is_listed() -> None:
         assert re.search(rf"; also .*\b{name}\b", lines[recipe])
 
 
-def test_a_plug_in_adds_recipes(plugin: Plugin) -> None:
+def test_a_plug_in_adds_recipes(plugin):
     plugin("mine", one=moe.RECIPE, two=moe.RECIPE.replace("tinymoe", "othermoe"))
     assert [each.name for each in ckpt_tools.list_recipes()][-2:] == ["one", "two"]
     assert ckpt_tools.show_recipe("one").text == moe.RECIPE
@@ -87,13 +87,13 @@ def test_a_plug_in_adds_recipes(plugin: Plugin) -> None:
     assert printed("recipes", "show", "two").startswith("\nabout")
 
 
-def test_a_model_of_two_recipes_is_refused(plugin: Plugin) -> None:
+def test_a_model_of_two_recipes_is_refused(plugin):
     plugin("mine", one=moe.RECIPE, two=moe.RECIPE)
     with pytest.raises(UsageError, match=r"recipe='tinymoe' is a model of several recipes; choose one of one, two"):
         load_recipe("tinymoe")
 
 
-def test_two_of_one_name_are_refused(plugin: Plugin) -> None:
+def test_two_of_one_name_are_refused(plugin):
     plugin("mine", one=moe.RECIPE)
     plugin("theirs", one=moe.RECIPE)
     for ask in (ckpt_tools.list_recipes, lambda: load_recipe("one")):
@@ -101,7 +101,7 @@ def test_two_of_one_name_are_refused(plugin: Plugin) -> None:
             ask()
 
 
-def test_one_of_a_built_in_name_is_refused(plugin: Plugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_a_built_in_name_is_refused(plugin, tmp_path, monkeypatch):
     (tmp_path / "one.toml").write_text(moe.RECIPE)
     monkeypatch.setattr(index, "_BUILT_IN", tmp_path)
     plugin("mine", one=moe.RECIPE, two=moe.RECIPE)
@@ -111,7 +111,7 @@ def test_one_of_a_built_in_name_is_refused(plugin: Plugin, tmp_path: Path, monke
             ask()
 
 
-def test_one_that_is_wrong_is_named_if_it_is_needed(plugin: Plugin) -> None:
+def test_one_that_is_wrong_is_named_if_it_is_needed(plugin):
     plugin("mine", one=moe.RECIPE, bad="x = 1")
     assert load_recipe("one").name == "one"
     for ask in (ckpt_tools.list_recipes, lambda: load_recipe("bad"), lambda: load_recipe("nothing")):
@@ -120,18 +120,18 @@ def test_one_that_is_wrong_is_named_if_it_is_needed(plugin: Plugin) -> None:
 
 
 @pytest.mark.parametrize("value", ["nowhere", "no.where", "recipes_of_mine:x", "json"])
-def test_a_package_without_recipes_is_refused(value: str, plugin: Plugin) -> None:
+def test_a_package_without_recipes_is_refused(value, plugin):
     plugin("mine", value)
     with pytest.raises(UsageError, match=r"the recipes of mine 1\.0 cannot be found"):
         ckpt_tools.list_recipes()
 
 
-def test_an_unknown_name_names_the_nearest(plugin: Plugin) -> None:
+def test_an_unknown_name_names_the_nearest(plugin):
     plugin("mine", **{"my-mixture": moe.RECIPE})
     with pytest.raises(UsageError, match=r"there is no recipe 'my-mixtur'; the nearest are my-mixture"):
         load_recipe("my-mixtur")
 
 
 @pytest.mark.parametrize("words", [["recipes", "--json", "show", "x"], ["recipes", "x"], ["recipes", "show"]])
-def test_words_that_do_not_fit_are_usage_errors(words: list[str]) -> None:
+def test_words_that_do_not_fit_are_usage_errors(words):
     assert CliRunner().invoke(group, words).exit_code == 2

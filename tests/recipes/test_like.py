@@ -89,14 +89,14 @@ def same(found: Mapping[StateKey, np.ndarray], wanted: Mapping[str, np.ndarray])
         np.testing.assert_array_equal(found[StateKey(name)], array, strict=True)
 
 
-def test_names_come_in_the_order_of_the_reference() -> None:
+def test_names_come_in_the_order_of_the_reference():
     held = Held.of(model())
     made, notes = like(reference(UNTIED)).named(held.manifest)
     same(held.read(made), {name: model()[name] for name in UNTIED})
     assert not notes
 
 
-def test_each_weight_takes_the_dtype_of_the_reference() -> None:
+def test_each_weight_takes_the_dtype_of_the_reference():
     held = Held.of({**model(), BIAS: numbers(8)})
     ref = reference({**UNTIED, BIAS: (8,)}, DType.BFLOAT16)
     ref = replace(ref, tensors={**ref.tensors, BIAS: Wanted((8,), DType.FLOAT32)})
@@ -107,14 +107,14 @@ def test_each_weight_takes_the_dtype_of_the_reference() -> None:
     np.testing.assert_array_equal(held.read(made)[StateKey(BIAS)], numbers(8))
 
 
-def test_optimizer_state_keeps_its_dtype() -> None:
+def test_optimizer_state_keeps_its_dtype():
     held = Held.of({**model(), (NORM, "exp_avg"): numbers(H, seed=5)})
     made, _ = like(reference(UNTIED, DType.BFLOAT16)).cast(held.manifest)
     assert made.tensors[StateKey(NORM, "exp_avg")].dtype is DType.FLOAT32
 
 
 @pytest.mark.parametrize("before", [V + 2, V + 64, V - 1, 1])
-def test_rows_of_a_padded_vocabulary_are_left_out_or_added(before: int) -> None:
+def test_rows_of_a_padded_vocabulary_are_left_out_or_added(before):
     arrays: dict[Any, np.ndarray] = dict(model(before))
     arrays[EMBED, "exp_avg"] = numbers(before, H, seed=3)
     arrays[EMBED, "step"] = np.float32(7).reshape(())
@@ -135,7 +135,7 @@ def test_rows_of_a_padded_vocabulary_are_left_out_or_added(before: int) -> None:
     assert f"rows {min(before, V)} to {max(before, V) - 1}" in notes[0].what
 
 
-def test_a_tie_that_the_source_knows_is_left_out() -> None:
+def test_a_tie_that_the_source_knows_is_left_out():
     held = Held.of({EMBED: numbers(V, H), NORM: numbers(H)}, aliases={HEAD: EMBED})
     made, notes = like(reference(TIED)).named(held.manifest)
     same(held.read(made), {EMBED: numbers(V, H), NORM: numbers(H)})
@@ -143,7 +143,7 @@ def test_a_tie_that_the_source_knows_is_left_out() -> None:
     assert [(note.outcome, note.what, note.is_loss) for note in notes] == [(Outcome.DROPPED, HEAD, False)]
 
 
-def test_the_name_that_the_reference_holds_owns_the_tie_with_its_state() -> None:
+def test_the_name_that_the_reference_holds_owns_the_tie_with_its_state():
     arrays: dict[Any, np.ndarray] = {HEAD: numbers(V, H), NORM: numbers(H), (HEAD, "exp_avg"): numbers(V, H, seed=2)}
     held = Held.of(arrays, aliases={EMBED: HEAD}, groups=(ParamGroup((HEAD, NORM), {}),))
     made, _ = like(reference(TIED)).named(held.manifest)
@@ -152,7 +152,7 @@ def test_the_name_that_the_reference_holds_owns_the_tie_with_its_state() -> None
     assert made.groups[0].params == (EMBED, NORM)
 
 
-def test_a_tie_that_two_tensors_hold_is_left_out_if_their_bits_are_equal() -> None:
+def test_a_tie_that_two_tensors_hold_is_left_out_if_their_bits_are_equal():
     arrays: dict[Any, np.ndarray] = {EMBED: numbers(V, H), HEAD: numbers(V, H), NORM: numbers(H)}
     arrays[HEAD, "exp_avg"] = numbers(V, H, seed=9)
     held = Held.of(arrays, groups=(ParamGroup((HEAD, NORM), {}),))
@@ -165,14 +165,14 @@ def test_a_tie_that_two_tensors_hold_is_left_out_if_their_bits_are_equal() -> No
     assert made.groups[0].params == (EMBED, NORM)
 
 
-def test_padded_ties_are_compared_in_the_rows_that_are_written() -> None:
+def test_padded_ties_are_compared_in_the_rows_that_are_written():
     held = Held.of(model(V + 2))
     made, _ = like(reference(TIED)).named(held.manifest)
     assert {each.shape for pair in made.must_equal for each in (pair.first, pair.second)} == {(V, H)}
 
 
 @pytest.mark.parametrize("has_alias", [True, False])
-def test_a_tie_that_the_reference_holds_twice_is_given(has_alias: bool) -> None:
+def test_a_tie_that_the_reference_holds_twice_is_given(has_alias):
     held = Held.of({EMBED: numbers(V + 1, H), NORM: numbers(H)}, aliases={HEAD: EMBED} if has_alias else {})
     config = {} if has_alias else {"text_config": {"tie_word_embeddings": True}}
     made, notes = like(reference(UNTIED, **config)).named(held.manifest)
@@ -181,7 +181,7 @@ def test_a_tie_that_the_reference_holds_twice_is_given(has_alias: bool) -> None:
     assert (Outcome.DEFAULTED, HEAD) in [(note.outcome, note.what) for note in notes]
 
 
-def test_a_tie_to_a_name_that_is_given_is_compared_with_its_owner() -> None:
+def test_a_tie_to_a_name_that_is_given_is_compared_with_its_owner():
     held = Held.of({"first": numbers(V, H), HEAD: numbers(V, H)}, aliases={EMBED: "first"})
     ref = replace(reference({"first": (V, H), EMBED: (V, H)}), aliases={HEAD: EMBED})
     made, _ = like(ref).named(held.manifest)
@@ -190,7 +190,7 @@ def test_a_tie_to_a_name_that_is_given_is_compared_with_its_owner() -> None:
 
 
 @pytest.mark.parametrize("form", ["alias", "tensor", "none"])
-def test_a_name_that_the_reference_gives_to_another_tensor_is_one_here_too(form: str) -> None:
+def test_a_name_that_the_reference_gives_to_another_tensor_is_one_here_too(form):
     more = {HEAD: numbers(V, H)} if form == "tensor" else {}
     held = Held.of({EMBED: numbers(V, H), NORM: numbers(H), **more}, aliases={HEAD: EMBED} if form == "alias" else {})
     ref = replace(reference(TIED, tie_word_embeddings=False), aliases={HEAD: EMBED})
@@ -204,7 +204,7 @@ def double(manifest: Manifest) -> transforms.Transformed:
     return transforms.rename(manifest, lambda name: name.replace("a.", "b."))
 
 
-def test_the_only_way_that_leads_to_the_names_is_taken_and_noted() -> None:
+def test_the_only_way_that_leads_to_the_names_is_taken_and_noted():
     held = Held.of({"a.x": numbers(2), "a.y": numbers(3)})
     ref = reference({"b.y": (3,), "b.x": (2,)})
     made, notes = like(ref, AS_IT_IS, Way("recipe double", double)).named(held.manifest)
@@ -212,7 +212,7 @@ def test_the_only_way_that_leads_to_the_names_is_taken_and_noted() -> None:
     assert [note.what for note in notes] == ["recipe double"]
 
 
-def test_two_ways_with_one_result_are_one() -> None:
+def test_two_ways_with_one_result_are_one():
     held = Held.of({"a.x": numbers(2)})
     tried = (Way("one", double), Way("other", double))
     made, _ = like(reference({"b.x": (2,)}), *tried).named(held.manifest)
@@ -223,7 +223,7 @@ def swapped(manifest: Manifest) -> transforms.Transformed:
     return transforms.rename(manifest, lambda name: {"a.x": "b.y", "a.y": "b.x"}[name])
 
 
-def test_two_ways_with_different_results_are_refused() -> None:
+def test_two_ways_with_different_results_are_refused():
     held = Held.of({"a.x": numbers(2), "a.y": numbers(2, seed=1)})
     tried = (Way("recipe one", double), Way("recipe two", swapped))
     with pytest.raises(UsageError, match=r"fits in several ways \(recipe one, recipe two\); choose one with recipe="):
@@ -240,7 +240,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("form", WRAPPED.values(), ids=WRAPPED)
-def test_prefixes_of_wrappers_are_taken_off(form: str) -> None:
+def test_prefixes_of_wrappers_are_taken_off(form):
     held = Held.of({form.format(name): array for name, array in model().items()})
     ref = reference(UNTIED)
     made, _ = Like(ref, lambda each: ways(each, ref, has_recipe=False)).named(held.manifest)
@@ -323,21 +323,21 @@ MISFITS: dict[str, tuple[dict[str, np.ndarray], Reference, str]] = {
 
 
 @pytest.mark.parametrize(("arrays", "ref", "said"), MISFITS.values(), ids=MISFITS)
-def test_what_does_not_fit_is_one_sentence(arrays: dict[str, np.ndarray], ref: Reference, said: str) -> None:
+def test_what_does_not_fit_is_one_sentence(arrays, ref, said):
     with pytest.raises(UsageError, match=said) as caught:
         like(ref).named(Held.of(arrays).manifest)
     assert str(caught.value).startswith("like='ref' does not fit: ")
     assert len(str(caught.value)) < 600
 
 
-def test_the_nearest_way_is_the_one_that_is_reported() -> None:
+def test_the_nearest_way_is_the_one_that_is_reported():
     held = Held.of({"a.x": numbers(2), "a.y": numbers(3), "a.z": numbers(1)})
     ref = reference({"b.x": (2,), "b.y": (3,)})
     with pytest.raises(UsageError, match=r"does not fit: after recipe double; the reference lacks b\.z"):
         like(ref, AS_IT_IS, Way("recipe double", double)).named(held.manifest)
 
 
-def test_state_that_cannot_follow_the_vocabulary_is_refused() -> None:
+def test_state_that_cannot_follow_the_vocabulary_is_refused():
     held = Held.of({**model(V + 2), (EMBED, "exp_avg_sq_row"): numbers(V + 2)})
     said = (
         r"exp_avg_sq_row of model\.embed_tokens\.weight has the shape \[8\], and the weight \[8, 4\]: it cannot follow"
@@ -346,7 +346,7 @@ def test_state_that_cannot_follow_the_vocabulary_is_refused() -> None:
         like(reference(UNTIED)).named(held.manifest)
 
 
-def test_a_tie_with_optimizer_states_of_its_own_is_refused() -> None:
+def test_a_tie_with_optimizer_states_of_its_own_is_refused():
     states = {(name, "exp_avg"): numbers(V, H) for name in (HEAD, EMBED)}
     held = Held.of({**model(), **states})
     with pytest.raises(UsageError, match=r"lm_head.weight has optimizer state of its own, so that it is not tied to"):
@@ -364,26 +364,26 @@ class Config:
         return made
 
 
-def test_a_configuration_alone_says_vocabulary_and_ties() -> None:
+def test_a_configuration_alone_says_vocabulary_and_ties():
     held = Held.of({**model(V + 2), HEAD: numbers(V + 2, H)})
     made = Config({"text_config": {"vocab_size": V}, "tie_word_embeddings": True}).named(held)
     same(held.read(made), {NORM: numbers(H), EMBED: numbers(V + 2, H)[:V]})
     assert len(made.must_equal) == 1
 
 
-def test_a_configuration_without_a_tie_gives_the_head_of_its_own() -> None:
+def test_a_configuration_without_a_tie_gives_the_head_of_its_own():
     held = Held.of({EMBED: numbers(V, H)}, aliases={HEAD: EMBED})
     made = Config({"vocab_size": V, "tie_word_embeddings": False}).named(held)
     same(held.read(made), {EMBED: numbers(V, H), HEAD: numbers(V, H)})
 
 
-def test_a_configuration_of_another_vocabulary_is_refused() -> None:
+def test_a_configuration_of_another_vocabulary_is_refused():
     held = Held.of({"conv.weight": numbers(3, 3)})
     with pytest.raises(UsageError, match="has a vocabulary of 50,000 tokens, and no tensor of the source has so many"):
         Config({"vocab_size": 50_000}).named(held)
 
 
-def test_a_configuration_of_more_experts_is_refused_and_does_not_leave_the_names() -> None:
+def test_a_configuration_of_more_experts_is_refused_and_does_not_leave_the_names():
     experts = "model.layers.0.mlp.experts"
     held = Held.of({f"{experts}.gate_up_proj": numbers(2, 6, H), f"{experts}.down_proj": numbers(2, H, 3)})
     ref = Reference("ref", config={"model_type": "qwen3_moe", "num_experts": 4})
@@ -392,13 +392,13 @@ def test_a_configuration_of_more_experts_is_refused_and_does_not_leave_the_names
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_the_dtype_of_a_configuration_is_that_of_parameters(key: str) -> None:
+def test_the_dtype_of_a_configuration_is_that_of_parameters(key):
     held = Held.of({NORM: numbers(H)})
     made, _ = like(Reference("ref", config={key: "bfloat16"})).cast(held.manifest)
     assert made.tensors[StateKey(NORM)].dtype is DType.BFLOAT16
 
 
-def test_names_are_grouped_by_what_differs_in_numbers() -> None:
+def test_names_are_grouped_by_what_differs_in_numbers():
     names = [f"model.layers.{n}.{part}" for n in (61, 62) for part in ("enorm.weight", "hnorm.weight")]
     assert (
         grouped(names)

@@ -191,7 +191,7 @@ def expected(
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_every_element_is_where_numpy_has_it_and_the_inverse_brings_it_back(data: st.DataObject) -> None:
+def test_every_element_is_where_numpy_has_it_and_the_inverse_brings_it_back(data):
     case = data.draw(cases())
     manifest, files, elements = data.draw(manifests(case.left))
     made, _ = apply_recipe(manifest, case.recipe, None)

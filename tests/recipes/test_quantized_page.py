@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.pages import ROOT, check_commands
@@ -12,6 +10,6 @@ from tests.support.quantized import fp8_model
 pytestmark = pytest.mark.extended
 
 
-def test_every_command_prints_what_the_page_says(tmp_path: Path) -> None:
+def test_every_command_prints_what_the_page_says(tmp_path):
     fp8_model(tmp_path / "fp8")
     check_commands(ROOT / "docs" / "quantized.md", tmp_path)

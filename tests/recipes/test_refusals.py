@@ -159,7 +159,7 @@ SIZES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", [*FILES, *NAMES, *AXES, *SIZES])
-def test_a_bad_recipe(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_recipe(case, tmp_path, capsys):
     text, words = (FILES | NAMES | AXES | SIZES)[case]
     save_file(halves(8), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "act": "gelu", "tie": True, "heads": 4}))
@@ -356,7 +356,7 @@ MISFITS: dict[str, Misfit] = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_a_recipe_that_does_not_fit(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_does_not_fit(case, tmp_path, capsys):
     misfit = MISFITS[case]
     save_file(dict(misfit.tensors), tmp_path / "model.safetensors")
     if misfit.config:
@@ -424,7 +424,7 @@ STATES: dict[str, Stateful] = {
 
 
 @pytest.mark.parametrize("case", STATES)
-def test_state_that_cannot_follow(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_that_cannot_follow(case, tmp_path, capsys):
     it = STATES[case]
     shapes = {name: tuple(state["exp_avg"].shape) for name, state in it.state.items() if "exp_avg" in state}
     model = {name: torch.ones(shapes.get(name, PART if it.inverse else WHOLE)) for name in it.state}
@@ -439,36 +439,36 @@ def test_state_that_cannot_follow(case: str, tmp_path: Path, capsys: pytest.Capt
 # The option
 
 
-def test_an_unknown_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name(tmp_path, capsys):
     save_file(halves(8), tmp_path / "model.safetensors")
     refused(capsys, tmp_path, convert(tmp_path, "vit_tim"), USAGE, ("vit_tim", "vit_timm"))
 
 
-def test_a_file_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_does_not_exist(tmp_path, capsys):
     save_file(halves(8), tmp_path / "model.safetensors")
     refused(capsys, tmp_path, convert(tmp_path, tmp_path / "no.toml"), NOT_FOUND, ("no.toml",))
 
 
-def test_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder(tmp_path, capsys):
     save_file(halves(8), tmp_path / "model.safetensors")
     (tmp_path / "mine.toml").mkdir()
     refused(capsys, tmp_path, convert(tmp_path, tmp_path / "mine.toml"), USAGE, ("mine.toml", "folder"))
 
 
 @pytest.mark.parametrize("content", [b"left = '\xff'", b"\xff\xfel\x00", b"\x00" * 8, b""])
-def test_a_file_that_is_no_text(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_text(content, tmp_path, capsys):
     save_file(halves(8), tmp_path / "model.safetensors")
     (tmp_path / "mine.toml").write_bytes(content)
     refused(capsys, tmp_path, convert(tmp_path, tmp_path / "mine.toml"), USAGE, ("mine.toml",))
 
 
 @pytest.mark.parametrize("command", ["convert", "plan"])
-def test_inverse_without_a_recipe(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inverse_without_a_recipe(command, tmp_path, capsys):
     save_file(halves(8), tmp_path / "model.safetensors")
     arguments = [command, str(tmp_path / "model.safetensors"), str(tmp_path / "out.pt"), "--inverse"]
     refused(capsys, tmp_path, arguments, USAGE, ("--inverse", "--recipe"))
 
 
-def test_an_empty_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_name(tmp_path, capsys):
     save_file(halves(8), tmp_path / "model.safetensors")
     refused(capsys, tmp_path, convert(tmp_path, ""), USAGE, ("--recipe",))

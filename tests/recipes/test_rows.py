@@ -22,7 +22,7 @@ def has_rows(tensor: StoredTensor) -> bool:
 
 
 @given(stored_tensors().filter(has_rows), st.integers(1, 12))
-def test_rows_are_those_of_the_array(tensor: StoredTensor, rows: int) -> None:
+def test_rows_are_those_of_the_array(tensor, rows):
     wanted = np.zeros((rows, *tensor.elements.shape[1:]), tensor.elements.dtype)
     kept = min(rows, len(tensor.elements))
     wanted[:kept] = tensor.elements[:kept]
@@ -35,7 +35,7 @@ def test_rows_are_those_of_the_array(tensor: StoredTensor, rows: int) -> None:
 
 
 @given(stored_tensors().filter(has_rows))
-def test_the_same_rows_are_the_same_elements_and_others_are_not(tensor: StoredTensor) -> None:
+def test_the_same_rows_are_the_same_elements_and_others_are_not(tensor):
     rows = len(tensor.elements)
     assert has_same_elements(with_rows(tensor.entry, rows).shards, with_rows(tensor.entry, rows).shards)
     assert not has_same_elements(with_rows(tensor.entry, rows + 1).shards, tensor.entry.shards)

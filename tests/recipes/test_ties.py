@@ -27,7 +27,7 @@ def convert(folder: Path, recipe: str) -> None:
     ckpt_tools.convert(folder / "tied.pt", folder / "out.pt", recipe=folder / "mine.toml")
 
 
-def test_both_get_new_names(tmp_path: Path) -> None:
+def test_both_get_new_names(tmp_path):
     convert(tmp_path, line('"a"', '"x"') + line('"b"', '"y"'))
     found = torch.load(tmp_path / "out.pt")
     assert found.keys() == {"x", "y"}
@@ -35,14 +35,14 @@ def test_both_get_new_names(tmp_path: Path) -> None:
     assert torch.equal(found["y"], torch.arange(6.0).reshape(3, 2))
 
 
-def test_a_number_is_added_to_both(tmp_path: Path) -> None:
+def test_a_number_is_added_to_both(tmp_path):
     convert(tmp_path, line('"a"', '"x"', "add = 1") + line('"b"', '"y"', "add = 1"))
     found = torch.load(tmp_path / "out.pt")
     assert torch.equal(found["x"], torch.arange(1.0, 7.0).reshape(3, 2))
     assert torch.equal(found["y"], found["x"])
 
 
-def test_a_tied_name_that_is_dropped_is_gone(tmp_path: Path) -> None:
+def test_a_tied_name_that_is_dropped_is_gone(tmp_path):
     convert(tmp_path, 'drop = { left = ["b"] }\n' + line('"a"', '"x"'))
     assert torch.load(tmp_path / "out.pt").keys() == {"x"}
 
@@ -61,7 +61,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_tie_that_would_break_is_refused(case: str, tmp_path: Path) -> None:
+def test_a_tie_that_would_break_is_refused(case, tmp_path):
     with pytest.raises(UnsupportedError, match="b is tied to"):
         convert(tmp_path, BROKEN[case])
     assert not (tmp_path / "out.pt").exists()

@@ -41,13 +41,13 @@ embeddings and experts in groups, where transformers does neither; OLMo-core cal
 
 
 @pytest.fixture(params=BOUNDS)
-def genuine(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+def genuine(request, tmp_path):
     with zipfile.ZipFile(CORPUS / f"{request.param}.zip") as archive:
         archive.extractall(tmp_path)
     return request.param, tmp_path
 
 
-def test_a_genuine_checkpoint_has_the_same_logits_and_comes_back(genuine: tuple[str, Path]) -> None:
+def test_a_genuine_checkpoint_has_the_same_logits_and_comes_back(genuine):
     name, folder = genuine
     ckpt_tools.convert(folder / "dcp", folder / "hub", to="safetensors", recipe=name, config=folder)
     model, told = AutoModelForCausalLM.from_pretrained(
@@ -67,7 +67,7 @@ def test_a_genuine_checkpoint_has_the_same_logits_and_comes_back(genuine: tuple[
     ckpt_tools.diff(folder / "dcp", folder / "back", exclude=lost)
 
 
-def test_optimizer_state_of_torchtitan_is_parted_for_jobs_without_fuse_qkv(tmp_path: Path) -> None:
+def test_optimizer_state_of_torchtitan_is_parted_for_jobs_without_fuse_qkv(tmp_path):
     with zipfile.ZipFile(CORPUS / "torchtitan_llama.zip") as archive:
         archive.extractall(tmp_path)
     ckpt_tools.convert(tmp_path / "dcp", tmp_path / "parted", to="dcp", recipe="torchtitan_qkv", config=tmp_path)
@@ -132,7 +132,7 @@ TITAN_ENDS = {"tok_embeddings.weight": (8, 16), "norm.weight": (16,)}
     ("head", "names"),
     [("output", "attention.{}"), ("lm_head", "attention.qkv_linear.{}"), ("lm_head", "attention.qkv_linear.wqkv")],
 )
-def test_spellings_of_torchtitan(head: str, names: str) -> None:
+def test_spellings_of_torchtitan(head, names):
     """Those of before April 2026, of today, and of the months in which the three were one tensor on the disk."""
     shapes = {f"{names.format(x)}.weight": (16 if x == "wq" else 8, 16) for x in ("wq", "wk", "wv")}
     if names.endswith("wqkv"):
@@ -151,7 +151,7 @@ def test_spellings_of_torchtitan(head: str, names: str) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["experts.w{}", "experts.w{}_{}", "routed_experts.inner_experts.w{}_{}"])
-def test_spellings_of_torchtitans_experts(spelling: str) -> None:
+def test_spellings_of_torchtitans_experts(spelling):
     experts = {
         f"moe.{spelling.format(number, letters)}": (3, *shape)
         for number, letters, shape in ((1, "EFD", (5, 16)), (3, "EFD", (5, 16)), (2, "EDF", (16, 5)))
@@ -175,7 +175,7 @@ def test_spellings_of_torchtitans_experts(spelling: str) -> None:
         ("experts.mlp1_weight", "experts.mlp2_weight"),
     ],
 )
-def test_torchtitans_gpt_oss_is_transposed(spelling: tuple[str, str]) -> None:
+def test_torchtitans_gpt_oss_is_transposed(spelling):
     """The orientation of transformers is that of its MXFP4 files after dequantization, with the last axes exchanged."""
     first, second = spelling
     biases = {
@@ -202,7 +202,7 @@ def test_torchtitans_gpt_oss_is_transposed(spelling: tuple[str, str]) -> None:
 P = "model.layers.0."
 
 
-def test_automodels_experts() -> None:
+def test_automodels_experts():
     arrays = {
         key(f"{P}mlp.experts.gate_and_up_projs"): numbers(3, 16, 10),
         key(f"{P}mlp.experts.down_projs"): numbers(3, 5, 16, seed=1),
@@ -218,7 +218,7 @@ def test_automodels_experts() -> None:
         assert same(down, np.ascontiguousarray(second[expert].T))
 
 
-def test_automodels_gpt_oss_has_other_names_alone() -> None:
+def test_automodels_gpt_oss_has_other_names_alone():
     names = ("gate.weight", "gate.bias", "experts.gate_and_up_projs", "experts.down_projs", "experts.down_proj_bias")
     arrays = {key(f"{P}mlp.{name}"): numbers(3, 4, seed=seed) for seed, name in enumerate(names)}
     found = both_ways("automodel_gpt_oss", arrays, {})
@@ -247,7 +247,7 @@ def test_automodels_gpt_oss_has_other_names_alone() -> None:
         ("prime_rl_afmoe", "mlp.router.gate.weight", "mlp.expert_bias", "mlp.experts.{}.{}_proj.weight", "num_experts"),
     ],
 )
-def test_prime_rls_experts(recipe: str, gate: str, bias: str, experts: str, config: str) -> None:
+def test_prime_rls_experts(recipe, gate, bias, experts, config):
     arrays = {
         key(f"{P}mlp.router.gate.weight"): numbers(3, 16),
         key(f"{P}mlp.expert_bias"): numbers(3, seed=1),
@@ -264,7 +264,7 @@ def test_prime_rls_experts(recipe: str, gate: str, bias: str, experts: str, conf
             assert same(found[P + experts.format(expert, name)], arrays[key(f"{P}mlp.experts.{number}")][expert])
 
 
-def test_olmo_cores_experts_are_below_each_other() -> None:
+def test_olmo_cores_experts_are_below_each_other():
     block = "blocks.0.feed_forward_moe."
     layer = {f"attention.{name}.weight": (16, 16) for name in ("w_q", "w_k", "w_v", "w_out")}
     layer |= {
@@ -286,7 +286,7 @@ def test_olmo_cores_experts_are_below_each_other() -> None:
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_nanotrons_rows(is_interleaved: bool) -> None:
+def test_nanotrons_rows(is_interleaved):
     layer = {"attn.qkv_proj.weight": (32, 16), "attn.o_proj.weight": (16, 16), "mlp.gate_up_proj.weight": (20, 16)}
     layer |= {
         "mlp.down_proj.weight": (16, 10),

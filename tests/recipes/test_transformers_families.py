@@ -68,7 +68,7 @@ def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> No
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_a_family_becomes_its_hub_files_and_comes_back(name: str, tmp_path: Path) -> None:
+def test_a_family_becomes_its_hub_files_and_comes_back(name, tmp_path):
     model = families.build(name, tie_word_embeddings=False)
     live = saved(model, tmp_path, (".pt", ".safetensors")[MODELS.index(name) % 2])
     hub, back = tmp_path / "hub.safetensors", tmp_path / "back.safetensors"
@@ -83,13 +83,13 @@ def test_a_family_becomes_its_hub_files_and_comes_back(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", sorted(SAME))
-def test_a_family_without_a_recipe_needs_none(name: str) -> None:
+def test_a_family_without_a_recipe_needs_none(name):
     model = families.build(name, tie_word_embeddings=False)
     assert_same(hub_state(model), model.state_dict())
 
 
 @pytest.mark.parametrize("name", TIED)
-def test_a_tied_head_is_left_out_and_given_back(name: str, tmp_path: Path) -> None:
+def test_a_tied_head_is_left_out_and_given_back(name, tmp_path):
     """`save_pretrained` itself is the judge: it writes no tied names, and no notes of ours on them."""
     model = families.build(name, tie_word_embeddings=True)
     live = saved(model, tmp_path, ".pt")
@@ -104,7 +104,7 @@ def test_a_tied_head_is_left_out_and_given_back(name: str, tmp_path: Path) -> No
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MODELS)
-def test_from_pretrained_reads_what_a_family_becomes(name: str, tmp_path: Path) -> None:
+def test_from_pretrained_reads_what_a_family_becomes(name, tmp_path):
     """With no missing and no unexpected tensor, and with the same loss to the last bit."""
     model = families.build(name)
     ckpt_tools.convert(saved(model, tmp_path, ".pt"), tmp_path / "hub", to="safetensors", recipe=name)
@@ -117,7 +117,7 @@ def test_from_pretrained_reads_what_a_family_becomes(name: str, tmp_path: Path) 
         assert torch.equal(*losses)
 
 
-def test_from_pretrained_reads_the_transposed_files(tmp_path: Path) -> None:
+def test_from_pretrained_reads_the_transposed_files(tmp_path):
     """Files that `save_pretrained` of qwen3_vl_moe writes are not transposed; the published ones are."""
     model = families.build("qwen3_vl_moe")
     live = saved(model, tmp_path, ".safetensors")
@@ -127,12 +127,12 @@ def test_from_pretrained_reads_the_transposed_files(tmp_path: Path) -> None:
     assert_same(found.state_dict(), model.state_dict())
 
 
-def test_each_model_type_has_one_recipe() -> None:
+def test_each_model_type_has_one_recipe():
     assert len(MODELS) == len(set(MODELS))
     assert set(MODELS) <= set(families.FAMILIES)
 
 
-def test_the_installed_transformers_gives_the_same_files() -> None:
+def test_the_installed_transformers_gives_the_same_files():
     """`python -m tests.recipes.generate` changes nothing."""
     texts = {recipe.name: recipe.text for recipe in OF_TRANSFORMERS}
     made = generate.generate()

@@ -7,7 +7,7 @@ order, and is compared with ``BOUND``; torch's fused inference attention is off,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,7 @@ State = Mapping[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
-def no_fused_attention() -> Iterator[None]:
+def no_fused_attention():
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     yield
@@ -176,7 +176,7 @@ def convert(source: Path, out: Path, way: Direction, **options: Any) -> ckpt_too
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 @pytest.mark.parametrize("way", DIRECTIONS, ids=str)
-def test_the_other_library_gives_the_same_logits(way: Direction, ending: str, tmp_path: Path) -> None:
+def test_the_other_library_gives_the_same_logits(way, ending, tmp_path):
     model = randomized(BUILD[way.source]())
     source = saved(way.source, model, tmp_path / "source", ending)
     if way.target == "hub":
@@ -194,7 +194,7 @@ def test_the_other_library_gives_the_same_logits(way: Direction, ending: str, tm
 
 
 @pytest.mark.parametrize("way", DIRECTIONS, ids=str)
-def test_there_and_back_is_the_same_file(way: Direction, tmp_path: Path) -> None:
+def test_there_and_back_is_the_same_file(way, tmp_path):
     model = randomized(BUILD[way.source]())
     state = hub_state(model, tmp_path / "hub") if way.source == "hub" else model.state_dict()
     save_file(dict(state), tmp_path / "first.safetensors")
@@ -205,7 +205,7 @@ def test_there_and_back_is_the_same_file(way: Direction, tmp_path: Path) -> None
     assert all(torch.equal(found[name], state[name]) for name in state)
 
 
-def test_the_three_recipes_agree(tmp_path: Path) -> None:
+def test_the_three_recipes_agree(tmp_path):
     model = randomized(of_timm())
     names = ["timm", "torchvision", "hub", "timm"]
     save_file(model.state_dict(), tmp_path / "0.safetensors")
@@ -248,7 +248,7 @@ def saved_training(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
 
 
 @pytest.mark.parametrize("way", [way for way in DIRECTIONS if "hub" not in str(way)], ids=str)
-def test_training_continues_in_the_other_library(way: Direction, tmp_path: Path) -> None:
+def test_training_continues_in_the_other_library(way, tmp_path):
     model = randomized(BUILD[way.source]())
     optimizer = trained(model)
     saved_training(model, optimizer, tmp_path / "source")
@@ -269,7 +269,7 @@ QKV = {"query": 0, "key": 1, "value": 2}
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
-def test_moments_of_a_fused_weight_follow_its_three_parts(library: str, tmp_path: Path) -> None:
+def test_moments_of_a_fused_weight_follow_its_three_parts(library, tmp_path):
     way = next(way for way in DIRECTIONS if str(way) == f"{library}-hub")
     model = randomized(BUILD[library]())
     tree = saved_training(model, trained(model), tmp_path / "source")
@@ -295,7 +295,7 @@ def test_moments_of_a_fused_weight_follow_its_three_parts(library: str, tmp_path
 # Variants
 
 
-def test_a_model_without_a_head_and_one_without_biases_of_qkv(tmp_path: Path) -> None:
+def test_a_model_without_a_head_and_one_without_biases_of_qkv(tmp_path):
     model = randomized(of_timm(num_classes=0, qkv_bias=False))
     source = saved("timm", model, tmp_path / "source")
     config(qkv_bias=False).save_pretrained(tmp_path / "config")
@@ -307,7 +307,7 @@ def test_a_model_without_a_head_and_one_without_biases_of_qkv(tmp_path: Path) ->
         assert torch.equal(bare.eval()(images).last_hidden_state, model.forward_features(images))
 
 
-def test_the_demos_model_is_one_of_torchvision(tmp_path: Path) -> None:
+def test_the_demos_model_is_one_of_torchvision(tmp_path):
     model = randomized(build_model())
     assert isinstance(model, VisionTransformer)
     its = {"image_size": 28, "patch_size": 7, "num_channels": 1, "num_hidden_layers": 10, "num_attention_heads": 2}
@@ -351,7 +351,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("case", RESIZED)
-def test_sizes_that_config_json_does_not_have_are_refused(case: str, tmp_path: Path) -> None:
+def test_sizes_that_config_json_does_not_have_are_refused(case, tmp_path):
     source = saved("timm", of_timm(), tmp_path / "source")
     config(**RESIZED[case]).save_pretrained(tmp_path / "config")
     told = refusal(source, tmp_path / "out", "vit_timm", to="safetensors", config=tmp_path / "config")
@@ -368,20 +368,20 @@ FOREIGN = {
 
 @pytest.mark.parametrize("recipe", ["vit_timm", "vit_timm_torchvision"])
 @pytest.mark.parametrize("case", FOREIGN)
-def test_parts_that_the_other_library_does_not_have_are_refused(case: str, recipe: str, tmp_path: Path) -> None:
+def test_parts_that_the_other_library_does_not_have_are_refused(case, recipe, tmp_path):
     arguments, name = FOREIGN[case]
     source = saved("timm", of_timm(**arguments), tmp_path / "source")
     told = refusal(source, tmp_path / "out.safetensors", recipe)
     assert name in told
 
 
-def test_a_representation_layer_of_torchvision_is_refused(tmp_path: Path) -> None:
+def test_a_representation_layer_of_torchvision_is_refused(tmp_path):
     source = saved("torchvision", of_torchvision(representation_size=7), tmp_path / "source")
     told = refusal(source, tmp_path / "out.safetensors", "vit_torchvision")
     assert "heads.pre_logits" in told
 
 
-def test_the_hubs_pooler_is_dropped_and_named(tmp_path: Path) -> None:
+def test_the_hubs_pooler_is_dropped_and_named(tmp_path):
     model = randomized(ViTModel(config()))
     state = {f"vit.{name}": tensor for name, tensor in hub_state(model, tmp_path / "bare").items()}
     save_file(state, tmp_path / "hub.safetensors")
@@ -394,7 +394,7 @@ def test_the_hubs_pooler_is_dropped_and_named(tmp_path: Path) -> None:
         assert torch.equal(found.eval().forward_features(images), model.eval()(images).last_hidden_state)
 
 
-def test_names_of_an_old_torchvision_and_of_a_bare_model_are_renamed_first(tmp_path: Path) -> None:
+def test_names_of_an_old_torchvision_and_of_a_bare_model_are_renamed_first(tmp_path):
     model = randomized(of_torchvision())
     old = {
         name.replace("mlp.0", "mlp.linear_1").replace("mlp.3", "mlp.linear_2"): w
@@ -412,7 +412,7 @@ def test_names_of_an_old_torchvision_and_of_a_bare_model_are_renamed_first(tmp_p
     of_timm(num_classes=0).load_state_dict(torch.load(tmp_path / "timm.pt"))
 
 
-def test_a_state_dict_of_transformers_5_takes_two_steps(tmp_path: Path) -> None:
+def test_a_state_dict_of_transformers_5_takes_two_steps(tmp_path):
     model = randomized(of_transformers())
     torch.save(model.state_dict(), tmp_path / "live.pt")
     ckpt_tools.convert(tmp_path / "live.pt", tmp_path / "hub.safetensors", recipe="vit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ EMPTY = (no_safetensors, no_torch, no_dcp, no_zero, no_ranks, no_gguf, no_npz)
 
 
 @pytest.mark.parametrize("empty", EMPTY)
-def test_a_checkpoint_without_tensors_is_not_complete(empty: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_checkpoint_without_tensors_is_not_complete(empty, tmp_path):
     for step in (1, 2, 3):
         saved(tmp_path, step)
     (tmp_path / "checkpoint-4").mkdir()
@@ -105,7 +105,7 @@ def test_a_checkpoint_without_tensors_is_not_complete(empty: Callable[[Path], No
     assert ckpt_tools.inspect(f"{tmp_path}@latest").source.endswith("checkpoint-3")
 
 
-def test_files_of_a_step_that_need_no_tensors_are_complete(tmp_path: Path) -> None:
+def test_files_of_a_step_that_need_no_tensors_are_complete(tmp_path):
     for epoch in (1, 2):
         torch.save(dict(MODEL), tmp_path / f"model_epoch_{epoch}.pt")
         torch.save({"state": {}, "param_groups": []}, tmp_path / f"optimizer_epoch_{epoch}.pt")
@@ -115,7 +115,7 @@ def test_files_of_a_step_that_need_no_tensors_are_complete(tmp_path: Path) -> No
     assert there(tmp_path) == ["model_epoch_2.pt", "optimizer_epoch_2.pt", "scheduler_epoch_2.pt"]
 
 
-def test_a_dcp_whose_objects_hold_the_tensors_is_complete(tmp_path: Path) -> None:
+def test_a_dcp_whose_objects_hold_the_tensors_is_complete(tmp_path):
     planner = DefaultSavePlanner(flatten_state_dict=False)
     state = {"model": dict(MODEL)}
     save_dcp(state, tmp_path / "step-1", planner=planner)
@@ -135,7 +135,7 @@ LESS = {
 
 
 @pytest.mark.parametrize("case", LESS)
-def test_a_newest_that_holds_less_is_refused(case: str, tmp_path: Path) -> None:
+def test_a_newest_that_holds_less_is_refused(case, tmp_path):
     weights, words = LESS[case]
     for step in (1, 2, 3):
         saved(tmp_path, step)
@@ -154,7 +154,7 @@ def test_a_newest_that_holds_less_is_refused(case: str, tmp_path: Path) -> None:
     assert there(tmp_path) == ["checkpoint-4"]
 
 
-def test_two_that_hold_less_are_compared_with_the_largest(tmp_path: Path) -> None:
+def test_two_that_hold_less_are_compared_with_the_largest(tmp_path):
     saved(tmp_path, 1)
     for step in (2, 3):
         saved(tmp_path, step, ONLY_SOME)
@@ -162,7 +162,7 @@ def test_two_that_hold_less_are_compared_with_the_largest(tmp_path: Path) -> Non
         ckpt_tools.prune(tmp_path, keep_last=1)
 
 
-def test_one_of_those_that_stay_cannot_be_opened(tmp_path: Path) -> None:
+def test_one_of_those_that_stay_cannot_be_opened(tmp_path):
     for step in (1, 2, 3):
         (tmp_path / f"step-{step}").mkdir()
         torch.save(dict(MODEL), tmp_path / f"step-{step}" / "model.pt")
@@ -178,7 +178,7 @@ def test_one_of_those_that_stay_cannot_be_opened(tmp_path: Path) -> None:
 # As much as before
 
 
-def test_a_model_saved_alone_leaves_the_newest_optimizer(tmp_path: Path) -> None:
+def test_a_model_saved_alone_leaves_the_newest_optimizer(tmp_path):
     for step in (1, 2, 3):
         saved(tmp_path, step, optimizer=True)
     saved(tmp_path, 4)
@@ -189,7 +189,7 @@ def test_a_model_saved_alone_leaves_the_newest_optimizer(tmp_path: Path) -> None
     assert list(reasons(tmp_path, allow_less=True)) == ["checkpoint-4"]
 
 
-def test_an_older_one_holding_less_is_no_concern(tmp_path: Path) -> None:
+def test_an_older_one_holding_less_is_no_concern(tmp_path):
     saved(tmp_path, 1, ADAPTER)
     saved(tmp_path, 2)
     saved(tmp_path, 3, {**MODEL, "c.weight": torch.ones(3)}, optimizer=True)
@@ -205,14 +205,14 @@ def halved(weights: Weights) -> Weights:
 
 
 @pytest.mark.parametrize("change", [wrapped, halved])
-def test_another_wrapper_or_precision_is_as_much(change: Callable[[Weights], Weights], tmp_path: Path) -> None:
+def test_another_wrapper_or_precision_is_as_much(change, tmp_path):
     saved(tmp_path, 1)
     saved(tmp_path, 2, change(MODEL))
     assert list(reasons(tmp_path)) == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize("to", ["zero1", "zero3", "universal", "dcp", "sharded", "megatron", "safetensors", "torch"])
-def test_another_format_and_world_size_are_as_much(to: Any, checkpoint: Any, tmp_path: Path) -> None:
+def test_another_format_and_world_size_are_as_much(to, checkpoint, tmp_path):
     made = checkpoint("zero3-bf16", "awkward", 2).checkpoint
     tag = next(path for path in made.iterdir() if path.is_dir())
     shutil.copytree(tag, tmp_path / "run" / "global_step1")
@@ -244,7 +244,7 @@ def content(*, weights: Mapping[str, int], state: int = 0, size: int = 100, is_r
         (content(weights={}, size=40, is_read=False), content(weights={"w": 9}), "files have 40 B, those of b 100 B"),
     ],
 )
-def test_what_is_less(newer: Content, elder: Content, words: str | None) -> None:
+def test_what_is_less(newer, elder, words):
     found = lack(newer, elder)
     assert (words is None) == (found is None) and (words or "") in (found or "")
 
@@ -261,7 +261,7 @@ def test_what_is_less(newer: Content, elder: Content, words: str | None) -> None
         {"best_model_checkpoint": None, "best_global_step": 2},
     ],
 )
-def test_the_best_by_the_trainers_state_stays(state: dict[str, Any], tmp_path: Path) -> None:
+def test_the_best_by_the_trainers_state_stays(state, tmp_path):
     saved(tmp_path, 1)
     saved(tmp_path, 2, best_model_checkpoint="out/checkpoint-1")
     saved(tmp_path, 3)
@@ -270,7 +270,7 @@ def test_the_best_by_the_trainers_state_stays(state: dict[str, Any], tmp_path: P
     assert len(reasons(tmp_path)) == 2
 
 
-def test_the_state_of_the_whole_run_is_later(tmp_path: Path) -> None:
+def test_the_state_of_the_whole_run_is_later(tmp_path):
     for step in (1, 2, 3):
         saved(tmp_path, step, best_model_checkpoint="out/checkpoint-2")
     (tmp_path / "trainer_state.json").write_text('{"global_step": 4, "best_model_checkpoint": "out/checkpoint-1"}')
@@ -280,13 +280,13 @@ def test_the_state_of_the_whole_run_is_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("best", ["out/checkpoint-9", "", None, 7, []])
-def test_a_best_that_is_gone_or_none_says_nothing(best: Any, tmp_path: Path) -> None:
+def test_a_best_that_is_gone_or_none_says_nothing(best, tmp_path):
     for step in (1, 2, 3):
         saved(tmp_path, step, best_model_checkpoint=best)
     assert [*reasons(tmp_path)] == ["checkpoint-3"]
 
 
-def test_the_best_of_lightning_stays(tmp_path: Path) -> None:
+def test_the_best_of_lightning_stays(tmp_path):
     """By a ``ModelCheckpoint`` that monitors a metric; one that monitors nothing calls its last one the best."""
     import lightning
 

@@ -11,7 +11,6 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -148,7 +147,7 @@ def laid(run: Path, name: str, make: Callable[[Path], None]) -> Path:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_a_trainer_finished_is_complete(name: str, tmp_path: Path) -> None:
+def test_what_a_trainer_finished_is_complete(name, tmp_path):
     laid(tmp_path / "run", name, MADE[name])
     found = listed(tmp_path / "run")
     assert list(found) == [name]
@@ -157,7 +156,7 @@ def test_what_a_trainer_finished_is_complete(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "damage", "why"), CASES)
-def test_what_is_not_complete_says_why(name: str, damage: Damage, why: str, tmp_path: Path) -> None:
+def test_what_is_not_complete_says_why(name, damage, why, tmp_path):
     damage(laid(tmp_path / "run", name, MADE[name]))
     (found,) = listed(tmp_path / "run").values()
     assert found.is_complete == (not why)
@@ -168,7 +167,7 @@ REAL = [("fsdp2", "plain"), ("zero2-fp32", "awkward"), ("zero3-bf16", "awkward")
 
 
 @pytest.mark.parametrize(("kind", "case"), REAL)
-def test_genuine_checkpoints_lack_any_one_file(kind: str, case: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_genuine_checkpoints_lack_any_one_file(kind, case, checkpoint, tmp_path):
     """Without a file that a rank wrote it is incomplete; each file whole, it is complete, with its world size."""
     made = checkpoint(kind, case, 2).checkpoint
     run = tmp_path / "run"
@@ -187,13 +186,13 @@ def test_genuine_checkpoints_lack_any_one_file(kind: str, case: str, checkpoint:
     assert listed(run)["epoch_3"].is_complete
 
 
-def test_a_dcp_without_metadata_did_not_finish(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_dcp_without_metadata_did_not_finish(checkpoint, tmp_path):
     shutil.copytree(checkpoint("fsdp2", "plain", 2).checkpoint, tmp_path / "run" / "step-7")
     (tmp_path / "run" / "step-7" / ".metadata").unlink()
     assert listed(tmp_path / "run")["step-7"].problem == "no .metadata: the save did not finish"
 
 
-def test_a_tag_that_latest_does_not_name_yet(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_tag_that_latest_does_not_name_yet(checkpoint, tmp_path):
     made = checkpoint("zero3-fp32", "awkward", 2).checkpoint
     tag = (made / "latest").read_text()
     for number in (9, 10):
@@ -205,7 +204,7 @@ def test_a_tag_that_latest_does_not_name_yet(checkpoint: Any, tmp_path: Path) ->
     assert "the file latest names global_step9" in (found["global_step10"].problem or "")
 
 
-def test_megatron_writes_its_own_metadata_last(checkpoint: Any, tmp_path: Path) -> None:
+def test_megatron_writes_its_own_metadata_last(checkpoint, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(checkpoint("fsdp2", "plain", 2).checkpoint, run / "iter_0000010")
     zipped(run / "iter_0000010" / "common.pt")
@@ -215,7 +214,7 @@ def test_megatron_writes_its_own_metadata_last(checkpoint: Any, tmp_path: Path) 
     assert (found.problem, found.format, found.step) == (None, "megatron", 10)
 
 
-def test_ray_names_a_checkpoint_when_all_workers_have_uploaded(tmp_path: Path) -> None:
+def test_ray_names_a_checkpoint_when_all_workers_have_uploaded(tmp_path):
     run = tmp_path / "run"
     for number in (0, 1):
         zipped(run / f"checkpoint_00000{number}" / "model.pt", {"w": torch.ones(3)})
@@ -226,7 +225,7 @@ def test_ray_names_a_checkpoint_when_all_workers_have_uploaded(tmp_path: Path) -
     assert "does not name it" in (found["checkpoint_000001"].problem or "")
 
 
-def test_lightning_folders_end_with_meta(checkpoint: Any, tmp_path: Path) -> None:
+def test_lightning_folders_end_with_meta(checkpoint, tmp_path):
     folder = tmp_path / "run" / "epoch=0-step=3.ckpt"
     shutil.copytree(checkpoint("fsdp2", "plain", 2).checkpoint, folder)
     assert "no meta.pt" in (listed(tmp_path / "run")[folder.name].problem or "")
@@ -234,7 +233,7 @@ def test_lightning_folders_end_with_meta(checkpoint: Any, tmp_path: Path) -> Non
     assert listed(tmp_path / "run")[folder.name].is_complete
 
 
-def test_a_universal_checkpoint_has_every_parameter(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_universal_checkpoint_has_every_parameter(checkpoint, tmp_path):
     made = checkpoint("zero3-fp32", "awkward", 2).checkpoint
     run = tmp_path / "run"
     ckpt_tools.convert(made, run, to="universal")
@@ -282,11 +281,11 @@ def test_a_universal_checkpoint_has_every_parameter(checkpoint: Any, tmp_path: P
         (["final/model.safetensors", "checkpoint-5/model.safetensors"], ["checkpoint-5", "final"]),
     ],
 )
-def test_which_folders_and_files_are_checkpoints(files: list[str], found: list[str]) -> None:
+def test_which_folders_and_files_are_checkpoints(files, found):
     assert [member.name for member in members(dict.fromkeys(files, 1))] == found
 
 
-def test_a_zip_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_zip_of_something_else_is_left_alone(tmp_path):
     """Only what begins as a torch file and has no end is called cut off."""
     folder = laid(tmp_path / "run", "checkpoint-5", hf)
     with zipfile.ZipFile(folder / "extra.bin", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -301,7 +300,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("name", ["metadata.pkl", ".metadata", "mp_rank_00_model_states.pt"])
-def test_listing_runs_no_pickle(name: str, tmp_path: Path) -> None:
+def test_listing_runs_no_pickle(name, tmp_path):
     zipped(tmp_path / "run" / "step-5" / "model_0.pt", {"w": torch.ones(3)})
     path = tmp_path / "run" / "step-5" / name
     if name.endswith(".pt"):

@@ -113,7 +113,7 @@ RUNS = (
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.layout}-{run.markers}")
-def test_it_is_complete_with_its_marker_alone(run: Run, tmp_path: Path) -> None:
+def test_it_is_complete_with_its_marker_alone(run, tmp_path):
     newer = run.lay(tmp_path / "run")
     listing = ckpt_tools.ls(tmp_path / "run").checkpoints
     names = [name.partition("/")[0] for name in reversed(run.names)]
@@ -137,7 +137,7 @@ SINGLE = {
 
 
 @pytest.mark.parametrize("layout", SINGLE)
-def test_one_file_is_complete_to_its_end(layout: str, tmp_path: Path) -> None:
+def test_one_file_is_complete_to_its_end(layout, tmp_path):
     part, names = SINGLE[layout]
     newer = Run(layout, part, names, "", "").lay(tmp_path / "run")
     assert [each.is_complete for each in ckpt_tools.ls(tmp_path / "run").checkpoints] == [True, True]

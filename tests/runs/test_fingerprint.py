@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -16,7 +15,7 @@ from safetensors.numpy import save_file
 
 import ckpt_tools
 from ckpt_tools.errors import SourceNotFoundError
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 
 pytestmark = pytest.mark.quick
 
@@ -58,7 +57,7 @@ def removed(_: Path, target: Path) -> None:
 
 @pytest.mark.parametrize("change", [copied_with_times, renamed, appended, unfinished, removed])
 @pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "config.json"])
-def test_a_change_of_any_file_is_noticed(tmp_path: Path, name: str, change: Callable[[Path, Path], None]) -> None:
+def test_a_change_of_any_file_is_noticed(tmp_path, name, change):
     """Both files have the same size and time of writing."""
     model, other = write_model(tmp_path / "model", 1), write_model(tmp_path / "other", 2)
     for folder in (model, other):
@@ -70,7 +69,7 @@ def test_a_change_of_any_file_is_noticed(tmp_path: Path, name: str, change: Call
     assert before.again() == before.again()
 
 
-def test_logs_and_other_checkpoints_do_not_count(tmp_path: Path) -> None:
+def test_logs_and_other_checkpoints_do_not_count(tmp_path):
     model = write_model(tmp_path / "model", 1)
     write_model(model / "checkpoint-1", 1)
     (model / "train.log").write_text("1")
@@ -89,7 +88,7 @@ def test_logs_and_other_checkpoints_do_not_count(tmp_path: Path) -> None:
     ]
 
 
-def test_other_tags_of_deepspeed_do_not_count(tmp_path: Path) -> None:
+def test_other_tags_of_deepspeed_do_not_count(tmp_path):
     run = tmp_path / "run"
     ckpt_tools.convert(write_model(tmp_path / "model", 1), run, to="zero2", world_size=2)
     before = ckpt_tools.fingerprint(run)
@@ -101,7 +100,7 @@ def test_other_tags_of_deepspeed_do_not_count(tmp_path: Path) -> None:
     assert before != before.again()
 
 
-def test_a_name_of_a_run_means_another_checkpoint_later(tmp_path: Path) -> None:
+def test_a_name_of_a_run_means_another_checkpoint_later(tmp_path):
     write_model(tmp_path / "run" / "step-1", 1)
     before = ckpt_tools.fingerprint(f"{tmp_path}/run@latest")
     assert before.url == f"{tmp_path}/run/step-1"
@@ -109,7 +108,7 @@ def test_a_name_of_a_run_means_another_checkpoint_later(tmp_path: Path) -> None:
     assert before.again().url == f"{tmp_path}/run/step-2"
 
 
-def test_a_damaged_checkpoint_has_a_state_too(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_has_a_state_too(tmp_path):
     model = write_model(tmp_path / "model", 1)
     before = ckpt_tools.fingerprint(model)
     (model / "model-00001-of-00002.safetensors").write_bytes(b"damaged")
@@ -118,7 +117,7 @@ def test_a_damaged_checkpoint_has_a_state_too(tmp_path: Path) -> None:
         ckpt_tools.fingerprint(tmp_path / "none")
 
 
-def test_a_file_system_says_when_a_file_changed(tmp_path: Path) -> None:
+def test_a_file_system_says_when_a_file_changed(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"w": np.ones(1, np.float32)}, file)
     os.utime(file, (1e9, 1e9))
@@ -127,7 +126,7 @@ def test_a_file_system_says_when_a_file_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "memory"])
-def test_an_object_of_the_same_size_is_noticed(scheme: str, s3: S3Server, tmp_path: Path) -> None:
+def test_an_object_of_the_same_size_is_noticed(scheme, s3, tmp_path):
     model, other = write_model(tmp_path / "model", 1), write_model(tmp_path / "other", 2)
     prefix, fs = s3.new_prefix(), fsspec.filesystem("memory")
     url = f"s3://{BUCKET}/{prefix}" if scheme == "s3" else f"memory://{tmp_path.name}/model"

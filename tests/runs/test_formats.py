@@ -19,13 +19,13 @@ SHOWN = dict.fromkeys(["zero1", "zero2", "zero3"], "deepspeed")
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     torch.save({"model": torch.nn.Linear(3, 2).state_dict()}, tmp_path / "m.pt")
     return tmp_path / "m.pt"
 
 
 @pytest.mark.parametrize("to", WRITTEN)
-def test_a_run_lists_each_format_by_its_name_and_as_complete(to: str, model: Path, tmp_path: Path) -> None:
+def test_a_run_lists_each_format_by_its_name_and_as_complete(to, model, tmp_path):
     saved = tmp_path / "run" / "step_1"
     ckpt_tools.convert(model, saved / f"m.{to}" if to in ("gguf", "npz") else saved, to=to)
     (listed,) = ckpt_tools.ls(tmp_path / "run").checkpoints
@@ -34,7 +34,7 @@ def test_a_run_lists_each_format_by_its_name_and_as_complete(to: str, model: Pat
     assert f"`{listed.format}`" in names and "torch_dist" not in names
 
 
-def test_a_megatron_checkpoint_in_a_folder_of_its_own_lacks_what_is_written_last(model: Path, tmp_path: Path) -> None:
+def test_a_megatron_checkpoint_in_a_folder_of_its_own_lacks_what_is_written_last(model, tmp_path):
     ckpt_tools.convert(model, tmp_path / "run" / "step_1", to="megatron")
     next((tmp_path / "run").rglob("metadata.json")).unlink()
     (listed,) = ckpt_tools.ls(tmp_path / "run").checkpoints
@@ -42,7 +42,7 @@ def test_a_megatron_checkpoint_in_a_folder_of_its_own_lacks_what_is_written_last
 
 
 @pytest.mark.parametrize("to", WRITTEN)
-def test_the_files_that_overwrite_replaces_are_documented(to: str, model: Path, tmp_path: Path) -> None:
+def test_the_files_that_overwrite_replaces_are_documented(to, model, tmp_path):
     target = tmp_path / (f"x.{to}" if to in ("gguf", "npz") else to)
     ckpt_tools.convert(model, target, to=to)
     removed = ckpt_tools.convert(model, target, to=to, overwrite=True).plan.removed_files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def saved(folder: Path, step: int) -> Path:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     for epoch in (2, 9, 10):
         saved(tmp_path / "run" / "checkpoints" / f"epoch_{epoch}", 11 * epoch)
     for name in (".epoch_11.partial", "epoch_12.partial", "epoch_13.tmp", "tmp-checkpoint-14"):
@@ -41,23 +40,23 @@ def step_of(url: str) -> float:
     ("name", "step"),
     [("latest", 110), ("epoch_9", 99), ("checkpoints/epoch_2", 22), ("step=22", 22), ("step=110", 110)],
 )
-def test_a_name_behind_an_at_sign_is_a_checkpoint_of_the_run(name: str, step: int, run: Path) -> None:
+def test_a_name_behind_an_at_sign_is_a_checkpoint_of_the_run(name, step, run):
     assert step_of(f"{run}@{name}") == step_of(f"file://{run}@{name}") == step_of(f"{run}/@{name}") == step
 
 
 @pytest.mark.parametrize("name", ["epoch_1", "step=999", "step=23", "epoch_12.partial", "..", "../run", "logs_99", "x"])
-def test_other_names_are_refused_with_those_there_are(name: str, run: Path) -> None:
+def test_other_names_are_refused_with_those_there_are(name, run):
     with pytest.raises(SourceNotFoundError, match="epoch_10, checkpoints/epoch_9, checkpoints/epoch_2"):
         ckpt_tools.inspect(f"{run}@{name}")
 
 
-def test_a_file_is_named_without_its_ending(tmp_path: Path) -> None:
+def test_a_file_is_named_without_its_ending(tmp_path):
     for epoch in (1, 2):
         torch.save({"w": torch.full((1,), float(epoch))}, tmp_path / f"epoch_{epoch}.pt")
     assert step_of(f"{tmp_path}@epoch_2") == step_of(f"{tmp_path}@epoch_2.pt") == 2
 
 
-def test_several_of_a_step_are_told_with_the_name_of_one(tmp_path: Path) -> None:
+def test_several_of_a_step_are_told_with_the_name_of_one(tmp_path):
     for name in ("a", "b"):
         saved(tmp_path / "run" / f"{name}/step_5", 5)
     with pytest.raises(
@@ -67,24 +66,24 @@ def test_several_of_a_step_are_told_with_the_name_of_one(tmp_path: Path) -> None
         ckpt_tools.inspect(f"{tmp_path}/run@step=5")
 
 
-def test_a_named_one_that_is_not_complete_is_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_named_one_that_is_not_complete_is_told(run, caplog):
     (run / "checkpoints" / "epoch_9" / "IN_PROGRESS-9").touch()
     with caplog.at_level("WARNING", "ckpt_tools"):
         assert resolved(f"{run}@epoch_9", open_source) == f"{run}/checkpoints/epoch_9"
     assert caplog.messages == ["checkpoints/epoch_9 is not complete: the file IN_PROGRESS-9 marks it as unfinished"]
 
 
-def test_what_is_called_so_comes_first(run: Path) -> None:
+def test_what_is_called_so_comes_first(run):
     saved(run.parent / "run@latest", 5)
     assert step_of(f"{run}@latest") == 5
 
 
-def test_without_a_run_the_error_is_that_nothing_is_there(tmp_path: Path) -> None:
+def test_without_a_run_the_error_is_that_nothing_is_there(tmp_path):
     with pytest.raises(SourceNotFoundError, match=r"there is no file or folder .*nothing@latest"):
         ckpt_tools.inspect(tmp_path / "nothing@latest")
 
 
-def test_a_run_says_how_to_name_one(tmp_path: Path, checkpoint: Any) -> None:
+def test_a_run_says_how_to_name_one(tmp_path, checkpoint):
     for epoch in (9, 10):
         shutil.copytree(checkpoint("fsdp2", "plain", 2).checkpoint, tmp_path / "run" / f"epoch_{epoch}")
     with pytest.raises(UnsupportedError, match=r"\(epoch_10, epoch_9\).*run@latest or .*run@epoch_10"):
@@ -92,7 +91,7 @@ def test_a_run_says_how_to_name_one(tmp_path: Path, checkpoint: Any) -> None:
     assert ckpt_tools.inspect(tmp_path / "run@latest").source == str(tmp_path / "run" / "epoch_10")
 
 
-def test_tags_are_checkpoints_and_the_file_latest_says_which(tmp_path: Path, checkpoint: Any) -> None:
+def test_tags_are_checkpoints_and_the_file_latest_says_which(tmp_path, checkpoint):
     made = checkpoint("zero3-fp32", "awkward", 2).checkpoint
     tag = (made / "latest").read_text()
     for number in (9, 10):
@@ -105,7 +104,7 @@ def test_tags_are_checkpoints_and_the_file_latest_says_which(tmp_path: Path, che
     assert ckpt_tools.inspect(f"{tmp_path}/run@latest").source == f"{tmp_path}/run"
 
 
-def test_the_source_is_protected_by_its_real_name(run: Path) -> None:
+def test_the_source_is_protected_by_its_real_name(run):
     """The source is not replaced, whatever it is called."""
     there = sorted(run.rglob("*"))
     with pytest.raises(ckpt_tools.CkptError, match="is the source itself"):
@@ -127,11 +126,11 @@ def test_the_source_is_protected_by_its_real_name(run: Path) -> None:
         ([".metadata", "model.pt", "notes/a.txt"], []),
     ],
 )
-def test_folders_of_checkpoints(files: list[str], found: list[str]) -> None:
+def test_folders_of_checkpoints(files, found):
     assert checkpoints(files) == found
 
 
-def test_urls_too(tmp_path: Path) -> None:
+def test_urls_too(tmp_path):
     import fsspec
 
     store = fsspec.filesystem("memory")

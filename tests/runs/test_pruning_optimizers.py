@@ -144,7 +144,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path, bool], None]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_newest_optimizer_stays(layout: str, tmp_path: Path) -> None:
+def test_the_newest_optimizer_stays(layout, tmp_path):
     name, lay = LAYOUTS[layout]
     for step in (1, 2, 3):
         lay(tmp_path / name.format(step), step < 3)
@@ -160,7 +160,7 @@ def test_the_newest_optimizer_stays(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["optimizer_states", "optimizers"])
-def test_two_optimizers_are_not_read_and_stay(key: str, tmp_path: Path) -> None:
+def test_two_optimizers_are_not_read_and_stay(key, tmp_path):
     """Sizes of files decide, also where the newest is large enough."""
     for step in (1, 2, 3):
         in_one_file(**{key: [adam(), adam()]})(tmp_path / f"step_{step}.pt", step < 3)
@@ -171,7 +171,7 @@ def test_two_optimizers_are_not_read_and_stay(key: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["epoch={0}-step={0}.ckpt", "step_{}.pt"])
-def test_models_alone_leave_no_second_one(name: str, tmp_path: Path) -> None:
+def test_models_alone_leave_no_second_one(name, tmp_path):
     """Random states, schedulers and averages are no optimizer."""
     others = {"lr_schedulers": [{"last_epoch": 1}], "rng": torch.ones(9), "ema": dict(WEIGHTS), "optimizer_states": []}
     for step in (1, 2, 3):
@@ -179,7 +179,7 @@ def test_models_alone_leave_no_second_one(name: str, tmp_path: Path) -> None:
     assert [each.stays for each in ckpt_tools.prune(tmp_path, keep_last=1).checkpoints] == [True, False, False]
 
 
-def test_each_one_is_asked_until_one_has_an_optimizer(tmp_path: Path) -> None:
+def test_each_one_is_asked_until_one_has_an_optimizer(tmp_path):
     """Not only the newest one that would go, and the largest."""
     for step in (1, 2, 3, 4):
         state = {"opt": adam(torch.optim.SGD, lr=0.1)} if step == 2 else {"notes": "x" * 9999} if step == 1 else {}
@@ -202,7 +202,7 @@ trainer_state.json training_args.bin optimizer/config.yaml
 """
 
 
-def test_names_of_optimizers() -> None:
+def test_names_of_optimizers():
     """Also those of the trainers' records, of all of which an example is here."""
     names, others = NAMES.split(), OTHERS.split()
     forms = [re.compile(trainer.optimizer) for trainer in TRAINERS if trainer.optimizer]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import orbax.checkpoint as ocp
 import pytest
@@ -19,7 +18,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder(name: str, tmp_path: Path) -> None:
+def test_a_folder(name, tmp_path):
     run, step = tmp_path / "run", NAMES[name]
     (run / name).mkdir(parents=True)
     state = {"model": {"a.weight": torch.ones(2, 3)}, "note": "mine"}
@@ -36,21 +35,21 @@ def test_a_folder(name: str, tmp_path: Path) -> None:
     assert ckpt_tools.diff(run / name, tmp_path / "step_99").equal
 
 
-def test_a_file_and_what_it_says_itself(tmp_path: Path) -> None:
+def test_a_file_and_what_it_says_itself(tmp_path):
     torch.save({"a.weight": torch.ones(2)}, tmp_path / "model_step_8.pt")
     assert ckpt_tools.inspect(tmp_path / "model_step_8.pt").step == 8
     torch.save({"model": {"a.weight": torch.ones(2)}, "global_step": 5}, tmp_path / "model_step_8.pt")
     assert ckpt_tools.inspect(tmp_path / "model_step_8.pt").step == 5
 
 
-def test_other_checkpoints_below_do_not_count(tmp_path: Path) -> None:
+def test_other_checkpoints_below_do_not_count(tmp_path):
     run = tmp_path / "run"
     shutil.copytree(make("hf-pretrained-sharded").source, run)
     shutil.copytree(run, run / "checkpoint-5")
     assert ckpt_tools.inspect(run).step is None
 
 
-def test_a_step_of_orbax_without_metadata_at_the_top(tmp_path: Path) -> None:
+def test_a_step_of_orbax_without_metadata_at_the_top(tmp_path):
     """As versions before that file wrote it: the name tells Orbax that the step is finished."""
     shutil.copytree(make("orbax-manager").folder / "run", tmp_path / "run")
     step = tmp_path / "run" / "5"

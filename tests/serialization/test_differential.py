@@ -204,7 +204,7 @@ def samples(number: int, seed: int) -> Iterator[bytes]:
         yield stream(generator) if each % 2 else mutant(generator, generator.choice(GENUINE))
 
 
-def test_what_picklers_write_is_read_alike() -> None:
+def test_what_picklers_write_is_read_alike():
     for data in [*GENUINE, LARGE]:
         assert _ours(data) == theirs(CUnpickler, data) == theirs(PythonUnpickler, data)
 
@@ -216,7 +216,7 @@ def _ours(data: bytes) -> str | None:
         return None
 
 
-def test_every_pickle_is_refused_or_read_as_both_unpicklers_read_it(request: pytest.FixtureRequest) -> None:
+def test_every_pickle_is_refused_or_read_as_both_unpicklers_read_it(request):
     number = NUM_SOAKED if request.config.getoption("--soak") else NUM_SAMPLED
     num_read = 0
     for data in samples(number, seed=11):

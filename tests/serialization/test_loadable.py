@@ -65,7 +65,7 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_plain_values_stay(tmp_path: Path) -> None:
+def test_plain_values_stay(tmp_path):
     found, report = rewritten({"w": torch.ones(1), **PLAIN}, tmp_path, strict=True)
     del found["w"]
     assert found == PLAIN
@@ -73,7 +73,7 @@ def test_plain_values_stay(tmp_path: Path) -> None:
     assert (report.left_out, report.replaced) == ((), ())
 
 
-def test_tensors_stay_bit_for_bit(tmp_path: Path) -> None:
+def test_tensors_stay_bit_for_bit(tmp_path):
     names = ("float64", "bfloat16", "float8_e4m3fn", "int64", "bool", "complex64", "uint16")
     tensors = {name: (torch.randn(3, 5) * 9).to(getattr(torch, name)) for name in names}
     tensors |= {"empty": torch.empty(0, 3), "zero": torch.tensor(2.5), "parameter": torch.nn.Parameter(torch.ones(2))}
@@ -88,7 +88,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_what_was_shared_is_shared(tmp_path: Path) -> None:
+def test_what_was_shared_is_shared(tmp_path):
     base, values = torch.arange(24.0), [1, 2]
     views = {"whole": base, "part": base[3:9].view(2, 3), "turned": base.view(4, 6).t(), "again": base}
     found, _ = rewritten({**views, "a": values, "b": values, "c": {"deep": values}}, tmp_path)
@@ -99,7 +99,7 @@ def test_what_was_shared_is_shared(tmp_path: Path) -> None:
         assert torch.equal(found[name], view)
 
 
-def test_a_state_dict_keeps_its_metadata_and_a_tensor_its_attributes(tmp_path: Path) -> None:
+def test_a_state_dict_keeps_its_metadata_and_a_tensor_its_attributes(tmp_path):
     model = torch.nn.BatchNorm1d(3)
     tensor = torch.ones(2)
     tensor.note = "kept"  # type: ignore[attr-defined]
@@ -109,12 +109,12 @@ def test_a_state_dict_keeps_its_metadata_and_a_tensor_its_attributes(tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
-def test_a_sparse_tensor_stays(tmp_path: Path) -> None:
+def test_a_sparse_tensor_stays(tmp_path):
     found, report = rewritten({"s": torch.eye(3).to_sparse()}, tmp_path)
     assert torch.equal(found["s"].to_dense(), torch.eye(3)) and not report.left_out
 
 
-def test_objects_of_plain_data_become_it(tmp_path: Path) -> None:
+def test_objects_of_plain_data_become_it(tmp_path):
     value = {
         "w": torch.ones(1),
         "args": argparse.Namespace(lr=0.1, path=pathlib.PurePosixPath("/data/set"), layers=[1, np.int32(-2)]),
@@ -137,7 +137,7 @@ def test_objects_of_plain_data_become_it(tmp_path: Path) -> None:
     assert len(report.replaced) == 10
 
 
-def test_other_objects_are_left_out_and_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_objects_are_left_out_and_listed(tmp_path, capfd):
     shared = Trainer()
     value = {
         "w": torch.ones(1),
@@ -169,7 +169,7 @@ def test_other_objects_are_left_out_and_listed(tmp_path: Path, capfd: pytest.Cap
     assert ckpt_tools.scan(tmp_path / "plain.pt").clean
 
 
-def test_with_strict_nothing_is_left_out_or_written(tmp_path: Path) -> None:
+def test_with_strict_nothing_is_left_out_or_written(tmp_path):
     torch.save({"w": torch.ones(1), "t": Trainer()}, tmp_path / "foreign.pt")
     with pytest.raises(LossError, match=r"strict=True.*t \(.*Trainer\)"):
         ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.pt", strict=True)
@@ -177,14 +177,14 @@ def test_with_strict_nothing_is_left_out_or_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["the whole file", "model"])
-def test_a_model_that_was_pickled_whole_is_refused(place: str, tmp_path: Path) -> None:
+def test_a_model_that_was_pickled_whole_is_refused(place, tmp_path):
     model = torch.nn.Linear(2, 3)
     torch.save(model if place == "the whole file" else {"model": model}, tmp_path / "foreign.pt")
     with pytest.raises(UnsupportedError, match=rf"{place} is a model \(torch.nn.*Linear\) that was pickled whole"):
         ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.pt")
 
 
-def test_a_file_of_which_no_tensor_is_left_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_which_no_tensor_is_left_is_refused(tmp_path):
     torch.save({"t": Trainer(), "n": 1}, tmp_path / "foreign.pt")
     with pytest.raises(UnsupportedError, match="none would be left"):
         ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.pt")
@@ -193,7 +193,7 @@ def test_a_file_of_which_no_tensor_is_left_is_refused(tmp_path: Path) -> None:
         ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.pt")
 
 
-def test_storages_of_what_is_left_out_are_not_written(tmp_path: Path) -> None:
+def test_storages_of_what_is_left_out_are_not_written(tmp_path):
     torch.save({"w": torch.ones(3), "t": {"trainer": Trainer()}}, tmp_path / "foreign.pt")
     report = ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as archive:
@@ -201,7 +201,7 @@ def test_storages_of_what_is_left_out_are_not_written(tmp_path: Path) -> None:
         assert archive.testzip() is None
 
 
-def test_places_that_are_no_torch_file_are_refused(tmp_path: Path) -> None:
+def test_places_that_are_no_torch_file_are_refused(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "foreign.pt")
     with pytest.raises(UsageError, match=r"ends in \.pt, \.pth or \.bin"):
         ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.safetensors")
@@ -217,14 +217,14 @@ def test_places_that_are_no_torch_file_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [10, 400, -30])
-def test_a_damaged_file_is_a_named_error(cut: int, tmp_path: Path) -> None:
+def test_a_damaged_file_is_a_named_error(cut, tmp_path):
     torch.save({"w": torch.ones(300), "t": Trainer()}, tmp_path / "foreign.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "foreign.pt").read_bytes()[:cut])
     with pytest.raises(FormatError):
         ckpt_tools.make_loadable(tmp_path / "cut.pt", tmp_path / "plain.pt")
 
 
-def test_the_command_lists_what_is_left_out(tmp_path: Path) -> None:
+def test_the_command_lists_what_is_left_out(tmp_path):
     torch.save({"w": torch.ones(3), "t": Trainer(), "n": np.float64(1)}, tmp_path / "foreign.pt")
     words = ["make-loadable", str(tmp_path / "foreign.pt")]
     done = CliRunner().invoke(group, [*words, str(tmp_path / "a.pt")])

@@ -62,13 +62,13 @@ def saved(value: Any) -> bytes:
 
 @given(values, st.sampled_from(PROTOCOLS))
 @settings(max_examples=150, deadline=None)
-def test_plain_values_are_read_from_every_protocol(value: Any, protocol: int) -> None:
+def test_plain_values_are_read_from_every_protocol(value, protocol):
     assert repr(_plain(read(pickle.dumps(value, protocol)))) == repr(_plain(value))
 
 
 @given(values)
 @settings(max_examples=150, deadline=None)
-def test_plain_values_are_written_for_pickle_and_ourselves(value: Any) -> None:
+def test_plain_values_are_written_for_pickle_and_ourselves(value):
     ours = read(pickle.dumps(value))
     assert repr(_plain(pickle.loads(dumps(ours)))) == repr(_plain(value))
     assert repr(_plain(read(dumps(ours)))) == repr(_plain(value))
@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 @given(st.binary(max_size=300))
 @settings(max_examples=500, deadline=None)
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+def test_any_bytes_are_read_or_refused(data):
     error = _refusal(data)
     assert error is None or (error.path == "x" and "\n" not in str(error))
 
@@ -115,7 +115,7 @@ def _samples() -> list[bytes]:
     ]
 
 
-def test_damaged_pickles_are_read_or_refused() -> None:
+def test_damaged_pickles_are_read_or_refused():
     """Every pickle with bytes changed, dropped and doubled: a value or one of our errors, and quickly."""
     generator = random.Random(1)
     samples = _samples_cache()
@@ -174,7 +174,7 @@ def sample_metadata(chunks: int, *, transforms: bool = False) -> metadata.Metada
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("chunks", [1, 3, 300])
 @pytest.mark.parametrize("transforms", [False, True])
-def test_dcp_metadata_is_read_field_by_field(protocol: int, chunks: int, transforms: bool) -> None:
+def test_dcp_metadata_is_read_field_by_field(protocol, chunks, transforms):
     theirs = sample_metadata(chunks, transforms=transforms)
     ours = read(pickle.dumps(theirs, protocol))
     assert isinstance(ours, dcp_classes.Metadata)
@@ -197,21 +197,21 @@ def test_dcp_metadata_is_read_field_by_field(protocol: int, chunks: int, transfo
 
 
 @pytest.mark.parametrize("chunks", [1, 300])
-def test_dcp_metadata_is_written_for_torch(chunks: int) -> None:
+def test_dcp_metadata_is_written_for_torch(chunks):
     theirs = sample_metadata(chunks)
     ours = read(pickle.dumps(theirs))
     assert pickle.loads(dumps(ours)) == theirs
     assert repr(read(dumps(ours))) == repr(ours)
 
 
-def test_a_macro_reads_what_its_opcodes_say() -> None:
+def test_a_macro_reads_what_its_opcodes_say():
     """The same metadata without macros: protocol 2 puts every value by number, which they do not read."""
     theirs = sample_metadata(700)
     by_opcodes = read(pickle.dumps(theirs, 2))
     assert repr(read(pickle.dumps(theirs, 4))) == repr(by_opcodes) == repr(read(dumps(by_opcodes)))
 
 
-def test_metadata_of_older_versions_is_read() -> None:
+def test_metadata_of_older_versions_is_read():
     data = (
         b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}(Vstate_dict_metadata\n}Va\n"
         b"ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n)\x81}(Vproperties\n"
@@ -223,7 +223,7 @@ def test_metadata_of_older_versions_is_read() -> None:
     assert (value.storage_data, value.storage_meta, value.version) == ({}, None, None)
 
 
-def test_attributes_that_others_set_on_metadata_are_kept() -> None:
+def test_attributes_that_others_set_on_metadata_are_kept():
     theirs = sample_metadata(1)
     theirs.mcore_data = {"x": 1}  # type: ignore[attr-defined]
     ours = read(pickle.dumps(theirs))
@@ -253,12 +253,12 @@ RECORD = b"ctorch.distributed.checkpoint.metadata\n%b\n)\x81"
         b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81}(Vrelative_path\nNVoffset\nK\x01Vlength\nK\x01ub.",
     ],
 )
-def test_records_of_the_wrong_kind_are_refused(data: bytes) -> None:
+def test_records_of_the_wrong_kind_are_refused(data):
     with pytest.raises(MalformedError):
         read(data)
 
 
-def test_a_list_changed_after_it_became_a_field_is_checked() -> None:
+def test_a_list_changed_after_it_became_a_field_is_checked():
     body = (
         RECORD % b"TensorStorageMetadata"
         + b"}(Vproperties\n" + RECORD % b"TensorProperties" + b"(ctorch\nfloat16\nN\x89N\x89tb"
@@ -271,7 +271,7 @@ def test_a_list_changed_after_it_became_a_field_is_checked() -> None:
         read(b"(" + body + b"h\x00" + RECORD % b"ChunkStorageMetadata" + b"at.")
 
 
-def test_an_unknown_field_is_refused_since_it_may_change_the_others() -> None:
+def test_an_unknown_field_is_refused_since_it_may_change_the_others():
     fields = b"}(Vrelative_path\nVa\nVoffset\nK\x01Vlength\nK\x01Vcipher\nVaes\nub."
     with pytest.raises(UnsupportedError, match="cipher"):
         read(b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81" + fields)
@@ -309,7 +309,7 @@ class Named:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_objects_of_unknown_classes_survive_the_round_trip(protocol: int) -> None:
+def test_objects_of_unknown_classes_survive_the_round_trip(protocol):
     original = {
         "custom": Custom(),
         "list": Appended([1, 2]),
@@ -339,7 +339,7 @@ def test_objects_of_unknown_classes_survive_the_round_trip(protocol: int) -> Non
         assert (again["slotted"].a, again["slotted"].b, again["named"].name) == (1, [2], "n")
 
 
-def test_an_opaque_object_says_what_it_is() -> None:
+def test_an_opaque_object_says_what_it_is():
     value = read(pickle.dumps({"n": argparse.Namespace(a=1), "s": Slotted(), "d": datetime.date(2024, 2, 3)}))
     assert (value["n"].ref, value["n"].form, value["n"].attributes) == (
         GlobalRef("argparse", "Namespace"),
@@ -366,7 +366,7 @@ TENSORS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_are_read_as_torch_saves_them(name: str) -> None:
+def test_tensors_are_read_as_torch_saves_them(name):
     tensor = TENSORS[name]
     ours = read(saved(tensor))
     assert isinstance(ours, StoredTensor)
@@ -381,7 +381,7 @@ def test_tensors_are_read_as_torch_saves_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_are_written_as_torch_saves_them(name: str) -> None:
+def test_tensors_are_written_as_torch_saves_them(name):
     """The same opcodes but for the memo and the two ways to write a tuple of three."""
     theirs, ours = saved(TENSORS[name]), dumps(read(saved(TENSORS[name])))
     assert _essence(ours) == _essence(theirs)
@@ -405,7 +405,7 @@ class Wrapped(torch.Tensor):
     """A subclass with an attribute of its own."""
 
 
-def test_tensor_subclasses_keep_class_and_attributes() -> None:
+def test_tensor_subclasses_keep_class_and_attributes():
     tensor = torch.ones(2).as_subclass(Wrapped)
     tensor.note = {"a": 1}  # type: ignore[attr-defined]
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -415,7 +415,7 @@ def test_tensor_subclasses_keep_class_and_attributes() -> None:
     assert to_json(read(dumps(ours))) == to_json(ours) and read(dumps(ours)) == ours
 
 
-def test_one_tensor_in_two_places_stays_one() -> None:
+def test_one_tensor_in_two_places_stays_one():
     tensor = torch.ones(2)
     ours = read(saved({"a": tensor, "b": tensor, "c": tensor[1:]}))
     assert ours["a"] is ours["b"] and ours["c"].storage is not None
@@ -423,14 +423,14 @@ def test_one_tensor_in_two_places_stays_one() -> None:
     assert again["a"] is again["b"] and again["c"].storage.key == again["a"].storage.key
 
 
-def test_a_state_dict_keeps_its_order_and_metadata() -> None:
+def test_a_state_dict_keeps_its_order_and_metadata():
     theirs = torch.nn.Linear(2, 2).state_dict()
     ours = read(saved(theirs))
     assert isinstance(ours, OrderedDict) and list(ours) == ["weight", "bias"]
     assert ours.attributes is not None and ours.attributes["_metadata"] == {"": {"version": 1}}
 
 
-def test_conjugated_tensors_are_no_plain_tensors() -> None:
+def test_conjugated_tensors_are_no_plain_tensors():
     """They are kept as the record of a call, so that the message that refuses one can name it."""
     reason = why_unread(read(saved(torch.ones(2, dtype=torch.complex64).conj())))
     assert reason == (
@@ -461,12 +461,12 @@ TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n((Vstorage\nctorch\nFloatStorage\n
         (6, 0, b"I1\n" * 65, b"I1\n" * 65),
     ],
 )
-def test_a_tensor_that_leaves_its_storage_is_refused(numel: int, offset: int, shape: bytes, strides: bytes) -> None:
+def test_a_tensor_that_leaves_its_storage_is_refused(numel, offset, shape, strides):
     with pytest.raises(MalformedError):
         read(TENSOR % (numel, offset, shape, strides))
 
 
-def test_a_tensor_of_no_storage_is_refused() -> None:
+def test_a_tensor_of_no_storage_is_refused():
     with pytest.raises(MalformedError, match="not a storage"):
         read(b"ctorch._utils\n_rebuild_tensor_v2\n(Vx\nK\x00))\x89NtR.")
 
@@ -517,24 +517,24 @@ def test_a_tensor_of_no_storage_is_refused() -> None:
         (b"\x80\x04\x95\xff\x00\x00\x00\x00\x00\x00\x00N.", "early"),
     ],
 )  # fmt: skip
-def test_malformed_pickles_have_one_error(data: bytes, reason: str) -> None:
+def test_malformed_pickles_have_one_error(data, reason):
     with pytest.raises(MalformedError, match=reason) as caught:
         loads(data, path="some.pt")
     assert caught.value.path == "some.pt" and "\n" not in str(caught.value)
 
 
-def test_persistent_ids_are_refused_unless_somebody_knows_them() -> None:
+def test_persistent_ids_are_refused_unless_somebody_knows_them():
     assert loads(b"(Vid\nctorch\nfloat32\ntQ.", path="x", persistent_load=lambda pid: pid) == (
         "id",
         GlobalRef("torch", "float32"),
     )
 
 
-def test_python_2_strings_are_text() -> None:
+def test_python_2_strings_are_text():
     assert read(b"(U\x03abcT\x03\x00\x00\x00defS'ghi'\nl.") == ["abc", "def", "ghi"]
 
 
-def test_defaultdict_keeps_its_factory_and_never_calls_it() -> None:
+def test_defaultdict_keeps_its_factory_and_never_calls_it():
     ours = read(pickle.dumps(collections.defaultdict(list, {1: [2]})))
     assert isinstance(ours, DefaultDict) and ours.factory == GlobalRef("builtins", "list")
     with pytest.raises(KeyError):
@@ -542,7 +542,7 @@ def test_defaultdict_keeps_its_factory_and_never_calls_it() -> None:
     assert pickle.loads(dumps(ours)) == {1: [2]} and pickle.loads(dumps(ours))[9] == []
 
 
-def test_what_torch_allows_loads_with_weights_only() -> None:
+def test_what_torch_allows_loads_with_weights_only():
     value = {
         "ordered": collections.OrderedDict(a=1),
         "size": torch.Size([1, 2]),
@@ -565,12 +565,12 @@ def test_what_torch_allows_loads_with_weights_only() -> None:
     assert torch.load(stream, weights_only=True) == value
 
 
-def test_only_values_can_be_written() -> None:
+def test_only_values_can_be_written():
     with pytest.raises(TypeError, match="Custom"):
         dumps([Custom()])
 
 
-def test_a_value_can_be_sent_between_our_own_processes() -> None:
+def test_a_value_can_be_sent_between_our_own_processes():
     ours = read(saved({"t": torch.nn.Parameter(torch.ones(2)), "d": torch.device("cpu"), "n": Custom()}))
     ours |= {"o": OrderedDict({"a": 1}, {"b": 2}), "f": DefaultDict(None, {1: 2}), "s": Size((1, 2))}
     ours |= {"m": read(pickle.dumps(sample_metadata(2)))}
@@ -579,7 +579,7 @@ def test_a_value_can_be_sent_between_our_own_processes() -> None:
     assert again["n"].attributes["me"] is again["n"] and again["o"].attributes == {"b": 2}
 
 
-def test_json_says_everything_and_ends() -> None:
+def test_json_says_everything_and_ends():
     ours = read(pickle.dumps({"n": Custom(), 1: float("nan"), "b": b"x", "s": {2, 1}, "z": 1j}))
     text = json.dumps(to_json(ours), allow_nan=False)
     assert "$cycle" in text and "$float" in text and "eA==" in text
@@ -590,7 +590,7 @@ def test_json_says_everything_and_ends() -> None:
         to_json(shared)
 
 
-def test_an_object_of_the_allow_list_called_wrongly_is_recorded_or_refused() -> None:
+def test_an_object_of_the_allow_list_called_wrongly_is_recorded_or_refused():
     assert isinstance(read(b"c_codecs\nencode\n(Vab\nVrot13\ntR."), Opaque)
     assert isinstance(read(b"cbuiltins\nbytearray\n(I5\ntR."), Opaque)
     assert isinstance(read(b"cbuiltins\ncomplex\n(V1\ntR."), Opaque)

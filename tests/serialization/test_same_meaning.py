@@ -67,7 +67,7 @@ def theirs(data: bytes) -> str:
         return "refused"
 
 
-def test_damaged_builtin_data_means_what_the_c_unpickler_says() -> None:
+def test_damaged_builtin_data_means_what_the_c_unpickler_says():
     """Where both read it. We refuse more: bounds, trailing data, containers inside themselves."""
     generator = random.Random(5)
     value: Any = {"a": [1, -1, 300, 1 << 40, 2.5, None, True], "b": (b"x", "y", (), (1,), (1, 2, 3, 4)), 3: {4, "f"}}
@@ -85,7 +85,7 @@ def test_damaged_builtin_data_means_what_the_c_unpickler_says() -> None:
     assert num_read > NUM_MUTANTS // 40
 
 
-def test_damaged_metadata_means_the_same_with_and_without_macros() -> None:
+def test_damaged_metadata_means_the_same_with_and_without_macros():
     """Also where it refers to the parts that serve to build a record, which no pickler does."""
     generator = random.Random(7)
     samples = [pickle.dumps(sample_metadata(chunks), 4) for chunks in (3, 12)]
@@ -114,14 +114,14 @@ def metadata_of_many(shared: bool) -> metadata.Metadata:
     return made
 
 
-def test_equal_tensors_of_a_metadata_are_one_record() -> None:
+def test_equal_tensors_of_a_metadata_are_one_record():
     """Nothing in the pickle can reach it, so nothing can change it."""
     found = loads(pickle.dumps(metadata_of_many(False), 4), path="x").state_dict_metadata
     assert len({id(each) for each in found.values()}) < len(found) - 3
 
 
 @pytest.mark.parametrize("index", range(20, 200))
-def test_what_a_macro_left_out_can_be_fetched(index: int) -> None:
+def test_what_a_macro_left_out_can_be_fetched(index):
     """A pickle that refers to part of a record is read again without macros."""
     data = pickle.dumps(metadata_of_many(True), 4)
     inner = data[data.index(b"\x95") + 9 : -1]
@@ -129,7 +129,7 @@ def test_what_a_macro_left_out_can_be_fetched(index: int) -> None:
     assert ours(fetching) == without_macros(fetching) != "refused"
 
 
-def test_a_record_is_filled_once() -> None:
+def test_a_record_is_filled_once():
     """Another state would change all that share it."""
     data = pickle.dumps(metadata_of_many(False), 4)
     built = data[2 + 9 :].replace(b"ub", b"ub}b", 1)

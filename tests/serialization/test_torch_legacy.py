@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ def state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_tensor_is_where_torch_finds_it(protocol: int) -> None:
+def test_every_tensor_is_where_torch_finds_it(protocol):
     data = legacy(state(), pickle_protocol=protocol)
     archive = opened(data)
     truth = torch.load(io.BytesIO(data), weights_only=False)
@@ -61,7 +60,7 @@ def test_every_tensor_is_where_torch_finds_it(protocol: int) -> None:
         assert tensor.dtype.value == str(truth[name].dtype).removeprefix("torch.")
 
 
-def test_opening_reads_the_pickles_alone() -> None:
+def test_opening_reads_the_pickles_alone():
     data = legacy({"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)})
     reads: list[tuple[int, int]] = []
     archive = opened(data, reads)
@@ -69,7 +68,7 @@ def test_opening_reads_the_pickles_alone() -> None:
     assert sum(stop - start for start, stop in reads) < 1 << 18
 
 
-def test_a_pickle_of_many_reads_is_followed_to_its_end() -> None:
+def test_a_pickle_of_many_reads_is_followed_to_its_end():
     many = {f"{'long' * 30}.{number}": torch.tensor(number) for number in range(3000)}
     data = legacy(many)
     archive = opened(data)
@@ -77,7 +76,7 @@ def test_a_pickle_of_many_reads_is_followed_to_its_end() -> None:
     assert all(elements(data, archive, archive.value[name]).item() == many[name].item() for name in many)
 
 
-def test_a_file_whose_end_looks_like_a_zip_is_still_what_torch_takes_it_for() -> None:
+def test_a_file_whose_end_looks_like_a_zip_is_still_what_torch_takes_it_for():
     tail = zipped({"a/data.pkl": b"\x80\x02N."})
     padded = tail + bytes(-len(tail) % 4)
     for disguise in (tail, padded):
@@ -87,7 +86,7 @@ def test_a_file_whose_end_looks_like_a_zip_is_still_what_torch_takes_it_for() ->
         assert torch.equal(elements(data, archive, archive.value["a"]), bytes_tensor)
 
 
-def test_a_module_is_an_object_of_which_nothing_is_imported() -> None:
+def test_a_module_is_an_object_of_which_nothing_is_imported():
     data = legacy(torch.nn.Linear(2, 3))
     value = opened(data).value
     assert isinstance(value, Opaque)
@@ -134,7 +133,7 @@ def one(key: str = "k", numel: int = 3, view: Any = None) -> dict[str, Any]:
     return {"a": _Tensor(of, 0, (size,), (1,))}
 
 
-def test_a_view_of_a_storage_is_read_as_torch_reads_it() -> None:
+def test_a_view_of_a_storage_is_read_as_torch_reads_it():
     data = by_hand(one(view=("v", 1, 2)), ["k"], storage(1, 2, 3))
     archive = opened(data)
     truth = torch.load(io.BytesIO(data), weights_only=False)["a"]
@@ -167,26 +166,26 @@ def test_a_view_of_a_storage_is_read_as_torch_reads_it() -> None:
         (by_hand(one(numel=-3), ["k"], b""), MalformedError, "storage"),
     ],
 )
-def test_what_is_damaged_is_named(data: bytes, error: type[CkptError], reason: str) -> None:
+def test_what_is_damaged_is_named(data, error, reason):
     with pytest.raises(error, match=reason):
         opened(data)
 
 
-def test_a_storage_of_another_count_is_named() -> None:
+def test_a_storage_of_another_count_is_named():
     data = by_hand(one(), ["k"], struct.pack("<q3f", 2, 1, 2, 3))
     archive = opened(data)
     with pytest.raises(MalformedError, match="2 elements instead of 3"):
         archive.storage_range("k")
 
 
-def test_a_file_cut_anywhere_is_an_error() -> None:
+def test_a_file_cut_anywhere_is_an_error():
     data = legacy(state())
     for stop in [*range(120), *range(120, len(data), 37), len(data) - 1]:
         with pytest.raises(CkptError):
             opened(data[:stop])
 
 
-def test_a_call_in_the_object_is_not_executed(tmp_path: Path) -> None:
+def test_a_call_in_the_object_is_not_executed(tmp_path):
     ran = tmp_path / "ran"
     call = b"cposix\nsystem\n(X" + struct.pack("<I", len(f"touch {ran}")) + f"touch {ran}".encode() + b"tR."
     data = by_hand({}, [], b"")

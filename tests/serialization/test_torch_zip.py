@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import warnings
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Crc32, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.values import GlobalRef, OrderedDict, StorageRef, StoredTensor
-from ckpt_tools.errors import CkptError, FormatError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization import torch_zip
 from ckpt_tools.serialization.torch_zip import archive_segments, locate_item, open_archive
 from tests.serialization.archives import materialised, opened, patched, reader, rewritten, saved, zipped
@@ -69,11 +68,11 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def data() -> bytes:
+def data():
     return saved(_state())
 
 
-def test_every_storage_lies_where_its_range_says(data: bytes) -> None:
+def test_every_storage_lies_where_its_range_says(data):
     archive = opened(data)
     for theirs, ours in zip(_tensors(_state()), _stored(archive.value), strict=True):
         if ours.storage is None:
@@ -85,7 +84,7 @@ def test_every_storage_lies_where_its_range_says(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("alignment", [64, 4096])
-def test_other_alignments_are_read(alignment: int) -> None:
+def test_other_alignments_are_read(alignment):
     from torch.utils.serialization import config
 
     before = config.save.storage_alignment
@@ -99,7 +98,7 @@ def test_other_alignments_are_read(alignment: int) -> None:
     assert data[start:stop] == _bits(torch.arange(5)) and start % alignment == 0
 
 
-def test_headers_are_read_and_elements_are_not() -> None:
+def test_headers_are_read_and_elements_are_not():
     large = torch.zeros(3 << 20, dtype=torch.uint8)
     data = saved({"a": large, "b": torch.ones(3), "c": large.clone(), "d": torch.ones(2)})
     reads: list[tuple[int, int]] = []
@@ -110,7 +109,7 @@ def test_headers_are_read_and_elements_are_not() -> None:
     assert not any(start < high and low < stop for start, stop in reads for low, high in inner)
 
 
-def test_a_file_of_many_storages_needs_few_reads() -> None:
+def test_a_file_of_many_storages_needs_few_reads():
     data = saved([torch.tensor(i) for i in range(3000)])
     reads: list[tuple[int, int]] = []
     archive = opened(data, reads)
@@ -120,7 +119,7 @@ def test_a_file_of_many_storages_needs_few_reads() -> None:
     assert len(reads) < 12
 
 
-def test_a_file_zipped_again_by_another_tool_is_read(data: bytes) -> None:
+def test_a_file_zipped_again_by_another_tool_is_read(data):
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         again = zipped({name.replace("archive/", "model/"): archive.read(name) for name in archive.namelist()})
     theirs = opened(data)
@@ -130,7 +129,7 @@ def test_a_file_zipped_again_by_another_tool_is_read(data: bytes) -> None:
         assert data[start:stop] == again[first:last]
 
 
-def test_a_comment_at_the_end_is_read_over(data: bytes) -> None:
+def test_a_comment_at_the_end_is_read_over(data):
     commented = patched(data, len(data) - 2, "<H", 6) + b"PK\x05\x06ab"
     assert list(opened(commented).storages) == list(opened(data).storages)
 
@@ -138,7 +137,7 @@ def test_a_comment_at_the_end_is_read_over(data: bytes) -> None:
 # Writing
 
 
-def test_what_was_read_is_written_again_for_torch(data: bytes, tmp_path: Path) -> None:
+def test_what_was_read_is_written_again_for_torch(data, tmp_path):
     path = tmp_path / "again.pt"
     path.write_bytes(rewritten(data, root="again"))
     for options in ({}, {"mmap": True}):
@@ -151,7 +150,7 @@ def test_what_was_read_is_written_again_for_torch(data: bytes, tmp_path: Path) -
         assert loaded["view"].untyped_storage().data_ptr() == loaded["base"].untyped_storage().data_ptr()
 
 
-def test_any_zip_tool_can_test_it(data: bytes, tmp_path: Path) -> None:
+def test_any_zip_tool_can_test_it(data, tmp_path):
     path = tmp_path / "ours.pt"
     path.write_bytes(rewritten(data))
     with zipfile.ZipFile(path) as archive:
@@ -162,7 +161,7 @@ def test_any_zip_tool_can_test_it(data: bytes, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
 
 
-def test_records_lie_as_torch_lays_them(data: bytes) -> None:
+def test_records_lie_as_torch_lays_them(data):
     """Names, order, flags, padding: all but the pickle's length, and with it what follows, is torch's."""
     with zipfile.ZipFile(io.BytesIO(data)) as theirs, zipfile.ZipFile(io.BytesIO(rewritten(data))) as ours:
         assert ours.namelist() == theirs.namelist()
@@ -172,7 +171,7 @@ def test_records_lie_as_torch_lays_them(data: bytes) -> None:
                 assert (mine.CRC, mine.file_size) == (wanted.CRC, wanted.file_size)
 
 
-def test_our_bytes_are_torchs_where_the_pickles_agree() -> None:
+def test_our_bytes_are_torchs_where_the_pickles_agree():
     """Plain values are pickled alike, so the whole file is the same but for its id and the checksum of that."""
     theirs = saved({"a": [1, 2], "b": "text"})
     ours = rewritten(theirs)
@@ -182,13 +181,13 @@ def test_our_bytes_are_torchs_where_the_pickles_agree() -> None:
     assert sum(mine != other for mine, other in zip(ours[at:], theirs[at:], strict=True)) <= 40 + 4 + 4
 
 
-def test_an_archive_in_the_middle_of_a_file_covers_its_own_bytes() -> None:
+def test_an_archive_in_the_middle_of_a_file_covers_its_own_bytes():
     data = saved(torch.arange(100.0))
     assert rewritten(data, base=0) == rewritten(data, base=777)
     assert torch.equal(torch.load(io.BytesIO(rewritten(data, base=12_345))), torch.arange(100.0))
 
 
-def test_a_storage_of_several_segments_has_one_checksum() -> None:
+def test_a_storage_of_several_segments_has_one_checksum():
     key, tensor = StateKey("w"), StoredTensor(StorageRef("0", DType.UINT8, 24), DType.UINT8, 0, (24,), (1,))
     storages: dict[str, list[Segment]] = {
         "0": [Literal(b"head"), Payload(key, Box((2,), (10,)), (16,), DType.UINT8), Padding(12)]
@@ -199,14 +198,14 @@ def test_a_storage_of_several_segments_has_one_checksum() -> None:
     assert bytes(loaded["w"].untyped_storage()) == b"head" + b"elements" + bytes(12)
 
 
-def test_literals_are_summed_at_once() -> None:
+def test_literals_are_summed_at_once():
     tensor = StoredTensor(StorageRef.holding("0", DType.FLOAT32, 1), DType.FLOAT32, 0, (), ())
     segments = archive_segments(tensor, {"0": [Literal(b"\x00\x00"), Literal(b"\x80\x3f")]})
     assert [type(segment) for segment in segments] == [Literal]
     assert torch.load(io.BytesIO(materialised(segments, {}))) == 1.0
 
 
-def test_storages_must_be_those_of_the_value() -> None:
+def test_storages_must_be_those_of_the_value():
     tensor = StoredTensor(StorageRef.holding("0", DType.FLOAT32, 1), DType.FLOAT32, 0, (), ())
     with pytest.raises(AssertionError, match="storages"):
         archive_segments(tensor, {"0": [Padding(8)]})
@@ -219,7 +218,7 @@ def test_storages_must_be_those_of_the_value() -> None:
     )
 )
 @settings(max_examples=60, deadline=None)
-def test_any_state_goes_through_unchanged(shapes: list[tuple[torch.dtype, int, bool]]) -> None:
+def test_any_state_goes_through_unchanged(shapes):
     state = {f"t{i}": _elements(dtype, number) for i, (dtype, number, _) in enumerate(shapes)}
     state |= {f"v{i}": state[f"t{i}"][1:] for i, (_, number, view) in enumerate(shapes) if view and number}
     loaded = torch.load(io.BytesIO(rewritten(saved(state))), weights_only=True)
@@ -254,7 +253,7 @@ def _sparse(path: Path, segments: list[Segment]) -> None:
 
 
 @pytest.fixture(scope="module")
-def huge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def huge(tmp_path_factory):
     """5 GiB of zeros and a small tensor after them."""
     large = StoredTensor(StorageRef("0", DType.UINT8, 5 << 30), DType.UINT8, 0, (5 << 30,), (1,))
     small = StoredTensor(StorageRef("1", DType.INT64, 1), DType.INT64, 0, (), ())
@@ -264,12 +263,12 @@ def huge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_beyond_4_gib_torch_maps_it(huge: Path) -> None:
+def test_beyond_4_gib_torch_maps_it(huge):
     loaded = torch.load(huge, weights_only=True, mmap=True)
     assert (loaded["large"].shape, loaded["large"][-1].item(), loaded["small"].item()) == ((5 << 30,), 0, 77)
 
 
-def test_beyond_4_gib_zip_tools_read_it(huge: Path) -> None:
+def test_beyond_4_gib_zip_tools_read_it(huge):
     with zipfile.ZipFile(huge) as archive:
         assert archive.getinfo("archive/data/0").file_size == 5 << 30
         assert archive.read("archive/data/1") == (77).to_bytes(8, "little")
@@ -285,7 +284,7 @@ def _open(path: Path) -> torch_zip.TorchArchive:
     return open_archive(read, path.stat().st_size, str(path))
 
 
-def test_beyond_4_gib_it_is_read_again(huge: Path) -> None:
+def test_beyond_4_gib_it_is_read_again(huge):
     archive = _open(huge)
     start, stop = archive.storage_range("0")
     assert stop - start == 5 << 30
@@ -295,7 +294,7 @@ def test_beyond_4_gib_it_is_read_again(huge: Path) -> None:
         assert file.read(stop - start) == (77).to_bytes(8, "little")
 
 
-def test_beyond_4_gib_headers_are_torchs(huge: Path, tmp_path: Path) -> None:
+def test_beyond_4_gib_headers_are_torchs(huge, tmp_path):
     """torch writes the same state without its data: sizes, offsets and zip64 fields agree byte for byte."""
     theirs = tmp_path / "archive.pt"
     state = {"large": torch.empty(5 << 30, dtype=torch.uint8, device="meta"), "small": torch.tensor(77)}
@@ -314,13 +313,13 @@ def test_beyond_4_gib_headers_are_torchs(huge: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def forget_items() -> None:
+def forget_items():
     torch_zip._known_items.clear()
 
 
 @pytest.mark.parametrize("number", [0, 1, 100, 5000])
 @pytest.mark.parametrize("before", [0, 777])
-def test_an_item_is_located_in_its_file(number: int, before: int) -> None:
+def test_an_item_is_located_in_its_file(number, before):
     tensor = torch.arange(float(number)).reshape(-1, 1)
     item = saved(tensor)
     data = b"x" * before + item + b"y" * 5
@@ -329,14 +328,14 @@ def test_an_item_is_located_in_its_file(number: int, before: int) -> None:
     assert (found.dtype, found.shape, found.strides) == (DType.FLOAT32, (number, 1), (1, 1))
 
 
-def test_a_view_is_located_with_its_offset() -> None:
+def test_a_view_is_located_with_its_offset():
     tensor = torch.arange(12.0).reshape(3, 4)[1:].t()
     data = saved(tensor)
     found = locate_item(reader(data), 0, len(data), "f")
     assert (found.storage_offset, found.shape, found.strides, found.stop - found.start) == (4, (4, 2), (1, 4), 48)
 
 
-def test_items_alike_take_one_small_read() -> None:
+def test_items_alike_take_one_small_read():
     items = [saved(torch.full((5000,), float(number))) for number in range(4)]
     data, reads = b"".join(items), []
     size = len(items[0])
@@ -347,7 +346,7 @@ def test_items_alike_take_one_small_read() -> None:
         assert len(reads) == (2 if number == 0 else 1) and sum(stop - start for start, stop in reads) < 8192
 
 
-def test_items_of_one_size_are_not_taken_for_each_other() -> None:
+def test_items_of_one_size_are_not_taken_for_each_other():
     """Same bytes in all, other dtype, shape or strides."""
     base = torch.arange(64.0)
     tensors = [base, base.reshape(8, 8), base.reshape(8, 8).t(), base.view(torch.int32), base.view(torch.bfloat16)]
@@ -358,14 +357,14 @@ def test_items_of_one_size_are_not_taken_for_each_other() -> None:
         assert f"torch.{found.dtype.value}" == str(tensor.dtype) and data[found.start : found.stop] == _bits(tensor)
 
 
-def test_our_own_items_are_located() -> None:
+def test_our_own_items_are_located():
     data = b"z" * 99 + rewritten(saved(torch.arange(10)), base=99)
     found = locate_item(reader(data), 99, len(data), "f")
     assert data[found.start : found.stop] == _bits(torch.arange(10))
 
 
 @pytest.mark.parametrize("value", [{"a": 1}, [torch.ones(1)]])
-def test_an_item_that_is_no_tensor_is_refused(value: Any) -> None:
+def test_an_item_that_is_no_tensor_is_refused(value):
     data = saved(value)
     with pytest.raises(MalformedError, match="does not contain a tensor"):
         locate_item(reader(data), 0, len(data), "f")
@@ -383,13 +382,13 @@ def test_an_item_that_is_no_tensor_is_refused(value: Any) -> None:
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "NestedTensor"),
     ],
 )
-def test_an_item_whose_tensor_is_not_plain_is_refused_by_its_class(make: Callable[[], Any], reason: str) -> None:
+def test_an_item_whose_tensor_is_not_plain_is_refused_by_its_class(make, reason):
     data = saved(make())
     with pytest.raises(UnsupportedError, match=rf"does not contain a plain tensor: .*{reason}"):
         locate_item(reader(data), 0, len(data), "f")
 
 
-def test_a_cut_item_is_refused() -> None:
+def test_a_cut_item_is_refused():
     data = saved(torch.ones(100))
     for stop in (0, 1, 100, 1000, len(data) - 1):
         with pytest.raises(FormatError):
@@ -399,7 +398,7 @@ def test_a_cut_item_is_refused() -> None:
 # What is refused
 
 
-def test_torchscript_archives_say_what_to_do(tmp_path: Path) -> None:
+def test_torchscript_archives_say_what_to_do(tmp_path):
     path = tmp_path / "script.pt"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -426,7 +425,7 @@ PICKLE = b"\x80\x02N."
         (b"x" * 257 + b"ustar" + b"x" * 300, UnsupportedError, "tar"),
     ],
 )
-def test_other_files_are_refused(data: bytes, error: type[CkptError], reason: str) -> None:
+def test_other_files_are_refused(data, error, reason):
     with pytest.raises(error, match=reason) as caught:
         opened(data)
     assert caught.value.path == "some.pt"
@@ -440,7 +439,7 @@ def _with_storage(kind: bytes, key: bytes, numel: int, record: bytes, more: byte
     return zipped({"a/data.pkl": pickle, "a/data/0": record})
 
 
-def test_a_storage_alone_is_read() -> None:
+def test_a_storage_alone_is_read():
     assert opened(_with_storage(b"ctorch\nFloatStorage\n", b"0", 2, b"12345678")).value == (
         StorageRef("0", DType.FLOAT32, 2),
     )
@@ -460,25 +459,23 @@ def test_a_storage_alone_is_read() -> None:
         (b"VFloatStorage\n", b"0", 2, MalformedError, "not described"),
     ],
 )
-def test_storages_are_checked_before_a_byte_is_read(
-    kind: bytes, key: bytes, numel: int, error: type[CkptError], reason: str
-) -> None:
+def test_storages_are_checked_before_a_byte_is_read(kind, key, numel, error, reason):
     with pytest.raises(error, match=reason):
         opened(_with_storage(kind, key, numel, b"12345678"))
 
 
-def test_a_storage_described_in_two_ways_is_refused() -> None:
+def test_a_storage_described_in_two_ways_is_refused():
     other = b"(Vstorage\nctorch\nDoubleStorage\nV0\nVcpu\nI1\ntQ"
     with pytest.raises(MalformedError, match="two ways"):
         opened(_with_storage(b"ctorch\nFloatStorage\n", b"0", 2, b"12345678", other))
 
 
-def test_a_placeholder_is_not_a_storage() -> None:
+def test_a_placeholder_is_not_a_storage():
     pickle = b"ctorch._utils\n_rebuild_tensor_v2\n(cos\nsystem\n(Vid\ntRK\x00))\x89NtR."
     with pytest.raises(MalformedError, match="not a storage"):
         opened(zipped({"a/data.pkl": pickle}))
 
 
-def test_unknown_classes_are_kept() -> None:
+def test_unknown_classes_are_kept():
     value = opened(zipped({"a/data.pkl": b"cm\nC\n)\x81."})).value
     assert value.ref == GlobalRef("m", "C")

@@ -44,7 +44,7 @@ def ours() -> bytes:
 
 
 @pytest.fixture(params=["zipfile", "ours"])
-def data(request: pytest.FixtureRequest) -> bytes:
+def data(request):
     return PLAIN if request.param == "zipfile" else ours()
 
 
@@ -61,7 +61,7 @@ def _locate_all(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("tail_bytes", [22, 100, 1 << 16])
-def test_records_are_found_and_read(data: bytes, tail_bytes: int) -> None:
+def test_records_are_found_and_read(data, tail_bytes):
     found = directory(data, tail_bytes)
     ranges = found.payload_ranges(reader(data), found.records)
     assert list(found.records) == list(NAMES)
@@ -70,7 +70,7 @@ def test_records_are_found_and_read(data: bytes, tail_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"PK", b"x" * 100, PLAIN[:-1], PLAIN + b"x"])
-def test_no_end_record_is_no_zip(data: bytes) -> None:
+def test_no_end_record_is_no_zip(data):
     assert read_directory(reader(data), len(data), "x", tail_bytes=1 << 16) is None
 
 
@@ -79,60 +79,60 @@ def end(data: bytes) -> int:
 
 
 @pytest.mark.parametrize("at", [4, 6])
-def test_several_disks(data: bytes, at: int) -> None:
+def test_several_disks(data, at):
     refused(patched(data, end(data) + at, "<H", 1), UnsupportedError, "disks")
 
 
-def test_counts_that_disagree(data: bytes) -> None:
+def test_counts_that_disagree(data):
     refused(patched(data, end(data) + 8, "<H", 2), UnsupportedError, "disks")
 
 
 @pytest.mark.parametrize("count", [0, 2, 4, 60_000])
-def test_a_wrong_count(data: bytes, count: int) -> None:
+def test_a_wrong_count(data, count):
     refused(patched(data, end(data) + 8, "<2H", count, count), MalformedError, "directory")
 
 
 @pytest.mark.parametrize("change", [-1, 1, 1 << 20])
 @pytest.mark.parametrize("field", [12, 16])
-def test_a_directory_that_lies_elsewhere(data: bytes, change: int, field: int) -> None:
+def test_a_directory_that_lies_elsewhere(data, change, field):
     at = end(data) + field
     (value,) = struct.unpack_from("<I", data, at)
     refused(patched(data, at, "<I", value + change), MalformedError, "directory|record")
 
 
-def test_data_before_the_archive(data: bytes) -> None:
+def test_data_before_the_archive(data):
     refused(b"#!/bin/sh" + data, MalformedError, "directory")
 
 
-def test_a_directory_entry_without_its_magic(data: bytes) -> None:
+def test_a_directory_entry_without_its_magic(data):
     refused(patched(data, central(data, "a/one"), "<I", 0), MalformedError, "directory is damaged")
 
 
 @pytest.mark.parametrize("at", [28, 30, 32])
-def test_a_directory_entry_that_is_too_long(data: bytes, at: int) -> None:
+def test_a_directory_entry_that_is_too_long(data, at):
     refused(patched(data, central(data, "a/three") + at, "<H", 60_000), MalformedError, "directory is damaged")
 
 
-def test_a_compressed_record(data: bytes) -> None:
+def test_a_compressed_record(data):
     refused(patched(data, central(data, "a/two") + 10, "<H", 8), UnsupportedError, r"a/two.*compressed")
     refused(zipped({"a/x": b"x" * 999}, compress=True), UnsupportedError, "compressed")
 
 
-def test_an_encrypted_record(data: bytes) -> None:
+def test_an_encrypted_record(data):
     refused(patched(data, central(data, "a/two") + 8, "<H", 1), UnsupportedError, r"a/two.*encrypted")
 
 
-def test_a_record_on_another_disk(data: bytes) -> None:
+def test_a_record_on_another_disk(data):
     refused(patched(data, central(data, "a/two") + 34, "<H", 1), UnsupportedError, "disks")
 
 
 @pytest.mark.parametrize("at", [20, 24])
-def test_two_sizes_of_a_stored_record(data: bytes, at: int) -> None:
+def test_two_sizes_of_a_stored_record(data, at):
     refused(patched(data, central(data, "a/two") + at, "<I", 7), MalformedError, r"a/two.*two sizes")
 
 
 @pytest.mark.parametrize("size", [100, 1000, 1 << 31])
-def test_a_record_that_runs_into_the_next(data: bytes, size: int) -> None:
+def test_a_record_that_runs_into_the_next(data, size):
     refused(
         patched(data, central(data, "a/one") + 20, "<2I", size, size),
         MalformedError,
@@ -140,23 +140,23 @@ def test_a_record_that_runs_into_the_next(data: bytes, size: int) -> None:
     )
 
 
-def test_a_record_that_runs_into_the_directory(data: bytes) -> None:
+def test_a_record_that_runs_into_the_directory(data):
     refused(patched(data, central(data, "a/three") + 20, "<2I", 999, 999), MalformedError, r"a/three.*overlaps")
 
 
-def test_two_records_at_one_place(data: bytes) -> None:
+def test_two_records_at_one_place(data):
     at = central(data, "a/two") + 42
     refused(patched(data, at, "<I", 0), MalformedError, "overlaps")
 
 
-def test_a_record_that_starts_elsewhere(data: bytes) -> None:
+def test_a_record_that_starts_elsewhere(data):
     at = central(data, "a/two") + 42
     (offset,) = struct.unpack_from("<I", data, at)
     refused(patched(data, at, "<I", offset - 1), MalformedError, "overlaps|does not start|does not end")
 
 
 @pytest.mark.parametrize("num_bytes", [-1, 1, 8, 16])
-def test_bytes_that_a_longer_or_shorter_extra_field_moves(num_bytes: int) -> None:
+def test_bytes_that_a_longer_or_shorter_extra_field_moves(num_bytes):
     """No checksum covers a local header, and reading elements checks none."""
     data = ours()
     at = data.index(b"PK\3\4", 1) + 28
@@ -164,46 +164,46 @@ def test_bytes_that_a_longer_or_shorter_extra_field_moves(num_bytes: int) -> Non
     refused(patched(data, at, "<H", extra + num_bytes), MalformedError, r"does not end where|overlaps")
 
 
-def test_a_record_that_starts_behind_the_directory(data: bytes) -> None:
+def test_a_record_that_starts_behind_the_directory(data):
     refused(patched(data, central(data, "a/three") + 42, "<I", len(data) - 10), MalformedError, "overlaps")
 
 
 @pytest.mark.parametrize(("at", "value"), [(0, 0), (6, 1), (8, 8), (30, 0x5858)])
-def test_a_local_header_that_says_otherwise(data: bytes, at: int, value: int) -> None:
+def test_a_local_header_that_says_otherwise(data, at, value):
     """Magic, encryption, compression, name."""
     refused(patched(data, at, "<H", value), MalformedError, "does not start where")
 
 
-def test_a_local_header_with_a_longer_name(data: bytes) -> None:
+def test_a_local_header_with_a_longer_name(data):
     refused(patched(data, 26, "<H", 6), MalformedError, "does not start where")
 
 
-def test_a_local_header_whose_extra_field_reaches_into_the_next_record(data: bytes) -> None:
+def test_a_local_header_whose_extra_field_reaches_into_the_next_record(data):
     refused(patched(data, 28, "<H", 60_000), MalformedError, "overlaps")
 
 
-def test_a_record_with_a_wrong_checksum(data: bytes) -> None:
+def test_a_record_with_a_wrong_checksum(data):
     damaged = data.replace(b"a/onea/one", b"a/onea/onf")
     with pytest.raises(MalformedError, match=r"a/one.*checksum"):
         directory(damaged).read_record(reader(damaged), "a/one")
 
 
 @pytest.mark.parametrize("name", ["../x", "/abs", "a/../../x", "a\\x", "a/..", "c\0x"])
-def test_names_that_lead_out_of_the_archive(name: str) -> None:
+def test_names_that_lead_out_of_the_archive(name):
     data = zipped({"X" * len(name): b"1"}).replace(b"X" * len(name), name.encode())
     refused(data, UnsafeError, "outside of it")
 
 
-def test_a_name_that_is_no_text() -> None:
+def test_a_name_that_is_no_text():
     refused(zipped({"XX": b"1"}).replace(b"XX", b"\xff\xfe"), MalformedError, "UTF-8")
 
 
-def test_a_name_twice() -> None:
+def test_a_name_twice():
     data = zipped({"a/one": b"1", "a/two": b"2"})
     refused(data.replace(b"a/two", b"a/one"), MalformedError, "the same name")
 
 
-def test_zip64_records_are_needed_where_the_end_says_so() -> None:
+def test_zip64_records_are_needed_where_the_end_says_so():
     refused(patched(PLAIN, end(PLAIN) + 16, "<I", 0xFFFFFFFF), MalformedError, "zip64")
     data = patched(ours(), end(ours()) + 16, "<I", 0xFFFFFFFF)
     assert list(directory(data).records) == list(NAMES)
@@ -214,18 +214,18 @@ def test_zip64_records_are_needed_where_the_end_says_so() -> None:
         refused(patched(data, locator + 8, "<Q", at), MalformedError, "zip64")
 
 
-def test_a_huge_directory_is_refused_before_it_is_read() -> None:
+def test_a_huge_directory_is_refused_before_it_is_read():
     data = patched(ours(), end(ours()) + 8, "<2H2I", 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
     at = data.rindex(END64_MAGIC)
     refused(patched(data, at + 24, "<2Q", 1 << 40, 1 << 40), MalformedError, "directory of")
     refused(patched(data, at + 40, "<2Q", 1 << 62, 0), MalformedError, "directory")
 
 
-def test_a_zip64_field_that_is_missing(data: bytes) -> None:
+def test_a_zip64_field_that_is_missing(data):
     refused(patched(data, central(data, "a/one") + 42, "<I", 0xFFFFFFFF), MalformedError, "zip64 field")
 
 
-def test_zip64_fields_hold_only_what_is_needed_in_order() -> None:
+def test_zip64_fields_hold_only_what_is_needed_in_order():
     """An entry whose offset alone is wide, as torch writes it beyond 4 GiB."""
     data = zipped({"a/one": b"1"})
     at = central(data, "a/one")
@@ -237,7 +237,7 @@ def test_zip64_fields_hold_only_what_is_needed_in_order() -> None:
     assert found.records["a/one"].header_offset == 0
 
 
-def test_damaged_archives_are_read_or_refused() -> None:
+def test_damaged_archives_are_read_or_refused():
     """Bytes changed and dropped anywhere: ranges inside the file, or one of our errors."""
     generator = random.Random(3)
     samples = [PLAIN, ours()]
@@ -263,7 +263,7 @@ def _read_or_refuse(data: bytes) -> None:
     assert all(one[1] <= other[0] for one, other in pairwise(spans))
 
 
-def test_many_records_are_written_and_read() -> None:
+def test_many_records_are_written_and_read():
     """More than 65,535 take the zip64 end record."""
     writer = ArchiveWriter("a", base=0)
     for number in range(66_000):
@@ -272,7 +272,7 @@ def test_many_records_are_written_and_read() -> None:
     assert len(directory(data).records) == 66_000 and CENTRAL_MAGIC in data
 
 
-def test_python_reads_what_we_write() -> None:
+def test_python_reads_what_we_write():
     with zipfile.ZipFile(io.BytesIO(ours())) as archive:
         assert archive.testzip() is None and archive.namelist() == list(NAMES)
 
@@ -280,14 +280,14 @@ def test_python_reads_what_we_write() -> None:
 class TestTwoDirectories:
     """What one library takes for the archive must not be another archive to the next."""
 
-    def test_a_second_end_record_in_the_comment(self) -> None:
+    def test_a_second_end_record_in_the_comment(self):
         hidden = END_MAGIC + bytes(18)
         at = PLAIN.rfind(END_MAGIC)
         data = PLAIN[: at + 20] + struct.pack("<H", len(hidden) + 4) + hidden + b"tail"
         refused(data, MalformedError, "more than one end record")
 
     @pytest.mark.parametrize("offset", [12, 16], ids=["bytes", "start"])
-    def test_a_plain_end_record_that_says_something_else_than_the_wide_one(self, offset: int) -> None:
+    def test_a_plain_end_record_that_says_something_else_than_the_wide_one(self, offset):
         data = bytearray(ours())
         at = data.rfind(END_MAGIC)
         data[at + offset] ^= 1

@@ -105,13 +105,13 @@ def store() -> MemoryStore:
     return MemoryStore({"f": bytearray(DATA)})
 
 
-def test_a_store_need_not_do_more_than_list_and_read() -> None:
+def test_a_store_need_not_do_more_than_list_and_read():
     plain = Plain(store())
     plain.prefetch("f", 0, 3)
     assert (plain.version("f"), plain.locate("f")) == ("", None)
 
 
-def test_one_that_does_not_even_read_is_no_store() -> None:
+def test_one_that_does_not_even_read_is_no_store():
     class Listing(Store):
         url = "listing://"
 
@@ -122,28 +122,28 @@ def test_one_that_does_not_even_read_is_no_store() -> None:
         Listing()  # type: ignore[abstract]
 
 
-def test_a_wrapper_forwards_all_that_a_store_can_do() -> None:
+def test_a_wrapper_forwards_all_that_a_store_can_do():
     """Or a capability that is added later would be lost in every wrapper."""
     public = {name for name in vars(Store) if not name.startswith("_")}
     assert public <= vars(StoreWrapper).keys()
 
 
 @pytest.mark.parametrize("wrap", [Forwarding, lambda able: Overlay(able, {"mine": b"1"})])
-def test_what_the_store_below_can_do_a_wrapper_can(wrap: type[Forwarding]) -> None:
+def test_what_the_store_below_can_do_a_wrapper_can(wrap):
     able = Able(store())
     wrapper = wrap(able)
     wrapper.prefetch("f", 0, 3)
     assert (wrapper.version("f"), wrapper.locate("f"), able.asked) == (able.version("f"), able.locate("f"), ["f"])
 
 
-def test_a_cache_of_blocks_reads_ahead_itself() -> None:
+def test_a_cache_of_blocks_reads_ahead_itself():
     able = Able(store())
     cached = BlockCache(able, able.list())
     cached.prefetch("f", 0, 3)
     assert (cached.version("f"), cached.locate("f"), able.asked) == (able.version("f"), able.locate("f"), [])
 
 
-def test_an_overlay_keeps_its_literals_to_itself() -> None:
+def test_an_overlay_keeps_its_literals_to_itself():
     able = Able(store())
     overlay = Overlay(able, {"mine": b"1"})
     overlay.prefetch("mine", 0, 1)
@@ -151,7 +151,7 @@ def test_an_overlay_keeps_its_literals_to_itself() -> None:
 
 
 @pytest.mark.parametrize("source", [Able(store()), Overlay(BlockCache(Able(store()), {"f": 200}), {})])
-def test_a_destination_copies_what_lies_in_its_service(source: Store) -> None:
+def test_a_destination_copies_what_lies_in_its_service(source):
     shard = Shard(Box((0,), (200,)), ByteRange("f", 0, 200))
     entry = TensorEntry((200,), DType.UINT8, Kind.PARAMETER, ShardTable.build((200,), DType.UINT8, [shard]))
     file = FileLayout("out", (Payload(StateKey("w"), Box.whole((200,)), (200,), DType.UINT8),))

@@ -21,14 +21,14 @@ KEY = "/bucket/run/.ckpt-tools-partial/lock"
 
 
 @pytest.fixture
-def fs() -> fsspec.AbstractFileSystem:
+def fs():
     """fsspec's store in memory, empty."""
     fs = fsspec.filesystem("memory")
     fs.store.clear()
     return fs
 
 
-def test_a_second_writer_is_told_who_holds_it(fs: fsspec.AbstractFileSystem) -> None:
+def test_a_second_writer_is_told_who_holds_it(fs):
     with ckpt_tools.claim(URL) as claim:
         with pytest.raises(DestinationExistsError, match=rf"\(process {os.getpid()} on .+\)"), ckpt_tools.claim(URL):
             pass
@@ -38,7 +38,7 @@ def test_a_second_writer_is_told_who_holds_it(fs: fsspec.AbstractFileSystem) -> 
         pass
 
 
-def test_the_claim_of_a_process_that_is_gone_is_taken_over(fs: fsspec.AbstractFileSystem) -> None:
+def test_the_claim_of_a_process_that_is_gone_is_taken_over(fs):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     with ckpt_tools.claim(URL):
@@ -48,9 +48,7 @@ def test_the_claim_of_a_process_that_is_gone_is_taken_over(fs: fsspec.AbstractFi
         claim.check()
 
 
-def test_a_claim_of_another_machine_is_given_up_after_a_minute(
-    fs: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_of_another_machine_is_given_up_after_a_minute(fs, monkeypatch):
     fs.pipe_file(KEY, b'{"token": "theirs", "machine": "another", "pid": 1, "host": "there"}')
     with pytest.raises(DestinationExistsError, match="process 1 on there"), ckpt_tools.claim(URL):
         pass
@@ -66,7 +64,7 @@ def check_for_seconds(claim: UrlClaim, seconds: float) -> None:
         time.sleep(0.01)
 
 
-def test_who_lost_a_claim_is_told(fs: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_lost_a_claim_is_told(fs, monkeypatch):
     monkeypatch.setattr(s3_lock, "BEAT_SECONDS", 0.2)
     with ckpt_tools.claim(URL) as claim:
         fs.pipe_file(KEY, b'{"token": "theirs"}')

@@ -56,7 +56,7 @@ class FillingFileSystem(MemoryFileSystem):
 
 
 @pytest.fixture
-def filling() -> type[FillingFileSystem]:
+def filling():
     fsspec.register_implementation("filling", FillingFileSystem, clobber=True)
     FillingFileSystem.store.clear()
     FillingFileSystem.pseudo_dirs[:] = [""]
@@ -65,7 +65,7 @@ def filling() -> type[FillingFileSystem]:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
+def weights(tmp_path):
     torch.save({name: torch.rand(50, 50) for name in "abc"}, tmp_path / "weights.pt")
     return tmp_path / "weights.pt"
 
@@ -81,9 +81,7 @@ def make(weights: Path, *, overwrite: bool = False, world_size: int = 3) -> None
 
 @pytest.mark.parametrize("num_files", [0, 2, 3])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
-def test_files_that_cannot_be_closed(
-    num_files: int, overwrite: bool, filling: type[FillingFileSystem], weights: Path
-) -> None:
+def test_files_that_cannot_be_closed(num_files, overwrite, filling, weights):
     if overwrite:
         make(weights, world_size=1)
     before, filling.files = files(), num_files
@@ -93,7 +91,7 @@ def test_files_that_cannot_be_closed(
 
 
 @pytest.mark.parametrize("move", [0, 1, 3])
-def test_moves_that_fail_leave_nothing(move: int, filling: type[FillingFileSystem], weights: Path) -> None:
+def test_moves_that_fail_leave_nothing(move, filling, weights):
     filling.failing_move = move
     with pytest.raises(StoreError, match=r"No space left on device$") as caught:
         make(weights)
@@ -102,7 +100,7 @@ def test_moves_that_fail_leave_nothing(move: int, filling: type[FillingFileSyste
 
 
 @pytest.mark.parametrize("move", [0, 1, 3])
-def test_what_was_to_replace_something_is_kept(move: int, filling: type[FillingFileSystem], weights: Path) -> None:
+def test_what_was_to_replace_something_is_kept(move, filling, weights):
     """It is moved back where that is possible."""
     make(weights)
     expected = {path.removeprefix("/run/out/"): data for path, data in files().items()}
@@ -117,7 +115,7 @@ def test_what_was_to_replace_something_is_kept(move: int, filling: type[FillingF
     assert files() == {}
 
 
-def test_a_file_that_cannot_be_replaced_stays(filling: type[FillingFileSystem], weights: Path) -> None:
+def test_a_file_that_cannot_be_replaced_stays(filling, weights):
     ckpt_tools.convert(weights, "filling://run/out.safetensors")
     before, filling.failing_move = files(), filling.moves
     with pytest.raises(StoreError, match=r"No space left on device$"):

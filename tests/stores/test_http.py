@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,7 +86,7 @@ def serving(data: bytes) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("http")
     torch.save({"w": torch.arange(300_000, dtype=torch.float32)}, folder / "m.pt")
     ckpt_tools.convert(folder / "m.pt", folder / "m.safetensors")
@@ -95,13 +94,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def server(data: bytes) -> Iterator[Server]:
+def server(data):
     with serving(data) as served:
         yield served
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     monkeypatch.setattr(fsspec_store, "_POLICY", RetryPolicy(attempts=4, base_seconds=0.01, cap_seconds=0.02))
 
 
@@ -115,7 +114,7 @@ def said_of(url: str, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[i
     return ended.value.code, captured.err.splitlines()
 
 
-def test_a_file_is_read(server: Server, tmp_path: Path) -> None:
+def test_a_file_is_read(server, tmp_path):
     assert ckpt_tools.inspect(server.url()).num_parameters == 300_000
     ckpt_tools.convert(server.url(), tmp_path / "m.pt")
     assert torch.equal(torch.load(tmp_path / "m.pt")["w"], torch.arange(300_000, dtype=torch.float32))
@@ -124,9 +123,7 @@ def test_a_file_is_read(server: Server, tmp_path: Path) -> None:
 SECRET = "s3cr3tofmine"
 
 
-def test_a_signed_url_is_read_and_its_secrets_reach_no_output_and_no_file(
-    server: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signed_url_is_read_and_its_secrets_reach_no_output_and_no_file(server, tmp_path, capfd):
     """The name of the file ends before the query, which is sent with every request."""
     address = server.url("m.safetensors").replace("://", f"://user:{SECRET}@")
     url = f"{address}?token={SECRET}&X-Amz-Signature={SECRET}"
@@ -158,7 +155,7 @@ def test_a_signed_url_is_read_and_its_secrets_reach_no_output_and_no_file(
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
-def test_what_an_unfinished_run_leaves_holds_no_secret(server: Server, tmp_path: Path) -> None:
+def test_what_an_unfinished_run_leaves_holds_no_secret(server, tmp_path):
     """Its journal, with which the run is resumed."""
     out = tmp_path / "dcp"
     url = f"{server.url()}?token={SECRET}"
@@ -176,28 +173,28 @@ def test_what_an_unfinished_run_leaves_holds_no_secret(server: Server, tmp_path:
     assert not [path for path in left if SECRET.encode() in path.read_bytes()]
 
 
-def test_a_refused_connection(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_connection(capsys):
     code, lines = said_of(f"{NO_PORT}/x", capsys)
     assert code == 5
     assert lines[0] == "no answer from 127.0.0.1:9 yet; trying again (2 of 4)"
     assert lines[-1].startswith("Error: http://127.0.0.1:9/x: no answer from 127.0.0.1:9: ")
 
 
-def test_an_unknown_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_host(capsys):
     code, lines = said_of("https://no-such-host.invalid/x", capsys)
     assert code == 5
     assert "no-such-host.invalid" in lines[-1]
     assert "no file or folder" not in lines[-1]
 
 
-def test_a_file_that_is_not_there(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_there(server, capsys):
     code, lines = said_of(server.url("nothing"), capsys)
     assert code == 3
     assert lines == [f"Error: there is no file or folder {server.url('nothing')}"]
 
 
 @pytest.mark.parametrize(("status", "words"), [(403, "access was refused"), (401, "access was refused")])
-def test_a_refusal(status: int, words: str, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal(status, words, server, capsys):
     server.status = status
     code, lines = said_of(server.url(), capsys)
     assert code == 5
@@ -207,7 +204,7 @@ def test_a_refusal(status: int, words: str, server: Server, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_server_that_fails(status: int, server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_fails(status, server, capsys):
     server.status = status
     code, lines = said_of(server.url(), capsys)
     assert code == 5
@@ -215,31 +212,31 @@ def test_a_server_that_fails(status: int, server: Server, capsys: pytest.Capture
     assert f"answers {status}" in lines[-1]
 
 
-def test_a_server_that_hangs_up(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_hangs_up(server, capsys):
     server.hangs_up = True
     code, lines = said_of(server.url(), capsys)
     assert code == 5
     assert "no answer from" in lines[-1]
 
 
-def test_a_server_that_recovers(server: Server) -> None:
+def test_a_server_that_recovers(server):
     server.status, server.num_failing = 503, 4
     assert ckpt_tools.inspect(server.url()).num_parameters == 300_000
 
 
-def test_a_server_without_ranges(server: Server, tmp_path: Path) -> None:
+def test_a_server_without_ranges(server, tmp_path):
     server.sends_ranges = False
     with pytest.raises(StoreError, match=r"sends the whole file where a part is asked for.*download the file first"):
         ckpt_tools.convert(server.url(), tmp_path / "m.pt")
 
 
-def test_retries_are_logged_from_any_thread(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_retries_are_logged_from_any_thread(server, caplog):
     server.status, server.num_failing = 503, 2
     ckpt_tools.inspect(server.url())
     assert caplog.messages == [f"127.0.0.1:{server.port} answers 503; trying again (2 of 4)"]
 
 
-def test_lines_about_retries_are_few(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_about_retries_are_few(monkeypatch, capsys):
     with reporting.heard(quiet=False):
         for _ in range(100):
             warn("stores", "again")
@@ -249,20 +246,20 @@ def test_lines_about_retries_are_few(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert capsys.readouterr().err == "again\n"
 
 
-def test_quiet_means_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_means_no_lines(capsys):
     code, lines = said_of(f"{NO_PORT}/x", capsys, "--quiet")
     assert code == 5
     assert len(lines) == 1
 
 
-def test_credentials_are_in_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_credentials_are_in_no_line(capsys):
     code, lines = said_of("http://me:hidden@127.0.0.1:9/x?X-Amz-Signature=hidden", capsys)
     assert code == 5
     assert "hidden" not in "\n".join(lines)
 
 
 @pytest.mark.parametrize("endpoint", [NO_PORT, "http://me:hidden@127.0.0.1:9", "http://no-such-host.invalid:9"])
-def test_an_s3_endpoint_that_does_not_answer(endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_s3_endpoint_that_does_not_answer(endpoint, capsys):
     given = [f"endpoint_url={endpoint}", "key=a", "secret=b", "retries=1", "region=us-east-1"]
     code, lines = said_of("s3://bucket/m", capsys, *(word for each in given for word in ("--storage-option", each)))
     assert code == 5
@@ -272,7 +269,7 @@ def test_an_s3_endpoint_that_does_not_answer(endpoint: str, capsys: pytest.Captu
     assert "hidden" not in "\n".join(lines)
 
 
-def test_a_bar_is_not_broken_by_a_line(tmp_path: Path) -> None:
+def test_a_bar_is_not_broken_by_a_line(tmp_path):
     """On a terminal: the line stands alone, the bar is drawn again below it and gone in the end."""
     given = [f"endpoint_url={NO_PORT}", "key=a", "secret=b", "retries=3"]
     options = [word for each in given for word in ("--storage-option", each)]

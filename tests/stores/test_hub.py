@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,13 @@ def written(folder: Path, first: float) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def without_xet(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_xet(monkeypatch):
     """As HF_HUB_DISABLE_XET=1 says, which the client reads once: uploads are by LFS."""
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
+def hub(tmp_path):
     written(tmp_path / "hub" / MODEL, 1)
     (tmp_path / "hub/org/empty").mkdir()
     (tmp_path / "hub/org/empty/.gitattributes").write_text("*.safetensors filter=lfs\n")
@@ -66,12 +65,12 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
         ("hf://buckets/org/bucket/run/model.safetensors", 5),
     ],
 )
-def test_a_source(url: str, first: float, hub: Hub, tmp_path: Path) -> None:
+def test_a_source(url, first, hub, tmp_path):
     ckpt_tools.convert(url, tmp_path / "out.safetensors", storage_options=options(hub))
     assert same(load((tmp_path / "out.safetensors").read_bytes()), tensors(first))
 
 
-def test_a_branch_that_moves_does_not_mix_two_versions(hub: Hub, tmp_path: Path) -> None:
+def test_a_branch_that_moves_does_not_mix_two_versions(hub, tmp_path):
     checkpoint = ckpt_tools.open(f"hf://{MODEL}", storage_options=options(hub))
     hub.push(MODEL, files_in(written(tmp_path / "new", 50)))
     found = {name: checkpoint[name].numpy() for name in tensors(1)}
@@ -82,7 +81,7 @@ def test_a_branch_that_moves_does_not_mix_two_versions(hub: Hub, tmp_path: Path)
     )
 
 
-def test_a_tensor_is_read_by_its_range(hub: Hub, tmp_path: Path) -> None:
+def test_a_tensor_is_read_by_its_range(hub, tmp_path):
     big = {"a": np.arange(3 << 20, dtype=np.float32), "b": np.arange(4, dtype=np.float32)}
     (tmp_path / "big").mkdir()
     save_file(big, tmp_path / "big" / "model.safetensors")
@@ -93,7 +92,7 @@ def test_a_tensor_is_read_by_its_range(hub: Hub, tmp_path: Path) -> None:
     assert sum(stop - start for start, stop in hub.ranges) < 2 << 20
 
 
-def test_an_output_is_one_commit(hub: Hub, tmp_path: Path) -> None:
+def test_an_output_is_one_commit(hub, tmp_path):
     source, url = tmp_path / "hub" / MODEL, "hf://org/empty"
     ckpt_tools.convert(source, url, to="dcp", world_size=2, storage_options=options(hub))
     [_, (_, files)] = hub.commits("org/empty")
@@ -102,14 +101,14 @@ def test_an_output_is_one_commit(hub: Hub, tmp_path: Path) -> None:
     assert same(load((tmp_path / "back.safetensors").read_bytes()), tensors(1))
 
 
-def test_a_file_is_written_below_a_folder_of_a_branch(hub: Hub, tmp_path: Path) -> None:
+def test_a_file_is_written_below_a_folder_of_a_branch(hub, tmp_path):
     url = "hf://org/empty@main/step_5/model.safetensors"
     ckpt_tools.convert(tmp_path / "hub" / MODEL, url, checksum=True, storage_options=options(hub))
     assert same(load(hub.files("org/empty")["step_5/model.safetensors"]), tensors(1))
     assert ckpt_tools.verify(url, storage_options=options(hub)).equal
 
 
-def test_an_old_checkpoint_is_replaced_in_one_commit(hub: Hub, tmp_path: Path) -> None:
+def test_an_old_checkpoint_is_replaced_in_one_commit(hub, tmp_path):
     url, source = f"hf://{MODEL}", written(tmp_path / "new", 9)
     hub.push(MODEL, {**hub.files(MODEL), "README.md": b"a model"})
     with pytest.raises(DestinationExistsError, match="exists; choose another"):
@@ -119,7 +118,7 @@ def test_an_old_checkpoint_is_replaced_in_one_commit(hub: Hub, tmp_path: Path) -
     assert "model.safetensors" not in hub.files(MODEL) and {"README.md", ".metadata"} < hub.files(MODEL).keys()
 
 
-def test_a_commit_of_another_program_is_not_overwritten(hub: Hub, tmp_path: Path) -> None:
+def test_a_commit_of_another_program_is_not_overwritten(hub, tmp_path):
     """It comes between the look at the place and the commit: while the large file is sent."""
     (tmp_path / "hub" / MODEL).rename(tmp_path / "source")
 
@@ -149,9 +148,7 @@ def refusal(hub: Hub, source: str | Path, destination: str | Path) -> CkptError:
         (404, "RepoNotFound", SourceNotFoundError, "there is no file or folder hf://org/model"),
     ],
 )
-def test_a_repository_that_cannot_be_read(
-    status: int, code: str, kind: type[CkptError], sentence: str, hub: Hub, tmp_path: Path
-) -> None:
+def test_a_repository_that_cannot_be_read(status, code, kind, sentence, hub, tmp_path):
     hub.refused[MODEL] = status, code
     token = "hf_" + "abcdefgh" * 4
     with pytest.raises(kind, match=sentence) as found:
@@ -162,11 +159,11 @@ def test_a_repository_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("url", ["hf://org/model@none", "hf://org/model/none", "hf://buckets/org/none"])
-def test_what_is_not_there(url: str, hub: Hub, tmp_path: Path) -> None:
+def test_what_is_not_there(url, hub, tmp_path):
     assert type(refusal(hub, url, tmp_path / "out")) is SourceNotFoundError
 
 
-def test_a_busy_hub_is_asked_again(hub: Hub, tmp_path: Path) -> None:
+def test_a_busy_hub_is_asked_again(hub, tmp_path):
     hub.busy = 1
     ckpt_tools.convert(f"hf://{MODEL}", tmp_path / "out.safetensors", storage_options=options(hub))
     assert hub.busy == 0
@@ -180,17 +177,17 @@ def test_a_busy_hub_is_asked_again(hub: Hub, tmp_path: Path) -> None:
         ("hf://org", "write hf://ORG/NAME"),
     ],
 )
-def test_a_destination_that_is_refused(url: str, sentence: str, hub: Hub, tmp_path: Path) -> None:
+def test_a_destination_that_is_refused(url, sentence, hub, tmp_path):
     error = refusal(hub, tmp_path / "hub" / MODEL, url)
     assert isinstance(error, UsageError) and sentence in str(error)
 
 
-def test_a_repository_with_ignored_files_is_refused(hub: Hub, tmp_path: Path) -> None:
+def test_a_repository_with_ignored_files_is_refused(hub, tmp_path):
     hub.push("org/empty", {".gitignore": b"*.safetensors"})
     assert "remove .gitignore" in str(refusal(hub, tmp_path / "hub" / MODEL, "hf://org/empty/out"))
 
 
-def test_a_failed_conversion_leaves_nothing(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_conversion_leaves_nothing(hub, tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "bad").mkdir()
@@ -200,7 +197,7 @@ def test_a_failed_conversion_leaves_nothing(hub: Hub, tmp_path: Path, monkeypatc
     assert len(hub.commits("org/empty")) == 1 and not list((tmp_path / "tmp").iterdir())
 
 
-def test_a_run_is_listed_and_not_pruned(hub: Hub, tmp_path: Path) -> None:
+def test_a_run_is_listed_and_not_pruned(hub, tmp_path):
     for step in (1, 2):
         folder = tmp_path / "run" / f"step_{step}"
         ckpt_tools.convert(tmp_path / "hub" / MODEL, folder, to="dcp", world_size=1)

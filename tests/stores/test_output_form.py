@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.stores.fsspec.place import FsspecPlace
-from ckpt_tools.stores.output_form import Folder, Kind, OutputForm, SingleFile
+from ckpt_tools.stores.output_form import Folder, SingleFile
 from ckpt_tools.stores.present import check_free
 from ckpt_tools.stores.s3.client import Bucket, S3Options
 from ckpt_tools.stores.s3.place import S3Place
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.quick
         (SingleFile("out.pt"), "a", "out.pt.digests.json", "x://a/out.pt.digests.json"),
     ],
 )
-def test_the_names_of_an_output(form: OutputForm, root: str, digests: str, url: str) -> None:
+def test_the_names_of_an_output(form, root, digests, url):
     path = form.digests_path("tag/ckpt-tools.digests.json")
     assert (form.root_of("a/out.pt"), path, form.url_of("x://a/out.pt", path)) == (root, digests, url)
 
@@ -35,13 +34,13 @@ def test_the_names_of_an_output(form: OutputForm, root: str, digests: str, url: 
     [("out", Folder()), ("out.safetensors", SingleFile("out.safetensors")), ("m.pt", SingleFile("m.pt"))],
 )
 @pytest.mark.parametrize("where", ["", "memory://x/", "s3://bucket/x/"])
-def test_the_name_decides_where_a_place_is_opened(where: str, name: str, form: OutputForm, tmp_path: Path) -> None:
+def test_the_name_decides_where_a_place_is_opened(where, name, form, tmp_path):
     place = open_place(f"{where or tmp_path}/{name}".replace("//out", "/out").replace("//m", "/m"))
     assert (place.form, place.name) == (form, name)
     assert place.as_file().form == SingleFile(name)
 
 
-def test_object_stores_keep_what_is_ours_beside_a_file_and_in_a_folder() -> None:
+def test_object_stores_keep_what_is_ours_beside_a_file_and_in_a_folder():
     place = S3Place(Bucket(S3Options(), "bucket"), "a/out")
     assert place.lock.key == "a/out/.ckpt-tools-partial/lock"
     assert place.as_file().lock.key == "a/.out.ckpt-tools-partial/lock"
@@ -53,7 +52,7 @@ def test_object_stores_keep_what_is_ours_beside_a_file_and_in_a_folder() -> None
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("kind", ["file", "folder"])
 @pytest.mark.parametrize("kinds", [[], ["file"], ["folder"], ["file", "folder"]])
-def test_the_rule_of_what_may_take_a_place(kinds: list[Kind], kind: Kind, is_taken: bool, overwrite: bool) -> None:
+def test_the_rule_of_what_may_take_a_place(kinds, kind, is_taken, overwrite):
     """Nothing goes unasked, and no file for a folder even then."""
     others = {*kinds} - {kind}
     refusal = "exists" if is_taken and not overwrite else f"is a {min(others)}" if others else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
@@ -25,19 +24,19 @@ class TestOverlay(StoreTests):
         return Overlay(MemoryStore(behind), dict(list(files.items())[1::2]))
 
 
-def test_a_literal_hides_a_file_of_its_name() -> None:
+def test_a_literal_hides_a_file_of_its_name():
     store = Overlay(MemoryStore({"a": bytearray(b"behind")}), {"a": b"front"})
     buffer = bytearray(3)
     store.read_into("a", 2, memoryview(buffer))
     assert (buffer, dict(store.list())) == (b"ont", {"a": 5})
 
 
-def test_a_literal_ends_where_it_ends() -> None:
+def test_a_literal_ends_where_it_ends():
     with pytest.raises(IncompleteError, match="it ends at byte 3"):
         Overlay(MemoryStore(), {"a": b"abc"}).read_into("a", 2, memoryview(bytearray(2)))
 
 
-def test_a_file_has_the_version_that_the_store_below_gives_it(tmp_path: Path) -> None:
+def test_a_file_has_the_version_that_the_store_below_gives_it(tmp_path):
     (tmp_path / "file").write_bytes(b"12")
     overlay = Overlay(LocalStore(tmp_path), {"literal": b"1"})
     assert overlay.version("file") == LocalStore(tmp_path).version("file")

@@ -22,31 +22,31 @@ from ckpt_tools.stores.s3.place import S3Claim, S3Place
 from ckpt_tools.stores.s3.store import S3Store, open_s3_store
 from ckpt_tools.stores.source import ServiceFile, Source, Store
 from ckpt_tools.testing.stores import StoreTests
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 
 PART = bytes(range(256)) * (5 * 4096)
 """The smallest part that is not a file's last: 5 MiB."""
 
 
 @pytest.fixture
-def bucket(s3: S3Server) -> Bucket:
+def bucket(s3):
     return Bucket(S3Options(), BUCKET)
 
 
 @pytest.fixture
-def runs(s3: S3Server) -> str:
+def runs(s3):
     """A prefix of this test alone."""
     return s3.new_prefix()
 
 
 @pytest.fixture
-def place(bucket: Bucket, runs: str) -> S3Place:
+def place(bucket, runs):
     return S3Place(bucket, f"{runs}out")
 
 
 class TestS3Store(StoreTests):
     @pytest.fixture(autouse=True)
-    def server(self, s3: S3Server) -> None:
+    def server(self, s3):
         self.s3 = s3
 
     def make(self, files: Mapping[str, bytes]) -> Store:
@@ -57,7 +57,7 @@ class TestS3Store(StoreTests):
 
 class TestBlockCache(StoreTests):
     @pytest.fixture(autouse=True)
-    def server(self, s3: S3Server) -> None:
+    def server(self, s3):
         self.s3 = s3
 
     def make(self, files: Mapping[str, bytes]) -> Store:
@@ -82,9 +82,7 @@ def write(claim: S3Claim, files: Mapping[str, bytes], *, publish: bool = True) -
 FILES = {"a.bin": PART + PART + b"end", "empty": b"", "deep/b.bin": b"abc", ".metadata": b"index"}
 
 
-def test_nothing_is_seen_before_it_is_published_and_nothing_of_ours_after(
-    place: S3Place, runs: str, s3: S3Server
-) -> None:
+def test_nothing_is_seen_before_it_is_published_and_nothing_of_ours_after(place, runs, s3):
     with place.claim(overwrite=False, resume=False) as claim:
         claim.log.append(b"noted")
         write(claim, FILES, publish=False)
@@ -95,7 +93,7 @@ def test_nothing_is_seen_before_it_is_published_and_nothing_of_ours_after(
     assert s3.open_uploads(runs) == []
 
 
-def test_the_last_file_comes_last(place: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_file_comes_last(place, monkeypatch):
     order, complete = [], Bucket.complete
 
     def watched(self: Bucket, key: str, *rest: object) -> None:
@@ -109,7 +107,7 @@ def test_the_last_file_comes_last(place: S3Place, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_what_was_not_published_is_aborted_or_kept(place: S3Place, runs: str, s3: S3Server, resume: bool) -> None:
+def test_what_was_not_published_is_aborted_or_kept(place, runs, s3, resume):
     with suppress(ZeroDivisionError), place.claim(overwrite=False, resume=resume) as claim:
         claim.log.append(b"one")
         claim.log.append(b"two")
@@ -123,7 +121,7 @@ def test_what_was_not_published_is_aborted_or_kept(place: S3Place, runs: str, s3
         assert claim.log.read().endswith(b"three")
 
 
-def test_a_later_run_finishes_what_another_process_began(place: S3Place, runs: str, s3: S3Server) -> None:
+def test_a_later_run_finishes_what_another_process_began(place, runs, s3):
     with place.claim(overwrite=False, resume=True) as claim:
         handle = claim.destination.begin("f", 2 * len(PART))
         elsewhere = pickle.loads(pickle.dumps(claim.destination))
@@ -141,7 +139,7 @@ def test_a_later_run_finishes_what_another_process_began(place: S3Place, runs: s
     assert s3.files(runs) == {"out/f": PART + PART}
 
 
-def test_a_part_sent_twice_counts_once(place: S3Place, runs: str, s3: S3Server) -> None:
+def test_a_part_sent_twice_counts_once(place, runs, s3):
     with place.claim(overwrite=False, resume=False) as claim:
         handle = claim.destination.begin("f", len(PART) + 1)
         part_tags = [claim.destination.write("f", handle, n, 0, data) for n, data in [(0, PART), (1, b"x"), (0, PART)]]
@@ -150,7 +148,7 @@ def test_a_part_sent_twice_counts_once(place: S3Place, runs: str, s3: S3Server) 
     assert s3.files(runs) == {"out/f": PART + b"x"}
 
 
-def test_a_place_that_is_taken_is_refused(place: S3Place, runs: str, s3: S3Server) -> None:
+def test_a_place_that_is_taken_is_refused(place, runs, s3):
     s3.put(runs, {"out/x": b"1"})
     with pytest.raises(DestinationExistsError, match="overwrite=True"):
         place.claim(overwrite=False, resume=False).__enter__()
@@ -161,7 +159,7 @@ def test_a_place_that_is_taken_is_refused(place: S3Place, runs: str, s3: S3Serve
     assert list(s3.files(runs)) == ["out/x"]
 
 
-def test_somebody_who_was_faster_is_not_overwritten(place: S3Place, runs: str, s3: S3Server) -> None:
+def test_somebody_who_was_faster_is_not_overwritten(place, runs, s3):
     with place.claim(overwrite=False, resume=False) as claim:
         write(claim, FILES, publish=False)
         s3.put(runs, {"out/x": b"1"})
@@ -174,9 +172,7 @@ OLD = {".metadata": b"old index", "a.bin": b"old", "only old": b"old", "deep/old
 
 
 @pytest.mark.parametrize("allowed", [0, 1, 2, 3, 4, 5, 7])
-def test_replacing_shows_the_old_none_or_the_new(
-    place: S3Place, runs: str, s3: S3Server, allowed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replacing_shows_the_old_none_or_the_new(place, runs, s3, allowed, monkeypatch):
     """A run that dies between any two requests of publishing; what it left is then taken up, or replaced."""
     s3.put(f"{runs}out/", OLD)
     once, left = Bucket._once, [10**6]
@@ -206,7 +202,7 @@ def test_replacing_shows_the_old_none_or_the_new(
     assert s3.open_uploads(runs) == []
 
 
-def test_one_file_is_replaced_in_one_step(bucket: Bucket, runs: str, s3: S3Server) -> None:
+def test_one_file_is_replaced_in_one_step(bucket, runs, s3):
     place = S3Place(bucket, f"{runs}model.safetensors")
     s3.put(runs, {"model.safetensors": b"old", "other": b"kept"})
     with place.as_file().claim(overwrite=True, resume=False) as claim:
@@ -216,7 +212,7 @@ def test_one_file_is_replaced_in_one_step(bucket: Bucket, runs: str, s3: S3Serve
     assert s3.files(runs) == {"model.safetensors": b"new", "other": b"kept"}
 
 
-def test_a_second_writer_is_told(place: S3Place) -> None:
+def test_a_second_writer_is_told(place):
     with place.claim(overwrite=False, resume=False):
         for resume in (False, True):
             with pytest.raises(DestinationExistsError, match="another process is writing"):
@@ -227,7 +223,7 @@ def test_a_second_writer_is_told(place: S3Place) -> None:
         pass
 
 
-def test_of_many_who_start_at_once_one_wins(place: S3Place) -> None:
+def test_of_many_who_start_at_once_one_wins(place):
     def attempt(_: int) -> bool:
         try:
             place.new_claim(overwrite=False).lock.take()
@@ -239,7 +235,7 @@ def test_of_many_who_start_at_once_one_wins(place: S3Place) -> None:
         assert sum(pool.map(attempt, range(6))) == 1
 
 
-def test_a_lock_goes_with_its_process_or_with_time(place: S3Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_goes_with_its_process_or_with_time(place, monkeypatch):
     code = f"""
 from ckpt_tools.stores.marker_files import PARTIAL
 from ckpt_tools.stores.s3.place import S3Place
@@ -260,7 +256,7 @@ import os; os._exit(9)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"token": "1f'], ids=["empty", "cut off"])
-def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place: S3Place, content: bytes) -> None:
+def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place, content):
     """A service may keep what came of a request whose sender was killed."""
     claim = place.new_claim(overwrite=False)
     place.bucket.put(claim.lock.key, content)
@@ -271,7 +267,7 @@ def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place: S3Place, 
     assert not place.leftovers()
 
 
-def test_who_lost_the_lock_does_not_publish(place: S3Place, runs: str, s3: S3Server) -> None:
+def test_who_lost_the_lock_does_not_publish(place, runs, s3):
     with place.claim(overwrite=False, resume=True) as claim:
         write(claim, FILES, publish=False)
         place.bucket.put(claim.lock.key, b'{"token": "somebody else"}')
@@ -280,7 +276,7 @@ def test_who_lost_the_lock_does_not_publish(place: S3Place, runs: str, s3: S3Ser
     assert place.present() is None
 
 
-def test_leftovers_are_ours_alone(place: S3Place, runs: str, s3: S3Server) -> None:
+def test_leftovers_are_ours_alone(place, runs, s3):
     client = s3.client()
     for key in ("out/g", "out/theirs", "other"):
         client.create_multipart_upload(Bucket=BUCKET, Key=runs + key)
@@ -294,7 +290,7 @@ def test_leftovers_are_ours_alone(place: S3Place, runs: str, s3: S3Server) -> No
     assert sorted(s3.open_uploads(runs)) == ["other", "out/g", "out/theirs"]
 
 
-def test_the_service_copies_within_itself(place: S3Place, runs: str, s3: S3Server) -> None:
+def test_the_service_copies_within_itself(place, runs, s3):
     s3.put(runs, {"source": b"head" + PART + PART})
     source = S3Store(place.bucket, runs).locate("source")
     assert source is not None
@@ -319,7 +315,7 @@ def test_the_service_copies_within_itself(place: S3Place, runs: str, s3: S3Serve
     assert s3.files(runs)["out/f"] == PART[1:] + PART[:1] + b"abc"
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error(bucket: Bucket, runs: str, s3: S3Server) -> None:
+def test_a_file_that_changes_while_it_is_read_is_an_error(bucket, runs, s3):
     s3.put(runs, {"x/f": b"first"})
     source = Source.open(S3Store(bucket, f"{runs}x/"))
     s3.put(runs, {"x/f": b"other"})
@@ -327,7 +323,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(bucket: Bucket, runs: 
         source.read("f", 0, 5)
 
 
-def test_opening(bucket: Bucket, runs: str, s3: S3Server) -> None:
+def test_opening(bucket, runs, s3):
     s3.put(runs, {"x/f": b"first", "x/.hidden/g": b"", "x/.metadata": b""})
     folder, single = open_s3_store(bucket, f"{runs}x"), open_s3_store(bucket, f"{runs}x/f")
     assert folder is not None and list(folder.list()) == [".metadata", "f"]
@@ -345,13 +341,13 @@ def test_opening(bucket: Bucket, runs: str, s3: S3Server) -> None:
         (S3Options(profile="nobody"), "nobody"),
     ],
 )
-def test_what_cannot_be_reached_is_said(bucket: Bucket, options: S3Options, said: str) -> None:
+def test_what_cannot_be_reached_is_said(bucket, options, said):
     with pytest.raises(StoreError, match=said) as caught:
         list(Bucket(options, bucket.name).objects(""))
     assert caught.value.exit_code == 5
 
 
-def test_without_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_credentials(bucket, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StoreError, match="no credentials"):
@@ -359,13 +355,13 @@ def test_without_credentials(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("options", [{"what": "1"}, {"anon": "perhaps"}, {"retries": "x"}, {"read_timeout": "x"}])
-def test_options_that_are_none(options: dict[str, str]) -> None:
+def test_options_that_are_none(options):
     with pytest.raises(CkptError) as caught:
         S3Options.parse(options)
     assert caught.value.exit_code == 2
 
 
-def test_small_reads_share_requests(bucket: Bucket, runs: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_reads_share_requests(bucket, runs, s3, monkeypatch):
     data = os.urandom(8 * AHEAD_BYTES + 6000)
     s3.put(runs, {"x/f": data})
     source = Source.open(S3Store(bucket, f"{runs}x/"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, StoreError
 from ckpt_tools.stores.marker_files import is_marker
 from ckpt_tools.stores.retry import RetryPolicy
-from fixtures.store import Fixture
-from tests.support.fault_proxy import KINDS, LATE, STATUSES, Fault, FaultProxy, running_fault_proxy
+from tests.support.fault_proxy import KINDS, LATE, STATUSES, Fault, running_fault_proxy
 from tests.support.s3_server import BUCKET, S3Server
 
 pytestmark = pytest.mark.extended
@@ -42,22 +41,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
+def proxy(s3_server):
     with running_fault_proxy(s3_server) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def source(checkpoint: Callable[[str, str, int], Fixture], s3_server: S3Server) -> str:
+def source(checkpoint, s3_server):
     prefix = s3_server.new_prefix()
     s3_server.upload(prefix, checkpoint("fsdp2", "plain", 2).checkpoint)
     return f"s3://{BUCKET}/{prefix.rstrip('/')}"
 
 
 @pytest.fixture(scope="module")
-def expected(
-    checkpoint: Callable[[str, str, int], Fixture], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, bytes]:
+def expected(checkpoint, tmp_path_factory):
     out = tmp_path_factory.mktemp("expected")
     ckpt_tools.convert(checkpoint("fsdp2", "plain", 2).checkpoint, out / "out", to="zero2", world_size=2)
     return {each.relative_to(out / "out").as_posix(): each.read_bytes() for each in files_of(out)}
@@ -68,12 +65,12 @@ def files_of(folder: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_once(monkeypatch):
     """Trying again without waiting: how long is another test's matter."""
     monkeypatch.setattr(RetryPolicy, "wait_seconds", lambda *_: 0.0)
 
 
-def test_a_fault(seed: int, source: str, expected: dict[str, bytes], proxy: FaultProxy, s3: S3Server) -> None:
+def test_a_fault(seed, source, expected, proxy, s3):
     prefix, fault = s3.new_prefix(), fault_of(seed)
     out = f"s3://{BUCKET}/{prefix}out"
     proxy.set(fault)
@@ -110,7 +107,7 @@ def check_it_can_be_made_again(s3: S3Server, source: str, out: str, prefix: str,
     assert s3.open_uploads(prefix) == []
 
 
-def test_nothing_goes_wrong_by_itself(source: str, expected: dict[str, bytes], proxy: FaultProxy, s3: S3Server) -> None:
+def test_nothing_goes_wrong_by_itself(source, expected, proxy, s3):
     prefix = s3.new_prefix()
     proxy.set(Fault("500", FOREVER, 1))
     options = {"endpoint_url": proxy.endpoint, "retries": 0}
@@ -135,15 +132,15 @@ def old_files(s3: S3Server, source: str, prefix: str) -> dict[str, bytes]:
     "overwrite", [pytest.param(False, id="fresh", marks=pytest.mark.soak), pytest.param(True, id="overwrite")]
 )
 def test_a_store_that_is_full(
-    kind: str,
-    only: str,
-    first: int,
-    overwrite: bool,
-    source: str,
-    expected: dict[str, bytes],
-    proxy: FaultProxy,
-    s3: S3Server,
-) -> None:
+    kind,
+    only,
+    first,
+    overwrite,
+    source,
+    expected,
+    proxy,
+    s3,
+):
     """From the first upload to the last request: the old output stays, or the new one is kept to be published."""
     prefix = s3.new_prefix()
     out = f"s3://{BUCKET}/{prefix}out"
@@ -167,7 +164,7 @@ def test_a_store_that_is_full(
     assert s3.open_uploads(prefix) == []
 
 
-def test_a_store_that_removes_nothing(source: str, proxy: FaultProxy, s3: S3Server) -> None:
+def test_a_store_that_removes_nothing(source, proxy, s3):
     """The old output is whole, and the new one is not taken for a part of it."""
     prefix = s3.new_prefix()
     out = f"s3://{BUCKET}/{prefix}out"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -24,7 +23,7 @@ NODE = {"include_dashboard": False, "object_store_memory": 80 << 20}
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """A node of CPUs enough for all that tests keep, to which this process is connected; tests may add others."""
     if _STARTED:
         yield _STARTED[0]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -23,6 +23,15 @@ def thinned(values: Iterable[Any], every: int) -> list[Any]:
     """Parameters of a slow test: one of ``every`` runs in each tier, the others only in the soak."""
     each = [value if isinstance(value, tuple) else (value,) for value in values]
     return [pytest.param(*one, marks=pytest.mark.soak if number % every else ()) for number, one in enumerate(each)]
+
+
+def tiered(cases: Iterable[Any], test: Collection[str], extended: Collection[str] = ()) -> list[Any]:
+    """Parameters of a test with many cases: those named in ``test`` run in ``make test``, those in ``extended`` in
+    ``make test-all``, the others in ``make soak``. They are chosen to differ in kind."""
+    named = {case if isinstance(case, str) else str(getattr(case, "name", case)): case for case in cases}
+    assert {*test, *extended} <= {*named}, f"no such cases: {{*test, *extended} - {*named}}"
+    marks = {**dict.fromkeys(extended, pytest.mark.extended), **dict.fromkeys(test, ())}
+    return [pytest.param(case, id=name, marks=marks.get(name, pytest.mark.soak)) for name, case in named.items()]
 
 
 def name_of(fixture: Fixture) -> str:

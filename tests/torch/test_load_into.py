@@ -62,22 +62,22 @@ BY_RANKS = sorted(JOBS, key=lambda cell: cell[-1])
 @pytest.mark.parametrize("how", [into_jobs.through_reader, into_jobs.in_place], ids=["reader", "in-place"])
 @pytest.mark.parametrize(("kind", "case", "ranks", "job", "new_ranks"), BY_RANKS, ids=lambda value: str(value))
 def test_a_job_goes_on(
-    how: Callable[..., Any],
-    kind: str,
-    case: str,
-    ranks: int,
-    job: str,
-    new_ranks: int,
-    checkpoint: Checkpoint,
-    tmp_path: Path,
-) -> None:
+    how,
+    kind,
+    case,
+    ranks,
+    job,
+    new_ranks,
+    checkpoint,
+    tmp_path,
+):
     made = checkpoint(kind, case, ranks)
     launch.pool(new_ranks).run(how, job, case, str(made.checkpoint), str(tmp_path))
     # DeepSpeed has no state for the empty parameter, of which torch makes some of its own.
     assert_same_run(Truth.load(made.root), Truth.load(tmp_path), in_full=case != "empty")
 
 
-def test_each_rank_reads_its_own_part(checkpoint: Checkpoint) -> None:
+def test_each_rank_reads_its_own_part(checkpoint):
     made = checkpoint("zero3-fp32", "plain", 2)
     pool = launch.pool(4)
     reads = pool.run(into_jobs.bytes_read, "fsdp2", "plain", str(made.checkpoint))
@@ -90,7 +90,7 @@ def test_each_rank_reads_its_own_part(checkpoint: Checkpoint) -> None:
     assert max(reads) < 0.3 * cut + whole
 
 
-def test_pieces_of_any_placement(tmp_path: Path) -> None:
+def test_pieces_of_any_placement(tmp_path):
     """Where FSDP and tensor parallelism cut one dim, and unevenly, a rank's piece can be several boxes."""
     source = tmp_path / "model.pt"
     tensors = {f"{rows}x{columns}": torch.randn(rows, columns) for rows, columns in ((8, 8), (12, 5), (7, 4), (3, 9))}
@@ -117,7 +117,7 @@ def read_all(url: Path) -> dict[str, Any]:
     return found
 
 
-def test_torch_rebuilds_the_tree_from_the_reader(checkpoint: Checkpoint) -> None:
+def test_torch_rebuilds_the_tree_from_the_reader(checkpoint):
     made = checkpoint("zero2-fp32", "awkward", 2)
     app, truth = read_all(made.checkpoint)["app"], Truth.load(made.root)
     assert_same_bits(truth.best_weights(), {name: as_numpy(tensor) for name, tensor in app["model"].items()})
@@ -143,7 +143,7 @@ def listed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
+def whole(tmp_path):
     """A DCP of a training state by torch in one process."""
     optim = {
         "state": {"w": {"exp_avg": torch.full((4, 3), 0.5), "step": torch.tensor(7.0)}},
@@ -155,7 +155,7 @@ def whole(tmp_path: Path) -> Path:
     return tmp_path / "whole"
 
 
-def test_any_prefix_is_found(whole: Path) -> None:
+def test_any_prefix_is_found(whole):
     for tree in ({"w": torch.zeros(4, 3)}, {"net": {"w": torch.zeros(4, 3)}}, {"a": {"b": {"w": torch.zeros(4, 3)}}}):
         quietly(dcp.load, tree, storage_reader=storage_reader(whole), no_dist=True)
         found: Any = tree
@@ -164,27 +164,27 @@ def test_any_prefix_is_found(whole: Path) -> None:
         assert found.equal(torch.arange(12.0).reshape(4, 3))
 
 
-def test_values_are_cast_to_what_the_job_has(whole: Path) -> None:
+def test_values_are_cast_to_what_the_job_has(whole):
     state = {"model": {"w": torch.zeros(4, 3, dtype=torch.bfloat16), "b": torch.zeros(3, dtype=torch.float64)}}
     quietly(dcp.load, state, storage_reader=storage_reader(whole), no_dist=True)
     assert state["model"]["w"].equal(torch.arange(12).reshape(4, 3).to(torch.bfloat16))
     assert state["model"]["b"].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_cast_that_would_lose_the_kind_is_refused(whole: Path) -> None:
+def test_a_cast_that_would_lose_the_kind_is_refused(whole):
     with pytest.raises(BaseException, match=r"float32, which cannot be cast to torch\.int64"):
         quietly(
             dcp.load, {"w": torch.zeros(4, 3, dtype=torch.int64)}, storage_reader=storage_reader(whole), no_dist=True
         )
 
 
-def test_strided_targets_are_filled(whole: Path) -> None:
+def test_strided_targets_are_filled(whole):
     target = torch.zeros(3, 4).t()
     quietly(dcp.load, {"w": target}, storage_reader=storage_reader(whole), no_dist=True)
     assert target.equal(torch.arange(12.0).reshape(4, 3))
 
 
-def test_large_targets_are_filled_block_by_block(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_targets_are_filled_block_by_block(whole, monkeypatch):
     """As those on a device are."""
     monkeypatch.setattr(filling, "BLOCK_BYTES", 12)
     target = torch.zeros(3, 4).t()
@@ -192,7 +192,7 @@ def test_large_targets_are_filled_block_by_block(whole: Path, monkeypatch: pytes
     assert target.equal(torch.arange(12.0).reshape(4, 3))
 
 
-def test_a_flattened_optimizer_serves_groups_and_the_other_way_round(checkpoint: Checkpoint, whole: Path) -> None:
+def test_a_flattened_optimizer_serves_groups_and_the_other_way_round(checkpoint, whole):
     flattened: dict[str, Any] = {"optimizer": {"param_groups.w.lr": 0.0, "state.w.step": torch.zeros(())}}
     quietly(dcp.load, flattened, storage_reader=storage_reader(whole), no_dist=True)
     assert flattened["optimizer"] == {"param_groups.w.lr": 0.25, "state.w.step": torch.tensor(7.0)}
@@ -203,12 +203,12 @@ def test_a_flattened_optimizer_serves_groups_and_the_other_way_round(checkpoint:
     assert grouped["optim"]["param_groups"][0]["params"] in [group["fqns"] for group in groups]
 
 
-def test_a_name_that_is_not_there(whole: Path) -> None:
+def test_a_name_that_is_not_there(whole):
     with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: model\.v"):
         quietly(dcp.load, {"model": {"v": torch.zeros(1)}}, storage_reader=storage_reader(whole), no_dist=True)
 
 
-def test_two_prefixes_need_a_key(whole: Path) -> None:
+def test_two_prefixes_need_a_key(whole):
     state = {"model": {"w": torch.zeros(4, 3)}, "ema": {"w": torch.ones(4, 3)}}
     with pytest.raises(BaseException, match="job_model_key"):
         quietly(dcp.load, state, storage_reader=storage_reader(whole), no_dist=True)
@@ -217,7 +217,7 @@ def test_two_prefixes_need_a_key(whole: Path) -> None:
     assert ema["ema"]["w"].equal(torch.arange(12.0).reshape(4, 3))
 
 
-def test_objects_are_served_and_tensors_inside_them(whole: Path) -> None:
+def test_objects_are_served_and_tensors_inside_them(whole):
     state: dict[str, Any] = {"epoch": 0, "rng": None, "model": {"w": torch.zeros(4, 3)}}
     quietly(dcp.load, state, storage_reader=storage_reader(whole), no_dist=True)
     assert state["epoch"] == 3
@@ -231,9 +231,7 @@ class Hostile:
         return exec, ("print('run')",)
 
 
-def test_what_only_code_could_make_is_refused_where_it_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_only_code_could_make_is_refused_where_it_is_asked_for(tmp_path, capsys):
     tree = {"model": {"w": torch.ones(2)}, "bad": Hostile()}
     quietly(dcp.save, tree, checkpoint_id=str(tmp_path / "bad"), no_dist=True)
     with pytest.raises(BaseException, match=r"builtins\.exec"):
@@ -245,7 +243,7 @@ def test_what_only_code_could_make_is_refused_where_it_is_asked_for(
     assert not capsys.readouterr().out
 
 
-def test_a_missing_checkpoint_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_one_clear_error(tmp_path):
     with pytest.raises(ckpt_tools.CkptError, match="no file or folder"):
         storage_reader(tmp_path / "nothing")
 
@@ -274,7 +272,7 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> tuple[nn.Module, torch.optim.Optimizer, Path]:
+def run(tmp_path):
     """A model of a few steps with Adam, and its state in one file as people save it with DCP."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -306,7 +304,7 @@ def same(one: Any, other: Any) -> bool:
     return one.equal(other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_a_plain_model_and_its_optimizer(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+def test_a_plain_model_and_its_optimizer(run):
     trained, optimizer, url = run
     model, other = fresh()
     places = [parameter.data_ptr() for parameter in model.parameters()]
@@ -316,27 +314,27 @@ def test_a_plain_model_and_its_optimizer(run: tuple[nn.Module, torch.optim.Optim
     assert places == [parameter.data_ptr() for parameter in model.parameters()]
 
 
-def test_how_a_job_computes_is_its_own_affair(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+def test_how_a_job_computes_is_its_own_affair(run):
     model, optimizer = fresh(foreach=False)
     load_into(model, optimizer, run[2])
     assert optimizer.param_groups[0]["foreach"] is False
     assert optimizer.param_groups[0]["lr"] == 0.125
 
 
-def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(run):
     rate = torch.tensor(1.0)
     model, optimizer = fresh(lr=rate, capturable=False, foreach=False)
     load_into(model, optimizer, run[2])
     assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.125
 
 
-def test_wrapped_models(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+def test_wrapped_models(run):
     model, _ = fresh()
     load_into(torch.compile(model), None, run[2])
     assert same(run[0].state_dict(), model.state_dict())
 
 
-def test_ties_take_either_name(tmp_path: Path) -> None:
+def test_ties_take_either_name(tmp_path):
     model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
     model["head"].weight = model["embed"].weight
     for name in ("embed.weight", "head.weight"):
@@ -355,12 +353,12 @@ def test_ties_take_either_name(tmp_path: Path) -> None:
     ],
     ids=["unexpected", "missing", "meta"],
 )
-def test_models_that_do_not_fit(model: Callable[[], nn.Module], message: str, whole: Path) -> None:
+def test_models_that_do_not_fit(model, message, whole):
     with pytest.raises(UsageError, match=message):
         load_into(model(), None, whole)
 
 
-def test_a_dry_run_checks_a_model_without_elements_and_loads_nothing(whole: Path) -> None:
+def test_a_dry_run_checks_a_model_without_elements_and_loads_nothing(whole):
     assert load_into(Both(device="meta"), None, whole, dry_run=True) == {}
     model = Both()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -370,14 +368,14 @@ def test_a_dry_run_checks_a_model_without_elements_and_loads_nothing(whole: Path
         load_into(Model(4, 3).to("meta"), None, whole, dry_run=True)
 
 
-def test_another_shape(whole: Path) -> None:
+def test_another_shape(whole):
     model = Both()
     model.w = nn.Parameter(torch.zeros(3, 4))
     with pytest.raises(UsageError, match=r"shape mismatch: w \(checkpoint \[4, 3\], model \[3, 4\]\)"):
         load_into(model, None, whole)
 
 
-def test_many_problems_are_one_sentence(tmp_path: Path) -> None:
+def test_many_problems_are_one_sentence(tmp_path):
     torch.save({f"w{n}": torch.zeros(1) for n in range(9)}, tmp_path / "many.pt")
     with pytest.raises(UsageError, match="not in the checkpoint: w; not in the model: w0, w1, w2, w3, w4 and 4 more"):
         load_into(Model(1), None, tmp_path / "many.pt")
@@ -390,7 +388,7 @@ def stage(*numbers: int) -> tuple[nn.Module, torch.optim.Optimizer, set[str]]:
     return model, adam(model), {*nn.ModuleDict(layers).state_dict()} - {*model.state_dict()}
 
 
-def test_a_stage_of_a_pipeline_loads_its_own_layers(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+def test_a_stage_of_a_pipeline_loads_its_own_layers(run):
     trained, optimizer, url = run
     model, other, elsewhere = stage(1, 2)
     load_into(model, other, url, elsewhere=elsewhere)
@@ -399,13 +397,13 @@ def test_a_stage_of_a_pipeline_loads_its_own_layers(run: tuple[nn.Module, torch.
     assert same(list(other.state.values()), list(optimizer.state.values())[2:])
 
 
-def test_what_no_stage_has_is_not_passed_over(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+def test_what_no_stage_has_is_not_passed_over(run):
     model, optimizer, elsewhere = stage(1, 2)
     with pytest.raises(UsageError, match=r"^the checkpoint does not fit the model: not in the model: 0.bias$"):
         load_into(model, optimizer, run[2], elsewhere=elsewhere - {"0.bias"})
 
 
-def test_a_tied_weight_may_be_elsewhere_by_either_name(tmp_path: Path) -> None:
+def test_a_tied_weight_may_be_elsewhere_by_either_name(tmp_path):
     """The checkpoint has it by one name, and the stage that holds it knows it by the other."""
     tied = nn.ModuleDict({"embed": nn.Embedding(4, 2), "norm": nn.RMSNorm(2), "head": nn.Linear(2, 4, bias=False)})
     tied["head"].weight = tied["embed"].weight
@@ -417,7 +415,7 @@ def test_a_tied_weight_may_be_elsewhere_by_either_name(tmp_path: Path) -> None:
         assert load_into(nn.ModuleDict({"norm": nn.RMSNorm(2)}), None, tmp_path / "one.pt", elsewhere=ends) == {}
 
 
-def test_nothing_is_loaded_where_the_optimizer_does_not_fit(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+def test_nothing_is_loaded_where_the_optimizer_does_not_fit(run):
     model, _ = fresh()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(
@@ -427,14 +425,14 @@ def test_nothing_is_loaded_where_the_optimizer_does_not_fit(run: tuple[nn.Module
     assert same(before, model.state_dict())
 
 
-def test_a_checkpoint_without_an_optimizer(tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_optimizer(tmp_path):
     torch.save({"w": torch.zeros(2)}, tmp_path / "w.pt")
     model = Model(2)
     with pytest.raises(UsageError, match="not in the checkpoint: the state of an optimizer"):
         load_into(model, adam(model), tmp_path / "w.pt")
 
 
-def test_groups_that_would_mix_hyperparameters(tmp_path: Path) -> None:
+def test_groups_that_would_mix_hyperparameters(tmp_path):
     model, other = (nn.ModuleDict({"a": Model(2), "b": Model(2)}) for _ in range(2))
     groups = [{"params": [model["a"].w], "lr": 0.5}, {"params": [model["b"].w], "lr": 0.25}]
     optimizer = torch.optim.Adam(groups)
@@ -444,14 +442,14 @@ def test_groups_that_would_mix_hyperparameters(tmp_path: Path) -> None:
         load_into(other, adam(other), tmp_path / "two")
 
 
-def test_gradients_must_not_wait(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+def test_gradients_must_not_wait(run):
     model, optimizer = fresh()
     model(torch.randn(5, 3)).sum().backward()
     with pytest.raises(UsageError, match=r"load before backward\(\)"):
         load_into(model, optimizer, run[2])
 
 
-def test_a_step_without_a_closure_is_refused_in_words(run: tuple[nn.Module, torch.optim.Optimizer, Path]) -> None:
+def test_a_step_without_a_closure_is_refused_in_words(run):
     class Plain(torch.optim.Adam):
         def step(self) -> None:  # type: ignore[override]
             super().step()
@@ -461,7 +459,7 @@ def test_a_step_without_a_closure_is_refused_in_words(run: tuple[nn.Module, torc
         load_into(model, Plain(model.parameters()), run[2])
 
 
-def test_state_that_a_step_with_a_closure_makes_has_its_keys_without_a_value(tmp_path: Path) -> None:
+def test_state_that_a_step_with_a_closure_makes_has_its_keys_without_a_value(tmp_path):
     class Searching(torch.optim.SGD):
         def step(self, closure: Any) -> None:  # type: ignore[override]
             raise AssertionError("no step is tried")
@@ -476,7 +474,7 @@ def test_state_that_a_step_with_a_closure_makes_has_its_keys_without_a_value(tmp
     assert {**found.state[other.bias], "direction": None} == {"direction": None, "last": None, "losses": [1.5, None]}
 
 
-def test_counts_that_are_plain_numbers(tmp_path: Path) -> None:
+def test_counts_that_are_plain_numbers(tmp_path):
     class Counting(torch.optim.SGD):
         """Keeps its step as an int."""
 

@@ -36,7 +36,7 @@ def job_names(*fqns: str, model_key: str | None = None, optim_key: str | None = 
 
 
 @pytest.mark.parametrize("prefix", ["app.model.", "model.", "", "some.where.else."])
-def test_weights_are_found_whatever_stands_before_them(prefix: str) -> None:
+def test_weights_are_found_whatever_stands_before_them(prefix):
     names = job_names("blocks.0.up", "norm")
     for own, entry in {
         "blocks.0.up": "app.model.blocks.0.up",
@@ -58,30 +58,30 @@ def test_weights_are_found_whatever_stands_before_them(prefix: str) -> None:
         ("epoch", "app.epoch"),
     ],
 )
-def test_state_options_and_entries(name: str, entry: str) -> None:
+def test_state_options_and_entries(name, entry):
     match = job_names("w").find(name)
     assert match is not None and match.entry == entry
 
 
-def test_the_longest_name_is_the_weight() -> None:
+def test_the_longest_name_is_the_weight():
     names = job_names("weight", "head.weight")
     match = names.find("app.model.head.weight")
     assert match is not None and match.entry == "app.model.head.weight"
 
 
-def test_names_that_the_checkpoint_lacks() -> None:
+def test_names_that_the_checkpoint_lacks():
     names = job_names("w")
     assert names.find("app.model.v") is None
     assert names.find("app.optim.state.w.exp_avg") is None
 
 
-def test_a_plan_that_agrees_on_its_prefixes() -> None:
+def test_a_plan_that_agrees_on_its_prefixes():
     names = job_names("w", "v")
     names.check(["app.model.w", "app.model.v", "app.optim.state.w.step", "app.epoch", "app.model.unknown"])
     names.check(["model.w", "optim.state.w.step", "epoch"])
 
 
-def test_two_models_need_a_choice() -> None:
+def test_two_models_need_a_choice():
     names = job_names("w", "v")
     with pytest.raises(UsageError, match="job_model_key"):
         names.check(["app.model.w", "app.ema.v"])
@@ -90,17 +90,17 @@ def test_two_models_need_a_choice() -> None:
     assert chosen.find("app.ema.v") is None
 
 
-def test_two_optimizers_need_a_choice() -> None:
+def test_two_optimizers_need_a_choice():
     with pytest.raises(UsageError, match="job_optim_key"):
         job_names("w").check(["g.state.w.step", "d.state.w.step"])
     assert job_names("w", optim_key="g").find("d.state.w.step") is None
 
 
-def test_an_entry_elsewhere_is_not_the_one_beside_the_model() -> None:
+def test_an_entry_elsewhere_is_not_the_one_beside_the_model():
     with pytest.raises(UsageError, match=r"no entry 'app\.trainer\.epoch'"):
         job_names("w").check(["app.model.w", "app.trainer.epoch"])
 
 
-def test_marks_of_wrappers_are_passed_over() -> None:
+def test_marks_of_wrappers_are_passed_over():
     match = job_names("blocks.0.up").find("model._orig_mod.blocks.0._checkpoint_wrapped_module.up")
     assert match is not None and (match.entry, match.prefix) == ("app.model.blocks.0.up", "model.")

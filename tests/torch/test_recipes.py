@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from ckpt_tools.errors import UsageError
 from tests.support import moe
 
 
-def test_a_model_of_another_layout_goes_on(tmp_path: Path) -> None:
+def test_a_model_of_another_layout_goes_on(tmp_path):
     fused, optimizer = moe.write(tmp_path)
     saved = moe.apart(fused.state_dict())
     model = moe.Apart()
@@ -28,7 +26,7 @@ def test_a_model_of_another_layout_goes_on(tmp_path: Path) -> None:
     np.testing.assert_allclose(moe.train(model, its, 3, seed=2), losses, rtol=1e-5)
 
 
-def test_the_way_back(tmp_path: Path) -> None:
+def test_the_way_back(tmp_path):
     fused, optimizer = moe.write(tmp_path)
     ckpt_tools.convert(tmp_path / "fused.pt", tmp_path / "dcp", to="dcp", world_size=2, recipe=tmp_path / "moe.toml")
     model = moe.Fused()
@@ -38,7 +36,7 @@ def test_the_way_back(tmp_path: Path) -> None:
     assert moe.train(model, its, 3, seed=2) == moe.train(fused, optimizer, 3, seed=2)
 
 
-def test_a_model_of_the_wrong_side_is_refused(tmp_path: Path) -> None:
+def test_a_model_of_the_wrong_side_is_refused(tmp_path):
     moe.write(tmp_path)
     model = moe.Fused()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -47,7 +45,7 @@ def test_a_model_of_the_wrong_side_is_refused(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_config_is_for_a_recipe(tmp_path: Path) -> None:
+def test_config_is_for_a_recipe(tmp_path):
     moe.write(tmp_path)
     with pytest.raises(
         UsageError, match=r"config= is for the sizes of a recipe, with recipe=, and for dequantize=; no recipe"

@@ -42,7 +42,7 @@ KNOWN: dict[str, Any] = {
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("name", KNOWN)
-def test_known_objects(name: str, protocol: int) -> None:
+def test_known_objects(name, protocol):
     found = revived(KNOWN[name], protocol)
     assert found == KNOWN[name]
     assert type(found) is type(KNOWN[name])
@@ -60,7 +60,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{list(array.shape)}")
-def test_arrays(array: np.ndarray, protocol: int) -> None:
+def test_arrays(array, protocol):
     found = revived(array, protocol)
     assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
     assert found.flags.writeable and found.flags.f_contiguous == array.flags.f_contiguous
@@ -82,37 +82,37 @@ class Hostile:
     [Own(), Hostile(), Own, np.array([Own()]), collections.defaultdict(Own, {1: 2}), np.random.RandomState(0)],
     ids=lambda value: type(value).__name__,
 )
-def test_other_objects_are_the_callers_to_decide_on(value: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_objects_are_the_callers_to_decide_on(value, capsys):
     found = revived([value])
     assert found[0][0] == "unknown"
     assert not capsys.readouterr().out
 
 
-def test_damaged_arrays_stay_inert() -> None:
+def test_damaged_arrays_stay_inert():
     inert = loads(pickle.dumps(np.arange(3)), path="value.pkl")
     assert isinstance(inert, Opaque)
     inert.state = (*inert.state[:-1], b"short")
     assert revive(inert, tensor=lambda ref: ref, unknown=lambda found: "unknown") == "unknown"
 
 
-def test_what_was_shared_stays_shared() -> None:
+def test_what_was_shared_stays_shared():
     inner = [1]
     found = revived({"a": inner, "b": (inner,)})
     assert found["b"][0] is found["a"]
 
 
-def test_tensors_are_asked_for_by_reference() -> None:
+def test_tensors_are_asked_for_by_reference():
     ref = TensorRef(StateKey("rng", "extra"))
     found = revive({"rng": (ref,)}, tensor=lambda wanted: wanted.key.fqn, unknown=lambda inert: inert)
     assert found == {"rng": ("rng",)}
 
 
-def test_attributes_of_an_ordered_dict() -> None:
+def test_attributes_of_an_ordered_dict():
     value = collections.OrderedDict(a=1)
     value.__dict__["_metadata"] = {"version": 2}
     assert revived(value).__dict__ == {"_metadata": {"version": 2}}
 
 
-def test_a_tensor_without_elements_is_on_the_meta_device() -> None:
+def test_a_tensor_without_elements_is_on_the_meta_device():
     found = revive(StoredTensor(None, DType.FLOAT16, 0, (2, 3), (3, 1)), tensor=lambda ref: ref, unknown=lambda v: v)
     assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float16, (2, 3))

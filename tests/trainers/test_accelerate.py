@@ -28,7 +28,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_folder_is_refused_by_every_verb_with_the_paths_to_name(name: str, tmp_path: Path) -> None:
+def test_the_folder_is_refused_by_every_verb_with_the_paths_to_name(name, tmp_path):
     folder = make(name).folder
     code, sentence = refusal(folder, tmp_path / "out")
     assert code == 4 and sentence.endswith(" or ".join(f"{folder}/{model}" for model in MODELS[name]))
@@ -37,7 +37,7 @@ def test_the_folder_is_refused_by_every_verb_with_the_paths_to_name(name: str, t
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
-def test_each_choice_is_read_with_its_own_optimizer(name: str, number: int, tmp_path: Path) -> None:
+def test_each_choice_is_read_with_its_own_optimizer(name, number, tmp_path):
     made = make(name)
     source = made.folder / MODELS[name][number]
     opened, wanted = ckpt_tools.open(source), weights_of(made.folder)[number]
@@ -52,7 +52,7 @@ def test_each_choice_is_read_with_its_own_optimizer(name: str, number: int, tmp_
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torch_reads_the_choice_that_was_resharded(tmp_path: Path) -> None:
+def test_torch_reads_the_choice_that_was_resharded(tmp_path):
     made = make("accelerate-models-fsdp2")
     ckpt_tools.reshard(made.folder / "pytorch_model_fsdp_1", tmp_path / "out", world_size=3)
     wanted = weights_of(made.folder)[1]
@@ -62,7 +62,7 @@ def test_torch_reads_the_choice_that_was_resharded(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "optimizer_1" / ".metadata").exists()
 
 
-def test_the_run_is_one_checkpoint(tmp_path: Path) -> None:
+def test_the_run_is_one_checkpoint(tmp_path):
     folder = shutil.copytree(make("accelerate-models-fsdp2").folder, tmp_path / "state")
     assert [each.name for each in ckpt_tools.ls(folder).checkpoints] == ["."]
     run = tmp_path / "run"
@@ -85,7 +85,7 @@ def notes_of(source: Path) -> Sequence[Note]:
         ("accelerate-models-fsdp2-full", "optimizer_1.bin"),
     ],
 )
-def test_a_model_without_its_optimizer_is_read_with_a_note(name: str, optimizer: str, tmp_path: Path) -> None:
+def test_a_model_without_its_optimizer_is_read_with_a_note(name, optimizer, tmp_path):
     folder = shutil.copytree(make(name).folder, tmp_path / "state")
     lost = folder / optimizer
     shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
@@ -94,14 +94,14 @@ def test_a_model_without_its_optimizer_is_read_with_a_note(name: str, optimizer:
     assert ckpt_tools.inspect(folder / MODELS[name][0]).optimizer_slots
 
 
-def test_half_an_optimizer_is_refused(tmp_path: Path) -> None:
+def test_half_an_optimizer_is_refused(tmp_path):
     folder = shutil.copytree(make("accelerate-models-fsdp2").folder, tmp_path / "state")
     (folder / "optimizer_1" / ".metadata").unlink()
     code, sentence = refusal(folder / "pytorch_model_fsdp_1", tmp_path / "out")
     assert code == 4 and "optimizer_1" in sentence
 
 
-def test_the_only_model_of_a_folder_is_read_with_its_optimizer_too(tmp_path: Path) -> None:
+def test_the_only_model_of_a_folder_is_read_with_its_optimizer_too(tmp_path):
     folder = make("accelerate-fsdp2").folder
     assert ckpt_tools.diff(folder, folder / "pytorch_model_fsdp_0").equal
     (tmp_path / "only").mkdir()
@@ -111,13 +111,13 @@ def test_the_only_model_of_a_folder_is_read_with_its_optimizer_too(tmp_path: Pat
         assert note.what == "optimizer_0" and "read without an optimizer" in note.why
 
 
-def test_which_scheduler_is_whose_is_not_guessed() -> None:
+def test_which_scheduler_is_whose_is_not_guessed():
     folder = make("accelerate-models-fsdp2-full").folder
     for model in MODELS["accelerate-models-fsdp2-full"]:
         assert "lr_scheduler" not in ckpt_tools.inspect(folder / model).extras
 
 
-def test_digests_of_the_choices_lie_apart(tmp_path: Path) -> None:
+def test_digests_of_the_choices_lie_apart(tmp_path):
     for name in ("accelerate-models-fsdp2", "accelerate-models-ddp-safetensors"):
         folder = shutil.copytree(make(name).folder, tmp_path / name)
         for model in MODELS[name]:
@@ -137,7 +137,7 @@ def tags(folder: Path) -> Path:
     return folder
 
 
-def test_tags_of_several_models_of_deepspeed(tmp_path: Path) -> None:
+def test_tags_of_several_models_of_deepspeed(tmp_path):
     folder = tags(tmp_path / "state")
     code, sentence = refusal(folder, tmp_path / "out")
     assert code == 4 and sentence.endswith("choose one with tag='pytorch_model' or tag='pytorch_model_1'")
@@ -145,7 +145,7 @@ def test_tags_of_several_models_of_deepspeed(tmp_path: Path) -> None:
     assert [each.name for each in ckpt_tools.ls(folder).checkpoints] == ["."]
 
 
-def test_files_of_ranks_of_several_models(tmp_path: Path) -> None:
+def test_files_of_ranks_of_several_models(tmp_path):
     """A stand-in: accelerate's names around the files of ranks of two models."""
     ranks = make("accelerate-ranks").folder
     for number in range(2):

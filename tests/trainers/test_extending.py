@@ -45,7 +45,7 @@ def asked(folder: Path, *words: Path) -> list[str]:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     """A save of Acme with one rank."""
     folder = tmp_path / "step_10"
     save_file({"weight": np.arange(12, dtype=np.float32).reshape(4, 3)}, tmp_path / "w.safetensors")
@@ -56,7 +56,7 @@ def saved(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_printed_record_is_one_trainer_more(saved: Path, tmp_path: Path) -> None:
+def test_the_printed_record_is_one_trainer_more(saved, tmp_path):
     step, problem, notes = asked(tmp_path, saved, tmp_path / "out")
     assert (step, problem) == ("10", "None")
     out = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
@@ -65,6 +65,6 @@ def test_the_printed_record_is_one_trainer_more(saved: Path, tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "out" / "state").iterdir())[0] == ".metadata"
 
 
-def test_a_save_that_did_not_finish_is_told(saved: Path, tmp_path: Path) -> None:
+def test_a_save_that_did_not_finish_is_told(saved, tmp_path):
     (saved / "DONE").unlink()
     assert asked(tmp_path, saved, tmp_path / "out")[1] == "no DONE: the save did not finish"

@@ -7,8 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,13 +26,13 @@ def in_process(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
+def one_thread():
     """As many threads as the runs' ranks had, which share the cores with whatever else is tested."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="package", autouse=True)
-def pools_of_their_own() -> Iterator[None]:
+def pools_of_their_own():
     """For the tests of this folder. A run changes how its processes compute: with AMX, 16-bit models had other last
     bits afterwards, and tests of formats compare these with what other processes wrote down."""
     close_pools()
@@ -42,7 +41,7 @@ def pools_of_their_own() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_runs(tmp_path_factory):
     """The folder with a run folder for each of the jobs' configurations; one for all processes of pytest-xdist."""
     mine = tmp_path_factory.getbasetemp()
     out = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "small-runs"
@@ -59,13 +58,13 @@ def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_run(small_runs: Path) -> SmallRun:
+def small_run(small_runs):
     """The result of a small run by its name."""
     return lambda name: RunResult.read(small_runs / name / "result.json")
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(tmp_path, monkeypatch):
     """A process group of this process."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     meeting = f"file://{tmp_path}/meeting"

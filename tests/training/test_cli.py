@@ -15,7 +15,6 @@ import pytest
 from click.testing import CliRunner
 
 import training
-from tests.training.conftest import SmallRun
 from tests.training.failure_jobs import LIMIT_BYTES
 from tests.training.jobs import small_config
 from training.__main__ import main
@@ -69,40 +68,40 @@ def fail(*args: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-def used(tmp_path: Path) -> Path:
+def used(tmp_path):
     """The folder of a run that has saved epochs 2, 9 and 10, and begun another."""
     for name in ("epoch_0002", "epoch_0009", "epoch_0010", ".epoch_0011.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     return tmp_path
 
 
-def test_options_that_do_not_fit_are_a_usage_error(tmp_path: Path) -> None:
+def test_options_that_do_not_fit_are_a_usage_error(tmp_path):
     code, sentence = fail(f"--out={tmp_path}", "--num-workers=3")
     assert code == 2
     assert sentence.startswith("Error: the global batch of 64 does not divide over 3 workers")
 
 
-def test_an_option_without_its_value_is_a_usage_error() -> None:
+def test_an_option_without_its_value_is_a_usage_error():
     """click took it for a flag, and ``out`` was None."""
     ended = CliRunner().invoke(main, ["--engine=fsdp2", "--out", "--num-workers", "3"])
     assert (ended.exit_code, ended.stderr.splitlines()[-1]) == (2, "Error: Got unexpected extra argument (3)")
 
 
-def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
+def test_there_is_nothing_to_resume(tmp_path):
     assert fail(f"--out={tmp_path}", "--resume=latest")[0] == 3
     code, sentence = fail(f"--out={tmp_path}", f"--resume={tmp_path / 'none'}")
     assert code == 3
     assert "there is no file or folder " in sentence
 
 
-def test_a_used_folder_is_not_written_to_by_accident(used: Path, tmp_path: Path) -> None:
+def test_a_used_folder_is_not_written_to_by_accident(used, tmp_path):
     assert fail(f"--out={used}")[0] == 8
     code, sentence = fail(f"--out={used}", f"--resume={tmp_path}")
     assert code == 8
     assert "--resume latest" in sentence
 
 
-def test_options_are_checked_before_a_framework_is_imported() -> None:
+def test_options_are_checked_before_a_framework_is_imported():
     refused = [
         ["--engine=fsdp", "--out=x"],
         ["--engine=fsdp2"],
@@ -125,7 +124,7 @@ def test_options_are_checked_before_a_framework_is_imported() -> None:
     assert not modules & FRAMEWORKS
 
 
-def test_the_command_imports_torch_without_its_compiler_and_torchvision(tmp_path: Path) -> None:
+def test_the_command_imports_torch_without_its_compiler_and_torchvision(tmp_path):
     """Which would take as long again; the run ends at the last check of its options."""
     options = ("--engine=fsdp2", "--model=cnn", "--launcher=torchrun", f"--out={tmp_path / 'run'}")
     code, stderr, modules = run(*options, f"--init-from={tmp_path / 'none.pt'}")
@@ -143,9 +142,7 @@ def test_the_command_imports_torch_without_its_compiler_and_torchvision(tmp_path
         ("deepspeed", ["--engine=zero3"], "deepspeed"),
     ],
 )
-def test_a_missing_library_is_a_sentence_with_the_command_that_installs_it(
-    refused: str, args: list[str], names: str, tmp_path: Path
-) -> None:
+def test_a_missing_library_is_a_sentence_with_the_command_that_installs_it(refused, args, names, tmp_path):
     given = ["--engine=fsdp2", "--launcher=torchrun", f"--out={tmp_path / 'run'}", *args]
     code, stderr, modules = run(*given, refused=refused)
     assert code == 2
@@ -154,27 +151,27 @@ def test_a_missing_library_is_a_sentence_with_the_command_that_installs_it(
     assert not modules & FRAMEWORKS
 
 
-def test_the_names_that_options_take_are_the_light_ones() -> None:
+def test_the_names_that_options_take_are_the_light_ones():
     assert DATASETS == ("digits", "fashion-mnist", "image-folder", "text")
     assert get_args(EngineName) == ("fsdp2", "deepspeed", "zero1", "zero2", "zero3")
 
 
 @pytest.mark.parametrize("out", ["/proc/run", "/proc", "/sys/run"])
-def test_an_out_that_cannot_be_made_is_a_sentence(out: str) -> None:
+def test_an_out_that_cannot_be_made_is_a_sentence(out):
     code, sentence = fail(f"--out={out}", "--launcher=torchrun")
     assert code == 5
     assert sentence.startswith(f"Error: {out} cannot be written: ")
 
 
 @pytest.mark.parametrize("option", ["--out", "--resume"])
-def test_a_name_that_is_too_long_is_a_sentence(option: str, tmp_path: Path) -> None:
+def test_a_name_that_is_too_long_is_a_sentence(option, tmp_path):
     code, sentence = fail(f"--out={tmp_path / 'run'}", f"{option}={tmp_path / ('x' * 300)}")
     assert code == 5
     assert sentence.endswith(": File name too long\n")
 
 
 @pytest.mark.parametrize("below", ["", "/run", "/runs/run"])
-def test_a_file_at_out_stays(below: str, tmp_path: Path) -> None:
+def test_a_file_at_out_stays(below, tmp_path):
     file = tmp_path / "file"
     file.write_text("mine")
     code, sentence = fail(f"--out={file}{below}", "--launcher=torchrun")
@@ -183,14 +180,14 @@ def test_a_file_at_out_stays(below: str, tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
-def test_more_samples_than_there_are_is_refused(tmp_path: Path) -> None:
+def test_more_samples_than_there_are_is_refused(tmp_path):
     code, sentence = fail(f"--out={tmp_path / 'run'}", "--num-samples=5000")
     assert (code, sentence) == (2, "Error: --num-samples is 5000 and digits has 1437 to train on\n")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints"])
-def test_a_run_of_several_checkpoints_is_not_one(below: str, small_runs: Path, tmp_path: Path) -> None:
+def test_a_run_of_several_checkpoints_is_not_one(below, small_runs, tmp_path):
     run_folder = small_runs / "fsdp2" / below
     code, sentence = fail(f"--out={tmp_path / 'new'}", f"--resume={run_folder}")
     assert code == 4
@@ -199,7 +196,7 @@ def test_a_run_of_several_checkpoints_is_not_one(below: str, small_runs: Path, t
     assert not (tmp_path / "new").exists()
 
 
-def test_a_resume_of_something_else_is_refused_before_any_worker_starts(tmp_path: Path) -> None:
+def test_a_resume_of_something_else_is_refused_before_any_worker_starts(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing")
     code, sentence = fail(f"--out={tmp_path / 'new'}", f"--resume={tmp_path / 'notes.txt'}")
     assert code == 4
@@ -208,7 +205,7 @@ def test_a_resume_of_something_else_is_refused_before_any_worker_starts(tmp_path
 
 
 @pytest.mark.extended
-def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> None:
+def test_a_failed_run_says_how_to_go_on(small_run, tmp_path):
     """The disk is full, or as good as: no file may grow beyond 0.1 MB, and a shard is of 1.3."""
     epoch = Path(small_run("fsdp2").checkpoint).with_name("epoch_0001")
     shutil.copytree(epoch, tmp_path / "checkpoints/epoch_0001", copy_function=os.link)
@@ -228,7 +225,7 @@ def test_a_failed_run_says_how_to_go_on(small_run: SmallRun, tmp_path: Path) -> 
     assert done.stderr.count("\n") == 1
 
 
-def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "torchrun.log").mkdir()
     code, sentence = fail(f"--out={tmp_path}", "--launcher=torchrun", "--num-samples=64")
     assert (code, sentence) == (5, f"Error: {tmp_path / 'torchrun.log'}: Is a directory\n")

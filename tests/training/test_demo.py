@@ -12,7 +12,6 @@ from rich.console import Console
 
 from ckpt_tools.errors import DestinationExistsError
 from inference.demo import FORMAT_FILES, Row, check_results, convert_and_check, describe, remove_former, table_of
-from tests.training.conftest import SmallRun
 from training.checkpoints.locking import LOCK_NAME, only_run
 from training.config.train_config import TrainConfig
 
@@ -34,9 +33,7 @@ GOOD = Row(
 
 @pytest.mark.parametrize("format_name", FORMAT_FILES)
 @pytest.mark.parametrize(("name", "tensors"), [("fsdp2", 8), ("zero3-vit", 128)])
-def test_a_file_predicts_as_its_run_did(
-    name: str, tensors: int, format_name: str, small_run: SmallRun, tmp_path: Path
-) -> None:
+def test_a_file_predicts_as_its_run_did(name, tensors, format_name, small_run, tmp_path):
     run = small_run(name)
     row = convert_and_check(run, format_name, tmp_path)
     assert (row.tensors, row.tensors_equal) == (tensors, tensors)
@@ -46,7 +43,7 @@ def test_a_file_predicts_as_its_run_did(
     assert row.bytes == (tmp_path / FORMAT_FILES[format_name]).stat().st_size
 
 
-def test_a_file_of_another_epoch_is_found_out(small_run: SmallRun, tmp_path: Path) -> None:
+def test_a_file_of_another_epoch_is_found_out(small_run, tmp_path):
     """The predictions of a run are its last epoch's: a file of the first has to differ, or the demo proves nothing."""
     run = small_run("fsdp2")
     earlier = replace(run, checkpoint=str(Path(run.checkpoint).with_name("epoch_0001")))
@@ -55,14 +52,14 @@ def test_a_file_of_another_epoch_is_found_out(small_run: SmallRun, tmp_path: Pat
     assert any("predictions differ" in sentence for sentence in row.failures())
 
 
-def test_inspection_fits_a_line(small_run: SmallRun) -> None:
+def test_inspection_fits_a_line(small_run):
     line = describe(Path(small_run("zero3").checkpoint))
     assert "zero3, step 8, 105,866 parameters" in line
     assert "optimizer " in line
     assert "\n" not in line
 
 
-def test_all_well_has_no_failures() -> None:
+def test_all_well_has_no_failures():
     assert GOOD.failures() == []
 
 
@@ -74,11 +71,11 @@ def test_all_well_has_no_failures() -> None:
         ({"file_correct": 323}, "its accuracy of 0.8972 is under 0.9"),
     ],
 )
-def test_each_fault_is_a_failure(change: dict[str, int], sentence: str) -> None:
+def test_each_fault_is_a_failure(change, sentence):
     assert replace(GOOD, **change).failures() == [f"model.safetensors: {sentence}"]
 
 
-def test_the_table_has_every_figure() -> None:
+def test_the_table_has_every_figure():
     console = Console(width=160)
     with console.capture() as captured:
         console.print(table_of([GOOD]))
@@ -87,7 +84,7 @@ def test_the_table_has_every_figure() -> None:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_a_former_run_is_removed(engine: str, small_run: SmallRun, tmp_path: Path) -> None:
+def test_a_former_run_is_removed(engine, small_run, tmp_path):
     """All that a run of the demo leaves, and the files that it makes of it; the demo records no events."""
     made = Path(small_run(engine).checkpoint).parents[1]
     shutil.copytree(made, tmp_path / engine, ignore=shutil.ignore_patterns("tensorboard"))
@@ -101,7 +98,7 @@ def test_a_former_run_is_removed(engine: str, small_run: SmallRun, tmp_path: Pat
     remove_former(tmp_path / "absent")
 
 
-def test_a_run_at_work_is_left_alone(tmp_path: Path) -> None:
+def test_a_run_at_work_is_left_alone(tmp_path):
     with only_run(TrainConfig(out=tmp_path / "fsdp2", engine="fsdp2")):
         (tmp_path / "fsdp2/result.json").write_text("its own")
         with pytest.raises(DestinationExistsError, match="another run is writing"):
@@ -112,7 +109,7 @@ def test_a_run_at_work_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["notes.txt", ".env", "src/main.py", "checkpoints/epoch_0001/notes.txt", "checkpoints/mine", "empty/"]
 )
-def test_a_folder_with_anything_else_is_left_alone(name: str, tmp_path: Path) -> None:
+def test_a_folder_with_anything_else_is_left_alone(name, tmp_path):
     kept = tmp_path / "fsdp2/checkpoints/epoch_0001/.metadata"
     kept.parent.mkdir(parents=True)
     for path in (kept, tmp_path / "fsdp2" / name):
@@ -123,7 +120,7 @@ def test_a_folder_with_anything_else_is_left_alone(name: str, tmp_path: Path) ->
     assert (kept.read_text(), (tmp_path / "fsdp2" / name).exists()) == ("mine", True)
 
 
-def test_a_link_to_a_run_is_left_alone(tmp_path: Path) -> None:
+def test_a_link_to_a_run_is_left_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/result.json").write_text("mine")
     (tmp_path / "fsdp2").symlink_to("mine")
@@ -132,7 +129,7 @@ def test_a_link_to_a_run_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "mine/result.json").read_text() == "mine"
 
 
-def test_only_results_of_a_demo_are_replaced(tmp_path: Path) -> None:
+def test_only_results_of_a_demo_are_replaced(tmp_path):
     check_results(tmp_path / "absent.json")
     (tmp_path / "ours.json").write_text(json.dumps([GOOD.to_json()]))
     check_results(tmp_path / "ours.json")

@@ -46,7 +46,7 @@ RUNS = [words for words in commands("ckpt-tools train", PAGE.replace(APART, ""))
 @pytest.mark.soak
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("words", RUNS)
-def test_a_documented_run_ends_with_a_result(words: str, tmp_path: Path) -> None:
+def test_a_documented_run_ends_with_a_result(words, tmp_path):
     """By torchrun, on a few samples; everything else as on the page."""
     asked = shlex.split(words)
     if "hf:base" in asked:
@@ -59,13 +59,13 @@ def test_a_documented_run_ends_with_a_result(words: str, tmp_path: Path) -> None
     assert Path(found.checkpoint).is_dir() and len(found.history) == 1
 
 
-def test_few_documented_runs_are_left_out() -> None:
+def test_few_documented_runs_are_left_out():
     assert len(RUNS) >= 17
     left = [words for words in commands("ckpt-tools train") if not is_for_this_machine(words)]
     assert len(left) == 4, left
 
 
-def test_the_documented_comparisons_are_runs(tmp_path: Path) -> None:
+def test_the_documented_comparisons_are_runs(tmp_path):
     found = commands("python -m ckpt_tools_training.studies.compare")
     assert len(found) == 2
     for words in found:
@@ -75,7 +75,7 @@ def test_the_documented_comparisons_are_runs(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(SECONDS)
-def test_the_documented_learning_rates_are_runs(tmp_path: Path) -> None:
+def test_the_documented_learning_rates_are_runs(tmp_path):
     """The file as printed, of a checkout."""
     [printed] = re.findall(r'(?s)```python\n("""rates.py.*?)```', PAGE)
     file = tmp_path / "rates.py"

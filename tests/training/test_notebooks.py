@@ -24,18 +24,18 @@ STEPS_OF_AN_EPOCH = 22
 TENSORS = 56
 
 
-def test_there_is_one_for_each_framework() -> None:
+def test_there_is_one_for_each_framework():
     assert [path.stem for path in NOTEBOOKS] == ["deepspeed_on_ray", "fsdp2_on_ray"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_they_are_stored_without_outputs(path: Path) -> None:
+def test_they_are_stored_without_outputs(path):
     cells = json.loads(path.read_text())["cells"]
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells if "outputs" in cell)
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Path:
+def site(tmp_path):
     """A folder of packages under the names that a wheel gives them."""
     for folder, name in INSTALLED.items():
         (tmp_path / name).symlink_to(ROOT / folder)
@@ -68,17 +68,17 @@ def check(cells: list[Any]) -> None:
 
 
 @pytest.mark.soak
-def test_the_notebook_of_fsdp2_runs_in_a_checkout() -> None:
+def test_the_notebook_of_fsdp2_runs_in_a_checkout():
     check(executed(ROOT / "training/notebooks/fsdp2_on_ray.ipynb", ROOT))
 
 
 @pytest.mark.soak
-def test_the_notebook_of_deepspeed_runs_beside_an_installed_wheel(site: Path) -> None:
+def test_the_notebook_of_deepspeed_runs_beside_an_installed_wheel(site):
     check(executed(ROOT / "training/notebooks/deepspeed_on_ray.ipynb", site))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_they_show_every_piece_of_their_example(path: Path) -> None:
+def test_they_show_every_piece_of_their_example(path):
     """Data and model are left out, which are no part of the framework."""
     example = ast.parse((ROOT / f"training/examples/{path.stem}.py").read_text())
     pieces = {node.name for node in example.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}

@@ -39,7 +39,7 @@ LINES = {"dataset_arg": (), "epoch_steps": 3}
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory):
     return write_files(tmp_path_factory.mktemp("own"))
 
 
@@ -69,7 +69,7 @@ def check_goes_on(config: TrainConfig, other: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [*SAMPLE, *(pytest.param(each, marks=pytest.mark.soak) for each in SOAK)])
-def test_the_file_trains_and_resumes_under_each_strategy(strategy: str, files: Path, tmp_path: Path) -> None:
+def test_the_file_trains_and_resumes_under_each_strategy(strategy, files, tmp_path):
     values = {"shard_size": 2} if strategy in ("hybrid_shard", "zero3_hpz") else {}
     # Dropout is drawn by rank, so it is off at another world size.
     (tmp_path / "mine.py").write_text((files / "mine.py").read_text().replace("Dropout(0.1)", "Dropout(0.0)"))
@@ -80,7 +80,7 @@ def test_the_file_trains_and_resumes_under_each_strategy(strategy: str, files: P
 
 @pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero3", marks=pytest.mark.soak)])
-def test_a_resumed_run_draws_the_same_dropout_and_augmentation(strategy: str, files: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_draws_the_same_dropout_and_augmentation(strategy, files, tmp_path):
     config = own_config(files, tmp_path / "run", strategy=strategy)
     whole = run(config)
     again = resumed(config, "again")
@@ -89,7 +89,7 @@ def test_a_resumed_run_draws_the_same_dropout_and_augmentation(strategy: str, fi
 
 
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("full_shard", marks=pytest.mark.soak)])
-def test_a_stream_of_dictionaries_resumes_from_its_state(strategy: str, files: Path, tmp_path: Path) -> None:
+def test_a_stream_of_dictionaries_resumes_from_its_state(strategy, files, tmp_path):
     """A model of transformers, which gives its loss; no part is held out."""
     model = files / "stream.py"
     (tmp_path / "gpt.py").write_text(
@@ -123,9 +123,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         ),
     ],
 )
-def test_optimizers_and_groups_resume_under_another_strategy(
-    name: str, strategies: tuple[str, str], files: Path, tmp_path: Path
-) -> None:
+def test_optimizers_and_groups_resume_under_another_strategy(name, strategies, files, tmp_path):
     values = {
         key: each.format(files=files) if isinstance(each, str) else each for key, each in OPTIMIZERS[name].items()
     }
@@ -135,7 +133,7 @@ def test_optimizers_and_groups_resume_under_another_strategy(
 
 
 @pytest.mark.extended
-def test_the_last_group_has_no_weight_decay(files: Path, tmp_path: Path) -> None:
+def test_the_last_group_has_no_weight_decay(files, tmp_path):
     """Under ZeRO-3 too, in which parameters have no shape while the optimizer is made."""
     for strategy in ("full_shard", "zero3"):
         config = own_config(files, tmp_path / strategy, strategy=strategy, epochs=1)
@@ -215,9 +213,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_function_is_one_sentence_before_workers_start(
-    case: str, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_function_is_one_sentence_before_workers_start(case, files, tmp_path, capfd):
     code, name, sentence = WRONG[case]
     file = files / f"{case.replace(' ', '_')}" / "wrong.py"
     file.parent.mkdir()
@@ -229,7 +225,7 @@ def test_a_wrong_function_is_one_sentence_before_workers_start(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_metric_that_no_checkpoint_has_is_refused(files: Path, tmp_path: Path) -> None:
+def test_a_metric_that_no_checkpoint_has_is_refused(files, tmp_path):
     config = own_config(files, tmp_path, keep_last=1, keep_best="wer:min", metrics=f"{files}/mine.py:metrics")
     with pytest.raises(UsageError, match=r"^--keep-best wer: the metrics of this run are error, held_out_loss, loss$"):
         check_before_start(config)
@@ -237,7 +233,7 @@ def test_a_metric_that_no_checkpoint_has_is_refused(files: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_own_metrics_of_each_model_are_tried(model: str, tmp_path: Path) -> None:
+def test_own_metrics_of_each_model_are_tried(model, tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def metrics(model, batch):\n    return {'mean': model(batch[0]).float().flatten(1).mean(1)}\n")
     dataset: Any = "text" if MODELS[model].task == "text" else "digits"
@@ -247,13 +243,13 @@ def test_own_metrics_of_each_model_are_tried(model: str, tmp_path: Path) -> None
         check_before_start(small_config(tmp_path, engine="fsdp2", keep_best="wer:min", **values))
 
 
-def test_weights_of_another_model_are_refused_before_workers_start(files: Path, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused_before_workers_start(files, tmp_path):
     torch.save({"weight": torch.zeros(2, 8)}, tmp_path / "other.pt")
     with pytest.raises(UsageError, match=r"^the checkpoint does not fit the model: .*not in the model: weight$"):
         check_before_start(own_config(files, tmp_path, init_from=str(tmp_path / "other.pt")))
 
 
-def test_a_length_that_tensor_parallelism_does_not_divide_is_refused(files: Path, tmp_path: Path) -> None:
+def test_a_length_that_tensor_parallelism_does_not_divide_is_refused(files, tmp_path):
     file = tmp_path / "odd.py"
     file.write_text(
         "import torch\ndef texts(part):\n    rows = torch.zeros(99, 7, dtype=torch.int64)\n"
@@ -265,7 +261,7 @@ def test_a_length_that_tensor_parallelism_does_not_divide_is_refused(files: Path
         )
 
 
-def test_a_model_that_calls_numpy_is_tried_with_values(files: Path, tmp_path: Path) -> None:
+def test_a_model_that_calls_numpy_is_tried_with_values(files, tmp_path):
     file = tmp_path / "by_numpy.py"
     file.write_text(
         "from mine import *\ndef net():\n    return {'model': nn.Linear(8, 2), 'loss': by_numpy}\n"
@@ -350,7 +346,7 @@ def wait_for(there: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.extended
-def test_a_killed_run_goes_on_and_predicts(files: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_a_killed_run_goes_on_and_predicts(files, tmp_path, pytestconfig):
     """Killed under torchrun; resumed to the same bits with a process that loads samples, exported, and asked for a
     prediction. In the soak resumed under Ray from Python, by a function within another one."""
     (files / "watch.py").write_text(WATCHING)
@@ -399,7 +395,7 @@ def check_watched(out: Path, starts: int) -> None:
 
 
 @pytest.mark.extended
-def test_an_error_in_the_loss_names_rank_file_and_line(files: Path, tmp_path: Path) -> None:
+def test_an_error_in_the_loss_names_rank_file_and_line(files, tmp_path):
     (tmp_path / "failing.py").write_text(
         "import os\nfrom mine import *\ndef net():\n    return {'model': nn.Linear(8, 2), 'loss': failing}\n"
         "def failing(model, batch):\n    if os.environ.get('RANK') == '1':\n        raise KeyError('colour')\n"
@@ -414,7 +410,7 @@ def test_an_error_in_the_loss_names_rank_file_and_line(files: Path, tmp_path: Pa
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_the_commands_of_the_page_work(files: Path) -> None:
+def test_the_commands_of_the_page_work(files):
     """One after the other in one folder; without the libraries of the callbacks."""
     commands = re.findall(r"(?m)^[$] ckpt-tools (.*)$", PAGES["training_own.md"])
     assert len(commands) == 7
@@ -425,6 +421,6 @@ def test_the_commands_of_the_page_work(files: Path) -> None:
         finished(command("-m", modules[verb], *words, files=files))
 
 
-def test_the_script_of_the_page_is_python() -> None:
+def test_the_script_of_the_page_is_python():
     [script] = re.findall(r"(?s)```python\n(from pathlib.*?)```", PAGES["training_own.md"])
     compile(script, "script.py", "exec")

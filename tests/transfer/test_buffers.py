@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, 4 << 20])
-def test_a_buffer_begins_with_a_page_and_has_every_byte(num_bytes: int) -> None:
+def test_a_buffer_begins_with_a_page_and_has_every_byte(num_bytes):
     buffers = [page_aligned(num_bytes) for _ in range(4)]
     for value, buffer in enumerate(buffers):
         buffer[...] = value
@@ -25,7 +25,7 @@ def test_a_buffer_begins_with_a_page_and_has_every_byte(num_bytes: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels are not asked")
-def test_what_is_written_to_populated_memory_causes_no_page_faults() -> None:
+def test_what_is_written_to_populated_memory_causes_no_page_faults():
     def faults_of(memory: mmap.mmap) -> int:
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         np.frombuffer(memory, np.uint8)[...] = 1
@@ -37,7 +37,7 @@ def test_what_is_written_to_populated_memory_causes_no_page_faults() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, None), (1, -1), (5000, 5000), (5000, 5001), (0, 4096), (7, 1 << 20)])
-def test_populated_memory_keeps_what_it_holds(start: int, stop: int | None) -> None:
+def test_populated_memory_keeps_what_it_holds(start, stop):
     memory = np.frombuffer(mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     memory[:10_000] = 7
     memory[-10_000:] = 9

@@ -38,13 +38,13 @@ class _Outer(Computed):
 
 
 @pytest.fixture
-def numbers() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def numbers():
     rng = np.random.default_rng(0)
     return rng.standard_normal(ROWS, np.float32), rng.standard_normal(COLUMNS, np.float32)
 
 
 @pytest.fixture
-def manifest(numbers: tuple[NDArray[np.float32], NDArray[np.float32]]) -> Manifest:
+def manifest(numbers):
     operands, at = [], 0
     for each in numbers:
         table = ShardTable.whole(each.shape, DType.FLOAT32, ByteRange("stored", at, at + each.nbytes))
@@ -57,7 +57,7 @@ def manifest(numbers: tuple[NDArray[np.float32], NDArray[np.float32]]) -> Manife
 
 
 @pytest.fixture
-def store(manifest: Manifest, numbers: tuple[NDArray[np.float32], NDArray[np.float32]]) -> Any:
+def store(manifest, numbers):
     stored = MemoryStore()
     data = b"".join(each.tobytes() for each in numbers)
     stored.create("stored", len(data)).write_at(0, data)
@@ -65,9 +65,7 @@ def store(manifest: Manifest, numbers: tuple[NDArray[np.float32], NDArray[np.flo
 
 
 @pytest.mark.parametrize("piece", [1, 3, 64, 1 << 18])
-def test_any_range_of_bytes_is_that_of_the_whole(
-    store: Any, numbers: Any, manifest: Manifest, piece: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_range_of_bytes_is_that_of_the_whole(store, numbers, manifest, piece, monkeypatch):
     monkeypatch.setattr("ckpt_tools.core.manifest.MAX_PIECE", piece)
     whole = np.outer(*numbers).tobytes()
     name = next(iter(manifest.computed))
@@ -80,7 +78,7 @@ def test_any_range_of_bytes_is_that_of_the_whole(
         store.read_into(name, 278, memoryview(bytearray(3)))
 
 
-def test_boxes_and_casts_of_a_computed_tensor(store: Any, numbers: Any, manifest: Manifest) -> None:
+def test_boxes_and_casts_of_a_computed_tensor(store, numbers, manifest):
     import ml_dtypes
 
     entry = manifest.tensors[StateKey("w")].cast(DType.BFLOAT16)
@@ -92,7 +90,7 @@ def test_boxes_and_casts_of_a_computed_tensor(store: Any, numbers: Any, manifest
     assert out.tobytes() == wanted.tobytes()
 
 
-def test_threads_share_a_store(store: Any, numbers: Any, manifest: Manifest) -> None:
+def test_threads_share_a_store(store, numbers, manifest):
     name, whole = next(iter(manifest.computed)), np.outer(*numbers).tobytes()
 
     def read(start: int) -> bool:
@@ -104,12 +102,12 @@ def test_threads_share_a_store(store: Any, numbers: Any, manifest: Manifest) -> 
         assert all(pool.map(read, list(range(len(whole) - 8)) * 3))
 
 
-def test_stored_files_are_those_of_the_operands(manifest: Manifest) -> None:
+def test_stored_files_are_those_of_the_operands(manifest):
     assert manifest.files == {computed_file("w")}
     assert manifest.stored_files == {"stored"}
 
 
-def test_the_fingerprint_of_a_run_covers_what_is_computed(manifest: Manifest, store: Any) -> None:
+def test_the_fingerprint_of_a_run_covers_what_is_computed(manifest, store):
     """``--resume`` starts again where an operand lies elsewhere, or another number is computed with."""
 
     @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +127,7 @@ def test_the_fingerprint_of_a_run_covers_what_is_computed(manifest: Manifest, st
     assert len({of(same), *map(of, others)}) == 4
 
 
-def test_a_plan_counts_what_is_read_and_the_memory_of_computing(manifest: Manifest) -> None:
+def test_a_plan_counts_what_is_read_and_the_memory_of_computing(manifest):
     payload = Payload(StateKey("w"), Box.whole((ROWS, COLUMNS)), (ROWS, COLUMNS), DType.FLOAT32)
     layout = Layout((FileLayout("out", (payload,)),))
     plan = make_plan(manifest, layout, memory_bytes=1 << 30, num_workers=2)

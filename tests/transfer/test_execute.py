@@ -87,7 +87,7 @@ DATA = bytes(np.random.default_rng(0).bytes(1000))
 
 
 class TestBytes:
-    def test_every_kind_of_segment(self) -> None:
+    def test_every_kind_of_segment(self):
         entry = vector(DATA)
         file = FileLayout(
             "sub/out",
@@ -119,7 +119,7 @@ class TestBytes:
         assert bytes(target.files["sub/out"]) == expected
         assert result == TransferResult(bytes_read=600, bytes_written=len(expected))
 
-    def test_files_of_no_bytes_and_of_a_few(self, tmp_path: Path) -> None:
+    def test_files_of_no_bytes_and_of_a_few(self, tmp_path):
         files = [FileLayout(f"{n % 7}/{n}", (Literal(b"x" * (n % 3)), Padding(0))) for n in range(300)]
         run(plan_of({}, *files), MemoryStore(), LocalStore(tmp_path))
         found = {
@@ -127,11 +127,11 @@ class TestBytes:
         }
         assert found == {file.path: b"x" * file.size_bytes for file in files}
 
-    def test_an_output_of_no_files(self) -> None:
+    def test_an_output_of_no_files(self):
         assert run(plan_of({}), MemoryStore(), MemoryStore()) == TransferResult(0, 0)
 
     @pytest.mark.parametrize("fsync", [False, True])
-    def test_a_local_file_holds_what_one_in_memory_holds(self, tmp_path: Path, fsync: bool) -> None:
+    def test_a_local_file_holds_what_one_in_memory_holds(self, tmp_path, fsync):
         (tmp_path / "source").write_bytes(DATA * 100)
         entry = vector(DATA * 100)
         file = FileLayout("out", (Padding(5), whole(W, entry), Crc32(5, 100_005)))
@@ -140,7 +140,7 @@ class TestBytes:
         crc = zlib.crc32(DATA * 100).to_bytes(4, "little")
         assert (tmp_path / "target/out").read_bytes() == bytes(5) + DATA * 100 + crc
 
-    def test_a_payload_in_another_type_is_cast_and_its_checksum_is_of_what_was_written(self) -> None:
+    def test_a_payload_in_another_type_is_cast_and_its_checksum_is_of_what_was_written(self):
         values = torch.randn(5000, generator=torch.Generator().manual_seed(0))
         cast = values.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
         data = values.numpy().tobytes()
@@ -151,7 +151,7 @@ class TestBytes:
         assert bytes(target.files["out"]) == b"odd" + cast + zlib.crc32(cast).to_bytes(4, "little")
         assert result == TransferResult(bytes_read=20_000, bytes_written=10_007)
 
-    def test_progress_is_told_of_every_byte_once(self) -> None:
+    def test_progress_is_told_of_every_byte_once(self):
         entry, told = vector(DATA), []
         files = [FileLayout("a", (whole(W, entry),)), FileLayout("b", (Padding(77),))]
         run(plan_of({W: entry}, *files), MemoryStore({"source": bytearray(DATA)}), MemoryStore(), on_bytes=told.append)
@@ -197,7 +197,7 @@ def payloads(draw: st.DrawFn, key: StateKey, stored: StoredTensor) -> tuple[Payl
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(16, 80), st.integers(1, 3))
-def test_any_layout_of_any_checkpoint(data: st.DataObject, task_bytes: int, num_workers: int) -> None:
+def test_any_layout_of_any_checkpoint(data, task_bytes, num_workers):
     stored = {StateKey(f"{n}"): data.draw(stored_tensors(prefix=f"{n}-")) for n in range(2)}
     files, expected = data.draw(outputs(stored))
     source = MemoryStore({name: bytearray(d) for tensor in stored.values() for name, d in tensor.files.items()})
@@ -262,7 +262,7 @@ class WatchedWriter:
 
 class TestFailures:
     @pytest.fixture(autouse=True)
-    def _no_thread_is_left(self) -> Generator[None, None, None]:
+    def _no_thread_is_left(self):
         before = set(threading.enumerate())
         yield
         assert set(threading.enumerate()) <= before
@@ -276,14 +276,14 @@ class TestFailures:
     )
 
     @pytest.mark.parametrize("fails", ["read", "create", "write", "close"])
-    def test_one_of_the_store_is_raised_and_every_file_closed(self, fails: str) -> None:
+    def test_one_of_the_store_is_raised_and_every_file_closed(self, fails):
         store = Watched(fails)
         store.inner.files["source"] = bytearray(DATA)
         with pytest.raises(StoreError, match=r"(reading|creating|writing) failed"):
             run(self.plan, store, store)
         assert store.open == []
 
-    def test_the_last_file_is_not_begun_when_an_earlier_one_fails(self) -> None:
+    def test_the_last_file_is_not_begun_when_an_earlier_one_fails(self):
         """It is the one that makes the checkpoint valid."""
         store = Watched("write")
         store.inner.files["source"] = bytearray(DATA)
@@ -291,12 +291,12 @@ class TestFailures:
             run(self.plan, store, store)
         assert "c" not in store.inner.files
 
-    def test_a_source_that_is_cut_off(self) -> None:
+    def test_a_source_that_is_cut_off(self):
         with pytest.raises(IncompleteError, match="source: it ends at byte 999"):
             run(self.plan, MemoryStore({"source": bytearray(DATA[:-1])}), MemoryStore())
 
     @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-    def test_one_of_the_caller_ends_the_work_before_files_are_closed(self, error: type[BaseException]) -> None:
+    def test_one_of_the_caller_ends_the_work_before_files_are_closed(self, error):
         """A thread still writing would write into whatever file has its descriptor by then."""
         store = Watched()
         store.inner.files["source"] = bytearray(DATA)
@@ -310,7 +310,7 @@ class TestFailures:
             assert store.open == []
             assert not any(thread.name.startswith("ckpt-tools") for thread in threading.enumerate())
 
-    def test_a_runner_that_leaves_out_a_task_is_not_believed(self) -> None:
+    def test_a_runner_that_leaves_out_a_task_is_not_believed(self):
         class Lazy:
             def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
                 yield from map(work, list(items)[:-1])
@@ -324,7 +324,7 @@ class TestFailures:
                 on_bytes=lambda _: None,
             )
 
-    def test_a_disk_that_is_full_leaves_no_descriptor_open(self, tmp_path: Path) -> None:
+    def test_a_disk_that_is_full_leaves_no_descriptor_open(self, tmp_path):
         """/dev/full takes no byte."""
         (tmp_path / "source").write_bytes(DATA)
         before = len(list(Path("/proc/self/fd").iterdir()))
@@ -333,7 +333,7 @@ class TestFailures:
         assert len(list(Path("/proc/self/fd").iterdir())) == before
 
     @pytest.mark.parametrize("old", [None, b"old"])
-    def test_a_destination_stays_as_it_was(self, tmp_path: Path, old: bytes | None) -> None:
+    def test_a_destination_stays_as_it_was(self, tmp_path, old):
         if old is not None:
             (tmp_path / "out").mkdir()
             (tmp_path / "out/a").write_bytes(old)
@@ -359,7 +359,7 @@ class FullStore(LocalStore):
         return LocalWriter(target, os.open(target, os.O_WRONLY))
 
 
-def test_few_files_are_open_at_a_time_however_slowly_they_are_closed(tmp_path: Path) -> None:
+def test_few_files_are_open_at_a_time_however_slowly_they_are_closed(tmp_path):
     """A thousand files with 40 descriptors, while each takes a millisecond to be closed."""
     program = """
         import sys, time

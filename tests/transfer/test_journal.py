@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -98,7 +97,7 @@ SOURCE = MemoryStore({"source": bytearray(DATA)})
 
 
 @pytest.fixture(autouse=True)
-def _told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _told_at_once(monkeypatch):
     """Every task is noted where it is done."""
     monkeypatch.setattr(journal_module, "MAX_SHARE", math.inf)
     monkeypatch.setattr(journal_module, "QUIET_SECONDS", 0.0)
@@ -128,7 +127,7 @@ def check(target: MemoryStore) -> None:
 
 
 @pytest.mark.parametrize("room", range(0, 34, 3))
-def test_a_run_is_continued_where_it_failed(room: int) -> None:
+def test_a_run_is_continued_where_it_failed(room):
     log, target = broken(room)
     done, journal = run(log, target)
     check(target)
@@ -136,7 +135,7 @@ def test_a_run_is_continued_where_it_failed(room: int) -> None:
     assert journal.bytes_recovered >= TASK_BYTES * (room - 3), "but for two shorter parts, all that were written"
 
 
-def test_a_run_that_was_done_is_not_done_again() -> None:
+def test_a_run_that_was_done_is_not_done_again():
     log, target = MemoryLog(), MemoryStore()
     run(log, target)
     done, journal = run(log, target)
@@ -144,14 +143,14 @@ def test_a_run_that_was_done_is_not_done_again() -> None:
     check(target)
 
 
-def test_where_nothing_is_it_starts() -> None:
+def test_where_nothing_is_it_starts():
     log, target = MemoryLog(), MemoryStore()
     done, journal = run(log, target)
     assert (done.bytes_written, journal.bytes_recovered) == (SIZE, 0)
     check(target)
 
 
-def test_a_run_that_fails_early_leaves_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_early_leaves_no_note(monkeypatch):
     monkeypatch.setattr(journal_module, "QUIET_SECONDS", math.inf)
     log, target = broken(20)
     assert log.data == b""
@@ -160,7 +159,7 @@ def test_a_run_that_fails_early_leaves_no_note(monkeypatch: pytest.MonkeyPatch) 
     check(target)
 
 
-def test_what_was_done_early_is_done_again_and_the_rest_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_done_early_is_done_again_and_the_rest_is_not(monkeypatch):
     asked = count()
     with monkeypatch.context() as early:
         early.setattr(Journal, "is_journaling", property(lambda journal: next(asked) >= 5))
@@ -171,7 +170,7 @@ def test_what_was_done_early_is_done_again_and_the_rest_is_not(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20, 60, 300])
-def test_a_line_that_was_cut_off_is_none(cut: int) -> None:
+def test_a_line_that_was_cut_off_is_none(cut):
     log, target = broken(20)
     log.data = log.data[:-cut]
     done, journal = run(log, target)
@@ -181,7 +180,7 @@ def test_a_line_that_was_cut_off_is_none(cut: int) -> None:
     assert again.bytes_recovered == SIZE, "what is noted after such a line is read"
 
 
-def test_a_journal_whose_first_line_was_cut_off_is_none() -> None:
+def test_a_journal_whose_first_line_was_cut_off_is_none():
     log, target = broken(20)
     log.data = log.data[:30]
     _, journal = run(log, target)
@@ -190,7 +189,7 @@ def test_a_journal_whose_first_line_was_cut_off_is_none() -> None:
 
 
 @pytest.mark.parametrize("at", range(0, 1100, 97))
-def test_a_line_that_was_changed_is_none(at: int) -> None:
+def test_a_line_that_was_changed_is_none(at):
     """The checksums of parts in it are not those of bytes that can be read again."""
     log, target = broken(20)
     start = log.data.index(b"\n", 60)
@@ -201,7 +200,7 @@ def test_a_line_that_was_changed_is_none(at: int) -> None:
     check(target)
 
 
-def test_what_is_not_there_any_more_is_written_again() -> None:
+def test_what_is_not_there_any_more_is_written_again():
     log, target = broken(20)
     target.files["a"][200] ^= 1
     done, journal = run(log, target)
@@ -211,7 +210,7 @@ def test_what_is_not_there_any_more_is_written_again() -> None:
     assert again.bytes_recovered == SIZE, "a task noted twice counts once"
 
 
-def test_a_file_that_is_gone_is_begun_again() -> None:
+def test_a_file_that_is_gone_is_begun_again():
     log, target = broken(20)
     del target.files["a"]
     _, journal = run(log, target)
@@ -229,7 +228,7 @@ OTHER_PLANS = {
 
 
 @pytest.mark.parametrize("plan", OTHER_PLANS.values(), ids=OTHER_PLANS)
-def test_one_of_another_plan_is_refused_and_kept(plan: Plan) -> None:
+def test_one_of_another_plan_is_refused_and_kept(plan):
     log, target = broken(20)
     before = log.data
     with pytest.raises(UsageError, match="another source, other options") as caught:
@@ -237,20 +236,20 @@ def test_one_of_another_plan_is_refused_and_kept(plan: Plan) -> None:
     assert (caught.value.exit_code, log.data) == (2, before)
 
 
-def test_one_of_another_cut_is_of_another_plan() -> None:
+def test_one_of_another_cut_is_of_another_plan():
     plan = plan_of(vector(), task_bytes=400)
     plans = [plan, *(replace(plan, copies=CopyRules(least, most)) for least, most in [(100, 9), (101, 9), (100, 8)])]
     assert len({fingerprint(each, SOURCE) for each in plans}) == 4
 
 
-def test_a_file_that_is_to_hold_other_bytes_is_begun_again() -> None:
+def test_a_file_that_is_to_hold_other_bytes_is_begun_again():
     log, target = MemoryLog(), MemoryStore()
     run(log, target)
     done, journal = run(log, target, plan_of(vector(), literal=b"INDEX"))
     assert (target.files["c"], done.bytes_written, journal.bytes_recovered) == (b"INDEX", 5, SIZE - 5)
 
 
-def test_a_source_that_was_written_again_is_another(tmp_path: Path) -> None:
+def test_a_source_that_was_written_again_is_another(tmp_path):
     store = LocalStore(tmp_path)
     (tmp_path / "source").write_bytes(DATA)
     first = fingerprint(PLAN, store)
@@ -259,7 +258,7 @@ def test_a_source_that_was_written_again_is_another(tmp_path: Path) -> None:
     assert fingerprint(PLAN, store) != first
 
 
-def test_nothing_is_noted_before_it_is_written() -> None:
+def test_nothing_is_noted_before_it_is_written():
     log, target = MemoryLog(), MemoryStore()
 
     def look(data: bytes) -> None:
@@ -279,7 +278,7 @@ def receipts_of(data: bytes, target: MemoryStore) -> Iterator[Receipt]:
     return iter(list(journal._noted()))
 
 
-def test_a_log_that_takes_long_is_told_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_takes_long_is_told_rarely(monkeypatch):
     monkeypatch.setattr(journal_module, "MAX_SHARE", 1e-9)
     log, target = MemoryLog(), MemoryStore()
     _, journal = run(log, target)
@@ -290,7 +289,7 @@ def test_a_log_that_takes_long_is_told_rarely(monkeypatch: pytest.MonkeyPatch) -
     assert again.bytes_recovered == SIZE
 
 
-def test_a_log_that_fails_fails_nothing_else_and_is_tried_again() -> None:
+def test_a_log_that_fails_fails_nothing_else_and_is_tried_again():
     log, target = MemoryLog(fails=True), MemoryStore()
     _, journal = run(log, target)
     check(target)
@@ -316,12 +315,12 @@ def full_disk(*, after: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> Path:
+def weights(tmp_path):
     torch.save({f"{name}.weight": torch.rand(100, 300) for name in "abcdef"}, tmp_path / "weights.pt")
     return tmp_path / "weights.pt"
 
 
-def test_a_conversion_that_failed_is_continued(weights: Path, tmp_path: Path) -> None:
+def test_a_conversion_that_failed_is_continued(weights, tmp_path):
     target, plain = tmp_path / "out.safetensors", tmp_path / "plain.safetensors"
     with full_disk(after=2), pytest.raises(StoreError, match="No space left") as caught:
         ckpt_tools.convert(weights, target, resume=True, workers=1, memory="47MiB")
@@ -336,7 +335,7 @@ def test_a_conversion_that_failed_is_continued(weights: Path, tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "plain.safetensors", "weights.pt"]
 
 
-def test_one_of_other_options_is_refused_with_what_to_do(weights: Path, tmp_path: Path) -> None:
+def test_one_of_other_options_is_refused_with_what_to_do(weights, tmp_path):
     with full_disk(after=1), pytest.raises(StoreError):
         ckpt_tools.convert(weights, tmp_path / "out.pt", resume=True)
     with pytest.raises(UsageError, match="start again without resume=True"):
@@ -345,13 +344,13 @@ def test_one_of_other_options_is_refused_with_what_to_do(weights: Path, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "weights.pt"]
 
 
-def test_one_that_fails_without_resume_keeps_nothing(weights: Path, tmp_path: Path) -> None:
+def test_one_that_fails_without_resume_keeps_nothing(weights, tmp_path):
     with full_disk(after=1), pytest.raises(StoreError, match=r"No space left on device$"):
         ckpt_tools.convert(weights, tmp_path / "out.pt", workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
 
 
-def test_the_fingerprint_covers_the_file_of_every_tensor() -> None:
+def test_the_fingerprint_covers_the_file_of_every_tensor():
     """Tables of one file make their list of files when they are asked for it."""
     names = [f"{number}.bin" for number in range(50)]
     tables = [ShardTable.whole((2,), DType.FLOAT32, ByteRange(name, 0, 8)) for name in names]

@@ -22,7 +22,7 @@ from ckpt_tools.core.shards import ByteRange, Framing, Shard, ShardTable
 from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, StoreError
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.testing import strategies
-from ckpt_tools.testing.stored import StoredTensor, arbitrary_elements, stored_tensors
+from ckpt_tools.testing.stored import arbitrary_elements, stored_tensors
 from ckpt_tools.transfer.tensor_reader import MAX_GAP_BYTES, TensorReader
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def wishes(draw: st.DrawFn, shape: Shape) -> tuple[Shape, Box, int, int]:
 
 @settings(max_examples=500, deadline=None)
 @given(stored_tensors(), st.data(), st.integers(16, 200))
-def test_any_interval_of_any_box_of_any_sharding(stored: StoredTensor, data: st.DataObject, scratch_bytes: int) -> None:
+def test_any_interval_of_any_box_of_any_sharding(stored, data, scratch_bytes):
     geometry, box, start, stop = data.draw(wishes(stored.entry.shape))
     expected = stored.elements.reshape(geometry)[index(box)].reshape(-1)[start:stop].tobytes()
     tensor_reader = TensorReader(store_of(stored.files), scratch_bytes)
@@ -102,50 +102,50 @@ class TestReads:
         assert tensor_reader.bytes_read == sum(size for _, _, size in reads)
         return reads, tensor_reader.bytes_read
 
-    def test_rows_of_rows_are_one_read_however_large(self) -> None:
+    def test_rows_of_rows_are_one_read_however_large(self):
         shape = (512, 1024)
         reads, _ = self.recorded(shape, [Box.whole(shape)], Box((3, 0), (500, 1024)), scratch_bytes=1 << 16)
         assert reads == [("0", 3 * 4096, 497 * 4096)]
 
-    def test_columns_into_a_whole_are_read_by_the_piece(self) -> None:
+    def test_columns_into_a_whole_are_read_by_the_piece(self):
         """Four ranks' columns: rows are read in one go and placed strided."""
         shape = (512, 1024)
         boxes = [Box((0, 256 * rank), (512, 256 * (rank + 1))) for rank in range(4)]
         reads, total = self.recorded(shape, boxes, Box.whole(shape))
         assert (len(reads), total) == (4, 512 * 4096)
 
-    def test_no_read_of_strided_elements_is_larger_than_the_scratch(self) -> None:
+    def test_no_read_of_strided_elements_is_larger_than_the_scratch(self):
         shape = (512, 1024)
         boxes = [Box((0, 512 * rank), (512, 512 * (rank + 1))) for rank in range(2)]
         reads, total = self.recorded(shape, boxes, Box.whole(shape), scratch_bytes=64 << 10)
         assert max(size for _, _, size in reads) <= 64 << 10
         assert (len(reads), total) == (32, 512 * 4096)
 
-    def test_columns_of_a_whole_are_read_with_the_short_gaps_between_them(self) -> None:
+    def test_columns_of_a_whole_are_read_with_the_short_gaps_between_them(self):
         """An eighth of rows of 4 KiB: 512 reads of 512 bytes would take ten times as long as 2 MiB in two."""
         shape = (512, 1024)
         reads, total = self.recorded(shape, [Box.whole(shape)], Box((0, 128), (512, 256)))
         assert len(reads) <= 4
         assert total <= 512 * 4096
 
-    def test_long_gaps_are_left_out(self) -> None:
+    def test_long_gaps_are_left_out(self):
         gap = 4 * MAX_GAP_BYTES // 4
         shape = (8, 2, gap)
         reads, total = self.recorded(shape, [Box.whole(shape)], Box((0, 1, 0), (8, 2, 100)), scratch_bytes=16 * MIB)
         assert (len(reads), total) == (8, 8 * 400)
 
-    def test_long_gaps_are_left_out_and_short_ones_within_are_not(self) -> None:
+    def test_long_gaps_are_left_out_and_short_ones_within_are_not(self):
         shape = (4, 64, 16384)
         reads, total = self.recorded(shape, [Box.whole(shape)], Box((0, 0, 0), (4, 8, 9000)), scratch_bytes=16 * MIB)
         assert len(reads) == 4
         assert total == 4 * (7 * 16384 + 9000) * 4
 
-    def test_one_element_of_a_large_tensor_is_a_read_of_one(self) -> None:
+    def test_one_element_of_a_large_tensor_is_a_read_of_one(self):
         shape = (64, 64, 64)
         reads, _ = self.recorded(shape, [Box.whole(shape)], Box((5, 6, 7), (6, 7, 8)))
         assert reads == [("0", (5 * 4096 + 6 * 64 + 7) * 4, 4)]
 
-    def test_an_expanded_tensor_is_read_once(self) -> None:
+    def test_an_expanded_tensor_is_read_once(self):
         """Strides of 0, as torch saves ``x.expand(...)``."""
         shard = Shard(Box.whole((300, 4)), ByteRange("f", 0, 4), (0, 1))
         entry = TensorEntry((300, 4), DType.UINT8, Kind.BUFFER, ShardTable.build((300, 4), DType.UINT8, [shard]))
@@ -195,7 +195,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 class TestItems:
     @pytest.mark.parametrize("view", VIEWS)
     @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT32, DType.INT64, DType.COMPLEX128, DType.BOOL])
-    def test_a_tensor_as_torch_saved_it(self, view: str, dtype: DType) -> None:
+    def test_a_tensor_as_torch_saved_it(self, view, dtype):
         shape = (4, 3, 5)
         tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype.value))
         halves = [VIEWS[view](tensor[:3]), VIEWS[view](tensor[3:])]
@@ -214,7 +214,7 @@ class TestItems:
                 == columns.view(torch.uint8).numpy().tobytes()
             )
 
-    def test_the_header_of_an_item_is_read_once(self) -> None:
+    def test_the_header_of_an_item_is_read_once(self):
         items = Items.of(torch.arange(100.0))
         entry, tensor_reader = items.entry((100,), DType.FLOAT32, [Box((0,), (100,))]), items.tensor_reader()
         read_all(tensor_reader, entry)
@@ -222,7 +222,7 @@ class TestItems:
         read_all(tensor_reader, entry)
         assert tensor_reader.bytes_read - before == 400
 
-    def test_a_scalar(self) -> None:
+    def test_a_scalar(self):
         items = Items.of(torch.tensor(7, dtype=torch.int64))
         entry = items.entry((), DType.INT64, [Box((), ())])
         assert read_all(items.tensor_reader(), entry) == (7).to_bytes(8, "little")
@@ -235,18 +235,18 @@ class TestItems:
             (torch.zeros(0), r"holds \[0\]"),
         ],
     )
-    def test_an_item_that_is_not_what_its_index_says_is_malformed(self, tensor: torch.Tensor, message: str) -> None:
+    def test_an_item_that_is_not_what_its_index_says_is_malformed(self, tensor, message):
         items = Items.of(tensor)
         with pytest.raises(MalformedError, match=message):
             read_all(items.tensor_reader(), items.entry((5,), DType.FLOAT32, [Box((0,), (5,))]))
 
-    def test_a_strided_item_of_another_shape_is_malformed(self) -> None:
+    def test_a_strided_item_of_another_shape_is_malformed(self):
         items = Items.of(torch.zeros(4, 3).t(), torch.zeros(4, 3).t())
         entry = items.entry((2, 12), DType.FLOAT32, [Box((0, 0), (2, 6)), Box((0, 6), (2, 12))])
         with pytest.raises(MalformedError, match=r"holds \[3, 4\] but its index states \[2, 6\]"):
             read_all(items.tensor_reader(), entry)
 
-    def test_what_is_no_item_is_malformed(self) -> None:
+    def test_what_is_no_item_is_malformed(self):
         items = Items(b"x" * 500, [(0, 500)])
         with pytest.raises(FormatError):
             read_all(items.tensor_reader(), items.entry((5,), DType.FLOAT32, [Box((0,), (5,))]))
@@ -262,7 +262,7 @@ FLOATS = {
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(FLOATS, key=str)), st.sampled_from(sorted(FLOATS, key=str)), st.data())
-def test_a_cast_of_any_interval_is_torchs(stored: DType, wanted: DType, data: st.DataObject) -> None:
+def test_a_cast_of_any_interval_is_torchs(stored, wanted, data):
     shape = data.draw(strategies.shapes(min_extent=1))
     values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(FLOATS[stored])
     array = values.reshape(-1).view(torch.uint8).numpy().view(f"V{stored.item_bytes}").reshape(shape)
@@ -275,7 +275,7 @@ def test_a_cast_of_any_interval_is_torchs(stored: DType, wanted: DType, data: st
 
 
 class TestTogether:
-    def test_threads_share_one(self) -> None:
+    def test_threads_share_one(self):
         shape = (64, 96)
         array = arbitrary_elements(shape, DType.FLOAT32, 0)
         entry, pieces = entry_of(array, DType.FLOAT32, [Box((0, 0), (64, 40)), Box((0, 40), (64, 96))])
@@ -295,17 +295,17 @@ class TestTogether:
 class TestFailures:
     entry, pieces = entry_of(arbitrary_elements((4, 6), DType.FLOAT32, 0), DType.FLOAT32, [Box.whole((4, 6))])
 
-    def test_a_missing_file(self) -> None:
+    def test_a_missing_file(self):
         with pytest.raises(IncompleteError, match="missing"):
             read_all(TensorReader(MemoryStore(), 64), self.entry)
 
     @pytest.mark.parametrize("wish", [Box((0, 0), (4, 6)), Box((0, 5), (4, 6))])
-    def test_a_short_file(self, wish: Box) -> None:
+    def test_a_short_file(self, wish):
         store = store_of({"0": self.pieces["0"][:-1]})
         with pytest.raises(IncompleteError, match="it ends at byte 95"):
             read(TensorReader(store, 64), self.entry, wish, (4, 6), 0, wish.numel)
 
-    def test_a_failing_disk(self) -> None:
+    def test_a_failing_disk(self):
         class Failing(MemoryStore):
             def read_into(self, path: str, start: int, buffer: memoryview) -> None:
                 raise StoreError("reading failed", path=path)

@@ -45,13 +45,13 @@ def only(report: VerifyReport) -> tuple[str, Aspect, Deviation | None]:
     return difference.key.fqn, difference.aspect, difference.deviation
 
 
-def test_the_same_tensors_in_two_formats(tmp_path: Path) -> None:
+def test_the_same_tensors_in_two_formats(tmp_path):
     tensors = {"w": bits32(0x7FC0_1234, 0x8000_0000, 1), "n": torch.tensor(3), "e": torch.zeros(0, 4)}
     report = diff_of(tmp_path, tensors, tensors)
     assert report.equal and report.num_tensors == 3
 
 
-def test_values(tmp_path: Path) -> None:
+def test_values(tmp_path):
     a = torch.arange(10, dtype=torch.float32)
     b = a.clone()
     b[2], b[9] = 2.5, 8
@@ -62,7 +62,7 @@ def test_values(tmp_path: Path) -> None:
     )
 
 
-def test_bits_of_nans_and_signs_of_zeros_differ_and_are_counted_apart(tmp_path: Path) -> None:
+def test_bits_of_nans_and_signs_of_zeros_differ_and_are_counted_apart(tmp_path):
     a = bits32(0x7FC0_0000, 0x7FC0_0000, 0x0000_0000, 0x3F80_0000, 0x7FC0_0001)
     b = bits32(0x7FC0_0001, 0xFFC0_0000, 0x8000_0000, 0x7FC0_0000, 0x7FC0_0001)
     report = diff_of(tmp_path, {"w": a}, {"w": b})
@@ -72,14 +72,14 @@ def test_bits_of_nans_and_signs_of_zeros_differ_and_are_counted_apart(tmp_path: 
     )
 
 
-def test_infinities(tmp_path: Path) -> None:
+def test_infinities(tmp_path):
     inf = float("inf")
     report = diff_of(tmp_path, {"w": torch.tensor([inf, inf, 1.0])}, {"w": torch.tensor([inf, -inf, 1.0])})
     assert only(report)[2] == Deviation(1, max_abs=inf, max_rel=inf)
     assert json.loads(json.dumps(report.to_json()))["differences"][0]["deviation"]["max_abs"] == "inf"
 
 
-def test_a_tensor_on_one_side_alone(tmp_path: Path) -> None:
+def test_a_tensor_on_one_side_alone(tmp_path):
     report = diff_of(tmp_path, {"w": torch.ones(2), "a": torch.ones(2)}, {"w": torch.ones(2), "b": torch.ones(2)})
     assert [(d.key.fqn, d.aspect, d.what) for d in report.differences] == [
         ("a", Aspect.MISSING, "only in A"),
@@ -87,13 +87,13 @@ def test_a_tensor_on_one_side_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_shapes(tmp_path: Path) -> None:
+def test_shapes(tmp_path):
     report = diff_of(tmp_path, {"w": torch.ones(2, 3)}, {"w": torch.ones(3, 2)})
     assert only(report) == ("w", Aspect.SHAPE, None)
     assert report.differences[0].what == "shape [2, 3] in A, [3, 2] in B"
 
 
-def test_another_dtype_is_a_difference_and_its_values_are_compared_as_numbers(tmp_path: Path) -> None:
+def test_another_dtype_is_a_difference_and_its_values_are_compared_as_numbers(tmp_path):
     a = torch.tensor([1.0, 2.0, 1 / 3, float("nan")])
     report = diff_of(tmp_path, {"w": a}, {"w": a.bfloat16()})
     name, aspect, deviation = only(report)
@@ -102,21 +102,21 @@ def test_another_dtype_is_a_difference_and_its_values_are_compared_as_numbers(tm
     assert deviation.max_abs == abs(float(a[2].double()) - float(a[2].bfloat16().double()))
 
 
-def test_a_loss_free_cast_has_the_same_numbers(tmp_path: Path) -> None:
+def test_a_loss_free_cast_has_the_same_numbers(tmp_path):
     a = torch.randn(100).bfloat16()
     report = diff_of(tmp_path, {"w": a}, {"w": a.float()})
     assert only(report) == ("w", Aspect.DTYPE, Deviation())
     assert report.differences[0].what == "bfloat16 in A, float32 in B; as numbers, 0 of 100 elements differ"
 
 
-def test_a_difference_in_any_block_of_a_large_tensor(tmp_path: Path) -> None:
+def test_a_difference_in_any_block_of_a_large_tensor(tmp_path):
     a = torch.zeros(3 << 20)
     b = a.clone()
     b[0], b[1 << 20], b[-1] = 1, 2, 3
     assert only(diff_of(tmp_path, {"w": a}, {"w": b}))[2] == Deviation(3, max_abs=3.0, max_rel=1.0)
 
 
-def test_a_tied_tensor_counts_once_in_every_command(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_tied_tensor_counts_once_in_every_command(checkpoint, tmp_path):
     source = checkpoint("zero3-bf16", "awkward", 2).checkpoint
     read = ckpt_tools.inspect(source)
     assert read.aliases
@@ -135,7 +135,7 @@ def test_a_tied_tensor_counts_once_in_every_command(checkpoint: Any, tmp_path: P
     assert set(counts) == {(read.num_tensors, read.num_bytes)}
 
 
-def test_a_target_without_masters_has_one_tensor_for_both_copies(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_target_without_masters_has_one_tensor_for_both_copies(checkpoint, tmp_path):
     source = checkpoint("zero3-bf16", "awkward", 2).checkpoint
     masters = sum(tensor.slot == "master" for tensor in ckpt_tools.inspect(source).tensors)
     left = ckpt_tools.inspect(source).num_tensors - masters
@@ -146,7 +146,7 @@ def test_a_target_without_masters_has_one_tensor_for_both_copies(checkpoint: Any
     }
 
 
-def test_a_tied_tensor_that_differs_counts_once(tmp_path: Path) -> None:
+def test_a_tied_tensor_that_differs_counts_once(tmp_path):
     shared, other = torch.ones(3), torch.zeros(3)
     torch.save({"w": shared, "tied": shared}, tmp_path / "a.pt")
     torch.save({"w": other, "tied": other}, tmp_path / "b.pt")
@@ -154,14 +154,14 @@ def test_a_tied_tensor_that_differs_counts_once(tmp_path: Path) -> None:
     assert (found.num_tensors, found.num_differing, found.num_equal, found.num_bytes) == (1, 1, 0, 12)
 
 
-def test_tied_names_are_compared_under_each_name(tmp_path: Path) -> None:
+def test_tied_names_are_compared_under_each_name(tmp_path):
     shared = torch.ones(3)
     torch.save({"w": shared, "tied": shared}, tmp_path / "a.pt")
     save_file({"w": shared, "tied": shared.clone()}, tmp_path / "b.safetensors")
     assert ckpt_tools.diff(tmp_path / "a.pt", tmp_path / "b.safetensors").equal
 
 
-def test_names_are_rewritten_and_chosen(tmp_path: Path) -> None:
+def test_names_are_rewritten_and_chosen(tmp_path):
     a, b = {"m.w": torch.ones(2), "m.x": torch.ones(2)}, {"w": torch.ones(2), "x": torch.zeros(2)}
     assert only(diff_of(tmp_path, a, b, rename=[r"^m\.="]))[0] == "x"
     assert diff_of(tmp_path, a, b, rename=[r"^m\.="], exclude=["x"]).equal
@@ -178,7 +178,7 @@ FULL = ["dcp", "zero1", "zero2", "zero3", "universal", "torch", "safetensors"]
 
 
 @pytest.mark.parametrize("source", ["fsdp2", "zero3-bf16"])
-def test_all_formats_of_one_state_are_the_same(source: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_all_formats_of_one_state_are_the_same(source, checkpoint, tmp_path):
     """Optimizer state too, at three world sizes; each against the next."""
     made = checkpoint(source, "awkward", 2).checkpoint
     for number, to in enumerate(FULL):
@@ -188,7 +188,7 @@ def test_all_formats_of_one_state_are_the_same(source: str, checkpoint: Any, tmp
         assert report.equal and report.num_tensors >= 99, (a, b, report.differences[:3])
 
 
-def test_a_moment_that_differs_is_named(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_moment_that_differs_is_named(checkpoint, tmp_path):
     made = checkpoint("fsdp2", "awkward", 2).checkpoint
     ckpt_tools.convert(made, tmp_path / "all.pt", state="all")
     state = torch.load(tmp_path / "all.pt", weights_only=True)
@@ -200,7 +200,7 @@ def test_a_moment_that_differs_is_named(checkpoint: Any, tmp_path: Path) -> None
     assert ckpt_tools.diff(made, tmp_path / "other.pt", state="model").equal
 
 
-def test_which_copies_were_compared_is_said(checkpoint: Any, tmp_path: Path) -> None:
+def test_which_copies_were_compared_is_said(checkpoint, tmp_path):
     made = checkpoint("zero3-bf16", "awkward", 2).checkpoint
     ckpt_tools.convert(made, tmp_path / "m.safetensors", weights="model")
     report = ckpt_tools.diff(made, tmp_path / "m.safetensors", state="model", weights="model")
@@ -216,7 +216,7 @@ REAL = [np.float64, np.float32, np.float16, np.int64, np.int32, np.int16, np.int
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.sampled_from(REAL))
-def test_deviations_are_those_of_python_numbers(data: st.DataObject, dtype: type[np.generic]) -> None:
+def test_deviations_are_those_of_python_numbers(data, dtype):
     """Python's integers are exact, and its floats are float64."""
     draw = hnp.arrays(dtype, 6)
     a, b = data.draw(draw), data.draw(draw)
@@ -234,7 +234,7 @@ def test_deviations_are_those_of_python_numbers(data: st.DataObject, dtype: type
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
-def test_complex_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_complex_numbers(dtype, tmp_path):
     a = torch.tensor([1 + 1j, 0j, complex("inf+1j"), complex("nan")], dtype=torch.complex128).to(dtype)
     b = torch.tensor([4 + 5j, 0j, complex("inf+2j"), complex("nan")], dtype=torch.complex128).to(dtype)
     for name, tensors in (("a", a), ("b", b)):
@@ -255,7 +255,7 @@ def sparse_model(path: Path, dtype: str, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F32", "I8"])
-def test_memory_is_a_few_blocks_whatever_the_tensors_are(dtype: str, tmp_path: Path) -> None:
+def test_memory_is_a_few_blocks_whatever_the_tensors_are(dtype, tmp_path):
     num_bytes = 128 << 20
     for name in ("a", "b"):
         sparse_model(tmp_path / f"{name}.safetensors", dtype, num_bytes)
@@ -279,7 +279,7 @@ def run(*words: str | Path) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path, capsys):
     diff_of(tmp_path, {"w": torch.ones(4)}, {"w": torch.tensor([1.0, 1.0, 1.0, 1.5])})
     assert run("diff", tmp_path / "a.safetensors", tmp_path / "a.safetensors") == 0
     assert "1 tensor, 16 B: all are the same" in capsys.readouterr().out
@@ -294,7 +294,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("to", ["dcp", "zero2", "universal", "torch"])
-def test_the_model_alone_is_verified_in_a_whole_checkpoint(to: Any, checkpoint: Any, tmp_path: Path) -> None:
+def test_the_model_alone_is_verified_in_a_whole_checkpoint(to, checkpoint, tmp_path):
     """State beside the model is a note and no difference, as ``diff`` with the same option has none; a weight is."""
     made = checkpoint("zero3-bf16", "awkward", 2).checkpoint
     ckpt_tools.convert(made, tmp_path / "out", to=to, state="all")

@@ -25,7 +25,6 @@ from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.shards import Framing, ShardTable
 from ckpt_tools.errors import (
-    CkptError,
     DestinationExistsError,
     MalformedError,
     SourceNotFoundError,
@@ -45,7 +44,7 @@ from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digest, Digests
 from ckpt_tools.verification.report import Aspect
 from tests.support.ranks import for_ranks
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 from tests.support.truth import Truth, assert_same_bits
 
 FLIPS = 10_000
@@ -66,7 +65,7 @@ def opened(path: Path) -> tuple[Source, Manifest]:
     return read_checkpoint(path, ConvertOptions().reading)
 
 
-def test_known_digests(tmp_path: Path) -> None:
+def test_known_digests(tmp_path):
     """Of the 12 bytes 00 01 ... 0b, and of none, whose digests both projects publish."""
     tensors = {"w": torch.arange(12, dtype=torch.uint8).reshape(3, 4), "e": torch.zeros(0, 7)}
     save_file(tensors, tmp_path / "m.safetensors")
@@ -79,7 +78,7 @@ def test_known_digests(tmp_path: Path) -> None:
     }
 
 
-def test_a_list_is_the_same_bytes_whatever_order_its_tensors_came_in() -> None:
+def test_a_list_is_the_same_bytes_whatever_order_its_tensors_came_in():
     one = Digest(DType.UINT8, (), "0" * 32, "0" * 64)
     keys = [StateKey("b"), StateKey("a", "exp_avg"), StateKey("a")]
     data = digests.dumps(dict.fromkeys(keys, one))
@@ -120,13 +119,13 @@ def listed(*entries: Any, **changes: Any) -> bytes:
         (b"[" * 100_000, MalformedError, "not valid JSON"),
     ],
 )
-def test_a_list_that_is_none(data: bytes, error: type[CkptError], words: str) -> None:
+def test_a_list_that_is_none(data, error, words):
     with pytest.raises(error, match=words):
         digests.loads(data, "x.digests.json")
 
 
 @pytest.mark.parametrize("source", ["fsdp2", "zero3-bf16", "zero1-fp32"])
-def test_digests_are_the_same_in_every_format_and_world_size(source: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_digests_are_the_same_in_every_format_and_world_size(source, checkpoint, tmp_path):
     """Of each tensor that two of them hold in the same dtype, all slots."""
     made = checkpoint(source, "awkward", 2).checkpoint
     wanted = digests_in(opened(made)[0].store, opened(made)[1])
@@ -142,7 +141,7 @@ def test_digests_are_the_same_in_every_format_and_world_size(source: str, checkp
     assert num_same >= 99 * len(FORMATS)
 
 
-def test_every_name_of_a_tied_weight_has_its_digest(tmp_path: Path) -> None:
+def test_every_name_of_a_tied_weight_has_its_digest(tmp_path):
     shared = torch.ones(3)
     torch.save({"w": shared, "tied": shared}, tmp_path / "m.pt")
     found = ckpt_tools.checksum(tmp_path / "m.pt").digests
@@ -200,7 +199,7 @@ def small_state() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, InMemory]:
+def small(tmp_path_factory):
     """A model of four tensors in every format, cut for three ranks where there are ranks."""
     folder = tmp_path_factory.mktemp("small")
     torch.save(small_state(), folder / "m.pt")
@@ -210,7 +209,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, InMemory]:
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_every_flipped_bit_is_found(to: str, small: dict[str, InMemory]) -> None:
+def test_every_flipped_bit_is_found(to, small):
     """``FLIPS`` over all formats, each alone, at bits drawn uniformly from all bytes of tensors."""
     made = small[to]
     assert made.differing() == []
@@ -227,7 +226,7 @@ def test_every_flipped_bit_is_found(to: str, small: dict[str, InMemory]) -> None
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_verify_finds_flips_in_the_files(to: str, tmp_path: Path) -> None:
+def test_verify_finds_flips_in_the_files(to, tmp_path):
     """Of every byte of one tensor, by the verb itself."""
     torch.save(small_state(), tmp_path / "m.pt")
     ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to=to, **for_ranks(to, 2))
@@ -248,7 +247,7 @@ def test_verify_finds_flips_in_the_files(to: str, tmp_path: Path) -> None:
     assert ckpt_tools.verify(tmp_path / "out").equal
 
 
-def test_tensors_that_came_or_went_or_changed_their_kind(tmp_path: Path) -> None:
+def test_tensors_that_came_or_went_or_changed_their_kind(tmp_path):
     path = tmp_path / "m.safetensors"
     save_file({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, path)
     ckpt_tools.checksum(path)
@@ -257,7 +256,7 @@ def test_tensors_that_came_or_went_or_changed_their_kind(tmp_path: Path) -> None
     assert found == {"a": Aspect.SHAPE, "b": Aspect.DTYPE, "c": Aspect.MISSING, "d": Aspect.UNEXPECTED}
 
 
-def test_a_list_in_another_place(tmp_path: Path) -> None:
+def test_a_list_in_another_place(tmp_path):
     path = tmp_path / "m.safetensors"
     save_file({"a": torch.ones(2)}, path)
     assert ckpt_tools.verify(path).num_digests is None
@@ -276,7 +275,7 @@ def test_a_list_in_another_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["fsdp2", "zero1-fp32", "zero3-bf16"])
-def test_the_list_of_a_source_proves_what_was_made_of_it(source: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_the_list_of_a_source_proves_what_was_made_of_it(source, checkpoint, tmp_path):
     made, kept = checkpoint(source, "awkward", 2).checkpoint, tmp_path / "kept.json"
     ckpt_tools.checksum(made, output=kept)
     for to in FORMATS:
@@ -291,7 +290,7 @@ def test_the_list_of_a_source_proves_what_was_made_of_it(source: str, checkpoint
         ckpt_tools.verify(tmp_path / "m.pt", digests=kept, rename=[".*=x"])
 
 
-def test_each_tag_of_a_deepspeed_folder_has_a_list_of_its_own(checkpoint: Any, tmp_path: Path) -> None:
+def test_each_tag_of_a_deepspeed_folder_has_a_list_of_its_own(checkpoint, tmp_path):
     made = shutil.copytree(checkpoint("zero1-fp32", "awkward", 2).checkpoint, tmp_path / "z")
     shutil.copytree(made / "global_step4", made / "global_step8")
     report = ckpt_tools.checksum(made, tag="global_step8")
@@ -301,7 +300,7 @@ def test_each_tag_of_a_deepspeed_folder_has_a_list_of_its_own(checkpoint: Any, t
     assert ckpt_tools.verify(made / "global_step8").num_digests == len(report.digests)
 
 
-def test_a_universal_tag_folder_that_is_opened_itself(tmp_path: Path) -> None:
+def test_a_universal_tag_folder_that_is_opened_itself(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "u", to="universal", tag="t")
     assert ckpt_tools.checksum(tmp_path / "u" / "t").destination == str(tmp_path / "u" / "t" / DIGESTS_NAME)
@@ -314,7 +313,7 @@ def run(*words: str | Path) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands(tmp_path, capsys):
     path = tmp_path / "m.safetensors"
     save_file({"a": torch.ones(2)}, path)
     assert run("verify", path) == 0
@@ -336,7 +335,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_a_conversion_writes_the_digests_of_what_it_wrote(to: str, tmp_path: Path) -> None:
+def test_a_conversion_writes_the_digests_of_what_it_wrote(to, tmp_path):
     torch.save(small_state(), tmp_path / "m.pt")
     report = ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to=to, checksum=True, **for_ranks(to, 2))
     assert report.digests is not None and report.to_json()["digests"] == report.digests
@@ -348,9 +347,7 @@ def test_a_conversion_writes_the_digests_of_what_it_wrote(to: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
-def test_digests_of_a_file_lie_beside_it_and_are_published_next(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digests_of_a_file_lie_beside_it_and_are_published_next(name, tmp_path, monkeypatch):
     torch.save(small_state(), tmp_path / "m.pt")
     monkeypatch.chdir(tmp_path)
     appeared: list[str] = []
@@ -363,7 +360,7 @@ def test_digests_of_a_file_lie_beside_it_and_are_published_next(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["m.pt", name, f"{name}.digests.json"])
 
 
-def test_a_list_never_speaks_of_another_file(tmp_path: Path) -> None:
+def test_a_list_never_speaks_of_another_file(tmp_path):
     torch.save(small_state(), tmp_path / "m.pt")
     target = tmp_path / "out.safetensors"
     ckpt_tools.convert(tmp_path / "m.pt", target, checksum=True)
@@ -378,7 +375,7 @@ def test_a_list_never_speaks_of_another_file(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_a_folder_is_replaced_with_its_list(tmp_path: Path) -> None:
+def test_a_folder_is_replaced_with_its_list(tmp_path):
     torch.save(small_state(), tmp_path / "m.pt")
     for _ in range(2):
         ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to="zero1", checksum=True, overwrite=True)
@@ -391,7 +388,7 @@ def _failing(*_: object, **__: object) -> None:
     raise StoreError("the disk is gone")
 
 
-def test_a_failure_while_hashing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_hashing_leaves_nothing(tmp_path, monkeypatch):
     torch.save(small_state(), tmp_path / "m.pt")
     monkeypatch.setattr(digests, "digests_of", _failing)
     for target in ("out.pt", "out"):
@@ -404,7 +401,7 @@ LOADED = [("dcp", "fsdp2"), ("zero1", "zero1-fp32"), ("zero3", "zero3-fp32"), ("
 
 
 @pytest.mark.parametrize(("to", "kind"), LOADED)
-def test_frameworks_load_folders_with_digests(to: str, kind: str, checkpoint: Any, resume: Any, tmp_path: Path) -> None:
+def test_frameworks_load_folders_with_digests(to, kind, checkpoint, resume, tmp_path):
     made = checkpoint("fsdp2", "plain", 2)
     report = ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, checksum=True, **for_ranks(to, 2))
     assert Path(report.digests or "").is_file()
@@ -412,7 +409,7 @@ def test_frameworks_load_folders_with_digests(to: str, kind: str, checkpoint: An
     assert_same_bits(Truth.load(made.root).best_weights(), resumed.best_weights())
 
 
-def test_transformers_loads_a_folder_with_digests(checkpoint: Any, tmp_path: Path) -> None:
+def test_transformers_loads_a_folder_with_digests(checkpoint, tmp_path):
     from transformers import GPT2LMHeadModel
 
     made = checkpoint("transformers", "plain", 1).checkpoint
@@ -423,9 +420,7 @@ def test_transformers_loads_a_folder_with_digests(checkpoint: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])
-def test_where_nothing_can_be_read_before_it_is_published_the_list_follows(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nothing_can_be_read_before_it_is_published_the_list_follows(name, tmp_path, monkeypatch):
     fs, url = fsspec.filesystem("memory"), f"memory://{tmp_path.name}/{name}"
     torch.save(small_state(), tmp_path / "m.pt")
     options: dict[str, Any] = {"to": "safetensors", "checksum": True}
@@ -438,7 +433,7 @@ def test_where_nothing_can_be_read_before_it_is_published_the_list_follows(
     assert not fs.exists(report.digests) and ckpt_tools.verify(url).num_digests is None
 
 
-def test_digests_in_an_object_store(s3: S3Server, tmp_path: Path) -> None:
+def test_digests_in_an_object_store(s3, tmp_path):
     """Of a folder, of a file, and of what was there before; the list of a file is never left beside another."""
     torch.save(small_state(), tmp_path / "m.pt")
     url = f"s3://{BUCKET}/{s3.new_prefix()}"

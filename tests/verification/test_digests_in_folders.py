@@ -20,7 +20,7 @@ OTHER = {"b.weight": torch.arange(8.0), "b.bias": torch.zeros(2)}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "model").mkdir()
     return tmp_path / "model"
 
@@ -80,9 +80,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], Aspect]] =
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("make", LAYOUTS)
-def test_a_change_is_found_by_the_list_of_the_file(
-    make: Callable[[Path], list[Path]], change: str, folder: Path
-) -> None:
+def test_a_change_is_found_by_the_list_of_the_file(make, change, folder):
     paths = make(folder)
     assert ckpt_tools.verify(folder).num_digests is None
     count = sum(map(listed, paths))
@@ -96,7 +94,7 @@ def test_a_change_is_found_by_the_list_of_the_file(
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
-def test_both_lists_are_used(make: Callable[[Path], list[Path]], folder: Path) -> None:
+def test_both_lists_are_used(make, folder):
     paths = make(folder)
     whole = ckpt_tools.checksum(folder)
     for path in paths:
@@ -112,7 +110,7 @@ def test_both_lists_are_used(make: Callable[[Path], list[Path]], folder: Path) -
     assert ckpt_tools.verify(folder).equal
 
 
-def test_a_list_of_one_of_two_shards_says_nothing_of_the_other(folder: Path) -> None:
+def test_a_list_of_one_of_two_shards_says_nothing_of_the_other(folder):
     first, second = shards(folder)
     listed(first)
     changed(second, lambda made: made["b.bias"].add_(1))
@@ -121,7 +119,7 @@ def test_a_list_of_one_of_two_shards_says_nothing_of_the_other(folder: Path) -> 
     assert not ckpt_tools.verify(folder).equal
 
 
-def test_a_damaged_list_is_an_error(folder: Path) -> None:
+def test_a_damaged_list_is_an_error(folder):
     one_safetensors(folder)
     (folder / f"model.safetensors{SUFFIX}").write_text("{}")
     with pytest.raises(ckpt_tools.errors.FormatError, match="not a list of digests"):

@@ -29,7 +29,7 @@ def saved(path: Path, *, step: int = 5, seed: int = 1, **options: Any) -> Path:
 
 
 @pytest.fixture
-def a(tmp_path: Path) -> Path:
+def a(tmp_path):
     return saved(tmp_path / "a.pt")
 
 
@@ -42,7 +42,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_another_value_is_a_difference(name: str, a: Path, tmp_path: Path) -> None:
+def test_another_value_is_a_difference(name, a, tmp_path):
     changed, line = DIFFERENT[name]
     b = saved(tmp_path / "b.pt", **changed)
     assert not ckpt_tools.verify(a, b).equal
@@ -58,7 +58,7 @@ def test_another_value_is_a_difference(name: str, a: Path, tmp_path: Path) -> No
     assert ckpt_tools.diff(a, b, state="model").equal
 
 
-def test_tensors_and_values_are_counted_apart(a: Path, tmp_path: Path) -> None:
+def test_tensors_and_values_are_counted_apart(a, tmp_path):
     b = saved(tmp_path / "b.pt", lr=1.0)
     value = torch.load(b)
     value["model"]["bias"] += 1
@@ -68,7 +68,7 @@ def test_tensors_and_values_are_counted_apart(a: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "zero2", "universal", "torch", "sharded"])
-def test_a_conversion_keeps_them(to: Any, a: Path, tmp_path: Path) -> None:
+def test_a_conversion_keeps_them(to, a, tmp_path):
     """The user's own tensor too, which other formats have at another path."""
     written = {"state": "all"} if to == "torch" else {} if to == "universal" else {"world_size": 2}
     ckpt_tools.convert(a, tmp_path / "out", to=to, **written)
@@ -79,7 +79,7 @@ def test_a_conversion_keeps_them(to: Any, a: Path, tmp_path: Path) -> None:
     assert shown == ["lr of weight and 1 more", "step"]
 
 
-def test_objects_are_said_not_to_be_compared(a: Path, tmp_path: Path) -> None:
+def test_objects_are_said_not_to_be_compared(a, tmp_path):
     for path in (a, tmp_path / "b.pt"):
         value = torch.load(saved(path))
         torch.save({**value, "when": Path("x")}, path)

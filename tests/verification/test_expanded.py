@@ -143,7 +143,7 @@ DESCRIBED = [name for name, make in VARIANTS.items() if name.startswith(("one", 
 
 
 @pytest.fixture(scope="module")
-def factor() -> float:
+def factor():
     """How many times slower than the reference machine this one is now."""
     return slowness()
 
@@ -159,7 +159,7 @@ def written(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_no_command_reads_what_no_file_holds(name: str, factor: float, tmp_path: Path) -> None:
+def test_no_command_reads_what_no_file_holds(name, factor, tmp_path):
     path = written(name, tmp_path / "source")
     for command in COMMANDS.values():
         before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -170,20 +170,20 @@ def test_no_command_reads_what_no_file_holds(name: str, factor: float, tmp_path:
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
-def test_inspect_describes_it_and_the_others_name_it(name: str, tmp_path: Path) -> None:
+def test_inspect_describes_it_and_the_others_name_it(name, tmp_path):
     path = written(name, tmp_path / "source")
     assert ckpt_tools.inspect(path).num_bytes > 1 << 30
     with pytest.raises(UnsupportedError, match=r"its tensors have .* as the files have.*exclude="):
         ckpt_tools.convert(path, tmp_path / "out.safetensors")
 
 
-def test_the_rest_is_converted_without_it(tmp_path: Path) -> None:
+def test_the_rest_is_converted_without_it(tmp_path):
     path = written("some of many", tmp_path / "source")
     ckpt_tools.convert(path, tmp_path / "out.safetensors", exclude=["a"])
     assert list(ckpt_tools.open(tmp_path / "out.safetensors")) == ["b"]
 
 
-def test_what_models_expand_is_used(tmp_path: Path) -> None:
+def test_what_models_expand_is_used(tmp_path):
     rotary = torch.arange(64.0).expand(2048, 64)
     mask = torch.ones(256, 256, dtype=torch.bool).tril().expand(64, 1, 256, 256)
     torch.save({"rotary": rotary, "mask": mask, "w": torch.ones(4)}, tmp_path / "a.pt")

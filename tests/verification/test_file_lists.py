@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from safetensors.numpy import save_file
 
 import ckpt_tools
 from ckpt_tools.cli.main import main
-from ckpt_tools.errors import CkptError, MalformedError, UnsafeError, UnsupportedError, UsageError
+from ckpt_tools.errors import MalformedError, UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.verification.file_lists import hub_digest, parse_hub_metadata, parse_integrity, parse_sums
 from tests.support.hub_server import running_hub
 
@@ -25,7 +24,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A folder of two shards of transformers' form, with a configuration."""
     run = tmp_path / "run"
     run.mkdir()
@@ -76,7 +75,7 @@ def verified(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[in
         "cksum -a blake2b --untagged",
     ],
 )
-def test_each_form_of_coreutils(command: str, folder: Path, tmp_path: Path) -> None:
+def test_each_form_of_coreutils(command, folder, tmp_path):
     names = sorted(each.name for each in folder.iterdir())
     coreutils(folder, command, *names, output=tmp_path / "list.txt")
     report = ckpt_tools.verify(folder, digests=tmp_path / "list.txt")
@@ -87,9 +86,7 @@ def test_each_form_of_coreutils(command: str, folder: Path, tmp_path: Path) -> N
     assert (report.num_wrong_files, report.num_differing) == (1, 0)
 
 
-def test_a_list_in_the_folder_is_found_and_names_what_it_leaves_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_list_in_the_folder_is_found_and_names_what_it_leaves_out(folder, capsys):
     coreutils(folder, "sha256sum", *SHARDS, output=folder / "SHA256SUMS")
     code, out, _ = verified(folder, capsys=capsys)
     assert code == 0
@@ -102,7 +99,7 @@ def test_a_list_in_the_folder_is_found_and_names_what_it_leaves_out(
     assert "1 of 2 files is not as SHA256SUMS says; no tensor was read" in out
 
 
-def test_the_list_of_one_file_is_found_beside_it(folder: Path) -> None:
+def test_the_list_of_one_file_is_found_beside_it(folder):
     name = SHARDS[0]
     shutil.copy(folder / name, folder.parent / "m.safetensors")
     digest = hashlib.sha256((folder / name).read_bytes()).hexdigest()
@@ -112,7 +109,7 @@ def test_the_list_of_one_file_is_found_beside_it(folder: Path) -> None:
     assert list(wrong(ckpt_tools.verify(folder.parent / "m.safetensors"))) == ["m.safetensors"]
 
 
-def test_names_begin_in_the_folder_or_with_its_name(folder: Path, tmp_path: Path) -> None:
+def test_names_begin_in_the_folder_or_with_its_name(folder, tmp_path):
     coreutils(tmp_path, "sha256sum", *(f"./run/{name}" for name in SHARDS), output=tmp_path / "all.txt")
     assert ckpt_tools.verify(folder, digests=tmp_path / "all.txt").num_files == 2
     coreutils(folder, "sha256sum", *SHARDS, output=tmp_path / "inner.txt")
@@ -124,7 +121,7 @@ def test_names_begin_in_the_folder_or_with_its_name(folder: Path, tmp_path: Path
         ckpt_tools.verify(folder, digests=tmp_path / "inner.txt", state="model")
 
 
-def test_names_with_escapes_are_those_of_coreutils(folder: Path) -> None:
+def test_names_with_escapes_are_those_of_coreutils(folder):
     odd = "two\nlines *and a space.txt"
     (folder / odd).write_text("x")
     for command in ("sha256sum", "sha256sum --tag"):
@@ -158,14 +155,14 @@ COMMIT = "c" * 40
         (f"{HEX}  a\0b\n", UnsafeError),
     ],
 )
-def test_malformed_lists_are_refused(text: str, error: type[CkptError], folder: Path) -> None:
+def test_malformed_lists_are_refused(text, error, folder):
     (folder / "SHA256SUMS").write_text(text)
     with pytest.raises(error) as raised:
         ckpt_tools.verify(folder)
     assert (raised.value.exit_code, "SHA256SUMS" in str(raised.value)) == (7 if error is UnsafeError else 4, True)
 
 
-def test_what_parses_pure() -> None:
+def test_what_parses_pure():
     both = parse_sums(f"# made by hand\r\n\r\n{HEX.upper()} *a/./b\r\n{'0' * 128}  c d\n".encode(), "sums.txt")
     assert {name: (each.digest, each.algorithms) for name, each in both.items()} == {
         "a/b": (HEX, ("sha256",)),
@@ -186,7 +183,7 @@ def integrity(folder: Path) -> dict[str, Any]:
     return {"algorithm": "sha256", "files": files}
 
 
-def test_integrity_of_megatron(folder: Path) -> None:
+def test_integrity_of_megatron(folder):
     (folder / "integrity.json").write_text(json.dumps(integrity(folder), indent=2))
     (folder / "sub").mkdir()
     (folder / "sub" / "later.txt").write_text("not in its folder")
@@ -197,7 +194,7 @@ def test_integrity_of_megatron(folder: Path) -> None:
     assert list(wrong(ckpt_tools.verify(folder))) == ["config.json"]
 
 
-def test_integrity_of_the_iteration_that_a_run_of_megatron_names(folder: Path, tmp_path: Path) -> None:
+def test_integrity_of_the_iteration_that_a_run_of_megatron_names(folder, tmp_path):
     ckpt_tools.convert(folder, tmp_path / "megatron", to="megatron")
     (iteration,) = (tmp_path / "megatron").glob("iter_*")
     document = integrity(iteration)
@@ -210,7 +207,7 @@ def test_integrity_of_the_iteration_that_a_run_of_megatron_names(folder: Path, t
         assert len(wrong(ckpt_tools.verify(source))) == 1
 
 
-def test_a_list_in_a_store_is_found(folder: Path) -> None:
+def test_a_list_in_a_store_is_found(folder):
     coreutils(folder, "sha256sum", *SHARDS, output=folder / "SHA256SUMS")
     files = fsspec.filesystem("memory")
     files.put(str(folder), "/of-lists", recursive=True)
@@ -235,13 +232,13 @@ def test_a_list_in_a_store_is_found(folder: Path) -> None:
         ({"files": {"../a": HEX}}, UnsafeError),
     ],
 )
-def test_another_integrity_is_refused(document: Any, error: type[CkptError]) -> None:
+def test_another_integrity_is_refused(document, error):
     with pytest.raises(error, match=r"integrity\.json"):
         parse_integrity(document, "integrity.json")
 
 
 @pytest.fixture
-def hub(folder: Path, tmp_path: Path) -> Iterator[str]:
+def hub(folder, tmp_path):
     """The URL of a hub that has the folder as ``org/model``."""
     root = tmp_path / "hub"
     (root / "org").mkdir(parents=True)
@@ -256,7 +253,7 @@ def downloaded(hub: str, **where: Path) -> Path:
     return Path(snapshot_download("org/model", endpoint=hub, **where))
 
 
-def test_a_download_is_checked_against_the_hashes_of_the_hub(hub: str, tmp_path: Path) -> None:
+def test_a_download_is_checked_against_the_hashes_of_the_hub(hub, tmp_path):
     local = downloaded(hub, local_dir=tmp_path / "local")
     report = ckpt_tools.verify(local)
     assert (report.equal, report.num_files, report.notes) == (True, 4, ())
@@ -272,7 +269,7 @@ def test_a_download_is_checked_against_the_hashes_of_the_hub(hub: str, tmp_path:
     assert [note.what for note in report.notes] == ["mine.txt"]
 
 
-def test_the_cache_of_the_hub_is_checked_by_the_names_of_its_blobs(hub: str, tmp_path: Path) -> None:
+def test_the_cache_of_the_hub_is_checked_by_the_names_of_its_blobs(hub, tmp_path):
     snapshot = downloaded(hub, cache_dir=tmp_path / "cache")
     assert (snapshot / SHARDS[0]).is_symlink()
     assert ckpt_tools.verify(snapshot).num_files == 4
@@ -284,7 +281,7 @@ def test_the_cache_of_the_hub_is_checked_by_the_names_of_its_blobs(hub: str, tmp
     assert "SHA256" in found[SHARDS[0]] and "missing" in found[SHARDS[1]]
 
 
-def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_read_in_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("ckpt_tools.verification.file_checks.BLOCK_BYTES", 1000)
     save_file({"w": np.arange(5000)}, tmp_path / "w.safetensors")
     coreutils(tmp_path, "sha256sum", "w.safetensors", output=tmp_path / "SHA256SUMS")
@@ -294,7 +291,7 @@ def test_a_large_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
     assert seen[: -(-size // 1000)][-1] == (size, size)
 
 
-def test_json_names_lists_and_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_names_lists_and_files(folder, capsys):
     coreutils(folder, "sha256sum", *SHARDS, output=folder / "SHA256SUMS")
     flip(folder / SHARDS[0])
     code, out, _ = verified(folder, "--format", "json", capsys=capsys)

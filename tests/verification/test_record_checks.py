@@ -37,7 +37,7 @@ COMMANDS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def layouts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(60, 50), torch.nn.Linear(50, 7))
@@ -108,9 +108,7 @@ def is_whole(path: Path) -> bool:
 
 
 @pytest.mark.parametrize(("layout", "place"), [each for each in product(LAYOUTS, PLACES) if each != ("npz", "pickle")])
-def test_what_verify_calls_damaged_no_command_uses(
-    layouts: dict[str, Path], layout: str, place: str, tmp_path: Path
-) -> None:
+def test_what_verify_calls_damaged_no_command_uses(layouts, layout, place, tmp_path):
     path = copied(layouts[layout], tmp_path)
     flip(*position(path, place))
     is_damaged = not is_whole(path)
@@ -124,16 +122,14 @@ def test_what_verify_calls_damaged_no_command_uses(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_whole_one_is_used(layouts: dict[str, Path], layout: str, tmp_path: Path) -> None:
+def test_every_whole_one_is_used(layouts, layout, tmp_path):
     for command in COMMANDS.values():
         command(layouts[layout], tmp_path)
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "zero2", "universal"])
 @pytest.mark.parametrize("layout", ["pt", "dcp", "zero2", "zero3", "universal"])
-def test_a_flat_buffers_padding_and_cut_tensors_hide_nothing(
-    layouts: dict[str, Path], layout: str, to: str, tmp_path: Path
-) -> None:
+def test_a_flat_buffers_padding_and_cut_tensors_hide_nothing(layouts, layout, to, tmp_path):
     """The tensors of optimizer state are cut otherwise than they lie in the records."""
     path = copied(layouts[layout], tmp_path)
     flip(*position(path, "middle"))
@@ -142,7 +138,7 @@ def test_a_flat_buffers_padding_and_cut_tensors_hide_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_load_into_a_model_is_an_error(layouts: dict[str, Path], tmp_path: Path) -> None:
+def test_a_load_into_a_model_is_an_error(layouts, tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(60, 50), torch.nn.Linear(50, 7))
     for layout in ("pt", "dcp"):
         path = copied(layouts[layout], tmp_path)
@@ -152,14 +148,14 @@ def test_a_load_into_a_model_is_an_error(layouts: dict[str, Path], tmp_path: Pat
             ckpt_tools.load_into(model, torch.optim.AdamW(model.parameters()), path)
 
 
-def test_a_part_of_a_record_is_not_compared(layouts: dict[str, Path], tmp_path: Path) -> None:
+def test_a_part_of_a_record_is_not_compared(layouts, tmp_path):
     path = copied(layouts["pt"], tmp_path)
     flip(*position(path, "last byte"))
     name = max(ckpt_tools.open(path).items(), key=lambda each: each[1].nbytes)[0]
     assert ckpt_tools.open(path)[name][:3].shape[0] == 3
 
 
-def test_a_file_saved_without_checksums_is_used(tmp_path: Path) -> None:
+def test_a_file_saved_without_checksums_is_used(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"a": torch.arange(3000.0)}, tmp_path / "a.pt")
@@ -173,7 +169,7 @@ def test_a_file_saved_without_checksums_is_used(tmp_path: Path) -> None:
     assert ckpt_tools.verify(tmp_path / "a.pt").equal
 
 
-def test_a_second_attempt_does_not_publish_it(tmp_path: Path) -> None:
+def test_a_second_attempt_does_not_publish_it(tmp_path):
     """``--resume`` keeps what was written, but not what was made of a damaged source."""
     path = tmp_path / "a.pt"
     torch.save({"a": torch.arange(4_000_000.0), "b": torch.arange(10.0)}, path)

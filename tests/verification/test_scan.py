@@ -100,17 +100,17 @@ SMALL: dict[str, Callable[[Path], None]] = {"torch": _torch, "dcp": _dcp, "unive
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work(tmp_path_factory):
     return tmp_path_factory.mktemp("hostile")
 
 
 @pytest.fixture(scope="module")
-def trace(work: Path) -> Path:
+def trace(work):
     return work / "trace"
 
 
 @pytest.fixture(scope="module")
-def results(work: Path, trace: Path, checkpoint: Checkpoint) -> list[Any]:
+def results(work, trace, checkpoint):
     """Carrier, sample, outcomes of ``scan``, ``inspect`` and ``convert``, and forbidden events; seen by strace too."""
     plan = {
         "carriers": [asdict(carrier(kind, work, checkpoint)) for kind in HOSTS],
@@ -135,20 +135,20 @@ def traced(command: list[str], log: Path) -> list[str]:
     return ["strace", "-f", "--seccomp-bpf", "-qq", "-o", str(log), "-e", calls, *command]
 
 
-def test_hundreds_of_samples_differ(work: Path) -> None:
+def test_hundreds_of_samples_differ(work):
     found = [data for _, _, data in sample(work / "canary")]
     assert len(set(found)) == len(found) > 200
 
 
 @pytest.mark.extended
-def test_nothing_is_executed(results: list[Any], work: Path) -> None:
+def test_nothing_is_executed(results, work):
     assert len(results) == len(HOSTS) * len(list(sample(work / "canary")))
     assert [(kind, name, events) for kind, name, _, events in results if events] == []
     assert {path.name for path in work.iterdir()} == {*(kind.replace(" ", "_") for kind in HOSTS), "trace"}
 
 
 @pytest.mark.extended
-def test_scan_refuses_every_sample_and_names_what_it_imports(results: list[Any], work: Path) -> None:
+def test_scan_refuses_every_sample_and_names_what_it_imports(results, work):
     wanted = {name: gadget for name, gadget, _ in sample(work / "canary")}
     assert [(kind, name) for kind, name, found, _ in results if not found[0]] == []
     read = [result for result in results if result[0] not in NOT_READ and not result[1].startswith(UNNAMED)]
@@ -174,9 +174,7 @@ def named(gadget: tuple[str, str, tuple[Any, ...]], findings: Any) -> bool:
 
 
 @pytest.mark.extended
-def test_strace_sees_no_program_no_connection_and_no_file_of_others(
-    results: list[Any], trace: Path, work: Path
-) -> None:
+def test_strace_sees_no_program_no_connection_and_no_file_of_others(results, trace, work):
     if shutil.which("strace") is None:
         return
     opened = re.findall(r'(\w+)\((?:AT_FDCWD, |\d+, )?"([^"]*)"', trace.read_text())
@@ -192,14 +190,14 @@ TORCH_SCRIPT = "torch-script"
 
 
 @pytest.mark.parametrize("wanted", swept(fixtures.CORE))
-def test_what_frameworks_wrote_is_clean(wanted: Fixture, checkpoint: Checkpoint) -> None:
+def test_what_frameworks_wrote_is_clean(wanted, checkpoint):
     """Torch, DCP in all layouts, DeepSpeed in all stages, transformers with its arguments and RNG."""
     report = ckpt_tools.scan(checkpoint(wanted.kind, wanted.case, wanted.world_size).checkpoint)
     assert wanted.kind == TORCH_SCRIPT or report.clean, report.findings
     assert report.num_pickles or wanted.kind.startswith((TORCH_SCRIPT, "safetensors", "transformers", "fsdp2-hf"))
 
 
-def test_a_torchscript_archive_is_a_program(checkpoint: Checkpoint) -> None:
+def test_a_torchscript_archive_is_a_program(checkpoint):
     report = ckpt_tools.scan(checkpoint(TORCH_SCRIPT, "plain", 1).checkpoint)
     assert any("TorchScript archive" in finding.what for finding in report.findings)
 
@@ -210,7 +208,7 @@ LEFT_OUT = {
 """What torch's own loader takes and the closed list does not: none is in a checkpoint that we know."""
 
 
-def test_every_global_of_torchs_own_list_is_clean() -> None:
+def test_every_global_of_torchs_own_list_is_clean():
     """Its own, and not what modules add when they are imported: that depends on the tests before."""
     from torch._weights_only_unpickler import _get_allowed_globals
 
@@ -243,7 +241,7 @@ def genuine() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_what_python_and_numpy_pickle_is_clean(protocol: int, tmp_path: Path) -> None:
+def test_what_python_and_numpy_pickle_is_clean(protocol, tmp_path):
     value = genuine()
     if protocol < 2:
         del value["plain"], value["buffer"]
@@ -324,7 +322,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_place_of_a_pickle_is_refused(place: str, tmp_path: Path) -> None:
+def test_every_place_of_a_pickle_is_refused(place, tmp_path):
     (finding,), unsafe = found(PLACES[place], tmp_path, "a.npy" if place == "in an array of objects" else "model.pt")
     assert SAID[place] in finding
     assert unsafe == (SAID[place] in (NAMES, CALL))
@@ -334,13 +332,13 @@ def test_every_place_of_a_pickle_is_refused(place: str, tmp_path: Path) -> None:
     ("name", "said"),
     [("config.json", RUNS), (".hidden/model.pt", CALL), ("a/b/rng_state_0.pth", CALL), ("weights.safetensors", RUNS)],
 )
-def test_every_file_is_looked_at(name: str, said: str, tmp_path: Path) -> None:
+def test_every_file_is_looked_at(name, said, tmp_path):
     findings, unsafe = found(pickle.dumps(1)[:2] + HARM, tmp_path, name)
     assert said in findings[0]
     assert unsafe
 
 
-def test_a_second_directory_is_said(tmp_path: Path) -> None:
+def test_a_second_directory_is_said(tmp_path):
     """miniz takes the last end record that it finds, also in what another calls its comment."""
     inner = zipped({"archive/data.pkl": HARM})
     outer = bytearray(zipped({"archive/data.pkl": b"N."}))
@@ -362,7 +360,7 @@ def test_a_second_directory_is_said(tmp_path: Path) -> None:
         ("pytorch_model.bin", struct.pack("<Q", 640) + b"{" + b" " * 638 + b"}"),
     ],
 )
-def test_what_cannot_be_followed_is_a_finding_of_its_own(name: str, data: bytes, tmp_path: Path) -> None:
+def test_what_cannot_be_followed_is_a_finding_of_its_own(name, data, tmp_path):
     findings, unsafe = found(data, tmp_path, name)
     assert findings
     assert not unsafe
@@ -378,11 +376,11 @@ def test_what_cannot_be_followed_is_a_finding_of_its_own(name: str, data: bytes,
         ("trainer_state.json", b'{"global_step": 4}'),
     ],
 )
-def test_what_is_no_pickle_is_no_finding(name: str, data: bytes, tmp_path: Path) -> None:
+def test_what_is_no_pickle_is_no_finding(name, data, tmp_path):
     assert found(data, tmp_path, name) == ([], False)
 
 
-def test_names_that_lead_out_are_findings(tmp_path: Path) -> None:
+def test_names_that_lead_out_are_findings(tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "model.pt").write_bytes(HARM)
     (tmp_path / "inside").mkdir()
@@ -402,7 +400,7 @@ def command(*arguments: object) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_command_says_what_and_where(tmp_path: Path) -> None:
+def test_the_command_says_what_and_where(tmp_path):
     (tmp_path / "model.pt").write_bytes(zipped({"archive/data.pkl": HARM.replace(b"system", b"[red]\x1b[0m")}))
     code, out, error = command("scan", tmp_path)
     assert code == 7
@@ -414,14 +412,14 @@ def test_the_command_says_what_and_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("data", "code"), [(pickle.dumps({"x": 1}), 0), (b"noise", 7), (HARM, 7)])
-def test_exit_codes(data: bytes, code: int, tmp_path: Path) -> None:
+def test_exit_codes(data, code, tmp_path):
     (tmp_path / "model.pt").write_bytes(data)
     assert command("scan", tmp_path, "--json")[0] == code
     assert command("scan", tmp_path / "missing")[0] == 3
 
 
 @pytest.mark.parametrize("name", [*BOMBS, *DEEP])
-def test_bombs_cost_a_scan_by_their_size(name: str, tmp_path: Path) -> None:
+def test_bombs_cost_a_scan_by_their_size(name, tmp_path):
     data = {**BOMBS, **DEEP}[name]
     tracemalloc.start()
     try:
@@ -448,7 +446,7 @@ REPEATED = {
 
 
 @pytest.mark.parametrize("name", REPEATED)
-def test_the_time_grows_with_the_size_alone(name: str, tmp_path: Path) -> None:
+def test_the_time_grows_with_the_size_alone(name, tmp_path):
     first, again = REPEATED[name]
 
     def seconds(times: int) -> float:
@@ -465,7 +463,7 @@ class Own:
         self.rate = 0.1
 
 
-def test_what_the_user_vouches_for_is_clean_and_said(tmp_path: Path) -> None:
+def test_what_the_user_vouches_for_is_clean_and_said(tmp_path):
     name = f"{Own.__module__}.{Own.__name__}"
     torch.save({"config": Own()}, tmp_path / "state.pt")
     refused = ckpt_tools.scan(tmp_path)
@@ -475,14 +473,14 @@ def test_what_the_user_vouches_for_is_clean_and_said(tmp_path: Path) -> None:
     assert not ckpt_tools.scan(tmp_path, allow=[f"{Own.__module__}.*"]).clean
 
 
-def test_a_glob_of_exclude_that_matches_nothing_is_said(tmp_path: Path) -> None:
+def test_a_glob_of_exclude_that_matches_nothing_is_said(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     code, out, _ = command("scan", tmp_path, "--exclude", "*.svgg")
     assert (code, "excluded by you, not looked at: 0 files" in out) == (0, True)
     assert "excluded" not in command("scan", tmp_path)[1]
 
 
-def test_sarif_has_every_finding(tmp_path: Path) -> None:
+def test_sarif_has_every_finding(tmp_path):
     (tmp_path / "model.pt").write_bytes(HARM)
     code, out, _ = command("scan", tmp_path, "--format", "sarif")
     (run,) = json.loads(out)["runs"]
@@ -491,7 +489,7 @@ def test_sarif_has_every_finding(tmp_path: Path) -> None:
     assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "model.pt"
 
 
-def test_a_call_in_the_place_of_data_is_refused_as_unsafe(tmp_path: Path) -> None:
+def test_a_call_in_the_place_of_data_is_refused_as_unsafe(tmp_path):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
     with pytest.raises(UnsafeError, match=r"ckpt-tools scan. tells more"):
         ckpt_tools.inspect(tmp_path / "model.pt")
@@ -507,7 +505,7 @@ def test_a_call_in_the_place_of_data_is_refused_as_unsafe(tmp_path: Path) -> Non
         ("config.json", b'{"auto_map": {"AutoModel": "modeling.Model"}}'),
     ],
 )
-def test_texts_that_lead_to_code_or_out_are_findings(name: str, data: bytes, tmp_path: Path) -> None:
+def test_texts_that_lead_to_code_or_out_are_findings(name, data, tmp_path):
     assert found(data, tmp_path, name)[0]
     assert command("scan", tmp_path / "found")[0] == 7
 
@@ -519,7 +517,7 @@ class _Call:
 
 @pytest.mark.parametrize("words", [["inspect"], ["convert", "--to", "safetensors"]])
 @pytest.mark.parametrize("form", ["zip", "legacy", "DCP"])
-def test_a_call_at_the_top_ends_with_7_and_sends_to_scan(words: list[str], form: str, tmp_path: Path) -> None:
+def test_a_call_at_the_top_ends_with_7_and_sends_to_scan(words, form, tmp_path):
     source = tmp_path / "model.pt"
     if form == "DCP":
         source.mkdir()
@@ -533,7 +531,7 @@ def test_a_call_at_the_top_ends_with_7_and_sends_to_scan(words: list[str], form:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_call_beside_tensors_is_named_in_a_note(tmp_path: Path) -> None:
+def test_a_call_beside_tensors_is_named_in_a_note(tmp_path):
     torch.save({"model": {"w": torch.ones(2)}, "config": [{"a": _Call()}], "lr": 0.1}, tmp_path / "model.pt")
     (note,) = ckpt_tools.inspect(tmp_path / "model.pt").notes
     assert (note.what, "posix.getpid" in note.why, "scan" in note.why) == ("config", True, True)

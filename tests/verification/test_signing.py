@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,20 +27,20 @@ def make_key(path: Path) -> None:
 
 
 @pytest.fixture
-def key(tmp_path: Path) -> Path:
+def key(tmp_path):
     make_key(tmp_path / "key.pem")
     return tmp_path / "key.pem"
 
 
 @pytest.fixture
-def dcp(tmp_path: Path) -> Path:
+def dcp(tmp_path):
     """A small DCP, which has a hidden file."""
     torch.save({"w": torch.arange(6.0)}, tmp_path / "m.pt")
     ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "dcp", to="dcp", world_size=2)
     return tmp_path / "dcp"
 
 
-def test_a_signed_folder_is_whole_and_the_tool_itself_says_so(dcp: Path, key: Path) -> None:
+def test_a_signed_folder_is_whole_and_the_tool_itself_says_so(dcp, key):
     report = ckpt_tools.sign(dcp, private_key=key)
     assert report.signature == str(dcp / "model.sig")
     verified = ckpt_tools.verify(dcp, public_key=key.with_suffix(".pub"))
@@ -73,21 +72,21 @@ def _another_signature(dcp: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_other_bytes, _one_more, _one_less, _another_name, _another_signature])
-def test_any_change_after_signing_is_found(change: Callable[[Path], None], dcp: Path, key: Path) -> None:
+def test_any_change_after_signing_is_found(change, dcp, key):
     ckpt_tools.sign(dcp, private_key=key)
     change(dcp)
     with pytest.raises(DifferenceError, match="is not the signature of"):
         ckpt_tools.verify(dcp, public_key=key.with_suffix(".pub"))
 
 
-def test_the_signature_of_somebody_else(dcp: Path, key: Path, tmp_path: Path) -> None:
+def test_the_signature_of_somebody_else(dcp, key, tmp_path):
     ckpt_tools.sign(dcp, private_key=key)
     make_key(tmp_path / "other.pem")
     with pytest.raises(DifferenceError, match="Key mismatch"):
         ckpt_tools.verify(dcp, public_key=tmp_path / "other.pub")
 
 
-def test_signed_digests_speak_of_the_tensors_in_every_format(dcp: Path, key: Path, tmp_path: Path) -> None:
+def test_signed_digests_speak_of_the_tensors_in_every_format(dcp, key, tmp_path):
     ckpt_tools.checksum(dcp, output=tmp_path / "d.json")
     ckpt_tools.sign(tmp_path / "d.json", private_key=key)
     ckpt_tools.convert(dcp, tmp_path / "m.safetensors")
@@ -98,7 +97,7 @@ def test_signed_digests_speak_of_the_tensors_in_every_format(dcp: Path, key: Pat
         ckpt_tools.verify(tmp_path / "m.safetensors", **options)
 
 
-def test_usage(dcp: Path, key: Path, tmp_path: Path) -> None:
+def test_usage(dcp, key, tmp_path):
     public = key.with_suffix(".pub")
     with pytest.raises(SourceNotFoundError, match=r"model\.sig"):
         ckpt_tools.verify(dcp, public_key=public)
@@ -117,7 +116,7 @@ def test_usage(dcp: Path, key: Path, tmp_path: Path) -> None:
         ckpt_tools.sign("s3://bucket/model", private_key=key)
 
 
-def test_without_the_package_one_sentence_says_what_to_install(dcp: Path, key: Path) -> None:
+def test_without_the_package_one_sentence_says_what_to_install(dcp, key):
     program = (
         "import sys; sys.modules['model_signing'] = None\n"
         "from ckpt_tools.cli import main\n"
@@ -128,7 +127,7 @@ def test_without_the_package_one_sentence_says_what_to_install(dcp: Path, key: P
     assert "pip install 'ckpt-tools[sign]'" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_the_commands(dcp: Path, key: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands(dcp, key, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["sign", str(dcp), "--private-key", str(key)])
     assert ended.value.code == 0 and capsys.readouterr().out == f"{dcp}/model.sig\n"
@@ -147,7 +146,7 @@ def test_the_commands(dcp: Path, key: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"Expected '{before}', Actual '{sha256((dcp / '.metadata').read_bytes()).hexdigest()}'" in said
 
 
-def test_a_key_that_is_none_is_told_without_a_web_page(dcp: Path, key: Path) -> None:
+def test_a_key_that_is_none_is_told_without_a_web_page(dcp, key):
     ckpt_tools.sign(dcp, private_key=key)
     with pytest.raises(UsageError, match="cannot be used: Unable to load PEM file") as refused:
         ckpt_tools.verify(dcp, public_key=dcp / ".metadata")
@@ -155,7 +154,7 @@ def test_a_key_that_is_none_is_told_without_a_web_page(dcp: Path, key: Path) -> 
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "key.pem", "link", "folder"])
-def test_a_signature_replaces_signatures_alone(name: str, dcp: Path, key: Path) -> None:
+def test_a_signature_replaces_signatures_alone(name, dcp, key):
     """A link is no signature either: what it leads to would be written."""
     ckpt_tools.sign(dcp, private_key=key)
     (dcp / "link").symlink_to("model.sig")

@@ -32,7 +32,7 @@ def stats_of(tensor: torch.Tensor, folder: Path, **how: Any) -> ckpt_tools.Tenso
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_floats(dtype, tmp_path):
     tensor = NUMBERS.clone()
     tensor[[0, 5, 17_000]] = 0.0
     tensor[5] = -0.0
@@ -53,7 +53,7 @@ def test_floats(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", INTS, ids=str)
-def test_integers_are_exact(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_integers_are_exact(dtype, tmp_path):
     limits = torch.iinfo(dtype)
     whole = RNG.integers(limits.min, limits.max, 40_000, np.dtype(str(dtype)[6:]), endpoint=True)
     whole[:3] = limits.min, limits.max, 0
@@ -65,7 +65,7 @@ def test_integers_are_exact(dtype: torch.dtype, tmp_path: Path) -> None:
     assert (found.num_nan, found.num_inf) == (0, 0)
 
 
-def test_bool_complex_and_nothing(tmp_path: Path) -> None:
+def test_bool_complex_and_nothing(tmp_path):
     flags = stats_of(torch.tensor([True, False, True, True]), tmp_path)
     assert (flags.min, flags.max, flags.mean, flags.num_zeros, flags.norm) == (0, 1, 0.75, 1, math.sqrt(3))
     both = stats_of(torch.tensor([3 + 4j, 0, complex(math.nan, 1)]), tmp_path)
@@ -77,7 +77,7 @@ def test_bool_complex_and_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [1e300, 1e-300, 1.7e308])
-def test_squares_and_sums_stay_in_range(value: float, tmp_path: Path) -> None:
+def test_squares_and_sums_stay_in_range(value, tmp_path):
     found = stats_of(torch.full((10_000,), value, dtype=torch.float64), tmp_path)
     assert found.mean == pytest.approx(value, rel=1e-14)
     expected = math.inf if value > 1e307 else value * 100
@@ -85,9 +85,7 @@ def test_squares_and_sums_stay_in_range(value: float, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [1 << 20, 64 << 10])
-def test_blocks_and_layouts_make_no_difference(
-    block_bytes: int, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_and_layouts_make_no_difference(block_bytes, checkpoint, monkeypatch):
     monkeypatch.setattr(statistics, "MAX_BLOCK_BYTES", block_bytes)
     for layout in ("fsdp2", "zero3-fp32"):
         source = checkpoint(layout, "awkward", 2).checkpoint
@@ -101,7 +99,7 @@ def test_blocks_and_layouts_make_no_difference(
                 assert (each.min, each.max, each.num_zeros) == (finite.min(), finite.max(), (whole == 0).sum())
 
 
-def test_a_sample_says_how_much_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_says_how_much_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(statistics, "MAX_BLOCK_BYTES", 64 << 10)
     tensor = torch.arange(2_000_000, dtype=torch.float32)
     found = stats_of(tensor, tmp_path, sample=True)
@@ -110,7 +108,7 @@ def test_a_sample_says_how_much_it_is(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stats_of(tensor[:1000].clone(), tmp_path, sample=True).num_read == 1000
 
 
-def test_the_budget_decides_blocks_and_threads() -> None:
+def test_the_budget_decides_blocks_and_threads():
     def within(memory: int, *, is_limit: bool = True) -> Measuring:
         return Measuring.within(memory, Manifest("test", {}), num_workers=4, is_limit=is_limit, sample=False)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -15,20 +14,20 @@ MakeCase = Callable[[str], Case]
 
 
 @pytest.fixture(scope="session")
-def crash_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def crash_folder(tmp_path_factory):
     """Where all of it is."""
     return tmp_path_factory.mktemp("crashes")
 
 
 @pytest.fixture(scope="session")
-def runs(crash_folder: Path) -> Iterator[Runs]:
+def runs(crash_folder):
     found = Runs(crash_folder / "runs")
     yield found
     found.close()
 
 
 @pytest.fixture(scope="session")
-def made_case(crash_folder: Path, runs: Runs) -> MakeCase:
+def made_case(crash_folder, runs):
     """``made_case(name)``: the conversion of that name, with nothing at its destination."""
     sources = crash_folder / "sources"
     sources.mkdir()
@@ -44,6 +43,6 @@ def made_case(crash_folder: Path, runs: Runs) -> MakeCase:
 
 
 @pytest.fixture(scope="session")
-def soak(pytestconfig: pytest.Config) -> bool:
+def soak(pytestconfig):
     """Whether all points are wanted, and not a sample of them."""
     return bool(pytestconfig.getoption("--soak"))

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.end_to_end.crashes.cases import CASES, Case
-from tests.end_to_end.crashes.conftest import MakeCase
 from tests.end_to_end.crashes.runs import READ_SIDE, WRITE_SIDE, Call, Ended, Runs, sampled
 
 pytestmark = pytest.mark.extended
@@ -71,7 +70,7 @@ def check_clean(case: Case, runs: Runs) -> None:
 @WRITERS
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
 @pytest.mark.timeout(3600)
-def test_every_call_may_fail(name: str, overwrite: bool, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+def test_every_call_may_fail(name, overwrite, made_case, runs, soak):
     case = made_case(name)
     words, before = (["--overwrite"], case.old) if overwrite else (["--fsync"], {})
     case.put(before)
@@ -91,7 +90,7 @@ def test_every_call_may_fail(name: str, overwrite: bool, made_case: MakeCase, ru
 
 @WRITERS
 @pytest.mark.timeout(3600)
-def test_after_a_failure_it_can_be_resumed(name: str, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+def test_after_a_failure_it_can_be_resumed(name, made_case, runs, soak):
     case = made_case(name)
     done = runs.watched(*case.words)
     for call, error in faults(case, done, 40, 20) if soak else faults(case, done, 1, 1):
@@ -108,9 +107,7 @@ def test_after_a_failure_it_can_be_resumed(name: str, made_case: MakeCase, runs:
 @pytest.mark.parametrize("is_reserved", [True, False], ids=["reserved", "not reserved"])
 @pytest.mark.parametrize(("error", "said"), [("ENOSPC", "No space left on device"), ("EDQUOT", "Disk quota exceeded")])
 @pytest.mark.timeout(3600)
-def test_a_disk_that_stays_full(
-    name: str, is_reserved: bool, error: str, said: str, made_case: MakeCase, runs: Runs, soak: bool
-) -> None:
+def test_a_disk_that_stays_full(name, is_reserved, error, said, made_case, runs, soak):
     """In the middle of a write, and from then on. Without ``fallocate`` the C library writes to each block instead."""
     case = made_case(name)
     watching = ["-e", "trace=pwrite64,fallocate,kill"]
@@ -133,7 +130,7 @@ def test_a_disk_that_stays_full(
 
 @WRITERS
 @pytest.mark.timeout(3600)
-def test_calls_that_move_less_than_they_could(name: str, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+def test_calls_that_move_less_than_they_could(name, made_case, runs, soak):
     case = made_case(name)
     done = runs.watched(*case.words)
     for call in sampled(list(short_calls(done)), None if soak else 3):

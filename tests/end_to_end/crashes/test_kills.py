@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from tests.end_to_end.crashes.cases import CASES, Case, done_bytes
-from tests.end_to_end.crashes.conftest import MakeCase
 from tests.end_to_end.crashes.runs import WRITE_SIDE, Call, Runs, sampled
 
 POINTS_IN_SAMPLE = 3
@@ -73,7 +72,7 @@ def kill_and_resume(case: Case, runs: Runs, call: Call, words: list[str], before
 @WRITERS
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
 @pytest.mark.timeout(3600)
-def test_killed_at_every_call(name: str, overwrite: bool, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+def test_killed_at_every_call(name, overwrite, made_case, runs, soak):
     case = made_case(name)
     words, before = ["--fsync", "--resume"], {}
     if overwrite:
@@ -100,7 +99,7 @@ def terminate(case: Case, runs: Runs, call: Call, words: list[str], before: dict
 @WRITERS
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
 @pytest.mark.timeout(3600)
-def test_terminated_at_every_call(name: str, overwrite: bool, made_case: MakeCase, runs: Runs, soak: bool) -> None:
+def test_terminated_at_every_call(name, overwrite, made_case, runs, soak):
     """Making the staging folder, publishing and cleaning up are whole, or were not begun."""
     case = made_case(name)
     words, before = (["--overwrite"], case.old) if overwrite else ([], {})
@@ -111,7 +110,7 @@ def test_terminated_at_every_call(name: str, overwrite: bool, made_case: MakeCas
 
 
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
-def test_digests_beside_a_file_never_describe_another(overwrite: bool, made_case: MakeCase, runs: Runs) -> None:
+def test_digests_beside_a_file_never_describe_another(overwrite, made_case, runs):
     case = made_case("file")
     words = ["--checksum", *(["--overwrite"] if overwrite else [])]
     assert runs.run(*case.words, "--checksum").code == 0
@@ -137,7 +136,7 @@ def test_digests_beside_a_file_never_describe_another(overwrite: bool, made_case
 
 
 @WRITERS
-def test_killed_again_and_again(name: str, made_case: MakeCase, runs: Runs) -> None:
+def test_killed_again_and_again(name, made_case, runs):
     """Each run continues the one before, and is killed in its turn; the bits are those of a run that never was."""
     case, noted = made_case(name), 0
     for _ in range(3):
@@ -154,7 +153,7 @@ def publishing(case: Case) -> Call:
 
 
 @WRITERS
-def test_killed_before_it_is_published_nothing_is_written_again(name: str, made_case: MakeCase, runs: Runs) -> None:
+def test_killed_before_it_is_published_nothing_is_written_again(name, made_case, runs):
     """Another process, whose sets have another order, makes the same plan."""
     case = made_case(name)
     assert runs.killed_at(publishing(case), *case.words, "--resume").code == -9
@@ -166,7 +165,7 @@ def test_killed_before_it_is_published_nothing_is_written_again(name: str, made_
 
 
 @pytest.mark.parametrize("name", ["dcp", "file"])
-def test_without_resume_what_is_left_is_replaced(name: str, made_case: MakeCase, runs: Runs) -> None:
+def test_without_resume_what_is_left_is_replaced(name, made_case, runs):
     case = made_case(name)
     assert runs.killed_at(publishing(case), *case.words, "--resume").code == -9
     done = runs.run(*case.words)
@@ -175,7 +174,7 @@ def test_without_resume_what_is_left_is_replaced(name: str, made_case: MakeCase,
 
 
 @pytest.mark.parametrize("name", ["dcp", "file"])
-def test_a_short_run_notes_nothing_and_is_done_again(name: str, made_case: MakeCase, runs: Runs) -> None:
+def test_a_short_run_notes_nothing_and_is_done_again(name, made_case, runs):
     """Without ``--resume``, the first two seconds go without a log."""
     case = made_case(name)
     assert runs.killed_at(publishing(case), *case.words).code == -9
@@ -186,7 +185,7 @@ def test_a_short_run_notes_nothing_and_is_done_again(name: str, made_case: MakeC
 @pytest.mark.parametrize(
     ("call", "is_noted"), [(Call("write", 6), True), (Call("pwrite64", 3), False)], ids=["our thread", "another"]
 )
-def test_interrupted(call: Call, is_noted: bool, made_case: MakeCase, runs: Runs) -> None:
+def test_interrupted(call, is_noted, made_case, runs):
     """The journal is written by our thread: another that is at its third part may be ahead of it, and makes at most
     four writes else, one for the name of each file."""
     case = made_case("dcp")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ OUTPUTS = {"dcp": ("out", ["--to", "dcp", "--world-size", "2"]), "file": ("out.s
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def weights(tmp_path_factory):
     """24 MB: three parts of an upload."""
     path = tmp_path_factory.mktemp("s3") / "weights.pt"
     torch.save({"a": torch.rand(2, 1 << 20), "b": torch.rand(2, 2 << 20)}, path)
@@ -34,7 +34,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(s3_server, tmp_path_factory):
     found = Runs(tmp_path_factory.mktemp("s3-runs") / "runs", s3_server.environment)
     yield found
     found.close()
@@ -73,7 +73,7 @@ def new_target(server: S3Server, name: str) -> Target:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.timeout(1800)
-def test_killed_at_every_request(output: str, weights: Path, runs: Runs, s3_server: S3Server, soak: bool) -> None:
+def test_killed_at_every_request(output, weights, runs, s3_server, soak):
     name, options = OUTPUTS[output]
     command = ("convert", weights, *options, "--workers", "1", "--quiet", "--resume")
     first = new_target(s3_server, name)
@@ -91,7 +91,7 @@ def test_killed_at_every_request(output: str, weights: Path, runs: Runs, s3_serv
         _resume(runs, target, words, expected)
 
 
-def test_a_short_run_without_a_log_is_done_again(weights: Path, runs: Runs, s3_server: S3Server) -> None:
+def test_a_short_run_without_a_log_is_done_again(weights, runs, s3_server):
     """Killed once its uploads hold data: they are found without it, and what they hold is sent again."""
     name, options = OUTPUTS["dcp"]
     target = new_target(s3_server, name)

@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -185,7 +185,7 @@ def make_weights(folder: Path, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def bench(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(s3_server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("random-kills")
     local, remote = LocalSite(folder / "sources"), S3Site(s3_server)
     make_sources(local.folder)
@@ -199,7 +199,7 @@ def bench(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def untouched(bench: Bench) -> Callable[[Way], Untouched]:
+def untouched(bench):
     @cache
     def made(way: Way) -> Untouched:
         sites = [bench.new_site(way.to) for _ in range(3)]
@@ -221,7 +221,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_killed_at_a_random_moment(seed: int, bench: Bench, untouched: Callable[[Way], Untouched]) -> None:
+def test_killed_at_a_random_moment(seed, bench, untouched):
     choose, way = random.Random(seed), WAYS[seed % len(WAYS)]
     made = untouched(way)
     before = choose.choice([{}, made.same, made.other])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ MAX_CORPUS_BYTES = 400_000
 
 
 @pytest.fixture
-def timed() -> Iterator[None]:
+def timed():
     """The timer that sees a hang, given back afterwards. It does not run while Python looks through what other tests of
     this process left: that took more than a second once."""
     before = signal.getsignal(signal.SIGVTALRM)
@@ -37,7 +37,7 @@ def timed() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("timed")
-def test_a_sample_ends_with_a_manifest_or_a_named_error() -> None:
+def test_a_sample_ends_with_a_manifest_or_a_named_error():
     tally = run_batch(0, SAMPLE)
     assert tally.failures == []
     assert tally.executions == SAMPLE and len(tally.outcomes) > 5 and tally.outcomes["read"] > SAMPLE / 50
@@ -45,21 +45,21 @@ def test_a_sample_ends_with_a_manifest_or_a_named_error() -> None:
 
 @given(files=checkpoints())
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_change_of_a_checkpoint_is_more_than_a_named_error(files: Mapping[str, bytes]) -> None:
+def test_no_change_of_a_checkpoint_is_more_than_a_named_error(files):
     execute(files)
 
 
 @pytest.mark.parametrize("name", corpus.crashers())
-def test_what_once_broke_a_reader(name: str) -> None:
+def test_what_once_broke_a_reader(name):
     execute(corpus.crashers()[name])
 
 
-def test_an_execution_follows_from_its_number() -> None:
+def test_an_execution_follows_from_its_number():
     assert input_of(17) == input_of(17) != input_of(18)
 
 
 @pytest.mark.usefixtures("timed")
-def test_the_fuzzer_sees_an_exception_and_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fuzzer_sees_an_exception_and_a_loop(monkeypatch):
     """A fuzzer that sees nothing finds nothing."""
 
     def broken(files: Mapping[str, bytes]) -> Any:
@@ -77,7 +77,7 @@ def test_the_fuzzer_sees_an_exception_and_a_loop(monkeypatch: pytest.MonkeyPatch
     assert tally.outcomes == {"exception": 1, "hang": 1} and len(tally.failures) == 2
 
 
-def test_the_corpus_is_small_and_readable() -> None:
+def test_the_corpus_is_small_and_readable():
     assert (
         sum(path.stat().st_size for path in [*corpus.FOLDER.glob("*.zip"), *corpus.CRASHERS.iterdir()])
         < MAX_CORPUS_BYTES

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 import ckpt_tools
 from ckpt_tools.cli.main import main
 from ckpt_tools.errors import DestinationExistsError
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 
 Call = Callable[..., Any]
 
@@ -28,7 +28,7 @@ WRITING: dict[str, Call] = {
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     """A run with two checkpoints."""
     save_file({"w": np.zeros((4, 2), np.float32)}, tmp_path / "model.safetensors")
     for step in (1, 2):
@@ -63,7 +63,7 @@ def _linked(path: Path) -> Path:
 
 @pytest.mark.parametrize("verb", WRITING)
 @pytest.mark.parametrize("how", INSIDE)
-def test_a_destination_in_the_source(verb: str, how: str, run: Path) -> None:
+def test_a_destination_in_the_source(verb, how, run):
     src, dst = INSIDE[how](run / "step_2")
     before = names(run.parent)
     with pytest.raises(DestinationExistsError, match=r"is inside the source .*, which is not changed; choose another"):
@@ -72,7 +72,7 @@ def test_a_destination_in_the_source(verb: str, how: str, run: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", WRITING)
-def test_a_source_in_the_destination(verb: str, run: Path) -> None:
+def test_a_source_in_the_destination(verb, run):
     before = names(run.parent)
     for dst in (run, run.parent, f"{run}/step_1/..", f"local://{run}"):
         with pytest.raises(DestinationExistsError, match=r"contains the source .*, which is not changed; choose anoth"):
@@ -80,7 +80,7 @@ def test_a_source_in_the_destination(verb: str, run: Path) -> None:
     assert names(run.parent) == before
 
 
-def test_make_loadable_onto_its_source(tmp_path: Path) -> None:
+def test_make_loadable_onto_its_source(tmp_path):
     torch.save({"w": torch.zeros(2)}, tmp_path / "a.pt")
     (tmp_path / "b.pt").symlink_to(tmp_path / "a.pt")
     for dst in ("a.pt", "b.pt"):
@@ -88,7 +88,7 @@ def test_make_loadable_onto_its_source(tmp_path: Path) -> None:
             ckpt_tools.make_loadable(tmp_path / "a.pt", tmp_path / dst)
 
 
-def test_the_command_says_it_in_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_it_in_one_sentence(run, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["convert", str(run / "step_2"), str(run / "step_2/model.safetensors")])
     assert ended.value.code == 8
@@ -101,19 +101,19 @@ def test_the_command_says_it_in_one_sentence(run: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("src", ["step_2", "../run@latest", "../run@step_2"])
 @pytest.mark.parametrize("dst", ["step_2_converted", "step_2.safetensors", "exports/step_2"])
-def test_a_sibling_is_written(src: str, dst: str, run: Path) -> None:
+def test_a_sibling_is_written(src, dst, run):
     ckpt_tools.convert(f"{run}/{src}", run / dst, to="safetensors")
     assert ckpt_tools.diff(run / "step_2", run / dst).equal
 
 
-def test_a_folder_of_a_model_keeps_its_files_to_itself(run: Path) -> None:
+def test_a_folder_of_a_model_keeps_its_files_to_itself(run):
     ckpt_tools.convert(run / "step_2", run / "hf", to="safetensors")
     with pytest.raises(DestinationExistsError, match="is inside the source"):
         ckpt_tools.convert(run / "hf", run / "hf/model.gguf")
     ckpt_tools.convert(run / "hf/model.safetensors", run / "hf/model.npz")
 
 
-def test_urls_of_a_store(run: Path) -> None:
+def test_urls_of_a_store(run):
     MemoryFileSystem.store.clear()
     ckpt_tools.convert(run / "step_2", "memory://top/runs/step_2", to="dcp")
     for src, dst in (
@@ -128,7 +128,7 @@ def test_urls_of_a_store(run: Path) -> None:
     ckpt_tools.convert("memory://top/runs/step_2", "memory://top/runs/step_2_converted", to="safetensors")
 
 
-def test_urls_of_a_bucket(run: Path, s3: S3Server) -> None:
+def test_urls_of_a_bucket(run, s3):
     root = f"s3://{BUCKET}/{s3.new_prefix()}runs"
     ckpt_tools.convert(run / "step_2", f"{root}/step_2", to="dcp")
     before = s3.files("")

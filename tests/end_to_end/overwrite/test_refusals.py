@@ -67,7 +67,7 @@ BOTH = pytest.mark.parametrize("refusal", [by_python, by_command], ids=["python"
 
 
 @BOTH
-def test_a_run_folder_that_holds_the_source(refusal: Way, tmp_path: Path) -> None:
+def test_a_run_folder_that_holds_the_source(refusal, tmp_path):
     for number in (10, 11, 12):
         put(tmp_path / f"run/checkpoints/epoch_{number}", "zero3")
     write(tmp_path / "run/result.json")
@@ -78,7 +78,7 @@ def test_a_run_folder_that_holds_the_source(refusal: Way, tmp_path: Path) -> Non
 
 
 @BOTH
-def test_a_project_that_holds_a_checkpoint_somewhere(refusal: Way, tmp_path: Path) -> None:
+def test_a_project_that_holds_a_checkpoint_somewhere(refusal, tmp_path):
     put(tmp_path / "proj/run1/epoch_12", "dcp")
     write(tmp_path / "proj/src/main.py")
     write(tmp_path / "proj/thesis.tex")
@@ -90,7 +90,7 @@ def test_a_project_that_holds_a_checkpoint_somewhere(refusal: Way, tmp_path: Pat
 
 
 @BOTH
-def test_files_beside_a_model(refusal: Way, tmp_path: Path) -> None:
+def test_files_beside_a_model(refusal, tmp_path):
     hf = put(tmp_path / "hf", "safetensors")
     for name in ("notes.txt", "src/a.py", "config.json", *(f"more/{number}" for number in range(20))):
         write(hf / name)
@@ -103,7 +103,7 @@ def test_files_beside_a_model(refusal: Way, tmp_path: Path) -> None:
 
 @BOTH
 @pytest.mark.parametrize("name", ["dcp", "x.pt"])
-def test_the_source_itself(refusal: Way, name: str, tmp_path: Path) -> None:
+def test_the_source_itself(refusal, name, tmp_path):
     src = put(tmp_path / name, name) if name == "dcp" else tmp_path / name
     if name == "x.pt":
         src.write_bytes(made().files[".pt"])
@@ -129,7 +129,7 @@ def _linked(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", SAME_PLACES)
-def test_a_source_by_another_name(name: str, tmp_path: Path) -> None:
+def test_a_source_by_another_name(name, tmp_path):
     src = put(tmp_path / "in/dcp", "dcp")
     other = SAME_PLACES[name](src)
     before = look(tmp_path)
@@ -141,7 +141,7 @@ def test_a_source_by_another_name(name: str, tmp_path: Path) -> None:
     assert look(tmp_path) == before
 
 
-def test_the_same_file_by_a_hard_link(tmp_path: Path) -> None:
+def test_the_same_file_by_a_hard_link(tmp_path):
     (tmp_path / "a.pt").write_bytes(made().files[".pt"])
     os.link(tmp_path / "a.pt", tmp_path / "b.pt")
     assert "is the source itself" in by_python(tmp_path / "a.pt", tmp_path / "b.pt", None)
@@ -173,7 +173,7 @@ ADDED: Mapping[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("what", ADDED)
 @pytest.mark.parametrize("name", FOLDERS)
-def test_anything_else_in_the_folder(name: str, what: str, tmp_path: Path) -> None:
+def test_anything_else_in_the_folder(name, what, tmp_path):
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", name)
     ADDED[what](dst)
     before = look(tmp_path)
@@ -186,7 +186,7 @@ def test_anything_else_in_the_folder(name: str, what: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("extra", ["plain", "checksum", "signature", "script", "link"])
-def test_a_checkpoint_alone_is_replaced_and_counted(name: str, extra: str, tmp_path: Path) -> None:
+def test_a_checkpoint_alone_is_replaced_and_counted(name, extra, tmp_path):
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "disk/real", name)
     if extra == "checksum":
         ckpt_tools.checksum(dst)
@@ -209,7 +209,7 @@ def test_a_checkpoint_alone_is_replaced_and_counted(name: str, extra: str, tmp_p
     assert ckpt_tools.plan(src, tmp_path / "new", to="dcp", overwrite=True).removed_files == {}
 
 
-def test_the_dry_run_says_what_would_go(tmp_path: Path) -> None:
+def test_the_dry_run_says_what_would_go(tmp_path):
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "dcp")
     size = sum(map(len, files_below(dst).values()))
     for words in (["convert", src, dst, "--dry-run"], ["plan", src, dst]):
@@ -220,7 +220,7 @@ def test_the_dry_run_says_what_would_go(tmp_path: Path) -> None:
         assert (sorted(report["removed_files"]), report["removed_bytes"]) == (sorted(files_below(dst)), size)
 
 
-def test_without_overwrite_a_plan_refuses_what_the_run_refuses(tmp_path: Path) -> None:
+def test_without_overwrite_a_plan_refuses_what_the_run_refuses(tmp_path):
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "dcp")
     for verb in (ckpt_tools.plan, ckpt_tools.convert):
         with pytest.raises(DestinationExistsError, match="exists; choose another destination"):
@@ -235,7 +235,7 @@ HARMED: Mapping[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", HARMED)
-def test_a_checkpoint_that_cannot_be_read(how: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_read(how, tmp_path):
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "dcp")
     HARMED[how](dst)
     before = look(tmp_path)
@@ -243,20 +243,20 @@ def test_a_checkpoint_that_cannot_be_read(how: str, tmp_path: Path) -> None:
     assert look(tmp_path) == before
 
 
-def test_a_tag_without_the_file_that_names_it_lies_deeper(tmp_path: Path) -> None:
+def test_a_tag_without_the_file_that_names_it_lies_deeper(tmp_path):
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "zero2")
     (dst / "latest").unlink()
     assert "not a checkpoint itself but contains one" in by_python(src, dst, "dcp")
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "m.bin"])
-def test_a_file_that_is_no_checkpoint(name: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint(name, tmp_path):
     src, dst = put(tmp_path / "src", "dcp"), write(tmp_path / name)
     assert "is not a checkpoint that can be read" in by_python(src, dst, None)
     assert dst.read_text() == "mine"
 
 
-def test_a_file_beside_that_is_no_list(tmp_path: Path) -> None:
+def test_a_file_beside_that_is_no_list(tmp_path):
     src = put(tmp_path / "src", "dcp")
     ckpt_tools.convert(src, tmp_path / "m.pt")
     mine = write(tmp_path / "m.pt.digests.json")
@@ -266,7 +266,7 @@ def test_a_file_beside_that_is_no_list(tmp_path: Path) -> None:
     assert mine.read_text() == "mine"
 
 
-def test_lists_replace_lists_alone(tmp_path: Path) -> None:
+def test_lists_replace_lists_alone(tmp_path):
     src = put(tmp_path / "src", "dcp")
     before = look(tmp_path)
     for output in (src / ".metadata", src / "__0_0.distcp"):
@@ -277,7 +277,7 @@ def test_lists_replace_lists_alone(tmp_path: Path) -> None:
         ckpt_tools.checksum(src, output=tmp_path / "list.json", overwrite=True)
 
 
-def test_what_comes_while_it_is_written_is_kept(tmp_path: Path) -> None:
+def test_what_comes_while_it_is_written_is_kept(tmp_path):
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "dcp")
     before = look(dst)
     with pytest.raises(DestinationExistsError, match="late"):
@@ -287,7 +287,7 @@ def test_what_comes_while_it_is_written_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stranger", [None, "out/notes.txt", "out/sub/", "out/.ckpt-tools-partial/notes.txt"])
-def test_a_store_of_fsspec(stranger: str | None, tmp_path: Path) -> None:
+def test_a_store_of_fsspec(stranger, tmp_path):
     memory = MemoryFileSystem()
     memory.store.clear()
     memory.pseudo_dirs[:] = [""]

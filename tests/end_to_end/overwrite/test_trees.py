@@ -14,7 +14,6 @@ import pytest
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DestinationExistsError
 from tests.end_to_end.overwrite.trees import Disk, InBucket, InMemory, Tree, World, made_run, made_tree
-from tests.support.s3_server import S3Server
 from tests.verification.test_signing import make_key
 
 pytestmark = pytest.mark.extended
@@ -138,19 +137,19 @@ def one(number: int, world: World, key: Path, *, is_remote: bool) -> str:
 
 
 @pytest.fixture(scope="module")
-def key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def key(tmp_path_factory):
     path = tmp_path_factory.mktemp("key") / "key.pem"
     make_key(path)
     return path
 
 
 @pytest.fixture
-def soak(pytestconfig: pytest.Config) -> bool:
+def soak(pytestconfig):
     return bool(pytestconfig.getoption("--soak"))
 
 
 @pytest.mark.timeout(7200)
-def test_on_a_disk(tmp_path: Path, key: Path, soak: bool) -> None:
+def test_on_a_disk(tmp_path, key, soak):
     ends: Counter[str] = Counter()
     for number in range(NUM_LOCAL_SOAK if soak else NUM_LOCAL):
         folder = tmp_path / str(number)
@@ -161,7 +160,7 @@ def test_on_a_disk(tmp_path: Path, key: Path, soak: bool) -> None:
 
 
 @pytest.mark.timeout(7200)
-def test_in_a_store_of_fsspec(key: Path, soak: bool) -> None:
+def test_in_a_store_of_fsspec(key, soak):
     ends: Counter[str] = Counter()
     world = InMemory()
     for number in range(NUM_MEMORY_SOAK if soak else NUM_MEMORY):
@@ -172,7 +171,7 @@ def test_in_a_store_of_fsspec(key: Path, soak: bool) -> None:
 
 
 @pytest.mark.timeout(7200)
-def test_in_a_bucket(s3: S3Server, key: Path, soak: bool) -> None:
+def test_in_a_bucket(s3, key, soak):
     ends: Counter[str] = Counter()
     for number in range(NUM_REMOTE_SOAK if soak else NUM_REMOTE):
         world = InBucket(s3, s3.new_prefix())
@@ -224,9 +223,7 @@ def prune_one(number: int, world: World, *, is_remote: bool) -> Counter[str]:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("place", ["disk", "memory", "bucket"])
-def test_prune_removes_files_of_old_checkpoints_alone(
-    place: str, tmp_path: Path, request: pytest.FixtureRequest, soak: bool
-) -> None:
+def test_prune_removes_files_of_old_checkpoints_alone(place, tmp_path, request, soak):
     ends: Counter[str] = Counter()
     for number in range((NUM_RUNS_SOAK if soak else NUM_RUNS) // (1 if place == "disk" else 3)):
         (tmp_path / str(number)).mkdir()

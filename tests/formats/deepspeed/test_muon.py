@@ -26,7 +26,7 @@ Saved = Callable[[int], tuple[Path, State, list[float]]]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory):
     """`saved(stage)`: what two ranks wrote in fp32, its truth, and the losses of the next steps."""
     made: dict[int, tuple[Path, State, list[float]]] = {}
 
@@ -41,7 +41,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.mark.parametrize(("stage", "to"), [(2, 1), (2, 3), (3, 2)])
-def test_the_run_goes_on_at_another_stage_and_world_size(stage: int, to: int, saved: Saved, tmp_path: Path) -> None:
+def test_the_run_goes_on_at_another_stage_and_world_size(stage, to, saved, tmp_path):
     folder, state, losses = saved(stage)
     ckpt_tools.convert(folder, tmp_path / "out", to=f"zero{to}", world_size=3)
     resumed, next_losses = launch.pool(3).run(deepspeed.load_muon, str(tmp_path / "out"), to, "fp32")[0]
@@ -51,7 +51,7 @@ def test_the_run_goes_on_at_another_stage_and_world_size(stage: int, to: int, sa
     np.testing.assert_allclose(next_losses, losses, rtol=1e-5)
 
 
-def test_a_dcp_holds_the_momentum(saved: Saved, tmp_path: Path) -> None:
+def test_a_dcp_holds_the_momentum(saved, tmp_path):
     folder, state, _ = saved(2)
     ckpt_tools.convert(folder, tmp_path / "out", to="dcp", world_size=1)
     _, found = contents(tmp_path / "out")
@@ -61,7 +61,7 @@ def test_a_dcp_holds_the_momentum(saved: Saved, tmp_path: Path) -> None:
         assert found[StateKey(name, slot)] == of_tensor(tensor)
 
 
-def test_universal_says_that_it_cannot_hold_it(saved: Saved, tmp_path: Path) -> None:
+def test_universal_says_that_it_cannot_hold_it(saved, tmp_path):
     report = ckpt_tools.convert(saved(2)[0], tmp_path / "out", to="universal")
     assert any("momentum_buffer" in note.why and note.outcome.value == "dropped" for note in report.plan.notes)
 
@@ -93,19 +93,19 @@ def momentum_of(files: dict[str, Any], name: str) -> list[float]:
     return elements(source, manifest.tensors[StateKey(name, "momentum_buffer")]).flatten().tolist()
 
 
-def test_a_parameter_on_two_ranks_is_read_from_the_first() -> None:
+def test_a_parameter_on_two_ranks_is_read_from_the_first():
     files = two_ranks(numbers(0, 15), [*numbers(6, 9), *numbers(50, 4)])
     assert momentum_of(files, "a") == numbers(0, 6)
     assert momentum_of(files, "b") == numbers(6, 9)
     assert momentum_of(files, "c") == numbers(50, 4)
 
 
-def test_an_offloaded_momentum_is_cut_as_the_masters_are() -> None:
+def test_an_offloaded_momentum_is_cut_as_the_masters_are():
     files = two_ranks(numbers(0, 10), numbers(10, 10))
     assert momentum_of(files, "b") == numbers(6, 9)
     assert momentum_of(files, "c") == numbers(15, 4)
 
 
-def test_a_momentum_of_another_length_is_refused() -> None:
+def test_a_momentum_of_another_length_is_refused():
     with pytest.raises(MalformedError, match="has 14 elements; the whole parameters of its partition have 13"):
         momentum_of(two_ranks(numbers(0, 15), numbers(0, 14)), "a")

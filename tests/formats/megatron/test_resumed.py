@@ -37,7 +37,7 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained(tmp_path_factory):
     """The run of a dtype, on two data parallel ranks."""
     made: dict[str, Trained] = {}
 
@@ -101,13 +101,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("cell", cells, ids=str)
 
 
-def test_plain_torch_goes_on_as_megatron(trained: Run) -> None:
+def test_plain_torch_goes_on_as_megatron(trained):
     """The truth is one: the model that is resumed elsewhere is Megatron's, and so are its groups."""
     run = trained("fp32")
     np.testing.assert_allclose(run.truth.facts["losses"], run.losses, rtol=1e-6, atol=0)
 
 
-def test_the_run_goes_on(cell: Cell, trained: Run, tmp_path: Path) -> None:
+def test_the_run_goes_on(cell, trained, tmp_path):
     run, out = trained(cell.dtype), tmp_path / "out"
     report = ckpt_tools.convert(run.folder, out, to=cell.to, **for_ranks(cell.to, cell.ranks))
     assert not [note for note in report.plan.notes if "not read" in note.why]

@@ -87,7 +87,7 @@ MESHES += [{"ep": 4, "fsdp": 1}, {"fsdp": 1, "ep": 2}]
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_experts_of_other_ranks_are_no_replicas(sizes: dict[str, int], dim: int, tmp_path: Path) -> None:
+def test_experts_of_other_ranks_are_no_replicas(sizes, dim, tmp_path):
     source = save(tmp_path / "run", sizes, ("fsdp",), other_experts, dim)
     for verb in (ckpt_tools.inspect, ckpt_tools.verify, ckpt_tools.checksum, lambda run: ckpt_tools.open(run)):
         with pytest.raises(CkptError, match=r"experts: ranks? .* and ranks? .* hold different values of it") as found:
@@ -99,7 +99,7 @@ def test_experts_of_other_ranks_are_no_replicas(sizes: dict[str, int], dim: int,
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_replicas_on_other_ranks_are_one_tensor(sizes: dict[str, int], dim: int, tmp_path: Path) -> None:
+def test_replicas_on_other_ranks_are_one_tensor(sizes, dim, tmp_path):
     source = save(tmp_path / "run", sizes, ("fsdp",), same_experts, dim)
     assert ckpt_tools.verify(source).equal
     assert not ckpt_tools.convert(source, tmp_path / "out.pt", strict=True).plan.notes
@@ -109,7 +109,7 @@ def test_replicas_on_other_ranks_are_one_tensor(sizes: dict[str, int], dim: int,
 
 @pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 2}, {"dp": 3, "fsdp": 2}, {"pp": 1, "dp": 2, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize("is_cut_out", [False, True])
-def test_replicas_by_their_placement_are_taken(sizes: dict[str, int], is_cut_out: bool, tmp_path: Path) -> None:
+def test_replicas_by_their_placement_are_taken(sizes, is_cut_out, tmp_path):
     """HSDP, on the mesh of all ranks or a part of it."""
     names = ("dp", "fsdp") if is_cut_out else tuple(sizes)
     source = save(tmp_path / "run", sizes, names, same_experts)
@@ -119,7 +119,7 @@ def test_replicas_by_their_placement_are_taken(sizes: dict[str, int], is_cut_out
 
 
 @pytest.mark.parametrize("differs", [False, True])
-def test_values_that_headers_do_not_compare_are_read(differs: bool, tmp_path: Path) -> None:
+def test_values_that_headers_do_not_compare_are_read(differs, tmp_path):
     """Without checksums in the files, and too large to be read for ``inspect``."""
     large = torch.arange(1024 * 600.0).reshape(1024, 600)
     torch.serialization.set_crc32_options(False)
@@ -145,7 +145,7 @@ def test_values_that_headers_do_not_compare_are_read(differs: bool, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["experts.w", "gate.scale", "norm.running_mean", "norm.num_batches_tracked"])
-def test_plain_tensors_that_differ_are_no_replicas(name: str, tmp_path: Path) -> None:
+def test_plain_tensors_that_differ_are_no_replicas(name, tmp_path):
     """Each rank's own statistics of a batch norm are told; any other tensor is no model's."""
     source = tmp_path / "run"
     source.mkdir()
@@ -162,7 +162,7 @@ def test_plain_tensors_that_differ_are_no_replicas(name: str, tmp_path: Path) ->
         ckpt_tools.verify(source)
 
 
-def test_a_rank_that_no_mesh_knows_is_missed_by_its_name(tmp_path: Path) -> None:
+def test_a_rank_that_no_mesh_knows_is_missed_by_its_name(tmp_path):
     """Meshes that were not cut from one of all ranks."""
     for rank in range(4):
         with as_rank(rank, 4):
@@ -177,7 +177,7 @@ def test_a_rank_that_no_mesh_knows_is_missed_by_its_name(tmp_path: Path) -> None
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 @pytest.mark.parametrize("differs", [False, True])
-def test_groups_of_fsdp1_that_hold_a_tensor_each(differs: bool, tmp_path: Path) -> None:
+def test_groups_of_fsdp1_that_hold_a_tensor_each(differs, tmp_path):
     """Those of ``HYBRID_SHARD`` are replicas; those of experts are not."""
     for rank in range(4):
         with as_rank(rank, 4):
@@ -196,7 +196,7 @@ def test_groups_of_fsdp1_that_hold_a_tensor_each(differs: bool, tmp_path: Path) 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
 @pytest.mark.parametrize("is_compressed", [False, True])
 @pytest.mark.parametrize("differs", [False, True])
-def test_ranks_that_save_a_dcp_by_themselves(differs: bool, is_compressed: bool, tmp_path: Path) -> None:
+def test_ranks_that_save_a_dcp_by_themselves(differs, is_compressed, tmp_path):
     """Without collectives nobody leaves out the chunk that another rank has too."""
     source = tmp_path / "run"
     for rank in range(4):
@@ -221,7 +221,7 @@ def test_ranks_that_save_a_dcp_by_themselves(differs: bool, is_compressed: bool,
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_transposed_view_of_a_weight_is_not_tied_to_it(tmp_path: Path) -> None:
+def test_a_transposed_view_of_a_weight_is_not_tied_to_it(tmp_path):
     square = torch.arange(16.0).reshape(4, 4)
     with as_rank(0, 1):
         base = cut(BASE, init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -30,32 +30,32 @@ from fixtures.corpus import make
 
 
 class TestGeometry:
-    def test_a_shard_is_a_chunk_of_torchs(self) -> None:
+    def test_a_shard_is_a_chunk_of_torchs(self):
         wanted = [(0, 2), (2, 4), (4, 5), None]
         for rank, rows in enumerate(wanted):
             region = region_of((5, 3), (4,), (rank,), (Shard(0),))
             boxes = ((Box((rows[0], 0), (rows[1], 3)), (0, 0)),) if rows else ()
             assert region.boxes == boxes and region.shape == (rows[1] - rows[0] if rows else 0, 3)
 
-    def test_a_replica_is_whole(self) -> None:
+    def test_a_replica_is_whole(self):
         assert region_of((5,), (2,), (1,), (Replicate(),)).boxes == ((Box((0,), (5,)), (0,)),)
 
     @pytest.mark.parametrize(
         ("coordinate", "rows"), [((0, 0), (0, 2)), ((0, 1), (4, 6)), ((1, 0), (2, 4)), ((1, 1), (6, 7))]
     )
-    def test_fsdp_of_a_tensor_parallel_weight(self, coordinate: tuple[int, int], rows: tuple[int, int]) -> None:
+    def test_fsdp_of_a_tensor_parallel_weight(self, coordinate, rows):
         """Seven rows: tensor parallelism has four and three, of which FSDP has halves."""
         region = region_of((7, 5), (2, 2), coordinate, (StridedShard(0, 2), Shard(0)))
         assert region.boxes == ((Box((rows[0], 0), (rows[1], 5)), (0, 0)),)
 
-    def test_a_strided_shard_alone_is_of_several_boxes(self) -> None:
+    def test_a_strided_shard_alone_is_of_several_boxes(self):
         """Three weights in one, each cut in two: the second rank has the second half of each."""
         region = region_of((12,), (2,), (1,), (StridedShard(0, 3),))
         assert region.boxes == ((Box((2,), (4,)), (0,)), (Box((6,), (8,)), (2,)), (Box((10,), (12,)), (4,)))
 
     @settings(deadline=None, max_examples=200)
     @given(data=st.data())
-    def test_it_is_torchs_own(self, data: st.DataObject) -> None:
+    def test_it_is_torchs_own(self, data):
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
         shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
@@ -108,18 +108,18 @@ def _indices(box: Box) -> list[tuple[int, ...]]:
 
 
 class TestNames:
-    def test_the_rank_is_the_number_that_most_files_agree_on(self) -> None:
+    def test_the_rank_is_the_number_that_most_files_agree_on(self):
         ranks = {f"run1-layer{n}.of2.pt": n for n in range(2)}
         assert by_template(ranks) == {"run1-layer{rank}.of2.pt": list(ranks)}
 
-    def test_two_items_are_told_apart(self) -> None:
+    def test_two_items_are_told_apart(self):
         files = {f"{item}.{rank}.pt": rank for rank in range(2) for item in ("net", "adam")}
         assert by_template(files) == {
             "net.{rank}.pt": ["net.0.pt", "net.1.pt"],
             "adam.{rank}.pt": ["adam.0.pt", "adam.1.pt"],
         }
 
-    def test_files_without_parts_are_found_by_their_number(self) -> None:
+    def test_files_without_parts_are_found_by_their_number(self):
         files = ["extra_0.pt", "extra_1.pt", "notes.pt"]
         assert numbered(files, (0, 1)) == {"extra_{rank}.pt": {0: "extra_0.pt", 1: "extra_1.pt"}}
 
@@ -135,12 +135,12 @@ class TestNames:
             ("rank{rank}.pt", "state"),
         ],
     )
-    def test_an_item_is_called_by_what_is_left(self, template: str, wanted: str) -> None:
+    def test_an_item_is_called_by_what_is_left(self, template, wanted):
         assert label(template) == wanted
 
 
 @pytest.fixture
-def verl(tmp_path: Path) -> Path:
+def verl(tmp_path):
     """A copy of what two ranks saved."""
     return shutil.copytree(make("verl").folder / "actor", tmp_path / "actor")
 
@@ -153,7 +153,7 @@ def refused(path: Path, kind: type[CkptError] = CkptError) -> str:
 
 
 class TestFolders:
-    def test_a_rank_that_is_there_twice(self, verl: Path) -> None:
+    def test_a_rank_that_is_there_twice(self, verl):
         shutil.copy(verl / "model_world_size_2_rank_1.pt", verl / "model_world_size_2_rank_0.pt")
         assert "it was saved as model_world_size_2_rank_1, so it is another rank's" in refused(verl)
         content = torch.load(verl / "model_world_size_2_rank_1.pt", weights_only=False)
@@ -161,63 +161,63 @@ class TestFolders:
             torch.save(content, file)
         assert "it is of rank 1 by its content, but its name has another" in refused(verl)
 
-    def test_a_rank_that_is_there_twice_under_any_names(self, tmp_path: Path) -> None:
+    def test_a_rank_that_is_there_twice_under_any_names(self, tmp_path):
         for name in ("first.pt", "second.pt"):
             shutil.copy(next(make("torch-save-ranks").folder.glob("*rank0*")), tmp_path / name)
         assert "two files are of rank 0 (first.pt and second.pt)" in refused(tmp_path)
 
     @pytest.mark.parametrize("item", ["model", "optim", "extra_state"])
-    def test_a_rank_that_is_missing(self, verl: Path, item: str) -> None:
+    def test_a_rank_that_is_missing(self, verl, item):
         (verl / f"{item}_world_size_2_rank_1.pt").unlink()
         assert f"the file of rank 1 of 2 is missing ({item}_world_size_2_rank_1.pt)" in refused(verl)
 
-    def test_two_runs_in_one_folder(self, verl: Path) -> None:
+    def test_two_runs_in_one_folder(self, verl):
         for path in make("verl-3").folder.glob("model_*"):
             shutil.copy(path, verl)
         assert "several world sizes here (2, 3)" in refused(verl)
 
-    def test_another_runs_file_under_this_runs_name(self, verl: Path) -> None:
+    def test_another_runs_file_under_this_runs_name(self, verl):
         shutil.copy(make("verl-3").folder / "model_world_size_3_rank_1.pt", verl / "model_world_size_2_rank_1.pt")
         assert "several world sizes" in refused(verl)
 
-    def test_a_configuration_of_another_world_size(self, verl: Path) -> None:
+    def test_a_configuration_of_another_world_size(self, verl):
         (verl / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 8}))
         assert "it says world_size 8, but the files are of 2 ranks" in refused(verl)
 
-    def test_an_actor_and_a_critic(self, verl: Path) -> None:
+    def test_an_actor_and_a_critic(self, verl):
         shutil.copytree(verl, verl.parent / "critic")
         message = refused(verl.parent)
         assert "several checkpoints" in message and "actor" in message and "critic" in message
 
-    def test_a_file_of_the_run_above_is_not_taken_for_the_model(self, verl: Path) -> None:
+    def test_a_file_of_the_run_above_is_not_taken_for_the_model(self, verl):
         torch.save({"w": torch.ones(2)}, verl.parent / "data.pt")
         assert ckpt_tools.inspect(verl.parent).format == "sharded"
 
     @pytest.mark.parametrize("cut", [0, 10, -1])
-    def test_a_truncated_file(self, verl: Path, cut: int) -> None:
+    def test_a_truncated_file(self, verl, cut):
         path = verl / "model_world_size_2_rank_0.pt"
         path.write_bytes(path.read_bytes()[:cut])
         refused(verl, FormatError)
 
-    def test_plain_tensors_under_names_of_several_ranks(self, tmp_path: Path) -> None:
+    def test_plain_tensors_under_names_of_several_ranks(self, tmp_path):
         for rank in range(2):
             torch.save({"w": torch.ones(2)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
         assert "hold plain tensors" in refused(tmp_path)
 
-    def test_names_can_be_anything(self, tmp_path: Path) -> None:
+    def test_names_can_be_anything(self, tmp_path):
         for rank, name in enumerate(("first.pt", "second.pt")):
             shutil.copy(next(make("torch-save-ranks").folder.glob(f"*rank{rank}*")), tmp_path / name)
         assert ckpt_tools.verify(make("torch-save-ranks").folder, tmp_path).equal
 
-    def test_the_user_can_say_the_format(self, verl: Path) -> None:
+    def test_the_user_can_say_the_format(self, verl):
         assert ckpt_tools.inspect(verl, from_="sharded").world_size == 2
 
-    def test_it_is_clean(self, verl: Path) -> None:
+    def test_it_is_clean(self, verl):
         assert ckpt_tools.scan(verl).clean
 
 
 class TestContents:
-    def test_an_override_of_a_part(self, verl: Path) -> None:
+    def test_an_override_of_a_part(self, verl):
         """Ranks at odds about a shape."""
         path = verl / "model_world_size_2_rank_1.pt"
         state = torch.load(path, weights_only=False)
@@ -225,14 +225,14 @@ class TestContents:
         torch.save(state, path)
         assert "rank 0 has it as a whole tensor of shape [3]" in refused(verl)
 
-    def test_buffers_that_differ_are_refused(self, verl: Path) -> None:
+    def test_buffers_that_differ_are_refused(self, verl):
         path = verl / "model_world_size_2_rank_1.pt"
         state = torch.load(path, weights_only=False)
         state["table"] += 1
         torch.save(state, path)
         assert "table: rank 0 and rank 1 hold different values of it" in refused(verl)
 
-    def test_a_local_tensor_of_another_shape(self, verl: Path) -> None:
+    def test_a_local_tensor_of_another_shape(self, verl):
         path = verl / "model_world_size_2_rank_1.pt"
         state = torch.load(path, weights_only=False)
         state["one.weight"]._local_tensor = torch.zeros(1, 6)
@@ -241,7 +241,7 @@ class TestContents:
             verl
         )
 
-    def test_sums_that_are_not_added_up(self, verl: Path) -> None:
+    def test_sums_that_are_not_added_up(self, verl):
         from torch.distributed.tensor import Partial
 
         path = verl / "model_world_size_2_rank_1.pt"
@@ -250,14 +250,14 @@ class TestContents:
         torch.save(state, path)
         assert "placement Partial" in refused(verl)
 
-    def test_what_is_written_for_accelerate_has_its_names(self, tmp_path: Path) -> None:
+    def test_what_is_written_for_accelerate_has_its_names(self, tmp_path):
         ckpt_tools.reshard(make("accelerate-ranks").folder, tmp_path / "out", world_size=3)
         names = {path.name for path in (tmp_path / "out").iterdir()}
         items = ("pytorch_model_fsdp_0", "optimizer_0")
         assert names == {f"{item}_rank{rank}.bin" for item in items for rank in range(3)} | {"scheduler.bin"}
         assert ckpt_tools.verify(make("accelerate-ranks").folder, tmp_path / "out").equal
 
-    def test_generators_of_another_trainer_are_dropped(self, tmp_path: Path) -> None:
+    def test_generators_of_another_trainer_are_dropped(self, tmp_path):
         """verl would give them to ``torch.set_rng_state``: Composer's entry is a list with a dict for each rank."""
         report = ckpt_tools.convert(make("composer").source, tmp_path / "out", to="sharded")
         (note,) = [each for each in report.plan.notes if each.outcome is Outcome.DROPPED]
@@ -265,7 +265,7 @@ class TestContents:
         saved = torch.load(tmp_path / "out" / "extra_state_world_size_2_rank_0.pt", weights_only=True)
         assert "rng" not in saved and saved["lr_scheduler"] is None and saved["rank_zero_seed"] == 17
 
-    def test_one_file_a_rank_stays_one(self, tmp_path: Path) -> None:
+    def test_one_file_a_rank_stays_one(self, tmp_path):
         ckpt_tools.reshard(make("torch-save-tp").folder, tmp_path / "out", world_size=3)
         assert {path.name for path in (tmp_path / "out").iterdir()} == {f"ck{rank:04d}.pt" for rank in range(3)}
         assert ckpt_tools.verify(make("torch-save-tp").folder, tmp_path / "out").equal
@@ -273,7 +273,7 @@ class TestContents:
         assert state.keys() == {"app", "step"} and "param_groups" in state["app"]["optim"]
 
     @pytest.mark.parametrize("world_size", [1, 2, 3])
-    def test_what_one_rank_had_whole_is_cut_for_several(self, world_size: int, tmp_path: Path) -> None:
+    def test_what_one_rank_had_whole_is_cut_for_several(self, world_size, tmp_path):
         source = make("verl-1").source
         ckpt_tools.convert(source, tmp_path / "out", to="sharded", world_size=world_size)
         assert ckpt_tools.verify(tmp_path / "out").equal and ckpt_tools.verify(source, tmp_path / "out").equal
@@ -281,7 +281,7 @@ class TestContents:
         assert isinstance(state["up.weight"], DTensor) is (world_size > 1)
         assert not isinstance(state["norm.running_mean"], DTensor)
 
-    def test_an_optimizer_may_know_a_tied_weight_by_its_other_name(self, tmp_path: Path) -> None:
+    def test_an_optimizer_may_know_a_tied_weight_by_its_other_name(self, tmp_path):
         weight = torch.ones(4, 2)
         group = {"lr": 0.1, "params": ["b", "c"]}
         state = {"model": {"a": weight, "b": weight, "c": torch.ones(4)}, "optim": {"param_groups": [group]}}
@@ -289,7 +289,7 @@ class TestContents:
         ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", to="sharded", world_size=2)
         assert ckpt_tools.verify(tmp_path / "run.pt", tmp_path / "out").equal
 
-    def test_the_order_of_parameters_that_the_user_says(self, tmp_path: Path) -> None:
+    def test_the_order_of_parameters_that_the_user_says(self, tmp_path):
         state = {number: {"exp_avg": torch.full((4, 4), float(number))} for number in range(2)}
         optim = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
         torch.save({"a": torch.ones(4, 4), "b": torch.zeros(4, 4)}, tmp_path / "model_world_size_1_rank_0.pt")
@@ -299,13 +299,13 @@ class TestContents:
             found = ckpt_tools.open(tmp_path, **options)
             assert [found.state(name, "exp_avg").numpy()[0, 0] for name in names] == [0, 1]
 
-    def test_an_optimizer_whose_weights_are_elsewhere_is_refused(self, tmp_path: Path) -> None:
+    def test_an_optimizer_whose_weights_are_elsewhere_is_refused(self, tmp_path):
         optim = {"state": {"a": {"exp_avg": torch.ones(4)}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}
         torch.save({"optim": optim, "step": 1}, tmp_path / "optim.pt")
         with pytest.raises(FormatError, match=r"a parameter group names it, but there is no such weight"):
             ckpt_tools.convert(tmp_path / "optim.pt", tmp_path / "out", to="sharded")
 
-    def test_a_command_in_the_place_of_a_local_tensor_is_not_run(self, verl: Path, tmp_path: Path) -> None:
+    def test_a_command_in_the_place_of_a_local_tensor_is_not_run(self, verl, tmp_path):
         path, target = verl / "model_world_size_2_rank_1.pt", tmp_path / "owned"
         state = torch.load(path, weights_only=False)
         state["up.weight"]._local_tensor = _Command(f"touch {target}")
@@ -373,35 +373,35 @@ class TestOlderForms:
     """Stand-ins: the fields are those of the older sources, and no file of theirs was at hand."""
 
     @pytest.mark.parametrize("package", ["torch.distributed.tensor", "torch.distributed._tensor"])
-    def test_a_mesh_that_is_a_tensor_of_ranks(self, package: str) -> None:
+    def test_a_mesh_that_is_a_tensor_of_ranks(self, package):
         part = PartReader().read(dtensor(old_mesh([1], 2), package=package))
         assert part is not None and (part.rank, part.ranks, part.shape) == (1, (0, 1), (4, 2))
 
-    def test_a_mesh_of_two_dims(self) -> None:
+    def test_a_mesh_of_two_dims(self):
         part = PartReader().read(dtensor(old_mesh([1, 0], 2, 2), placements=2))
         assert part is not None and part.rank == 2
 
-    def test_the_order_of_two_cuts_of_torch_2_4_is_not_known(self) -> None:
+    def test_the_order_of_two_cuts_of_torch_2_4_is_not_known(self):
         with pytest.raises(CkptError, match=r"before 2\.5"):
             PartReader().read(dtensor(old_mesh([1, 0], 2, 2), package="torch.distributed._tensor", placements=2))
 
     @pytest.mark.parametrize(("shape", "stride"), [((2, 2), (2, 1)), (((2,), (2,)), ((2,), (1,)))])
-    def test_a_layout_of_torch_2_10(self, shape: Any, stride: Any) -> None:
+    def test_a_layout_of_torch_2_10(self, shape, stride):
         part = PartReader().read(dtensor(middle_mesh([1, 1], shape, stride), placements=2))
         assert part is not None and part.rank == 3
 
-    def test_a_mesh_that_was_cut_from_another_knows_its_rank_by_it(self) -> None:
+    def test_a_mesh_that_was_cut_from_another_knows_its_rank_by_it(self):
         mesh = middle_mesh([1], 2, 1, root=middle_mesh([1, 1], (2, 2), (2, 1)))
         part = PartReader().read(dtensor(mesh))
         assert part is not None and (part.rank, part.ranks) == (3, (0, 1, 2, 3))
 
-    def test_a_field_that_is_not_known(self) -> None:
+    def test_a_field_that_is_not_known(self):
         mesh = old_mesh([1], 2)
         mesh.state["_backwards"] = True
         with pytest.raises(CkptError, match="_backwards"):
             PartReader().read(dtensor(mesh))
 
     @pytest.mark.parametrize("coordinate", [[2], [0, 0], [-1], [True], None])
-    def test_a_coordinate_outside_of_the_mesh(self, coordinate: Any) -> None:
+    def test_a_coordinate_outside_of_the_mesh(self, coordinate):
         with pytest.raises(CkptError):
             PartReader().read(dtensor(old_mesh(coordinate, 2)))

@@ -31,7 +31,7 @@ def read(path: Path) -> Manifest:
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Path:
+def whole(tmp_path):
     """A state with the user's tensors at the top, in a dict, and in a list."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -54,7 +54,7 @@ def references(value: Any) -> Iterator[TensorRef]:
         yield from references(part)
 
 
-def test_the_users_tensors_are_no_weights(whole: Path, tmp_path: Path) -> None:
+def test_the_users_tensors_are_no_weights(whole, tmp_path):
     notes = ckpt_tools.convert(whole, tmp_path / "all.safetensors", state="all").plan.notes
     assert not notes
     manifest = read(tmp_path / "all.safetensors")
@@ -64,7 +64,7 @@ def test_the_users_tensors_are_no_weights(whole: Path, tmp_path: Path) -> None:
     assert set(safetensors.torch.load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
 
 
-def test_they_come_back_with_their_bits(whole: Path, tmp_path: Path) -> None:
+def test_they_come_back_with_their_bits(whole, tmp_path):
     ckpt_tools.convert(whole, tmp_path / "all.safetensors", state="all")
     ckpt_tools.convert(tmp_path / "all.safetensors", tmp_path / "back.pt", state="all")
     found = torch.load(tmp_path / "back.pt", weights_only=True)
@@ -88,7 +88,7 @@ PATHS |= {"optim.param_groups.0.params": ("optim", "param_groups", 0, "params"),
 OBJECTS: dict[str, Any] = {"optim.param_groups.0.params": ["w"], "seeds": [1]}
 
 
-def test_a_file_of_an_older_version_opens_as_it_did(tmp_path: Path) -> None:
+def test_a_file_of_an_older_version_opens_as_it_did(tmp_path):
     """It does not say which tensors are the user's, so that all at the top are weights."""
     manifest = read(packed(dumps({"paths": PATHS, "objects": OBJECTS}), tmp_path))
     assert names(manifest) == {"w", "rng"}
@@ -109,11 +109,11 @@ def _tensor(name: str, dtype: DType = DType.UINT8, numel: int = 5) -> StoredTens
         {"objects": {**OBJECTS, "seeds": [_tensor("rng", DType.INT8)]}},
     ],
 )
-def test_what_does_not_fit_the_file_is_an_error(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_what_does_not_fit_the_file_is_an_error(changed, tmp_path):
     with pytest.raises(FormatError):
         read(packed(dumps({"paths": PATHS, "objects": OBJECTS, "own": ["rng"], **changed}), tmp_path))
 
 
-def test_names_in_the_list_that_are_no_tensors_mean_nothing(tmp_path: Path) -> None:
+def test_names_in_the_list_that_are_no_tensors_mean_nothing(tmp_path):
     content = {"paths": PATHS, "objects": OBJECTS, "own": ["rng", "other", "seeds"]}
     assert names(read(packed(dumps(content), tmp_path))) == {"w"}

@@ -30,7 +30,7 @@ STATEFUL = paths(
 )
 
 
-def test_a_stateful_under_app() -> None:
+def test_a_stateful_under_app():
     assert found(STATEFUL) == Tree(("app", "model"), ("app", "optim"))
 
 
@@ -45,34 +45,34 @@ def test_a_stateful_under_app() -> None:
         (("app", "epoch"), Extra(("app", "epoch"))),
     ],
 )
-def test_places(path: TreePath, expected: object) -> None:
+def test_places(path, expected):
     assert role_of(path, Tree(("app", "model"), ("app", "optim")), is_tensor=True) == expected
 
 
-def test_an_object_beside_the_weights_is_no_weight() -> None:
+def test_an_object_beside_the_weights_is_no_weight():
     path = ("app", "model", "layer._extra_state")
     assert role_of(path, Tree(("app", "model"), None), is_tensor=False) == Extra(path)
 
 
-def test_model_and_optimizer_side_by_side() -> None:
+def test_model_and_optimizer_side_by_side():
     tree = paths(
         ("model", "w"), ("optimizer", "state", "w", "exp_avg"), ("optimizer", "param_groups", 0, "lr"), ("ema", "w2")
     )
     assert found(tree) == Tree(("model",), ("optimizer",))
 
 
-def test_the_optimizer_tells_the_model_from_its_average() -> None:
+def test_the_optimizer_tells_the_model_from_its_average():
     tree = paths(("ema", "w.avg"), ("net", "w"), ("opt", "state", "w", "exp_avg"), ("opt", "param_groups", 0, "lr"))
     assert found(tree) == Tree(("net",), ("opt",))
 
 
-def test_a_flat_model_alone() -> None:
+def test_a_flat_model_alone():
     tree = paths(("a.weight",), ("b.weight",))
     assert found(tree) == Tree((), None)
     assert role_of(("a.weight",), found(tree), is_tensor=True) == Weight("a.weight")
 
 
-def test_torchtitan_flattens_optimizer_and_model() -> None:
+def test_torchtitan_flattens_optimizer_and_model():
     tree = paths(
         ("layers.0.w",),
         ("optimizer", "state.layers.0.w.exp_avg"),
@@ -89,17 +89,17 @@ def test_torchtitan_flattens_optimizer_and_model() -> None:
     assert role_of(("train_state", "step"), found(tree), is_tensor=True) == Extra(("train_state", "step"))
 
 
-def test_keys_override() -> None:
+def test_keys_override():
     tree = paths(("model", "w"), ("ema", "w"))
     assert found(tree, model_key="ema") == Tree(("ema",), None)
 
 
-def test_a_key_that_leads_nowhere() -> None:
+def test_a_key_that_leads_nowhere():
     with pytest.raises(UsageError, match="model_key='nets'"):
         found(STATEFUL, model_key="nets")
 
 
-def test_two_optimizers_need_a_choice() -> None:
+def test_two_optimizers_need_a_choice():
     tree = paths(("g", "param_groups", 0, "lr"), ("d", "param_groups", 0, "lr"), ("model", "w"))
     with pytest.raises(UnsupportedError, match="optim_key="):
         found(tree)

@@ -43,7 +43,7 @@ TARGETS: tuple[WrittenFormat, ...] = ("dcp", "safetensors", "torch", "sharded", 
 
 @pytest.mark.parametrize("own", OWN)
 @pytest.mark.parametrize("has_optimizer", [True, False])
-def test_the_weights_stay_the_same_on_every_way(own: str, has_optimizer: bool, tmp_path: Path) -> None:
+def test_the_weights_stay_the_same_on_every_way(own, has_optimizer, tmp_path):
     state = trained() if has_optimizer else {"model": trained()["model"]}
     torch.save(state | OWN[own], tmp_path / "in.pt")
     for first in TARGETS:
@@ -54,7 +54,7 @@ def test_the_weights_stay_the_same_on_every_way(own: str, has_optimizer: bool, t
         assert weights(tmp_path / f"{first}-dcp") == {"weight", "bias"}, first
 
 
-def test_what_would_be_read_as_the_model_is_refused(tmp_path: Path) -> None:
+def test_what_would_be_read_as_the_model_is_refused(tmp_path):
     """What is left of the model is a single number, so that the user's entry of a model's name is the only one that
     could be a model."""
     state = {"w": torch.ones(9), "v": torch.ones(1)}
@@ -73,7 +73,7 @@ def test_what_would_be_read_as_the_model_is_refused(tmp_path: Path) -> None:
     assert set(torch.load(tmp_path / "out.pt", weights_only=True)) == {"model", "state_dict"}
 
 
-def test_a_second_entry_of_a_models_name_is_told(tmp_path: Path) -> None:
+def test_a_second_entry_of_a_models_name_is_told(tmp_path):
     """No optimizer says which of the two is the model, and one is a single number."""
     torch.save({"model": {"w": torch.ones(1)}, "state_dict": {"q": torch.ones(3)}}, tmp_path / "in.pt")
     assert weights(tmp_path / "in.pt") == {"q"}
@@ -87,7 +87,7 @@ def test_a_second_entry_of_a_models_name_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["safetensors", "sharded", "zero2"])
-def test_files_that_say_what_the_model_is_are_written(to: WrittenFormat, tmp_path: Path) -> None:
+def test_files_that_say_what_the_model_is_are_written(to, tmp_path):
     more: Any = {"state": "all"} if to == "safetensors" else {}
     state = {"model": {"w": torch.ones(9), "v": torch.ones(1)}, "state_dict": {"q": torch.ones(3)}}
     torch.save(state, tmp_path / "in.pt")
@@ -96,7 +96,7 @@ def test_files_that_say_what_the_model_is_are_written(to: WrittenFormat, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_at_the_root_gets_a_place_of_its_own(tmp_path: Path) -> None:
+def test_a_model_at_the_root_gets_a_place_of_its_own(tmp_path):
     """A DCP of the bare model, and a scheduler with tensors in a file beside it."""
     source = tmp_path / "in"
     dcp.save({"w": torch.ones(3), "b": torch.ones(1)}, checkpoint_id=str(source), no_dist=True)
@@ -109,7 +109,7 @@ def test_a_model_at_the_root_gets_a_place_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_tree_of_the_users_own_is_kept_with_a_note(tmp_path: Path) -> None:
+def test_a_tree_of_the_users_own_is_kept_with_a_note(tmp_path):
     """What was read by a key has to be read by it again."""
     state = {"actor": {"a": torch.ones(9)}, "critic": {"c": torch.ones(2)}}
     dcp.save(state, checkpoint_id=str(tmp_path / "in"), no_dist=True)
@@ -121,7 +121,7 @@ def test_a_tree_of_the_users_own_is_kept_with_a_note(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch", "safetensors", "universal", "zero1", "sharded"])
-def test_tensors_of_a_scheduler_beside_the_model_go_along(to: WrittenFormat, tmp_path: Path) -> None:
+def test_tensors_of_a_scheduler_beside_the_model_go_along(to, tmp_path):
     source = tmp_path / "in"
     source.mkdir()
     torch.save({"w": torch.ones(3)}, source / "pytorch_model.bin")

@@ -64,7 +64,7 @@ READ: dict[str, tuple[Tree, str]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_every_verb_refuses_it_with_the_choices(case: str, kind: str, tmp_path: Path) -> None:
+def test_every_verb_refuses_it_with_the_choices(case, kind, tmp_path):
     tree, choices = REFUSED[case]
     verbs = {**READING, **USING}
     for name in OF_WEIGHTS_ALONE if case == "optimizers" else ():
@@ -76,7 +76,7 @@ def test_every_verb_refuses_it_with_the_choices(case: str, kind: str, tmp_path: 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 @pytest.mark.parametrize("case", READ)
-def test_a_rule_says_which_is_the_model(case: str, kind: str, tmp_path: Path) -> None:
+def test_a_rule_says_which_is_the_model(case, kind, tmp_path):
     tree, model = READ[case]
     source = saved(tree, kind, tmp_path)
     weights = net() if isinstance(tree[model], dict) and "weight" in tree[model] else None
@@ -87,7 +87,7 @@ def test_a_rule_says_which_is_the_model(case: str, kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("key", ["gen", "disc"])
-def test_a_choice_is_read_and_the_other_is_told(key: str, tmp_path: Path) -> None:
+def test_a_choice_is_read_and_the_other_is_told(key, tmp_path):
     source = saved({"gen": net(), "disc": net(4)}, "torch", tmp_path)
     report = ckpt_tools.convert(source, tmp_path / "out.safetensors", model_key=key)
     assert ckpt_tools.open(tmp_path / "out.safetensors")["weight"].shape == ((3, 2) if key == "gen" else (4, 2))
@@ -99,7 +99,7 @@ def test_a_choice_is_read_and_the_other_is_told(key: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_tree_that_was_kept_is_verified_by_the_same_key(tmp_path: Path) -> None:
+def test_a_tree_that_was_kept_is_verified_by_the_same_key(tmp_path):
     source = saved({"gen": net(), "disc": net(4)}, "dcp", tmp_path)
     ckpt_tools.reshard(source, tmp_path / "out", world_size=2, model_key="disc", checksum=True)
     assert ckpt_tools.verify(source, tmp_path / "out", model_key="disc").equal

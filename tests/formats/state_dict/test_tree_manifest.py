@@ -37,7 +37,7 @@ WEIGHT: list[TreePath] = [("app", "model", "w")]
 GROUP: dict[TreePath, Any] = {("app", "optim", "param_groups", 0, "params"): ["w"]}
 
 
-def test_the_tree_says_where_everything_was() -> None:
+def test_the_tree_says_where_everything_was():
     manifest = read(
         [*WEIGHT, ("app", "optim", "state", "w", "exp_avg")],
         {**GROUP, ("app", "epoch"): 3, ("app", "sched", "last_epoch"): 4, ("loader", "position"): 5},
@@ -47,7 +47,7 @@ def test_the_tree_says_where_everything_was() -> None:
     assert manifest.extra == {"epoch": 3, "sched": {"last_epoch": 4}, "loader": {"position": 5}}
 
 
-def test_entries_of_one_name_at_two_places_stay_apart() -> None:
+def test_entries_of_one_name_at_two_places_stay_apart():
     manifest = read([*WEIGHT, ("app", "optim", "state", "w", "m")], {**GROUP, ("app", "step"): 3, ("step",): 4})
     assert sorted(manifest.extra.values()) == [3, 4]
     assert manifest.tree is not None
@@ -57,7 +57,7 @@ def test_entries_of_one_name_at_two_places_stay_apart() -> None:
     }
 
 
-def test_a_flattened_optimizer() -> None:
+def test_a_flattened_optimizer():
     manifest = read(
         [("w",), ("optimizer", "state.w.exp_avg")],
         {("optimizer", "param_groups.w.lr"): 0.5},
@@ -66,7 +66,7 @@ def test_a_flattened_optimizer() -> None:
     assert manifest.groups == (ParamGroup(("w",), {"lr": 0.5}),)
 
 
-def test_positions_make_lists_and_other_numbers_names() -> None:
+def test_positions_make_lists_and_other_numbers_names():
     manifest = read(
         [*WEIGHT, ("app", "rng", 0), ("app", "rng", 1)],
         {("app", "gaps", 1, "a"): 1, ("app", "gaps", 3, "a"): 3, ("app", "loaders", 0, "at"): 7},
@@ -75,7 +75,7 @@ def test_positions_make_lists_and_other_numbers_names() -> None:
     assert manifest.extra == {"rng": rng, "gaps": {"1": {"a": 1}, "3": {"a": 3}}, "loaders": [{"at": 7}]}
 
 
-def test_dicts_that_were_one_object_stay_as_they_are() -> None:
+def test_dicts_that_were_one_object_stay_as_they_are():
     manifest = read(WEIGHT, {("app", "table"): {0: "a", 1: "b"}})
     assert manifest.extra == {"table": {0: "a", 1: "b"}}
 
@@ -88,20 +88,20 @@ def test_dicts_that_were_one_object_stay_as_they_are() -> None:
         (True, DType.BOOL, b"\1"),
     ],
 )
-def test_state_that_is_a_number_is_a_tensor_in_a_literal_file(number: float, dtype: DType, data: bytes) -> None:
+def test_state_that_is_a_number_is_a_tensor_in_a_literal_file(number, dtype, data):
     manifest = read(WEIGHT, {**GROUP, ("app", "optim", "state", "w", "step"): number})
     entry = manifest.tensors[StateKey("w", "step")]
     assert (entry.shape, entry.dtype) == ((), dtype)
     assert manifest.literals[entry.shards.files[0]] == data
 
 
-def test_state_that_is_neither_tensor_nor_number_is_a_value_of_its_parameter() -> None:
+def test_state_that_is_neither_tensor_nor_number_is_a_value_of_its_parameter():
     manifest = read(WEIGHT, {**GROUP, ("app", "optim", "state", "w", "momentum_buffer"): None})
     assert manifest.values == {StateKey("w", "momentum_buffer"): None}
     assert not manifest.extra
 
 
-def test_state_that_is_a_list_is_one_value_whose_tensors_have_keys_by_their_places() -> None:
+def test_state_that_is_a_list_is_one_value_whose_tensors_have_keys_by_their_places():
     path = ("app", "optim", "state", "w", "GG")
     manifest = read([*WEIGHT, (*path, 0)], {**GROUP, (*path, 1): None})
     key = StateKey("w", "GG.0")
@@ -109,14 +109,14 @@ def test_state_that_is_a_list_is_one_value_whose_tensors_have_keys_by_their_plac
     assert manifest.tensors[key].kind is Kind.STATE
 
 
-def test_a_hyperparameter_that_is_a_tensor_is_referred_to() -> None:
+def test_a_hyperparameter_that_is_a_tensor_is_referred_to():
     manifest = read([*WEIGHT, ("app", "optim", "param_groups", 0, "lr")], GROUP)
     key = StateKey("param_groups.0", "lr")
     assert manifest.groups == (ParamGroup(("w",), {"lr": TensorRef(key)}),)
     assert key in manifest.tensors
 
 
-def test_ties_of_weights_are_aliases_and_others_are_tensors_of_their_own() -> None:
+def test_ties_of_weights_are_aliases_and_others_are_tensors_of_their_own():
     manifest = read(
         [*WEIGHT, ("app", "optim", "state", "w", "exp_avg")],
         GROUP,

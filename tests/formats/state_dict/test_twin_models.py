@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ AVERAGES = [
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("keys", UNKNOWN)
-def test_the_whole_state_asks(tmp_path: Path, keys: tuple[str, str], named: bool) -> None:
+def test_the_whole_state_asks(tmp_path, keys, named):
     usual, other = keys
     state = {usual: weights(1.0), other: weights(2.0), "optimizer": optimizer_state(named=named)}
     torch.save(state, tmp_path / "source.pt")
@@ -62,7 +61,7 @@ def test_the_whole_state_asks(tmp_path: Path, keys: tuple[str, str], named: bool
 
 
 @pytest.mark.parametrize("keys", UNKNOWN)
-def test_weights_alone_are_those_of_the_usual_key_with_a_note(tmp_path: Path, keys: tuple[str, str]) -> None:
+def test_weights_alone_are_those_of_the_usual_key_with_a_note(tmp_path, keys):
     usual, other = keys
     torch.save({usual: weights(1.0), other: weights(2.0), "optimizer": optimizer_state(named=False)}, tmp_path / "s.pt")
     report = ckpt_tools.convert(tmp_path / "s.pt", tmp_path / "out.safetensors")
@@ -75,9 +74,7 @@ def test_weights_alone_are_those_of_the_usual_key_with_a_note(tmp_path: Path, ke
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("keys", AVERAGES)
-def test_a_mapping_called_an_average_is_never_the_trained_one(
-    tmp_path: Path, keys: tuple[str, str], named: bool
-) -> None:
+def test_a_mapping_called_an_average_is_never_the_trained_one(tmp_path, keys, named):
     usual, average = keys
     state = {average: weights(2.0), usual: weights(1.0), "optimizer": optimizer_state(named=named)}
     torch.save(state, tmp_path / "source.pt")
@@ -88,7 +85,7 @@ def test_a_mapping_called_an_average_is_never_the_trained_one(
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_lightning_says_which_weights_were_trained(tmp_path: Path, named: bool) -> None:
+def test_lightning_says_which_weights_were_trained(tmp_path, named):
     state = {
         "pytorch-lightning_version": "2.6.1",
         "state_dict": weights(2.0),
@@ -110,7 +107,7 @@ def test_lightning_says_which_weights_were_trained(tmp_path: Path, named: bool) 
 
 
 @pytest.mark.parametrize("state", [None, "model"])
-def test_weights_alone_need_no_choice_of_an_optimizer(tmp_path: Path, state: Any) -> None:
+def test_weights_alone_need_no_choice_of_an_optimizer(tmp_path, state):
     tree = {
         "generator": weights(1.0),
         "critic": weights(2.0),
@@ -128,7 +125,7 @@ def test_weights_alone_need_no_choice_of_an_optimizer(tmp_path: Path, state: Any
         ckpt_tools.load_into(model, optimizer, tmp_path / "source.pt", model_key="critic")
 
 
-def test_a_model_is_joined_with_the_optimizer_in_another_file(tmp_path: Path) -> None:
+def test_a_model_is_joined_with_the_optimizer_in_another_file(tmp_path):
     model, optimizer = trained()
     apart = tmp_path / "apart"
     for folder in (tmp_path / "run", apart):
@@ -159,7 +156,7 @@ def test_a_model_is_joined_with_the_optimizer_in_another_file(tmp_path: Path) ->
         ckpt_tools.inspect(whole, optimizer_file=apart / "adam.pt")
 
 
-def test_the_note_on_bias_correction_is_for_adam(tmp_path: Path) -> None:
+def test_the_note_on_bias_correction_is_for_adam(tmp_path):
     model, optimizer = trained()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "adam.pt")
     other = optimizer.state_dict()
@@ -176,7 +173,7 @@ def test_the_note_on_bias_correction_is_for_adam(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_weights_of_schedule_free_in_train_mode_get_a_note(tmp_path: Path, is_training: bool) -> None:
+def test_weights_of_schedule_free_in_train_mode_get_a_note(tmp_path, is_training):
     model, _ = trained()
     optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.1)
     optimizer.train()

@@ -32,10 +32,10 @@ from inference.batch.rows import Columns, Row
 from inference.models.loading import load_model
 from inference.models.predictor import load_predictor
 from inference.models.results import Prediction
-from tests.inference.conftest import FORMS, Form
+from tests.inference.conftest import FORMS
 from tests.training.predictions import all_logits
 from training.config.options import DATASETS
-from training.data.datasets import Samples, to_input
+from training.data.datasets import to_input
 from training.loop import evaluation
 from training.models.config_json import LABELS
 
@@ -50,7 +50,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
-def test_predictions_are_those_of_the_model(forms: Path, digits: Samples, tmp_path: Path) -> None:
+def test_predictions_are_those_of_the_model(forms, digits, tmp_path):
     out = tmp_path / "predictions.jsonl"
     result = predict("--model", forms / "model.safetensors", "--input=digits", f"--output={out}")
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_predictions_are_those_of_the_model(forms: Path, digits: Samples, tmp_pa
     assert result.stdout.splitlines() == [f"360 predictions in {out}", f"accuracy: {right / 360:.4f} ({right} of 360)"]
 
 
-def test_every_form_and_both_outputs_agree(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_every_form_and_both_outputs_agree(forms, image_folder, tmp_path):
     written = []
     for form, suffix in (*((form, ".jsonl") for form in FORMS), (FORMS[0], ".parquet")):
         out = tmp_path / f"{form}{suffix}"
@@ -72,7 +72,7 @@ def test_every_form_and_both_outputs_agree(forms: Path, image_folder: Path, tmp_
     assert all(rows == written[0] for rows in written)
 
 
-def test_a_folder_of_images_gives_the_answers_of_the_dataset(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_of_images_gives_the_answers_of_the_dataset(forms, image_folder, tmp_path):
     of_dataset, of_folder = tmp_path / "dataset.jsonl", tmp_path / "folder.jsonl"
     predict("--model", forms / "model.pt", "--input=digits", f"--output={of_dataset}")
     result = predict("--model", forms / "model.pt", f"--input={image_folder}", f"--output={of_folder}")
@@ -84,7 +84,7 @@ def test_a_folder_of_images_gives_the_answers_of_the_dataset(forms: Path, image_
     assert [(row["label"], row["probabilities"]) for row in rows] == expected
 
 
-def test_labels_vary(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_labels_vary(forms, image_folder, tmp_path):
     """The model of these tests answers more than one class, so that equal answers mean something."""
     out = tmp_path / "out.jsonl"
     predict("--model", forms / "sharded", f"--input={image_folder}", f"--output={out}")
@@ -115,9 +115,7 @@ def test_labels_vary(forms: Path, image_folder: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_errors_are_one_sentence(
-    form: Form, args: list[str], code: int, sentence: str, forms: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_one_sentence(form, args, code, sentence, forms, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = predict("--model", forms / form, *args)
     assert (result.exit_code, result.stdout) == (code, "")
@@ -126,7 +124,7 @@ def test_errors_are_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_datasets_are_those_of_training_that_have_labels_of_their_own() -> None:
+def test_the_datasets_are_those_of_training_that_have_labels_of_their_own():
     assert tuple(name for name in DATASETS if name in LABELS) == inputs_module.DATASETS
 
 
@@ -146,9 +144,7 @@ def write_broken_images(folder: Path, whole: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_broken_image_is_a_row_and_disturbs_no_other(
-    suffix: str, forms: Path, image_folder: Path, tmp_path: Path
-) -> None:
+def test_a_broken_image_is_a_row_and_disturbs_no_other(suffix, forms, image_folder, tmp_path):
     broken, mixed = tmp_path / "broken", tmp_path / "mixed"
     broken.mkdir()
     names = write_broken_images(broken, image_folder / "000.png")
@@ -172,7 +168,7 @@ def test_a_broken_image_is_a_row_and_disturbs_no_other(
     assert {path.name for path in tmp_path.iterdir()} == {"broken", "mixed", f"mixed{suffix}", f"whole{suffix}"}
 
 
-def test_images_that_are_all_broken_still_end_with_a_file(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_images_that_are_all_broken_still_end_with_a_file(forms, image_folder, tmp_path):
     folder, out = tmp_path / "images", tmp_path / "x.jsonl"
     folder.mkdir()
     (folder / "a.png").write_text("text")
@@ -182,7 +178,7 @@ def test_images_that_are_all_broken_still_end_with_a_file(forms: Path, image_fol
     assert [row["error"] for row in rows_of(out)] == [f"{folder / 'a.png'} is not an image file that can be read"]
 
 
-def test_predictions_have_the_bits_of_one_pass_over_all(forms: Path, digits: Samples, tmp_path: Path) -> None:
+def test_predictions_have_the_bits_of_one_pass_over_all(forms, digits, tmp_path):
     """Reading a chunk at a time must not move a bit of what a run's own evaluation gives."""
     out = tmp_path / "x.jsonl"
     predict("--model", forms / "model.pt", "--input=digits", f"--output={out}")
@@ -191,7 +187,7 @@ def test_predictions_have_the_bits_of_one_pass_over_all(forms: Path, digits: Sam
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_one_image_file_is_one_row(suffix: str, forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_one_image_file_is_one_row(suffix, forms, image_folder, tmp_path):
     out = tmp_path / f"x{suffix}"
     assert (
         predict("--model", forms / "model.pt", f"--input={image_folder / '003.png'}", f"--output={out}").exit_code == 0
@@ -200,9 +196,7 @@ def test_one_image_file_is_one_row(suffix: str, forms: Path, image_folder: Path,
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_name_that_is_not_utf_8_is_written_with_escapes(
-    suffix: str, forms: Path, image_folder: Path, tmp_path: Path
-) -> None:
+def test_a_name_that_is_not_utf_8_is_written_with_escapes(suffix, forms, image_folder, tmp_path):
     folder, out = tmp_path / "images", tmp_path / f"x{suffix}"
     folder.mkdir()
     shutil.copy(image_folder / "000.png", os.fsencode(folder) + b"/\xe4.png")
@@ -214,9 +208,7 @@ def test_a_name_that_is_not_utf_8_is_written_with_escapes(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_an_existing_file_is_replaced_only_if_asked(
-    suffix: str, forms: Path, image_folder: Path, tmp_path: Path
-) -> None:
+def test_an_existing_file_is_replaced_only_if_asked(suffix, forms, image_folder, tmp_path):
     out, other = tmp_path / f"x{suffix}", tmp_path / "other.jsonl"
     for path in (out, other):
         path.write_text("mine")
@@ -232,7 +224,7 @@ def test_an_existing_file_is_replaced_only_if_asked(
     assert sorted(tmp_path.iterdir()) == sorted([out, other])
 
 
-def test_a_folder_is_never_replaced(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_is_never_replaced(forms, image_folder, tmp_path):
     out = tmp_path / "x.jsonl"
     out.mkdir()
     assert (
@@ -243,9 +235,7 @@ def test_a_folder_is_never_replaced(forms: Path, image_folder: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("suffix", [".unfinished", ".unfinished-columns", ".unfinished-run"])
-def test_a_file_of_somebody_else_beside_it_is_never_replaced(
-    suffix: str, forms: Path, image_folder: Path, tmp_path: Path
-) -> None:
+def test_a_file_of_somebody_else_beside_it_is_never_replaced(suffix, forms, image_folder, tmp_path):
     out, other = tmp_path / "x.parquet", tmp_path / f"x.parquet{suffix}"
     other.write_text("mine")
     args = ("--model", forms / "model.pt", f"--input={image_folder}", f"--output={out}", "--overwrite")
@@ -254,7 +244,7 @@ def test_a_file_of_somebody_else_beside_it_is_never_replaced(
     assert str(other) in result.stderr
 
 
-def test_what_a_kill_left_is_replaced_if_asked(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_what_a_kill_left_is_replaced_if_asked(forms, image_folder, tmp_path):
     """By a kill while the Parquet file was written, and by one in the middle of the first line."""
     out = tmp_path / "x.parquet"
     for rows in (b'{"name": "a", "label": 1', b'{"na'):
@@ -270,7 +260,7 @@ def write_one(writer: Writer) -> None:
     writer.write([Row("a", Prediction.of(label=0, probabilities=(1.0,)), None, None)])
 
 
-def test_a_second_run_on_the_same_file_is_refused(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_a_second_run_on_the_same_file_is_refused(forms, image_folder, tmp_path):
     out = tmp_path / "x.jsonl"
     output = Output(out, overwrite=False)
     with open_output(output) as writer:
@@ -282,7 +272,7 @@ def test_a_second_run_on_the_same_file_is_refused(forms: Path, image_folder: Pat
     assert [row["name"] for row in rows_of(out)] == ["a"]
 
 
-def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path):
     out = tmp_path / "x.jsonl"
 
     def run() -> None:
@@ -327,9 +317,7 @@ def wait_for_rows(path: Path, process: subprocess.Popen[str]) -> None:
         pytest.param(CKPT_TOOLS_PREDICT, signal.SIGINT, 130, marks=pytest.mark.soak),
     ],
 )
-def test_a_run_that_is_ended_keeps_what_it_predicted(
-    module: Sequence[str], number: signal.Signals, code: int, forms: Path, many_images: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_is_ended_keeps_what_it_predicted(module, number, code, forms, many_images, tmp_path):
     out = tmp_path / "x.parquet"
     unfinished = tmp_path / "x.parquet.unfinished"
     args = ("--model", forms / "model.pt", f"--input={many_images}", f"--output={out}", "--quiet")
@@ -378,7 +366,7 @@ def limited_files() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_full_disk_keeps_what_was_predicted(suffix: str, forms: Path, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_what_was_predicted(suffix, forms, tmp_path):
     """A file may have fewer bytes than the 360 rows take."""
     out = tmp_path / f"x{suffix}"
     args = ("--model", forms / "model.pt", "--input=digits", f"--output={out}", "--quiet")
@@ -395,7 +383,7 @@ def test_a_full_disk_keeps_what_was_predicted(suffix: str, forms: Path, tmp_path
     )
 
 
-def test_a_run_that_fails_before_the_first_prediction_leaves_nothing(forms: Path, tmp_path: Path) -> None:
+def test_a_run_that_fails_before_the_first_prediction_leaves_nothing(forms, tmp_path):
     (tmp_path / "model.pt").write_text("not a model")
     result = predict("--model", tmp_path / "model.pt", "--input=digits", f"--output={tmp_path / 'x.jsonl'}")
     assert result.exit_code == 4
@@ -413,9 +401,7 @@ def test_a_run_that_fails_before_the_first_prediction_leaves_nothing(forms: Path
         pytest.param(1 << 40, 16, marks=pytest.mark.extended),
     ],
 )
-def test_some_windows_of_images_are_held(
-    window_bytes: int, passes: int, forms: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_some_windows_of_images_are_held(window_bytes, passes, forms, image_folder, monkeypatch):
     """Of as many passes as fit, and always of one."""
     monkeypatch.setattr(pipeline, "WINDOW_BYTES", window_bytes)
     predictor = load_predictor(forms / "model.pt")
@@ -450,7 +436,7 @@ def peak_bytes(images: Path, model: Path, out: Path) -> int:
 
 
 @pytest.mark.extended
-def test_memory_does_not_grow_with_the_input(forms: Path, many_images: Path, tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_input(forms, many_images, tmp_path):
     few = tmp_path / "few"
     few.mkdir()
     for number in range(500):
@@ -463,9 +449,7 @@ def test_memory_does_not_grow_with_the_input(forms: Path, many_images: Path, tmp
 # --- progress
 
 
-def test_progress_is_a_line_now_and_then(
-    forms: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_is_a_line_now_and_then(forms, image_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "QUIET_LINE_SECONDS", 0.0)
     monkeypatch.setattr(pipeline, "PASSES", 1)
     args = ["--model", forms / "model.pt", f"--input={image_folder}", f"--output={tmp_path / 'x.jsonl'}", "--overwrite"]
@@ -478,7 +462,7 @@ def test_progress_is_a_line_now_and_then(
 
 
 @pytest.mark.extended
-def test_progress_on_a_terminal_is_a_bar(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_progress_on_a_terminal_is_a_bar(forms, image_folder, tmp_path):
     mine, its = pty.openpty()
     command = [sys.executable, "-m", "inference.batch", "--model", str(forms / "model.pt"), f"--input={image_folder}"]
     command += [f"--output={tmp_path / 'x.jsonl'}"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def answers(out: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(forms: Path, image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def expected(forms, image_folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("expected") / "x.jsonl"
     assert predict("--model", forms / "model.pt", "--input", image_folder, "--output", out).exit_code == 0
     return answers(out)
@@ -64,9 +63,7 @@ def images_as(form: str, images: Path, folder: Path, digits: Samples) -> Path:
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl", "csv", "txt"])
-def test_a_table_gives_the_answers_of_the_folder(
-    form: str, forms: Path, image_folder: Path, digits: Samples, expected: list[Any], tmp_path: Path
-) -> None:
+def test_a_table_gives_the_answers_of_the_folder(form, forms, image_folder, digits, expected, tmp_path):
     table, out = images_as(form, image_folder, tmp_path, digits), tmp_path / "x.jsonl"
     truth = [] if form == "txt" else ["--truth", "digit"]
     result = predict("--model", forms / "model.pt", "--input", table, "--output", out, *truth)
@@ -76,7 +73,7 @@ def test_a_table_gives_the_answers_of_the_folder(
     assert [row["truth"] for row in rows_of(out)] == (digits.labels[:40].tolist() if truth else [None] * 40)
 
 
-def test_broken_rows_are_rows(forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_broken_rows_are_rows(forms, image_folder, tmp_path):
     table, out = tmp_path / "x.jsonl", tmp_path / "out.jsonl"
     good = json.dumps({"path": str(image_folder / "000.png"), "y": 1})
     bad = ['{"path": ', "[]", "{}", '{"path": "none.png"}', '{"path": "s3://b/x.png"}', good.replace("1}", '"cat"}')]
@@ -92,7 +89,7 @@ def test_broken_rows_are_rows(forms: Path, image_folder: Path, tmp_path: Path) -
         assert words in error
 
 
-def test_columns_are_asked_for_by_name(forms: Path, tmp_path: Path) -> None:
+def test_columns_are_asked_for_by_name(forms, tmp_path):
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
     for options, words in (([], "say by --column"), (["--column=c"], "has no column c; it has a, b")):
         out = tmp_path / "out.jsonl"
@@ -101,7 +98,7 @@ def test_columns_are_asked_for_by_name(forms: Path, tmp_path: Path) -> None:
         assert words in result.stderr
 
 
-def test_texts_are_labelled_and_continued(tmp_path: Path) -> None:
+def test_texts_are_labelled_and_continued(tmp_path):
     lines = ["good film", "", "the film was not a very bad play", "good film"]
     (tmp_path / "x.txt").write_text("\n".join(lines) + "\n")
     for save, field in ((save_text_model, "probabilities"), (save_writer, "text")):
@@ -116,15 +113,13 @@ def test_texts_are_labelled_and_continued(tmp_path: Path) -> None:
         assert result.exit_code == (6 if field == "text" else 0)
 
 
-def test_a_model_of_texts_takes_no_images(image_folder: Path, tmp_path: Path) -> None:
+def test_a_model_of_texts_takes_no_images(image_folder, tmp_path):
     model, out = save_text_model(tmp_path / "model"), tmp_path / "x.jsonl"
     result = predict("--model", model, "--input", image_folder, "--output", out)
     assert (result.exit_code, "takes texts, and the input is images" in result.stderr) == (2, True)
 
 
-def test_embeddings_are_what_the_last_layer_gets(
-    forms: Path, image_folder: Path, weights: dict[str, Any], expected: list[Any], tmp_path: Path
-) -> None:
+def test_embeddings_are_what_the_last_layer_gets(forms, image_folder, weights, expected, tmp_path):
     import torch
 
     out = tmp_path / "x.jsonl"
@@ -141,7 +136,7 @@ def test_embeddings_are_what_the_last_layer_gets(
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def stopped(monkeypatch):
     """Let the run fail after so many windows, each of a pass."""
 
     def after_windows(count: int) -> None:
@@ -160,9 +155,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("suffix", [".parquet", pytest.param(".jsonl", marks=pytest.mark.extended)])
-def test_a_run_goes_on_where_it_stopped(
-    suffix: str, forms: Path, stopped: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_where_it_stopped(suffix, forms, stopped, monkeypatch, tmp_path):
     words = ("--model", forms / "model.pt", "--input", "digits")
     whole, out = tmp_path / f"whole{suffix}", tmp_path / f"x{suffix}"
     first = predict(*words, "--output", whole)
@@ -181,9 +174,7 @@ def test_a_run_goes_on_where_it_stopped(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([whole.name, out.name])
 
 
-def test_rows_of_two_runs_are_never_mixed(
-    forms: Path, image_folder: Path, stopped: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_rows_of_two_runs_are_never_mixed(forms, image_folder, stopped, monkeypatch, tmp_path):
     import torch
 
     weights = torch.load(forms / "model.pt")
@@ -205,7 +196,7 @@ def test_rows_of_two_runs_are_never_mixed(
         assert (tmp_path / "x.jsonl.unfinished").read_bytes() == kept
 
 
-def test_what_is_left_begins_after_what_is_done(image_folder: Path, digits: Samples, tmp_path: Path) -> None:
+def test_what_is_left_begins_after_what_is_done(image_folder, digits, tmp_path):
     for form in ("parquet", "jsonl", "csv", "txt"):
         found = find_inputs(Wanted(str(images_as(form, image_folder, tmp_path, digits))))
         for num_done in (0, 1, 7, 14, 39, 40):
@@ -217,9 +208,9 @@ def test_what_is_left_begins_after_what_is_done(image_folder: Path, digits: Samp
 
 
 def test_input_and_output_in_a_store(
-    forms: Path, image_folder: Path, expected: list[Any], stopped: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
+    forms, image_folder, expected, stopped,
+    monkeypatch, tmp_path,
+):  # fmt: skip
     store = fsspec.filesystem("memory")
     store.put(f"{image_folder}/", "/images/", recursive=True)
     for suffix in ("jsonl", "parquet"):
@@ -242,9 +233,7 @@ def test_input_and_output_in_a_store(
 # --- how good it is
 
 
-def test_the_report_measures_against_folder_names(
-    forms: Path, image_folder: Path, digits: Samples, tmp_path: Path
-) -> None:
+def test_the_report_measures_against_folder_names(forms, image_folder, digits, tmp_path):
     for number, label in enumerate(digits.labels[:40].tolist()):
         folder = tmp_path / "images" / str(label)
         folder.mkdir(parents=True, exist_ok=True)
@@ -280,7 +269,7 @@ def calibration_error(rows: list[dict[str, Any]]) -> float:
     return sum(gaps) / len(rows)
 
 
-def test_items_are_sent_to_other_processes(image_folder: Path) -> None:
+def test_items_are_sent_to_other_processes(image_folder):
     import pickle
 
     found = find_inputs(Wanted(str(image_folder)))

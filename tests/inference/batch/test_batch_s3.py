@@ -49,7 +49,7 @@ Predict = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
-def prefix(s3_server: S3Server, forms: Path, image_folder: Path) -> str:
+def prefix(s3_server, forms, image_folder):
     """Where the model lies, and 40 images: as files, as cells of a Parquet file, and 80 lines that name them."""
     found = s3_server.new_prefix()
     images = {file.name: file.read_bytes() for file in sorted(image_folder.glob("*.png"))}
@@ -69,7 +69,7 @@ def prefix(s3_server: S3Server, forms: Path, image_folder: Path) -> str:
 
 
 @pytest.fixture
-def predict(s3_server: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> Predict:
+def predict(s3_server, prefix, monkeypatch):
     """The command with these names below the prefix."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
@@ -105,15 +105,15 @@ def written(server: S3Server, key: str, folder: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_a_run_that_is_killed_goes_on_and_each_row_is_there_once(
-    source: str,
-    output: str,
-    num_rows: int,
-    predict: Predict,
-    prefix: str,
-    s3_server: S3Server,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    source,
+    output,
+    num_rows,
+    predict,
+    prefix,
+    s3_server,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.setattr("inference.batch.remote_output.PART_ROWS", PART_ROWS)
     whole = predict(source, f"whole/{output}")
     assert whole.exit_code == 0, whole.output
@@ -133,9 +133,7 @@ def test_a_run_that_is_killed_goes_on_and_each_row_is_there_once(
     assert rows == written(s3_server, f"{prefix}whole/{output}", tmp_path)
 
 
-def test_answers_are_those_of_local_files(
-    predict: Predict, prefix: str, s3_server: S3Server, forms: Path, image_folder: Path, tmp_path: Path
-) -> None:
+def test_answers_are_those_of_local_files(predict, prefix, s3_server, forms, image_folder, tmp_path):
     assert predict("images/*.png", "d/out.jsonl").exit_code == 0
     local = tmp_path / "local.jsonl"
     args = [f"--model={forms / 'model.safetensors'}", f"--input={image_folder}", f"--output={local}", "--threads=1"]
@@ -143,9 +141,7 @@ def test_answers_are_those_of_local_files(
     assert written(s3_server, f"{prefix}d/out.jsonl", tmp_path) == rows_of(local)
 
 
-def test_a_file_that_is_gone_is_a_row_and_a_bucket_that_is_not_there_is_the_end(
-    predict: Predict, prefix: str, s3_server: S3Server, tmp_path: Path
-) -> None:
+def test_a_file_that_is_gone_is_a_row_and_a_bucket_that_is_not_there_is_the_end(predict, prefix, s3_server, tmp_path):
     lines = "".join(json.dumps({"path": f"images/{name}.png"}) + "\n" for name in ("000", "none", "001"))
     s3_server.put(prefix, {"gone.jsonl": lines.encode()})
     done = predict("gone.jsonl", "e/out.jsonl")

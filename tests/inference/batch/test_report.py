@@ -22,7 +22,7 @@ Numbers = NDArray[Any]
 
 
 @pytest.fixture(scope="module")
-def judged() -> tuple[Numbers, Numbers, Numbers]:
+def judged():
     """True classes, predicted classes and probabilities of 500 rows. One class is never predicted, one never occurs."""
     random = np.random.default_rng(3)
     logits = random.normal(size=(500, NUM_CLASSES)) * 2
@@ -34,7 +34,7 @@ def judged() -> tuple[Numbers, Numbers, Numbers]:
 
 
 @pytest.fixture(scope="module")
-def found(judged: tuple[Numbers, Numbers, Numbers]) -> dict[str, Any]:
+def found(judged):
     """What the report says of them, and of three rows that must change nothing: two bad ones, one of unknown truth."""
     tally = Tally()
     for number, (truth, label, row) in enumerate(zip(*judged, strict=True)):
@@ -45,23 +45,21 @@ def found(judged: tuple[Numbers, Numbers, Numbers]) -> dict[str, Any]:
     return figures(tally, names_of(tally, ("a", "b", "c", "d", "e", "f")))
 
 
-def test_the_accuracy_is_scikit_learns(judged: tuple[Numbers, Numbers, Numbers], found: dict[str, Any]) -> None:
+def test_the_accuracy_is_scikit_learns(judged, found):
     truth, label, _ = judged
     assert found["accuracy"] == metrics.accuracy_score(truth, label)
     assert (found["rows"], found["errors"], found["with_truth"]) == (503, 2, 500)
     assert found["correct"] == metrics.accuracy_score(truth, label, normalize=False)
 
 
-def test_the_confusions_are_scikit_learns(judged: tuple[Numbers, Numbers, Numbers], found: dict[str, Any]) -> None:
+def test_the_confusions_are_scikit_learns(judged, found):
     matrix = np.zeros((NUM_CLASSES, NUM_CLASSES), dtype=int)
     for each in found["confusion"]:
         matrix[each["truth"], each["label"]] = each["count"]
     assert matrix.tolist() == metrics.confusion_matrix(*judged[:2], labels=range(NUM_CLASSES)).tolist()
 
 
-def test_precision_and_recall_are_scikit_learns(
-    judged: tuple[Numbers, Numbers, Numbers], found: dict[str, Any]
-) -> None:
+def test_precision_and_recall_are_scikit_learns(judged, found):
     """Where scikit-learn divides by zero, there is none."""
     expected = metrics.precision_recall_fscore_support(*judged[:2], labels=range(NUM_CLASSES), zero_division=np.nan)
     for number, (each, precision, recall, rows) in enumerate(
@@ -74,7 +72,7 @@ def test_precision_and_recall_are_scikit_learns(
     assert [each["label"] for each in found["classes"] if each["recall"] is None] == [NEVER_TRUE]
 
 
-def test_the_calibration_is_scikit_learns(judged: tuple[Numbers, Numbers, Numbers], found: dict[str, Any]) -> None:
+def test_the_calibration_is_scikit_learns(judged, found):
     truth, label, probabilities = judged
     sure, right = probabilities.max(1), truth == label
     accuracies, confidences = calibration_curve(right, sure, n_bins=NUM_BINS)
@@ -89,7 +87,7 @@ def test_the_calibration_is_scikit_learns(judged: tuple[Numbers, Numbers, Number
     assert found["expected_calibration_error"] == pytest.approx(error)
 
 
-def test_a_calibration_by_hand() -> None:
+def test_a_calibration_by_hand():
     """Six predictions of 0.95 and 1.0 share the last bin: 4 are right, and they are sure of 5.8. One of 0.6 is not."""
     tally = Tally()
     cases = [(0.95, True)] * 3 + [(0.95, False), (0.6, False), (1.0, True), (1.0, False)]
@@ -102,6 +100,6 @@ def test_a_calibration_by_hand() -> None:
     assert found["calibration"][-1]["accuracy"] == pytest.approx(4 / 6)
 
 
-def test_nothing_to_compare_has_no_numbers() -> None:
+def test_nothing_to_compare_has_no_numbers():
     found = figures(Tally(), {})
     assert (found["accuracy"], found["expected_calibration_error"], found["classes"]) == (None, None, [])

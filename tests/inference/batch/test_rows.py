@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from inference.batch.report import Tally
 from inference.batch.rows import Columns, Row
 from inference.models.predictor import load_predictor
 from inference.models.results import Prediction
-from training.data.datasets import Samples
 
 pytestmark = pytest.mark.quick
 
@@ -42,7 +40,7 @@ def predictions(draw: st.DrawFn) -> Prediction:
 
 
 @given(st.text(), predictions(), st.none() | st.integers(0, 999), st.integers(1, 15), st.booleans())
-def test_a_line_is_the_row_in_json(name: str, found: Prediction, truth: int | None, top: int, has_labels: bool) -> None:
+def test_a_line_is_the_row_in_json(name, found, truth, top, has_labels):
     labels = tuple(f'"{number}" ä\n' for number in range(12)) if has_labels else None
     columns, row = Columns("label", labels, top), Row(name, found, truth, None)
     assert is_line_of(columns, row)
@@ -56,28 +54,26 @@ def test_a_line_is_the_row_in_json(name: str, found: Prediction, truth: int | No
         ("embedding", Prediction.of(embedding=(0.1,)), None),
     ],
 )
-def test_a_line_of_another_kind_is_too(kind: str, found: Prediction | None, error: str | None) -> None:
+def test_a_line_of_another_kind_is_too(kind, found, error):
     columns, row = Columns(kind, None, 5), Row("a", found, None, error)  # type: ignore[arg-type]
     assert is_line_of(columns, row)
 
 
-def test_half_of_a_surrogate_pair_is_written_as_its_escape() -> None:
+def test_half_of_a_surrogate_pair_is_written_as_its_escape():
     columns, row = Columns("label", ("\ud800",), 5), Row("a", Prediction.of(label=0, probabilities=(1.0,)), None, None)
     assert is_line_of(columns, row)
     assert b"\\ud800" in columns.line(row)
 
 
 @given(predictions(), st.integers(1, 15))
-def test_the_most_probable_come_first_and_of_equals_the_label_then_the_lower_number(
-    found: Prediction, top: int
-) -> None:
+def test_the_most_probable_come_first_and_of_equals_the_label_then_the_lower_number(found, top):
     best = [each["label"] for each in Columns("label", None, top).of(Row("a", found, None, None))["top"]]
     of = found.probabilities or ()
     assert best == sorted(range(len(of)), key=lambda n: (-of[n], n != found.label, n))[:top]
     assert best[0] == found.label
 
 
-def test_a_row_counts_the_same_when_it_is_read_back() -> None:
+def test_a_row_counts_the_same_when_it_is_read_back():
     rows = [
         Row("a", Prediction.of(label=1, probabilities=(0.25, 0.75)), 1, None),
         Row("b", Prediction.of(label=0, probabilities=(0.5, 0.5)), 1, None),
@@ -95,7 +91,7 @@ def test_a_row_counts_the_same_when_it_is_read_back() -> None:
 # --- pixels that are decoded already
 
 
-def test_pixels_are_the_input_that_their_png_is_decoded_to(forms: Path, digits: Samples) -> None:
+def test_pixels_are_the_input_that_their_png_is_decoded_to(forms, digits):
     predictor = load_predictor(forms / "model.pt")
     items = list(find_inputs(Wanted("digits")).items())[:5]
     for (_, found, _), item in zip(decode_all(items, predictor), items, strict=True):
@@ -106,7 +102,7 @@ def test_pixels_are_the_input_that_their_png_is_decoded_to(forms: Path, digits: 
         assert np.array_equal(found, digits.pixels[int(item.name)])
 
 
-def test_pixels_of_another_size_go_the_way_of_an_image_file(forms: Path) -> None:
+def test_pixels_of_another_size_go_the_way_of_an_image_file(forms):
     predictor = load_predictor(forms / "model.pt")
     large = Item("a", Pixels(np.full((56, 56), 7, np.uint8)), None, 1.0)
     [(_, found, _)] = decode_all([large], predictor)
@@ -114,7 +110,7 @@ def test_pixels_of_another_size_go_the_way_of_an_image_file(forms: Path) -> None
     assert found.tolist() == [[7] * 28] * 28
 
 
-def test_an_item_of_a_dataset_is_sent_to_another_machine_alone(digits: Samples) -> None:
+def test_an_item_of_a_dataset_is_sent_to_another_machine_alone(digits):
     """Not with all images of its dataset."""
     item = next(find_inputs(Wanted("digits")).items())
     assert len(pickle.dumps(item)) < 28 * 28 + 1000

@@ -18,7 +18,6 @@ import ckpt_tools
 from inference.batch.__main__ import main
 from inference.serving import __main__ as serve
 from tests.training.predictions import all_logits
-from training.data.datasets import Samples
 from training.loop import evaluation
 from training.models.image_models import build_model
 
@@ -29,7 +28,7 @@ COMPANY = (slice(0, 1), slice(3, 40), slice(17, 18), slice(0, 31))
 
 
 @pytest.fixture(scope="module")
-def expected(weights: dict[str, Any], digits: Samples) -> list[list[float]]:
+def expected(weights, digits):
     """As training evaluates."""
     model = build_model()
     model.load_state_dict(weights)
@@ -37,7 +36,7 @@ def expected(weights: dict[str, Any], digits: Samples) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def sources(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sources(forms, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     for name in FORMATS:
         ckpt_tools.convert(forms / "model.pt", folder / name, to=name, world_size=3)
@@ -54,12 +53,12 @@ def batch(source: Path, out: Path) -> list[list[float]]:
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "dcp", "zero3", *(pytest.param(name, marks=pytest.mark.extended) for name in OTHERS)]
 )
-def test_the_batch_command(name: str, sources: dict[str, Path], expected: list[list[float]], tmp_path: Path) -> None:
+def test_the_batch_command(name, sources, expected, tmp_path):
     assert batch(sources[name], tmp_path / "x.jsonl") == expected
 
 
 @pytest.mark.extended
-def test_the_batch_command_on_ray(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_the_batch_command_on_ray(sources, tmp_path):
     """The same file, byte for byte. A process of its own, which starts and ends its cluster."""
     batch(sources["dcp"], tmp_path / "here.jsonl")
     command = [sys.executable, "-m", "inference.batch", "--model", sources["dcp"], "--input=digits", "--runner=ray"]
@@ -70,7 +69,7 @@ def test_the_batch_command_on_ray(sources: dict[str, Path], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["dcp", pytest.param("zero3", marks=pytest.mark.extended)])
-def test_the_service(name: str, sources: dict[str, Path], expected: list[list[float]], digits: Samples) -> None:
+def test_the_service(name, sources, expected, digits):
     with TestClient(serve.create_app(sources[name]), base_url="http://127.0.0.1") as client:
         for part in COMPANY:
             pixels = digits.pixels[part].numpy()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,13 +10,13 @@ from inference.common.garbage import libraries_left_alone
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_frozen() -> Iterator[None]:
+def nothing_is_frozen():
     gc.unfreeze()
     yield
     gc.unfreeze()
 
 
-def test_what_was_there_is_left_alone_until_the_block_ends() -> None:
+def test_what_was_there_is_left_alone_until_the_block_ends():
     threshold = gc.get_threshold()
     with libraries_left_alone():
         assert gc.get_freeze_count() > 1000
@@ -25,7 +24,7 @@ def test_what_was_there_is_left_alone_until_the_block_ends() -> None:
     assert (gc.get_freeze_count(), gc.get_threshold()) == (0, threshold)
 
 
-def test_what_somebody_else_arranged_stays() -> None:
+def test_what_somebody_else_arranged_stays():
     gc.freeze()
     threshold = gc.get_threshold()
     with libraries_left_alone():
@@ -33,7 +32,7 @@ def test_what_somebody_else_arranged_stays() -> None:
     assert gc.get_freeze_count() > 1000
 
 
-def test_an_error_ends_it_too() -> None:
+def test_an_error_ends_it_too():
     with pytest.raises(ValueError, match="x"), libraries_left_alone():
         raise ValueError("x")
     assert gc.get_freeze_count() == 0

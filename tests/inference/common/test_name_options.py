@@ -8,12 +8,10 @@ import pytest
 from click.testing import CliRunner
 from fastapi.testclient import TestClient
 from safetensors.torch import save_file
-from torch import Tensor
 
 from inference.batch.__main__ import main
 from inference.models.predictor import load_predictor, loaded
 from inference.serving import __main__ as serve
-from training.data.datasets import Samples
 
 RENAMED = ("--rename=^net[.]=", "--exclude=ema.*")
 
@@ -26,14 +24,14 @@ right = "{name...}"
 
 
 @pytest.fixture(scope="module")
-def wrapped(weights: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wrapped(weights, tmp_path_factory):
     """The weights as attribute of another module, beside a second copy."""
     file = tmp_path_factory.mktemp("wrapped") / "model.safetensors"
     save_file({f"{prefix}.{name}": value.clone() for name, value in weights.items() for prefix in ("net", "ema")}, file)
     return file
 
 
-def test_predict_renames(wrapped: Path, forms: Path, image_folder: Path, tmp_path: Path) -> None:
+def test_predict_renames(wrapped, forms, image_folder, tmp_path):
     def predicted(model: Path, *options: str) -> list[str]:
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         words = ["--model", model, "--input", image_folder, "--output", out, "--quiet", "--threads=1", *options]
@@ -61,9 +59,7 @@ def test_predict_renames(wrapped: Path, forms: Path, image_folder: Path, tmp_pat
         (("--inverse",), 2, "is for a recipe"),
     ],
 )
-def test_a_wrong_name_is_one_sentence(
-    options: tuple[str, ...], code: int, sentence: str, wrapped: Path, image_folder: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_name_is_one_sentence(options, code, sentence, wrapped, image_folder, tmp_path):
     words = ["--model", wrapped, "--input", image_folder, "--output", tmp_path / "out.jsonl", *options]
     result = CliRunner().invoke(main, list(map(str, words)))
     notice = "nothing says what the model is, so it is taken"
@@ -74,13 +70,13 @@ def test_a_wrong_name_is_one_sentence(
 
 @pytest.mark.parametrize("options", [RENAMED, ("--recipe={}",)], ids=["rename", "recipe"])
 def test_serve_renames(
-    options: tuple[str, ...],
-    wrapped: Path,
-    forms: Path,
-    digits: Samples,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    options,
+    wrapped,
+    forms,
+    digits,
+    tmp_path,
+    monkeypatch,
+):
     """The application of the command's options, in this process."""
     recipe = tmp_path / "bare.toml"
     recipe.write_text(RECIPE)

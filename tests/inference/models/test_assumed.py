@@ -37,7 +37,7 @@ def saved(path: Path, weights: dict[str, Any], *, model: str | None = None, mode
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Path:
+def images(tmp_path):
     (tmp_path / "images").mkdir()
     Image.new("L", (28, 28), 99).save(tmp_path / "images" / "one.png")
     return tmp_path / "images"
@@ -48,7 +48,7 @@ def run(model: Path, images: Path, *more: str) -> Any:
     return CliRunner().invoke(predict, words)
 
 
-def test_what_is_assumed_is_printed(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_assumed_is_printed(images, tmp_path, capsys):
     torch.save(build_model().state_dict(), tmp_path / "vit.pt")
     done = run(tmp_path / "vit.pt", images)
     assert done.exit_code == 0 and SAID in done.stderr and "--architecture" in done.stderr, done.output
@@ -57,7 +57,7 @@ def test_what_is_assumed_is_printed(images: Path, tmp_path: Path, capsys: pytest
     assert SAID in capsys.readouterr().err
 
 
-def test_a_mismatch_names_the_way_out(images: Path, tmp_path: Path) -> None:
+def test_a_mismatch_names_the_way_out(images, tmp_path):
     torch.save(nn.Conv2d(3, 8, 3).state_dict(), tmp_path / "conv.pt")
     done = run(tmp_path / "conv.pt", images)
     assert done.exit_code == 4
@@ -67,7 +67,7 @@ def test_a_mismatch_names_the_way_out(images: Path, tmp_path: Path) -> None:
     assert "nothing says" not in str(named.value)
 
 
-def test_a_run_of_a_built_in_model_is_known_by_its_settings(tmp_path: Path) -> None:
+def test_a_run_of_a_built_in_model_is_known_by_its_settings(tmp_path):
     lm = saved(tmp_path / "lm", {"w": torch.zeros(2)}, model="lm", model_arg="layers=2; width=64")
     found = architecture_of(None, None, lm, None)
     assert (found.library, found.name, found.arguments) == ("ours", "lm", {"layers": 2, "width": 64})
@@ -84,9 +84,7 @@ def test_a_run_of_a_built_in_model_is_known_by_its_settings(tmp_path: Path) -> N
         ("hf:/models/llama", None, "give --config /models/llama"),
     ],
 )
-def test_a_run_of_code_of_the_users_says_what_to_pass(
-    model: str, model_arg: str | None, advice: str, images: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_code_of_the_users_says_what_to_pass(model, model_arg, advice, images, tmp_path):
     place = saved(tmp_path / "run", {"w": torch.zeros(2)}, model=model, model_arg=model_arg)
     done = run(place, images)
     assert done.exit_code == 2 and model in done.stderr and advice in done.stderr
@@ -94,7 +92,7 @@ def test_a_run_of_code_of_the_users_says_what_to_pass(
         load_predictor(place)
 
 
-def test_config_describes_a_checkpoint_that_has_none(tmp_path: Path) -> None:
+def test_config_describes_a_checkpoint_that_has_none(tmp_path):
     hub = save_text_model(tmp_path / "hub")
     ckpt_tools.convert(hub, tmp_path / "dcp", to="dcp", world_size=2)
     for path in tmp_path.joinpath("dcp").glob("*.json"):

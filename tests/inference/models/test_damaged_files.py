@@ -31,7 +31,7 @@ CONFIG, IMAGES, TOKENIZER, TOKENS = "config.json", "preprocessor_config.json", "
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folders")
     for kind, save in KINDS.items():
         save(folder / kind)
@@ -54,9 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("writer", "generation_config.json", {"eos_token_id": 0.5}, r"the files beside the weights do not fit|usable"),
     ],
 )
-def test_a_value_that_a_library_stumbles_over_is_one_sentence(
-    kind: str, file: str, changed: dict[str, Any], told: str, folders: Path, tmp_path: Path
-) -> None:
+def test_a_value_that_a_library_stumbles_over_is_one_sentence(kind, file, changed, told, folders, tmp_path):
     folder = shutil.copytree(folders / kind, tmp_path / kind)
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changed))
     with pytest.raises(FormatError, match=told) as caught:
@@ -66,7 +64,7 @@ def test_a_value_that_a_library_stumbles_over_is_one_sentence(
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"[" * 100_000, b'{"a": 1'], ids=range(5))
 @pytest.mark.parametrize("file", [CONFIG, IMAGES])
-def test_a_file_that_is_no_json_object_is_one_sentence(data: bytes, file: str, folders: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_json_object_is_one_sentence(data, file, folders, tmp_path):
     folder = shutil.copytree(folders / "images", tmp_path / "images")
     (folder / file).write_bytes(data)
     with pytest.raises(FormatError, match=file):
@@ -92,7 +90,7 @@ def changed(tree: Any, chance: random.Random) -> bytes:
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.soak if seed else ()) for seed in range(12)])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_no_error_of_a_library_comes_out(seed: int, folders: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_no_error_of_a_library_comes_out(seed, folders, tmp_path, pytestconfig):
     chance, codes, verbosity = random.Random(seed), set(), transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     for _ in range(20 if pytestconfig.getoption("--soak") else 8):

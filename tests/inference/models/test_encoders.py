@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +52,7 @@ def llama(folder: Path) -> Path:
     ("make", "texts", "pools", "batch"),
     [(bert, TEXTS, True, 8), (distilbert, TEXTS, False, 8), (llama, PROMPTS, False, 1)],
 )
-def test_a_text_is_embedded_as_by_transformers(
-    make: Callable[[Path], Path], texts: tuple[str, ...], pools: bool, batch: int, tmp_path: Path
-) -> None:
+def test_a_text_is_embedded_as_by_transformers(make, texts, pools, batch, tmp_path):
     torch.manual_seed(0)
     folder = make(tmp_path / "model")
     predictor = load_predictor(folder, embeddings=True)
@@ -105,7 +102,7 @@ def segformer(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("make", "pools"), [(vit, True), (vit_msn, False), (resnet, True), (segformer, False)])
-def test_an_image_is_embedded_as_by_transformers(make: Callable[[Path], Path], pools: bool, tmp_path: Path) -> None:
+def test_an_image_is_embedded_as_by_transformers(make, pools, tmp_path):
     torch.manual_seed(0)
     folder = make(tmp_path / "model")
     generator = torch.Generator().manual_seed(0)
@@ -124,7 +121,7 @@ def test_an_image_is_embedded_as_by_transformers(make: Callable[[Path], Path], p
     assert_company_changes_nothing(predictor, inputs)
 
 
-def test_the_command_writes_them(tmp_path: Path) -> None:
+def test_the_command_writes_them(tmp_path):
     folder, out = distilbert(tmp_path / "model"), tmp_path / "x.jsonl"
     (tmp_path / "in.txt").write_text("a good film\n" + "very " * 50 + "\nvery bad\n")
     words = ["--model", folder, "--input", tmp_path / "in.txt", "--output", out, "--quiet"]
@@ -138,7 +135,7 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
     assert (too_long["embedding"], too_long["error"]) == (None, "1 has 52 tokens; the model takes at most 40")
 
 
-def test_what_is_no_single_encoder_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_single_encoder_is_refused(tmp_path):
     folder = tmp_path / "model"
     save_text_model(folder)
     config = transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)

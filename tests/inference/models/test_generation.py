@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,6 @@ import ckpt_tools
 import inference
 from ckpt_tools.errors import FormatError
 from inference.models.generation import EndOfTextError, Generation, GrowingText, Turns, generate, overlap
-from inference.models.options import Exact
 from inference.models.predictor import Predictor, load_predictor
 from inference.models.texts import Tokens
 from tests.inference.tiny_models import CHAT, save_text_model, save_writer
@@ -38,12 +37,12 @@ CONVERSATION = ({"role": "user", "content": " Hi "}, {"role": "assistant", "cont
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return save_writer(tmp_path_factory.mktemp("writer") / "llama", chat_template=CHAT)
 
 
 @pytest.fixture(scope="module")
-def writer(folder: Path) -> Predictor:
+def writer(folder):
     return load_predictor(folder, max_new_tokens=20, exact="buckets")
 
 
@@ -99,7 +98,7 @@ def of_transformers(folder: Path, prompt: str, *, seed: int = 0, **sampling: Any
         ),
     ],
 )
-def test_texts_are_those_of_transformers(exact: Exact, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_texts_are_those_of_transformers(exact, dtype, tmp_path):
     folder = save_writer(tmp_path / "w", dtype=dtype)
     predictor = load_predictor(folder, max_new_tokens=20, exact=exact)
     for prompt in PROMPTS:
@@ -111,14 +110,12 @@ def test_texts_are_those_of_transformers(exact: Exact, dtype: torch.dtype, tmp_p
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_sampled_texts_are_those_of_transformers_with_the_seed(
-    sampling: dict[str, float], folder: Path, writer: Predictor
-) -> None:
+def test_sampled_texts_are_those_of_transformers_with_the_seed(sampling, folder, writer):
     for seed, prompt in enumerate(PROMPTS):
         assert text(writer, prompt, seed=seed, **sampling) == of_transformers(folder, prompt, seed=seed, **sampling)
 
 
-def test_a_seeded_text_does_not_depend_on_what_else_runs(writer: Predictor) -> None:
+def test_a_seeded_text_does_not_depend_on_what_else_runs(writer):
     state = torch.get_rng_state()
     alone = [text(writer, prompt, temperature=2, seed=seed) for seed, prompt in enumerate(PROMPTS)]
     expected = predicted(writer, "Hello")
@@ -132,7 +129,7 @@ def test_a_seeded_text_does_not_depend_on_what_else_runs(writer: Predictor) -> N
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_chat_is_what_the_tokenizer_makes_of_it(folder: Path, writer: Predictor) -> None:
+def test_a_chat_is_what_the_tokenizer_makes_of_it(folder, writer):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for messages in (CONVERSATION, CONVERSATION[:1]):
         prompt = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
@@ -142,7 +139,7 @@ def test_a_chat_is_what_the_tokenizer_makes_of_it(folder: Path, writer: Predicto
     assert tokens.of_chat(CONVERSATION)[0].tolist() == expected
 
 
-def test_an_export_has_the_texts_and_the_template(folder: Path, writer: Predictor, tmp_path: Path) -> None:
+def test_an_export_has_the_texts_and_the_template(folder, writer, tmp_path):
     ckpt_tools.convert(folder, tmp_path / "run", to="dcp", world_size=2)
     ckpt_tools.convert(tmp_path / "run", tmp_path / "exported", like=folder)
     assert of_transformers(tmp_path / "exported", "Hello") == text(writer, "Hello")
@@ -160,12 +157,12 @@ def test_an_export_has_the_texts_and_the_template(folder: Path, writer: Predicto
         ("x" * 48, "^text_input has 48 tokens, which is all"),
     ],
 )
-def test_a_prompt_that_the_model_does_not_take_is_refused(prompt: Any, sentence: str, writer: Predictor) -> None:
+def test_a_prompt_that_the_model_does_not_take_is_refused(prompt, sentence, writer):
     with pytest.raises(FormatError, match=sentence):
         pieces(writer, prompt)
 
 
-def test_models_without_a_template_or_language_say_so(tmp_path: Path) -> None:
+def test_models_without_a_template_or_language_say_so(tmp_path):
     with pytest.raises(FormatError, match="has no chat template, so it takes text_input"):
         pieces(load_predictor(save_writer(tmp_path / "w")), CONVERSATION)
     with pytest.raises(FormatError, match="the model does not generate text"):
@@ -190,18 +187,18 @@ def test_models_without_a_template_or_language_say_so(tmp_path: Path) -> None:
         ({"stop": ("a",) * 17}, "stop has to be up to 16 texts"),
     ],
 )
-def test_values_out_of_range_are_refused(asked: dict[str, Any], sentence: str) -> None:
+def test_values_out_of_range_are_refused(asked, sentence):
     with pytest.raises(FormatError, match=f"^{sentence}"):
         Generation("x", **asked)
 
 
-def test_a_text_ends_before_a_stop_text(writer: Predictor) -> None:
+def test_a_text_ends_before_a_stop_text(writer):
     whole = text(writer, "Hello", temperature=2, seed=1)
     for stop in (whole[5], whole[3:7], whole[-3:], whole + "x", whole[:2]):
         assert text(writer, "Hello", temperature=2, seed=1, stop=(stop, "not there")) == whole.partition(stop)[0]
 
 
-def test_an_error_of_the_receiver_ends_the_generation(writer: Predictor) -> None:
+def test_an_error_of_the_receiver_ends_the_generation(writer):
     given: list[str] = []
 
     def give(piece: str) -> None:
@@ -215,7 +212,7 @@ def test_an_error_of_the_receiver_ends_the_generation(writer: Predictor) -> None
     assert predicted(writer, "Hello") == text(writer, "Hello")
 
 
-def test_a_receiver_that_is_gone_costs_no_forward_pass(writer: Predictor) -> None:
+def test_a_receiver_that_is_gone_costs_no_forward_pass(writer):
     def give(piece: str) -> None:
         raise KeyError("gone")
 
@@ -254,7 +251,7 @@ def word_pieces(_: Path) -> Any:
 
 
 @pytest.mark.parametrize("make", [byte_level, word_pieces, lambda _: byte_fallback()])
-def test_pieces_join_to_the_whole_text_of_any_tokens(make: Callable[[Path], Any], folder: Path) -> None:
+def test_pieces_join_to_the_whole_text_of_any_tokens(make, folder):
     tokenizer, usual = make(folder)
     tokens = Tokens(tokenizer, ("input_ids",), None, len(tokenizer))
     draw = np.random.default_rng(0)
@@ -285,7 +282,7 @@ def grown(tokens: Tokens, ids: Sequence[int], asked: Generation) -> list[str]:
     return found
 
 
-def test_a_tokenizer_that_takes_text_back_is_an_error() -> None:
+def test_a_tokenizer_that_takes_text_back_is_an_error():
     growing = GrowingText(Generation("x", True), lambda ids: "ab" if len(ids) == 1 else "xyz", lambda _: None)
     growing.add(1)
     with pytest.raises(RuntimeError, match="the tokenizer changed 'ab', which was given already"):
@@ -293,11 +290,11 @@ def test_a_tokenizer_that_takes_text_back_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("end", "expected"), [("xab", 2), ("xa", 1), ("x", 0), ("abc", 0), ("", 0), ("aba", 1)])
-def test_the_beginning_of_a_stop_text_is_known(end: str, expected: int) -> None:
+def test_the_beginning_of_a_stop_text_is_known(end, expected):
     assert overlap(end, ("abc", "y")) == expected
 
 
-def test_turns_go_round_in_the_order_of_asking() -> None:
+def test_turns_go_round_in_the_order_of_asking():
     turns, order = Turns(), list[str]()
 
     def walk(name: str) -> None:
@@ -319,7 +316,7 @@ def test_turns_go_round_in_the_order_of_asking() -> None:
 
 
 @pytest.mark.parametrize("name", ["lm", pytest.param("lm-moe", marks=pytest.mark.extended)])
-def test_our_models_generate_too(name: str, tmp_path: Path) -> None:
+def test_our_models_generate_too(name, tmp_path):
     torch.manual_seed(0)
     model = our_model(name)
     torch.nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]

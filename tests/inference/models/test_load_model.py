@@ -35,9 +35,7 @@ print(type({package}.load_model(sys.argv[1])).__name__, {package}.load_predictor
 
 @pytest.mark.extended
 @pytest.mark.parametrize("package", ["inference", "ckpt_tools_inference"])
-def test_it_stands_at_the_top_of_the_package_which_is_imported_without_torch(
-    package: str, forms: Path, tmp_path: Path
-) -> None:
+def test_it_stands_at_the_top_of_the_package_which_is_imported_without_torch(package, forms, tmp_path):
     """The second is what an installed wheel calls it."""
     for name in ("training", "inference"):
         (tmp_path / f"ckpt_tools_{name}").symlink_to(ROOT / name)
@@ -59,9 +57,7 @@ def _only_ckpt_tools(folder: Path) -> Path:
     return folder / "only"
 
 
-def test_each_byte_of_a_weight_is_read_once(
-    forms: Path, weights: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_byte_of_a_weight_is_read_once(forms, weights, tmp_path, monkeypatch):
     ckpt_tools.convert(forms / "model.pt", tmp_path / "run", to="dcp", world_size=3)
     counted, read = [], TensorReader.read
 
@@ -76,7 +72,7 @@ def test_each_byte_of_a_weight_is_read_once(
     assert sum(counted) == sum(each.nbytes for each in weights.values())
 
 
-def test_all_that_does_not_fit_is_listed(tmp_path: Path) -> None:
+def test_all_that_does_not_fit_is_listed(tmp_path):
     save_file(
         {"0.weight": torch.zeros(2, 3), "0.scale": torch.zeros(2), "1.weight": torch.zeros(1)},
         tmp_path / "w.safetensors",
@@ -100,7 +96,7 @@ def linear_at(folder: Path, prefix: str, **more: Tensor) -> tuple[nn.Linear, Pat
     return module, folder / "model.pt"
 
 
-def test_a_prefix_is_taken_off(tmp_path: Path) -> None:
+def test_a_prefix_is_taken_off(tmp_path):
     own, path = linear_at(tmp_path, "net.")
     with pytest.raises(FormatError, match=r"not in the model: net\.weight, net\.bias"):
         inference.load_model(path, model=nn.Linear(3, 2))
@@ -109,7 +105,7 @@ def test_a_prefix_is_taken_off(tmp_path: Path) -> None:
     assert not loaded.training
 
 
-def test_names_are_mapped_and_parts_are_chosen(tmp_path: Path) -> None:
+def test_names_are_mapped_and_parts_are_chosen(tmp_path):
     own, path = linear_at(tmp_path, "student.", **{"teacher.weight": torch.zeros(9)})
     (tmp_path / "map.json").write_text(json.dumps({"student.weight": "weight", "student.bias": "bias"}))
     for chosen in ({"include": ["student.*"]}, {"exclude": ["teacher.*"]}):
@@ -117,7 +113,7 @@ def test_names_are_mapped_and_parts_are_chosen(tmp_path: Path) -> None:
         assert loaded.bias.equal(own.bias)
 
 
-def test_a_recipe_cuts_tensors(tmp_path: Path) -> None:
+def test_a_recipe_cuts_tensors(tmp_path):
     own, path = linear_at(tmp_path, "")
     rows = '{left = {"weight" = "(top:1 rest:1) W"}, right = {"top.weight" = "top W", "rest.weight" = "rest W"}}'
     biases = '{left = {"bias" = "(top:1 rest:1)"}, right = {"top.bias" = "top", "rest.bias" = "rest"}}'
@@ -132,7 +128,7 @@ def test_a_recipe_cuts_tensors(tmp_path: Path) -> None:
     assert back.bias.equal(own.bias)
 
 
-def test_a_part_of_a_tree_is_chosen(tmp_path: Path) -> None:
+def test_a_part_of_a_tree_is_chosen(tmp_path):
     own, other = nn.Linear(3, 2), nn.Linear(3, 2)
     torch.save({"model": own.state_dict(), "ema": other.state_dict()}, tmp_path / "model.pt")
     assert inference.load_model(tmp_path / "model.pt", model=nn.Linear(3, 2), model_key="ema").weight.equal(
@@ -140,7 +136,7 @@ def test_a_part_of_a_tree_is_chosen(tmp_path: Path) -> None:
     )
 
 
-def test_a_rule_that_changes_no_name_is_refused(tmp_path: Path) -> None:
+def test_a_rule_that_changes_no_name_is_refused(tmp_path):
     _, path = linear_at(tmp_path, "")
     with pytest.raises(CkptError, match=r"rename='\^net=' matches no"):
         inference.load_model(path, model=nn.Linear(3, 2), rename=["^net="])
@@ -160,7 +156,7 @@ class Tied(nn.Module):
         return linear(self.embedding(numbers), self.head.weight)
 
 
-def test_a_module_on_the_meta_device_is_filled_and_stays_tied(tmp_path: Path) -> None:
+def test_a_module_on_the_meta_device_is_filled_and_stays_tied(tmp_path):
     own = Tied()
     torch.save(own.state_dict(), tmp_path / "model.pt")
     with torch.device("meta"):
@@ -172,7 +168,7 @@ def test_a_module_on_the_meta_device_is_filled_and_stays_tied(tmp_path: Path) ->
     assert loaded.count.device.type == "cpu"
 
 
-def test_a_table_that_no_checkpoint_has_is_not_made_up(tmp_path: Path) -> None:
+def test_a_table_that_no_checkpoint_has_is_not_made_up(tmp_path):
     class WithTable(nn.Linear):
         def __init__(self) -> None:
             super().__init__(3, 2)
@@ -185,7 +181,7 @@ def test_a_table_that_no_checkpoint_has_is_not_made_up(tmp_path: Path) -> None:
         inference.load_model(tmp_path / "model.pt", model=empty)
 
 
-def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(UsageError, match="the architecture needs the package timm, which is not installed"):
         Architecture.parse("timm:resnet18").build(None)
@@ -195,7 +191,7 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+def program(tmp_path_factory):
     """A model, and a folder with it as ``model.pt2`` and as TorchScript, ``script.pt``."""
     folder = tmp_path_factory.mktemp("programs")
     own = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
@@ -206,7 +202,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
 
 
 @pytest.mark.parametrize(("kind", "file"), [("torch.export", "model.pt2"), ("torchscript", "script.pt")])
-def test_a_program_is_loaded_by_its_name(kind: str, file: str, program: tuple[nn.Module, Path]) -> None:
+def test_a_program_is_loaded_by_its_name(kind, file, program):
     own, folder = program
     with fsspec.open(f"memory://programs/{file}", "wb") as remote:
         remote.write((folder / file).read_bytes())
@@ -215,7 +211,7 @@ def test_a_program_is_loaded_by_its_name(kind: str, file: str, program: tuple[nn
         assert inference.load_model(url, model=kind)(images).equal(own(images))
 
 
-def test_a_program_that_is_not_asked_for_is_not_run(program: tuple[nn.Module, Path]) -> None:
+def test_a_program_that_is_not_asked_for_is_not_run(program):
     _, folder = program
     with pytest.raises(
         UsageError, match=r"program of torch\.export, and to load it is to run it; .*name torch\.export"
@@ -228,9 +224,7 @@ def test_a_program_that_is_not_asked_for_is_not_run(program: tuple[nn.Module, Pa
 
 
 @pytest.mark.parametrize(("kind", "file"), [("torch.export", "model.pt2"), ("torchscript", "script.pt")])
-def test_what_is_not_that_program_is_named(
-    kind: str, file: str, program: tuple[nn.Module, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_that_program_is_named(kind, file, program, tmp_path, capfd):
     whole = (program[1] / file).read_bytes()
     torch.save({"a": torch.ones(1)}, tmp_path / "plain.pt")
     for data in (b"", b"PK\3\4", whole[: len(whole) // 2], (tmp_path / "plain.pt").read_bytes()):

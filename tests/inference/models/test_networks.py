@@ -76,7 +76,7 @@ def flat(answer: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def pair() -> Pair:
+def pair():
     torch.manual_seed(0)
     return Pair().eval()
 
@@ -90,7 +90,7 @@ def exported(file: Path, pair: Pair, num_rows: int, shapes: object = None) -> Pa
     return file
 
 
-def test_a_program_says_itself_what_it_takes_and_gives(pair: Pair, tmp_path: Path) -> None:
+def test_a_program_says_itself_what_it_takes_and_gives(pair, tmp_path):
     batch, length = Dim("batch", min=1, max=6), Dim("length", min=2, max=9)
     shapes = {"values": {0: batch}, "mask": {0: batch, 1: length}, "scale": None}
     file = exported(tmp_path / "pair.pt2", pair, 3, shapes)
@@ -115,7 +115,7 @@ def test_a_program_says_itself_what_it_takes_and_gives(pair: Pair, tmp_path: Pat
             predictor.predict([(floats(4), mask)])
 
 
-def test_sizes_that_a_program_wants_equal_are_refused_if_they_are_not(tmp_path: Path) -> None:
+def test_sizes_that_a_program_wants_equal_are_refused_if_they_are_not(tmp_path):
     class Product(nn.Module):
         def forward(self, one: Tensor, two: Tensor, three: Tensor) -> Tensor:
             return one * two + three[:, 1:]
@@ -136,7 +136,7 @@ def test_sizes_that_a_program_wants_equal_are_refused_if_they_are_not(tmp_path: 
 
 
 @pytest.mark.parametrize("exact", ["full", "buckets", "off"])
-def test_a_program_of_a_fixed_batch_gets_it(exact: Any, pair: Pair, tmp_path: Path) -> None:
+def test_a_program_of_a_fixed_batch_gets_it(exact, pair, tmp_path):
     file = exported(tmp_path / "pair.pt2", pair, 4)
     predictor = load_predictor(file, architecture="torch.export", exact=exact)
     assert predictor.max_batch == 4
@@ -144,7 +144,7 @@ def test_a_program_of_a_fixed_batch_gets_it(exact: Any, pair: Pair, tmp_path: Pa
     assert_same_bits(predictor.predict(rows), in_full_passes(lambda *given: flat(pair(*given, scale=3)), rows, 4))
 
 
-def test_a_program_that_was_made_for_two_rows_or_more_gets_no_single_one(pair: Pair, tmp_path: Path) -> None:
+def test_a_program_that_was_made_for_two_rows_or_more_gets_no_single_one(pair, tmp_path):
     """torch may have assumed that no size is 1."""
     dynamic = {0: Dim.DYNAMIC}
     file = exported(tmp_path / "x.pt2", pair, 3, {"values": dynamic, "mask": dynamic, "scale": None})
@@ -154,7 +154,7 @@ def test_a_program_that_was_made_for_two_rows_or_more_gets_no_single_one(pair: P
     assert_same_bits(predictor.predict(rows), in_full_passes(lambda *given: flat(pair(*given, scale=3)), rows, 8))
 
 
-def test_a_program_without_a_batch_is_refused(tmp_path: Path) -> None:
+def test_a_program_without_a_batch_is_refused(tmp_path):
     class Sum(nn.Module):
         def forward(self, values: Tensor) -> Tensor:
             return values.sum()
@@ -166,7 +166,7 @@ def test_a_program_without_a_batch_is_refused(tmp_path: Path) -> None:
         load_predictor(tmp_path / "x.pt2", architecture="torch.export", rename=["a=b"])
 
 
-def test_a_script_is_described_by_a_module(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_is_described_by_a_module(pair, tmp_path, monkeypatch):
     with pytest.warns(FutureWarning, match="deprecated"):
         torch.jit.script(nn.Sequential(pair.linear, nn.ReLU())).save(tmp_path / "script.pt")
     with pytest.raises(UsageError, match=r"does not say the shapes of its inputs; write torchscript:MODULE.* inputs ="):
@@ -178,7 +178,7 @@ def test_a_script_is_described_by_a_module(pair: Pair, tmp_path: Path, monkeypat
     assert_same_bits(predictor.predict([row[0] for row in rows]), theirs)
 
 
-def test_a_module_says_more_of_a_program(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_says_more_of_a_program(pair, tmp_path, monkeypatch):
     file = exported(tmp_path / "pair.pt2", pair, 1)
     written(tmp_path, "of_program", "def encode(answer):\n    return sorted(answer)", monkeypatch)
     predictor = load_predictor(file, architecture="torch.export:of_program")
@@ -240,9 +240,7 @@ def own_network(
         ('return __import__("dataclasses").make_dataclass("D", ["p", "q"])(y, -y)', ["p", "q"]),
     ],
 )
-def test_outputs_are_named_by_their_keys(
-    returned: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_are_named_by_their_keys(returned, names, tmp_path, monkeypatch):
     predictor, linear = own_network(tmp_path, monkeypatch, returned)
     assert predictor.outputs == tuple(TensorSpec(name, "FP32", (-1, 2)) for name in names)
     rows = [(floats(3),) for _ in range(9)]
@@ -250,7 +248,7 @@ def test_outputs_are_named_by_their_keys(
     assert predictor.predict([row[0] for row in rows])[0][names[0]].tobytes() == first["y"].numpy().tobytes()
 
 
-def test_outputs_get_the_users_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_get_the_users_names(tmp_path, monkeypatch):
     more = f'{INPUTS}\noutputs = {{"up": ("FP32", [-1, 2]), "down": ("FP32", [-1, -1])}}'
     predictor, linear = own_network(tmp_path, monkeypatch, "return y, -y", more)
     assert [spec.shape for spec in predictor.outputs] == [(-1, 2), (-1, -1)]
@@ -279,14 +277,12 @@ def test_outputs_get_the_users_names(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ('return {"json": y}', INPUTS + "\ndef encode(outputs):\n    return 1", "has an output named json"),
     ],
 )
-def test_what_is_not_described_well_is_one_sentence(
-    returned: str, more: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_described_well_is_one_sentence(returned, more, sentence, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=sentence):
         own_network(tmp_path, monkeypatch, returned, more)
 
 
-def test_code_of_the_user_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_the_user_that_fails_is_one_sentence(tmp_path, monkeypatch):
     save_file({"weight": torch.ones(1)}, tmp_path / "x.safetensors")
     for name, text, sentence in (
         ("own_broken", "1 +", "the module own_broken cannot be imported: SyntaxError: invalid syntax"),
@@ -297,9 +293,7 @@ def test_code_of_the_user_that_fails_is_one_sentence(tmp_path: Path, monkeypatch
             load_predictor(tmp_path / "x.safetensors", architecture=f"{name}:build")
 
 
-def test_rows_that_depend_on_each_other_are_answered_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_depend_on_each_other_are_answered_one_at_a_time(tmp_path, monkeypatch):
     predictor, linear = own_network(tmp_path, monkeypatch, "return y - y.mean(0), y @ y.T")
     assert predictor.max_batch == 1
     rows = [floats(3) for _ in range(3)]
@@ -310,7 +304,7 @@ def test_rows_that_depend_on_each_other_are_answered_one_at_a_time(
         assert found["output_1"].tobytes() == (one @ one.T)[0].numpy().tobytes()
 
 
-def test_lists_of_rows_have_a_shape_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_rows_have_a_shape_of_their_own(tmp_path, monkeypatch):
     returned = 'return [{"kept": row[row > 0], "all": row} for row in y]'
     predictor, linear = own_network(tmp_path, monkeypatch, returned)
     assert predictor.outputs == (TensorSpec("kept", "FP32", (-1, -1)), TensorSpec("all", "FP32", (-1, -1)))
@@ -325,7 +319,7 @@ def test_lists_of_rows_have_a_shape_of_their_own(tmp_path: Path, monkeypatch: py
     assert found[0] == predictor.predict(rows[:1])[0]
 
 
-def test_a_network_may_give_the_same_memory_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_may_give_the_same_memory_again(tmp_path, monkeypatch):
     returned = """if not hasattr(self, "memory"):
             self.memory = torch.empty(8, 2)
         return self.memory[:len(y)].copy_(y)"""
@@ -335,7 +329,7 @@ def test_a_network_may_give_the_same_memory_again(tmp_path: Path, monkeypatch: p
     assert_same_bits(predictor.predict([row[0] for row in rows]), theirs)
 
 
-def test_a_dtype_is_that_of_inputs_and_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dtype_is_that_of_inputs_and_outputs(tmp_path, monkeypatch):
     predictor, linear = own_network(tmp_path, monkeypatch, "return y", dtype=torch.bfloat16)
     assert predictor.outputs[0].datatype == "BF16"
     row = floats(3)
@@ -358,7 +352,7 @@ def encode(outputs):
 """
 
 
-def test_files_are_predicted_by_the_users_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_predicted_by_the_users_functions(tmp_path, monkeypatch):
     predictor, linear = own_network(tmp_path, monkeypatch, "return y", FUNCTIONS)
     (tmp_path / "a.dat").write_text("1 2 3")
     (tmp_path / "b.dat").write_text("1 2 x")
@@ -388,7 +382,7 @@ def test_files_are_predicted_by_the_users_functions(tmp_path: Path, monkeypatch:
     assert predictor.predict([predictor.decode(b"1 2 3", "a")])[0].shown() == rows[0]["outputs"]
 
 
-def test_an_encoder_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoder_that_fails_is_one_sentence(tmp_path, monkeypatch):
     more = f"{INPUTS}\ndef encode(outputs):\n    return 1 / 0"
     predictor, _ = own_network(tmp_path, monkeypatch, "return y", more, exact="buckets")
     assert predictor.batch_sizes["3"][-1] == 8
@@ -503,7 +497,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_model_of_transformers_is_answered_by_its_own_forward(case: Case, tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_answered_by_its_own_forward(case, tmp_path):
     torch.manual_seed(0)
     case.make().save_pretrained(tmp_path)
     predictor = load_predictor(tmp_path)
@@ -522,7 +516,7 @@ def test_a_model_of_transformers_is_answered_by_its_own_forward(case: Case, tmp_
     assert len({each[case.outputs[0]].tobytes() for each in ours}) == 3
 
 
-def test_tokens_that_a_model_has_no_place_for_are_refused(tmp_path: Path) -> None:
+def test_tokens_that_a_model_has_no_place_for_are_refused(tmp_path):
     bert("BertForTokenClassification").save_pretrained(tmp_path)
     predictor = load_predictor(tmp_path)
     types = np.zeros(3, np.int64)
@@ -545,7 +539,7 @@ def test_tokens_that_a_model_has_no_place_for_are_refused(tmp_path: Path) -> Non
         predictor.predict([(floats(3), types, types)])
 
 
-def test_a_model_that_needs_more_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_that_needs_more_is_refused_by_name(tmp_path):
     config = transformers.PatchTSTConfig(num_input_channels=1, context_length=8, d_model=8, num_hidden_layers=1)
     transformers.PatchTSTForRegression(config).save_pretrained(tmp_path)
     with pytest.raises(
@@ -555,7 +549,7 @@ def test_a_model_that_needs_more_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["features_only=True", "num_classes=0"])
-def test_features_of_timm_are_tensors(arguments: str, tmp_path: Path) -> None:
+def test_features_of_timm_are_tensors(arguments, tmp_path):
     torch.manual_seed(0)
     options = {"features_only": True} if "only" in arguments else {"num_classes": 0}
     own = timm.create_model("resnet10t", **options).eval()
@@ -571,7 +565,7 @@ def test_features_of_timm_are_tensors(arguments: str, tmp_path: Path) -> None:
     assert_same_bits(predictor.predict([row[0] for row in rows]), in_full_passes(named, rows, 2))
 
 
-def test_segmentation_of_torchvision(tmp_path: Path) -> None:
+def test_segmentation_of_torchvision(tmp_path):
     torch.manual_seed(0)
     own = torchvision.models.get_model("lraspp_mobilenet_v3_large", weights=None, weights_backbone=None).eval()
     torch.save(own.state_dict(), tmp_path / "x.pt")
@@ -582,7 +576,7 @@ def test_segmentation_of_torchvision(tmp_path: Path) -> None:
         assert_same_bits([found], in_full_passes(own, [row], 2))
 
 
-def test_detection_of_torchvision(tmp_path: Path) -> None:
+def test_detection_of_torchvision(tmp_path):
     torch.manual_seed(3)
     name = "ssdlite320_mobilenet_v3_large"
     own = torchvision.models.get_model(name, weights=None, weights_backbone=None, num_classes=3).eval()

@@ -34,7 +34,7 @@ def change(folder: Path, **changed: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fp8(tmp_path_factory):
     """A writer with the tokenizer of another, quantized by transformers' own code."""
     folder = fp8_model(tmp_path_factory.mktemp("fp8") / "qwen3")
     writer = save_writer(tmp_path_factory.mktemp("writer"))
@@ -44,25 +44,25 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copied(fp8: Path, tmp_path: Path) -> Path:
+def copied(fp8, tmp_path):
     return shutil.copytree(fp8, tmp_path / "copy")
 
 
-def test_quantized_weights_are_dequantized_as_transformers_does(fp8: Path) -> None:
+def test_quantized_weights_are_dequantized_as_transformers_does(fp8):
     loaded = inference.load_model(fp8, dequantize=True).state_dict()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(fp8, dtype=torch.bfloat16, device_map="cpu").state_dict()
     assert loaded.keys() == theirs.keys()
     assert all(loaded[name].view(torch.int16).equal(theirs[name].view(torch.int16)) for name in theirs)
 
 
-def test_how_they_are_quantized_is_read_in_the_folder_that_is_named(fp8: Path, tmp_path: Path) -> None:
+def test_how_they_are_quantized_is_read_in_the_folder_that_is_named(fp8, tmp_path):
     shutil.copy(fp8 / "model.safetensors", tmp_path)
     expected = inference.load_model(fp8, dequantize=True).state_dict()
     loaded = inference.load_model(tmp_path / "model.safetensors", dequantize=True, config=fp8).state_dict()
     assert all(loaded[name].view(torch.int16).equal(expected[name].view(torch.int16)) for name in expected)
 
 
-def test_they_are_refused_unless_that_is_asked_for(fp8: Path, tmp_path: Path) -> None:
+def test_they_are_refused_unless_that_is_asked_for(fp8, tmp_path):
     told = r"^quantization_config in config\.json .*quantized; load them with --dequantize, or .*ckpt-tools convert SRC"
     for load in (inference.load_model, inference.load_predictor):
         with pytest.raises(UnsupportedError, match=told):
@@ -84,7 +84,7 @@ def test_they_are_refused_unless_that_is_asked_for(fp8: Path, tmp_path: Path) ->
     ],
     ids=["compression_config", "of the text model", "ModelOpt"],
 )
-def test_every_way_to_say_it_is_read(said: Any, copied: Path) -> None:
+def test_every_way_to_say_it_is_read(said, copied):
     change(copied, quantization_config=None, **({} if isinstance(said, str) else said))
     if isinstance(said, str):
         (copied / said).write_text("{}")
@@ -92,7 +92,7 @@ def test_every_way_to_say_it_is_read(said: Any, copied: Path) -> None:
         inference.load_model(copied)
 
 
-def test_what_only_the_weights_say_is_refused_too(copied: Path) -> None:
+def test_what_only_the_weights_say_is_refused_too(copied):
     change(copied, quantization_config=None)
     with pytest.raises(FormatError, match=r"weight_scale_inv.*quantized weights; load them with --dequantize$"):
         inference.load_model(copied)
@@ -103,7 +103,7 @@ def test_what_only_the_weights_say_is_refused_too(copied: Path) -> None:
         inference.load_model(copied)
 
 
-def test_transformers_is_not_asked_to_cast_them(tmp_path: Path) -> None:
+def test_transformers_is_not_asked_to_cast_them(tmp_path):
     """Where it renames weights, which it does of BERT's old names."""
     model = transformers.BertModel(
         transformers.BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
@@ -121,7 +121,7 @@ def test_transformers_is_not_asked_to_cast_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_floats_are_cast_as_before(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_floats_are_cast_as_before(dtype, tmp_path):
     own = nn.Linear(3, 2).to(dtype)
     save_file(own.state_dict(), tmp_path / "model.safetensors")
     assert inference.load_model(tmp_path, model=nn.Linear(3, 2)).weight.equal(own.weight.float())  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def test_floats_are_cast_as_before(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapted(tmp_path_factory):
     """A folder ``base`` and a folder of PEFT's, ``an adapter``, which changes what the base model says."""
     folder = tmp_path_factory.mktemp("adapted")
     save_writer(folder / "base")
@@ -143,7 +143,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("what", ["an adapter", "an adapter/adapter_model.safetensors"])
-def test_an_adapter_is_refused_with_the_command_that_merges_it(what: str, adapted: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_refused_with_the_command_that_merges_it(what, adapted, tmp_path):
     base, adapter = adapted / "base", adapted / "an adapter"
     command = f"ckpt-tools merge-lora {base} '{adapter}' OUT --to safetensors"
     told = f"{adapted / what} is an adapter of {base} (PEFT LORA); merge it first: {command}"
@@ -160,7 +160,7 @@ def test_an_adapter_is_refused_with_the_command_that_merges_it(what: str, adapte
     assert all(loaded[name].allclose(tensor, atol=1e-6) for name, tensor in merged.items())
 
 
-def test_adapters_in_other_places_are_named_too(adapted: Path, tmp_path: Path) -> None:
+def test_adapters_in_other_places_are_named_too(adapted, tmp_path):
     import fsspec
 
     remote = fsspec.filesystem("memory")
@@ -175,14 +175,14 @@ def test_adapters_in_other_places_are_named_too(adapted: Path, tmp_path: Path) -
         inference.load_model(other)
 
 
-def test_a_state_with_an_adapter_is_told_apart_from_another_model(adapted: Path, tmp_path: Path) -> None:
+def test_a_state_with_an_adapter_is_told_apart_from_another_model(adapted, tmp_path):
     adapter = load_file(adapted / "an adapter" / "adapter_model.safetensors")
     torch.save({"model": adapter}, tmp_path / "state.pt")
     with pytest.raises(FormatError, match="those of an adapter of PEFT, which ckpt-tools merge-lora merges"):
         inference.load_model(tmp_path / "state.pt", model=nn.Linear(3, 2))
 
 
-def test_an_adapter_beside_a_whole_model_does_not_refuse_it(adapted: Path, tmp_path: Path) -> None:
+def test_an_adapter_beside_a_whole_model_does_not_refuse_it(adapted, tmp_path):
     both = shutil.copytree(adapted / "base", tmp_path / "both")
     shutil.copytree(adapted / "an adapter", both, dirs_exist_ok=True)
     assert inference.load_model(both / "model.safetensors")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ TEXTS = ("First Citizen:", "Speak, speak.", "a", "Größe", "First Citizen!", "x
 
 
 @pytest.fixture(scope="module", params=["lm", pytest.param("lm-moe", marks=pytest.mark.extended)])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(request, tmp_path_factory):
     """A sharded checkpoint with seeded weights, large enough that texts go on in different ways."""
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)
@@ -51,7 +50,7 @@ def answers(predictor: Predictor, texts: Sequence[str]) -> list[str | None]:
     return [each.text for each in predictor.predict(decoded(predictor, [text.encode() for text in texts]))]
 
 
-def test_a_text_is_continued_as_by_the_model_itself(run: Path) -> None:
+def test_a_text_is_continued_as_by_the_model_itself(run):
     predictor = load_predictor(run, max_new_tokens=10)
     model = inference.load_model(run)
     found = answers(predictor, TEXTS)
@@ -62,21 +61,21 @@ def test_a_text_is_continued_as_by_the_model_itself(run: Path) -> None:
     assert predictor.predict([]) == []
 
 
-def test_it_writes_as_many_bytes_as_other_models_write_tokens(run: Path) -> None:
+def test_it_writes_as_many_bytes_as_other_models_write_tokens(run):
     (prediction,) = load_predictor(run).predict([torch.tensor([65])])
     model = inference.load_model(run)
     assert prediction.text == continued(model, "A", 64)
 
 
 @pytest.mark.parametrize(("data", "sentence"), [(b"", "^t is an empty text$"), (b"\xff", "^t is not a text in UTF-8")])
-def test_what_is_not_a_text_is_refused(run: Path, data: bytes, sentence: str) -> None:
+def test_what_is_not_a_text_is_refused(run, data, sentence):
     with pytest.raises(FormatError, match=sentence):
         load_predictor(run).decode(data, "t")
     with pytest.raises(UsageError, match="--embeddings is for"):
         load_predictor(run, embeddings=True)
 
 
-def test_the_commands_continue_texts(run: Path, tmp_path: Path) -> None:
+def test_the_commands_continue_texts(run, tmp_path):
     lines, out = ["First Citizen:", "Speak"], tmp_path / "x.jsonl"
     (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
     words = ["--model", run, "--input", tmp_path / "in.txt", "--output", out, "--quiet", "--max-new-tokens", 8]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,7 @@ def takes(model: Any, num_tokens: int) -> bool:
 
 
 @pytest.mark.parametrize("family", TAKEN)
-def test_the_longest_text_is_taken_and_a_longer_one_is_refused(family: str, tmp_path: Path) -> None:
+def test_the_longest_text_is_taken_and_a_longer_one_is_refused(family, tmp_path):
     most, folder = TAKEN[family], tmp_path / family
     model = model_of(config_of(family))
     model.save_pretrained(folder)
@@ -88,7 +87,7 @@ def test_the_longest_text_is_taken_and_a_longer_one_is_refused(family: str, tmp_
             predictor.decode(b"a " * (most - 1), "longer")
 
 
-def test_a_table_of_64_positions_behind_the_padding_takes_62_tokens() -> None:
+def test_a_table_of_64_positions_behind_the_padding_takes_62_tokens():
     model = model_of(config_of("roberta", max_position_embeddings=64, pad_token_id=1))
     assert num_positions(model, np.array([[START, WORD, END]]), ["input_ids"]) == [62]
     assert (takes(model, 62), takes(model, 63)) == (True, False)
@@ -107,7 +106,7 @@ def small_model(family: str) -> Any:
 
 
 @pytest.mark.soak
-def test_every_family_of_text_classifiers_is_counted_as_it_counts() -> None:
+def test_every_family_of_text_classifiers_is_counted_as_it_counts():
     counted, taken = {}, {}
     for config_class in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         family = config_class.model_type

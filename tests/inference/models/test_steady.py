@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import ckpt_tools
 import inference
@@ -39,7 +39,7 @@ def write_two(folder: Path, value: float) -> Path:
 
 
 @pytest.fixture
-def architecture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]], str]:
+def architecture(monkeypatch):
     """Names an architecture which calls a function with the number of the reading, before weights are read."""
 
     def made(on_reading: Callable[[int], None]) -> str:
@@ -57,9 +57,7 @@ def architecture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], N
     return made
 
 
-def test_a_checkpoint_that_is_replaced_meanwhile_is_read_again(
-    tmp_path: Path, architecture: Callable[[Callable[[int], None]], str]
-) -> None:
+def test_a_checkpoint_that_is_replaced_meanwhile_is_read_again(tmp_path, architecture):
     """The first reading is of one new shard, the second of both."""
     model, new = write_two(tmp_path / "model", 1), write_two(tmp_path / "new", 2)
 
@@ -74,9 +72,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_read_again(
     }
 
 
-def test_a_checkpoint_that_keeps_changing_is_refused(
-    tmp_path: Path, architecture: Callable[[Callable[[int], None]], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_keeps_changing_is_refused(tmp_path, architecture, monkeypatch):
     monkeypatch.setattr(steady, "PAUSES", (0.0, 0.0, 0.0))
     model, readings = write_two(tmp_path / "model", 1), list[int]()
 
@@ -92,9 +88,7 @@ def test_a_checkpoint_that_keeps_changing_is_refused(
     assert (readings, refused.value.exit_code) == ([1, 2, 3, 4], 5)
 
 
-def test_an_error_of_a_half_written_file_is_no_answer(
-    tmp_path: Path, architecture: Callable[[Callable[[int], None]], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_a_half_written_file_is_no_answer(tmp_path, architecture, monkeypatch):
     monkeypatch.setattr(steady, "PAUSES", (0.4, 0.0, 0.0))
     model = write_two(tmp_path / "model", 1)
     whole = (model / SHARDS[1]).read_bytes()
@@ -118,7 +112,7 @@ def test_an_error_of_a_half_written_file_is_no_answer(
         inference.load_model(model, model=architecture(lambda _: None))
 
 
-def test_config_json_belongs_to_the_checkpoint(tmp_path: Path) -> None:
+def test_config_json_belongs_to_the_checkpoint(tmp_path):
     """In the folder above, which is not the checkpoint's own."""
     (tmp_path / "run").mkdir()
     weights = write_two(tmp_path / "run" / "step-1", 1)
@@ -131,7 +125,7 @@ def test_config_json_belongs_to_the_checkpoint(tmp_path: Path) -> None:
     assert not before.is_unchanged(None)
 
 
-def test_a_folder_that_is_named_is_looked_at_alone(tmp_path: Path) -> None:
+def test_a_folder_that_is_named_is_looked_at_alone(tmp_path):
     weights = write_two(tmp_path / "weights", 1)
     (tmp_path / "weights" / "config.json").write_text('{"labels": ["beside"]}')
     (tmp_path / "named").mkdir()
@@ -144,7 +138,7 @@ def test_a_folder_that_is_named_is_looked_at_alone(tmp_path: Path) -> None:
     assert not before.is_unchanged(None) and before.again() != before
 
 
-def test_a_newer_checkpoint_of_the_run_is_no_change_of_this_one(tmp_path: Path) -> None:
+def test_a_newer_checkpoint_of_the_run_is_no_change_of_this_one(tmp_path):
     (tmp_path / "run").mkdir()
     write_two(tmp_path / "run" / "step-1", 1)
     before = steady.CheckpointFiles.at(f"{tmp_path}/run@latest")
@@ -153,9 +147,7 @@ def test_a_newer_checkpoint_of_the_run_is_no_change_of_this_one(tmp_path: Path) 
     assert before.again() != before
 
 
-def test_predictors_of_a_folder_that_is_replaced_have_weights_that_were_saved(
-    tmp_path: Path, weights: dict[str, Tensor], pytestconfig: pytest.Config
-) -> None:
+def test_predictors_of_a_folder_that_is_replaced_have_weights_that_were_saved(tmp_path, weights, pytestconfig):
     """Both shards are written again and again, by a copy with the times of the original. Half of one is refused. After
     each refusal the next copies come later, because a load takes its time on a busy machine."""
     pause = 0.35
@@ -193,9 +185,7 @@ def test_predictors_of_a_folder_that_is_replaced_have_weights_that_were_saved(
 
 
 @pytest.mark.parametrize("load", [inference.load_model, inference.load_predictor])
-def test_weights_that_are_not_those_of_the_list_of_digests_are_refused(
-    load: Callable[[Path], object], weights: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_weights_that_are_not_those_of_the_list_of_digests_are_refused(load, weights, tmp_path):
     """A copy over the folder stopped in the middle: half of the weights are old, and nothing changes any more."""
     model, new = tmp_path / "model", tmp_path / "new"
     write_sharded(model, weights)
@@ -215,7 +205,7 @@ def test_weights_that_are_not_those_of_the_list_of_digests_are_refused(
     load(model)
 
 
-def test_a_cast_or_renamed_tensor_is_not_compared_with_the_list(tmp_path: Path) -> None:
+def test_a_cast_or_renamed_tensor_is_not_compared_with_the_list(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({"a.weight": torch.ones(2, 2), "b.weight": torch.zeros(2, 2)}, file)
     ckpt_tools.checksum(file)
@@ -238,9 +228,7 @@ def test_a_cast_or_renamed_tensor_is_not_compared_with_the_list(tmp_path: Path) 
 @pytest.mark.parametrize(
     "load", [pytest.param(inference.load_model, marks=pytest.mark.extended), inference.load_predictor]
 )
-def test_a_number_that_makes_no_sense_is_an_error_of_config_json(
-    key: str, value: object, load: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_a_number_that_makes_no_sense_is_an_error_of_config_json(key, value, load, tmp_path):
     folder = save_image_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: value}))

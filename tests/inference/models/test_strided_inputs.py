@@ -76,7 +76,7 @@ def item_of(predictor: Predictor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_layout_of_an_input_changes_no_bit(kind: str, tmp_path: Path) -> None:
+def test_the_layout_of_an_input_changes_no_bit(kind, tmp_path):
     torch.manual_seed(0)
     predictor = KINDS[kind](tmp_path)
     item = item_of(predictor)

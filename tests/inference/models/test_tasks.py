@@ -32,7 +32,7 @@ PROMPTS = ("Hello", "abc", "xyz", "a much longer prompt", "ab", "The ends", "GrÃ
 
 
 @pytest.fixture(scope="module")
-def pictures() -> list[Image.Image]:
+def pictures():
     """Of several sizes and modes; one lies on its side, which its EXIF data say."""
     generator = torch.Generator().manual_seed(0)
     found = []
@@ -76,9 +76,7 @@ def assert_scores(ours: Prediction, labels: tuple[str, ...] | None, theirs: list
 
 
 @pytest.mark.parametrize("problem", [None, "multi_label_classification"])
-def test_an_image_model_answers_as_its_pipeline(
-    problem: str | None, pictures: list[Image.Image], tmp_path: Path
-) -> None:
+def test_an_image_model_answers_as_its_pipeline(problem, pictures, tmp_path):
     folder = save_image_model(tmp_path / "vit", problem_type=problem)
     predictor = load_predictor(folder)
     assert predictor.inputs == (TensorSpec("image", "FP32", (-1, 3, 32, 32)),)
@@ -93,7 +91,7 @@ def test_an_image_model_answers_as_its_pipeline(
 
 
 @pytest.mark.parametrize("problem", [None, "multi_label_classification"])
-def test_a_text_model_answers_as_its_pipeline(problem: str | None, tmp_path: Path) -> None:
+def test_a_text_model_answers_as_its_pipeline(problem, tmp_path):
     folder = save_text_model(tmp_path / "bert", problem_type=problem)
     predictor = load_predictor(folder)
     assert predictor.inputs == (TensorSpec("text", "BYTES", (-1,)),)
@@ -107,7 +105,7 @@ def test_a_text_model_answers_as_its_pipeline(problem: str | None, tmp_path: Pat
 
 
 @pytest.mark.parametrize("changed", [{"model_input_names": ["input_ids", "token_type_ids"]}, {"pad_token": "[OWN]"}])
-def test_a_text_is_not_padded_with_what_the_model_does_not_know(changed: dict[str, object], tmp_path: Path) -> None:
+def test_a_text_is_not_padded_with_what_the_model_does_not_know(changed, tmp_path):
     """Without an attention mask, as of FNet's tokenizer, it would take the padding for a part of the text; and it has
     no embedding of a token that was added to the tokenizer alone."""
     folder = save_text_model(tmp_path / "bert")
@@ -120,7 +118,7 @@ def test_a_text_is_not_padded_with_what_the_model_does_not_know(changed: dict[st
         assert_scores(ours, predictor.labels, pipeline(text, top_k=3))
 
 
-def test_a_writer_is_not_padded_with_a_token_that_it_does_not_know(tmp_path: Path) -> None:
+def test_a_writer_is_not_padded_with_a_token_that_it_does_not_know(tmp_path):
     folder = save_writer(tmp_path / "llama")
     expected = load_predictor(folder, max_new_tokens=30)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -135,7 +133,7 @@ def test_a_writer_is_not_padded_with_a_token_that_it_does_not_know(tmp_path: Pat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extended)])
-def test_a_writer_continues_as_its_pipeline(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_writer_continues_as_its_pipeline(dtype, tmp_path):
     folder = save_writer(tmp_path / "llama", dtype=dtype)
     predictor = load_predictor(folder, max_new_tokens=20)
     assert predictor.outputs == (TensorSpec("text", "BYTES", (-1,)),)
@@ -149,7 +147,7 @@ def test_a_writer_continues_as_its_pipeline(dtype: torch.dtype, tmp_path: Path) 
     assert_company_changes_nothing(predictor, inputs)
 
 
-def test_a_writer_keeps_to_what_it_can_take(tmp_path: Path) -> None:
+def test_a_writer_keeps_to_what_it_can_take(tmp_path):
     predictor = load_predictor(save_writer(tmp_path / "llama"))
     (answer,) = predictor.predict([predictor.decode(b"x" * 46, "prompt")])
     assert answer.text is not None
@@ -163,13 +161,13 @@ def test_a_writer_keeps_to_what_it_can_take(tmp_path: Path) -> None:
     ("data", "sentence"),
     [(b"\xff\xfe", "^t is not a text in UTF-8"), (b"", "^t is an empty text$")],
 )
-def test_what_is_not_a_text_is_refused(data: bytes, sentence: str, tmp_path: Path) -> None:
+def test_what_is_not_a_text_is_refused(data, sentence, tmp_path):
     predictor = load_predictor(save_writer(tmp_path / "llama"))
     with pytest.raises(FormatError, match=sentence):
         predictor.decode(data, "t")
 
 
-def test_a_torchvision_model_is_prepared_as_its_weights_say(pictures: list[Image.Image], tmp_path: Path) -> None:
+def test_a_torchvision_model_is_prepared_as_its_weights_say(pictures, tmp_path):
     torch.manual_seed(0)
     own = torchvision.models.resnet18(num_classes=7).eval()
     torch.save(own.state_dict(), tmp_path / "resnet.pt")
@@ -186,14 +184,14 @@ def test_a_torchvision_model_is_prepared_as_its_weights_say(pictures: list[Image
     assert_company_changes_nothing(predictor, inputs)
 
 
-def test_a_torchvision_model_of_as_many_classes_has_their_names(tmp_path: Path) -> None:
+def test_a_torchvision_model_of_as_many_classes_has_their_names(tmp_path):
     torch.save(torchvision.models.squeezenet1_1().state_dict(), tmp_path / "net.pt")
     predictor = load_predictor(tmp_path / "net.pt", architecture="torchvision:squeezenet1_1")
     assert predictor.labels is not None
     assert predictor.labels[:2] == ("tench", "goldfish")
 
 
-def test_a_folder_without_its_companions_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_its_companions_is_refused(tmp_path):
     image, text = save_image_model(tmp_path / "vit"), save_text_model(tmp_path / "bert")
     (image / "preprocessor_config.json").unlink()
     with pytest.raises(FormatError, match="preparation of images"):
@@ -203,13 +201,13 @@ def test_a_folder_without_its_companions_is_refused(tmp_path: Path) -> None:
         load_predictor(text)
 
 
-def test_a_regression_is_refused(tmp_path: Path) -> None:
+def test_a_regression_is_refused(tmp_path):
     with pytest.raises(FormatError, match="is a regression"):
         load_predictor(save_text_model(tmp_path / "bert", problem_type="regression"))
 
 
 @pytest.mark.parametrize("to", ["dcp", "zero3"])
-def test_what_says_the_model_lies_beside_a_sharded_checkpoint(to: str, tmp_path: Path) -> None:
+def test_what_says_the_model_lies_beside_a_sharded_checkpoint(to, tmp_path):
     """In its folder, in a folder ``huggingface`` of it, or in the folder above."""
     source = save_text_model(tmp_path / "bert")
     expected = load_predictor(source)
@@ -227,7 +225,7 @@ def test_what_says_the_model_lies_beside_a_sharded_checkpoint(to: str, tmp_path:
         assert found.predict(inputs) == expected.predict(inputs)
 
 
-def test_a_remote_folder_is_read_whole(tmp_path: Path) -> None:
+def test_a_remote_folder_is_read_whole(tmp_path):
     import fsspec
 
     source = save_text_model(tmp_path / "bert")
@@ -240,7 +238,7 @@ def test_a_remote_folder_is_read_whole(tmp_path: Path) -> None:
     assert remote.name == "bert"
 
 
-def test_a_config_does_not_choose_code(tmp_path: Path) -> None:
+def test_a_config_does_not_choose_code(tmp_path):
     torch.save({"weight": torch.zeros(1)}, tmp_path / "model.pt")
     (tmp_path / "config.json").write_text('{"architecture": "os:getcwd"}')
     with pytest.raises(FormatError, match="does not choose code"):

@@ -102,18 +102,18 @@ def assert_as_timm(folder: Path, architecture: str | None = None) -> None:
         ),
     ],
 )
-def test_a_folder_of_the_hub_is_read_as_timm_reads_it(kind: str, architecture: str | None, tmp_path: Path) -> None:
+def test_a_folder_of_the_hub_is_read_as_timm_reads_it(kind, architecture, tmp_path):
     assert_as_timm(saved(tmp_path / "folder", kind), architecture and architecture.format(KINDS[kind][0]))
 
 
-def test_the_old_layout_is_read_as_timm_reads_it(tmp_path: Path) -> None:
+def test_the_old_layout_is_read_as_timm_reads_it(tmp_path):
     folder = saved(tmp_path / "folder")
     flatten(folder)
     assert_as_timm(folder)
     assert_as_timm(folder, "timm:test_resnet")
 
 
-def test_labels_may_be_numbered_and_may_be_missing(tmp_path: Path) -> None:
+def test_labels_may_be_numbered_and_may_be_missing(tmp_path):
     folder = saved(tmp_path / "folder", label_names={"1": "one", "0": "zero", "3": "three", "2": "two"})
     assert load_predictor(folder).labels == ("zero", "one", "two", "three")
     change(folder, lambda config: config["label_names"].pop("1"))
@@ -121,7 +121,7 @@ def test_labels_may_be_numbered_and_may_be_missing(tmp_path: Path) -> None:
     assert load_predictor(folder, labels=LABELS).labels == tuple(LABELS)
 
 
-def test_another_model_than_config_json_names_is_refused(tmp_path: Path) -> None:
+def test_another_model_than_config_json_names_is_refused(tmp_path):
     folder = saved(tmp_path / "folder")
     told = r"/config\.json says that the weights are of timm:test_resnet, not of timm:test_vit$"
     with pytest.raises(UsageError, match=told):
@@ -130,7 +130,7 @@ def test_another_model_than_config_json_names_is_refused(tmp_path: Path) -> None
         inference.load_model(folder, model="timm:test_vit?num_classes=4")
 
 
-def test_a_model_without_classes_gives_embeddings(tmp_path: Path) -> None:
+def test_a_model_without_classes_gives_embeddings(tmp_path):
     model = timm.create_model("test_resnet", num_classes=0).eval()
     save_for_hf(model, tmp_path / "folder", safe_serialization=True)
     assert [spec.name for spec in load_predictor(tmp_path / "folder").outputs] == ["output"]
@@ -141,7 +141,7 @@ def test_a_model_without_classes_gives_embeddings(tmp_path: Path) -> None:
     assert predictor.predict([image])[0].embedding == tuple(expected.tolist())
 
 
-def test_arguments_that_the_weights_do_not_have_are_refused(tmp_path: Path) -> None:
+def test_arguments_that_the_weights_do_not_have_are_refused(tmp_path):
     folder = saved(tmp_path / "folder")
     with pytest.raises(FormatError, match="shape mismatch: fc"):
         load_predictor(folder, architecture="timm:test_resnet?num_classes=7")
@@ -167,14 +167,14 @@ def test_arguments_that_the_weights_do_not_have_are_refused(tmp_path: Path) -> N
         ({"label_names": [1, 2, 3, 4]}, "is not usable: .*must be strings"),
     ],
 )
-def test_a_config_json_that_timm_cannot_use_is_named(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_a_config_json_that_timm_cannot_use_is_named(changed, told, tmp_path):
     folder = saved(tmp_path / "folder")
     change(folder, lambda config: config.update(changed))
     with pytest.raises(FormatError, match=told):
         load_predictor(folder)
 
 
-def test_a_model_that_gives_maps_of_features_is_answered_by_tensors(tmp_path: Path) -> None:
+def test_a_model_that_gives_maps_of_features_is_answered_by_tensors(tmp_path):
     folder = saved(tmp_path / "folder")
     save_file(timm.create_model("test_resnet", features_only=True).state_dict(), folder / "model.safetensors")
     change(folder, lambda config: config["model_args"].update(features_only=True))
@@ -186,7 +186,7 @@ def test_a_model_that_gives_maps_of_features_is_answered_by_tensors(tmp_path: Pa
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", timm.list_models("test_*"))
-def test_every_small_family_is_read_as_timm_reads_it(name: str, tmp_path: Path) -> None:
+def test_every_small_family_is_read_as_timm_reads_it(name, tmp_path):
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=4)
     save_for_hf(model, tmp_path / "folder", model_config={"label_names": LABELS}, safe_serialization=True)

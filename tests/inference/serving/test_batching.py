@@ -44,7 +44,7 @@ async def waiting(batcher: Batcher[int, int], *items: int) -> list[asyncio.Task[
     return tasks
 
 
-def test_what_waits_is_worked_on_together_and_each_gets_its_own_result() -> None:
+def test_what_waits_is_worked_on_together_and_each_gets_its_own_result():
     async def run() -> None:
         work = Work()
         with Batcher(work, max_batch=3, max_waiting=10) as batcher:
@@ -58,7 +58,7 @@ def test_what_waits_is_worked_on_together_and_each_gets_its_own_result() -> None
     asyncio.run(run())
 
 
-def test_a_full_batch_does_not_wait_for_the_one_before() -> None:
+def test_a_full_batch_does_not_wait_for_the_one_before():
     async def run() -> None:
         work, seen = Work(), []
         with Batcher(work, max_batch=2, max_waiting=10, observe=seen.append, num_threads=2) as batcher:
@@ -77,7 +77,7 @@ def test_a_full_batch_does_not_wait_for_the_one_before() -> None:
     asyncio.run(run())
 
 
-def test_a_full_queue_is_an_error_at_once() -> None:
+def test_a_full_queue_is_an_error_at_once():
     async def run() -> None:
         work = Work()
         with Batcher(work, max_batch=1, max_waiting=2) as batcher:
@@ -91,7 +91,7 @@ def test_a_full_queue_is_an_error_at_once() -> None:
     asyncio.run(run())
 
 
-def test_an_item_of_somebody_who_left_is_not_worked_on() -> None:
+def test_an_item_of_somebody_who_left_is_not_worked_on():
     async def run() -> None:
         work = Work()
         with Batcher(work, max_batch=5, max_waiting=5) as batcher:
@@ -109,7 +109,7 @@ def test_an_item_of_somebody_who_left_is_not_worked_on() -> None:
     asyncio.run(run())
 
 
-def test_an_error_is_for_its_item_and_not_for_its_company() -> None:
+def test_an_error_is_for_its_item_and_not_for_its_company():
     async def run() -> None:
         work = Work()
         with Batcher(work, max_batch=2, max_waiting=5) as batcher:
@@ -122,7 +122,7 @@ def test_an_error_is_for_its_item_and_not_for_its_company() -> None:
     asyncio.run(run())
 
 
-def test_it_ends_after_what_it_has_begun() -> None:
+def test_it_ends_after_what_it_has_begun():
     async def run() -> None:
         work = Work()
         work.may_go_on.set()
@@ -134,13 +134,13 @@ def test_it_ends_after_what_it_has_begun() -> None:
     asyncio.run(run())
 
 
-def test_a_batch_or_a_queue_of_nothing_is_refused() -> None:
+def test_a_batch_or_a_queue_of_nothing_is_refused():
     for sizes in ({"max_batch": 0, "max_waiting": 1}, {"max_batch": 1, "max_waiting": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             Batcher(Work(), **sizes)
 
 
-def test_an_idle_model_waits_for_more_as_long_as_it_is_told() -> None:
+def test_an_idle_model_waits_for_more_as_long_as_it_is_told():
     async def run() -> None:
         work = Work()
         work.may_go_on.set()
@@ -170,7 +170,7 @@ class Slow:
         return list(items)
 
 
-def test_clients_that_were_answered_together_are_answered_together_again() -> None:
+def test_clients_that_were_answered_together_are_answered_together_again():
     async def run() -> None:
         work = Slow()
         with Batcher(work, max_batch=8, max_waiting=10, max_delay=0.2) as batcher:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -33,7 +31,7 @@ LABELS = {"vit": ["cat", "dog", "emu"], "text": ["NEGATIVE", "NEUTRAL", "POSITIV
 
 
 @pytest.fixture(scope="module")
-def repository(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Repository:
+def repository(forms, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     sources = {
         "vit": save_image_model(folder / "vit"),
@@ -49,13 +47,13 @@ def repository(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Reposit
 
 
 @pytest.fixture(scope="module")
-def client(repository: Repository) -> Iterator[TestClient]:
+def client(repository):
     with TestClient(create_app(repository), base_url="http://127.0.0.1") as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def channel(repository: Repository, client: TestClient) -> Iterator[grpc.Channel]:
+def channel(repository, client):
     with served(repository, Settings()) as channel:
         yield channel
 
@@ -82,7 +80,7 @@ def over_grpc(channel: grpc.Channel, method: str, name: str) -> Json:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_metadata_and_configuration_agree(client: TestClient, channel: grpc.Channel, name: str) -> None:
+def test_metadata_and_configuration_agree(client, channel, name):
     metadata, config = client.get(f"/v2/models/{name}").json(), client.get(f"/v2/models/{name}/config").json()
     told = over_grpc(channel, "ModelMetadata", name)
     configured = over_grpc(channel, "ModelConfig", name)["config"]
@@ -101,7 +99,7 @@ def test_metadata_and_configuration_agree(client: TestClient, channel: grpc.Chan
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_weights_and_labels_are_the_same(client: TestClient, channel: grpc.Channel, name: str) -> None:
+def test_the_weights_and_labels_are_the_same(client, channel, name):
     known = client.get(f"/v2/models/{name}").json()["parameters"]
     assert known["labels"] == LABELS.get(name)
     assert known["digest"].startswith("blake3:")

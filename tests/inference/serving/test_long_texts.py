@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -124,7 +123,7 @@ USUAL = ("generate", "generate packed", "many messages", "infer labels", "infer 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.extended) for name in REQUESTS]
 )
-def test_a_text_of_16_mb_is_refused_before_it_is_tokenized(name: str, service: Service) -> None:
+def test_a_text_of_16_mb_is_refused_before_it_is_tokenized(name, service):
     """With a tenth of a second beyond what a request needs that is wrong in its first letter."""
     before, allowed = memory_of(service), 1.0 if name in SEVERAL else 0.1
     for _ in range(5):
@@ -140,7 +139,7 @@ def test_a_text_of_16_mb_is_refused_before_it_is_tokenized(name: str, service: S
 
 @pytest.mark.parametrize("is_raw", [False, True])
 @pytest.mark.parametrize("model", ["writer", "labels", "ours"])
-def test_a_long_text_over_grpc(model: str, is_raw: bool, service: Service) -> None:
+def test_a_long_text_over_grpc(model, is_raw, service):
     request, text = MESSAGES["ModelInferRequest"](model_name=model), LONG.encode()
     given = request.inputs.add(name="text", datatype="BYTES", shape=[1])
     if is_raw:
@@ -153,7 +152,7 @@ def test_a_long_text_over_grpc(model: str, is_raw: bool, service: Service) -> No
     assert " bytes; the model takes at most " in sentence
 
 
-def test_what_a_model_can_hold_is_taken(service: Service) -> None:
+def test_what_a_model_can_hold_is_taken(service):
     """A text of more tokens is refused by their number, which is told."""
     short, long = "good ", "good " * 13_000
     ask = json_of("labels", "infer", tensor(short + " " * 60_000))
@@ -163,7 +162,7 @@ def test_what_a_model_can_hold_is_taken(service: Service) -> None:
     assert json_of("ours", "generate", {"text_input": long * 10, "max_tokens": 1})(service).status_code == 200
 
 
-def test_the_batch_command_names_a_row_that_is_too_long(text_models: Path, tmp_path: Path) -> None:
+def test_the_batch_command_names_a_row_that_is_too_long(text_models, tmp_path):
     (tmp_path / "x.txt").write_text("good film\n" + "good " * 20_000 + "\nbad film\n")
     out = tmp_path / "out.jsonl"
     words = ["--model", text_models / "labels", "--input", tmp_path / "x.txt", "--output", out]
@@ -174,7 +173,7 @@ def test_the_batch_command_names_a_row_that_is_too_long(text_models: Path, tmp_p
     assert "has 100,000 bytes; the model takes at most 65,536" in rows[1]["error"]
 
 
-def test_the_limit_grows_with_the_context(text_models: Path) -> None:
+def test_the_limit_grows_with_the_context(text_models):
     labels, ours = load_predictor(text_models / "labels"), load_predictor(text_models / "ours" / "model.pt")
     assert (labels.task.max_bytes, ours.task.max_bytes) == (2**16, 2**20)
     with pytest.raises(TooLongError, match=r"^a text has 1,048,577 bytes; the model takes at most 1,048,576$"):

@@ -6,8 +6,6 @@ import json
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import httpx
@@ -18,7 +16,7 @@ from inference.models.predictor import load_predictor
 from inference.serving.grpc.requests import METHODS, SERVICE
 from inference.serving.repository import Repository, Source
 from inference.serving.settings import Settings
-from tests.inference.conftest import Service, running_service
+from tests.inference.conftest import running_service
 from tests.inference.serving.grpc.test_grpc import a_request, call, refusal, served
 from tests.inference.serving.test_operations import LARGE, sent
 from tests.inference.serving.test_operations import certificate as certificate
@@ -32,7 +30,7 @@ ONE = a_request(np.zeros((1, 28, 28), np.uint8), model="model")
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokens")
     (folder / "ask").write_text("ask")
     (folder / "change").write_text("change")
@@ -40,9 +38,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(
-    forms: Path, tokens: Path, certificate: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Service]:
+def service(forms, tokens, certificate, tmp_path_factory):
     options = [f"--token={tokens / 'ask'}", f"--control-token={tokens / 'change'}", "--model-control=explicit"]
     options += [f"--certfile={certificate / 'cert.pem'}", f"--keyfile={certificate / 'key.pem'}", "--access-log"]
     folder = tmp_path_factory.mktemp("run")
@@ -51,18 +47,18 @@ def service(
 
 
 @pytest.fixture(scope="module")
-def trusted(certificate: Path) -> ssl.SSLContext:
+def trusted(certificate):
     return ssl.create_default_context(cafile=str(certificate / "cert.pem"))
 
 
 @pytest.fixture(scope="module")
-def client(service: Service, trusted: ssl.SSLContext) -> Iterator[httpx.Client]:
+def client(service, trusted):
     with httpx.Client(base_url=f"https://localhost:{service.port}", verify=trusted, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def channel(service: Service, certificate: Path) -> Iterator[grpc.Channel]:
+def channel(service, certificate):
     credentials = grpc.ssl_channel_credentials((certificate / "cert.pem").read_bytes())
     with grpc.secure_channel(f"localhost:{service.grpc.rpartition(':')[2]}", credentials) as channel:
         yield channel
@@ -74,7 +70,7 @@ def change(client: httpx.Client, verb: str, headers: dict[str, str], name: str =
 
 @pytest.mark.parametrize("verb", [*VERBS, "unload%0A", "%75nload"])
 @pytest.mark.parametrize("headers", [{}, ASKING, {"Authorization": "change"}, {"Authorization": "Bearer \xff"}])
-def test_without_the_control_token_no_model_changes(client: httpx.Client, verb: str, headers: dict[str, str]) -> None:
+def test_without_the_control_token_no_model_changes(client, verb, headers):
     answer = change(client, verb, {key: value.encode("latin-1") for key, value in headers.items()})  # type: ignore[misc]
     assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
     assert answer.json() == {"error": "the request needs the token of --control-token, as Authorization: Bearer TOKEN"}
@@ -82,7 +78,7 @@ def test_without_the_control_token_no_model_changes(client: httpx.Client, verb: 
     assert ready.status_code == 200
 
 
-def test_the_control_token_changes_models_and_does_nothing_else(client: httpx.Client) -> None:
+def test_the_control_token_changes_models_and_does_nothing_else(client):
     index = "/v2/repository/index"
     assert client.post(index, headers=CHANGING).status_code == 401
     assert [each["state"] for each in client.post(index, headers=ASKING).json()] == ["READY"]
@@ -93,7 +89,7 @@ def test_the_control_token_changes_models_and_does_nothing_else(client: httpx.Cl
     assert "model_repository" in client.get("/v2", headers=ASKING).json()["extensions"]
 
 
-def test_grpc_has_the_same_tokens(channel: grpc.Channel) -> None:
+def test_grpc_has_the_same_tokens(channel):
     asking, changing = [("authorization", "Bearer ask")], [("authorization", "Bearer change")]
     for verb in ("Unload", "Load"):
         message = METHODS[f"RepositoryModel{verb}"].request(model_name="model")
@@ -110,13 +106,13 @@ def test_grpc_has_the_same_tokens(channel: grpc.Channel) -> None:
 
 
 @pytest.mark.parametrize("size", [700, 10**6])
-def test_a_large_head_over_https_is_cut_off(service: Service, trusted: ssl.SSLContext, size: int) -> None:
+def test_a_large_head_over_https_is_cut_off(service, trusted, size):
     plain = socket.create_connection(("127.0.0.1", service.port), timeout=60)
     with trusted.wrap_socket(plain, server_hostname="localhost") as connection:
         assert sent(connection, LARGE["one header"], size) == b""
 
 
-def test_a_call_is_a_line_of_the_log_and_a_signal_is_the_end(service: Service, channel: grpc.Channel) -> None:
+def test_a_call_is_a_line_of_the_log_and_a_signal_is_the_end(service, channel):
     """The last test of this service."""
     metadata = [("authorization", "Bearer ask"), ("x-request-id", "looked-for")]
     version = call(channel, "ModelInfer", ONE, metadata=metadata).model_version
@@ -132,7 +128,7 @@ def test_a_call_is_a_line_of_the_log_and_a_signal_is_the_end(service: Service, c
     assert service.process.wait(60) == 143
 
 
-def test_by_default_no_model_changes_and_the_index_can_be_read(forms: Path) -> None:
+def test_by_default_no_model_changes_and_the_index_can_be_read(forms):
     from fastapi.testclient import TestClient
 
     from inference.serving.http.app import create_app
@@ -168,8 +164,6 @@ def test_by_default_no_model_changes_and_the_index_can_be_read(forms: Path) -> N
         (["--model-control=poll"], 2, "is not one of 'none', 'explicit'"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
-    words: list[str], code: int, sentence: str, tokens: Path, forms: Path
-) -> None:
+def test_options_that_do_not_fit_are_refused(words, code, sentence, tokens, forms):
     done = run_serve(forms / "model.pt", *(word.format(tokens=tokens) for word in words))
     assert (done.returncode, sentence in done.stderr) == (code, True), done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ class Scaled(nn.Module):
 
 
 @pytest.fixture(scope="module", params=["here", pytest.param("in processes", marks=pytest.mark.extended)])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(request, tmp_path_factory):
     """By a service in this process, and by one with a process for its models."""
     folder = tmp_path_factory.mktemp("networks")
     torch.manual_seed(0)
@@ -108,7 +108,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(params=["http", "grpc"])
-def infer(request: pytest.FixtureRequest, served: Served) -> Iterator[Callable[..., Any]]:
+def infer(request, served):
     """Infer by a client of Triton's, with tensors by name."""
     kind: ModuleType = {"http": http, "grpc": grpc}[request.param]
     address = served.grpc if kind is grpc else served.url.removeprefix("http://")
@@ -132,7 +132,7 @@ def floats(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def test_a_program_has_its_own_names(infer: Callable[..., Any]) -> None:
+def test_a_program_has_its_own_names(infer):
     values, mask = floats(7, 4), np.zeros((7, 4), bool)
     found = infer("scaled", values=values, mask=mask)
     assert found.as_numpy("output_1").tobytes() == values.tobytes()
@@ -142,14 +142,14 @@ def test_a_program_has_its_own_names(infer: Callable[..., Any]) -> None:
     assert infer("scaled", values=values, mask=mask).as_numpy("output_1")[0, 0] == -np.inf
 
 
-def test_sizes_that_do_not_fit_together_are_a_bad_request(infer: Callable[..., Any]) -> None:
+def test_sizes_that_do_not_fit_together_are_a_bad_request(infer):
     with pytest.raises(Exception, match="dimension 1 of mask has the size 5, and another tensor 4"):
         infer("scaled", values=floats(1, 4), mask=np.zeros((1, 5), bool))
     with pytest.raises(Exception, match="has the size 51; the program takes 0 to 50"):
         infer("scaled", values=floats(1, 51), mask=np.zeros((1, 51), bool))
 
 
-def test_the_users_network_answers_rows_of_any_shape(served: Served, infer: Callable[..., Any]) -> None:
+def test_the_users_network_answers_rows_of_any_shape(served, infer):
     rows, numbers = floats(6, 3), set()
     for row in rows:
         with torch.no_grad():
@@ -165,7 +165,7 @@ def test_the_users_network_answers_rows_of_any_shape(served: Served, infer: Call
         infer("boxes", values=rows)
 
 
-def test_a_model_of_transformers_takes_its_own_arguments(served: Served, infer: Callable[..., Any]) -> None:
+def test_a_model_of_transformers_takes_its_own_arguments(served, infer):
     given = {"input_ids": np.arange(10).reshape(2, 5), "attention_mask": np.ones((2, 5), np.int64)}
     decoded = np.arange(6).reshape(2, 3)
     found = infer("t5", **given, decoder_input_ids=decoded)
@@ -177,7 +177,7 @@ def test_a_model_of_transformers_takes_its_own_arguments(served: Served, infer: 
         infer("t5", **{**given, "input_ids": given["input_ids"] + 15}, decoder_input_ids=decoded)
 
 
-def test_metadata_say_what_each_model_takes(served: Served) -> None:
+def test_metadata_say_what_each_model_takes(served):
     with grpc.InferenceServerClient(served.grpc) as client:
         found = client.get_model_metadata("scaled", as_json=True)
     assert [(each["name"], each["datatype"], each["shape"]) for each in found["inputs"]] == [
@@ -207,7 +207,7 @@ def form(data: bytes) -> bytes:
     return head + data + b"\r\n--x--\r\n"
 
 
-def test_a_file_is_decoded_and_the_answer_encoded_by_the_user(served: Served) -> None:
+def test_a_file_is_decoded_and_the_answer_encoded_by_the_user(served):
     url, kind = f"{served.url}/predict?model=", "multipart/form-data; boundary=x"
     with torch.no_grad():
         (theirs,) = served.linear(torch.tensor([[1.0, 2.0, 3.0]]))
@@ -222,13 +222,13 @@ def test_a_file_is_decoded_and_the_answer_encoded_by_the_user(served: Served) ->
     )
 
 
-def test_a_network_does_not_generate_texts(served: Served) -> None:
+def test_a_network_does_not_generate_texts(served):
     url = f"{served.url}/v2/models/scaled/generate"
     status, found = posted(url, b'{"text_input": "a"}', "application/json")
     assert status == 400, found
 
 
-def test_what_json_cannot_hold_is_refused_there(served: Served) -> None:
+def test_what_json_cannot_hold_is_refused_there(served):
     def asked(mask: list[bool]) -> tuple[int, Any]:
         inputs = [
             {"name": "values", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]},
@@ -247,7 +247,7 @@ def test_what_json_cannot_hold_is_refused_there(served: Served) -> None:
     assert [each["data"] for each in found["outputs"]] == [[3.0, 6.0], [1.0, 2.0]]
 
 
-def test_contents_have_no_small_floats(served: Served) -> None:
+def test_contents_have_no_small_floats(served):
     assert np.dtype(ml_dtypes.bfloat16).itemsize == 2
     request = grpc.service_pb2.ModelInferRequest(model_name="scaled")
     for name, datatype in (("values", "FP32"), ("mask", "BOOL")):

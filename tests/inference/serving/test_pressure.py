@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import BytesIO
-from pathlib import Path
 
 import httpx
 import psutil
@@ -26,12 +24,12 @@ QUEUE = 8
 
 
 @pytest.fixture(scope="module")
-def loader(forms: Path) -> Loader:
+def loader(forms):
     return Loader(load_predictor(forms / "model.pt"))
 
 
 @pytest.fixture
-def repository(loader: Loader) -> Iterator[Repository]:
+def repository(loader):
     """Its model answers when ``loader.may_answer``; ``loader.has_begun`` says that it was asked."""
     repository = Repository([Source("m", "nowhere")], loader, max_waiting=QUEUE)
     repository.load_all()
@@ -42,7 +40,7 @@ def repository(loader: Loader) -> Iterator[Repository]:
 
 
 @pytest.fixture
-def url(repository: Repository, loader: Loader) -> Iterator[str]:
+def url(repository, loader):
     with plain_uvicorn_of(create_app(repository, Settings(timeout=20, has_model_control=True))) as url:
         yield url
         loader.may_answer.set()
@@ -56,7 +54,7 @@ def ask(url: str, many: int = 1, **parameters: object) -> httpx.Response:
     return httpx.post(f"{url}/v2/models/m/infer", json={**rows(many), "parameters": parameters}, timeout=60)
 
 
-def test_a_full_queue_sends_the_client_away_and_loses_nobody(url: str, repository: Repository, loader: Loader) -> None:
+def test_a_full_queue_sends_the_client_away_and_loses_nobody(url, repository, loader):
     version = repository.version("m")
     with ThreadPoolExecutor(QUEUE + 1) as pool:
         first = pool.submit(ask, url)
@@ -71,18 +69,18 @@ def test_a_full_queue_sends_the_client_away_and_loses_nobody(url: str, repositor
     assert version.statistics.failures["REJECTED"] == 1
 
 
-def test_a_request_of_more_rows_than_may_wait_is_refused(url: str) -> None:
+def test_a_request_of_more_rows_than_may_wait_is_refused(url):
     answer = ask(url, QUEUE + 1)
     assert (answer.status_code, "has 9 rows; a request may have 8" in answer.json()["error"]) == (400, True)
 
 
-def test_a_deadline_of_the_client_is_kept(url: str, repository: Repository) -> None:
+def test_a_deadline_of_the_client_is_kept(url, repository):
     answer = ask(url, timeout=50_000)
     assert (answer.status_code, answer.json()["error"]) == (504, "the model did not answer within 0.05 seconds")
     assert repository.version("m").num_users == 0
 
 
-def test_what_a_client_that_left_asked_for_is_dropped(url: str, repository: Repository, loader: Loader) -> None:
+def test_what_a_client_that_left_asked_for_is_dropped(url, repository, loader):
     version = repository.version("m")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, url)
@@ -99,9 +97,7 @@ def test_what_a_client_that_left_asked_for_is_dropped(url: str, repository: Repo
     assert version.statistics.inferences == 1
 
 
-def test_a_model_that_fails_is_the_services_error_without_a_traceback(
-    url: str, repository: Repository, loader: Loader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_is_the_services_error_without_a_traceback(url, repository, loader, monkeypatch):
     def fail(items: list[Tensor]) -> object:
         raise RuntimeError("the path /secret/model is broken")
 
@@ -114,7 +110,7 @@ def test_a_model_that_fails_is_the_services_error_without_a_traceback(
     assert repository.version("m").statistics.failures["BACKEND"] == 1
 
 
-def test_a_load_that_fails_names_no_path(url: str, loader: Loader) -> None:
+def test_a_load_that_fails_names_no_path(url, loader):
     loader.fails = True
     try:
         answer = httpx.post(f"{url}/v2/repository/models/m/load", timeout=60)
@@ -136,7 +132,7 @@ def posted(service: Service, data: bytes) -> httpx.Response:
     return service.http.post("/predict?model=m", files={"image": ("a.png", data)})
 
 
-def test_images_that_unpack_to_much_neither_stall_others_nor_fill_the_memory(service: Service) -> None:
+def test_images_that_unpack_to_much_neither_stall_others_nor_fill_the_memory(service):
     """A small image is answered while large ones that came before it wait, which it would not be if it had to wait for
     them. How long a large one takes does not matter: they come again until five small ones have overtaken some."""
     small, large, refused = png(100), png(4096), png(7995)

@@ -8,18 +8,15 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from safetensors.torch import save_file
-from torch import Tensor
 
 from inference.models.predictor import load_predictor
-from tests.inference.conftest import Service, running_service
+from tests.inference.conftest import running_service
 from tests.inference.serving.test_serve import read_to_end, wait_until
-from training.data.datasets import Samples
 
 pytestmark = pytest.mark.extended
 
@@ -27,13 +24,13 @@ NUM_CONNECTIONS = 24
 
 
 @pytest.fixture(scope="module")
-def model_file(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_file(forms, tmp_path_factory):
     """A file that a test replaces."""
     return Path(shutil.copy(forms / "model.safetensors", tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
-def service(model_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(model_file, tmp_path_factory):
     """The last test ends it. Ray's sockets want a short path."""
     options = [f"--model=m={model_file}", "--runner=ray", "--replicas=2", "--watch=0.2", "--quiet-time=0.5"]
     with pytest.MonkeyPatch.context() as patch:
@@ -46,7 +43,7 @@ def asked(pixels: list[int]) -> dict[str, object]:
     return {"inputs": [{"name": "image", "shape": [1, 28, 28], "datatype": "UINT8", "data": pixels}]}
 
 
-def test_replicas_answer_with_the_predictors_bits(service: Service, forms: Path, digits: Samples) -> None:
+def test_replicas_answer_with_the_predictors_bits(service, forms, digits):
     predictor, url = load_predictor(forms / "model.safetensors"), f"{service.url}/v2/models/m"
     for number in range(NUM_CONNECTIONS):
         image = digits.pixels[number]
@@ -59,7 +56,7 @@ def test_replicas_answer_with_the_predictors_bits(service: Service, forms: Path,
     assert httpx.get(url, timeout=120).json()["parameters"]["digest"] == predictor.identity.digest
 
 
-def test_the_figures_are_those_of_all_replicas(service: Service) -> None:
+def test_the_figures_are_those_of_all_replicas(service):
     def counted() -> dict[str, float]:
         lines = httpx.get(f"{service.url}/metrics", timeout=120).text.splitlines()
         found = [line for line in lines if line.startswith("nv_inference_request_success{")]
@@ -70,7 +67,7 @@ def test_the_figures_are_those_of_all_replicas(service: Service) -> None:
 
 
 @pytest.mark.parametrize("verb", ["load", "unload"])
-def test_models_do_not_change(verb: str, service: Service) -> None:
+def test_models_do_not_change(verb, service):
     answer = httpx.post(f"{service.url}/v2/repository/models/m/{verb}", timeout=120)
     assert (answer.status_code, answer.json()) == (
         400,
@@ -78,9 +75,7 @@ def test_models_do_not_change(verb: str, service: Service) -> None:
     )
 
 
-def test_a_new_checkpoint_is_rolled_out_and_no_request_is_lost(
-    service: Service, model_file: Path, forms: Path, weights: dict[str, Tensor], digits: Samples
-) -> None:
+def test_a_new_checkpoint_is_rolled_out_and_no_request_is_lost(service, model_file, forms, weights, digits):
     """A damaged file comes first, which leaves the replicas as they are."""
     old, given = load_predictor(forms / "model.safetensors"), asked(digits.pixels[0].flatten().tolist())
     model_file.write_bytes(b"damaged")
@@ -103,7 +98,7 @@ def test_a_new_checkpoint_is_rolled_out_and_no_request_is_lost(
     assert (metadata["versions"], metadata["parameters"]["digest"]) == (["2"], new.identity.digest)
 
 
-def test_a_request_that_was_taken_is_answered_at_the_end(service: Service, digits: Samples) -> None:
+def test_a_request_that_was_taken_is_answered_at_the_end(service, digits):
     """The half of it that came before the signal is in a replica."""
     body = json.dumps(asked(digits.pixels[0].flatten().tolist())).encode()
     head = f"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}"

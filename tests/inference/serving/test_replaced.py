@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from torch import Tensor
 
 import ckpt_tools
 from inference.models.predictor import load_predictor
@@ -103,7 +102,7 @@ class Saved:
 
 
 @pytest.fixture
-def saved(weights: dict[str, Tensor], digits: Samples, tmp_path: Path) -> Saved:
+def saved(weights, digits, tmp_path):
     """The second differs in every tensor."""
     predictors = []
     for which, kind in enumerate((weights, {name: tensor * 0.9 + 0.01 for name, tensor in weights.items()})):
@@ -121,7 +120,7 @@ def saved(weights: dict[str, Tensor], digits: Samples, tmp_path: Path) -> Saved:
 
 
 @pytest.fixture
-def service(saved: Saved, tmp_path: Path) -> Iterator[Service]:
+def service(saved, tmp_path):
     options = [f"--model={model}={saved.folder(model)}" for model in FORMATS]
     options += ["--watch=0.1", f"--quiet-time={QUIET_SECONDS}"]
     with running_service(tmp_path / "run", None, *options) as service:
@@ -216,7 +215,7 @@ async def asked_while(
     return asking.seen
 
 
-def test_every_answer_is_of_weights_that_were_saved(service: Service, saved: Saved, digits: Samples) -> None:
+def test_every_answer_is_of_weights_that_were_saved(service, saved, digits):
     async def replace_each_way(asking: Clients) -> None:
         for ways, which in zip(ROUNDS, (1, 0), strict=True):
             pairs = zip(FORMATS, ways, strict=True)
@@ -230,7 +229,7 @@ def test_every_answer_is_of_weights_that_were_saved(service: Service, saved: Sav
 
 
 @pytest.mark.soak
-def test_a_minute_of_replacements_and_kills(service: Service, saved: Saved, digits: Samples) -> None:
+def test_a_minute_of_replacements_and_kills(service, saved, digits):
     """Some replacements follow at once on others, so that loads meet them at any moment. After a kill there is no model
     for a while, which is a 503."""
     end = time.monotonic() + 60

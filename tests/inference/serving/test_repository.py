@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,19 +68,19 @@ class Loader:
 
 
 @pytest.fixture(scope="module")
-def template(forms: Path) -> Predictor:
+def template(forms):
     return load_predictor(forms / "model.safetensors", name="m")
 
 
 @pytest.fixture
-def loader(template: Predictor) -> Loader:
+def loader(template):
     loader = Loader(template)
     loader.may_answer.set()
     return loader
 
 
 @pytest.fixture
-def repository(loader: Loader) -> Iterator[Repository]:
+def repository(loader):
     repository = Repository([Source("a", "one"), Source("b", "two"), Source("b", "three")], loader)
     repository.load_all()
     yield repository
@@ -95,19 +95,19 @@ def answer(repository: Repository, name: str, number: str | None = None) -> int:
     return asyncio.run(run())
 
 
-def test_names_have_versions_and_the_newest_answers(repository: Repository) -> None:
+def test_names_have_versions_and_the_newest_answers(repository):
     assert repository.names == ("a", "b")
     assert [version.number for version in repository.versions_of("b")] == [1, 2]
     assert [answer(repository, "a"), answer(repository, "b"), answer(repository, "b", "1")] == [1, 3, 2]
 
 
 @pytest.mark.parametrize(("name", "number"), [("c", None), ("a", "2"), ("a", "x"), ("", None)])
-def test_an_unknown_model_or_version_is_named(repository: Repository, name: str, number: str | None) -> None:
+def test_an_unknown_model_or_version_is_named(repository, name, number):
     with pytest.raises(UnknownModelError, match=r"there is no model|has no version"):
         repository.version(name, number)
 
 
-def test_unloading_and_loading(repository: Repository, loader: Loader) -> None:
+def test_unloading_and_loading(repository, loader):
     repository.unload("a")
     with pytest.raises(NotReadyError):
         repository.version("a")
@@ -118,7 +118,7 @@ def test_unloading_and_loading(repository: Repository, loader: Loader) -> None:
     assert repository.version("a").number == 2
 
 
-def test_a_request_holds_the_version_that_it_began_with(repository: Repository, loader: Loader) -> None:
+def test_a_request_holds_the_version_that_it_began_with(repository, loader):
     async def run() -> None:
         loader.may_answer.clear()
         with repository.hold("a") as before:
@@ -138,7 +138,7 @@ def test_a_request_holds_the_version_that_it_began_with(repository: Repository, 
     assert answer(repository, "a") == 4
 
 
-def test_threads_of_replaced_models_end(repository: Repository) -> None:
+def test_threads_of_replaced_models_end(repository):
     def batchers() -> int:
         return sum(thread.name == "batcher" for thread in threading.enumerate())
 
@@ -151,7 +151,7 @@ def test_threads_of_replaced_models_end(repository: Repository) -> None:
     assert batchers() == before
 
 
-def test_a_load_that_fails_leaves_the_old_model(repository: Repository, loader: Loader) -> None:
+def test_a_load_that_fails_leaves_the_old_model(repository, loader):
     loader.fails = True
     with pytest.raises(FormatError):
         repository.load("a")
@@ -161,7 +161,7 @@ def test_a_load_that_fails_leaves_the_old_model(repository: Repository, loader: 
     assert entry.reason == "the last load failed (FormatError); the log of the service says why"
 
 
-def test_no_request_fails_and_none_is_mixed_while_models_are_replaced(repository: Repository) -> None:
+def test_no_request_fails_and_none_is_mixed_while_models_are_replaced(repository):
     """Each request has several rows; a mixed one would have two labels."""
 
     async def ask(until: asyncio.Event) -> int:
@@ -184,7 +184,7 @@ def test_no_request_fails_and_none_is_mixed_while_models_are_replaced(repository
     asyncio.run(run())
 
 
-def test_no_models_are_refused(loader: Loader) -> None:
+def test_no_models_are_refused(loader):
     with pytest.raises(UsageError, match="no model to serve"):
         Repository([], loader)
 
@@ -201,7 +201,7 @@ def write_checkpoint(folder: Path, weights: dict[str, Tensor], step: int) -> Non
 
 
 @pytest.fixture
-def run_folder(weights: dict[str, Tensor], tmp_path: Path) -> Path:
+def run_folder(weights, tmp_path):
     write_checkpoint(tmp_path / "run", weights, 1)
     return tmp_path / "run"
 
@@ -218,7 +218,7 @@ def watched(url: object, load: Load, told: list[str], quiet: float = 0.0) -> tup
     return repository, watcher, repository.slots[0]
 
 
-def test_a_newer_checkpoint_of_a_run_is_loaded(run_folder: Path, weights: dict[str, Tensor]) -> None:
+def test_a_newer_checkpoint_of_a_run_is_loaded(run_folder, weights):
     told: list[str] = []
     repository, watcher, slot = watched(f"{run_folder}@latest", load, told)
     first = repository.version("m").predictor.identity.digest
@@ -234,7 +234,7 @@ def test_a_newer_checkpoint_of_a_run_is_loaded(run_folder: Path, weights: dict[s
     repository.close()
 
 
-def test_a_change_of_the_named_folder_of_config_json_is_loaded(run_folder: Path, tmp_path: Path) -> None:
+def test_a_change_of_the_named_folder_of_config_json_is_loaded(run_folder, tmp_path):
     told, config = list[str](), tmp_path / "config" / "config.json"
     config.parent.mkdir()
     names = [list("abcdefghij"), list("klmnopqrst")]
@@ -258,9 +258,7 @@ def test_a_change_of_the_named_folder_of_config_json_is_loaded(run_folder: Path,
     repository.close()
 
 
-def test_a_folder_is_loaded_once_nothing_has_changed_for_the_quiet_time(
-    weights: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_a_folder_is_loaded_once_nothing_has_changed_for_the_quiet_time(weights, tmp_path):
     """One shard is replaced, and half a second later the other, by copies with the times of the originals. Until both
     are there the quiet time is longer than any pause of a busy machine."""
     folder, new, told = tmp_path / "model", tmp_path / "new", list[str]()
@@ -284,7 +282,7 @@ def test_a_folder_is_loaded_once_nothing_has_changed_for_the_quiet_time(
     repository.close()
 
 
-def test_the_first_load_waits_for_the_quiet_time_too(weights: dict[str, Tensor], tmp_path: Path) -> None:
+def test_the_first_load_waits_for_the_quiet_time_too(weights, tmp_path):
     file, told, begun = tmp_path / "model.safetensors", list[str](), time.time()
     save_file(weights, file)
     repository, _, _ = watched(file, load, told, quiet=1)
@@ -297,9 +295,7 @@ def test_the_first_load_waits_for_the_quiet_time_too(weights: dict[str, Tensor],
     again.close()
 
 
-def test_models_of_a_process_that_ended_are_loaded_as_they_were_or_once_it_is_quiet(
-    weights: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_models_of_a_process_that_ended_are_loaded_as_they_were_or_once_it_is_quiet(weights, tmp_path):
     """The process ends while a copy over the folder is under way: one shard of it is there."""
     folder, new, told = tmp_path / "model", tmp_path / "new", list[str]()
     write_sharded(folder, weights)
@@ -327,9 +323,7 @@ def test_models_of_a_process_that_ended_are_loaded_as_they_were_or_once_it_is_qu
     repository.close()
 
 
-def test_a_file_that_is_replaced_is_loaded_again_and_a_damaged_one_is_not(
-    weights: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_a_file_that_is_replaced_is_loaded_again_and_a_damaged_one_is_not(weights, tmp_path):
     """A damaged one is tried once, until it changes."""
     file, told, loads = tmp_path / "model.safetensors", list[str](), list[str]()
     save_file(weights, file)
@@ -355,7 +349,7 @@ def test_a_file_that_is_replaced_is_loaded_again_and_a_damaged_one_is_not(
     repository.close()
 
 
-def test_an_incomplete_checkpoint_is_not_loaded(run_folder: Path, weights: dict[str, Tensor]) -> None:
+def test_an_incomplete_checkpoint_is_not_loaded(run_folder, weights):
     told: list[str] = []
     folder = run_folder / "step-1"
     repository, watcher, slot = watched(folder, load, told)
@@ -391,9 +385,7 @@ class Failing:
         return load(source)
 
 
-def test_a_load_that_failed_for_the_networks_sake_is_tried_again_after_a_growing_time(
-    weights: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_a_load_that_failed_for_the_networks_sake_is_tried_again_after_a_growing_time(weights, tmp_path):
     """The files stay as they are."""
     file, told = tmp_path / "model.safetensors", list[str]()
     save_file(weights, file)
@@ -424,9 +416,7 @@ def test_a_load_that_failed_for_the_networks_sake_is_tried_again_after_a_growing
         (RuntimeError("Traceback:\n  at a line\nKeyError: 'x'"), "RuntimeError", "KeyError: 'x'"),
     ],
 )
-def test_an_unforeseen_error_is_told_and_watching_goes_on(
-    error: Exception, name: str, sentence: str, weights: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_an_unforeseen_error_is_told_and_watching_goes_on(error, name, sentence, weights, tmp_path):
     file, told = tmp_path / "model.safetensors", list[str]()
     save_file(weights, file)
     repository, watcher, slot = watched(file, Failing(error, 1), told)
@@ -443,9 +433,7 @@ def test_an_unforeseen_error_is_told_and_watching_goes_on(
     repository.close()
 
 
-def test_watching_goes_on_after_any_number_of_failures_and_when_nobody_reads_the_log(
-    weights: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_watching_goes_on_after_any_number_of_failures_and_when_nobody_reads_the_log(weights, tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(weights, file)
 
@@ -469,7 +457,7 @@ def test_watching_goes_on_after_any_number_of_failures_and_when_nobody_reads_the
     repository.close()
 
 
-def test_a_source_that_is_gone_is_told_once_and_looked_at_again(weights: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_source_that_is_gone_is_told_once_and_looked_at_again(weights, tmp_path):
     file, told = tmp_path / "model.safetensors", list[str]()
     save_file(weights, file)
     repository, watcher, slot = watched(file, load, told)
@@ -487,7 +475,7 @@ def test_a_source_that_is_gone_is_told_once_and_looked_at_again(weights: dict[st
     repository.close()
 
 
-def test_a_model_that_was_unloaded_stays_so(weights: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_model_that_was_unloaded_stays_so(weights, tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(weights, file)
     repository, watcher, slot = watched(file, load, [])
@@ -499,7 +487,7 @@ def test_a_model_that_was_unloaded_stays_so(weights: dict[str, Tensor], tmp_path
     repository.close()
 
 
-def test_it_looks_by_itself(run_folder: Path, weights: dict[str, Tensor]) -> None:
+def test_it_looks_by_itself(run_folder, weights):
     repository = Repository([Source("m", f"{run_folder}@latest")], load)
     watcher = Watcher(repository, 0.05, 0.1, print)
     repository.load_all()
@@ -517,12 +505,12 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(("watch", "quiet"), [(1, -1), (1, float("nan")), (None, 1)])
-def test_a_quiet_time_of_no_use_is_refused(watch: float | None, quiet: float) -> None:
+def test_a_quiet_time_of_no_use_is_refused(watch, quiet):
     with pytest.raises(UsageError, match="--quiet-time"):
         Options(["a"], Settings(), watch=watch, quiet_time=quiet)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_a_watch_without_a_time_is_refused(seconds: float) -> None:
+def test_a_watch_without_a_time_is_refused(seconds):
     with pytest.raises(UsageError, match="--watch"):
         Options(["a"], Settings(), watch=seconds)

@@ -46,14 +46,12 @@ def post(client: httpx.Client, data: bytes, name: str = "image.png") -> httpx.Re
     return client.post(PREDICT, files={"image": (name, data)})
 
 
-def test_health(client: httpx.Client) -> None:
+def test_health(client):
     response = client.get("/healthz")
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
 
 
-def test_a_posted_image_gets_the_answer_of_the_batch_script(
-    client: httpx.Client, forms: Path, image_folder: Path, tmp_path: Path
-) -> None:
+def test_a_posted_image_gets_the_answer_of_the_batch_script(client, forms, image_folder, tmp_path):
     out = tmp_path / "batch.jsonl"
     CliRunner().invoke(batch.main, [f"--model={forms / 'model.pt'}", f"--input={image_folder}", f"--output={out}"])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -63,7 +61,7 @@ def test_a_posted_image_gets_the_answer_of_the_batch_script(
     assert answers == [{"label": row["label"], "probabilities": row["probabilities"]} for row in rows]
 
 
-def test_other_formats_sizes_and_colours_are_taken(client: httpx.Client, image_folder: Path) -> None:
+def test_other_formats_sizes_and_colours_are_taken(client, image_folder):
     with Image.open(image_folder / "000.png") as image:
         large = image.convert("RGB").resize((280, 280), Image.Resampling.NEAREST)
     data = io.BytesIO()
@@ -96,25 +94,25 @@ def png_header(width: int, height: int) -> bytes:
         (png_header(60_000, 60_000), "image.png unpacks to too many pixels"),
     ],
 )
-def test_a_bad_image_is_the_clients_error(client: httpx.Client, data: bytes, sentence: str) -> None:
+def test_a_bad_image_is_the_clients_error(client, data, sentence):
     response = post(client, data)
     assert response.status_code == 400
     assert response.json()["detail"].startswith(sentence)
 
 
-def test_a_truncated_image_is_the_clients_error(client: httpx.Client, image_folder: Path) -> None:
+def test_a_truncated_image_is_the_clients_error(client, image_folder):
     response = post(client, (image_folder / "001.png").read_bytes()[:120])
     assert response.status_code == 400
     assert "damaged" in response.json()["detail"]
 
 
-def test_an_upload_has_a_limit(client: httpx.Client) -> None:
+def test_an_upload_has_a_limit(client):
     response = post(client, bytes(MAX_UPLOAD_BYTES + 1))
     assert (response.status_code, response.json()) == (413, {"detail": "the image is larger than 16 MiB"})
 
 
 @pytest.mark.parametrize("files", [None, {"picture": b"x"}])
-def test_a_request_without_an_image_is_told_how(client: httpx.Client, files: dict[str, bytes] | None) -> None:
+def test_a_request_without_an_image_is_told_how(client, files):
     response = client.post(PREDICT, files=files)
     assert response.status_code == 422
     assert "form field named image" in response.json()["detail"]
@@ -132,9 +130,7 @@ def test_a_request_without_an_image_is_told_how(client: httpx.Client, files: dic
         ([("image", (None, b"text"))], "post the image as the one file of a multipart form field named image"),
     ],
 )
-def test_a_form_that_holds_anything_else_is_refused(
-    client: httpx.Client, fields: list[tuple[str, tuple[str | None, bytes]]], sentence: str
-) -> None:
+def test_a_form_that_holds_anything_else_is_refused(client, fields, sentence):
     response = client.post(PREDICT, files=fields)
     assert response.status_code == 422
     assert response.json()["detail"].startswith(sentence)
@@ -142,20 +138,20 @@ def test_a_form_that_holds_anything_else_is_refused(
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data", "multipart/form-data; boundary=x"])
-def test_a_body_that_is_not_a_form_is_refused(client: httpx.Client, content_type: str) -> None:
+def test_a_body_that_is_not_a_form_is_refused(client, content_type):
     response = client.post(PREDICT, content=b"{}", headers={"Content-Type": content_type})
     assert response.status_code in {400, 422}
     assert "form field named image" in response.json()["detail"]
 
 
-def test_a_damaged_form_is_refused_and_fills_no_log(client: httpx.Client, service: Service) -> None:
+def test_a_damaged_form_is_refused_and_fills_no_log(client, service):
     before, headers = service.log.read_text(), {"Content-Type": "multipart/form-data; boundary=edge"}
     for body in (BEGINNING[1:], BEGINNING + b"x\r\n--edge", BEGINNING.replace(b"\r\n", b"\n")):
         assert client.post(PREDICT, content=body, headers=headers).status_code in {400, 422}
     assert service.log.read_text() == before
 
 
-def test_damaged_metadata_of_an_image_fills_no_log(client: httpx.Client, service: Service) -> None:
+def test_damaged_metadata_of_an_image_fills_no_log(client, service):
     before, file = service.log.read_text(), io.BytesIO()
     Image.new("L", (28, 28)).save(file, "TIFF")
     for place in (4, 9, 14, 26, 27):
@@ -166,7 +162,7 @@ def test_damaged_metadata_of_an_image_fills_no_log(client: httpx.Client, service
     assert service.log.read_text() == before
 
 
-def test_the_form_is_described(client: httpx.Client) -> None:
+def test_the_form_is_described(client):
     described = client.get("/openapi.json").json()["paths"]["/predict"]["post"]["requestBody"]
     assert {*described["content"]["multipart/form-data"]["schema"]["properties"]} == {"image", "text"}
 
@@ -211,7 +207,7 @@ MEGABYTE = bytes(2**20)
 
 
 @pytest.mark.parametrize("is_chunked", [True, False], ids=["chunked", "with its length"])
-def test_a_large_body_is_refused_while_it_arrives(service: Service, is_chunked: bool) -> None:
+def test_a_large_body_is_refused_while_it_arrives(service, is_chunked):
     before = psutil.Process(service.process.pid).memory_info().rss
     head = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {200 * 2**20}"
     with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
@@ -227,7 +223,7 @@ def test_a_large_body_is_refused_while_it_arrives(service: Service, is_chunked: 
 
 
 @pytest.mark.parametrize("path", ["/predict", "/v2/models/model.safetensors/infer", "/v2/repository/index"])
-def test_a_gigabyte_is_refused_before_it_is_sent(service: Service, client: httpx.Client, path: str) -> None:
+def test_a_gigabyte_is_refused_before_it_is_sent(service, client, path):
     with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {2**30}\r\n\r\n".encode())
         received = read_to_end(connection)
@@ -237,7 +233,7 @@ def test_a_gigabyte_is_refused_before_it_is_sent(service: Service, client: httpx
     assert client.get("/healthz").status_code == 200
 
 
-def test_a_large_body_of_declared_length_is_refused_before_it_is_sent(service: Service) -> None:
+def test_a_large_body_of_declared_length_is_refused_before_it_is_sent(service):
     with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
         connection.sendall(request_head(f"Content-Length: {200 * 2**20}", "Expect: 100-continue"))
         received = read_to_end(connection)
@@ -245,7 +241,7 @@ def test_a_large_body_of_declared_length_is_refused_before_it_is_sent(service: S
     assert received.endswith(b'{"detail":"the image is larger than 16 MiB"}')
 
 
-def test_an_allowed_body_is_kept_in_memory(service: Service) -> None:
+def test_an_allowed_body_is_kept_in_memory(service):
     """It is looked at when 12 MB of it are there, and no end."""
     body = BEGINNING + 12 * MEGABYTE
     with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
@@ -279,7 +275,7 @@ def wait_until(holds: object, seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-def test_a_client_that_goes_away_leaves_no_traceback(service: Service, client: httpx.Client) -> None:
+def test_a_client_that_goes_away_leaves_no_traceback(service, client):
     before = service.log.read_text()
     with socket.create_connection(("127.0.0.1", service.port), timeout=60) as connection:
         connection.sendall(request_head("Content-Length: 5000") + BEGINNING)
@@ -297,7 +293,7 @@ def run_serve(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", ["predict", pytest.param("serve", marks=pytest.mark.extended)])
-def test_a_configuration_that_makes_no_sense_is_one_sentence(name: str, tmp_path: Path) -> None:
+def test_a_configuration_that_makes_no_sense_is_one_sentence(name, tmp_path):
     folder = save_text_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
@@ -312,7 +308,7 @@ def test_a_configuration_that_makes_no_sense_is_one_sentence(name: str, tmp_path
     assert "Traceback" not in done.stderr
 
 
-def test_a_bad_model_stops_the_start(tmp_path: Path) -> None:
+def test_a_bad_model_stops_the_start(tmp_path):
     done = run_serve(tmp_path / "none.pt")
     assert done.returncode == 3
     assert done.stderr == f"Error: there is no file or folder {tmp_path / 'none.pt'}\n"
@@ -328,7 +324,7 @@ def test_a_bad_model_stops_the_start(tmp_path: Path) -> None:
         (["--host=192.0.2.1", "--port=0"], 5, "Error: cannot listen on host 192.0.2.1, port 0: "),
     ],
 )
-def test_a_bad_address_is_one_sentence(args: list[str], code: int, sentence: str, forms: Path) -> None:
+def test_a_bad_address_is_one_sentence(args, code, sentence, forms):
     done = run_serve(forms / "model.pt", *args)
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(sentence)
@@ -350,12 +346,12 @@ def test_a_bad_address_is_one_sentence(args: list[str], code: int, sentence: str
         (["--replicas=2"], "--replicas, --min-replicas and --max-replicas are for --runner ray"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(words: list[str], sentence: str, forms: Path) -> None:
+def test_options_that_do_not_fit_are_refused(words, sentence, forms):
     done = run_serve(forms / "model.safetensors", *words)
     assert (done.returncode, sentence in done.stderr, done.stderr.count("\n")) == (2, True, 1), done.stderr
 
 
-def test_a_second_service_on_the_same_port_is_refused(service: Service, forms: Path) -> None:
+def test_a_second_service_on_the_same_port_is_refused(service, forms):
     done = run_serve(forms / "model.pt", f"--port={service.port}")
     assert (done.returncode, done.stdout) == (5, "")
     assert done.stderr == (
@@ -365,7 +361,7 @@ def test_a_second_service_on_the_same_port_is_refused(service: Service, forms: P
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("localhost", "localhost")])
-def test_an_accepted_connection_sends_at_once(host: str, shown: str) -> None:
+def test_an_accepted_connection_sends_at_once(host, shown):
     with bind(host, 0) as listening:
         url = listen(listening, host)
         assert url == f"http://{shown}:{listening.getsockname()[1]}"
@@ -375,7 +371,7 @@ def test_an_accepted_connection_sends_at_once(host: str, shown: str) -> None:
                 assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
 
 
-def test_a_kept_alive_connection_is_answered_as_fast_as_by_uvicorn_alone(client: httpx.Client, forms: Path) -> None:
+def test_a_kept_alive_connection_is_answered_as_fast_as_by_uvicorn_alone(client, forms):
     """Without TCP_NODELAY each answer takes 40 ms more, 80 times as long; both are asked in turn."""
     with plain_uvicorn(forms / "model.pt") as plain, httpx.Client(base_url=plain, timeout=60) as other:
         seconds: dict[httpx.Client, list[float]] = {client: [], other: []}
@@ -415,9 +411,7 @@ def plain_uvicorn_of(app: FastAPI) -> Iterator[str]:
         pytest.param(signal.SIGHUP, 129, marks=pytest.mark.soak),
     ],
 )
-def test_a_signal_ends_the_service_after_the_requests_in_flight(
-    number: signal.Signals, code: int, forms: Path, image_folder: Path, tmp_path: Path
-) -> None:
+def test_a_signal_ends_the_service_after_the_requests_in_flight(number, code, forms, image_folder, tmp_path):
     """One client waits on a kept-alive connection, which is closed while another still sends the rest of its request.
 
     The log would have a second line if anybody had been waited for until the limit.
@@ -451,7 +445,7 @@ def is_listening(port: int) -> bool:
 
 
 @pytest.mark.extended
-def test_a_client_that_hangs_does_not_hold_the_end(forms: Path, tmp_path: Path) -> None:
+def test_a_client_that_hangs_does_not_hold_the_end(forms, tmp_path):
     """Of both commands, which wait beside each other. One is on IPv6, prints an address that works, and has one
     child."""
     with ExitStack() as held:
@@ -483,7 +477,7 @@ def hanging_client(service: Service) -> socket.socket:
     return connection
 
 
-def test_a_signal_while_the_model_is_loaded_is_one_sentence(forms: Path) -> None:
+def test_a_signal_while_the_model_is_loaded_is_one_sentence(forms):
     """The port is bound, and nobody listens on it yet, when the signal comes."""
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -500,7 +494,7 @@ ATTEMPTS = 20
 
 
 @pytest.mark.parametrize("module", ["inference.serving", "inference.batch", "inference.demo", "training"])
-def test_ctrl_c_during_imports_is_the_end(module: str, tmp_path: Path) -> None:
+def test_ctrl_c_during_imports_is_the_end(module, tmp_path):
     """At once and without a traceback; there is nothing to clean up yet."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", module]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.errors import CkptError, FormatError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import FormatError, SourceNotFoundError, UsageError
 from inference.common.name_options import Reading
 from inference.models.options import ModelOptions
 from inference.serving.sources import KINDS, Source, source_of, sources_in
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 GIVEN = ModelOptions(architecture="ours", max_batch=4, reading=Reading(include=("a*",)))
 
 
-def test_all_options_of_a_model_can_be_said() -> None:
+def test_all_options_of_a_model_can_be_said():
     known = {each.name for kind in (ModelOptions, Reading) for each in fields(kind)} - {"reading"}
     assert KINDS.keys() == known
 
@@ -43,11 +43,11 @@ def test_all_options_of_a_model_can_be_said() -> None:
         ),
     ],
 )  # fmt: skip
-def test_the_options_follow_the_url(text: str, expected: Source) -> None:
+def test_the_options_follow_the_url(text, expected):
     assert source_of(text, GIVEN) == expected
 
 
-def test_a_path_that_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_exists_is_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a?dtype=x", "b=c?d", "lr=1.safetensors"):
         Path(name).touch()
@@ -70,12 +70,12 @@ def test_a_path_that_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.Monkey
         ("run?architecture=resnet18", "resnet18 is not an architecture"),
     ],
 )
-def test_what_is_no_option_is_refused_by_name(text: str, sentence: str) -> None:
+def test_what_is_no_option_is_refused_by_name(text, sentence):
     with pytest.raises(UsageError, match=sentence):
         source_of(text, GIVEN)
 
 
-def test_a_file_has_a_table_for_each_model(tmp_path: Path) -> None:
+def test_a_file_has_a_table_for_each_model(tmp_path):
     (tmp_path / "models.toml").write_text(
         '[a]\nurl = "s3://b/k?x=1?dtype=float16"\n'
         '[b]\nurl = "run"\nmax_batch = 2\nrename = ["^a[.]="]\nembeddings = true\n'
@@ -100,9 +100,7 @@ def test_a_file_has_a_table_for_each_model(tmp_path: Path) -> None:
         ("[a]\nurl = 'x'\nrename = 'b='", UsageError, "a: rename is a list of texts, not 'b='"),
     ],
 )
-def test_a_file_that_is_not_usable_is_one_sentence(
-    text: str, kind: type[CkptError], sentence: str, tmp_path: Path
-) -> None:
+def test_a_file_that_is_not_usable_is_one_sentence(text, kind, sentence, tmp_path):
     (tmp_path / "models.toml").write_text(text)
     with pytest.raises(kind, match=sentence):
         sources_in(tmp_path / "models.toml", GIVEN)

@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -69,7 +69,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def models(weights: dict[str, Tensor], digits: Samples, tmp_path_factory: pytest.TempPathFactory) -> Models:
+def models(weights, digits, tmp_path_factory):
     folder = tmp_path_factory.mktemp("storm")
     kinds = (folder / "one.safetensors", folder / "two.safetensors")
     name = next(name for name in weights if name.endswith("head.bias"))
@@ -84,7 +84,7 @@ def models(weights: dict[str, Tensor], digits: Samples, tmp_path_factory: pytest
 
 
 @pytest.fixture
-def service(models: Models, tmp_path: Path) -> Iterator[Service]:
+def service(models, tmp_path):
     options = ["--architecture=ours", "--grpc-port=0", "--model-control=explicit"]
     with running_service(tmp_path / "run", None, f"--model=m={models.file}", *options) as service:
         yield service
@@ -197,9 +197,7 @@ async def storm(service: Service, models: Models, digits: Samples, seconds: floa
     return seen
 
 
-def test_no_answer_is_wrong_and_memory_stays(
-    service: Service, models: Models, digits: Samples, pytestconfig: pytest.Config
-) -> None:
+def test_no_answer_is_wrong_and_memory_stays(service, models, digits, pytestconfig):
     seconds, every = (60.0, 5.0) if pytestconfig.getoption("--soak") else (5.0, 1.0)
     process = psutil.Process(service.process.pid)
     asyncio.run(storm(service, models, digits, 2, 0.5))

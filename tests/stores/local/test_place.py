@@ -75,7 +75,7 @@ def note(target: Path, *names: str) -> None:
         file.writelines(f"{json.dumps(name)}\n" for name in names)
 
 
-def test_a_name_after_one_that_a_full_disk_cut_off(tmp_path: Path) -> None:
+def test_a_name_after_one_that_a_full_disk_cut_off(tmp_path):
     tmp_path.joinpath("names").write_bytes(b'"a.pt"\n"b.p')
     names_in(tmp_path).add(["c.pt"])
     assert names_in(tmp_path).read() == {"a.pt", "c.pt"}
@@ -87,7 +87,7 @@ def names(folder: Path) -> list[str]:
 
 @BOTH
 @pytest.mark.parametrize("fsync", [False, True])
-def test_it_is_absent_and_then_complete(tmp_path: Path, is_file: bool, fsync: bool) -> None:
+def test_it_is_absent_and_then_complete(tmp_path, is_file, fsync):
     target = tmp_path / "new/out"
     with staged(target, form_of(target, is_file=is_file), overwrite=False, fsync=fsync) as staging:
         fill(staging, "new")
@@ -99,7 +99,7 @@ def test_it_is_absent_and_then_complete(tmp_path: Path, is_file: bool, fsync: bo
 
 @BOTH
 @pytest.mark.parametrize("error", [StoreError("disk"), KeyboardInterrupt(), None])
-def test_it_is_absent_where_the_work_ends_early(tmp_path: Path, is_file: bool, error: BaseException | None) -> None:
+def test_it_is_absent_where_the_work_ends_early(tmp_path, is_file, error):
     def work() -> None:
         with staged(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=False) as staging:
             fill(staging, "new")
@@ -115,7 +115,7 @@ def test_it_is_absent_where_the_work_ends_early(tmp_path: Path, is_file: bool, e
 
 
 @BOTH
-def test_it_stays_old_where_the_work_fails(tmp_path: Path, is_file: bool) -> None:
+def test_it_stays_old_where_the_work_fails(tmp_path, is_file):
     put(tmp_path / "out", "old", is_file=is_file)
 
     def work() -> None:
@@ -129,7 +129,7 @@ def test_it_stays_old_where_the_work_fails(tmp_path: Path, is_file: bool) -> Non
 
 
 @BOTH
-def test_it_is_not_replaced_unasked(tmp_path: Path, is_file: bool) -> None:
+def test_it_is_not_replaced_unasked(tmp_path, is_file):
     put(tmp_path / "out", "old", is_file=is_file)
     with pytest.raises(DestinationExistsError, match=r"out exists; .* overwrite=True") as caught:
         convert(tmp_path / "out", "new", is_file=is_file)
@@ -139,27 +139,27 @@ def test_it_is_not_replaced_unasked(tmp_path: Path, is_file: bool) -> None:
 
 @BOTH
 @pytest.mark.parametrize("fsync", [False, True])
-def test_it_is_replaced_where_asked(tmp_path: Path, is_file: bool, fsync: bool) -> None:
+def test_it_is_replaced_where_asked(tmp_path, is_file, fsync):
     put(tmp_path / "out", "old", is_file=is_file)
     convert(tmp_path / "out", "new", is_file=is_file, overwrite=True, fsync=fsync)
     assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "new")
 
 
-def test_an_empty_folder_is_as_good_as_none(tmp_path: Path) -> None:
+def test_an_empty_folder_is_as_good_as_none(tmp_path):
     (tmp_path / "out").mkdir()
     convert(tmp_path / "out", "new", is_file=False)
     assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "new")
 
 
 @BOTH
-def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path: Path, is_file: bool) -> None:
+def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path, is_file):
     put(tmp_path / "out", "old", is_file=not is_file)
     with pytest.raises(DestinationExistsError, match="which this output cannot replace"):
         convert(tmp_path / "out", "new", is_file=is_file, overwrite=True)
     assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "old")
 
 
-def test_readers_never_miss_a_folder_that_is_being_replaced(tmp_path: Path) -> None:
+def test_readers_never_miss_a_folder_that_is_being_replaced(tmp_path):
     put(tmp_path / "out", "0", is_file=False)
     missed: list[OSError] = []
     done = threading.Event()
@@ -184,21 +184,21 @@ class TestWithoutExchange:
     """File systems that cannot swap two names: NFS, Lustre."""
 
     @pytest.fixture(autouse=True)
-    def _no_exchange(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _no_exchange(self, monkeypatch):
         monkeypatch.setattr(publish, "_exchange", lambda a, b: False)
 
-    def test_a_full_folder_is_replaced_in_two_steps(self, tmp_path: Path) -> None:
+    def test_a_full_folder_is_replaced_in_two_steps(self, tmp_path):
         put(tmp_path / "out", "old", is_file=False)
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
         assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "new")
 
-    def test_what_was_moved_aside_when_the_process_was_killed_comes_back(self, tmp_path: Path) -> None:
+    def test_what_was_moved_aside_when_the_process_was_killed_comes_back(self, tmp_path):
         put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
         with pytest.raises(DestinationExistsError):
             convert(tmp_path / "out", "new", is_file=False)
         assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "old")
 
-    def test_what_was_moved_aside_and_replaced_goes(self, tmp_path: Path) -> None:
+    def test_what_was_moved_aside_and_replaced_goes(self, tmp_path):
         put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
         note(tmp_path / "out", "a", "deep/b")
         put(tmp_path / "out", "new", is_file=False)
@@ -206,7 +206,7 @@ class TestWithoutExchange:
         assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "newer")
 
     @pytest.mark.parametrize("noted", [[], ["a"], ["a", "deep/b", "other"]])
-    def test_what_nobody_wrote_down_was_not_moved_by_us(self, tmp_path: Path, noted: list[str]) -> None:
+    def test_what_nobody_wrote_down_was_not_moved_by_us(self, tmp_path, noted):
         put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
         (tmp_path / ".out.ckpt-tools-replaced/mine").write_text("mine")
         note(tmp_path / "out", *noted)
@@ -218,9 +218,7 @@ class TestWithoutExchange:
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_what_comes_while_the_old_is_replaced_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
-) -> None:
+def test_what_comes_while_the_old_is_replaced_is_kept(tmp_path, monkeypatch, exchange):
     """Between the last look and the swap, and so with both ways to swap."""
     put(tmp_path / "out", "old", is_file=False)
     real, came = publish._exchange, []
@@ -240,9 +238,7 @@ def test_what_comes_while_the_old_is_replaced_is_kept(
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
-) -> None:
+def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(tmp_path, monkeypatch, exchange):
     """By a process that has the old folder open, under the name of a file of the new one."""
     put(tmp_path / "out", "old", is_file=False)
     real = publish.remove_named
@@ -267,7 +263,7 @@ def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(
 
 
 @BOTH
-def test_nothing_but_what_is_named_is_replaced(tmp_path: Path, is_file: bool) -> None:
+def test_nothing_but_what_is_named_is_replaced(tmp_path, is_file):
     put(tmp_path / "out", "old", is_file=is_file)
     known = there(tmp_path / "out", is_file=is_file)
     for wrong in (
@@ -309,7 +305,7 @@ def another_writer(target: Path, *, is_file: bool, overwrite: bool = False) -> I
 
 
 @BOTH
-def test_a_second_writer_is_told(tmp_path: Path, is_file: bool) -> None:
+def test_a_second_writer_is_told(tmp_path, is_file):
     with another_writer(tmp_path / "out", is_file=is_file):
         with pytest.raises(DestinationExistsError, match="another process is writing") as caught:
             convert(tmp_path / "out", "new", is_file=is_file)
@@ -317,7 +313,7 @@ def test_a_second_writer_is_told(tmp_path: Path, is_file: bool) -> None:
         assert (tmp_path / ".out.ckpt-tools-partial/output/half/written").read_bytes()[:4] == b"half"
 
 
-def test_a_second_writer_in_the_same_process_is_told(tmp_path: Path) -> None:
+def test_a_second_writer_in_the_same_process_is_told(tmp_path):
     with staged(tmp_path / "out", Folder(), overwrite=False) as first:
         with pytest.raises(DestinationExistsError, match="another process is writing"):
             convert(tmp_path / "out", "second", is_file=False)
@@ -327,7 +323,7 @@ def test_a_second_writer_in_the_same_process_is_told(tmp_path: Path) -> None:
 
 
 @BOTH
-def test_what_a_killed_process_left_is_cleaned_away(tmp_path: Path, is_file: bool) -> None:
+def test_what_a_killed_process_left_is_cleaned_away(tmp_path, is_file):
     with another_writer(tmp_path / "out", is_file=is_file) as child:
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
@@ -336,7 +332,7 @@ def test_what_a_killed_process_left_is_cleaned_away(tmp_path: Path, is_file: boo
     assert (names(tmp_path), text_of(tmp_path / "out")) == (["out"], "new")
 
 
-def test_a_killed_process_leaves_the_old(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_the_old(tmp_path):
     put(tmp_path / "out", "old", is_file=False)
     with another_writer(tmp_path / "out", is_file=False, overwrite=True) as child:
         child.kill()
@@ -348,7 +344,7 @@ def test_a_killed_process_leaves_the_old(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["notes.txt", "output/notes.txt", "output/a/b", "link", "output/link", "1.log/x", "empty/"]
 )
-def test_what_is_not_ours_is_never_cleaned_away(tmp_path: Path, name: str, resume: bool) -> None:
+def test_what_is_not_ours_is_never_cleaned_away(tmp_path, name, resume):
     put(tmp_path / "mine", "precious", is_file=False)
     stranger = tmp_path / ".out.ckpt-tools-partial" / name
     stranger.parent.mkdir(parents=True)
@@ -373,7 +369,7 @@ def tree(folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.rglob("*"))
 
 
-def test_a_link_in_the_place_of_the_staging_folder_is_refused(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_staging_folder_is_refused(tmp_path):
     put(tmp_path / "mine", "precious", is_file=False)
     (tmp_path / ".out.ckpt-tools-partial").symlink_to("mine")
     with pytest.raises(StoreError, match="cannot write there"):
@@ -382,7 +378,7 @@ def test_a_link_in_the_place_of_the_staging_folder_is_refused(tmp_path: Path) ->
 
 
 @BOTH
-def test_what_somebody_else_put_there_meanwhile_is_kept(tmp_path: Path, is_file: bool) -> None:
+def test_what_somebody_else_put_there_meanwhile_is_kept(tmp_path, is_file):
     with staged(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=False) as staging:
         fill(staging, "new")
         put(tmp_path / "out", "theirs", is_file=is_file)
@@ -414,7 +410,7 @@ while published < 60:
 """
 
 
-def test_writers_that_race_publish_whole_outputs_or_are_told(tmp_path: Path) -> None:
+def test_writers_that_race_publish_whole_outputs_or_are_told(tmp_path):
     command = [sys.executable, "-c", RACE, str(tmp_path / "out")]
     children = [subprocess.Popen([*command, name], stderr=subprocess.PIPE, text=True) for name in "xyz"]
     complaints = [child.communicate(timeout=60)[1] for child in children]
@@ -424,19 +420,19 @@ def test_writers_that_race_publish_whole_outputs_or_are_told(tmp_path: Path) -> 
 
 
 class TestPlaces:
-    def test_a_link_to_a_folder_stands_for_the_folder(self, tmp_path: Path) -> None:
+    def test_a_link_to_a_folder_stands_for_the_folder(self, tmp_path):
         put(tmp_path / "disk/real", "old", is_file=False)
         (tmp_path / "out").symlink_to("disk/real")
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
         assert (tmp_path / "out").is_symlink()
         assert (names(tmp_path / "disk"), text_of(tmp_path / "disk/real")) == (["real"], "new")
 
-    def test_a_link_to_a_folder_yet_to_be_is_followed(self, tmp_path: Path) -> None:
+    def test_a_link_to_a_folder_yet_to_be_is_followed(self, tmp_path):
         (tmp_path / "out").symlink_to("disk/real")
         convert(tmp_path / "out", "new", is_file=False)
         assert text_of(tmp_path / "disk/real") == text_of(tmp_path / "out") == "new"
 
-    def test_a_link_to_a_file_is_replaced_and_the_file_kept(self, tmp_path: Path) -> None:
+    def test_a_link_to_a_file_is_replaced_and_the_file_kept(self, tmp_path):
         (tmp_path / "blob").write_text("blob")
         (tmp_path / "out").symlink_to("blob")
         with pytest.raises(DestinationExistsError):
@@ -445,26 +441,24 @@ class TestPlaces:
         assert ((tmp_path / "blob").read_text(), (tmp_path / "out").read_text()) == ("blob", "new")
         assert not (tmp_path / "out").is_symlink()
 
-    def test_the_working_folder_is_a_place(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_working_folder_is_a_place(self, tmp_path, monkeypatch):
         (tmp_path / "here").mkdir()
         monkeypatch.chdir(tmp_path / "here")
         convert(Path(), "new", is_file=False)
         assert text_of(tmp_path / "here") == "new"
 
-    def test_a_mount_point_is_refused(self) -> None:
+    def test_a_mount_point_is_refused(self):
         with pytest.raises(UsageError, match="is a mount point"):
             convert(Path("/proc"), "new", is_file=False, overwrite=True)
 
     @pytest.mark.parametrize("place", ["/proc/nowhere/out", "file/out", "x" * 250])
-    def test_where_no_folder_can_be_made_is_a_store_error(
-        self, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_where_no_folder_can_be_made_is_a_store_error(self, tmp_path, place, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "file").write_text("")
         with pytest.raises(StoreError, match="cannot write there"):
             convert(Path(place), "new", is_file=False)
 
-    def test_modes_follow_the_umask(self, tmp_path: Path) -> None:
+    def test_modes_follow_the_umask(self, tmp_path):
         before = os.umask(0o027)
         try:
             convert(tmp_path / "out", "new", is_file=False)
@@ -475,7 +469,7 @@ class TestPlaces:
         }
         assert modes == {"out": 0o750, "a": 0o640, "deep": 0o750}
 
-    def test_no_descriptor_is_lost(self, tmp_path: Path) -> None:
+    def test_no_descriptor_is_lost(self, tmp_path):
         before = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(3):
             convert(tmp_path / "out", "new", is_file=False, overwrite=True)
@@ -487,7 +481,7 @@ class TestPlaces:
         assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path: Path) -> None:
+def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path):
     with staged(tmp_path / "out", Folder(), overwrite=False, resume=True) as staging:
         fill(staging, "new")
         staging.store.create("deep/ckpt-tools.digests.json", 2).close()

@@ -28,7 +28,7 @@ def read(store: FillableStore, path: str, size: int, start: int = 0) -> bytes:
 
 class TestLocalStore(FillableStoreTests):
     @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
+    def _folder(self, tmp_path):
         self.folder = tmp_path
 
     def make(self, files: Mapping[str, bytes]) -> FillableStore:
@@ -45,11 +45,11 @@ class TestLocalStore(FillableStoreTests):
 
 
 class TestListing:
-    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_a_folder_that_is_not_there(self, tmp_path):
         with pytest.raises(SourceNotFoundError, match="there is no folder"):
             LocalStore(tmp_path / "nowhere").list()
 
-    def test_hidden_folders_and_what_is_no_file_are_not_listed(self, tmp_path: Path) -> None:
+    def test_hidden_folders_and_what_is_no_file_are_not_listed(self, tmp_path):
         (tmp_path / ".cache").mkdir()
         (tmp_path / ".cache/f").write_bytes(b"1")
         (tmp_path / "broken").symlink_to("nowhere")
@@ -57,7 +57,7 @@ class TestListing:
         (tmp_path / "f").write_bytes(b"12")
         assert dict(LocalStore(tmp_path).list()) == {"f": 2}
 
-    def test_a_single_file_is_all_there_is(self, tmp_path: Path) -> None:
+    def test_a_single_file_is_all_there_is(self, tmp_path):
         (tmp_path / "a").write_bytes(b"12")
         (tmp_path / "b").write_bytes(b"1")
         store = LocalStore(tmp_path, only="a")
@@ -65,7 +65,7 @@ class TestListing:
         with pytest.raises(SourceNotFoundError, match="there is no file"):
             LocalStore(tmp_path, only="c").list()
 
-    def test_a_folder_that_may_not_be_read_is_a_store_error(self, tmp_path: Path) -> None:
+    def test_a_folder_that_may_not_be_read_is_a_store_error(self, tmp_path):
         """As another user, where this runs as root, whom no mode stops."""
         (tmp_path / "closed").mkdir()
         tmp_path.joinpath("closed/f").write_bytes(b"1")
@@ -85,46 +85,46 @@ class TestListing:
 
 class TestLinks:
     @pytest.fixture
-    def root(self, tmp_path: Path) -> Path:
+    def root(self, tmp_path):
         (tmp_path / "secret").write_bytes(b"secret")
         (tmp_path / "store/sub").mkdir(parents=True)
         (tmp_path / "store/inside").write_bytes(b"inside")
         return tmp_path / "store"
 
     @pytest.mark.parametrize("target", ["../secret", "sub/../../secret", "{}/secret"])
-    def test_one_that_leads_out_is_refused(self, root: Path, target: str) -> None:
+    def test_one_that_leads_out_is_refused(self, root, target):
         (root / "link").symlink_to(target.format(root.parent))
         with pytest.raises(UnsafeError, match="link to a file outside"):
             read(LocalStore(root), "link", 1)
 
-    def test_a_folder_that_leads_out_is_refused(self, root: Path) -> None:
+    def test_a_folder_that_leads_out_is_refused(self, root):
         (root / "folder").symlink_to("..")
         with pytest.raises(UnsafeError):
             read(LocalStore(root), "folder/secret", 1)
 
-    def test_one_to_a_neighbour_whose_name_begins_alike_is_refused(self, root: Path) -> None:
+    def test_one_to_a_neighbour_whose_name_begins_alike_is_refused(self, root):
         root.with_name("store2").mkdir()
         root.with_name("store2").joinpath("f").write_bytes(b"1")
         (root / "link").symlink_to("../store2/f")
         with pytest.raises(UnsafeError):
             read(LocalStore(root), "link", 1)
 
-    def test_one_that_stays_inside_is_followed(self, root: Path) -> None:
+    def test_one_that_stays_inside_is_followed(self, root):
         (root / "sub/link").symlink_to("../inside")
         assert read(LocalStore(root), "sub/link", 6) == b"inside"
 
-    def test_a_store_reached_through_a_link_is_as_good(self, root: Path) -> None:
+    def test_a_store_reached_through_a_link_is_as_good(self, root):
         root.with_name("alias").symlink_to("store")
         assert read(LocalStore(root.with_name("alias")), "inside", 6) == b"inside"
 
-    def test_the_file_that_the_user_named_may_be_a_link(self, root: Path) -> None:
+    def test_the_file_that_the_user_named_may_be_a_link(self, root):
         (root / "named").symlink_to("../secret")
         assert read(LocalStore(root, only="named"), "named", 6) == b"secret"
         (root / "other").symlink_to("../secret")
         with pytest.raises(UnsafeError):
             read(LocalStore(root, only="named"), "other", 1)
 
-    def test_a_snapshot_of_the_hub_cache_may_link_to_its_blobs_and_no_further(self, tmp_path: Path) -> None:
+    def test_a_snapshot_of_the_hub_cache_may_link_to_its_blobs_and_no_further(self, tmp_path):
         model = tmp_path / "models--x"
         (model / "blobs").mkdir(parents=True)
         (model / "blobs/abc").write_bytes(b"blob")
@@ -137,7 +137,7 @@ class TestLinks:
         with pytest.raises(UnsafeError):
             read(store, "g", 1)
 
-    def test_links_in_a_circle_are_a_store_error(self, root: Path) -> None:
+    def test_links_in_a_circle_are_a_store_error(self, root):
         (root / "a").symlink_to("b")
         (root / "b").symlink_to("a")
         assert dict(LocalStore(root).list()) == {"inside": 6}
@@ -147,12 +147,12 @@ class TestLinks:
 
 class TestReading:
     @pytest.mark.timeout(20)
-    def test_a_pipe_is_no_file_and_does_not_make_it_wait(self, tmp_path: Path) -> None:
+    def test_a_pipe_is_no_file_and_does_not_make_it_wait(self, tmp_path):
         os.mkfifo(tmp_path / "pipe")
         with pytest.raises(IncompleteError, match="missing"):
             read(LocalStore(tmp_path), "pipe", 1)
 
-    def test_no_more_descriptors_stay_open_than_said(self, tmp_path: Path) -> None:
+    def test_no_more_descriptors_stay_open_than_said(self, tmp_path):
         for number in range(MAX_OPEN_FILES + 40):
             (tmp_path / f"{number}").write_bytes(b"%d" % number)
         store, before = LocalStore(tmp_path), num_descriptors()
@@ -163,7 +163,7 @@ class TestReading:
         del store
         assert num_descriptors() == before
 
-    def test_a_file_too_long_for_one_system_call_is_read_whole(self, tmp_path: Path) -> None:
+    def test_a_file_too_long_for_one_system_call_is_read_whole(self, tmp_path):
         size = (1 << 31) + 4096
         with (tmp_path / "sparse").open("wb") as file:
             file.truncate(size)
@@ -171,7 +171,7 @@ class TestReading:
             file.write(b"end")
         assert read(LocalStore(tmp_path), "sparse", 4099, size - 4099)[-3:] == b"end"
 
-    def test_an_error_of_the_disk_is_a_store_error(self, tmp_path: Path) -> None:
+    def test_an_error_of_the_disk_is_a_store_error(self, tmp_path):
         """/proc/self/mem has no bytes at address 0, and says so as a failing disk does."""
         with pytest.raises(StoreError, match="reading failed: Input/output error") as caught:
             read(LocalStore(Path("/proc/self"), only="mem"), "mem", 8)
@@ -183,39 +183,39 @@ def num_descriptors() -> int:
 
 
 class TestWriting:
-    def test_a_file_is_not_written_over(self, tmp_path: Path) -> None:
+    def test_a_file_is_not_written_over(self, tmp_path):
         (tmp_path / "f").write_bytes(b"old")
         with pytest.raises(StoreError, match="creating failed: File exists"):
             LocalStore(tmp_path).create("f", 3)
         assert (tmp_path / "f").read_bytes() == b"old"
 
-    def test_it_has_its_size_and_its_room_from_the_start(self, tmp_path: Path) -> None:
+    def test_it_has_its_size_and_its_room_from_the_start(self, tmp_path):
         writer = LocalStore(tmp_path).create("f", 1 << 20)
         found = (tmp_path / "f").stat()
         writer.close()
         assert (found.st_size, found.st_blocks * 512) == (1 << 20, 1 << 20)
 
     @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600), (0, 0o666)])
-    def test_its_mode_follows_the_umask(self, tmp_path: Path, umask: int, mode: int) -> None:
+    def test_its_mode_follows_the_umask(self, tmp_path, umask, mode):
         with umask_of(umask):
             LocalStore(tmp_path).create("folder/f", 0).close()
         assert stat.S_IMODE((tmp_path / "folder/f").stat().st_mode) == mode
         assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o777 & ~umask
 
-    def test_a_file_larger_than_the_disk_is_refused_before_it_takes_any_of_it(self, tmp_path: Path) -> None:
+    def test_a_file_larger_than_the_disk_is_refused_before_it_takes_any_of_it(self, tmp_path):
         free = shutil.disk_usage(tmp_path)
         with pytest.raises(StoreError, match=r"no room for [\d,]+ bytes: No space left on device") as caught:
             LocalStore(tmp_path).create("f", free.total + 1)
         assert caught.value.path == str(tmp_path / "f")
         assert (tmp_path / "f").stat().st_blocks == 0
 
-    def test_files_larger_than_the_disk_in_all_are_refused(self, tmp_path: Path) -> None:
+    def test_files_larger_than_the_disk_in_all_are_refused(self, tmp_path):
         free = shutil.disk_usage(tmp_path)
         LocalStore(tmp_path).check_room(free.free // 2)
         with pytest.raises(StoreError, match=rf"it needs {free.total + 1:,} bytes, and [\d,]+ are free; free some"):
             LocalStore(tmp_path).check_room(free.total + 1)
 
-    def test_a_file_larger_than_the_process_may_write_is_refused(self, tmp_path: Path) -> None:
+    def test_a_file_larger_than_the_process_may_write_is_refused(self, tmp_path):
         """The limit on file sizes is a real refusal by the kernel to reserve room."""
         outcome = in_child(f"LocalStore(Path({str(tmp_path)!r})).create('f', 1 << 20)", file_size_limit=1 << 16)
         assert (
@@ -223,7 +223,7 @@ class TestWriting:
             "free some space or write elsewhere"
         )
 
-    def test_a_disk_that_fills_up_is_a_store_error(self) -> None:
+    def test_a_disk_that_fills_up_is_a_store_error(self):
         """/dev/full takes no byte, as a disk on which somebody else took the room."""
         writer = LocalWriter(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY))
         with pytest.raises(StoreError, match="writing failed: No space left on device") as caught:
@@ -231,7 +231,7 @@ class TestWriting:
         writer.close()
         assert (caught.value.path, caught.value.exit_code) == ("/dev/full", 5)
 
-    def test_a_write_that_the_kernel_cuts_short_is_continued_until_it_is_refused(self, tmp_path: Path) -> None:
+    def test_a_write_that_the_kernel_cuts_short_is_continued_until_it_is_refused(self, tmp_path):
         """At the limit on file sizes a write first takes less than was given, and then fails."""
         outcome = in_child(
             f"""
@@ -244,12 +244,12 @@ class TestWriting:
         assert outcome == f"StoreError: {tmp_path}/f: writing failed: File too large"
         assert (tmp_path / "f").read_bytes() == b"x" * 600
 
-    def test_a_folder_that_cannot_be_made_is_a_store_error(self, tmp_path: Path) -> None:
+    def test_a_folder_that_cannot_be_made_is_a_store_error(self, tmp_path):
         (tmp_path / "f").write_bytes(b"")
         with pytest.raises(StoreError, match=r"creating failed: (Not a directory|File exists)"):
             LocalStore(tmp_path).create("f/g", 1)
 
-    def test_closing_what_the_disk_refused_is_a_store_error(self) -> None:
+    def test_closing_what_the_disk_refused_is_a_store_error(self):
         reader, writer = os.pipe()
         os.close(reader)
         with pytest.raises(StoreError, match="writing failed: Invalid argument"):
@@ -257,7 +257,7 @@ class TestWriting:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(writer)
 
-    def test_what_is_abandoned_waits_for_no_disk(self) -> None:
+    def test_what_is_abandoned_waits_for_no_disk(self):
         """A pipe cannot be synced, which would say so."""
         reader, writer = os.pipe()
         os.close(reader)

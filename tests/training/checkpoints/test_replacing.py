@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from ckpt_tools.errors import DestinationExistsError
@@ -20,7 +18,7 @@ SHARDS = (".metadata", ".metadata.tmp", "__0_0.distcp", "latest", "zero_to_fp32.
           "global_step8/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")  # fmt: skip
 
 
-def test_what_a_killed_run_left_of_a_checkpoint_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_run_left_of_a_checkpoint_is_removed(tmp_path):
     for name in SHARDS:
         path = tmp_path / ".epoch_0001.partial" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +28,7 @@ def test_what_a_killed_run_left_of_a_checkpoint_is_removed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "global_step8/notes.pt", ".metadata.bak", "link"])
-def test_anything_else_there_is_kept(name: str, tmp_path: Path) -> None:
+def test_anything_else_there_is_kept(name, tmp_path):
     partial = make_partial(tmp_path, "epoch_0001")
     (partial / ".metadata").write_text("half")
     path = partial / name
@@ -42,7 +40,7 @@ def test_anything_else_there_is_kept(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["mine", "{}", "[]", '{"accuracy": 1}'])
-def test_a_result_that_no_run_wrote_is_found_before_it_is_replaced(text: str, tmp_path: Path) -> None:
+def test_a_result_that_no_run_wrote_is_found_before_it_is_replaced(text, tmp_path):
     check_result_file(tmp_path)
     RESULT.write(tmp_path)
     check_result_file(tmp_path)
@@ -51,7 +49,7 @@ def test_a_result_that_no_run_wrote_is_found_before_it_is_replaced(text: str, tm
         check_result_file(tmp_path)
 
 
-def test_a_new_run_keeps_what_somebody_laid_into_an_unfinished_checkpoint(tmp_path: Path) -> None:
+def test_a_new_run_keeps_what_somebody_laid_into_an_unfinished_checkpoint(tmp_path):
     partial = make_partial(tmp_path / CHECKPOINTS, "epoch_0001")
     (partial / ".metadata").write_text("half")
     (partial / "notes.txt").write_text("mine")

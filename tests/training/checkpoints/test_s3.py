@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +16,7 @@ from fsspec.core import url_to_fs
 import ckpt_tools
 from ckpt_tools.cli.main import group
 from fixtures.launch import pool
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 from tests.training.jobs import NUM_SAMPLES, NUM_WORKERS, SECONDS
 from tests.training.s3_jobs import EPOCHS, train_all
 from training.__main__ import main
@@ -53,25 +52,25 @@ Result = Callable[[str], RunResult]
 
 
 @pytest.fixture(scope="module")
-def storage(s3_server: S3Server) -> str:
+def storage(s3_server):
     """The URL below which the runs keep their checkpoints."""
     return f"s3://{BUCKET}/{s3_server.new_prefix()}runs"
 
 
 @pytest.fixture(scope="module")
-def s3_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def s3_out(tmp_path_factory):
     return tmp_path_factory.mktemp("s3")
 
 
 @pytest.fixture(scope="module")
-def result(s3_server: S3Server, storage: str, s3_out: Path) -> Result:
+def result(s3_server, storage, s3_out):
     """The result of a run of the jobs by its folder."""
     pool(NUM_WORKERS).run(train_all, s3_out, storage, s3_server.environment, seconds=SECONDS)
     return lambda name: RunResult.read(s3_out / name / "result.json")
 
 
 @pytest.fixture(scope="module")
-def stored(s3_server: S3Server, storage: str, s3_out: Path, pytestconfig: pytest.Config) -> RunResult:
+def stored(s3_server, storage, s3_out, pytestconfig):
     """Of a run by Ray on S3 that was interrupted."""
     out = s3_out
     clean = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
@@ -84,7 +83,7 @@ def stored(s3_server: S3Server, storage: str, s3_out: Path, pytestconfig: pytest
 
 
 @pytest.mark.extended
-def test_a_run_on_s3_resumes_from_its_latest_bit_for_bit(stored: RunResult, result: Result, s3: S3Server) -> None:
+def test_a_run_on_s3_resumes_from_its_latest_bit_for_bit(stored, result, s3):
     plain = result("plain")
     assert [epoch.epoch for epoch in stored.history] == [2]
     assert stored.history[0].losses == plain.history[1].losses
@@ -95,7 +94,7 @@ def test_a_run_on_s3_resumes_from_its_latest_bit_for_bit(stored: RunResult, resu
 
 
 @pytest.mark.extended
-def test_all_workers_upload_into_one_checkpoint(stored: RunResult, s3: S3Server, storage: str) -> None:
+def test_all_workers_upload_into_one_checkpoint(stored, s3, storage):
     assert stored.checkpoint == f"{storage}/fsdp2/checkpoints/epoch_0002"
     below = f"{storage.removeprefix(f's3://{BUCKET}/')}/fsdp2/"
     shards = {f"checkpoints/epoch_{epoch:04d}/{name}" for epoch in (1, 2)
@@ -106,23 +105,21 @@ def test_all_workers_upload_into_one_checkpoint(stored: RunResult, s3: S3Server,
 
 
 @pytest.mark.extended
-def test_training_does_not_stand_still_during_an_upload(stored: RunResult) -> None:
+def test_training_does_not_stand_still_during_an_upload(stored):
     """The only save of that run is the last, whose upload is waited for at the end."""
     [save] = stored.saves
     assert 0 < save.stall_seconds < save.seconds
 
 
 @pytest.mark.soak
-def test_an_upload_that_fails_ends_the_run_with_its_reason(stored: RunResult, s3_out: Path) -> None:
+def test_an_upload_that_fails_ends_the_run_with_its_reason(stored, s3_out):
     """The workers do not share this store with the command."""
     kind, message = json.loads((s3_out / "lost/error.json").read_text())
     assert kind == "StoreError"
     assert re.match(r"epoch_0001 could not be saved: rank \d: RuntimeError: Unable to set up cluster storage", message)
 
 
-def test_what_a_killed_run_has_uploaded_is_removed_before_it_is_written_again(
-    s3: S3Server, storage: str, tmp_path: Path
-) -> None:
+def test_what_a_killed_run_has_uploaded_is_removed_before_it_is_written_again(s3, storage, tmp_path):
     """Shards of ranks that are no more would stay. What is not the run's own stays."""
     config = TrainConfig(out=tmp_path, engine="fsdp2", storage=f"{storage}/killed")
     fs, folder = url_to_fs(f"{storage}/killed/checkpoints")
@@ -138,19 +135,19 @@ def test_what_a_killed_run_has_uploaded_is_removed_before_it_is_written_again(
 
 
 @pytest.mark.extended
-def test_inspect_sees_the_checkpoint(stored: RunResult, s3: S3Server) -> None:
+def test_inspect_sees_the_checkpoint(stored, s3):
     seen = CliRunner().invoke(group, ["inspect", stored.checkpoint])
     assert seen.exit_code == 0
     assert "105,866" in seen.stdout
 
 
-def test_another_engine_continues_from_s3(result: Result) -> None:
+def test_another_engine_continues_from_s3(result):
     zero, plain = result("zero3"), result("plain")
     assert [epoch.epoch for epoch in zero.history] == [2, 3]
     assert zero.history[0].losses == pytest.approx(plain.history[1].losses, rel=1e-5)
 
 
-def test_deepspeed_continues_its_own_from_s3_bit_for_bit(result: Result) -> None:
+def test_deepspeed_continues_its_own_from_s3_bit_for_bit(result):
     zero, again = result("zero3"), result("again")
     assert [epoch.losses for epoch in again.history] == [zero.history[1].losses]
     assert again.predicted == zero.predicted
@@ -170,14 +167,14 @@ def test_deepspeed_continues_its_own_from_s3_bit_for_bit(result: Result) -> None
     ],
 )
 def test_what_cannot_begin_says_why(
-    args: tuple[str, ...],
-    code: int,
-    sentence: str,
-    result: Result,
-    s3: S3Server,
-    storage: str,
-    tmp_path: Path,
-) -> None:
+    args,
+    code,
+    sentence,
+    result,
+    s3,
+    storage,
+    tmp_path,
+):
     given = [arg.format(storage=storage) for arg in args]
     done = CliRunner().invoke(main, ["--engine=fsdp2", "--model=cnn", f"--out={tmp_path / 'run'}", *given])
     assert (done.exit_code, done.stderr.count("\n")) == (code, 1), done.stderr

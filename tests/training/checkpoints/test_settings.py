@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
-from tests.training.conftest import SmallRun, in_process
+from tests.training.conftest import in_process
 from tests.training.jobs import small_config
 from training.__main__ import main
 from training.checkpoints.settings import check_settings, reading, settings_in
@@ -64,7 +64,7 @@ def saved(folder: Path, **entries: Any) -> Path:
     return path
 
 
-def test_every_option_is_a_setting_or_may_differ_freely() -> None:
+def test_every_option_is_a_setting_or_may_differ_freely():
     free = {"out", "engine", "launcher", "num_workers", "until", "max_steps", "storage", "max_restarts"}
     free |= {"strategy", "shard_size", "tp", "cpu_offload", "reshard_after_forward", "forward_prefetch"}
     free |= {"backward_prefetch", "activation_checkpointing", "gradient_accumulation", "deepspeed_config"}
@@ -88,7 +88,7 @@ def test_every_option_is_a_setting_or_may_differ_freely() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("model", "data_root")])
-def test_a_setting_that_differs_is_refused_unless_overridden(name: str, tmp_path: Path) -> None:
+def test_a_setting_that_differs_is_refused_unless_overridden(name, tmp_path):
     data: dict[str, Any] = {"data_root": Path("/data")} if name == "dataset" else {}
     data |= SAME.get(name, {})
     ours, plain = config(**{name: OTHER[name]}, **data), config(**SAME.get(name, {}))
@@ -102,7 +102,7 @@ def test_a_setting_that_differs_is_refused_unless_overridden(name: str, tmp_path
 
 
 @pytest.mark.parametrize("override", [(), ("model", "dataset")])
-def test_another_model_is_not_answered_with_an_override(override: tuple[str, ...], tmp_path: Path) -> None:
+def test_another_model_is_not_answered_with_an_override(override, tmp_path):
     checkpoint = saved(tmp_path, settings=config(model="lm", dataset="text").settings)
     sentence = (
         "--model is vit here and lm in the checkpoint, which has other tensors: resume with --model lm --dataset text, "
@@ -112,14 +112,14 @@ def test_another_model_is_not_answered_with_an_override(override: tuple[str, ...
         check_settings(config(override=override), checkpoint)
 
 
-def test_a_folder_of_transformers_may_have_moved(tmp_path: Path) -> None:
+def test_a_folder_of_transformers_may_have_moved(tmp_path):
     moved, here = (config(model=f"hf:/{name}", dataset="text", override=("model",)) for name in ("moved", "here"))
     assert "--model is hf:/moved here and hf:/here in the checkpoint" in str(
         check_settings(moved, saved(tmp_path, settings=here.settings))
     )
 
 
-def test_other_samples_are_refused_and_the_same_ones_may_move(tmp_path: Path) -> None:
+def test_other_samples_are_refused_and_the_same_ones_may_move(tmp_path):
     for name, words in {"here": "one two", "moved": "one two", "other": "one too"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(words)
@@ -136,7 +136,7 @@ def test_other_samples_are_refused_and_the_same_ones_may_move(tmp_path: Path) ->
     assert line == f"resuming {checkpoint} with other settings: {other}"
 
 
-def test_all_differences_are_named_at_once(tmp_path: Path) -> None:
+def test_all_differences_are_named_at_once(tmp_path):
     checkpoint = saved(tmp_path, settings=config().settings)
     with pytest.raises(UsageError) as caught:
         check_settings(config(learning_rate=5.0, seed=7, batch_size=16, override=("seed",)), checkpoint)
@@ -146,16 +146,16 @@ def test_all_differences_are_named_at_once(tmp_path: Path) -> None:
     )
 
 
-def test_equal_settings_need_no_word(tmp_path: Path) -> None:
+def test_equal_settings_need_no_word(tmp_path):
     assert check_settings(config(num_workers=4, until=1), saved(tmp_path, settings=config().settings)) is None
 
 
-def test_a_restart_may_name_a_setting_that_the_run_has_overridden_before(tmp_path: Path) -> None:
+def test_a_restart_may_name_a_setting_that_the_run_has_overridden_before(tmp_path):
     """It has the same options, and resumes a checkpoint that has the new value."""
     assert check_settings(config(seed=7, override=("seed",)), saved(tmp_path, settings=config(seed=7).settings)) is None
 
 
-def test_entries_that_no_run_saves_are_no_settings(tmp_path: Path) -> None:
+def test_entries_that_no_run_saves_are_no_settings(tmp_path):
     line = check_settings(config(), saved(tmp_path, settings=config().settings | {"model": ["vit"], "seed": {}}))
     assert line is not None
     assert line.endswith("does not record its run's --model, --seed: not compared, this run uses its own")
@@ -164,7 +164,7 @@ def test_entries_that_no_run_saves_are_no_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entries", [{"epoch": 3}, {"settings": "mine"}, {"client_state": {"settings": [1]}}])
-def test_a_checkpoint_without_settings_is_said_to_have_none(entries: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_without_settings_is_said_to_have_none(entries, tmp_path):
     checkpoint = saved(tmp_path, **entries)
     line = check_settings(config(override=("seed",)), checkpoint)
     assert line is not None and line.startswith(
@@ -174,7 +174,7 @@ def test_a_checkpoint_without_settings_is_said_to_have_none(entries: dict[str, A
     assert line.count("\n") == 0
 
 
-def test_a_setting_that_is_missing_is_named_beside_one_that_is_changed(tmp_path: Path) -> None:
+def test_a_setting_that_is_missing_is_named_beside_one_that_is_changed(tmp_path):
     known = {name: value for name, value in config().settings.items() if name != "weight_decay"}
     checkpoint = saved(tmp_path, settings=known)
     line = check_settings(config(seed=7, override=("seed",)), checkpoint)
@@ -190,13 +190,13 @@ def recorded_settings(checkpoint: Path | str) -> Settings:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero2", "zero3"])
-def test_every_engine_saves_its_settings(engine: str, small_run: SmallRun) -> None:
+def test_every_engine_saves_its_settings(engine, small_run):
     result = small_run(engine)
     assert recorded_settings(result.checkpoint) == result.settings == small_config(Path("/run"), engine=engine).settings
 
 
 @pytest.mark.parametrize(("engine", "frameworks"), [("fsdp2", {"torch"}), ("zero1", {"torch", "deepspeed"})])
-def test_a_result_names_the_versions_that_made_it(engine: str, frameworks: set[str], small_run: SmallRun) -> None:
+def test_a_result_names_the_versions_that_made_it(engine, frameworks, small_run):
     versions = small_run(engine).versions
     assert versions.keys() == {"python", "ckpt_tools"} | frameworks
     assert versions["ckpt_tools"] == ckpt_tools.__version__
@@ -206,9 +206,7 @@ def test_a_result_names_the_versions_that_made_it(engine: str, frameworks: set[s
 @pytest.mark.parametrize(
     ("engine", "way"), [("fsdp2", ("zero2", "dcp")), ("zero3", ("dcp", "zero1")), ("zero1", ("universal", "torch"))]
 )
-def test_settings_go_along_from_format_to_format(
-    engine: str, way: tuple[str, ...], small_run: SmallRun, tmp_path: Path
-) -> None:
+def test_settings_go_along_from_format_to_format(engine, way, small_run, tmp_path):
     source = small_run(engine).checkpoint
     for number, name in enumerate(way):
         size = {"world_size": 2} if name.startswith("zero") else {}
@@ -217,15 +215,13 @@ def test_settings_go_along_from_format_to_format(
     assert recorded_settings(source) == small_run(engine).settings
 
 
-def test_a_setting_that_is_not_given_goes_along_too(tmp_path: Path) -> None:
+def test_a_setting_that_is_not_given_goes_along_too(tmp_path):
     checkpoint = saved(tmp_path, settings=config().settings)
     ckpt_tools.convert(checkpoint, tmp_path / "dcp", to="dcp", state="all")
     assert recorded_settings(tmp_path / "dcp") == config().settings
 
 
-def test_the_line_is_printed_before_the_run_starts(
-    small_run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_is_printed_before_the_run_starts(small_run, tmp_path, capsys):
     resume = str(Path(small_run("zero3").checkpoint).with_name("epoch_0001"))
     changed = {"seed": 7, "override": ("seed",)}
     check_before_start(small_config(tmp_path / "run", engine="fsdp2", resume=resume, **changed))
@@ -233,7 +229,7 @@ def test_the_line_is_printed_before_the_run_starts(
     assert capsys.readouterr().out == f"resuming {resume} with other settings: {sentence}\n"
 
 
-def test_the_command_refuses_before_it_makes_anything(small_run: SmallRun, tmp_path: Path) -> None:
+def test_the_command_refuses_before_it_makes_anything(small_run, tmp_path):
     resume = f"--resume={small_run('fsdp2').checkpoint}"
     out = tmp_path / "run"
     done = CliRunner().invoke(
@@ -245,7 +241,7 @@ def test_the_command_refuses_before_it_makes_anything(small_run: SmallRun, tmp_p
 
 
 @pytest.mark.extended
-def test_a_torchrun_of_the_users_own_compares_too(small_run: SmallRun, tmp_path: Path) -> None:
+def test_a_torchrun_of_the_users_own_compares_too(small_run, tmp_path):
     given = small_config(tmp_path, engine="fsdp2", num_workers=1, resume=small_run("fsdp2").checkpoint, seed=7)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
     done = in_process(*torchrun, "-m", "training", *given.to_args())
@@ -253,7 +249,7 @@ def test_a_torchrun_of_the_users_own_compares_too(small_run: SmallRun, tmp_path:
     assert "Error: --seed is 7 here and 0 in the checkpoint" in done.stderr
 
 
-def test_several_tags_are_answered_with_their_folders(small_run: SmallRun, tmp_path: Path) -> None:
+def test_several_tags_are_answered_with_their_folders(small_run, tmp_path):
     checkpoint = Path(small_run("zero2").checkpoint)
     tag = (checkpoint / "latest").read_text()
     for name in ("global_step4", "global_step8"):
@@ -265,7 +261,7 @@ def test_several_tags_are_answered_with_their_folders(small_run: SmallRun, tmp_p
     assert recorded_settings(tmp_path / "global_step8") == small_run("zero2").settings
 
 
-def test_something_else_is_answered_with_the_converter(tmp_path: Path) -> None:
+def test_something_else_is_answered_with_the_converter(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing")
     with pytest.raises(UnsupportedError) as caught:
         check_settings(config(), tmp_path)
@@ -273,7 +269,7 @@ def test_something_else_is_answered_with_the_converter(tmp_path: Path) -> None:
     assert str(caught.value).endswith(f"(--from: of `ckpt-tools convert {tmp_path}`; then resume the copy)")
 
 
-def test_other_options_of_the_converter_are_said_to_be_its_own() -> None:
+def test_other_options_of_the_converter_are_said_to_be_its_own():
     with pytest.raises(UsageError) as reworded, reading("x"):
         raise UsageError("there are several optimizers (a, b); choose one with --optim-key")
     assert str(reworded.value) == (
@@ -287,9 +283,7 @@ def test_other_options_of_the_converter_are_said_to_be_its_own() -> None:
 
 
 @pytest.mark.parametrize(("recipe", "code"), [("none.toml", 3), ("no-such-recipe", 2)])
-def test_a_recipe_that_cannot_be_read_is_refused_before_anything_is_made(
-    recipe: str, code: int, tmp_path: Path
-) -> None:
+def test_a_recipe_that_cannot_be_read_is_refused_before_anything_is_made(recipe, code, tmp_path):
     out = tmp_path / "run"
     options = ["--engine=zero1", "--launcher=torchrun", f"--out={out}", "--init-from=a.pt", f"--recipe={recipe}"]
     done = CliRunner().invoke(main, options)
@@ -297,7 +291,7 @@ def test_a_recipe_that_cannot_be_read_is_refused_before_anything_is_made(
     assert not out.exists()
 
 
-def test_an_export_that_ends_as_no_model_is_answered_with_endings(tmp_path: Path) -> None:
+def test_an_export_that_ends_as_no_model_is_answered_with_endings(tmp_path):
     with pytest.raises(UsageError) as caught:
         check_export(small_config(tmp_path, engine="fsdp2", export=str(tmp_path / "out.xyz")))
     assert str(caught.value).startswith(f"--export {tmp_path / 'out.xyz'} ends as no model file does: name a file")

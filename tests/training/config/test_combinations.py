@@ -357,7 +357,7 @@ def config(**values: Any) -> TrainConfig:
     return TrainConfig(**({"out": Path("/run")} | values))
 
 
-def test_each_rule_has_a_case() -> None:
+def test_each_rule_has_a_case():
     found = {sentence for cases in BROKEN.values() for _, sentence in cases}
     rules = [node.value for node in ast.walk(ast.parse(inspect.getsource(combinations))) if isinstance(node, ast.Yield)]
     assert len(rules) > 30
@@ -370,7 +370,7 @@ def test_each_rule_has_a_case() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"), [case for cases in BROKEN.values() for case in cases], ids=lambda value: str(value)[:60]
 )
-def test_a_wrong_combination_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_combination_is_one_sentence(values, sentence):
     with pytest.raises(UsageError) as caught:
         config(**values)
     assert str(caught.value) == sentence
@@ -390,11 +390,11 @@ def test_a_wrong_combination_is_one_sentence(values: dict[str, Any], sentence: s
         (None, "zero1", "zero1"),
     ],
 )
-def test_strategy_and_engine_mean_one_strategy(strategy: Any, engine: Any, name: str) -> None:
+def test_strategy_and_engine_mean_one_strategy(strategy, engine, name):
     assert chosen_strategy(strategy, engine) is BY_NAME[name]  # type: ignore[index]
 
 
-def test_a_twin_is_of_the_other_framework_and_shards_alike() -> None:
+def test_a_twin_is_of_the_other_framework_and_shards_alike():
     assert set(BY_NAME) == set(STRATEGIES)
     for strategy in BY_NAME.values():
         if strategy.twin is not None:
@@ -404,12 +404,12 @@ def test_a_twin_is_of_the_other_framework_and_shards_alike() -> None:
 
 
 @pytest.mark.parametrize("name", shipped(".toml"))
-def test_each_toml_file_is_a_run(name: str) -> None:
+def test_each_toml_file_is_a_run(name):
     params = main.make_context("training", ["--config", name, "--out=/run"]).params
     assert config(**params).strategy in BY_NAME
 
 
-def test_the_command_line_wins_over_the_file() -> None:
+def test_the_command_line_wins_over_the_file():
     params = main.make_context("training", ["--config=tensor_parallel", "--out=/run", "--num-workers=2"]).params
     assert (params["num_workers"], params["tp"]) == (2, 2)
 
@@ -423,7 +423,7 @@ def test_the_command_line_wins_over_the_file() -> None:
         ("num-workers = 'two'", "num-workers is a number, not 'two'"),
     ],
 )
-def test_a_wrong_toml_file_is_refused(text: str, sentence: str, tmp_path: Path) -> None:
+def test_a_wrong_toml_file_is_refused(text, sentence, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(text)
     done = CliRunner().invoke(main, [f"--config={file}", "--out=/run", "--strategy=ddp"])
@@ -432,7 +432,7 @@ def test_a_wrong_toml_file_is_refused(text: str, sentence: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", shipped(".json"))
-def test_each_json_file_is_one_that_deepspeed_takes(name: str) -> None:
+def test_each_json_file_is_one_that_deepspeed_takes(name):
     import deepspeed
 
     groups = {"shard_size": 2} if name == "zero3_hpz" else {}
@@ -479,7 +479,7 @@ def adam(**params: object) -> dict[str, object]:
         ([], " is not a JSON object"),
     ],
 )
-def test_a_file_for_deepspeed_that_does_not_fit_is_refused(content: Any, sentence: str, tmp_path: Path) -> None:
+def test_a_file_for_deepspeed_that_does_not_fit_is_refused(content, sentence, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(content))
     with pytest.raises(UsageError) as caught:
@@ -501,7 +501,7 @@ def test_a_file_for_deepspeed_that_does_not_fit_is_refused(content: Any, sentenc
         ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "pipeline": {}}, ": pipeline is not a key "),
     ],
 )
-def test_a_file_that_does_not_fit_deepspeeds_pipelines_is_refused(content: Any, sentence: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_deepspeeds_pipelines_is_refused(content, sentence, tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(content))
     with pytest.raises(UsageError) as caught:
@@ -509,7 +509,7 @@ def test_a_file_that_does_not_fit_deepspeeds_pipelines_is_refused(content: Any, 
     assert str(caught.value).startswith(f"--deepspeed-config {file}{sentence}")
 
 
-def test_a_file_for_deepspeed_is_taken_with_what_the_options_decide(tmp_path: Path) -> None:
+def test_a_file_for_deepspeed_is_taken_with_what_the_options_decide(tmp_path):
     file = tmp_path / "ds.json"
     zero = {"stage": 2, "reduce_bucket_size": 1000}
     file.write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": zero, **adam(betas=[0.9, 0.95])}))
@@ -520,7 +520,7 @@ def test_a_file_for_deepspeed_is_taken_with_what_the_options_decide(tmp_path: Pa
     assert (made["train_batch_size"], made["train_micro_batch_size_per_gpu"]) == (64, 32)
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(FormatError, match=r"has no config.json of a causal language model"):
         check_frameworks(config(strategy="ddp", model=f"hf:{tmp_path}", dataset="text"))
 
@@ -531,11 +531,11 @@ DOCUMENTED = [
 
 
 @pytest.mark.parametrize("words", DOCUMENTED)
-def test_each_documented_command_is_a_run(words: str) -> None:
+def test_each_documented_command_is_a_run(words):
     params = main.make_context("training", words.split()).params
     assert config(**params).sharding.name in STRATEGIES
 
 
-def test_every_strategy_and_model_is_documented() -> None:
+def test_every_strategy_and_model_is_documented():
     """Options are in ``--help`` and in the reference made of it; the pages name those to begin with."""
     assert {name for name in {*MODELS, *STRATEGIES} if f"`{name}`" not in ALL} == set()

@@ -52,18 +52,18 @@ def config(**values: Any) -> TrainConfig:
         ({"forward_prefetch": -1}, "^--forward-prefetch is at least 0, not -1$"),
     ],
 )
-def test_values_that_make_no_sense_are_refused(values: dict[str, Any], sentence: str) -> None:
+def test_values_that_make_no_sense_are_refused(values, sentence):
     with pytest.raises(UsageError, match=sentence):
         config(**values)
 
 
-def test_an_epoch_holds_whole_batches_only() -> None:
+def test_an_epoch_holds_whole_batches_only():
     assert config(batch_size=64).steps_per_epoch(130) == 2
     with pytest.raises(UsageError, match="63 training samples do not fill one batch; --batch-size is 64"):
         config(batch_size=64).steps_per_epoch(63)
 
 
-def test_arguments_give_the_configuration_back() -> None:
+def test_arguments_give_the_configuration_back():
     run = {"until": 2, "num_samples": 100, "launcher": "torchrun", "seed": 3}
     data = {"dataset": "fashion-mnist", "data_root": Path("/data")}
     more = {"cpu_offload": True, "clip_grad_norm": 1.0, "activation_checkpointing": True, "reshard_after_forward": 2}
@@ -88,14 +88,14 @@ def test_arguments_give_the_configuration_back() -> None:
         ("out = {}", "out is a string, not {}"),
     ],
 )
-def test_a_file_has_the_types_of_the_options(line: str, sentence: str, tmp_path: Path) -> None:
+def test_a_file_has_the_types_of_the_options(line, sentence, tmp_path):
     file = tmp_path / "run.toml"
     file.write_text(f"{line}\n")
     with pytest.raises(click.BadParameter, match=f"^{re.escape(f'{file}: {sentence}')}$"):
         main.make_context("training", ["--engine=fsdp2", "--out=/run", f"--config={file}"])
 
 
-def test_a_file_gives_every_type(tmp_path: Path) -> None:
+def test_a_file_gives_every_type(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("epochs = 3\nlearning-rate = 1\nrename = ['a=b']\nasync-save = true\nexport = 'x.pt'\n")
     params = main.make_context("training", ["--engine=fsdp2", "--out=/run", f"--config={file}"]).params
@@ -103,6 +103,6 @@ def test_a_file_gives_every_type(tmp_path: Path) -> None:
     assert found == [3, 1.0, ("a=b",), True, "x.pt"]
 
 
-def test_a_null_byte_is_refused() -> None:
+def test_a_null_byte_is_refused():
     with pytest.raises(UsageError, match=r"^--export has a null byte$"):
         config(export="a\0b")

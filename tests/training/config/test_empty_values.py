@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -25,22 +24,20 @@ LINES = [
 ]
 
 
-def test_every_command_is_here() -> None:
+def test_every_command_is_here():
     folder = Path(sys.modules["training"].__path__[0])
     found = {path.stem for path in folder.rglob("*.py") if "@click.command(" in path.read_text()}
     assert found == {"__main__", *COMMANDS.keys() - {"train"}}
 
 
 @pytest.mark.parametrize(("command", "label", "words"), LINES)
-def test_an_empty_value_is_refused(
-    command: Any, label: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_value_is_refused(command, label, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_refused(command, label, words)
 
 
 @pytest.mark.parametrize("name", ["out", "data-root", "storage", "rename"])
-def test_an_empty_value_in_a_file_of_options_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_empty_value_in_a_file_of_options_is_refused(name, tmp_path):
     file = tmp_path / "run.toml"
     value = '[""]' if name == "rename" else '""'
     file.write_text(f"{name} = {value}\n")
@@ -50,19 +47,19 @@ def test_an_empty_value_in_a_file_of_options_is_refused(name: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", sorted(Options.__dataclass_fields__.keys() - {"out"}))
-def test_a_run_has_no_empty_text(name: str, tmp_path: Path) -> None:
+def test_a_run_has_no_empty_text(name, tmp_path):
     with pytest.raises(UsageError, match=f"^--{name.replace('_', '-')} is empty"):
         TrainConfig(**{"out": tmp_path, "strategy": "full_shard", name: ""})
 
 
 @pytest.mark.parametrize("out", ["", Path()])
-def test_a_run_has_no_empty_folder(out: str | Path) -> None:
+def test_a_run_has_no_empty_folder(out):
     """``Path`` makes the current folder of an unset variable."""
     with pytest.raises(UsageError, match=r"^--out is empty"):
         TrainConfig(out=out, strategy="full_shard")  # type: ignore[arg-type]
 
 
-def test_an_unset_variable_does_not_train_in_the_current_folder(tmp_path: Path) -> None:
+def test_an_unset_variable_does_not_train_in_the_current_folder(tmp_path):
     command = [sys.executable, "-m", "ckpt_tools", "train", "--strategy", "full_shard", "--out", ""]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.splitlines()[-1]) == (2, "Error: --out is empty")

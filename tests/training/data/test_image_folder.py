@@ -32,7 +32,7 @@ def folder_of(root: Path, part: str, name: str, count: int, level: int) -> None:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     root = tmp_path / "images"
     for part, count in (("train", 12), ("held-out", 3)):
         for number, name in enumerate(CLASSES):
@@ -40,7 +40,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_run_predicts_the_classes_of_the_folder(root: Path, tmp_path: Path) -> None:
+def test_a_run_predicts_the_classes_of_the_folder(root, tmp_path):
     """As inference does on the same files, with the same names."""
     config = tiny_config(tmp_path / "run", strategy="ddp", model="cnn", dataset="image-folder", data_root=root, until=1)
     train_each(NUM_WORKERS, config)
@@ -55,7 +55,7 @@ def test_a_run_predicts_the_classes_of_the_folder(root: Path, tmp_path: Path) ->
     assert [row["top"][0]["name"] for row in rows] == [labels[n] for n in run.predicted]
 
 
-def test_classes_are_numbered_by_the_names_in_train(root: Path) -> None:
+def test_classes_are_numbered_by_the_names_in_train(root):
     """Also in a part without the second one."""
     for image in (root / "held-out/bee").iterdir():
         image.unlink()
@@ -90,14 +90,14 @@ def spoilt(root: Path, how: str) -> None:
         ("text", "held-out/bee/00.png cannot be read as an image: "),
     ],
 )
-def test_what_is_not_a_folder_of_classes_is_refused(how: str, sentence: str, root: Path, tmp_path: Path) -> None:
+def test_what_is_not_a_folder_of_classes_is_refused(how, sentence, root, tmp_path):
     spoilt(root, how)
     with pytest.raises(UsageError, match=sentence):
         [load_dataset("image-folder", part, root) for part in PARTS]
 
 
 @pytest.mark.parametrize(("how", "named"), [("cut", "train/bee/03.png"), ("text", "held-out/bee/00.png")])
-def test_a_bad_image_is_one_sentence_before_the_run(how: str, named: str, root: Path, tmp_path: Path) -> None:
+def test_a_bad_image_is_one_sentence_before_the_run(how, named, root, tmp_path):
     spoilt(root, how)
     args = ["--strategy=ddp", "--dataset=image-folder", f"--data-root={root}", f"--out={tmp_path / 'run'}"]
     done = CliRunner().invoke(main, [*args, "--launcher=torchrun", "--batch-size=16"])

@@ -91,9 +91,7 @@ def rows_of(
 
 @pytest.mark.parametrize("kind", [Numbers, Endless, WithState])
 @pytest.mark.parametrize(("world_size", "loader_workers"), [(1, 1), (2, 0), (4, 0)])
-def test_samples_and_their_random_numbers_do_not_depend_on_the_workers(
-    kind: type[Any], world_size: int, loader_workers: int
-) -> None:
+def test_samples_and_their_random_numbers_do_not_depend_on_the_workers(kind, world_size, loader_workers):
     config = config_of(dataset=kind, loader_workers=loader_workers)
     for epoch in (0, 1):
         whole = [rows for rows, _ in rows_of(kind(), config_of(dataset=kind), Position(epoch))]
@@ -104,7 +102,7 @@ def test_samples_and_their_random_numbers_do_not_depend_on_the_workers(
 
 @pytest.mark.parametrize("kind", [Numbers, Endless, WithState])
 @pytest.mark.parametrize("loader_workers", [0, 1])
-def test_an_epoch_goes_on_with_the_next_batch(kind: type[Any], loader_workers: int) -> None:
+def test_an_epoch_goes_on_with_the_next_batch(kind, loader_workers):
     config = config_of(dataset=kind, loader_workers=loader_workers)
     whole = rows_of(kind(), config, Position(1))
     state = whole[1][1]
@@ -112,13 +110,13 @@ def test_an_epoch_goes_on_with_the_next_batch(kind: type[Any], loader_workers: i
     assert rows_of(kind(), config, Position(1, 2, state)) == whole[2:]
 
 
-def test_a_stream_with_a_state_begins_there() -> None:
+def test_a_stream_with_a_state_begins_there():
     dataset = WithState()
     rows_of(dataset, config_of(dataset=WithState), Position(0, 3, '{"at": 24}'))
     assert dataset.read == [*range(25, 33)]
 
 
-def test_each_epoch_begins_with_the_first_state() -> None:
+def test_each_epoch_begins_with_the_first_state():
     """Whether the process that reads has read an epoch before or not."""
     batches = Batches(config_of(dataset=WithState), WithState(), 0, 1, CPU)
     for epoch in (0, 1):
@@ -141,24 +139,24 @@ class HalfAState(Endless):
         ({"dataset": lambda part: Numbers(), "dataset_arg": ("size=3",)}, "unexpected keyword argument 'size'"),
     ],
 )
-def test_a_dataset_that_cannot_be_used_is_refused(values: dict[str, Any], sentence: str) -> None:
+def test_a_dataset_that_cannot_be_used_is_refused(values, sentence):
     with pytest.raises(UsageError, match=sentence):
         dataset_of(config_of(**values), "train")
 
 
-def test_a_held_out_part_is_no_stream_and_may_be_missing() -> None:
+def test_a_held_out_part_is_no_stream_and_may_be_missing():
     with pytest.raises(UsageError, match="held-out samples are a Dataset with a length"):
         dataset_of(config_of(dataset=lambda part: Endless()), "held-out")
     assert dataset_of(config_of(dataset=lambda part: None), "held-out") is None
 
 
-def test_a_state_is_json() -> None:
+def test_a_state_is_json():
     with pytest.raises(UsageError, match=r"state_dict\(\) of the dataset holds something else"):
         state_of(HalfAState())
 
 
 @pytest.mark.parametrize(("samples", "sentence"), [(31, "needs more than the 31"), (None, None), (32, None)])
-def test_an_epoch_has_as_many_steps_as_the_samples_fill(samples: int | None, sentence: str | None) -> None:
+def test_an_epoch_has_as_many_steps_as_the_samples_fill(samples, sentence):
     config = config_of(dataset=Endless)
     if sentence is None:
         assert config.steps_per_epoch(samples) == STEPS

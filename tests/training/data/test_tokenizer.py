@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, FormatError, UsageError
+from ckpt_tools.errors import FormatError, UsageError
 from inference.models.predictor import load_predictor
 from tests.training.hub import TEXT, VOCABULARY, save_llama, save_tokenizer
 from tests.training.strategy_jobs import tiny_config, train_each
@@ -28,7 +27,7 @@ from training.loop.result import RunResult
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hub(tmp_path_factory):
     return save_tokenizer(save_llama(tmp_path_factory.mktemp("hub")))
 
 
@@ -47,7 +46,7 @@ def pieces(config: TrainConfig) -> torch.Tensor:
     return found
 
 
-def test_pieces_are_the_tokens_of_the_text(hub: Path, tmp_path: Path) -> None:
+def test_pieces_are_the_tokens_of_the_text(hub, tmp_path):
     expected = AutoTokenizer.from_pretrained(hub)(TEXT)["input_ids"]
     assert expected[0] == 0
     for context, arguments in ((64, ()), (11, ("context=11",))):
@@ -57,7 +56,7 @@ def test_pieces_are_the_tokens_of_the_text(hub: Path, tmp_path: Path) -> None:
         assert found.tolist() == [expected[start : start + context + 1] for start in starts]
 
 
-def test_each_file_is_a_text_of_its_own(hub: Path, tmp_path: Path) -> None:
+def test_each_file_is_a_text_of_its_own(hub, tmp_path):
     texts = {"b.txt": TEXT[:3000], "a.txt": TEXT[3000:5000]}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
@@ -70,7 +69,7 @@ def test_each_file_is_a_text_of_its_own(hub: Path, tmp_path: Path) -> None:
         pieces(config_of(tmp_path / "out", hub, num_samples=None, data_root=tmp_path))
 
 
-def test_a_folder_without_a_tokenizer_learns_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_tokenizer_learns_bytes(tmp_path, capsys):
     hub = save_llama(tmp_path / "hub")
     config = config_of(tmp_path / "out", hub, num_samples=None)
     assert bytes(pieces(config)[:, :-1].flatten().tolist()) == TEXT.encode()[: len(pieces(config)) * 64]
@@ -114,9 +113,7 @@ def with_code(folder: Path) -> None:
         ),
     ],
 )
-def test_a_tokenizer_that_does_not_fit_is_refused_before_workers_start(
-    damage: Callable[[Path], Any], error: type[CkptError], sentence: str, hub: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_does_not_fit_is_refused_before_workers_start(damage, error, sentence, hub, tmp_path):
     damaged = tmp_path / "hub"
     shutil.copytree(hub, damaged)
     damage(damaged)
@@ -126,7 +123,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_workers_start(
     assert "\n" not in str(caught.value)
 
 
-def test_bytes_and_sizes_that_a_folder_does_not_take_are_refused(tmp_path: Path) -> None:
+def test_bytes_and_sizes_that_a_folder_does_not_take_are_refused(tmp_path):
     small = save_llama(tmp_path / "small", vocab_size=200)
     with pytest.raises(FormatError, match=r"vocab_size is 200, and there are 256 bytes of a text"):
         check_before_start(config_of(tmp_path / "out", small))
@@ -134,7 +131,7 @@ def test_bytes_and_sizes_that_a_folder_does_not_take_are_refused(tmp_path: Path)
         check_before_start(config_of(tmp_path / "out", save_llama(tmp_path / "hub"), model_arg=("layers=2",)))
 
 
-def test_relative_folders_are_those_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_folders_are_those_of_the_current_folder(tmp_path, monkeypatch):
     """Ray's workers have another one."""
     monkeypatch.chdir(tmp_path)
     words = "--strategy ddp --model hf:base --dataset text --init-from base --out run"
@@ -144,7 +141,7 @@ def test_relative_folders_are_those_of_the_current_folder(tmp_path: Path, monkey
     assert stored.init_from == "s3://bucket/base"
 
 
-def test_a_checkpoint_becomes_a_folder_that_continues_texts(hub: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_becomes_a_folder_that_continues_texts(hub, tmp_path):
     config = config_of(tmp_path / "run", hub, "context=16", learning_rate=0.02, keep_last=1)
     train_each(2, config)
     found = RunResult.read(config.out / "result.json")

@@ -23,7 +23,7 @@ SECONDS = 1800
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it, and hides the warning
-def test_names_stay_and_evaluation_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_stay_and_evaluation_is_not_compiled(tmp_path, monkeypatch):
     """With a compiler that leaves the graphs as they are, and counts them."""
     graphs: list[torch.fx.GraphModule] = []
 
@@ -42,9 +42,7 @@ def test_names_stay_and_evaluation_is_not_compiled(tmp_path: Path, monkeypatch: 
     assert len(graphs) > 0
 
 
-def test_a_machine_that_cannot_compile_is_told_before_any_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_that_cannot_compile_is_told_before_any_worker(tmp_path, monkeypatch):
     asked = tiny_config(tmp_path, strategy="ddp", compile=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -64,9 +62,7 @@ def strategies(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(SECONDS)
-def test_a_compiled_run_learns_the_same_and_saves_the_same_names(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_compiled_run_learns_the_same_and_saves_the_same_names(tmp_path, request):
     same = {"model": "lm", "activation_checkpointing": True, "until": 1}
     for strategy in strategies(request):
         plain, compiled = (
@@ -101,9 +97,7 @@ def named(model: str, folder: Path) -> str:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it, and hides the warning
 @pytest.mark.parametrize("model", ["cnn", *HUGGING_FACE])
-def test_a_block_is_one_graph_that_is_compiled_once(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_one_graph_that_is_compiled_once(model, tmp_path, monkeypatch):
     """Nothing in it is left to Python, and no step compiles it again."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -125,9 +119,7 @@ def test_a_block_is_one_graph_that_is_compiled_once(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
 @pytest.mark.parametrize("model", ["cnn", *HUGGING_FACE])
-def test_compiled_blocks_of_other_models_learn_the_same(
-    model: str, strategy: str, precision: str, tmp_path: Path
-) -> None:
+def test_compiled_blocks_of_other_models_learn_the_same(model, strategy, precision, tmp_path):
     same = {"model": named(model, tmp_path), "strategy": strategy, "precision": precision, "until": 1}
     plain, compiled = (tiny_config(tmp_path / f"compile-{each}", compile=each, **same) for each in (False, True))
     train_each(2, plain, compiled)

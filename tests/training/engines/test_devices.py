@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ NCCL = fake_pg.__name__ and "fake"  # importing the module registers torch's bac
 
 
 @pytest.fixture
-def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+def group(tmp_path, monkeypatch, request):
     """The process group of a GPU, with nccl replaced, of this process alone."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)  # init_device_mesh would select that GPU
     backend = request.param.replace("nccl", NCCL)
@@ -78,29 +77,27 @@ def tell() -> None:
 
 @pytest.mark.parametrize("group", [backend_of("cuda")], indirect=True)
 @pytest.mark.parametrize("use", [norm_of_offloaded, agree, tell])
-def test_tensors_on_the_cpu_never_go_over_the_group_of_gpus(group: None, use: Callable[[], None]) -> None:
+def test_tensors_on_the_cpu_never_go_over_the_group_of_gpus(group, use):
     use()
 
 
 @pytest.mark.parametrize("group", ["cuda:nccl"], indirect=True)
 @pytest.mark.parametrize("use", [norm_of_offloaded, agree, tell])
-def test_a_group_of_gpus_alone_refuses_them(group: None, use: Callable[[], None]) -> None:
+def test_a_group_of_gpus_alone_refuses_them(group, use):
     """As nccl does: the fake above could have failed."""
     with pytest.raises(RuntimeError, match=r"No backend type associated with device type cpu|Found no NVIDIA driver"):
         use()
 
 
 @pytest.mark.parametrize("group", [backend_of("cuda")], indirect=True)
-def test_the_leader_of_a_machine_works_first_without_the_group_of_gpus(
-    group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_leader_of_a_machine_works_first_without_the_group_of_gpus(group, monkeypatch):
     for rank, expected in (("0", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with leader_first() as leads:
             assert leads is expected
 
 
-def test_the_others_wait_for_the_leader(tmp_path: Path) -> None:
+def test_the_others_wait_for_the_leader(tmp_path):
     assert pool(2).run(found_by_leader, tmp_path / "made") == [True, True]
 
 
@@ -114,7 +111,7 @@ def found_by_leader(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("model", ["vit", "lm", "lm-moe", "resnet18"])
-def test_a_sharded_model_is_not_moved(model: str, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sharded_model_is_not_moved(model, alone, tmp_path, monkeypatch):
     """``to(device)`` would take what ``CPUOffloadPolicy`` keeps on the CPU to the GPU."""
     apply = nn.Module._apply
 
@@ -133,7 +130,7 @@ def test_a_sharded_model_is_not_moved(model: str, alone: None, tmp_path: Path, m
 FUSED = {"full_shard": False, "ddp": False, "zero2": False, "zero1_offload": True, "zero3_offload": True}
 
 
-def test_offloaded_state_has_the_fused_adam_also_after_a_run_that_had_not(tmp_path: Path) -> None:
+def test_offloaded_state_has_the_fused_adam_also_after_a_run_that_had_not(tmp_path):
     whole = {"strategy": "full_shard", "until": 1}
     cases = [*({"strategy": name} for name in FUSED), {"strategy": "full_shard", "cpu_offload": True}]
     expected = [*FUSED.values(), True]
@@ -145,7 +142,7 @@ def engine_of(out: Path, **values: Any) -> Any:
     return create_engine(config, schedule_for(10, 0.1), CPU)
 
 
-def test_each_save_reuses_the_memory_of_the_one_before(alone: None, tmp_path: Path) -> None:
+def test_each_save_reuses_the_memory_of_the_one_before(alone, tmp_path):
     """Which CUDA pins once: that takes longer than a copy."""
     engine = engine_of(tmp_path, strategy="full_shard")
     first, second = (engine._stager.stage(engine.state_dict(Progress())) for _ in range(2))
@@ -154,9 +151,7 @@ def test_each_save_reuses_the_memory_of_the_one_before(alone: None, tmp_path: Pa
     engine.close()
 
 
-def test_the_precision_of_products_and_determinism_are_those_of_the_run(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_precision_of_products_and_determinism_are_those_of_the_run(alone, tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     for values, expected in (
         ({"matmul_precision": "high", "deterministic": True}, ("high", True, True, ":4096:8")),
@@ -169,7 +164,7 @@ def test_the_precision_of_products_and_determinism_are_those_of_the_run(
         assert (*found, torch.are_deterministic_algorithms_enabled(), cublas) == expected
 
 
-def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(tmp_path):
     same = {"model": "cnn", "strategy": "full_shard", "precision": "fp16"}
     wide, narrow = (tiny_config(tmp_path / dtype, reduce_dtype=dtype, **same) for dtype in ("fp32", "fp16"))
     train_each(2, wide, narrow)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ckpt_tools
-from tests.training.conftest import SmallRun, in_process
+from tests.training.conftest import in_process
 from tests.training.jobs import EPOCHS, STEPS_PER_EPOCH, STILL, small_config
 from tests.training.strategy_jobs import train_each
 from training.data.datasets import load_dataset
@@ -20,7 +20,7 @@ def losses(result: RunResult) -> list[float]:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_a_resumed_run_continues_bit_for_bit(engine: str, small_run: SmallRun) -> None:
+def test_a_resumed_run_continues_bit_for_bit(engine, small_run):
     whole, resumed = small_run(engine), small_run(f"{engine}-resumed")
     assert [epoch.epoch for epoch in resumed.history] == [2]
     assert resumed.history[0].losses == whole.history[1].losses
@@ -28,7 +28,7 @@ def test_a_resumed_run_continues_bit_for_bit(engine: str, small_run: SmallRun) -
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
-def test_the_learning_rate_of_a_resumed_run_holds_from_its_first_step(engine: str, small_run: SmallRun) -> None:
+def test_the_learning_rate_of_a_resumed_run_holds_from_its_first_step(engine, small_run):
     """Not the one that came with the optimizer's state: with nearly none, the model stays as it was resumed."""
     whole, still = small_run(engine), small_run(f"{engine}-still")
     before = ckpt_tools.open(Path(whole.checkpoint).with_name("epoch_0001"))
@@ -40,35 +40,33 @@ def test_the_learning_rate_of_a_resumed_run_holds_from_its_first_step(engine: st
     assert still.accuracy == whole.history[0].held_out["accuracy"]
 
 
-def test_a_run_can_go_on_in_bf16(small_run: SmallRun) -> None:
+def test_a_run_can_go_on_in_bf16(small_run):
     halved, full = small_run("zero2-to-bf16").history[0].losses, small_run("zero2").history[1].losses
     assert halved != full
     assert halved == pytest.approx(full, rel=0.02)
 
 
 @pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero3"), ("zero1", "fsdp2")])
-def test_an_engine_continues_the_run_of_another(engine: str, other: str, small_run: SmallRun) -> None:
+def test_an_engine_continues_the_run_of_another(engine, other, small_run):
     whole, resumed = small_run(other), small_run(f"{engine}-of-{other}")
     assert [epoch.epoch for epoch in resumed.history] == [2]
     assert resumed.history[0].losses == pytest.approx(whole.history[1].losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
-def test_zero_trains_to_the_losses_of_fsdp2(engine: str, small_run: SmallRun) -> None:
+def test_zero_trains_to_the_losses_of_fsdp2(engine, small_run):
     assert losses(small_run(engine)) == pytest.approx(losses(small_run("fsdp2")), rel=1e-5)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
-def test_bf16_trains_near_fp32(engine: str, small_run: SmallRun) -> None:
+def test_bf16_trains_near_fp32(engine, small_run):
     halved, full = losses(small_run(f"{engine}-bf16")), losses(small_run(engine))[:STEPS_PER_EPOCH]
     assert halved != full
     assert halved == pytest.approx(full, rel=0.02)
 
 
 @pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero3"), ("zero2", "fsdp2")])
-def test_a_run_starts_with_the_weights_of_a_checkpoint_under_other_names(
-    engine: str, other: str, small_run: SmallRun
-) -> None:
+def test_a_run_starts_with_the_weights_of_a_checkpoint_under_other_names(engine, other, small_run):
     started, whole = small_run(f"{engine}-started"), small_run(other)
     before, after = ckpt_tools.open(whole.checkpoint), ckpt_tools.open(started.checkpoint)
     for name in before:
@@ -76,7 +74,7 @@ def test_a_run_starts_with_the_weights_of_a_checkpoint_under_other_names(
     assert started.history[0].held_out["accuracy"] == whole.accuracy
 
 
-def test_a_run_trains_and_counts_exactly(small_run: SmallRun) -> None:
+def test_a_run_trains_and_counts_exactly(small_run):
     result = small_run("fsdp2")
     assert len(losses(result)) == EPOCHS * STEPS_PER_EPOCH
     assert result.history[-1].mean_loss < result.history[0].mean_loss
@@ -85,7 +83,7 @@ def test_a_run_trains_and_counts_exactly(small_run: SmallRun) -> None:
     assert result.correct == sum(map(int.__eq__, result.predicted, labels))
 
 
-def test_each_engine_leaves_the_shards_of_both_ranks(small_run: SmallRun) -> None:
+def test_each_engine_leaves_the_shards_of_both_ranks(small_run):
     dcp = {path.name for path in Path(small_run("fsdp2").checkpoint).iterdir()}
     assert dcp == {".metadata", "config.json", "__0_0.distcp", "__1_0.distcp"}
     zero = Path(small_run("zero3").checkpoint)
@@ -94,7 +92,7 @@ def test_each_engine_leaves_the_shards_of_both_ranks(small_run: SmallRun) -> Non
     assert {path.name for path in (zero / tag).iterdir()} == shards
 
 
-def test_the_command_starts_torchrun_and_trains_as_the_loop_does(small_run: SmallRun, tmp_path: Path) -> None:
+def test_the_command_starts_torchrun_and_trains_as_the_loop_does(small_run, tmp_path):
     """A process of its own, and so nothing left over from another run: a resumed run here is resumed for real."""
     expected = small_run("fsdp2")
     first_epoch = str(Path(expected.checkpoint).with_name("epoch_0001"))
@@ -114,9 +112,7 @@ def test_the_command_starts_torchrun_and_trains_as_the_loop_does(small_run: Smal
 
 
 @pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero2"), ("zero3", "fsdp2")])
-def test_an_engine_continues_at_another_world_size(
-    engine: str, other: str, small_run: SmallRun, tmp_path: Path
-) -> None:
+def test_an_engine_continues_at_another_world_size(engine, other, small_run, tmp_path):
     expected = small_run(other)
     url = Path(expected.checkpoint).with_name("epoch_0001").as_uri()
     train_each(1, small_config(tmp_path / "run", engine=engine, num_workers=1, resume=url))
@@ -125,7 +121,7 @@ def test_an_engine_continues_at_another_world_size(
 
 
 @pytest.mark.extended
-def test_a_rank_that_cannot_resume_says_why_in_one_sentence(small_run: SmallRun, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_resume_says_why_in_one_sentence(small_run, tmp_path):
     ckpt_tools.convert(small_run("zero3").checkpoint, tmp_path / "weights.safetensors")
     config = small_config(tmp_path / "run", engine="fsdp2", num_workers=1, resume=str(tmp_path / "weights.safetensors"))
     done = in_process("-m", "training", *config.to_args())

@@ -6,7 +6,6 @@ A short sample runs here. ``--soak`` adds every strategy with ``--ep``, and who 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ SAMPLE = ("ep",)
 Each = Callable[[str], dict[str, RunResult]]
 
 
-def test_a_token_goes_to_its_experts_and_none_is_dropped() -> None:
+def test_a_token_goes_to_its_experts_and_none_is_dropped():
     """Also if all tokens go to the same two."""
     torch.manual_seed(0)
     mixture, x = MixtureOfExperts(SIZES), torch.randn(2, 3, SIZES.width)
@@ -67,7 +66,7 @@ def by_hand(mixture: MixtureOfExperts, token: torch.Tensor) -> torch.Tensor:
     return (torch.stack(answers) * (best.values / best.values.sum()).unsqueeze(1)).sum(0)
 
 
-def test_the_balance_is_one_if_experts_are_used_evenly_and_does_not_depend_on_the_batch() -> None:
+def test_the_balance_is_one_if_experts_are_used_evenly_and_does_not_depend_on_the_batch():
     even = torch.full((1, SIZES.experts, SIZES.experts), 1 / SIZES.experts)
     pairs = torch.tensor([[[0, 1], [2, 3], [1, 0], [3, 2]]])
     assert imbalance(even, pairs).item() == pytest.approx(1.0)
@@ -80,7 +79,7 @@ def test_the_balance_is_one_if_experts_are_used_evenly_and_does_not_depend_on_th
     torch.testing.assert_close(torch.stack(halves).mean(), imbalance(odds, chosen))
 
 
-def test_the_balance_reaches_the_router() -> None:
+def test_the_balance_reaches_the_router():
     torch.manual_seed(0)
     model = MixtureModel().train()
     _, added = model(torch.randint(256, (2, CONTEXT)))
@@ -91,7 +90,7 @@ def test_the_balance_reaches_the_router() -> None:
     assert isinstance(model.eval()(torch.randint(256, (2, CONTEXT))), torch.Tensor)
 
 
-def test_the_weights_of_experts_are_stacked() -> None:
+def test_the_weights_of_experts_are_stacked():
     shapes = {name: tuple(weight.shape) for name, weight in seeded_experts().named_parameters()}
     wide = (SIZES.experts, SIZES.hidden, SIZES.width)
     assert shapes == {"gate": wide, "up": wide, "down": (SIZES.experts, SIZES.width, SIZES.hidden)}
@@ -107,22 +106,22 @@ def test_the_weights_of_experts_are_stacked() -> None:
     ],
     ids=["uneven", "all to one", "each to the other"],
 )
-def test_experts_that_are_dealt_out_answer_with_the_same_bits(counts: list[list[int]]) -> None:
+def test_experts_that_are_dealt_out_answer_with_the_same_bits(counts):
     assert pool(2).run(exchange, counts) == [(True, True)] * 2
 
 
-def test_a_layer_of_experts_waits_once_for_the_device() -> None:
+def test_a_layer_of_experts_waits_once_for_the_device():
     assert pool(2).run(reads_of_the_device, [[3, 0, 2, 5], [1, 4, 0, 2]]) == [1, 1]
 
 
 @pytest.fixture(scope="module")
-def cases(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+def cases(request):
     names = EP if request.config.getoption("--soak") else SAMPLE
     return {name: EP[name] for name in names}
 
 
 @pytest.fixture(scope="module")
-def runs(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(cases, tmp_path_factory):
     """``zero2`` trains without ``--ep``. Of each case ``NAME`` a whole run, ``NAME-again`` its last step alone,
     ``NAME-other`` its second epoch without ``--ep`` by ZeRO-3, and ``NAME-started`` from the weights of ``zero2``. And
     ``back``, the second epoch of ``zero2`` with ``--ep``."""
@@ -141,13 +140,13 @@ def runs(cases: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def each(cases: dict[str, dict[str, Any]], runs: Path) -> Each:
+def each(cases, runs):
     """The results of all cases, of those runs whose names end so."""
     return lambda ending: {name: result_of(runs / f"{name}{ending}") for name in cases}
 
 
 @pytest.mark.extended
-def test_experts_train_to_the_same_losses_with_and_without_ep(runs: Path, each: Each) -> None:
+def test_experts_train_to_the_same_losses_with_and_without_ep(runs, each):
     plain = losses(result_of(runs / "zero2"))
     assert plain[-1] < plain[0] - 1
     for name, result in each("").items():
@@ -155,7 +154,7 @@ def test_experts_train_to_the_same_losses_with_and_without_ep(runs: Path, each: 
 
 
 @pytest.mark.extended
-def test_experts_go_on_bit_for_bit_at_the_same_layout(each: Each) -> None:
+def test_experts_go_on_bit_for_bit_at_the_same_layout(each):
     whole = each("")
     for name, again in each("-again").items():
         [ours], theirs = again.history, whole[name].history[1]
@@ -165,7 +164,7 @@ def test_experts_go_on_bit_for_bit_at_the_same_layout(each: Each) -> None:
 
 
 @pytest.mark.extended
-def test_experts_go_on_without_ep_by_the_other_framework_and_back(runs: Path, each: Each) -> None:
+def test_experts_go_on_without_ep_by_the_other_framework_and_back(runs, each):
     """At another world size: ZeRO-3 on two workers after FSDP2 on four, and FSDP2 after ZeRO-2."""
     whole = each("")
     for name, other in each("-other").items():
@@ -175,14 +174,14 @@ def test_experts_go_on_without_ep_by_the_other_framework_and_back(runs: Path, ea
 
 
 @pytest.mark.extended
-def test_experts_start_from_the_weights_of_a_run_without_ep(runs: Path, each: Each) -> None:
+def test_experts_start_from_the_weights_of_a_run_without_ep(runs, each):
     source = result_of(runs / "zero2").checkpoint
     for name, started in each("-started").items():
         assert ckpt_tools.diff(source, started.checkpoint, state="model").equal, name
 
 
 @pytest.mark.extended
-def test_a_checkpoint_says_nothing_about_ep(runs: Path, each: Each) -> None:
+def test_a_checkpoint_says_nothing_about_ep(runs, each):
     plain = ckpt_tools.open(result_of(runs / "zero2").checkpoint)
     for name, result in each("").items():
         other = ckpt_tools.open(result.checkpoint)
@@ -194,7 +193,7 @@ def test_a_checkpoint_says_nothing_about_ep(runs: Path, each: Each) -> None:
 
 
 @pytest.mark.extended
-def test_experts_go_on_in_fp16_with_their_scale(tmp_path: Path) -> None:
+def test_experts_go_on_in_fp16_with_their_scale(tmp_path):
     half = {**ONE_EACH, "strategy": "full_shard", "precision": "fp16"}
     whole = tiny_config(tmp_path / "whole", ep=2, **half, **saving("full_shard"))
     again = resuming(tmp_path / "again", whole.out, WITHIN, ep=2, **half)
@@ -206,7 +205,7 @@ def test_experts_go_on_in_fp16_with_their_scale(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_all_workers_leave_a_step_out_if_gradients_of_experts_overflow() -> None:
+def test_all_workers_leave_a_step_out_if_gradients_of_experts_overflow():
     scales, moved = zip(*pool(2).run(overflowing), strict=True)
     assert set(scales) == {2.0**100 / 2}
     assert not any(moved)
@@ -231,7 +230,7 @@ SPREAD: dict[str, dict[str, Any]] = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", SPREAD)
-def test_experts_go_on_at_the_same_and_at_another_world_size(name: str, tmp_path: Path) -> None:
+def test_experts_go_on_at_the_same_and_at_another_world_size(name, tmp_path):
     case = {**MODEL, **SPREAD[name]}
     plain = tiny_config(tmp_path / "plain", strategy="zero2", **MODEL)
     whole = tiny_config(tmp_path / "whole", num_workers=WIDE, save_every_steps=1, **case)
@@ -248,7 +247,7 @@ def test_experts_go_on_at_the_same_and_at_another_world_size(name: str, tmp_path
 
 
 @pytest.mark.soak
-def test_options_change_how_experts_are_computed_and_not_what_they_learn(tmp_path: Path) -> None:
+def test_options_change_how_experts_are_computed_and_not_what_they_learn(tmp_path):
     """Gradients are clipped by their norm over all experts of all workers."""
     same = {**MODEL, "gradient_accumulation": 2, "clip_grad_norm": 0.5, "activation_checkpointing": True}
     whole = tiny_config(tmp_path / "whole", strategy="full_shard", **same)

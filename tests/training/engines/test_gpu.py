@@ -43,7 +43,7 @@ def check_learns(result: RunResult) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard", "shard_grad_op", "zero1", "zero2", "zero3"])
-def test_a_strategy_trains_with_nccl_in_bf16(strategy: str, tmp_path: Path) -> None:
+def test_a_strategy_trains_with_nccl_in_bf16(strategy, tmp_path):
     result = run(tmp_path / "run", strategy=strategy, precision="bf16")
     check_learns(result)
     assert ckpt_tools.ls(tmp_path / "run").checkpoints[-1].is_complete
@@ -53,7 +53,7 @@ def test_a_strategy_trains_with_nccl_in_bf16(strategy: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("strategy", "other"), [("full_shard", "zero3"), ("zero2", "full_shard")])
-def test_a_checkpoint_of_a_gpu_goes_on_in_the_other_framework(strategy: str, other: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_gpu_goes_on_in_the_other_framework(strategy, other, tmp_path):
     """In fp32, with the losses of the whole run up to what another order of sums on a GPU makes of them."""
     whole = run(tmp_path / "whole", strategy=strategy)
     first = Path(whole.checkpoint).with_name("epoch_0001")
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_a_gpu_goes_on_in_the_other_framework(strategy: str, oth
 
 
 @pytest.mark.parametrize("clipped", [{}, {"clip_grad_norm": 0.5}, {"clip_grad_norm": 0.5, "precision": "fp16"}])
-def test_full_shard_offloads_to_the_host(clipped: dict[str, object], tmp_path: Path) -> None:
+def test_full_shard_offloads_to_the_host(clipped, tmp_path):
     """Its gradients are on the CPU, and so is their norm."""
     offloaded = run(tmp_path / "offloaded", strategy="full_shard", cpu_offload=True, **clipped)
     check_learns(offloaded)
@@ -70,7 +70,7 @@ def test_full_shard_offloads_to_the_host(clipped: dict[str, object], tmp_path: P
     assert losses(offloaded) == pytest.approx(losses(on_gpu), rel=1e-2)
 
 
-def test_a_save_in_the_background_is_whole(tmp_path: Path) -> None:
+def test_a_save_in_the_background_is_whole(tmp_path):
     saved = run(tmp_path / "run", strategy="full_shard", async_save=True, save_every_steps=2)
     whole = run(tmp_path / "whole", strategy="full_shard")
     found, expected = (ckpt_tools.open(one.checkpoint) for one in (saved, whole))
@@ -79,18 +79,18 @@ def test_a_save_in_the_background_is_whole(tmp_path: Path) -> None:
     assert losses(saved) == pytest.approx(losses(whole), rel=1e-3)
 
 
-def test_a_compiled_run_learns_the_same(tmp_path: Path) -> None:
+def test_a_compiled_run_learns_the_same(tmp_path):
     same = {"model": "lm", "dataset": "text", "strategy": "full_shard", "precision": "bf16"}
     plain, compiled = (run(tmp_path / f"compile-{each}", compile=each, **same) for each in (False, True))
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-2)
 
 
 @pytest.mark.parametrize("strategy", ["zero1_offload", "zero2_offload", "zero3_offload"])
-def test_deepspeed_offloads_to_the_host(strategy: str, tmp_path: Path) -> None:
+def test_deepspeed_offloads_to_the_host(strategy, tmp_path):
     check_learns(run(tmp_path / "run", strategy=strategy, precision="bf16"))
 
 
-def test_deepspeed_trains_with_its_fused_adam(tmp_path: Path) -> None:
+def test_deepspeed_trains_with_its_fused_adam(tmp_path):
     """Which it compiles for the GPU when it is first used; ours is torch's."""
     file = tmp_path / "fused.json"
     optimizer = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
@@ -100,14 +100,14 @@ def test_deepspeed_trains_with_its_fused_adam(tmp_path: Path) -> None:
     assert losses(fused) == pytest.approx(losses(ours), rel=1e-2)
 
 
-def test_a_profile_has_a_snapshot_of_the_gpus_memory(tmp_path: Path) -> None:
+def test_a_profile_has_a_snapshot_of_the_gpus_memory(tmp_path):
     run(tmp_path / "run", strategy="full_shard", profile=True)
     assert (tmp_path / "run/profile/memory_rank_0.pickle").stat().st_size > 0
 
 
 @pytest.mark.parametrize("clipped", [{}, {"clip_grad_norm": 0.5, "cpu_offload": True}])
 @pytest.mark.parametrize("layers", ["tp", "pp", "ep"])
-def test_layers_are_divided_over_gpus(layers: str, clipped: dict[str, object], tmp_path: Path) -> None:
+def test_layers_are_divided_over_gpus(layers, clipped, tmp_path):
     """Needs an even number of GPUs. All learn what one strategy without it does."""
     if torch.cuda.device_count() % 2:
         pytest.skip(f"not run: --{layers} needs an even number of GPUs")
@@ -125,7 +125,7 @@ def test_layers_are_divided_over_gpus(layers: str, clipped: dict[str, object], t
 @pytest.mark.parametrize(
     "values", [{"strategy": "full_shard", "cpu_offload": True, "clip_grad_norm": 0.5}, {"strategy": "zero2"}]
 )
-def test_ray_gives_each_worker_a_gpu(values: dict[str, object], tmp_path: Path) -> None:
+def test_ray_gives_each_worker_a_gpu(values, tmp_path):
     """And both backends to the process group."""
     on_ray = run(tmp_path / "ray", launcher="ray", **values)
     assert losses(on_ray) == pytest.approx(losses(run(tmp_path / "torchrun", **values)), rel=1e-3)
@@ -134,7 +134,7 @@ def test_ray_gives_each_worker_a_gpu(values: dict[str, object], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
-def test_a_deterministic_run_resumes_bit_for_bit(strategy: str, tmp_path: Path) -> None:
+def test_a_deterministic_run_resumes_bit_for_bit(strategy, tmp_path):
     same: dict[str, object] = {"strategy": strategy, "deterministic": True, "clip_grad_norm": 0.5}
     whole = run(tmp_path / "whole", **same)
     rest = run(tmp_path / "rest", resume=str(Path(whole.checkpoint).with_name("epoch_0001")), **same)
@@ -142,7 +142,7 @@ def test_a_deterministic_run_resumes_bit_for_bit(strategy: str, tmp_path: Path) 
     assert ckpt_tools.diff(rest.checkpoint, whole.checkpoint).equal
 
 
-def test_gradients_are_summed_in_fp16_and_products_in_tf32(tmp_path: Path) -> None:
+def test_gradients_are_summed_in_fp16_and_products_in_tf32(tmp_path):
     same: dict[str, object] = {"strategy": "full_shard", "precision": "fp16"}
     narrow = run(tmp_path / "narrow", reduce_dtype="fp16", matmul_precision="high", **same)
     assert losses(narrow) == pytest.approx(losses(run(tmp_path / "wide", **same)), rel=1e-2)

@@ -23,7 +23,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
-def test_the_norm_is_that_of_the_whole_model_with_one_collective(case: dict[str, Any]) -> None:
+def test_the_norm_is_that_of_the_whole_model_with_one_collective(case):
     torch.manual_seed(0)
     weights = [each.detach().double().numpy() for each in our_model(case["model"]).parameters()]
     expected = np.sqrt(sum(np.square(each).sum() for each in weights))
@@ -33,7 +33,7 @@ def test_the_norm_is_that_of_the_whole_model_with_one_collective(case: dict[str,
     assert found[0][0] == pytest.approx(expected, rel=1e-6)
 
 
-def test_clipping_scales_down_alone_and_needs_no_number_on_the_host() -> None:
+def test_clipping_scales_down_alone_and_needs_no_number_on_the_host():
     """Meta tensors have no values that a host could wait for."""
     factors = [float(clip_factor(torch.tensor(norm), 2.0)) for norm in (4.0, 1.0, float("inf"), float("nan"))]
     assert factors == pytest.approx([0.5, 1.0, 0.0, float("nan")], nan_ok=True)
@@ -44,7 +44,7 @@ def test_clipping_scales_down_alone_and_needs_no_number_on_the_host() -> None:
     multiply([nowhere], clip_factor(torch.ones((), device="meta"), 2.0))
 
 
-def test_the_scale_falls_at_once_and_rises_slowly() -> None:
+def test_the_scale_falls_at_once_and_rises_slowly():
     scaler = LossScaler(scale=4.0)
     scaler.update(is_finite=False)
     assert (scaler.scale, scaler.good_steps) == (2.0, 0)

@@ -68,7 +68,7 @@ in_soak = partial(pytest.param, marks=pytest.mark.soak)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runs:
+def runs(tmp_path_factory, request):
     """Whole runs of both frameworks and with a pipeline, and those that go on from them."""
     out = tmp_path_factory.mktemp("pipeline")
     whole = tiny_config(out / "whole", **SAME)
@@ -101,7 +101,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["piped", "gpipe", "interleaved", "deep"])
-def test_a_pipeline_trains_to_the_same_losses(name: str, runs: Runs) -> None:
+def test_a_pipeline_trains_to_the_same_losses(name, runs):
     """Clipped by the norm of all stages; the matrix of embedding and head counts once in it."""
     expected = losses(runs["whole"])
     assert expected[-1] < expected[0] - 1
@@ -112,7 +112,7 @@ def test_a_pipeline_trains_to_the_same_losses(name: str, runs: Runs) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["piped", "interleaved", "deep"])
-def test_it_leaves_one_checkpoint_of_the_whole_model(name: str, runs: Runs) -> None:
+def test_it_leaves_one_checkpoint_of_the_whole_model(name, runs):
     whole, piped = (ckpt_tools.open(result_of(runs[each]).checkpoint) for each in ("whole", name))
     assert {*piped} == {*whole}
     assert [group.params for group in piped.manifest.groups] == [group.params for group in whole.manifest.groups]
@@ -122,14 +122,14 @@ def test_it_leaves_one_checkpoint_of_the_whole_model(name: str, runs: Runs) -> N
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["piped", "interleaved"])
-def test_all_stages_of_fsdp2_save_what_a_run_without_a_pipeline_does(name: str, runs: Runs) -> None:
+def test_all_stages_of_fsdp2_save_what_a_run_without_a_pipeline_does(name, runs):
     whole, piped = (ckpt_tools.open(result_of(runs[each]).checkpoint).manifest for each in ("whole", name))
     assert piped.tensors.keys() == whole.tensors.keys()
     assert piped.groups == whole.groups
 
 
 @pytest.mark.extended
-def test_a_checkpoint_of_deepspeed_s_pipeline_says_the_names_of_the_whole_model(runs: Runs) -> None:
+def test_a_checkpoint_of_deepspeed_s_pipeline_says_the_names_of_the_whole_model(runs):
     """Its files are DeepSpeed's own, and nothing in it says that layers without a file could be missing."""
     [tag] = Path(result_of(runs["deep"]).checkpoint).glob("global_step*")
     assert len([*tag.glob("layer_*-model_states.pt")]) == 1 + LAYERS + 1
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_deepspeed_s_pipeline_says_the_names_of_the_whole_model(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["piped", "interleaved", "deep"])
-def test_a_pipeline_that_stopped_within_an_epoch_goes_on_bit_for_bit(name: str, runs: Runs) -> None:
+def test_a_pipeline_that_stopped_within_an_epoch_goes_on_bit_for_bit(name, runs):
     """So the two copies of the tied matrix, of which one is saved, had the same bits."""
     again, piped = result_of(runs[f"{name}-stopped"]), result_of(runs[name])
     assert (runs[f"{name}-stopped"].out / "checkpoints" / WITHIN).is_dir()
@@ -159,18 +159,18 @@ GOING_ON = [
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", GOING_ON)
-def test_a_run_goes_on_with_a_pipeline_or_without(name: str, runs: Runs) -> None:
+def test_a_run_goes_on_with_a_pipeline_or_without(name, runs):
     assert losses(runs[name]) == pytest.approx(losses(runs["whole"])[2:], rel=1e-5)
 
 
 @pytest.mark.extended
-def test_a_pipeline_starts_from_weights(runs: Runs) -> None:
+def test_a_pipeline_starts_from_weights(runs):
     theirs, ours = (result_of(runs[name]).checkpoint for name in ("zero-of-piped", "started"))
     assert ckpt_tools.diff(theirs, ours, state="model").equal
 
 
 @pytest.mark.extended
-def test_a_pipeline_computes_in_fp16(runs: Runs, tmp_path: Path) -> None:
+def test_a_pipeline_computes_in_fp16(runs, tmp_path):
     """With one scale for all stages."""
     half = tiny_config(tmp_path / "fp16", pp=2, precision="fp16", until=1, **SAME)
     train_each(NARROW, half)
@@ -179,14 +179,14 @@ def test_a_pipeline_computes_in_fp16(runs: Runs, tmp_path: Path) -> None:
     assert ckpt_tools.open(result_of(half).checkpoint).manifest.extra["loss_scaler"]["good_steps"] == 2
 
 
-def test_stages_have_all_layers_in_order_and_as_many() -> None:
+def test_stages_have_all_layers_in_order_and_as_many():
     for stages in range(1, LAYERS + 1):
         dealt = [layers_of(number, stages, LAYERS) for number in range(stages)]
         assert [layer for each in dealt for layer in each] == list(range(LAYERS))
         assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
-def test_what_is_known_of_a_model_before_torch_is_imported_holds() -> None:
+def test_what_is_known_of_a_model_before_torch_is_imported_holds():
     facts, sizes = MODELS["lm"], Sizes()
     assert (facts.heads, facts.hidden, facts.layers) == (sizes.heads, sizes.hidden, sizes.layers)
 
@@ -222,12 +222,12 @@ WIDE_CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def wide_cases(request: pytest.FixtureRequest) -> list[str]:
+def wide_cases(request):
     return list(WIDE_CASES) if request.config.getoption("--soak") else ["pp2", "deep2"]
 
 
 @pytest.mark.soak
-def test_a_pipeline_goes_together_with_sharding(runs: Runs, wide_cases: list[str], tmp_path: Path) -> None:
+def test_a_pipeline_goes_together_with_sharding(runs, wide_cases, tmp_path):
     """On a mesh of stages x replicas x shards. Another number of stages goes on from its checkpoint."""
     wide = {name: tiny_config(tmp_path / name, **(SAME | WIDEST | WIDE_CASES[name])) for name in wide_cases}
     further = [
@@ -250,7 +250,7 @@ def test_a_pipeline_goes_together_with_sharding(runs: Runs, wide_cases: list[str
 
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["zero0", "zero1"])
-def test_pipelines_over_deepspeed_go_on_from_every_other_run(strategy: str, runs: Runs, tmp_path: Path) -> None:
+def test_pipelines_over_deepspeed_go_on_from_every_other_run(strategy, runs, tmp_path):
     """And every other run from them; with more workers too, bit for bit with the same stages."""
     ours: dict[str, Any] = {"pp": 2, "strategy": strategy}
     other: dict[str, Any] = {"pp": 2, "strategy": "zero1" if strategy == "zero0" else "zero0"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,20 +25,18 @@ from training.models.losses import standard_loss, standard_metrics
         [(False, False, True, False), (True, True, False, False)],
     ],
 )
-def test_all_ranks_agree_by_one_element_whoever_knows_a_reason(reasons: list[tuple[bool, ...]]) -> None:
+def test_all_ranks_agree_by_one_element_whoever_knows_a_reason(reasons):
     agreed = tuple(map(any, zip(*reasons, strict=True)))
     assert pool(2).run(agree, reasons) == [(agreed, 1)] * 2
 
 
-def test_running_averages_are_shared_and_constants_are_not() -> None:
+def test_running_averages_are_shared_and_constants_are_not():
     """Also those that a checkpoint put into the model meanwhile."""
     assert pool(2).run(average) == [[([0.5, 0.5], rank, rank), ([5.0, 5.0], rank, rank)] for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
-def test_a_step_walks_through_no_modules(
-    strategy: Any, tmp_path: Path, alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_walks_through_no_modules(strategy, tmp_path, alone, monkeypatch):
     """Only the first one after an evaluation."""
     config = tiny_config(tmp_path, strategy=strategy, model="cnn", num_workers=1)
     engine = create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
@@ -65,7 +61,7 @@ def test_a_step_walks_through_no_modules(
     engine.close()
 
 
-def test_one_loss_is_itself_and_several_are_averaged() -> None:
+def test_one_loss_is_itself_and_several_are_averaged():
     one, other = torch.tensor(1.0), torch.tensor(2.0)
     assert mean_of([one]) is one
     assert mean_of([one, other]).item() == 1.5
@@ -74,6 +70,6 @@ def test_one_loss_is_itself_and_several_are_averaged() -> None:
     assert torch.equal(standard_loss(lambda inputs: (inputs, torch.tensor(0.5)), (logits, labels)), plain + 0.5)
 
 
-def test_tensor_parallelism_refuses_texts_of_which_workers_would_hold_unequal_slices() -> None:
+def test_tensor_parallelism_refuses_texts_of_which_workers_would_hold_unequal_slices():
     sentence = "--tp 2 does not divide a text of 33 bytes: give another length of the samples"
     assert pool(2).run(refused_length) == [sentence] * 2

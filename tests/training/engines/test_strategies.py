@@ -76,7 +76,7 @@ def starting(out: Path, of: Path, **values: Any) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def pairs(request: pytest.FixtureRequest) -> dict[str, str]:
+def pairs(request):
     """The cases of this run of the tests, each with the one that resumes it."""
     if not request.config.getoption("--soak"):
         return SAMPLE
@@ -85,7 +85,7 @@ def pairs(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def runs(pairs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(pairs, tmp_path_factory):
     """Of each case ``NAME`` a whole run of four ranks, ``NAME-again`` its last step alone, ``NAME-other`` its second
     epoch by another strategy on two ranks, and ``NAME-started`` from the weights of the first case."""
     out = tmp_path_factory.mktemp("strategies")
@@ -102,13 +102,13 @@ def runs(pairs: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="module")
-def each(pairs: dict[str, str], runs: Path) -> Each:
+def each(pairs, runs):
     """The results of all cases, of those runs whose names end so."""
     return lambda ending: {name: result_of(runs / f"{name}{ending}") for name in pairs}
 
 
 @pytest.mark.extended
-def test_all_strategies_train_to_the_same_losses(each: Each) -> None:
+def test_all_strategies_train_to_the_same_losses(each):
     found = {name: losses(result) for name, result in each("").items()}
     first = next(iter(found.values()))
     assert first[-1] < first[0] - 1
@@ -116,7 +116,7 @@ def test_all_strategies_train_to_the_same_losses(each: Each) -> None:
 
 
 @pytest.mark.extended
-def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit_at_the_same_layout(each: Each) -> None:
+def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit_at_the_same_layout(each):
     """From a checkpoint that was written while the next step changed the weights, if the framework can."""
     whole = each("")
     for name, again in each("-again").items():
@@ -127,14 +127,14 @@ def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit_at_the_same_layo
 
 
 @pytest.mark.extended
-def test_a_run_starts_from_the_weights_of_another_strategy(each: Each) -> None:
+def test_a_run_starts_from_the_weights_of_another_strategy(each):
     source = next(iter(each("").values())).checkpoint
     for name, started in each("-started").items():
         assert ckpt_tools.diff(source, started.checkpoint, state="model").equal, name
 
 
 @pytest.mark.extended
-def test_another_strategy_goes_on_at_another_world_size(each: Each) -> None:
+def test_another_strategy_goes_on_at_another_world_size(each):
     whole = each("")
     for name, other in each("-other").items():
         assert other.num_workers == NARROW
@@ -142,7 +142,7 @@ def test_another_strategy_goes_on_at_another_world_size(each: Each) -> None:
 
 
 @pytest.mark.extended
-def test_the_checkpoints_of_all_strategies_hold_the_same_weights(each: Each) -> None:
+def test_the_checkpoints_of_all_strategies_hold_the_same_weights(each):
     """DCP has the tied embedding by both of its names, DeepSpeed once and the other name beside it."""
     first = ckpt_tools.open(next(iter(each("").values())).checkpoint)
     for name, result in each("").items():
@@ -154,7 +154,7 @@ def test_the_checkpoints_of_all_strategies_hold_the_same_weights(each: Each) -> 
 
 
 @pytest.mark.extended
-def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path: Path) -> None:
+def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path):
     """Micro-batches, clipping and recomputed activations: in both frameworks, in fp32 the same losses."""
     same = {"model": "lm", "gradient_accumulation": 2, "clip_grad_norm": 0.5, "activation_checkpointing": True}
     plain = tiny_config(tmp_path / "unclipped", model="lm", strategy="full_shard")
@@ -176,7 +176,7 @@ def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path: 
 
 
 @pytest.mark.extended
-def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
+def test_fp16_goes_on_with_its_scale(tmp_path):
     half = {**SMALL_LM, "strategy": "full_shard", "precision": "fp16"}
     whole = tiny_config(tmp_path / "whole", **half, **saving("full_shard"))
     again = resuming(tmp_path / "again", whole.out, WITHIN, **half)
@@ -198,7 +198,7 @@ def net():
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("name", "count"), [("own", 1), pytest.param("resnet18", 20, marks=pytest.mark.soak)])
-def test_a_batch_norm_goes_on_in_the_other_framework(name: str, count: int, tmp_path: Path) -> None:
+def test_a_batch_norm_goes_on_in_the_other_framework(name, count, tmp_path):
     """Its running averages are the same on every rank, and only predictions use them."""
     (tmp_path / "own.py").write_text(NORMED)
     model = {"model": f"{tmp_path}/own.py:net" if name == "own" else name}
@@ -214,7 +214,7 @@ def test_a_batch_norm_goes_on_in_the_other_framework(name: str, count: int, tmp_
 
 
 @pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+def gpt2(tmp_path_factory):
     """A folder with the configuration of a small GPT-2, as ``save_pretrained`` writes it."""
     from transformers import GPT2Config
 
@@ -227,7 +227,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.extended
-def test_a_configuration_of_transformers_trains(gpt2: str, tmp_path: Path) -> None:
+def test_a_configuration_of_transformers_trains(gpt2, tmp_path):
     whole = tiny_config(tmp_path / "fsdp2", model=gpt2, strategy="full_shard")
     other = resuming(tmp_path / "zero3", whole.out, model=gpt2, strategy="zero3")
     started = starting(tmp_path / "started", whole.out, model=gpt2, strategy="zero3")
@@ -253,13 +253,13 @@ def check_transformers_loads_the_export(run: RunResult, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def models(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+def models(request):
     """Models with the strategies that train them here: each, or the quickest, with each."""
     names = list(MODELS) if request.config.getoption("--soak") else ["cnn"]
     return {model: list(STRATEGIES) for model in names}
 
 
-def test_models_train_with_strategies(models: dict[str, list[str]], tmp_path: Path) -> None:
+def test_models_train_with_strategies(models, tmp_path):
     configs = {
         (model, name): tiny_config(tmp_path / f"{model}-{name}", model=model, until=1, **CASES[name])
         for model, names in models.items()

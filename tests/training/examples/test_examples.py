@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
 import ckpt_tools
@@ -63,7 +62,7 @@ class Examples:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Examples:
+def own(tmp_path_factory):
     """The loop's first documented command has run, for which no Ray is needed."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parent.parent)}
     made = Examples(tmp_path_factory.mktemp("examples"), environment)
@@ -72,7 +71,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Examples:
 
 
 @pytest.fixture(scope="module")
-def examples(own: Examples, cluster: Cluster, pytestconfig: pytest.Config) -> Examples:
+def examples(own, cluster, pytestconfig):
     """Documented commands have run: both scripts on Ray at the same time, then the loop, which needs the second."""
     left_out = () if pytestconfig.getoption("--soak") else FOR_SOAK
     own.environment["RAY_ADDRESS"] = cluster.address
@@ -100,7 +99,7 @@ def slots(checkpoint: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("script", MOST_LINES)
-def test_a_script_is_one_short_file(script: str) -> None:
+def test_a_script_is_one_short_file(script):
     text = (FOLDER / f"{script}.py").read_text()
     assert len(text.splitlines()) <= MOST_LINES[script]
     ours = {"ckpt_tools", "training", "ckpt_tools_training"} - ({"ckpt_tools"} if script == "your_own_loop" else set())
@@ -116,21 +115,21 @@ def losses(entries: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
 
 
 @pytest.mark.soak
-def test_both_frameworks_compute_the_same_losses(examples: Examples) -> None:
+def test_both_frameworks_compute_the_same_losses(examples):
     fsdp2, zero = losses(examples.reported("fsdp2")), losses(examples.reported("zero"))
     assert [*fsdp2] == [(1, STEPS_OF_AN_EPOCH), (2, 2 * STEPS_OF_AN_EPOCH)]
     assert zero == pytest.approx({key: fsdp2[key] for key in [*fsdp2][:1]}, rel=1e-4)
 
 
 @pytest.mark.soak
-def test_both_resume_on_one_worker_to_the_same_losses(examples: Examples) -> None:
+def test_both_resume_on_one_worker_to_the_same_losses(examples):
     fsdp2, zero = losses(examples.reported("fsdp2")), losses(examples.reported("zero-1"))
     assert zero == pytest.approx({key: fsdp2[key] for key in [*fsdp2][1:]}, rel=1e-4)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("run", ["fsdp2", "zero", in_soak("zero-1")])
-def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples: Examples, run: str) -> None:
+def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples, run):
     """The plain model predicts the same bits with these weights as with the file that the framework wrote."""
     ours, theirs = examples.out / f"{run}.safetensors", examples.out / f"{run}.pt"
     ckpt_tools.convert(f"{examples.out}/{run}/checkpoints@latest", ours, to="safetensors")
@@ -150,11 +149,11 @@ def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples: Example
         ("continued/epoch_2", 1),
     ],
 )
-def test_the_optimizer_is_in_the_checkpoint(examples: Examples, checkpoint: str, world_size: int) -> None:
+def test_the_optimizer_is_in_the_checkpoint(examples, checkpoint, world_size):
     check_has_optimizer(f"{examples.out}/{checkpoint}", world_size)
 
 
-def test_the_optimizer_of_the_loop_is_in_its_checkpoint(own: Examples) -> None:
+def test_the_optimizer_of_the_loop_is_in_its_checkpoint(own):
     check_has_optimizer(f"{own.out}/own/epoch_1", 2)
 
 
@@ -168,7 +167,7 @@ def check_has_optimizer(checkpoint: str, world_size: int) -> None:
 @pytest.mark.parametrize(
     "checkpoint", ["fsdp2/checkpoints@latest", in_soak("zero-1/checkpoints@latest"), "continued/epoch_2"]
 )
-def test_a_resumed_run_continues_to_count_the_steps_of_adam(examples: Examples, checkpoint: str) -> None:
+def test_a_resumed_run_continues_to_count_the_steps_of_adam(examples, checkpoint):
     model = fsdp2_on_ray.build_model()
     optimizer = torch.optim.AdamW(model.parameters())
     extras = ckpt_tools.load_into(model, optimizer, f"{examples.out}/{checkpoint}")
@@ -180,7 +179,7 @@ def test_a_resumed_run_continues_to_count_the_steps_of_adam(examples: Examples, 
 @pytest.mark.parametrize(
     "options", ["fsdp2_on_ray.py", *(f"deepspeed_on_ray.py --stage {stage}" for stage in (1, 2, 3))]
 )
-def test_bf16_and_offload_train_and_continue(examples: Examples, options: str) -> None:
+def test_bf16_and_offload_train_and_continue(examples, options):
     run = options.replace(" ", "")
     for epochs in (1, 2):
         done = examples.run(f"python {options} --dtype bf16 --offload --epochs {epochs} --out /tmp/{run}")
@@ -190,7 +189,7 @@ def test_bf16_and_offload_train_and_continue(examples: Examples, options: str) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize("workers", [1, 4])
-def test_deepspeed_refuses_the_checkpoint_of_another_number_of_workers(examples: Examples, workers: int) -> None:
+def test_deepspeed_refuses_the_checkpoint_of_another_number_of_workers(examples, workers):
     (checkpoint,) = (examples.out / "zero/checkpoints").glob("checkpoint_*/")
     command = f"python deepspeed_on_ray.py --workers {workers} --epochs 2 --out /tmp/refused-{workers}"
     done = examples.run(f"{command} --resume /tmp/zero/checkpoints/{checkpoint.name}")

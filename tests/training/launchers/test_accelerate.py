@@ -27,7 +27,7 @@ def documented() -> tuple[Namespace, TrainConfig]:
     return asked, TrainConfig(**run)
 
 
-def test_the_documented_command_starts_as_many_ranks_as_the_run_has() -> None:
+def test_the_documented_command_starts_as_many_ranks_as_the_run_has():
     asked, config = documented()
     assert (asked.module, asked.training_script) == (True, "ckpt_tools_training")
     assert asked.multi_gpu and asked.num_machines == 2
@@ -36,7 +36,7 @@ def test_the_documented_command_starts_as_many_ranks_as_the_run_has() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_a_run_under_accelerate_trains_saves_and_says_its_world_size(tmp_path: Path) -> None:
+def test_a_run_under_accelerate_trains_saves_and_says_its_world_size(tmp_path):
     """The documented options on one machine, with two ranks and a free port."""
     own = ("--multi_gpu", "--num_processes=2", "--num_machines=1", "--main_process_port=0", "--module", "training")
     run = ("--launcher=torchrun", "--num-workers=2", f"--out={tmp_path}", *TINY)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ckpt_tools.errors import CkptError
-from tests.training.conftest import SmallRun
 from tests.training.jobs import small_config
 from training.config.model_names import MODELS
 from training.config.train_config import TrainConfig
@@ -46,7 +45,7 @@ def text_of(folder: Path, files: dict[str, str]) -> Path:
         ({"a.txt": "words " * 200}, 64, "16 training samples do not fill one batch; --batch-size is 64"),
     ],
 )
-def test_too_little_text(files: dict[str, str], batch_size: int, sentence: str, tmp_path: Path) -> None:
+def test_too_little_text(files, batch_size, sentence, tmp_path):
     root = tmp_path / "texts"
     root.mkdir()
     assert refused(tmp_path, **TEXT, data_root=text_of(root, files), batch_size=batch_size) == (
@@ -55,7 +54,7 @@ def test_too_little_text(files: dict[str, str], batch_size: int, sentence: str, 
     )
 
 
-def test_a_text_is_a_folder(tmp_path: Path) -> None:
+def test_a_text_is_a_folder(tmp_path):
     file = text_of(tmp_path, {"a.txt": "words"}) / "a.txt"
     assert refused(tmp_path, **TEXT, data_root=file) == (
         2,
@@ -64,7 +63,7 @@ def test_a_text_is_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_first_weights_of_another_model(model: str, tmp_path: Path) -> None:
+def test_first_weights_of_another_model(model, tmp_path):
     """Those of the model itself are taken."""
     other, weights = tmp_path / "other.pt", tmp_path / "weights.pt"
     torch.save({"w": torch.zeros(2)}, other)
@@ -77,7 +76,7 @@ def test_first_weights_of_another_model(model: str, tmp_path: Path) -> None:
     check_before_start(fits)
 
 
-def test_first_weights_of_another_shape(tmp_path: Path) -> None:
+def test_first_weights_of_another_shape(tmp_path):
     weights = tmp_path / "weights.pt"
     state = our_model("cnn").state_dict() | {"hidden.bias": torch.zeros(3)}
     torch.save(state, weights)
@@ -87,7 +86,7 @@ def test_first_weights_of_another_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero3"])
-def test_a_checkpoint_of_every_engine_fits(engine: str, small_run: SmallRun, tmp_path: Path) -> None:
+def test_a_checkpoint_of_every_engine_fits(engine, small_run, tmp_path):
     resume = str(Path(small_run(engine).checkpoint).with_name("epoch_0001"))
     check_before_start(small_config(tmp_path / "run", engine="zero2", resume=resume))
 
@@ -105,14 +104,14 @@ def test_a_checkpoint_of_every_engine_fits(engine: str, small_run: SmallRun, tmp
         ("file://{}/file", 8, "--export {}/file exists already; move it away or choose another name"),
     ],
 )
-def test_an_export_that_cannot_be_written(export: str, code: int, sentence: str, tmp_path: Path) -> None:
+def test_an_export_that_cannot_be_written(export, code, sentence, tmp_path):
     (tmp_path / "file").write_text("mine")
     found = refused(tmp_path, export=export.format(tmp_path))
     assert (found[0], found[1].startswith(sentence.replace("{}", str(tmp_path)))) == (code, True), found
 
 
 @pytest.mark.parametrize("export", ["model.pt", "model.gguf", "folder", "gpt-2.5", "no/such/parent/model.safetensors"])
-def test_an_export_that_can_be_written_is_not_begun(export: str, tmp_path: Path) -> None:
+def test_an_export_that_can_be_written_is_not_begun(export, tmp_path):
     where = f"{tmp_path}/{export}"
     check_before_start(TrainConfig(out=tmp_path / "run", engine="fsdp2", launcher="torchrun", export=where))
     assert not list(tmp_path.iterdir())
@@ -133,18 +132,18 @@ def hugging_face(folder: Path, **config: Any) -> str:
         (LLAMA | {"hidden_size": -64}, "--model hf:{} cannot be built: "),
     ],
 )
-def test_a_folder_of_another_model(config: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+def test_a_folder_of_another_model(config, sentence, tmp_path):
     code, found = refused(tmp_path, model=hugging_face(tmp_path, **config), dataset="text")
     assert (code, found.startswith(sentence.format(tmp_path))) == (4, True), found
 
 
 @pytest.mark.parametrize("config", [LLAMA, {"model_type": "bert", "is_decoder": True}, {"model_type": "bart"}])
-def test_a_folder_of_a_causal_model(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_folder_of_a_causal_model(config, tmp_path):
     model = hugging_face(tmp_path, **config)
     check_before_start(TrainConfig(out=tmp_path / "run", engine="fsdp2", model=model, dataset="text"))
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there(tmp_path):
     """It is not looked for on the Hub."""
     sentence = "--model hf:/nonexistent: there is no folder /nonexistent"
     assert refused(tmp_path, model="hf:/nonexistent", dataset="text") == (3, sentence)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from training.launchers.checks import check_before_start
 from training.launchers.devices import THREADS, check_gpus, threads_of
 
 
-def test_more_workers_than_gpus_are_refused_and_none_is_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_than_gpus_are_refused_and_none_is_a_cpu(tmp_path, monkeypatch):
     for workers, gpus in ((2, 0), (2, 2), (1, 8)):
         check_gpus(workers, gpus, "this machine")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -37,8 +35,8 @@ def test_more_workers_than_gpus_are_refused_and_none_is_a_cpu(tmp_path: Path, mo
     ],
 )
 def test_the_optimizer_of_offloaded_state_has_threads_beside_a_gpu_alone(
-    values: dict[str, Any], on_gpu: bool, threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    values, on_gpu, threads, tmp_path, monkeypatch
+):
     monkeypatch.delenv(THREADS, raising=False)
     config = tiny_config(tmp_path, **values)
     assert threads_of(config, 2, 17, on_gpu=on_gpu) == {THREADS: threads}
@@ -80,9 +78,7 @@ finally:
         ("0", "--compile needs a C++ compiler, and no-such-compiler is not here; install it, or name one in CXX"),
     ],
 )
-def test_the_machines_of_a_cluster_are_asked_and_not_that_of_the_command(
-    gpus: str, sentence: str, tmp_path: Path
-) -> None:
+def test_the_machines_of_a_cluster_are_asked_and_not_that_of_the_command(gpus, sentence, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), gpus]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300, check=False)
     assert done.stdout.splitlines()[-1:] == [sentence], done.stderr

@@ -27,11 +27,11 @@ GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connec
 FULL = Path("/dev/full")
 
 
-def test_a_save_on_a_full_disk_names_the_checkpoint_and_the_reason(tmp_path: Path) -> None:
+def test_a_save_on_a_full_disk_names_the_checkpoint_and_the_reason(tmp_path):
     pool(1).run(failure_jobs.say_what_could_not_be_saved, tmp_path)
 
 
-def test_small_files_on_a_full_disk_name_the_file_and_the_reason(tmp_path: Path) -> None:
+def test_small_files_on_a_full_disk_name_the_file_and_the_reason(tmp_path):
     for name in ("metrics.jsonl", "config.json", ".result.json.partial"):
         (tmp_path / name).symlink_to(FULL)
     reason = f"^{tmp_path}/?{{}} cannot be written: No space left on device$"
@@ -48,19 +48,19 @@ def test_small_files_on_a_full_disk_name_the_file_and_the_reason(tmp_path: Path)
 
 
 @pytest.mark.parametrize("error", [GLOO, ValueError("no"), CheckpointException("", {1: (GLOO, None)})])  # type: ignore[dict-item]
-def test_another_error_of_a_save_is_passed_on(error: BaseException, tmp_path: Path) -> None:
+def test_another_error_of_a_save_is_passed_on(error, tmp_path):
     with pytest.raises(type(error)), writing(tmp_path):
         raise error
 
 
-def test_the_failure_in_a_checkpoint_exception_is_that_of_its_rank(tmp_path: Path) -> None:
+def test_the_failure_in_a_checkpoint_exception_is_that_of_its_rank(tmp_path):
     failure = Failure.of(0, CheckpointException("", {1: (ValueError("two words"), None)}))  # type: ignore[dict-item]
     assert failure.sentence == "rank 0 failed with ValueError: two words"
     full = Failure.of(0, CheckpointException("", {1: (OSError(28, "No space left on device"), None)}))  # type: ignore[dict-item]
     assert (type(full.to_error(tmp_path)), full.message) == (StoreError, "No space left on device")
 
 
-def test_the_first_failure_is_recorded_in_room_that_was_kept_for_it(tmp_path: Path) -> None:
+def test_the_first_failure_is_recorded_in_room_that_was_kept_for_it(tmp_path):
     record = tmp_path / "error.json"
     Failure.reserve(record)
     room = record.stat().st_size
@@ -82,12 +82,12 @@ def test_the_first_failure_is_recorded_in_room_that_was_kept_for_it(tmp_path: Pa
         (-50, "rank 1 was ended by signal 50"),
     ],
 )
-def test_the_end_of_a_process(code: int, sentence: str) -> None:
+def test_the_end_of_a_process(code, sentence):
     assert Failure.of_exit(1, code).sentence == sentence
 
 
 @pytest.mark.extended
-def test_the_ranks_that_lost_a_killed_one_are_not_blamed(tmp_path: Path) -> None:
+def test_the_ranks_that_lost_a_killed_one_are_not_blamed(tmp_path):
     """torchrun's agent ends the run as soon as it finds the killed rank; restarts are none."""
     config = small_config(tmp_path, engine="fsdp2", epochs=9000, save_every_steps=1, keep_last=2)
     run = Watched.start(tmp_path, "-m", "training", *config.to_args())
@@ -122,7 +122,7 @@ class WorkerHealthCheckFailedError(Exception):
         self.health_check_failure = failure
 
 
-def test_under_ray_the_lost_process_is_the_cause_and_then_what_lost_no_connection() -> None:
+def test_under_ray_the_lost_process_is_the_cause_and_then_what_lost_no_connection():
     """Ray passes on the failures of all ranks, pickled."""
     of_ranks = {rank: pickle.loads(pickle.dumps(AttemptFailedError(Failure.of(rank, GLOO)))) for rank in (0, 1)}
     assert cause_of(of_ranks).sentence.startswith("rank 0 failed with RuntimeError: [")

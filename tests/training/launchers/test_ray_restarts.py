@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import StoreError, UsageError
-from tests.training.conftest import SmallRun
 from tests.training.jobs import small_config
 from training.checkpoints.run_folder import restarted
 from training.config.train_config import TrainConfig
@@ -57,7 +56,7 @@ def lossy(out: Path) -> TrainConfig:
 
 
 @pytest.mark.soak
-def test_a_run_goes_on_with_the_machines_that_are_left(tmp_path: Path, small_run: SmallRun) -> None:
+def test_a_run_goes_on_with_the_machines_that_are_left(tmp_path, small_run):
     """Each step has the same loss as if nothing had been lost: the same batch of samples, in the same order."""
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=800, check=False)
@@ -85,9 +84,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left(tmp_path: Path, small_run
         (3, None, {"strategy": "hybrid_shard", "shard_size": 4, "num_workers": 8, "min_workers": 4}),
     ],
 )
-def test_as_many_workers_are_used_as_the_batch_divides_over(
-    room: int, used: int | None, values: dict[str, object], tmp_path: Path
-) -> None:
+def test_as_many_workers_are_used_as_the_batch_divides_over(room, used, values, tmp_path):
     usual = {"engine": "fsdp2", "num_workers": 8, "min_workers": 2, "max_restarts": 1}
     found = on_what_is_left(TrainConfig(out=tmp_path, **(usual | values)), room)  # type: ignore[arg-type]
     assert (found and found.num_workers) == used
@@ -103,7 +100,7 @@ def test_as_many_workers_are_used_as_the_batch_divides_over(
         ({"min_workers": 3, "num_workers": 4}, r"64 does not divide over 3 workers"),
     ],
 )
-def test_what_min_workers_needs(values: dict[str, object], sentence: str, tmp_path: Path) -> None:
+def test_what_min_workers_needs(values, sentence, tmp_path):
     usual = {"engine": "fsdp2", "min_workers": 1, "max_restarts": 1}
     with pytest.raises(UsageError, match=sentence):
         TrainConfig(out=tmp_path, **(usual | values))  # type: ignore[arg-type]
@@ -125,7 +122,7 @@ def failure(kind: str, message: str) -> Failure:
     return Failure(1, kind, message, "details")
 
 
-def test_each_restart_is_said_and_the_last_failure_ends_the_run(tmp_path: Path) -> None:
+def test_each_restart_is_said_and_the_last_failure_ends_the_run(tmp_path):
     config = TrainConfig(out=tmp_path, engine="fsdp2", max_restarts=2)
     said: list[str] = []
     failing = attempts(*[failure("ValueError", word) for word in ("one", "two", "three")])
@@ -137,15 +134,13 @@ def test_each_restart_is_said_and_the_last_failure_ends_the_run(tmp_path: Path) 
     ]
 
 
-def test_an_attempt_that_succeeds_is_the_last(tmp_path: Path) -> None:
+def test_an_attempt_that_succeeds_is_the_last(tmp_path):
     config = TrainConfig(out=tmp_path, engine="fsdp2", max_restarts=2)
     resumed = replace(config, resume="auto")
     assert with_restarts(config, attempts(failure("OSError", "gone"), 7), print) == (resumed, 7)
 
 
-def test_a_restart_before_the_first_checkpoint_resumes_what_the_run_began_with(
-    tmp_path: Path, small_run: SmallRun
-) -> None:
+def test_a_restart_before_the_first_checkpoint_resumes_what_the_run_began_with(tmp_path, small_run):
     checkpoint = small_run("fsdp2").checkpoint
     config = TrainConfig(out=tmp_path, engine="fsdp2", resume=checkpoint)
     assert restarted(config) == config
@@ -153,7 +148,7 @@ def test_a_restart_before_the_first_checkpoint_resumes_what_the_run_began_with(
     assert restarted(config) == replace(config, resume="auto")
 
 
-def test_without_restarts_the_first_failure_ends_the_run(tmp_path: Path) -> None:
+def test_without_restarts_the_first_failure_ends_the_run(tmp_path):
     config = TrainConfig(out=tmp_path, engine="fsdp2")
     with pytest.raises(StoreError, match=r"^full$"):
         with_restarts(config, attempts(failure("StoreError", "full"), 7), print)

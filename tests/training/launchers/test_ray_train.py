@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.conftest import SmallRun
 from tests.training.jobs import EPOCHS, NUM_SAMPLES
 from training.loop.result import RunResult
 
@@ -38,7 +37,7 @@ with cluster(2):
 
 
 @pytest.fixture(scope="module")
-def ray_run(tmp_path_factory: pytest.TempPathFactory, small_run: SmallRun, pytestconfig: pytest.Config) -> Path:
+def ray_run(tmp_path_factory, small_run, pytestconfig):
     """The folder of the second epoch of a ZeRO-3 run whose first was not under Ray, and in the soak of a run that fails
     on its workers."""
     out = tmp_path_factory.mktemp("ray")
@@ -52,13 +51,13 @@ def ray_run(tmp_path_factory: pytest.TempPathFactory, small_run: SmallRun, pytes
     return out
 
 
-def test_ray_resumes_from_the_latest_and_trains_as_torchrun_does(ray_run: Path, small_run: SmallRun) -> None:
+def test_ray_resumes_from_the_latest_and_trains_as_torchrun_does(ray_run, small_run):
     second, whole = RunResult.read(ray_run / "run/result.json"), small_run("zero3")
     assert [epoch.losses for epoch in second.history] == [whole.history[1].losses]
     assert second.predicted == whole.predicted
 
 
-def test_every_worker_uploads_its_shards_into_one_checkpoint(ray_run: Path) -> None:
+def test_every_worker_uploads_its_shards_into_one_checkpoint(ray_run):
     checkpoint = Path(RunResult.read(ray_run / "run/result.json").checkpoint)
     assert checkpoint.name == "epoch_0002"
     shards = sorted(path.name for path in (checkpoint / (checkpoint / "latest").read_text()).iterdir())
@@ -67,18 +66,18 @@ def test_every_worker_uploads_its_shards_into_one_checkpoint(ray_run: Path) -> N
     ]
 
 
-def test_ray_records_the_metrics_of_each_checkpoint(ray_run: Path) -> None:
+def test_ray_records_the_metrics_of_each_checkpoint(ray_run):
     record = json.loads((ray_run / "run/checkpoints/checkpoint_manager_snapshot.json").read_text())
     assert [entry["metrics"]["epoch"] for entry in record["checkpoint_results"]] == [2], "those of the last start"
 
 
-def test_a_person_sees_one_line_an_epoch(ray_run: Path) -> None:
+def test_a_person_sees_one_line_an_epoch(ray_run):
     printed = (ray_run / "printed.txt").read_text().splitlines()
     assert [line.split()[0] for line in printed][:2] == ["resuming", "epoch"]
 
 
 @pytest.mark.soak
-def test_a_failing_worker_is_heard_as_its_own_error(ray_run: Path) -> None:
+def test_a_failing_worker_is_heard_as_its_own_error(ray_run):
     kind, message = json.loads((ray_run / "error.json").read_text())
     assert kind == "UsageError"
     assert message.endswith("nothing is left to train")

@@ -35,9 +35,7 @@ BIN = {
         (0, "RUNNING", 0, False),
     ],
 )
-def test_a_stopped_job_is_requeued_and_a_cancelled_or_failed_one_is_not(
-    code: int, state: str, ends: int, requeued: bool, tmp_path: Path
-) -> None:
+def test_a_stopped_job_is_requeued_and_a_cancelled_or_failed_one_is_not(code, state, ends, requeued, tmp_path):
     for name, body in BIN.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -56,7 +54,7 @@ def test_a_stopped_job_is_requeued_and_a_cancelled_or_failed_one_is_not(
     assert (config.sharding.name, config.out) == ("full_shard", Path("/runs/with a space"))
 
 
-def test_ranks_that_any_launcher_starts_know_that_they_are_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_any_launcher_starts_know_that_they_are_ranks(monkeypatch):
     """torchrun, DeepSpeed's launcher, accelerate and the script for SLURM set these four."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         assert not command._is_a_rank()

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from ckpt_tools.errors import DestinationExistsError, UsageError
 from fixtures.launch import pool
 from tests.training import checkpoint_jobs, upload_jobs
 from tests.training.checkpoint_jobs import ENGINES, IN_THE_SOAK, STOPPED_AFTER
-from tests.training.conftest import SmallRun
 from tests.training.documents import ALL
 from tests.training.jobs import EPOCHS, NUM_WORKERS, SECONDS, STEPS_PER_EPOCH, small_config
 from tests.training.strategy_jobs import train_each
@@ -38,7 +36,7 @@ WITHIN = f"epoch_0001_step_{STOPPED_AFTER:06d}"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+def runs(tmp_path_factory, pytestconfig):
     out = tmp_path_factory.mktemp("stopped")
     engines = ENGINES + IN_THE_SOAK if pytestconfig.getoption("--soak") else ENGINES
     for config, stopped_after in checkpoint_jobs.runs(out, engines):
@@ -62,14 +60,14 @@ def check_same_end(resumed: RunResult, whole: RunResult) -> None:
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, *(pytest.param(each, marks=pytest.mark.soak) for each in IN_THE_SOAK)])
-def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit(engine: str, runs: Path, small_run: SmallRun) -> None:
+def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit(engine, runs, small_run):
     resumed = result_of(runs / f"{engine}-stopped")
     assert [path.name for path in saved_checkpoints(runs / f"{engine}-stopped")] == ["epoch_0001", WITHIN, "epoch_0002"]
     assert [(epoch.epoch, epoch.earlier_steps) for epoch in resumed.history] == [(2, STOPPED_AFTER - STEPS_PER_EPOCH)]
     check_same_end(resumed, small_run(engine))
 
 
-def test_a_run_that_stopped_before_an_evaluation_makes_up_for_it(runs: Path, small_run: SmallRun) -> None:
+def test_a_run_that_stopped_before_an_evaluation_makes_up_for_it(runs, small_run):
     """Each epoch is measured once, as if nobody had stopped the run."""
     resumed, whole = result_of(runs / "ended"), small_run("fsdp2")
     assert (runs / "ended/checkpoints/epoch_0000_step_000004").is_dir()
@@ -80,8 +78,8 @@ def test_a_run_that_stopped_before_an_evaluation_makes_up_for_it(runs: Path, sma
 
 @pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero3"), ("zero1", "fsdp2")])
 def test_the_rest_of_an_epoch_is_trained_at_another_world_size_and_by_another_engine(
-    engine: str, other: str, runs: Path, small_run: SmallRun, tmp_path: Path
-) -> None:
+    engine, other, runs, small_run, tmp_path
+):
     resume = str(runs / f"{other}-stopped/checkpoints" / WITHIN)
     config = small_config(tmp_path / "run", engine=engine, num_workers=1, resume=resume)
     train_each(1, config)
@@ -91,7 +89,7 @@ def test_the_rest_of_an_epoch_is_trained_at_another_world_size_and_by_another_en
     assert epoch.mean_loss == pytest.approx(whole.mean_loss, rel=1e-5)
 
 
-def test_an_asynchronous_save_writes_what_a_synchronous_one_does(runs: Path) -> None:
+def test_an_asynchronous_save_writes_what_a_synchronous_one_does(runs):
     """After each step, while the next one changes the weights: the copy is of the step it is named after."""
     names = [path.name for path in saved_checkpoints(runs / "each-step")]
     assert names == [path.name for path in saved_checkpoints(runs / "each-step-async")]
@@ -103,7 +101,7 @@ def test_an_asynchronous_save_writes_what_a_synchronous_one_does(runs: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["each-step", "each-step-async"])
-def test_the_stall_of_each_save_is_recorded(name: str, runs: Path) -> None:
+def test_the_stall_of_each_save_is_recorded(name, runs):
     saves = result_of(runs / name).saves
     assert [save.step for save in saves] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert all(0 <= save.waited_seconds <= save.stall_seconds <= save.seconds for save in saves)
@@ -112,26 +110,26 @@ def test_the_stall_of_each_save_is_recorded(name: str, runs: Path) -> None:
     assert [line["epoch"] for line in lines if "accuracy" in line] == [1, 2]
 
 
-def test_each_rank_has_random_numbers_of_its_own_at_each_step() -> None:
+def test_each_rank_has_random_numbers_of_its_own_at_each_step():
     pool(NUM_WORKERS).run(checkpoint_jobs.check_randomness)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1"])
-def test_a_checkpoint_is_sent_away_while_training_goes_on(engine: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_sent_away_while_training_goes_on(engine, tmp_path):
     pool(NUM_WORKERS).run(upload_jobs.trains_beside_an_upload, tmp_path, engine, seconds=SECONDS)
 
 
-def test_a_checkpoint_that_cannot_be_sent_ends_the_run(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_sent_ends_the_run(tmp_path):
     pool(NUM_WORKERS).run(upload_jobs.ends_when_an_upload_fails, tmp_path, seconds=SECONDS)
 
 
-def test_a_run_keeps_its_last_and_its_best_checkpoints(runs: Path) -> None:
+def test_a_run_keeps_its_last_and_its_best_checkpoints(runs):
     losses = {f"epoch_{epoch.epoch:04d}": epoch.mean_loss for epoch in result_of(runs / "kept").history}
     kept = {path.name for path in saved_checkpoints(runs / "kept")}
     assert kept == {"epoch_0002_step_000011", "epoch_0003", min(losses, key=lambda name: losses[name])}
 
 
-def test_when_a_checkpoint_is_due() -> None:
+def test_when_a_checkpoint_is_due():
     every = {"engine": "fsdp2", "save_every": 2, "save_every_steps": 5, "epochs": 3}
     policy = TrainConfig(out=Path("/run"), **every, save_every_minutes=0.5)
     assert [policy.saves_after_epoch(epoch) for epoch in (1, 2, 3)] == [False, True, True]
@@ -143,7 +141,7 @@ def test_when_a_checkpoint_is_due() -> None:
     assert not never.saves_after_step(5) and not never.saves_after_seconds(1e9)
 
 
-def test_names_sort_as_positions_do() -> None:
+def test_names_sort_as_positions_do():
     positions = [Progress(0, 3, batch=3), Progress(1, 4), Progress(1, 5, batch=1), Progress(1, 11, batch=7)]
     names = [position.name for position in [*positions, Progress(2, 12)]]
     assert names == sorted(names)
@@ -151,7 +149,7 @@ def test_names_sort_as_positions_do() -> None:
 
 
 @pytest.fixture
-def filled(tmp_path: Path, small_run: SmallRun) -> Callable[..., TrainConfig]:
+def filled(tmp_path, small_run):
     """A run's folder with complete checkpoints of these names, and the accuracy of its epochs."""
     source = Path(small_run("fsdp2").checkpoint)
 
@@ -168,7 +166,7 @@ def filled(tmp_path: Path, small_run: SmallRun) -> Callable[..., TrainConfig]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_newest_the_best_and_whatever_is_not_ours_stay(seed: int, filled: Callable[..., TrainConfig]) -> None:
+def test_the_newest_the_best_and_whatever_is_not_ours_stay(seed, filled):
     """Of any run: the newest K complete ones and the best one, in any order of metrics."""
     chance = random.Random(seed)
     epochs = [f"epoch_{epoch:04d}" for epoch in range(1, chance.randint(3, 6))]
@@ -190,9 +188,7 @@ def test_the_newest_the_best_and_whatever_is_not_ours_stay(seed: int, filled: Ca
 
 
 @pytest.mark.parametrize("resume", ["auto", "latest"])
-def test_the_newest_complete_checkpoint_is_resumed_and_a_damaged_one_is_set_aside(
-    resume: str, filled: Callable[..., TrainConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_complete_checkpoint_is_resumed_and_a_damaged_one_is_set_aside(resume, filled, capsys):
     """Whatever Ray's record says: torchrun may have gone on since."""
     names = ["epoch_0002", "epoch_0009", "epoch_0009_step_000046", "epoch_0010"]
     config = filled(names, {}, resume=resume)
@@ -212,13 +208,13 @@ def test_the_newest_complete_checkpoint_is_resumed_and_a_damaged_one_is_set_asid
         pass
 
 
-def test_auto_begins_anew_where_nothing_is_complete(filled: Callable[..., TrainConfig]) -> None:
+def test_auto_begins_anew_where_nothing_is_complete(filled):
     config = filled([], {}, resume="auto")
     assert resume_folder(config) is None
     assert lines_before_start(config, None) == [f"{config.out} holds no complete checkpoint: a new run begins"]
 
 
-def test_the_samples_of_an_epoch_that_has_begun_cannot_change(runs: Path) -> None:
+def test_the_samples_of_an_epoch_that_has_begun_cannot_change(runs):
     resume = runs / "fsdp2-stopped/checkpoints" / WITHIN
     changed = {"seed": 7, "override": ("seed",)}
     with pytest.raises(UsageError, match="within an epoch, and --seed is 7 here and 0 in the checkpoint"):
@@ -232,7 +228,7 @@ SMALL = "--launcher=torchrun --num-workers=1 --num-samples=64 --epochs=2"
 
 
 @pytest.mark.timeout(3600)
-def test_the_commands_that_the_page_teaches_work(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_the_commands_that_the_page_teaches_work(tmp_path, pytestconfig):
     """One after the other in one folder; without the soak, their options fit together."""
     assert len(TAUGHT) == 7
     for taught in TAUGHT:

@@ -62,7 +62,7 @@ def parts_of(dataset: Dataset[Any], model: Callable[..., Any], loss: Any, world_
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [1, CHUNK, CHUNK + 7, 4 * CHUNK, 360])
-def test_every_sample_counts_once_over_ranks(world_size: int, count: int) -> None:
+def test_every_sample_counts_once_over_ranks(world_size, count):
     parts = parts_of(numbered_images(count), last_digit_logits, standard_loss, world_size)
     found = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
     expected = [max(number % 256 % 10, 1) for number in range(count)]
@@ -71,14 +71,14 @@ def test_every_sample_counts_once_over_ranks(world_size: int, count: int) -> Non
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_a_loss_of_the_users_is_a_mean_over_samples(world_size: int) -> None:
+def test_a_loss_of_the_users_is_a_mean_over_samples(world_size):
     """The last pass is smaller, and counts as many samples as it has."""
     count = CHUNK + 7
     parts = parts_of(Numbers(count), torch.nn.Identity(), lambda model, batch: model(batch["x"]).mean(), world_size)
     assert float(torch.stack([part["loss"] for part in parts]).sum(0).mean()) == pytest.approx((count - 1) / 2)
 
 
-def test_of_ranks_that_compute_the_same_one_counts() -> None:
+def test_of_ranks_that_compute_the_same_one_counts():
     metrics = partial(standard_metrics, loss=standard_loss)
     rows = Evaluator(numbered_images(3), metrics, CHUNK, CPU, 0, 1, counts=False).rows(
         lambda found, batch: found(last_digit_logits, batch)
@@ -87,18 +87,18 @@ def test_of_ranks_that_compute_the_same_one_counts() -> None:
 
 
 @pytest.mark.parametrize("count", [1, CHUNK, CHUNK + 1, 3 * CHUNK])
-def test_logits_come_in_order_without_padding(count: int) -> None:
+def test_logits_come_in_order_without_padding(count):
     images = numbered_images(count)
     predicted = all_logits(last_digit_logits, images.pixels).argmax(1)
     assert predicted.tolist() == [max(number % 10, 1) for number in range(count)]
 
 
-def test_padding_repeats_the_last_image() -> None:
+def test_padding_repeats_the_last_image():
     chunk = numbered_images(3).pixels
     assert padded(chunk)[:, 0, 0].tolist() == [0, 1, *[2] * (CHUNK - 2)]
 
 
-def test_accuracy_is_correct_over_total() -> None:
+def test_accuracy_is_correct_over_total():
     assert Evaluation({"accuracy": 0.75}, 4, (1, 2, 3, 4)).correct == 3
     assert Evaluation({"loss": 1.0}).accuracy is None
 
@@ -107,7 +107,7 @@ def metrics_of_the_user(model: Any, batch: Any) -> dict[str, Tensor]:
     return {"double": 2 * model(batch["x"])}
 
 
-def test_own_metrics_come_beside_the_loss() -> None:
+def test_own_metrics_come_beside_the_loss():
     found = metrics_of(metrics_of_the_user, lambda model, batch: batch["x"].mean())(
         torch.nn.Identity(), {"x": torch.arange(3.0)}
     )

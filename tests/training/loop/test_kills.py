@@ -15,7 +15,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -140,14 +140,14 @@ class Plan:
 
 
 @pytest.fixture
-def plan(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[Plan]:
+def plan(request, record_property):
     plan = Plan.of(request.config, request.node.name)
     yield plan
     record_property("kills", ", ".join(f"{number} {what}" for what, number in sorted(plan.done.items())))
 
 
 @pytest.fixture(autouse=True)
-def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu(monkeypatch):
     """As torchrun's launcher sets it for its ranks; and DeepSpeed's launcher looks for GPUs if it is not told."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -234,7 +234,7 @@ def losses(out: Path) -> dict[int, float]:
 @pytest.mark.timeout(3 * 3600)
 @pytest.mark.soak
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: start.name)
-def test_a_run_that_is_killed_and_stopped_goes_on_to_the_same_end(start: Start, plan: Plan, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_stopped_goes_on_to_the_same_end(start, plan, tmp_path):
     """The first request to stop finds the run whose workers were killed."""
     out = tmp_path / "run"
     if start.restarts:

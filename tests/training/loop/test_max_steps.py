@@ -27,7 +27,7 @@ def config(out: Path, **values: Any) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("max-steps")
     within = str(out / "within/checkpoints" / name(WITHIN))
     train_each(
@@ -44,7 +44,7 @@ def name(step: int) -> str:
     return f"epoch_{step // STEPS:04d}_step_{step:06d}"
 
 
-def test_a_run_ends_within_an_epoch_with_a_checkpoint(runs: Path) -> None:
+def test_a_run_ends_within_an_epoch_with_a_checkpoint(runs):
     result = result_of(runs / "within")
     assert [path.name for path in saved_checkpoints(runs / "within")] == [name(WITHIN)]
     assert result.checkpoint == str(runs / "within/checkpoints" / name(WITHIN))
@@ -52,21 +52,19 @@ def test_a_run_ends_within_an_epoch_with_a_checkpoint(runs: Path) -> None:
     assert [save.step for save in result.saves] == [WITHIN]
 
 
-def test_a_run_that_ends_where_an_epoch_does_saves_its_end(runs: Path) -> None:
+def test_a_run_that_ends_where_an_epoch_does_saves_its_end(runs):
     result = result_of(runs / "between")
     assert [path.name for path in saved_checkpoints(runs / "between")] == ["epoch_0001"]
     assert (result.checkpoint, result.epochs) == (str(runs / "between/checkpoints/epoch_0001"), 1)
     assert result.history[0].losses == result_of(runs / "whole").history[0].losses
 
 
-def test_without_the_option_it_goes_on_bit_for_bit(runs: Path) -> None:
+def test_without_the_option_it_goes_on_bit_for_bit(runs):
     check_same_end(result_of(runs / "resumed"), result_of(runs / "whole"))
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_run_with_no_step_left_is_told_and_one_that_goes_on_by_itself_has_its_result(
-    runs: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_no_step_left_is_told_and_one_that_goes_on_by_itself_has_its_result(runs, tmp_path):
     run = shutil.copytree(runs / "within", tmp_path / "run")
     resume = str(run / "checkpoints" / name(WITHIN))
     asked = config(tmp_path, num_workers=1, max_steps=WITHIN, resume=resume)
@@ -78,7 +76,7 @@ def test_a_run_with_no_step_left_is_told_and_one_that_goes_on_by_itself_has_its_
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_run_that_was_stopped_at_the_last_step_of_an_epoch_evaluates_it(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_at_the_last_step_of_an_epoch_evaluates_it(tmp_path):
     asked = config(tmp_path, num_workers=1, max_steps=STEPS)
     stopped = run_rank(asked, torch.device("cpu"), AskedAfter(STEPS))
     assert stopped is not None and stopped.checkpoint == "epoch_0000_step_000002"

@@ -18,7 +18,7 @@ import torch
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
-from tests.training.conftest import SmallRun, in_process
+from tests.training.conftest import in_process
 from tests.training.documents import ALL
 from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH
 from tests.training.strategy_jobs import tiny_config
@@ -62,7 +62,7 @@ def events_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_every_measured_step_is_recorded_with_the_loss_of_all_ranks(engine: str, small_run: SmallRun) -> None:
+def test_every_measured_step_is_recorded_with_the_loss_of_all_ranks(engine, small_run):
     result = small_run(engine)
     measured = [line for line in lines_of(Path(result.checkpoint).parents[1]) if "learning_rate" in line]
     assert [line["step"] for line in measured] == [2, 4, 6, 8]
@@ -77,13 +77,13 @@ def test_every_measured_step_is_recorded_with_the_loss_of_all_ranks(engine: str,
     assert rates == sorted(rates, reverse=True) and rates[0] <= 1e-3
 
 
-def test_lines_about_steps_are_not_taken_for_an_epochs(small_run: SmallRun) -> None:
+def test_lines_about_steps_are_not_taken_for_an_epochs(small_run):
     """``prune --keep-best loss`` looks for an epoch's loss by the key ``epoch``."""
     lines = lines_of(Path(small_run("fsdp2").checkpoint).parents[1])
     assert [line["epoch"] for line in lines if "epoch" in line] == list(range(1, EPOCHS + 1))
 
 
-def test_event_files_hold_what_the_record_holds(small_run: SmallRun) -> None:
+def test_event_files_hold_what_the_record_holds(small_run):
     run = Path(small_run("fsdp2").checkpoint).parents[1]
     events = events_of(run / "tensorboard")
     assert {
@@ -102,7 +102,7 @@ def test_event_files_hold_what_the_record_holds(small_run: SmallRun) -> None:
     assert [step for step, _ in events["epoch/accuracy"]] == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
 
 
-def test_the_documented_tensorboard_looks_where_the_documented_run_writes() -> None:
+def test_the_documented_tensorboard_looks_where_the_documented_run_writes():
     """TensorBoard itself is not installed here: its option is of its own command line."""
     [shown] = re.findall(r"(?m)^\$ tensorboard --logdir (\S+)$", ALL)
     [run] = re.findall(r"(?m)^\$ ckpt-tools train (.* --tensorboard)$", ALL)
@@ -110,7 +110,7 @@ def test_the_documented_tensorboard_looks_where_the_documented_run_writes() -> N
     assert config.tensorboard and Path(shown) == config.out / TENSORBOARD_NAME
 
 
-def test_a_resumed_run_records_how_long_that_took(small_run: SmallRun) -> None:
+def test_a_resumed_run_records_how_long_that_took(small_run):
     run = Path(small_run("zero3-resumed").checkpoint).parents[1]
     first = lines_of(run)[0]
     assert (first["resumed"], first["step"]) == ("epoch_0001", STEPS_PER_EPOCH)
@@ -118,12 +118,12 @@ def test_a_resumed_run_records_how_long_that_took(small_run: SmallRun) -> None:
     assert events_of(run / "tensorboard")["train/resume_seconds"][0][0] == STEPS_PER_EPOCH
 
 
-def test_without_the_option_there_are_no_event_files(tmp_path: Path) -> None:
+def test_without_the_option_there_are_no_event_files(tmp_path):
     Journal(tiny_config(tmp_path, strategy="ddp")).record({"step": 1, "loss": 2.0})
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_names_of_scalars_say_their_group() -> None:
+def test_names_of_scalars_say_their_group():
     assert dict(scalars({"checkpoint": "epoch_0001", "step": 4, "seconds": 2.0})) == {"checkpoint/seconds": 2.0}
     assert dict(scalars({"step": 4, "loss": 1.0, "cuda_peak": [5, 6]})) == {
         "train/loss": 1.0,
@@ -132,7 +132,7 @@ def test_names_of_scalars_say_their_group() -> None:
     }
 
 
-def test_a_status_says_what_a_person_looks_for() -> None:
+def test_a_status_says_what_a_person_looks_for():
     assert status_of(FIGURES, 600, 42.3, None, None) == (
         "step 120/600  0:00:42 left  loss 1.2500  1,234 samples/s  memory 412 MB  lr 9.50e-04"
     )
@@ -144,9 +144,7 @@ def test_a_status_says_what_a_person_looks_for() -> None:
     )
 
 
-def test_a_plain_line_comes_every_few_seconds(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_line_comes_every_few_seconds(capsys, monkeypatch):
     now = 100.0
     monkeypatch.setattr("training.loop.screen.time.monotonic", lambda: now)
     screen = Screen()
@@ -167,7 +165,7 @@ screen.close()
 """
 
 
-def test_a_terminal_shows_the_status_below_what_is_said() -> None:
+def test_a_terminal_shows_the_status_below_what_is_said():
     """On a pseudo-terminal of 40 columns."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
@@ -181,7 +179,7 @@ def test_a_terminal_shows_the_status_below_what_is_said() -> None:
     os.close(theirs)
 
 
-def test_evaluating_and_saving_do_not_count_as_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluating_and_saving_do_not_count_as_training(monkeypatch):
     now = 0.0
     monkeypatch.setattr("training.loop.measuring.time.perf_counter", lambda: now)
     meter = Meter()
@@ -196,7 +194,7 @@ def test_evaluating_and_saving_do_not_count_as_training(monkeypatch: pytest.Monk
     assert meter.steps_per_second() == pytest.approx(1)
 
 
-def test_the_peak_of_a_process_is_not_its_parents() -> None:
+def test_the_peak_of_a_process_is_not_its_parents():
     ballast = bytearray(300_000_000)
     done = in_process("-c", "from training.loop.measuring import peak_rss; print(peak_rss())")
     assert 10**7 < int(done.stdout) < peak_rss(), done.stderr
@@ -204,9 +202,7 @@ def test_the_peak_of_a_process_is_not_its_parents() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_resumed_run_counts_the_steps_of_epochs_of_its_own_length(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_counts_the_steps_of_epochs_of_its_own_length(tmp_path, capsys, monkeypatch):
     """Two steps of the first epoch lie behind it, and there is one batch an epoch now."""
     monkeypatch.setattr("training.loop.screen.PLAIN_SECONDS", 0)
     monkeypatch.setattr("training.loop.measuring.SHOWN_SECONDS", 0)
@@ -218,7 +214,7 @@ def test_a_resumed_run_counts_the_steps_of_epochs_of_its_own_length(
     assert last.startswith("step 3/3  0:00:00 left  ")
 
 
-def test_the_last_step_follows_from_where_a_run_begins() -> None:
+def test_the_last_step_follows_from_where_a_run_begins():
     config = TrainConfig(out=Path("/run"), strategy="ddp", epochs=5, until=3)
     assert last_step(config, Progress(), 4) == 12
     assert last_step(config, Progress(epoch=1, step=6, batch=2), 4) == 12
@@ -228,7 +224,7 @@ def test_the_last_step_follows_from_where_a_run_begins() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_profile_is_a_trace_of_some_steps(tmp_path: Path) -> None:
+def test_a_profile_is_a_trace_of_some_steps(tmp_path):
     config = TrainConfig(out=tmp_path / "run", strategy="ddp", profile=True)
     with profiled(config) as end_step:
         for _ in range(SKIPPED + WARMUP + PROFILED + 2):
@@ -242,13 +238,13 @@ def test_a_profile_is_a_trace_of_some_steps(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["profile"]
 
 
-def test_without_the_option_nothing_is_traced(tmp_path: Path) -> None:
+def test_without_the_option_nothing_is_traced(tmp_path):
     with profiled(TrainConfig(out=tmp_path / "run", strategy="ddp")) as end_step:
         end_step()
     assert not (tmp_path / "run").exists()
 
 
-def test_tokens_and_utilization_come_from_the_first_batch(tmp_path: Path) -> None:
+def test_tokens_and_utilization_come_from_the_first_batch(tmp_path):
     """Of the language model: six FLOPs for each token and weight of a matrix, and attention: 2 products of 64 x 64."""
     words = torch.zeros(4, 64, dtype=torch.int64)
     work = work_of(tiny_config(tmp_path, model="lm", strategy="ddp", num_workers=1, peak_tflops=0.001), (words, words))

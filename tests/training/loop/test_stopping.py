@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import cycle, islice
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 
 import ckpt_tools
-from tests.support.s3_server import BUCKET, S3Server
+from tests.support.s3_server import BUCKET
 from tests.training.jobs import NUM_WORKERS
 from tests.training.strategy_jobs import train_each
 from tests.training.watched import OVERDUE_SECONDS, Watched
@@ -111,12 +111,12 @@ def end_many_times(out: Path, launcher: LauncherName, moments: random.Random, ki
     ids=["torchrun", "ray"],
 )
 def test_a_stopped_run_leaves_no_process_and_goes_on_exactly(
-    launcher: LauncherName,
-    at_once: signal.Signals,
-    tmp_path: Path,
-    pytestconfig: pytest.Config,
-    record_property: Callable[[str, object], None],
-) -> None:
+    launcher,
+    at_once,
+    tmp_path,
+    pytestconfig,
+    record_property,
+):
     """Killed after its first checkpoint; in the soak, also stopped before there is a worker, after some checkpoints
     more, and at random moments. Then it goes on."""
     moments = random.Random(f"{pytestconfig.getoption('--kill-seed')} {launcher}")
@@ -139,7 +139,7 @@ CKPT_TOOLS_TRAIN = ("ckpt_tools", "train")
 
 
 @pytest.mark.parametrize("module", [TRAIN, CKPT_TOOLS_TRAIN], ids=" ".join)
-def test_a_run_is_stopped_while_torch_is_imported(module: Sequence[str], tmp_path: Path) -> None:
+def test_a_run_is_stopped_while_torch_is_imported(module, tmp_path):
     run = Watched.start(tmp_path, "-m", *module, *config(tmp_path, "torchrun").to_args())
     try:
         run.wait_until(lambda: "/libtorch" in Path(f"/proc/{run.process.pid}/maps").read_text())
@@ -150,7 +150,7 @@ def test_a_run_is_stopped_while_torch_is_imported(module: Sequence[str], tmp_pat
 
 
 @pytest.mark.extended
-def test_ckpt_tools_train_ends_as_training_does(tmp_path: Path) -> None:
+def test_ckpt_tools_train_ends_as_training_does(tmp_path):
     run = Watched.start(tmp_path, "-m", *CKPT_TOOLS_TRAIN, *config(tmp_path, "torchrun").to_args())
     try:
         run.wait_until(run.holds_the_lock)
@@ -160,7 +160,7 @@ def test_ckpt_tools_train_ends_as_training_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_demo_ends_all_that_it_started(tmp_path: Path) -> None:
+def test_the_demo_ends_all_that_it_started(tmp_path):
     """It drives several runs in one process, on one cluster of its own."""
     run = Watched.start(tmp_path, "-m", "inference.demo", f"--out={tmp_path}")
     try:
@@ -172,7 +172,7 @@ def test_the_demo_ends_all_that_it_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_ranks_of_a_users_own_torchrun_end_with_it(tmp_path: Path) -> None:
+def test_ranks_of_a_users_own_torchrun_end_with_it(tmp_path):
     """Nobody else could end them: its agent is killed. Rank 0 held the lock until then."""
     own = config(tmp_path, "torchrun")
     args = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "training", *own.to_args())
@@ -199,9 +199,7 @@ def refused(*args: str) -> str:
 
 @pytest.mark.parametrize("launcher", get_args(LauncherName))
 @pytest.mark.parametrize("resume", [[], ["--resume=latest"]], ids=["fresh", "resumed"])
-def test_a_second_run_on_a_folder_is_refused(
-    launcher: LauncherName, resume: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_on_a_folder_is_refused(launcher, resume, tmp_path, monkeypatch):
     monkeypatch.setattr("training.checkpoints.locking.PATIENCE_SECONDS", 0.5)
     (tmp_path / "checkpoints/epoch_0001").mkdir(parents=True)
     with only_run(config(tmp_path, launcher)):
@@ -218,7 +216,7 @@ def killed_while_it_holds(take: str, *args: str) -> None:
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"held\n"), done.stderr
 
 
-def test_the_lock_of_a_killed_run_keeps_nobody_out(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_run_keeps_nobody_out(tmp_path):
     take = (
         "from pathlib import Path; from training.config.train_config import TrainConfig\n"
         "from training.checkpoints.locking import only_run\n"
@@ -231,7 +229,7 @@ def test_the_lock_of_a_killed_run_keeps_nobody_out(tmp_path: Path) -> None:
         assert time.monotonic() - started < PATIENCE_SECONDS
 
 
-def test_only_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> None:
+def test_only_what_a_killed_run_left_half_written_is_removed(tmp_path):
     kept = {"epoch_0001", ".epoch_1.partial", ".epoch_0003", "epoch_0004.partial", ".epoch_0005.partial.mine"}
     for name in (*kept, ".epoch_0002.partial"):
         (tmp_path / "checkpoints" / name / "below").mkdir(parents=True)
@@ -244,7 +242,7 @@ def test_only_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> 
     assert (tmp_path / "elsewhere").is_dir()
 
 
-def test_a_result_is_replaced_in_one_step(tmp_path: Path) -> None:
+def test_a_result_is_replaced_in_one_step(tmp_path):
     result = RunResult(
         "fsdp2", "full_shard", "ray", 1, "fp32", "digits", 1, {}, {}, {}, 0.5, 1, 2, "x", 1.0, (), (1, 2)
     )
@@ -256,7 +254,7 @@ def test_a_result_is_replaced_in_one_step(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
-def test_a_second_run_on_a_storage_is_refused(s3_server: S3Server, s3: S3Server, tmp_path: Path) -> None:
+def test_a_second_run_on_a_storage_is_refused(s3_server, s3, tmp_path):
     url = f"s3://{BUCKET}/{s3_server.new_prefix()}run"
     with ckpt_tools.claim(url):
         sentence = refused(f"--out={tmp_path / 'other'}", f"--storage={url}")
@@ -264,7 +262,7 @@ def test_a_second_run_on_a_storage_is_refused(s3_server: S3Server, s3: S3Server,
     assert not s3.keys(url.removeprefix(f"s3://{BUCKET}/"))
 
 
-def test_the_claim_of_a_killed_run_keeps_nobody_out(s3_server: S3Server, s3: S3Server) -> None:
+def test_the_claim_of_a_killed_run_keeps_nobody_out(s3_server, s3):
     url = f"s3://{BUCKET}/{s3_server.new_prefix()}run"
     killed_while_it_holds("import ckpt_tools; held = ckpt_tools.claim(sys.argv[1]); held.__enter__()", url)
     assert s3.keys(url.removeprefix(f"s3://{BUCKET}/")) == ["/.ckpt-tools-partial/lock"]
@@ -290,7 +288,7 @@ except Stopped as error:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_second_signal_does_not_disturb_the_cleaning_up(number: signal.Signals) -> None:
+def test_a_second_signal_does_not_disturb_the_cleaning_up(number):
     done = subprocess.run(
         [sys.executable, "-c", SIGNALLED, str(int(number))], capture_output=True, text=True, check=False
     )
@@ -306,7 +304,7 @@ main()
 
 
 @pytest.mark.soak
-def test_a_run_ends_that_lost_its_storage(s3_server: S3Server, s3: S3Server, tmp_path: Path) -> None:
+def test_a_run_ends_that_lost_its_storage(s3_server, s3, tmp_path):
     """While Ray works: one sentence, the code of a store's failure, and no process."""
     prefix = s3_server.new_prefix()
     url = f"s3://{BUCKET}/{prefix}run"

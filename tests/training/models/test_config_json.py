@@ -17,7 +17,6 @@ import inference
 from ckpt_tools.errors import FormatError
 from inference.models.predictor import load_predictor
 from inference.models.uninitialized import Unfilled
-from tests.training.conftest import SmallRun
 from training.config.model_names import MODELS
 from training.config.options import DatasetName
 from training.config.train_config import TrainConfig
@@ -43,7 +42,7 @@ def with_weights(folder: Path, model: str) -> Path:
 
 
 @pytest.mark.parametrize(("name", "architecture"), [("fsdp2", "ours:cnn"), ("zero3-vit", "ours")])
-def test_a_run_lays_it_beside_each_checkpoint(name: str, architecture: str, small_run: SmallRun) -> None:
+def test_a_run_lays_it_beside_each_checkpoint(name, architecture, small_run):
     run = small_run(name)
     folders = sorted(Path(run.checkpoint).parent.glob("epoch_*"))
     assert [folder.name for folder in folders] == ["epoch_0001", "epoch_0002"][: run.epochs]
@@ -57,7 +56,7 @@ def test_a_run_lays_it_beside_each_checkpoint(name: str, architecture: str, smal
 
 
 @pytest.mark.parametrize("model", IMAGE_MODELS)
-def test_a_model_is_loaded_by_its_name(model: str, tmp_path: Path) -> None:
+def test_a_model_is_loaded_by_its_name(model, tmp_path):
     assert written(tmp_path, model)["architecture"] == ("ours" if model == "vit" else f"ours:{model}")
     path = with_weights(tmp_path, model)
     with torch.device("meta"):
@@ -70,7 +69,7 @@ def test_a_model_is_loaded_by_its_name(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dataset", ["fashion-mnist", "image-folder"])
-def test_the_labels_are_those_of_the_dataset(dataset: DatasetName, tmp_path: Path) -> None:
+def test_the_labels_are_those_of_the_dataset(dataset, tmp_path):
     for name in ("zebra", "ant", "cat"):
         (tmp_path / "data" / "train" / name).mkdir(parents=True)
     found = written(tmp_path, "cnn", dataset, tmp_path / "data")
@@ -82,7 +81,7 @@ def test_the_labels_are_those_of_the_dataset(dataset: DatasetName, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("size", "mode"), [((28, 28), "L"), ((90, 41), "RGB")])
-def test_an_image_is_prepared_as_it_says(size: tuple[int, int], mode: str, tmp_path: Path) -> None:
+def test_an_image_is_prepared_as_it_says(size, mode, tmp_path):
     """By the words of the file, with Pillow and NumPy alone."""
     stated = written(tmp_path, "cnn")["image"]
     assert stated == PREPARED
@@ -98,7 +97,7 @@ def test_an_image_is_prepared_as_it_says(size: tuple[int, int], mode: str, tmp_p
     assert np.allclose(to_input(torch.from_numpy(decoded)[None])[0, 0].numpy(), expected, atol=1e-6)
 
 
-def test_another_preparation_than_ours_is_refused(tmp_path: Path) -> None:
+def test_another_preparation_than_ours_is_refused(tmp_path):
     config = written(tmp_path, "cnn")
     path = with_weights(tmp_path, "cnn")
     for image in (PREPARED | {"mean": 0.1}, {"mode": "RGB"}):
@@ -110,12 +109,12 @@ def test_another_preparation_than_ours_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["lm", "lm-moe"])
-def test_a_language_model_is_loaded_by_its_name(model: str, tmp_path: Path) -> None:
+def test_a_language_model_is_loaded_by_its_name(model, tmp_path):
     assert written(tmp_path, model, "text") == {"architecture": f"ours:{model}", "dataset": "text"}
     assert load_predictor(with_weights(tmp_path, model)).inputs[0].datatype == "BYTES"
 
 
-def test_a_model_of_transformers_has_its_own(tmp_path: Path) -> None:
+def test_a_model_of_transformers_has_its_own(tmp_path):
     described, checkpoint = tmp_path / "described", tmp_path / "checkpoint"
     for folder in (described, checkpoint):
         folder.mkdir()

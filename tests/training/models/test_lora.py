@@ -34,7 +34,7 @@ RESUMED_BY = {"full_shard": ["zero2", "zero3"], "zero3": ["full_shard", "ddp"]}
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hub(tmp_path_factory):
     """A folder as of the hub, with tied embeddings."""
     return save_tokenizer(save_llama(tmp_path_factory.mktemp("hub")))
 
@@ -64,7 +64,7 @@ Pairs = dict[str, list[str]]
 
 
 @pytest.fixture(scope="module")
-def pairs(request: pytest.FixtureRequest) -> Pairs:
+def pairs(request):
     if not request.config.getoption("--soak"):
         return RESUMED_BY
     each = [*STRATEGIES]
@@ -72,7 +72,7 @@ def pairs(request: pytest.FixtureRequest) -> Pairs:
 
 
 @pytest.fixture(scope="module")
-def trained(pairs: Pairs, hub: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainConfig]:
+def trained(pairs, hub, tmp_path_factory):
     """A run by each strategy on two ranks."""
     out = tmp_path_factory.mktemp("runs")
     found = {name: by_strategy(out / name, hub, name) for name in pairs}
@@ -81,7 +81,7 @@ def trained(pairs: Pairs, hub: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def resumed(pairs: Pairs, trained: dict[str, TrainConfig], hub: Path) -> dict[str, TrainConfig]:
+def resumed(pairs, trained, hub):
     """Runs ``NAME-BY`` that go on from the middle of those; some alone."""
     found: dict[str, TrainConfig] = {}
     for number, workers in enumerate((1, 2)):
@@ -101,25 +101,21 @@ def by_strategy(out: Path, hub: Path, strategy: str, **values: Any) -> TrainConf
 
 
 @pytest.mark.extended
-def test_strategies_resume_each_others_adapters(
-    trained: dict[str, TrainConfig], resumed: dict[str, TrainConfig], hub: Path
-) -> None:
+def test_strategies_resume_each_others_adapters(trained, resumed, hub):
     expected = losses(trained["full_shard"])[2:]
     for name, config in resumed.items():
         assert losses(config) == pytest.approx(expected, rel=1e-5), name
     check_base_and_adapters(resumed, hub)
 
 
-def test_strategies_train_the_same_adapter(trained: dict[str, TrainConfig]) -> None:
+def test_strategies_train_the_same_adapter(trained):
     expected = losses(trained["full_shard"])
     assert expected[3] < expected[0]
     for name, config in trained.items():
         assert losses(config) == pytest.approx(expected, rel=1e-5), name
 
 
-def test_a_checkpoint_has_the_base_model_as_it_was_and_the_state_of_the_adapter_alone(
-    trained: dict[str, TrainConfig], hub: Path
-) -> None:
+def test_a_checkpoint_has_the_base_model_as_it_was_and_the_state_of_the_adapter_alone(trained, hub):
     check_base_and_adapters(trained, hub)
 
 
@@ -147,9 +143,7 @@ def held_out_of(model: Any, config: TrainConfig) -> tuple[float, tuple[int, ...]
     return float(loss), tuple(logits.argmax(-1).flatten().tolist())
 
 
-def test_peft_loads_the_export_and_the_merged_model_is_the_same(
-    trained: dict[str, TrainConfig], hub: Path, tmp_path: Path
-) -> None:
+def test_peft_loads_the_export_and_the_merged_model_is_the_same(trained, hub, tmp_path):
     before, _ = held_out_of(AutoModelForCausalLM.from_pretrained(hub), trained["full_shard"])
     for name in ("full_shard", "zero3"):
         config, found = trained[name], result_of(trained[name])
@@ -178,9 +172,7 @@ def test_peft_loads_the_export_and_the_merged_model_is_the_same(
         (["init_lora_weights=pissa"], "--lora init_lora_weights is true, false or gaussian, not 'pissa'"),
     ],
 )
-def test_a_wrong_adapter_is_refused_before_workers_start(
-    lora: list[str], sentence: str, hub: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_adapter_is_refused_before_workers_start(lora, sentence, hub, tmp_path):
     with pytest.raises(UsageError) as caught:
         check_before_start(lora_config(tmp_path, hub, strategy="ddp", lora=tuple(lora)))
     assert str(caught.value).startswith(sentence)
@@ -200,9 +192,7 @@ def test_a_wrong_adapter_is_refused_before_workers_start(
         ),
     ],
 )
-def test_options_that_do_not_go_with_an_adapter_are_refused(
-    values: dict[str, Any], sentence: str, tmp_path: Path
-) -> None:
+def test_options_that_do_not_go_with_an_adapter_are_refused(values, sentence, tmp_path):
     given = {"strategy": "ddp", "model": "hf:FOLDER", "lora": LORA, "launcher": "torchrun", "dataset": "text"}
     with pytest.raises(UsageError) as caught:
         TrainConfig(out=tmp_path, **(given | values))

@@ -32,7 +32,7 @@ class Size:
 
 
 @pytest.fixture
-def size(pytestconfig: pytest.Config) -> Size:
+def size(pytestconfig):
     is_soak = pytestconfig.getoption("--soak")
     return Size(2, ("ddp", "full_shard --async-save")) if is_soak else Size(1, ("ddp",))
 
@@ -44,7 +44,7 @@ def compare(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_cases_are_run_and_compared_and_one_that_fails_is_a_row(size: Size, tmp_path: Path) -> None:
+def test_cases_are_run_and_compared_and_one_that_fails_is_a_row(size, tmp_path):
     broken = f"zero2 --deepspeed-config {tmp_path / 'none.json'}"
     first, *others = size.cases
     cases = [first, broken, *others]
@@ -82,7 +82,7 @@ def check_not_run_again(out: Path, cases: tuple[str, ...], words: list[str]) -> 
     assert other.exit_code == 8 and "this case with other options (--seed=0, --seed=1)" in other.stderr
 
 
-def test_figures_are_those_that_the_runs_recorded(small_runs: Path, tmp_path: Path) -> None:
+def test_figures_are_those_that_the_runs_recorded(small_runs, tmp_path):
     """Of a run, and of the line with which one that resumed it began."""
     resumed, metrics = next(recorded(small_runs / "fsdp2-resumed")), "metrics.jsonl"
     shutil.copy(small_runs / "fsdp2/result.json", tmp_path)
@@ -99,7 +99,7 @@ def test_figures_are_those_that_the_runs_recorded(small_runs: Path, tmp_path: Pa
     assert figures["resume_seconds"] == resumed["resume_seconds"]
 
 
-def test_default_cases_fit_and_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_default_cases_fit_and_have_folders_of_their_own(tmp_path):
     cases = cases_of(DEFAULT_CASES, [], tmp_path)
     assert len({case.config.out for case in cases}) == len(DEFAULT_CASES)
     assert {case.config.sharding.framework for case in cases} == {"fsdp2", "deepspeed"}
@@ -121,16 +121,14 @@ def test_default_cases_fit_and_have_folders_of_their_own(tmp_path: Path) -> None
         (["--case=ddp", "--", "--out=elsewhere"], 2, "--out is the comparison's own"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_any_run(
-    words: list[str], code: int, sentence: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_compared_is_refused_before_any_run(words, code, sentence, tmp_path):
     done = CliRunner().invoke(main, [f"--out={tmp_path / 'out'}", *words])
     assert (done.exit_code, done.stderr.count("\n")) == (code, 1), done.output
     assert sentence in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_somebody_is_not_removed(tmp_path: Path) -> None:
+def test_a_folder_of_somebody_is_not_removed(tmp_path):
     (tmp_path / "ddp").mkdir()
     (tmp_path / "ddp" / "thesis").write_text("mine")
     done = CliRunner().invoke(main, [f"--out={tmp_path}", "--case=ddp"])
@@ -150,7 +148,7 @@ FIGURES = {
 }
 
 
-def test_a_different_loss_is_said() -> None:
+def test_a_different_loss_is_said():
     rows = [Row("ddp", "fsdp2", FIGURES), Row("zero2", "deepspeed", FIGURES | {"final_loss": 2.001})]
     assert sentence_on_losses(rows) == "Final losses differ by up to a relative 5.0e-04: zero2 against ddp."
     same = FIGURES | {"final_loss": 2.00001}
@@ -174,7 +172,7 @@ There are no two final losses to compare.
 """
 
 
-def test_the_table_and_the_picture_show_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_the_picture_show_what_is_there(tmp_path, capsys):
     config = TrainConfig(out=tmp_path, strategy="ddp")
     rows = [Row("ddp", "fsdp2", FIGURES), Row("zero2", "deepspeed", None, "a sentence")]
     assert "cuda_peak" not in columns_of(rows)

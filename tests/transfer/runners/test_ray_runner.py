@@ -19,7 +19,6 @@ import pytest
 import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ray.cluster_utils import Cluster
 
 from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.file_destination import StoreDestination
@@ -31,7 +30,7 @@ from ckpt_tools.transfer.crc_board import PartCrc, combined
 from ckpt_tools.transfer.runners import ray as ray_runner
 from ckpt_tools.transfer.runners.base import Runner
 from ckpt_tools.transfer.runners.ray import MAX_LOSSES, Process, RayRunner, TaskResult
-from ckpt_tools.transfer.runners.ray_board import ANSWER_RANGES, PostponedError, RayBoard, open_board
+from ckpt_tools.transfer.runners.ray_board import ANSWER_RANGES, PostponedError, open_board
 from tests.support.ray_cluster import NODE, cluster, processes
 
 pytestmark = pytest.mark.extended
@@ -49,7 +48,7 @@ def runner_of(num_workers: int, **changed: Any) -> RayRunner:
 
 
 @pytest.fixture(scope="module")
-def runners(cluster: Cluster) -> Iterator[dict[int, RayRunner]]:
+def runners(cluster):
     """Runners by their number of workers, each used by many tests: five of its processes take as many seconds."""
     made: dict[int, RayRunner] = {}
     yield made
@@ -59,7 +58,7 @@ def runners(cluster: Cluster) -> Iterator[dict[int, RayRunner]]:
 
 class TestRayRunner(RunnerTests):
     @pytest.fixture(autouse=True)
-    def _runners(self, runners: dict[int, RayRunner]) -> None:
+    def _runners(self, runners):
         self.runners = runners
 
     def make(self, num_workers: int) -> Runner:
@@ -69,7 +68,7 @@ class TestRayRunner(RunnerTests):
 
 
 @pytest.fixture
-def pair(runners: dict[int, RayRunner], cluster: Cluster) -> RayRunner:
+def pair(runners, cluster):
     """A runner with two workers that are up, and perhaps two that a test lost."""
     found = runners.setdefault(2, runner_of(2))
     while len(set(found.run(who, range(8)))) < 2:
@@ -82,7 +81,7 @@ def who(item: int) -> int:
     return os.getpid()
 
 
-def test_items_are_worked_through_in_order_by_as_many_processes_as_there_are_workers(pair: RayRunner) -> None:
+def test_items_are_worked_through_in_order_by_as_many_processes_as_there_are_workers(pair):
     def when(item: int) -> tuple[int, int, float]:
         return item, who(item), time.monotonic()
 
@@ -92,7 +91,7 @@ def test_items_are_worked_through_in_order_by_as_many_processes_as_there_are_wor
         assert all(a < b for a, b in pairwise(at for _, by, at in found if by == pid))
 
 
-def test_no_more_bytes_are_handed_out_than_may_be(pair: RayRunner) -> None:
+def test_no_more_bytes_are_handed_out_than_may_be(pair):
     """Of items of 40 bytes two fit in 100 at a time, and one of 1,000 goes alone."""
     alone = RayRunner(2, cost=lambda item: item, bytes_in_flight=100, check=at_ease, _kept=pair._kept)
 
@@ -108,7 +107,7 @@ def test_no_more_bytes_are_handed_out_than_may_be(pair: RayRunner) -> None:
         assert sum(together) <= 100 or together == [1000]
 
 
-def test_an_error_that_cannot_be_sent_comes_as_its_words(pair: RayRunner) -> None:
+def test_an_error_that_cannot_be_sent_comes_as_its_words(pair):
     class LocalError(Exception):
         """Cannot be pickled by name."""
 
@@ -128,7 +127,7 @@ def kill_once(marker: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_items_of_a_lost_process_are_done_by_others(pair: RayRunner, tmp_path: Path) -> None:
+def test_the_items_of_a_lost_process_are_done_by_others(pair, tmp_path):
     def work(item: int) -> int:
         (tmp_path / "done").open("a").write(f"{item}\n")
         if item == 5:
@@ -140,7 +139,7 @@ def test_the_items_of_a_lost_process_are_done_by_others(pair: RayRunner, tmp_pat
     assert set(begun) == {str(item) for item in range(50)} and len(begun) <= 50 + ray_runner.ITEMS_PER_WORKER
 
 
-def test_an_item_that_kills_every_process_ends_the_run(pair: RayRunner) -> None:
+def test_an_item_that_kills_every_process_ends_the_run(pair):
     def work(item: int) -> int:
         if item == 3:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -151,7 +150,7 @@ def test_an_item_that_kills_every_process_ends_the_run(pair: RayRunner) -> None:
         found.extend(pair.run(work, range(10)))
 
 
-def test_a_check_that_fails_ends_the_run_before_it_begins(pair: RayRunner, tmp_path: Path) -> None:
+def test_a_check_that_fails_ends_the_run_before_it_begins(pair, tmp_path):
     pair.check = SharedFiles(sizes=((tmp_path / "nowhere", 1),))
     try:
         with pytest.raises(
@@ -162,7 +161,7 @@ def test_a_check_that_fails_ends_the_run_before_it_begins(pair: RayRunner, tmp_p
         pair.check = at_ease
 
 
-def test_an_interrupted_run_ends_its_processes(pair: RayRunner, cluster: Cluster, tmp_path: Path) -> None:
+def test_an_interrupted_run_ends_its_processes(pair, cluster, tmp_path):
     def work(item: int) -> None:
         (tmp_path / str(os.getpid())).touch()
         time.sleep(60)
@@ -182,7 +181,7 @@ def test_an_interrupted_run_ends_its_processes(pair: RayRunner, cluster: Cluster
             time.sleep(0.01)  # Ray says that it is dead a moment before it is
 
 
-def test_a_lost_node_costs_its_own_items_alone(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_lost_node_costs_its_own_items_alone(cluster, tmp_path):
     node = cluster.add_node(num_cpus=4, resources={"lost": 4}, **NODE)
     pinned = ray.remote(num_cpus=1, resources={"lost": 1})(Process)
 
@@ -204,34 +203,34 @@ class TestWaiting:
     """Workers that wait for the checksums of earlier items."""
 
     @pytest.fixture
-    def board(self, cluster: Cluster) -> Iterator[RayBoard]:
+    def board(self, cluster):
         with closing(open_board()) as made:
             yield made
 
-    def test_parts_from_anywhere_make_a_checksum(self, board: RayBoard) -> None:
+    def test_parts_from_anywhere_make_a_checksum(self, board):
         parts = [PartCrc((0, 30), start, start + 10, 1000 + start) for start in (0, 10, 20)]
         for part in [*parts, parts[0]]:
             board.post(7, [part])
         assert board.value(7, (0, 30)) == combined(parts)
 
-    def test_what_this_process_told_last_is_known_without_asking(self, board: RayBoard) -> None:
+    def test_what_this_process_told_last_is_known_without_asking(self, board):
         board.post(0, [PartCrc((0, 4), 0, 4, 11)])
         ray.kill(board.notices)
         assert board.value(0, (0, 4)) == 11
 
-    def test_one_answer_holds_the_checksums_that_are_asked_for_next(self, board: RayBoard) -> None:
+    def test_one_answer_holds_the_checksums_that_are_asked_for_next(self, board):
         board.post(0, [PartCrc((at, at + 1), at, at + 1, at) for at in range(5000)])
         board.post(1, [])
         assert board.value(0, (100, 101)) == 100
         assert len(board._known) == ANSWER_RANGES
 
-    def test_a_lost_board_is_an_error_of_one_sentence(self, board: RayBoard) -> None:
+    def test_a_lost_board_is_an_error_of_one_sentence(self, board):
         ray.kill(board.notices)
         with pytest.raises(StoreError, match="keeps the checksums of this run was lost"):
             board.value(0, (0, 4))
 
     @pytest.mark.parametrize("error", [StoreError("disk full", path="f"), PostponedError()])
-    def test_whoever_waits_is_woken(self, board: RayBoard, error: Exception) -> None:
+    def test_whoever_waits_is_woken(self, board, error):
         waiting = board.notices.values.remote(0, (0, 4))
         board.postpone() if isinstance(error, PostponedError) else board.fail(error)
         woken = ray.get(waiting, timeout=30)
@@ -239,9 +238,7 @@ class TestWaiting:
         with pytest.raises(type(error)):
             board.value(0, (0, 4))
 
-    def test_the_earliest_item_is_lost_while_all_others_wait_for_it(
-        self, board: RayBoard, pair: RayRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_earliest_item_is_lost_while_all_others_wait_for_it(self, board, pair, tmp_path, monkeypatch):
         """The one process that is left had taken an item that needs the lost one, and no other ever comes."""
         nobody = ray.remote(num_cpus=1, resources={"nowhere": 1})(Process)
         monkeypatch.setattr(ray_runner, "new_process", nobody.remote)
@@ -260,7 +257,7 @@ class TestWaiting:
         pair._kept = []
 
 
-def test_what_is_shared_is_asked_for(tmp_path: Path) -> None:
+def test_what_is_shared_is_asked_for(tmp_path):
     source, staged = tmp_path / "source", tmp_path / "staging/output"
     source.mkdir()
     staged.mkdir(parents=True)
@@ -277,7 +274,7 @@ def test_what_is_shared_is_asked_for(tmp_path: Path) -> None:
     assert not list(staged.iterdir()) and [path.name for path in (tmp_path / "staging").iterdir()] == ["output"]
 
 
-def test_what_is_not_on_a_disk_is_not_asked_for() -> None:
+def test_what_is_not_on_a_disk_is_not_asked_for():
     with shared_files(MemoryStore(), StoreDestination(MemoryStore())) as check:
         assert check == SharedFiles()
 
@@ -389,7 +386,7 @@ class _World:
 
 @settings(max_examples=300, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(0, 25), st.integers(0, 2))
-def test_something_always_moves(chance: Random, num_workers: int, num_items: int, losses: int) -> None:
+def test_something_always_moves(chance, num_workers, num_items, losses):
     needs = [set(chance.sample(range(item), min(item, chance.randrange(4)))) for item in range(num_items)]
     world = _World(chance, needs, losses)
     runner = RayRunner(num_workers, lambda item: 1, chance.randrange(1, 9), at_ease, board=world)  # type: ignore[arg-type]
@@ -403,9 +400,7 @@ def test_something_always_moves(chance: Random, num_workers: int, num_items: int
     assert run.error is None and run.num_out == 0 and run.bytes_out == 0
 
 
-def test_a_cluster_without_a_free_processor_is_said_to_be_one(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_without_a_free_processor_is_said_to_be_one(cluster, monkeypatch):
     nobody = ray.remote(num_cpus=1, resources={"nowhere": 1})(Process)
     monkeypatch.setattr(ray_runner, "new_process", nobody.remote)
     monkeypatch.setattr(ray_runner, "START_SECONDS", 0.2)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,13 +69,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """400 MB of holes: seconds of work in small tasks."""
     return make_sparse(tmp_path_factory.mktemp("sparse") / "model.safetensors", num_tensors=4, num_rows=25_000)
 
 
 @pytest.fixture(scope="module")
-def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def expected(source, tmp_path_factory):
     """What an undisturbed run writes."""
     folder = tmp_path_factory.mktemp("expected") / "out"
     ckpt_tools.convert(source, folder, to="dcp", memory="47MiB")
@@ -117,7 +116,7 @@ def titles(run: Running) -> list[bytes]:
     return [re.split(rb"[. \0]", line, maxsplit=1)[0] for line in lines]
 
 
-def test_the_workers_are_seen(source: Path, tmp_path: Path) -> None:
+def test_the_workers_are_seen(source, tmp_path):
     """Or none would be missed. They have sessions and names of their own."""
     run = start(*words_of(source, tmp_path / "out", "--workers", "2"), env=OPEN)
     names = {b"ray::Process": 2, b"ray::ChecksumActor": 1, b"ray::DashboardAgent": 1, b"ray::RuntimeEnvAgent": 1}
@@ -154,7 +153,7 @@ def check_again(words: list[str | Path], out: Path, expected: Path) -> None:
         again.end()
 
 
-def test_on_a_cluster_of_its_own(kill: Kill, source: Path, expected: Path, tmp_path: Path) -> None:
+def test_on_a_cluster_of_its_own(kill, source, expected, tmp_path):
     out = tmp_path / "out"
     words = words_of(source, out, "--workers", "2", *(["--resume"] if kill.resume else []))
     run = start(*words, env=OPEN)
@@ -167,7 +166,7 @@ def test_on_a_cluster_of_its_own(kill: Kill, source: Path, expected: Path, tmp_p
 
 
 @pytest.fixture(scope="module")
-def running_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+def running_cluster(tmp_path_factory):
     """The address and the first process of a cluster of somebody else's."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -203,9 +202,7 @@ def actors(head: int) -> list[str]:
     return ["a process that ended meanwhile"]
 
 
-def test_on_a_cluster_that_runs(
-    kill: Kill, running_cluster: tuple[str, int], source: Path, expected: Path, tmp_path: Path
-) -> None:
+def test_on_a_cluster_that_runs(kill, running_cluster, source, expected, tmp_path):
     """The cluster stays, and nothing of ours does."""
     (address, head), out = running_cluster, tmp_path / "out"
     more = ["--address", address, "--workers", "2", *(["--resume"] if kill.resume else [])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,7 +14,7 @@ from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
+def _no_thread_is_left():
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
@@ -26,13 +25,13 @@ class TestThreadRunner(RunnerTests):
         return ThreadRunner(num_workers)
 
 
-def test_as_many_work_at_a_time_as_it_has_workers() -> None:
+def test_as_many_work_at_a_time_as_it_has_workers():
     together = threading.Barrier(3, timeout=60)
     used = set(ThreadRunner(3).run(lambda item: together.wait() * 0 + threading.get_ident(), range(9)))
     assert len(used) == 3 and threading.get_ident() not in used
 
 
-def test_the_first_error_wins_and_the_others_finish_what_they_began() -> None:
+def test_the_first_error_wins_and_the_others_finish_what_they_began():
     begun, finished = threading.Barrier(2, timeout=60), []
 
     def work(item: int) -> int:
@@ -48,7 +47,7 @@ def test_the_first_error_wins_and_the_others_finish_what_they_began() -> None:
     assert finished == [1]
 
 
-def test_no_item_is_started_after_an_error() -> None:
+def test_no_item_is_started_after_an_error():
     started = []
 
     def work(item: int) -> None:
@@ -61,7 +60,7 @@ def test_no_item_is_started_after_an_error() -> None:
     assert len(started) < 100  # the other thread works on until the error is known
 
 
-def test_closing_it_early_ends_its_threads() -> None:
+def test_closing_it_early_ends_its_threads():
     started = []
 
     def work(item: int) -> int:
@@ -76,7 +75,7 @@ def test_closing_it_early_ends_its_threads() -> None:
     assert len(started) < 100
 
 
-def test_an_error_of_the_one_who_takes_the_results_ends_its_threads() -> None:
+def test_an_error_of_the_one_who_takes_the_results_ends_its_threads():
     def take() -> None:
         for result in ThreadRunner(2).run(double, range(1000)):
             raise KeyError(result)
@@ -86,7 +85,7 @@ def test_an_error_of_the_one_who_takes_the_results_ends_its_threads() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError()])
-def test_an_error_of_any_kind_reaches_the_caller(error: BaseException) -> None:
+def test_an_error_of_any_kind_reaches_the_caller(error):
     def work(item: int) -> int:
         raise error
 
@@ -94,7 +93,7 @@ def test_an_error_of_any_kind_reaches_the_caller(error: BaseException) -> None:
         list(ThreadRunner(2).run(work, range(10)))
 
 
-def test_results_are_handed_out_while_others_are_in_the_making() -> None:
+def test_results_are_handed_out_while_others_are_in_the_making():
     taken = threading.Event()
 
     def work(item: int) -> int:

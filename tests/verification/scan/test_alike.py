@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dcp")
     with warnings.catch_warnings(action="ignore"):
         state = {f"w{number}": torch.full((4,), number, dtype=torch.float32) for number in range(3)}
@@ -31,7 +31,7 @@ def scanned(files: Files) -> ScanReport:
     return scan_source(Source.open(store), "memory://")
 
 
-def test_items_alike_are_proved_once(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_alike_are_proved_once(files, monkeypatch):
     added: list[int] = []
     add = ProvenItems.add
     monkeypatch.setattr(ProvenItems, "add", lambda self, *args: (added.append(1), add(self, *args)))
@@ -39,7 +39,7 @@ def test_items_alike_are_proved_once(files: Files, monkeypatch: pytest.MonkeyPat
     assert (report.clean, report.num_pickles, len(added)) == (True, 4, 1)
 
 
-def test_a_changed_byte_gets_the_verdict_of_a_proof(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_byte_gets_the_verdict_of_a_proof(files, monkeypatch):
     data = files["__0_0.distcp"]
     size = len(data) // 3
     assert data[size : size + 4] == b"PK\x03\x04"

@@ -23,12 +23,12 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 @pytest.fixture(scope="module")
-def slower() -> float:
+def slower():
     return slowness()
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_time_grows_with_the_size(name: str, slower: float, request: pytest.FixtureRequest) -> None:
+def test_time_grows_with_the_size(name, slower, request):
     files = BOMBS[name](NUM_SOAKED if request.config.getoption("--soak") else NUM_BYTES)
     size = sum(map(len, files.values()))
     limit = SECONDS_PER_BYTE * size * slower + 0.1
@@ -43,6 +43,6 @@ def test_time_grows_with_the_size(name: str, slower: float, request: pytest.Fixt
     assert time.process_time() - begun < limit
 
 
-def test_there_are_twenty_pickles_and_as_many_others() -> None:
+def test_there_are_twenty_pickles_and_as_many_others():
     assert len(PICKLED) >= 20
     assert len(BOMBS) - len(PICKLED) >= 20

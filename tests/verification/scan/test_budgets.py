@@ -253,7 +253,7 @@ SAMPLED = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SAMPLED else pytest.mark.soak) for name in WORST]
 )
-def test_a_megabyte_takes_two_seconds_and_200_mb(name: str, tmp_path: Path) -> None:
+def test_a_megabyte_takes_two_seconds_and_200_mb(name, tmp_path):
     for file, data in WORST[name]().items():
         assert len(data) < 1.1 * MEGABYTE
         (tmp_path / file).write_bytes(data)
@@ -269,7 +269,7 @@ def hole(path: Path, head: bytes, num_bytes: int) -> None:
         stream.truncate(len(head) + num_bytes)
 
 
-def test_a_hole_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+def test_a_hole_of_gigabytes_is_not_read(tmp_path):
     """Behind a pickle, and as the elements of tensors, which are accounted for by their header."""
     size = 3 << 30
     hole(tmp_path / "a.pkl", b"\x80\x02N.", size)
@@ -291,7 +291,7 @@ ANNOUNCED = [b"\x80\x04\x8d", b"\x80\x04\x8e", b"\x80\x05\x96"]
     "head", [ANNOUNCED[0], *(pytest.param(each, marks=pytest.mark.soak) for each in ANNOUNCED[1:])]
 )
 @pytest.mark.parametrize("command", ["scan", "inspect"])
-def test_a_string_of_gigabytes_is_not_held(command: str, head: bytes, tmp_path: Path) -> None:
+def test_a_string_of_gigabytes_is_not_held(command, head, tmp_path):
     size = 3 << 30
     name = "a.pkl" if command == "scan" else ".metadata"
     hole(tmp_path / name, head + struct.pack("<Q", size), size + 1)
@@ -300,7 +300,7 @@ def test_a_string_of_gigabytes_is_not_held(command: str, head: bytes, tmp_path: 
 
 
 @pytest.mark.parametrize("head", [*ANNOUNCED, b"\x80\x02X", b"\x80\x03B", b"V", b"c"])
-def test_a_long_string_is_refused_by_name(head: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_string_is_refused_by_name(head, tmp_path, monkeypatch):
     """Announced, or a line; also in a file of torch."""
     monkeypatch.setattr(opcodes, "MAX_VALUE_BYTES", 5000)
     width = 8 if head in ANNOUNCED else 4 if len(head) > 1 else 0
@@ -320,7 +320,7 @@ def test_a_long_string_is_refused_by_name(head: bytes, tmp_path: Path, monkeypat
         ckpt_tools.inspect(tmp_path / "model.pt")
 
 
-def test_tensors_cost_a_scan_less_than_reading_them(tmp_path: Path) -> None:
+def test_tensors_cost_a_scan_less_than_reading_them(tmp_path):
     torch.save({str(number): torch.zeros(1 << 20) for number in range(16)}, tmp_path / "model.pt")
     seconds, _, code = cost("scan", tmp_path)
     assert code == 0
@@ -360,9 +360,7 @@ def dcp_of_many(folder: Path, count: int = 200_000) -> None:
         pytest.param(dcp_of_many, 200, marks=pytest.mark.soak),
     ],
 )
-def test_a_header_of_many_tensors_is_inspected_in_three_seconds_and_200_mb(
-    make: Callable[[Path], None], most: int, tmp_path: Path
-) -> None:
+def test_a_header_of_many_tensors_is_inspected_in_three_seconds_and_200_mb(make, most, tmp_path):
     make(tmp_path)
     seconds, megabytes, code = cost("inspect", tmp_path)
     assert code == 0

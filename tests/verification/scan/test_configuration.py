@@ -80,7 +80,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("label", HOSTILE)
-def test_names_in_json_are_configuration(label: str, tmp_path: Path) -> None:
+def test_names_in_json_are_configuration(label, tmp_path):
     file, document = HOSTILE[label]
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(json.dumps(document))
@@ -110,7 +110,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("file", SETTINGS)
-def test_other_forms_of_settings_are_configuration_whatever_they_hold(file: str, tmp_path: Path) -> None:
+def test_other_forms_of_settings_are_configuration_whatever_they_hold(file, tmp_path):
     (tmp_path / file).write_text(SETTINGS[file])
     check_configuration(tmp_path, file)
 
@@ -154,7 +154,7 @@ PICKLED: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
 @pytest.mark.parametrize("label", PICKLED)
-def test_names_in_the_settings_of_a_checkpoint_are_configuration(label: str, form: str, tmp_path: Path) -> None:
+def test_names_in_the_settings_of_a_checkpoint_are_configuration(label, form, tmp_path):
     value = PICKLED[label]
     if label == "an array of texts":
         value = {"config": value["names"]}
@@ -165,14 +165,14 @@ def test_names_in_the_settings_of_a_checkpoint_are_configuration(label: str, for
     check_configuration(tmp_path, "a.pkl")
 
 
-def test_so_are_those_in_omegaconf(tmp_path: Path) -> None:
+def test_so_are_those_in_omegaconf(tmp_path):
     node = New(Global("omegaconf.nodes:AnyNode"), (), {"_metadata": None, "_val": "os.system"})
     config = New(Global("omegaconf.dictconfig:DictConfig"), (), {"_content": {"_target_": node}})
     (tmp_path / "a.pkl").write_bytes(pickled({"hyper_parameters": config}))
     check_configuration(tmp_path, "a.pkl")
 
 
-def test_so_are_those_in_items_of_a_dcp(tmp_path: Path) -> None:
+def test_so_are_those_in_items_of_a_dcp(tmp_path):
     """Also if an item of the same bytes has a name of data."""
     for name in ("params", "config"):
         with warnings.catch_warnings(action="ignore"):
@@ -186,7 +186,7 @@ def test_so_are_those_in_items_of_a_dcp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy", "safetensors", "DCP"])
-def test_so_is_a_tensor_that_transformer_engine_unpickles(form: str, tmp_path: Path) -> None:
+def test_so_is_a_tensor_that_transformer_engine_unpickles(form, tmp_path):
     name = "layers.0.mlp._extra_state"
     state = {
         "a": torch.zeros(40, dtype=torch.uint8),
@@ -230,7 +230,7 @@ HARMLESS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("file", HARMLESS)
-def test_what_known_programs_take_as_data_is_proved(file: str, tmp_path: Path) -> None:
+def test_what_known_programs_take_as_data_is_proved(file, tmp_path):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(json.dumps(HARMLESS[file]))
     assert ckpt_tools.scan(tmp_path).findings == ()
@@ -247,7 +247,7 @@ def configurations(names: list[str]) -> Mapping[str, Any]:
     return found
 
 
-def test_every_key_of_transformers_is_known(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_every_key_of_transformers_is_known(tmp_path, request):
     """A sample of the models in ``make test``, all in ``make soak``."""
     names = sorted(CONFIG_MAPPING.keys())
     chosen = names if request.config.getoption("--soak") else random.Random("models").sample(names, 40)
@@ -260,7 +260,7 @@ def test_every_key_of_transformers_is_known(tmp_path: Path, request: pytest.Fixt
     assert {each.what for each in ckpt_tools.scan(tmp_path).findings} == set()
 
 
-def test_so_are_those_of_tokenizers_and_adapters(tmp_path: Path) -> None:
+def test_so_are_those_of_tokenizers_and_adapters(tmp_path):
     for name, model in {"bpe": tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]),
                         "piece": tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"),
                         "unigram": tokenizers.models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0)}.items():  # fmt: skip

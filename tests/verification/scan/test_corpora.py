@@ -71,14 +71,14 @@ FALSE_ALARMS = {
 
 
 @pytest.mark.parametrize("project", CORPORA)
-def test_malicious_entries_are_findings(project: str) -> None:
+def test_malicious_entries_are_findings(project):
     malicious = [entry for entry in CORPORA[project] if entry.label is Label.MALICIOUS]
     clean = {entry.name for entry in malicious if is_clean(entry.files)}
     assert clean == set(RUNS_NOTHING.get(project, {}))
 
 
 @pytest.mark.parametrize("project", CORPORA)
-def test_other_entries_are_clean_or_known_false_alarms(project: str) -> None:
+def test_other_entries_are_clean_or_known_false_alarms(project):
     others = [entry for entry in CORPORA[project] if entry.label is not Label.MALICIOUS]
     flagged = {entry.name for entry in others if not is_clean(entry.files)}
     assert flagged == set(FALSE_ALARMS[project])
@@ -119,12 +119,12 @@ def _names(data: bytes) -> list[str]:
 PICKLES = [*(pickled(*found) for found in picklescan.CALLS.values()), *map(pickled, fickling.CALLS.values())]
 
 
-def test_cpython_reads_the_pickles_and_meets_names() -> None:
+def test_cpython_reads_the_pickles_and_meets_names():
     assert all(_names(data) for data in PICKLES)
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_no_name_of_the_corpora_is_clean_in_another_form(protocol: int) -> None:
+def test_no_name_of_the_corpora_is_clean_in_another_form(protocol):
     """A call with a text, wherever the name of the module ends and that of the attribute begins."""
     clean = []
     for full in sorted({name.replace(":", ".") for data in PICKLES for name in _names(data)}):

@@ -35,7 +35,7 @@ def told(module: str, samples: str, numbers: list[int]) -> Any:
     return json.loads(done.stdout)
 
 
-def test_nothing_that_runs_is_clean(request: pytest.FixtureRequest) -> None:
+def test_nothing_that_runs_is_clean(request):
     wanted = NUM_SOAKED if request.config.getoption("--soak") else NUM_SAMPLED
     # A stride that shares no factor with any dimension of the samples.
     step = next(n for n in range(max(1, NUM_SAMPLES // wanted), NUM_SAMPLES) if gcd(n, NUM_SAMPLES) == 1)

@@ -32,7 +32,7 @@ NUM_SAMPLED, NUM_SOAKED = 25, 2000
 
 
 @pytest.mark.parametrize("rule", VALUES)
-def test_what_libraries_write_is_clean(rule: str) -> None:
+def test_what_libraries_write_is_clean(rule):
     assert [label for label, files in genuine(rule) if not is_clean(files)] == []
 
 
@@ -49,7 +49,7 @@ def told(plan: list[tuple[str, list[int] | None]]) -> Any:
     return json.loads(done.stdout)
 
 
-def test_no_mutant_that_runs_is_clean(request: pytest.FixtureRequest) -> None:
+def test_no_mutant_that_runs_is_clean(request):
     """Also none for which a loader looks up a name that is not on the list."""
     numbers = list(range(NUM_SOAKED if request.config.getoption("--soak") else NUM_SAMPLED))
     samples = [*crafted(), *(mutant(rule, number) for rule in VALUES for number in numbers)]
@@ -66,13 +66,13 @@ def test_no_mutant_that_runs_is_clean(request: pytest.FixtureRequest) -> None:
     assert num_clean > len(found) // 50
 
 
-def test_a_stream_without_a_position_is_aligned_to_nothing() -> None:
+def test_a_stream_without_a_position_is_aligned_to_nothing():
     """Otherwise the crafted files through a pipe would say nothing of joblib before 1.2."""
     assert b"b" + OWN in piped(2)(HIDDEN)
     assert b"b" + OWN not in dumped(2)(HIDDEN)
 
 
-def test_hooks_that_are_filled_later_are_refused() -> None:
+def test_hooks_that_are_filled_later_are_refused():
     """torch calls the items of the dict in the next backward pass, whenever they came into it."""
     stream = io.BytesIO()
     torch.save({"w": torch.ones(2), "hooks": "h"}, stream)
@@ -86,7 +86,7 @@ def test_hooks_that_are_filled_later_are_refused() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [1, 50, 300, 700])
-def test_a_file_of_joblib_is_read_in_parts(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_joblib_is_read_in_parts(num_bytes, monkeypatch):
     monkeypatch.setattr(joblib_proof, "FIRST_READ_BYTES", num_bytes)
     assert [label for label, files in genuine("arrays of joblib") if not is_clean(files)] == []
     for name, files in crafted():
@@ -96,7 +96,7 @@ def test_a_file_of_joblib_is_read_in_parts(num_bytes: int, monkeypatch: pytest.M
         assert in_parts == is_clean(files), name
 
 
-def test_elements_of_joblib_are_not_read(tmp_path: Path) -> None:
+def test_elements_of_joblib_are_not_read(tmp_path):
     size = 2_000_000_000
     head, _, _ = piped(2)(HIDDEN).partition(OWN)
     with (tmp_path / "a.joblib").open("wb") as stream:

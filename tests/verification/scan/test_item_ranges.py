@@ -88,7 +88,7 @@ def indexed(folder: Path, name: str, offset: int, length: int = len(CALL)) -> No
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch):
     """What was given to ``os.system``."""
     found: list[str] = []
     monkeypatch.setattr(os, "system", found.append)
@@ -103,7 +103,7 @@ def load(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_a_range_of_another_file_is_a_finding(name: str, tmp_path: Path, calls: list[str]) -> None:
+def test_a_range_of_another_file_is_a_finding(name, tmp_path, calls):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(HOSTS[name])
@@ -116,7 +116,7 @@ def test_a_range_of_another_file_is_a_finding(name: str, tmp_path: Path, calls: 
     assert [(each.danger, name in each.what) for each in found] == [("runs", True)]
 
 
-def test_so_is_a_text_of_the_metadata_itself(tmp_path: Path, calls: list[str]) -> None:
+def test_so_is_a_text_of_the_metadata_itself(tmp_path, calls):
     offset = 0
     for _ in range(4):  # the offset is a number in the file that it counts
         item = StorageInfo(".metadata", offset, len(CALL))
@@ -136,7 +136,7 @@ HIDDEN: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("where", HIDDEN)
-def test_so_are_bytes_of_a_file_of_items(where: str, tmp_path: Path, calls: list[str]) -> None:
+def test_so_are_bytes_of_a_file_of_items(where, tmp_path, calls):
     data = HIDDEN[where](_torch_file(zip_form=True))
     (tmp_path / "__0_0.distcp").write_bytes(data)
     indexed(tmp_path, "__0_0.distcp", data.index(CALL + b"") if where != "before the item" else 0)
@@ -145,7 +145,7 @@ def test_so_are_bytes_of_a_file_of_items(where: str, tmp_path: Path, calls: list
     assert not ckpt_tools.scan(tmp_path).clean
 
 
-def test_a_file_that_is_excluded_is_still_no_place_for_items(tmp_path: Path) -> None:
+def test_a_file_that_is_excluded_is_still_no_place_for_items(tmp_path):
     (tmp_path / "notes.txt").write_bytes(TEXT)
     indexed(tmp_path, "notes.txt", TEXT.index(CALL))
     report = ckpt_tools.scan(tmp_path, exclude=["*.txt"])

@@ -10,10 +10,10 @@ from tests.verification.scan.listing import lines
 PAGE = Path(__file__).parents[3] / "docs" / "scanning_list.md"
 
 
-def test_the_page_shows_the_list() -> None:
+def test_the_page_shows_the_list():
     text = PAGE.read_text()
     assert "\n".join(lines()) == text.partition("-->")[2].strip()
 
 
-def test_every_interpreted_call_is_described() -> None:
+def test_every_interpreted_call_is_described():
     assert ARGUMENTS.keys() == CALLS.keys()

@@ -33,7 +33,7 @@ def fuzzed(first: int, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(6000)
-def test_no_loader_runs_a_mutated_file_that_is_clean(request: pytest.FixtureRequest) -> None:
+def test_no_loader_runs_a_mutated_file_that_is_clean(request):
     is_soak = request.config.getoption("--soak")
     count, size = (NUM_SOAKED, BATCH) if is_soak else (NUM_FILES, NUM_FILES)
     with ThreadPoolExecutor(os.cpu_count() if is_soak else 1) as pool:
@@ -45,7 +45,7 @@ def test_no_loader_runs_a_mutated_file_that_is_clean(request: pytest.FixtureRequ
     assert sum(each["controls"] for each in found) > count // 1000
 
 
-def test_a_number_is_always_the_same_small_file() -> None:
+def test_a_number_is_always_the_same_small_file():
     made = [mutated(number) for number in range(200)]
     assert made == [mutated(number) for number in range(200)]
     assert len({tuple(files.values()) for files in made}) > 150

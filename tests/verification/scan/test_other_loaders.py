@@ -114,7 +114,7 @@ MADE: dict[str, tuple[str, Callable[[Path], bytes], Loader]] = {
 
 
 @pytest.mark.parametrize("label", MADE)
-def test_a_file_that_another_loader_runs_is_a_finding(label: str, tmp_path: Path) -> None:
+def test_a_file_that_another_loader_runs_is_a_finding(label, tmp_path):
     name, make, load = MADE[label]
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -127,7 +127,7 @@ def test_a_file_that_another_loader_runs_is_a_finding(label: str, tmp_path: Path
     assert ckpt_tools.scan(folder).num_findings == 1
 
 
-def test_headers_of_any_length_are_clean(tmp_path: Path) -> None:
+def test_headers_of_any_length_are_clean(tmp_path):
     """Random elements behind lengths of headers, padded to eight bytes or not; 93 begins as LZMA does."""
     payload = np.random.default_rng(5).bytes(4000)
     alarms = []
@@ -147,7 +147,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_of_one_kind_and_bytes_of_another_are_a_finding(name: str, tmp_path: Path) -> None:
+def test_a_name_of_one_kind_and_bytes_of_another_are_a_finding(name, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / "torch")
     np.savez(tmp_path / "arrays.npz", a=np.ones(2))
     safetensors.numpy.save_file({"w": np.ones(2)}, tmp_path / "s")
@@ -160,12 +160,12 @@ def test_a_name_of_one_kind_and_bytes_of_another_are_a_finding(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["model.h5", "model.keras", "model.nemo", "model.tar", "model.onnx", "x.pkl.gz"])
-def test_a_name_of_a_format_that_is_not_proved_is_a_finding_whatever_it_holds(name: str, tmp_path: Path) -> None:
+def test_a_name_of_a_format_that_is_not_proved_is_a_finding_whatever_it_holds(name, tmp_path):
     torch.save({"w": torch.ones(2)}, tmp_path / name)
     assert [each.danger for each in ckpt_tools.scan(tmp_path).findings] == ["not looked into"]
 
 
-def test_special_files_are_findings(tmp_path: Path) -> None:
+def test_special_files_are_findings(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "to-a.txt").symlink_to("a.txt")
     (tmp_path / "nothing.pt").symlink_to("absent.pt")

@@ -6,7 +6,6 @@ import io
 import random
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
@@ -59,7 +58,7 @@ PICTURES: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_what_programs_write_is_proved(name: str, tmp_path: Path) -> None:
+def test_what_programs_write_is_proved(name, tmp_path):
     (tmp_path / name).write_bytes(PICTURES[name]())
     report = ckpt_tools.scan(tmp_path)
     assert (report.findings, report.num_files) == ((), 1)
@@ -71,7 +70,7 @@ ADDED = {"a pickle": OWN, "a zip": zipped({"archive/data.pkl": OWN}), "a byte": 
 @pytest.mark.parametrize("where", ["before", "behind"])
 @pytest.mark.parametrize("what", ADDED)
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.gif", "a.webp", "a.pdf"])
-def test_what_stands_before_or_behind_it_is_a_finding(name: str, what: str, where: str, tmp_path: Path) -> None:
+def test_what_stands_before_or_behind_it_is_a_finding(name, what, where, tmp_path):
     data = PICTURES[name]()
     added = ADDED[what] or data
     if name == "a.pdf" and what == "a picture":
@@ -81,14 +80,14 @@ def test_what_stands_before_or_behind_it_is_a_finding(name: str, what: str, wher
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.gif", "a.webp", "a.pdf"])
-def test_no_part_of_one_is_proved(name: str, tmp_path: Path) -> None:
+def test_no_part_of_one_is_proved(name, tmp_path):
     data = PICTURES[name]()
     for size in random.Random(name).sample(range(8, len(data) - 6), 20):
         (tmp_path / name).write_bytes(data[:size])
         assert not ckpt_tools.scan(tmp_path).clean, size
 
 
-def test_a_changed_byte_of_a_png_is_a_finding(tmp_path: Path) -> None:
+def test_a_changed_byte_of_a_png_is_a_finding(tmp_path):
     data = bytearray(PICTURES["a.png"]())
     data[len(data) // 2] ^= 1
     (tmp_path / "a.png").write_bytes(data)
@@ -125,14 +124,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("label", HOSTILE)
-def test_a_pdf_that_may_act_is_a_finding(label: str, tmp_path: Path) -> None:
+def test_a_pdf_that_may_act_is_a_finding(label, tmp_path):
     (tmp_path / "a.pdf").write_bytes(HOSTILE[label])
     assert not ckpt_tools.scan(tmp_path).clean
     (tmp_path / "a.pdf").write_bytes(pdf(b"<< /S /URI /URI (https://x) >>", packed(b"<< /OpenAction [0 /Fit] >>")))
     assert ckpt_tools.scan(tmp_path).clean
 
 
-def test_files_that_are_excluded_are_counted_and_not_read(tmp_path: Path) -> None:
+def test_files_that_are_excluded_are_counted_and_not_read(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("logo.svg", "sub/logo.svg", "sub/run.py", "notes.txt"):
         (tmp_path / name).write_text("x")

@@ -53,7 +53,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("what", SPECIAL)
 @pytest.mark.timeout(60)
-def test_each_is_a_finding_under_every_name(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_is_a_finding_under_every_name(what, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(NAMES):
         folder = tmp_path / str(number)
@@ -68,9 +68,7 @@ def test_each_is_a_finding_under_every_name(what: str, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("load", [c_pickle, c_pickle_of_bytes, python_pickle, torch_load])
 @pytest.mark.parametrize("name", ["model.pt", "state.pkl"])
-def test_a_loader_runs_what_comes_later(
-    load: Loader, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_runs_what_comes_later(load, name, tmp_path, monkeypatch):
     """Of a link whose target is put there after the scan, and of a pipe that another process fills."""
     called: list[str] = []
     monkeypatch.setattr(os, "system", called.append)
@@ -101,7 +99,7 @@ PACKAGES = ["x-1.0.dist-info", "x.egg-info", "X-1.DIST-INFO", "x.egg", "sub/x-1.
 
 @pytest.mark.parametrize("is_link", [False, True])
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_folder_of_an_installed_package_is_a_finding(name: str, is_link: bool, tmp_path: Path) -> None:
+def test_a_folder_of_an_installed_package_is_a_finding(name, is_link, tmp_path):
     """Python that is started beside it runs its entry points; a link leads to a folder within the checkpoint."""
     folder = tmp_path / ("data" if is_link else name)
     folder.mkdir(parents=True)
@@ -114,5 +112,5 @@ def test_a_folder_of_an_installed_package_is_a_finding(name: str, is_link: bool,
 
 
 @pytest.mark.parametrize("file", ["x-1.0.dist-info/METADATA", "x.egg-info/PKG-INFO", "x.egg/a.txt", "pyvenv.cfg"])
-def test_a_file_of_one_is_a_finding_in_any_store(file: str) -> None:
+def test_a_file_of_one_is_a_finding_in_any_store(file):
     assert not is_clean({file: b"x\n"})

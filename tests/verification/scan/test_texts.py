@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -46,7 +44,7 @@ def makes_an_object(text: str) -> bool:
 
 @pytest.mark.parametrize("file", ["config.yaml", "CONFIG.YML", "vocab.txt", "README.md", "a.cfg"])
 @pytest.mark.parametrize("label", OBJECTS)
-def test_a_tag_that_makes_an_object_is_a_finding(label: str, file: str, tmp_path: Path) -> None:
+def test_a_tag_that_makes_an_object_is_a_finding(label, file, tmp_path):
     assert makes_an_object(OBJECTS[label])
     (tmp_path / file).write_bytes(OBJECTS[label].encode())
     (found,) = ckpt_tools.scan(tmp_path).findings
@@ -66,7 +64,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("file", HARMLESS)
-def test_other_text_is_clean(file: str, tmp_path: Path) -> None:
+def test_other_text_is_clean(file, tmp_path):
     (tmp_path / file).write_text(HARMLESS[file])
     assert ckpt_tools.scan(tmp_path).findings == ()
 
@@ -86,7 +84,7 @@ PICKLES = {
 
 
 @pytest.mark.parametrize("label", PICKLES)
-def test_text_that_is_a_pickle_is_a_finding(label: str, tmp_path: Path) -> None:
+def test_text_that_is_a_pickle_is_a_finding(label, tmp_path):
     (tmp_path / "vocab.txt").write_text(PICKLES[label], encoding="latin-1" if "\x93" in PICKLES[label] else "utf-8")
     (found,) = ckpt_tools.scan(tmp_path).findings
     assert found.danger == "runs"
@@ -98,6 +96,6 @@ def test_text_that_is_a_pickle_is_a_finding(label: str, tmp_path: Path) -> None:
      "[handlers]\rkeys=h\r[handler_h]\rCLASS=os.system\r", "  [ formatters ]\nclass = m.F\n"],
 )  # fmt: skip
 @pytest.mark.parametrize("file", ["logging.ini", "a.cfg", "a.txt"])
-def test_a_configuration_of_logging_is_a_finding(file: str, text: str, tmp_path: Path) -> None:
+def test_a_configuration_of_logging_is_a_finding(file, text, tmp_path):
     (tmp_path / file).write_bytes(text.encode())
     assert [each.danger for each in ckpt_tools.scan(tmp_path).findings] == ["could run"]

@@ -15,19 +15,19 @@ def piece(data: bytes) -> Piece:
 
 
 @pytest.mark.parametrize("name", INDIRECT)
-def test_whatever_a_pickle_imports_is_seen(name: str) -> None:
+def test_whatever_a_pickle_imports_is_seen(name):
     assert imports_as_a_pickle(piece(INDIRECT[name]))
     assert imports_as_a_pickle(piece(b"V" + b"a" * (1 << 17) + b"\n0" + INDIRECT[name]))
     assert imports_as_a_pickle(piece(b"B" + (1 << 17).to_bytes(4, "little") + b"\0" * (1 << 17) + INDIRECT[name]))
 
 
-def test_so_is_every_trick() -> None:
+def test_so_is_every_trick():
     assert [name for name, data in TRICKS if not imports_as_a_pickle(piece(data))] == []
 
 
 @pytest.mark.parametrize("name", INDIRECT)
 @pytest.mark.parametrize("carrier", ["safetensors to the last byte", "strict safetensors named bin"])
-def test_a_strict_file_of_safetensors_that_is_a_pickle_too_is_not_clean(carrier: str, name: str) -> None:
+def test_a_strict_file_of_safetensors_that_is_a_pickle_too_is_not_clean(carrier, name):
     assert not is_clean(CARRIERS[carrier](b"N." + INDIRECT[name]))
     assert not is_clean(CARRIERS[carrier](b"\x80\x05" + INDIRECT[name]))
 
@@ -35,5 +35,5 @@ def test_a_strict_file_of_safetensors_that_is_a_pickle_too_is_not_clean(carrier:
 @pytest.mark.parametrize(
     "data", [b"", b"N.", b"a text\n", b"{}", b"c my text\nanother line\n", b"V", b"\x8c\xff", b"J"]
 )
-def test_what_imports_nothing_is_none(data: bytes) -> None:
+def test_what_imports_nothing_is_none(data):
     assert not imports_as_a_pickle(piece(data))

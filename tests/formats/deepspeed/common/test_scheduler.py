@@ -79,7 +79,7 @@ def uninterrupted(first: int = recipe.STEPS_BEFORE) -> list[float]:
 
 
 @pytest.fixture
-def saved(checkpoint: Any, tmp_path: Path) -> Callable[..., Path]:
+def saved(checkpoint, tmp_path):
     """``saved(change, form)``: the training state of an FSDP2 run as a tree of torch that ``change`` changed."""
 
     def make(change: Callable[[Tree], None], form: str = "dcp") -> Path:
@@ -112,7 +112,7 @@ NAMED = {
 
 @pytest.mark.parametrize("form", ["dcp", "torch"])
 @pytest.mark.parametrize("name", NAMED)
-def test_a_scheduler_is_found_by_its_name(name: str, form: str, saved: Any, tmp_path: Path) -> None:
+def test_a_scheduler_is_found_by_its_name(name, form, saved, tmp_path):
     source = saved(NAMED[name], form)
     report = ckpt_tools.convert(source, tmp_path / "out", to="zero1", world_size=RANKS, strict=True)
     (note,) = [note for note in report.plan.notes if "sched" in note.what]
@@ -125,7 +125,7 @@ def test_a_scheduler_is_found_by_its_name(name: str, form: str, saved: Any, tmp_
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_training_goes_on_as_if_nothing_had_happened(target: str, saved: Any, checkpoint: Any, tmp_path: Path) -> None:
+def test_training_goes_on_as_if_nothing_had_happened(target, saved, checkpoint, tmp_path):
     rates, losses, _ = resumed(written(saved(NAMED["scheduler"]), tmp_path / "out", target), target)
     assert rates == uninterrupted()
     truth = Truth.load(checkpoint("fsdp2", "plain", 2).root).facts["losses"]
@@ -153,7 +153,7 @@ UNFIT: dict[str, tuple[Callable[[Tree], None], str]] = {
 
 @pytest.mark.parametrize("target", ["zero1-fp32", "zero3-fp16", "universal-3"])
 @pytest.mark.parametrize("case", UNFIT)
-def test_without_one_that_fits_the_note_says_what_to_pass(case: str, target: str, saved: Any, tmp_path: Path) -> None:
+def test_without_one_that_fits_the_note_says_what_to_pass(case, target, saved, tmp_path):
     change, why = UNFIT[case]
     source = saved(change)
     code = written(source, tmp_path / "out", target)
@@ -166,7 +166,7 @@ def test_without_one_that_fits_the_note_says_what_to_pass(case: str, target: str
     assert {name for name in kept if "sched" in name} <= {*client}
 
 
-def test_an_unfit_one_of_deepspeeds_name_is_returned(saved: Any, tmp_path: Path) -> None:
+def test_an_unfit_one_of_deepspeeds_name_is_returned(saved, tmp_path):
     source = saved(called("lr_scheduler", two), "torch")
     report = ckpt_tools.convert(source, tmp_path / "out", to="zero1", world_size=RANKS)
     (note,) = [note for note in report.plan.notes if note.what == "lr_scheduler"]
@@ -174,14 +174,14 @@ def test_an_unfit_one_of_deepspeeds_name_is_returned(saved: Any, tmp_path: Path)
     assert "lr_scheduler" in resumed(report.loading, "zero1-fp32")[2]
 
 
-def test_a_trainers_folder(checkpoint: Any, tmp_path: Path) -> None:
+def test_a_trainers_folder(checkpoint, tmp_path):
     source = checkpoint("fsdp2-accelerate", "plain", 2).checkpoint
     rates, _, _ = resumed(written(source, tmp_path / "out", "zero2-bf16"), "zero2-bf16")
     assert rates == uninterrupted()
 
 
 @pytest.mark.parametrize("target", ["zero1-fp32", "zero3-fp16", "universal-1"])
-def test_from_stage_to_stage_and_back(target: str, saved: Any, tmp_path: Path) -> None:
+def test_from_stage_to_stage_and_back(target, saved, tmp_path):
     """On the way back the state is called as DeepSpeed calls it."""
     written(saved(NAMED["scheduler"]), tmp_path / "out", target)
     again = written(tmp_path / "out", tmp_path / "again", "zero2-fp32")
@@ -213,7 +213,7 @@ OWN = (
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_entries_with_names_of_deepspeed_do_not_reach_its_loader(target: str, saved: Any, tmp_path: Path) -> None:
+def test_entries_with_names_of_deepspeed_do_not_reach_its_loader(target, saved, tmp_path):
     def change(app: Tree) -> None:
         app |= {name: "the user's" for name in OWN if name != "model"}
 
@@ -228,7 +228,7 @@ def test_entries_with_names_of_deepspeed_do_not_reach_its_loader(target: str, sa
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_the_source_does_not_have_is_not_there(target: str, saved: Any, tmp_path: Path) -> None:
+def test_what_the_source_does_not_have_is_not_there(target, saved, tmp_path):
     """DeepSpeed asks whether a run's data sampler and random-LTD are in the file, and not whether they are None."""
     written(saved(NAMED["lr_scheduler"]), tmp_path / "out", target)
     for file in (tmp_path / "out").rglob("*model_states.pt"):
@@ -237,7 +237,7 @@ def test_what_the_source_does_not_have_is_not_there(target: str, saved: Any, tmp
 
 @pytest.mark.parametrize("target", ["zero1-fp32", "zero2-bf16", "zero3-fp16"])
 @pytest.mark.parametrize("has_schedule", [True, False])
-def test_without_an_optimizer(target: str, has_schedule: bool, saved: Any, tmp_path: Path) -> None:
+def test_without_an_optimizer(target, has_schedule, saved, tmp_path):
     def change(app: Tree) -> None:
         del app["optim"]
         if not has_schedule:
@@ -272,7 +272,7 @@ def own_schedule(folder: str, saves: bool) -> tuple[list[float], int]:
     return rates, engine.lr_scheduler.last_batch_iteration
 
 
-def test_deepspeeds_own_scheduler(tmp_path: Path) -> None:
+def test_deepspeeds_own_scheduler(tmp_path):
     pool = launch.pool(RANKS)
     before, at = pool.run(own_schedule, str(tmp_path / "native"), True)[0]
     report = ckpt_tools.convert(tmp_path / "native", tmp_path / "again", to="zero1", world_size=RANKS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,36 +45,36 @@ def whole(info: dict[str, Any], shapes: list[Shape], name: str = "w") -> list[An
     return out.tolist()  # type: ignore[no-any-return]
 
 
-def test_without_a_rule_parts_follow_one_another_along_dim_0() -> None:
+def test_without_a_rule_parts_follow_one_another_along_dim_0():
     assert whole({"x": 1}, [(2, 2), (1, 2)]) == [[0, 1], [2, 3], [100, 101]]
 
 
-def test_rows_are_parallel_along_dim_1() -> None:
+def test_rows_are_parallel_along_dim_1():
     rows = {"parameter_with_row_parallelism_patterns": [r"^w$"]}
     assert whole(rows, [(2, 2), (2, 1)]) == [[0, 1, 100], [2, 3, 101]]
 
 
-def test_a_replicated_one_is_read_from_the_first() -> None:
+def test_a_replicated_one_is_read_from_the_first():
     assert whole({"tp_replicated_parameter_patterns": ["w"]}, [(2, 1), (2, 1)]) == [[0], [1]]
 
 
-def test_a_vocabulary_loses_its_padding() -> None:
+def test_a_vocabulary_loses_its_padding():
     vocabulary = {"vocabulary_parameter_patterns": ["w"], "original_vocab_size": 3}
     assert whole(vocabulary, [(2, 1), (2, 1)]) == [[0], [1], [100]]
 
 
-def test_two_halves_are_joined_half_by_half() -> None:
+def test_two_halves_are_joined_half_by_half():
     halves = {"parameter_with_2_sub_params_cat_dim_0": ["w"]}
     assert whole(halves, [(4,), (4,)]) == [0, 1, 100, 101, 2, 3, 102, 103]
 
 
-def test_sub_parameters_with_widths_of_their_own() -> None:
+def test_sub_parameters_with_widths_of_their_own():
     sub = {"parameter_with_sub_params": [{"patterns": ["w"], "shape": [(3, 2), -1], "partition_dim": 0}]}
     widths = {"sub_param_shard_widths": {"w": [[2, 1], [1, 1]]}}
     assert whole(sub | widths, [(3, 1), (2, 1)]) == [[0], [1], [100], [2], [101]]
 
 
-def test_older_files_give_the_number_of_sub_parameters() -> None:
+def test_older_files_give_the_number_of_sub_parameters():
     sub = {"parameter_with_sub_params": [{"patterns": ["w"], "shape": (3, -1), "partition_dim": 0}]}
     found = whole(sub | {"universal_checkpoint_version": 0.2}, [(3, 1), (3, 1)])
     assert found == [[0], [100], [1], [101], [2], [102]]
@@ -90,7 +89,7 @@ def piece(shape: list[int], source: list[Any], dest: list[Any], *locations: int,
     return {"shape": shape, "source": source, "dest": dest, "locations": list(locations), **more}
 
 
-def test_blocks_go_before_categories() -> None:
+def test_blocks_go_before_categories():
     first = [piece([1, 2], [2, [2, 1]], [0, [2, 1]], 0)]
     second = [piece([1, 2], [0, [2, 1]], [0, [2, 1]], 1)]
     info = blocks(([1, 2], first), ([1, 2], second), shape=[2, 2]) | {"tp_replicated_parameter_patterns": ["w"]}
@@ -147,7 +146,7 @@ REFUSED: dict[str, tuple[Any, list[Shape], type[FormatError], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_joined_is_refused(name: str) -> None:
+def test_what_cannot_be_joined_is_refused(name):
     info, shapes, kind, text = REFUSED[name]
     with pytest.raises(kind, match=text):
         Rules.of(info and {"universal_checkpoint_version": 0.4, **info}, "file").join("w", shapes)
@@ -157,49 +156,49 @@ def test_what_cannot_be_joined_is_refused(name: str) -> None:
 
 
 @pytest.fixture
-def native(tmp_path: Path) -> Path:
+def native(tmp_path):
     """A copy of a run with ZeRO-2 of 2 x 2 ranks."""
     return copied_run("deepspeed-tp-zero2-fp32", tmp_path)
 
 
-def test_a_part_that_is_missing_is_named(native: Path) -> None:
+def test_a_part_that_is_missing_is_named(native):
     for path in native.glob("global_step4/*mp_rank_01*"):
         path.unlink()
     with pytest.raises(IncompleteError, match=r"cut into 2 parts.*mp_rank_01 is missing"):
         ckpt_tools.inspect(native)
 
 
-def test_a_model_file_that_is_missing_is_named(native: Path) -> None:
+def test_a_model_file_that_is_missing_is_named(native):
     (native / "global_step4" / "mp_rank_01_model_states.pt").unlink()
     with pytest.raises(IncompleteError, match=r"mp_rank_01_model_states\.pt"):
         ckpt_tools.inspect(native)
 
 
-def test_an_optimizer_file_that_is_missing_is_named(native: Path) -> None:
+def test_an_optimizer_file_that_is_missing_is_named(native):
     (native / "global_step4" / "zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
     with pytest.raises(IncompleteError, match="zero_pp_rank_1_mp_rank_01"):
         ckpt_tools.inspect(native)
 
 
-def test_parts_of_two_steps_are_refused(native: Path) -> None:
+def test_parts_of_two_steps_are_refused(native):
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
     with pytest.raises(MalformedError, match="its global_steps is 3, but that of"):
         ckpt_tools.inspect(native)
 
 
-def test_runs_without_rules_are_refused(native: Path) -> None:
+def test_runs_without_rules_are_refused(native):
     change_file(native / TAG / "mp_rank_00_model_states.pt", lambda content: content.pop("universal_checkpoint_info"))
     with pytest.raises(UnsupportedError, match="no universal_checkpoint_info"):
         ckpt_tools.inspect(native)
 
 
-def test_what_the_ranks_have_for_themselves_is_noted(native: Path) -> None:
+def test_what_the_ranks_have_for_themselves_is_noted(native):
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(epoch=9))
     notes = [f"{note.what}: {note.why}" for note in contents(native)[0].notes]
     assert any("client_state of the other ranks" in note for note in notes), notes
 
 
-def test_buffers_of_which_the_ranks_have_other_values_are_no_copies(native: Path, tmp_path: Path) -> None:
+def test_buffers_of_which_the_ranks_have_other_values_are_no_copies(native, tmp_path):
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content["module"]["table"].add_(1))
     for verb in (ckpt_tools.verify, lambda run: ckpt_tools.convert(run, tmp_path / "out.pt")):
         with pytest.raises(DifferenceError, match="table of tensor-parallel ranks 0 and 1: their bits differ"):
@@ -208,7 +207,7 @@ def test_buffers_of_which_the_ranks_have_other_values_are_no_copies(native: Path
 
 
 @pytest.mark.parametrize(("stage", "dtype", "to"), [(2, "fp32", 3), (3, "bf16", 1)])
-def test_the_run_goes_on_without_tensor_parallelism(stage: int, dtype: str, to: int, tmp_path: Path) -> None:
+def test_the_run_goes_on_without_tensor_parallelism(stage, dtype, to, tmp_path):
     state, losses = deepspeed.run_parallel(tmp_path / "run", stage, dtype)
     ckpt_tools.convert(tmp_path / "run", tmp_path / "out", to=f"zero{to}", world_size=3)
     resumed, next_losses = launch.pool(3).run(deepspeed.load_whole, str(tmp_path / "out"), to, dtype)[0]
@@ -216,7 +215,7 @@ def test_the_run_goes_on_without_tensor_parallelism(stage: int, dtype: str, to: 
 
 
 @pytest.mark.parametrize("to", ["dcp", "universal", "safetensors"])
-def test_other_formats_hold_the_same(to: str, tmp_path: Path) -> None:
+def test_other_formats_hold_the_same(to, tmp_path):
     source = make("deepspeed-tp-zero1-bf16").source
     ckpt_tools.convert(source, tmp_path / "out", to=to)  # type: ignore[arg-type]
     report = ckpt_tools.verify(source, tmp_path / "out")

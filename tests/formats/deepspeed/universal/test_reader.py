@@ -34,7 +34,7 @@ def read(folder: Path, tag: str | None = None) -> Manifest:
 
 
 @pytest.mark.parametrize("wanted", swept(WANTED))
-def test_reads_what_deepspeed_holds(wanted: Fixture, checkpoint: Checkpoint) -> None:
+def test_reads_what_deepspeed_holds(wanted, checkpoint):
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
     assert_read(made.checkpoint, Truth.load(made.root))
 
@@ -44,7 +44,7 @@ def assert_read(folder: Path, truth: Truth) -> None:
 
 
 @pytest.fixture
-def edited(checkpoint: Checkpoint, tmp_path: Path) -> Callable[[str], Path]:
+def edited(checkpoint, tmp_path):
     """`edited(kind)`: a copy of a checkpoint by two ranks, to be changed."""
 
     def copy(kind: str) -> Path:
@@ -74,7 +74,7 @@ def detects(folder: Path) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("kind", [STAGE1, STAGE3])
-def test_is_told_from_a_native_checkpoint(kind: str, edited: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+def test_is_told_from_a_native_checkpoint(kind, edited, checkpoint):
     folder = edited(kind)
     native = checkpoint("zero2-fp32", "awkward", 2).checkpoint
     assert detects(folder) == detects(folder / TAG) == (True, False)
@@ -84,7 +84,7 @@ def test_is_told_from_a_native_checkpoint(kind: str, edited: Callable[[str], Pat
     assert read(folder).format == "universal"
 
 
-def test_a_folder_of_that_name_is_no_sign(tmp_path: Path) -> None:
+def test_a_folder_of_that_name_is_no_sign(tmp_path):
     for name in ("zero/fp32.pt", "nonzero/a/fp32.pt", "zero/a/exp_avg.pt"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,12 +92,12 @@ def test_a_folder_of_that_name_is_no_sign(tmp_path: Path) -> None:
     assert detects(tmp_path) == (False, False)
 
 
-def test_reads_a_tag_folder_by_itself(edited: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+def test_reads_a_tag_folder_by_itself(edited, checkpoint):
     folder = edited(STAGE1) / TAG
     assert_read(folder, truth_of(checkpoint, STAGE1))
 
 
-def test_latest_universal_chooses_and_a_tag_overrides(edited: Callable[[str], Path]) -> None:
+def test_latest_universal_chooses_and_a_tag_overrides(edited):
     folder = edited(STAGE1)
     shutil.copytree(folder / TAG, folder / "other")
     assert {path.split("/")[0] for path in files_of(read(folder))} == {TAG}
@@ -115,16 +115,14 @@ def files_of(manifest: Manifest) -> set[str]:
 @pytest.mark.parametrize(
     ("latest", "error"), [(b"global_step9", IncompleteError), (b"../x", UnsafeError), (b"\xff\xfe", MalformedError)]
 )
-def test_latest_universal_has_to_name_a_tag(
-    latest: bytes, error: type[Exception], edited: Callable[[str], Path]
-) -> None:
+def test_latest_universal_has_to_name_a_tag(latest, error, edited):
     folder = edited(STAGE1)
     (folder / "latest_universal").write_bytes(latest)
     with pytest.raises(error):
         read(folder)
 
 
-def test_an_unknown_tag_is_not_found(edited: Callable[[str], Path]) -> None:
+def test_an_unknown_tag_is_not_found(edited):
     with pytest.raises(SourceNotFoundError, match="it has global_step4"):
         read(edited(STAGE1), "global_step5")
 
@@ -139,7 +137,7 @@ def test_an_unknown_tag_is_not_found(edited: Callable[[str], Path]) -> None:
         (STAGE3, "zero_pp_rank_1_mp_rank_00_model_states.pt"),
     ],
 )
-def test_a_missing_file_is_named(kind: str, name: str, edited: Callable[[str], Path]) -> None:
+def test_a_missing_file_is_named(kind, name, edited):
     folder = edited(kind)
     (folder / TAG / name).unlink()
     with pytest.raises(IncompleteError) as caught:
@@ -148,7 +146,7 @@ def test_a_missing_file_is_named(kind: str, name: str, edited: Callable[[str], P
     assert f"{TAG}/{name}" in missing or "embed.weight" in missing or name.startswith("zero_pp_rank_1")
 
 
-def test_padding_that_older_versions_left_is_trimmed(edited: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+def test_padding_that_older_versions_left_is_trimmed(edited, checkpoint):
     folder = edited(STAGE3)
     for name in ("fp32", "exp_avg"):
         path = folder / TAG / "zero/oddities.one" / f"{name}.pt"
@@ -156,7 +154,7 @@ def test_padding_that_older_versions_left_is_trimmed(edited: Callable[[str], Pat
     assert_read(folder, truth_of(checkpoint, STAGE3))
 
 
-def test_rows_that_a_vocabulary_lacks_are_zeros(edited: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+def test_rows_that_a_vocabulary_lacks_are_zeros(edited, checkpoint):
     folder = edited(STAGE1)
     path = folder / TAG / "zero/embed.weight/fp32.pt"
     change(path, lambda value: {**value, "param": value["param"][:10], "vocab_tensor": True})
@@ -165,28 +163,28 @@ def test_rows_that_a_vocabulary_lacks_are_zeros(edited: Callable[[str], Path], c
     assert_same_bits({0: truth}, {0: gathered(folder, read(folder))["embed.weight", "master"]})
 
 
-def test_elements_need_not_lie_in_order(edited: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+def test_elements_need_not_lie_in_order(edited, checkpoint):
     folder = edited(STAGE1)
     path = folder / TAG / "zero/blocks.0.up.weight/exp_avg.pt"
     change(path, lambda value: {**value, "param": value["param"].T.contiguous().T})
     assert_read(folder, truth_of(checkpoint, STAGE1))
 
 
-def test_a_step_may_be_a_number(edited: Callable[[str], Path]) -> None:
+def test_a_step_may_be_a_number(edited):
     folder = edited(STAGE1)
     change(folder / TAG / "zero/norm.bias/step.pt", lambda step: int(step))
     step = gathered(folder, read(folder))["norm.bias", "step"]
     assert (step.dtype, step.shape, step.item()) == (np.int64, (), 4)
 
 
-def test_a_parameter_that_never_got_a_gradient_has_a_master_alone(edited: Callable[[str], Path]) -> None:
+def test_a_parameter_that_never_got_a_gradient_has_a_master_alone(edited):
     folder = edited(STAGE1)
     for slot in ("exp_avg", "exp_avg_sq", "step"):
         (folder / TAG / "zero/norm.bias" / f"{slot}.pt").unlink()
     assert {key.slot for key in read(folder).tensors if key.fqn == "norm.bias"} == {"weight", "master"}
 
 
-def test_another_optimizer_s_slots_keep_their_names(edited: Callable[[str], Path], checkpoint: Checkpoint) -> None:
+def test_another_optimizer_s_slots_keep_their_names(edited, checkpoint):
     folder = edited(STAGE1)
     for path in (folder / TAG / "zero").glob("*/exp_avg.pt"):
         torch.save(torch.load(path, weights_only=False), path.with_name("momentum_buffer.pt"))
@@ -198,21 +196,21 @@ def test_another_optimizer_s_slots_keep_their_names(edited: Callable[[str], Path
 
 
 @pytest.mark.parametrize("lost", ["exp_avg", "step"])
-def test_a_lost_file_of_a_parameter_is_missed(lost: str, edited: Callable[[str], Path]) -> None:
+def test_a_lost_file_of_a_parameter_is_missed(lost, edited):
     folder = edited(STAGE1)
     (folder / TAG / f"zero/norm.bias/{lost}.pt").unlink()
     with pytest.raises(IncompleteError, match=rf"norm.bias: there is no file zero/.../{lost}.pt"):
         read(folder)
 
 
-def test_a_copy_of_a_file_is_no_slot(edited: Callable[[str], Path]) -> None:
+def test_a_copy_of_a_file_is_no_slot(edited):
     folder = edited(STAGE1)
     shutil.copy(folder / TAG / "zero/norm.bias/exp_avg.pt", folder / TAG / "zero/norm.bias/exp_avg (1).pt")
     with pytest.raises(MalformedError, match=r"exp_avg \(1\).pt: norm.bias: the other parameters"):
         read(folder)
 
 
-def test_slots_that_were_swapped_are_refused(edited: Callable[[str], Path]) -> None:
+def test_slots_that_were_swapped_are_refused(edited):
     folder = edited(STAGE1)
     one, other = (folder / TAG / f"zero/norm.bias/{slot}.pt" for slot in ("exp_avg", "exp_avg_sq"))
     first = one.read_bytes()
@@ -257,7 +255,7 @@ REFUSED: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refuses_in_one_sentence(case: str, edited: Callable[[str], Path]) -> None:
+def test_refuses_in_one_sentence(case, edited):
     kind, name, new, error, words = REFUSED[case]
     folder = edited(kind)
     change(folder / TAG / name, new)
@@ -266,14 +264,14 @@ def test_refuses_in_one_sentence(case: str, edited: Callable[[str], Path]) -> No
 
 
 @pytest.mark.parametrize("name", ["layer_00-model_00-model_states.pt", "expert_0.pt"])
-def test_refuses_other_parallelism_by_the_names_of_its_files(name: str, edited: Callable[[str], Path]) -> None:
+def test_refuses_other_parallelism_by_the_names_of_its_files(name, edited):
     folder = edited(STAGE1)
     (folder / TAG / name).touch()
     with pytest.raises(UnsupportedError, match="not supported"):
         read(folder)
 
 
-def test_a_vocabulary_that_lacks_too_many_rows_is_refused(edited: Callable[[str], Path]) -> None:
+def test_a_vocabulary_that_lacks_too_many_rows_is_refused(edited):
     folder = edited(STAGE1)
     for slot in ("fp32", "exp_avg", "exp_avg_sq"):
         change(folder / TAG / f"zero/embed.weight/{slot}.pt", lambda value: {**value, "vocab_tensor": True})

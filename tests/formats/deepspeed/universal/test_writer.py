@@ -33,7 +33,6 @@ from ckpt_tools.transfer.execute import execute
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from fixtures import launch, recipe, zero
 from fixtures.store import Fixture
-from tests.conftest import Resume
 from tests.support.manifests import gathered, groups_of
 from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
@@ -71,8 +70,8 @@ RESUMED = [
 
 @pytest.mark.parametrize(("kind", "from_ranks", "flavour", "to_ranks"), RESUMED)
 def test_a_run_goes_on_in_any_stage_at_any_world_size(
-    kind: str, from_ranks: int, flavour: str, to_ranks: int, checkpoint: Checkpoint, resume: Resume, tmp_path: Path
-) -> None:
+    kind, from_ranks, flavour, to_ranks, checkpoint, resume, tmp_path
+):
     """From one folder a run that starts from other weights becomes the one that was saved."""
     made = checkpoint(kind, "plain", from_ranks)
     write(read(kind, made.checkpoint), made.checkpoint, tmp_path / "out")
@@ -131,8 +130,8 @@ AS_MADE = [
 
 @pytest.mark.parametrize(("kind", "case", "from_ranks", "flavour", "to_ranks"), AS_MADE)
 def test_several_groups_and_16_bit_models_go_on_in_stages_1_and_2(
-    kind: str, case: str, from_ranks: int, flavour: str, to_ranks: int, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+    kind, case, from_ranks, flavour, to_ranks, checkpoint, tmp_path
+):
     made = checkpoint(kind, case, from_ranks)
     write(read(kind, made.checkpoint), made.checkpoint, tmp_path / "out")
     truth, resumed = Truth.load(made.root), resumed_as_made(flavour, case, tmp_path / "out", to_ranks)
@@ -143,7 +142,7 @@ def test_several_groups_and_16_bit_models_go_on_in_stages_1_and_2(
     np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=tolerance, atol=0)
 
 
-def test_stage_3_gets_of_several_groups_what_they_share(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_stage_3_gets_of_several_groups_what_they_share(checkpoint, tmp_path):
     """Weights, masters, moments and steps come whole. Options that differ stay as the job set them, and DeepSpeed's one
     step tensor for all groups is counted up once for each of them."""
     made = checkpoint("zero2-bf16", "awkward", 2)
@@ -159,7 +158,7 @@ def test_stage_3_gets_of_several_groups_what_they_share(checkpoint: Checkpoint, 
     assert "zero3 restores" in notes["3 parameter groups in stage 3"]
 
 
-def test_an_fp32_run_goes_on_as_a_16_bit_one_with_fp32_masters(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_an_fp32_run_goes_on_as_a_16_bit_one_with_fp32_masters(checkpoint, tmp_path):
     """What was trained in fp32 becomes the masters, every bit of it."""
     made = checkpoint("fsdp2", "plain", 2)
     manifest, _ = cast(read("fsdp2", made.checkpoint), DType.BFLOAT16)
@@ -173,7 +172,7 @@ def test_an_fp32_run_goes_on_as_a_16_bit_one_with_fp32_masters(checkpoint: Check
     )
 
 
-def test_weights_alone_start_a_run_in_stages_1_and_2(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_weights_alone_start_a_run_in_stages_1_and_2(checkpoint, tmp_path):
     """Their number of groups need not be the job's."""
     made = checkpoint("fsdp2", "rmsprop", 2)
     whole = read("fsdp2", made.checkpoint)
@@ -203,9 +202,7 @@ ROUND_TRIPS = [
 
 
 @pytest.mark.parametrize(("kind", "case", "world_size"), ROUND_TRIPS)
-def test_reads_back_what_it_wrote(
-    kind: str, case: str, world_size: int, checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_reads_back_what_it_wrote(kind, case, world_size, checkpoint, tmp_path):
     """Buffers and frozen weights too, which DeepSpeed does not load."""
     made = checkpoint(kind, case, world_size)
     source = read(kind, made.checkpoint)
@@ -228,7 +225,7 @@ def _widened(tensors: Mapping[tuple[str, str], np.ndarray]) -> dict[tuple[str, s
     return {key: t if key[1] == WEIGHT or t.ndim == 0 else t.astype(np.float32) for key, t in tensors.items()}
 
 
-def test_writes_again_what_it_wrote(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_writes_again_what_it_wrote(checkpoint, tmp_path):
     made = checkpoint("zero2-bf16", "awkward", 4)
     write(read("zero2-bf16", made.checkpoint), made.checkpoint, tmp_path / "one")
     write(read("universal", tmp_path / "one"), tmp_path / "one", tmp_path / "two")
@@ -278,7 +275,7 @@ class Made:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
+def made(tmp_path):
     return Made(tmp_path)
 
 
@@ -290,7 +287,7 @@ def whys(layout: Layout) -> dict[str, tuple[Outcome, str]]:
     return {note.what: (note.outcome, note.why) for note in layout.notes}
 
 
-def test_the_folder_is_published_by_its_last_file(made: Made) -> None:
+def test_the_folder_is_published_by_its_last_file(made):
     made.adam("layer.weight")
     layout = UniversalFormat().layout(made.manifest(step=7), WriteOptions())
     assert [file.path for file in layout.files] == [
@@ -305,7 +302,7 @@ def test_the_folder_is_published_by_its_last_file(made: Made) -> None:
     ]
 
 
-def test_the_files_of_a_parameter(made: Made) -> None:
+def test_the_files_of_a_parameter(made):
     made.adam("layer.weight")
     out, _ = made.written(made.manifest())
     for slot, name in (("weight", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
@@ -317,7 +314,7 @@ def test_the_files_of_a_parameter(made: Made) -> None:
     assert (out / "latest_universal").read_bytes() == b"global_step0"
 
 
-def test_each_stage_finds_its_own_part_of_the_optimizer(made: Made) -> None:
+def test_each_stage_finds_its_own_part_of_the_optimizer(made):
     made.adam("a")
     made.adam("b")
     options = {"betas": (0.9, 0.95), "fused": None, "foreach": False}
@@ -339,7 +336,7 @@ def test_each_stage_finds_its_own_part_of_the_optimizer(made: Made) -> None:
     assert outcome is Outcome.KEPT and "fused, weight_decay stay" in why
 
 
-def test_model_files_hold_what_only_they_can(made: Made) -> None:
+def test_model_files_hold_what_only_they_can(made):
     """Trained weights at size 0, frozen ones and buffers whole; the file of stage 3 has no module at all."""
     made.adam("layer.weight")
     frozen = made.add("frozen.weight", WEIGHT, np.arange(4, dtype=np.float32), Kind.PARAMETER)
@@ -364,7 +361,7 @@ def test_model_files_hold_what_only_they_can(made: Made) -> None:
         assert outcome is Outcome.NOT_LOADED and "zero1, zero2 and zero3 do" in why
 
 
-def test_what_is_no_tensor_is_in_both_model_files(made: Made) -> None:
+def test_what_is_no_tensor_is_in_both_model_files(made):
     made.adam("w")
     mean = TensorRef(made.add("client_state.mean", "extra", np.float64([1, 2]), Kind.EXTRA))
     rate = TensorRef(made.add("param_groups.0.lr", "extra", np.float32(0.5), Kind.EXTRA))
@@ -397,7 +394,7 @@ def test_what_is_no_tensor_is_in_both_model_files(made: Made) -> None:
     assert state["param_groups"][0]["lr"].item() == 0.5
 
 
-def test_a_step_that_is_a_number_stays_one(made: Made) -> None:
+def test_a_step_that_is_a_number_stays_one(made):
     """DeepSpeed's own optimizers count in Python: their one step does not run ahead for several groups in stage 3."""
     at = ByteRange("literal:0.step", 0, 8)
     table = ShardTable.build((), DType.INT64, [Shard(Box.whole(()), at)])
@@ -411,7 +408,7 @@ def test_a_step_that_is_a_number_stays_one(made: Made) -> None:
     assert loaded(out, "zero/optimizer_state.pt")["optimizer_state_dict"]["state"] == {0: {"step": 4}}
 
 
-def test_a_slot_that_a_parameter_lacks_is_zeros_and_its_step_the_group_s(made: Made) -> None:
+def test_a_slot_that_a_parameter_lacks_is_zeros_and_its_step_the_group_s(made):
     """DeepSpeed takes each slot from every parameter of a group, and wants one step."""
     made.adam("a")
     made.add("b", WEIGHT, np.ones((2, 2), np.float32), Kind.PARAMETER)
@@ -421,7 +418,7 @@ def test_a_slot_that_a_parameter_lacks_is_zeros_and_its_step_the_group_s(made: M
     assert any("set to zero" in why for _, why in whys(layout).values())
 
 
-def test_narrow_state_is_widened(made: Made) -> None:
+def test_narrow_state_is_widened(made):
     made.adam("w")
     half = made.add("w", "exp_avg", np.float16([[1, 2], [3, -0.0], [5, 6]]))
     out, _ = made.written(made.manifest())
@@ -437,7 +434,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_group_keeps_all_of_its_state_or_nothing(case: str, made: Made) -> None:
+def test_a_group_keeps_all_of_its_state_or_nothing(case, made):
     """An optimizer takes a part of its state for the whole."""
     made.adam("a")
     made.adam("b")
@@ -463,9 +460,7 @@ SCALER = {"cur_scale": 64.0, "dynamic": True, "cur_iter": 7, "dtype": None}
         ("float32", None, None),
     ],
 )
-def test_a_loss_scaler_that_does_not_fit_is_left_to_the_job(
-    dtype: str, scaler: dict[str, Any] | None, kind: str | None, made: Made
-) -> None:
+def test_a_loss_scaler_that_does_not_fit_is_left_to_the_job(dtype, scaler, kind, made):
     made.adam("w")
     made.add("w", WEIGHT, np.ones((3, 2), dtype), Kind.PARAMETER)
     out, layout = made.written(made.manifest(extra={} if scaler is None else {"loss_scaler": scaler}))
@@ -483,7 +478,7 @@ def noted(made: Made, manifest: Manifest) -> dict[str, tuple[Outcome, str]]:
     return whys(UniversalFormat().layout(manifest, WriteOptions()))
 
 
-def test_notes_say_which_stage_and_which_target(made: Made) -> None:
+def test_notes_say_which_stage_and_which_target(made):
     made.adam("w")
     made.adam("one", (1,))
     for name in ("w", "one"):
@@ -494,13 +489,13 @@ def test_notes_say_which_stage_and_which_target(made: Made) -> None:
     assert "zero1 and zero2 load" in notes["parameter group 1 of 1 elements"][1]
 
 
-def test_optimizers_that_stage_3_does_not_load_are_noted(made: Made) -> None:
+def test_optimizers_that_stage_3_does_not_load_are_noted(made):
     made.add("w", WEIGHT, np.ones(4, np.float32), Kind.PARAMETER)
     made.add("w", "momentum_buffer", np.ones(4, np.float32))
     assert "fails without exp_avg, exp_avg_sq, step" in noted(made, made.manifest())["optimizer state in stage 3"][1]
 
 
-def test_sub_groups_of_one_group_are_noted(made: Made) -> None:
+def test_sub_groups_of_one_group_are_noted(made):
     made.adam("w")
     config = {"zero_optimization": {"sub_group_size": 5}}
     notes = noted(made, made.manifest(extra={"deepspeed": {"ds_config": config}}))
@@ -509,7 +504,7 @@ def test_sub_groups_of_one_group_are_noted(made: Made) -> None:
 
 
 @pytest.mark.parametrize("tag", ["..", "a/b", "", ".", "a\n", "latest_universal"])
-def test_a_tag_is_the_name_of_a_folder(tag: str, made: Made) -> None:
+def test_a_tag_is_the_name_of_a_folder(tag, made):
     made.adam("w")
     if tag:
         with pytest.raises(UsageError, match="not a valid name for the folder"):
@@ -519,13 +514,13 @@ def test_a_tag_is_the_name_of_a_folder(tag: str, made: Made) -> None:
     assert (out / "best/zero/w/fp32.pt").is_file()
 
 
-def test_names_do_not_lead_out(made: Made) -> None:
+def test_names_do_not_lead_out(made):
     made.adam("../../w")
     with pytest.raises(UnsafeError):
         UniversalFormat().layout(made.manifest(), WriteOptions())
 
 
-def test_a_slot_with_the_name_of_the_master_is_refused(made: Made) -> None:
+def test_a_slot_with_the_name_of_the_master_is_refused(made):
     made.adam("w")
     made.add("w", "fp32", np.ones((3, 2), np.float32))
     with pytest.raises(UnsupportedError, match="the name of another file"):

@@ -25,13 +25,13 @@ NAME = "first.deepspeed_moe.experts.deepspeed_experts.{}.{}"
 
 
 @pytest.fixture
-def native(tmp_path: Path) -> Path:
+def native(tmp_path):
     """A copy of a run with ZeRO-2, the experts over 2 of 4 ranks."""
     return copied_run("deepspeed-moe-zero2-fp32", tmp_path)
 
 
 @pytest.fixture
-def without_zero(tmp_path: Path) -> Path:
+def without_zero(tmp_path):
     return copied_run("deepspeed-moe-fp32", tmp_path)
 
 
@@ -118,7 +118,7 @@ DAMAGED: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_files_that_do_not_fit_are_an_error(name: str, native: Path) -> None:
+def test_files_that_do_not_fit_are_an_error(name, native):
     assert_is_named(DAMAGED[name], native)
 
 
@@ -126,14 +126,14 @@ EXPERT_OPTIM = "expp_rank_{}_mp_rank_00_optim_states.pt"
 
 
 @pytest.mark.parametrize("missing", [(0,), (1,), (0, 1)])
-def test_without_zero_every_rank_has_an_optimizer(missing: tuple[int, ...], without_zero: Path) -> None:
+def test_without_zero_every_rank_has_an_optimizer(missing, without_zero):
     for rank in missing:
         (without_zero / "global_step4" / EXPERT_OPTIM.format(rank)).unlink()
     with pytest.raises(IncompleteError, match=r"expp_rank_\d.*missing"):
         contents(without_zero)
 
 
-def test_without_zero_numbers_that_are_not_proven_are_carried_for_each_rank(without_zero: Path) -> None:
+def test_without_zero_numbers_that_are_not_proven_are_carried_for_each_rank(without_zero):
     def reverse(content: Any) -> None:
         content["optimizer"]["param_groups"][1]["params"].reverse()
 
@@ -144,7 +144,7 @@ def test_without_zero_numbers_that_are_not_proven_are_carried_for_each_rank(with
     assert any("do not identify them" in note.why for note in manifest.notes)
 
 
-def test_without_zero_masters_that_are_not_proven_are_refused(tmp_path: Path) -> None:
+def test_without_zero_masters_that_are_not_proven_are_refused(tmp_path):
     native = copied_run("deepspeed-moe-bf16", tmp_path)
 
     def reverse(content: Any) -> None:
@@ -157,7 +157,7 @@ def test_without_zero_masters_that_are_not_proven_are_refused(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("missing", [(0,), (1,), (0, 1)])
-def test_autoep_without_zero_every_rank_has_an_optimizer(missing: tuple[int, ...], tmp_path: Path) -> None:
+def test_autoep_without_zero_every_rank_has_an_optimizer(missing, tmp_path):
     native = copied_run("deepspeed-autoep-bf16", tmp_path)
     for rank in missing:
         (native / "global_step4" / EXPERT_OPTIM.format(rank)).unlink()
@@ -165,7 +165,7 @@ def test_autoep_without_zero_every_rank_has_an_optimizer(missing: tuple[int, ...
         contents(native)
 
 
-def test_autoep_without_zero_steps_of_experts_must_be_equal(tmp_path: Path) -> None:
+def test_autoep_without_zero_steps_of_experts_must_be_equal(tmp_path):
     native = copied_run("deepspeed-autoep-bf16", tmp_path)
 
     def delay(content: Any) -> None:
@@ -178,7 +178,7 @@ def test_autoep_without_zero_steps_of_experts_must_be_equal(tmp_path: Path) -> N
         ckpt_tools.convert(native, tmp_path / "out", to="dcp")
 
 
-def test_names_and_order_are_those_of_a_model_with_all_experts(native: Path) -> None:
+def test_names_and_order_are_those_of_a_model_with_all_experts(native):
     manifest = contents(native)[0]
     names = [key.fqn for key in manifest.tensors if key.slot == "weight" and key.fqn.endswith("down.weight")]
     assert names == [NAME.format(n, "down.weight") for n in range(4)] + [
@@ -193,7 +193,7 @@ def test_names_and_order_are_those_of_a_model_with_all_experts(native: Path) -> 
     assert manifest.world_size == 4
 
 
-def test_round_robin_gradients(tmp_path: Path) -> None:
+def test_round_robin_gradients(tmp_path):
     """``param_slice_mappings`` are then in another order than the partitions, so that DeepSpeed's own truth is not
     one; in fp32 the masters are the weights."""
     more = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
@@ -215,7 +215,7 @@ Saved = tuple[Path, State, list[float]]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     return folder, *deepspeed_moe.run_experts(folder, 2, 1, "fp32", (2, 2))
 
@@ -232,7 +232,7 @@ def check(found: Any, saved: Saved, without: tuple[str, ...] = ()) -> None:
 
 
 @pytest.mark.parametrize("to", ["zero2", "zero3", "universal"])
-def test_the_run_goes_on_in_a_model_without_deepspeed_moe(to: str, saved: Saved, tmp_path: Path) -> None:
+def test_the_run_goes_on_in_a_model_without_deepspeed_moe(to, saved, tmp_path):
     options: dict[str, Any] = {} if to == "universal" else {"world_size": 3}
     ckpt_tools.convert(saved[0], tmp_path / "out", to=to, **options)  # type: ignore[arg-type]
     stage = 2 if to == "universal" else int(to[-1])
@@ -240,17 +240,17 @@ def test_the_run_goes_on_in_a_model_without_deepspeed_moe(to: str, saved: Saved,
     check(launch.pool(3).run(deepspeed_moe.load_plain, *arguments)[0], saved)
 
 
-def test_the_run_goes_on_in_plain_torch(saved: Saved, tmp_path: Path) -> None:
+def test_the_run_goes_on_in_plain_torch(saved, tmp_path):
     ckpt_tools.convert(saved[0], tmp_path / "out", to="dcp")
     check(launch.pool(3).run(deepspeed_moe.load_dcp, str(tmp_path / "out"))[0], saved, without=(MASTER,))
 
 
-def test_the_run_goes_on_with_all_experts_on_each_rank(saved: Saved, tmp_path: Path) -> None:
+def test_the_run_goes_on_with_all_experts_on_each_rank(saved, tmp_path):
     ckpt_tools.convert(saved[0], tmp_path / "out", to="universal")
     check(launch.pool(3).run(deepspeed_moe.load_experts, str(tmp_path / "out"), 2, "fp32", (1, 1))[0], saved)
 
 
-def test_deepspeed_does_not_give_every_rank_the_experts_of_rank_0(saved: Saved, tmp_path: Path) -> None:
+def test_deepspeed_does_not_give_every_rank_the_experts_of_rank_0(saved, tmp_path):
     """Without the mark of an expert in the files of a universal checkpoint it does, and says nothing."""
     ckpt_tools.convert(saved[0], tmp_path / "out", to="universal")
     told = launch.pool(2).run(deepspeed_moe.why_not_loaded, str(tmp_path / "out"), 2, "fp32", (2, 2))
@@ -258,7 +258,7 @@ def test_deepspeed_does_not_give_every_rank_the_experts_of_rank_0(saved: Saved, 
 
 
 @pytest.mark.parametrize("to", ["dcp", "universal", "zero1", "safetensors"])
-def test_other_formats_hold_the_same(to: str, tmp_path: Path) -> None:
+def test_other_formats_hold_the_same(to, tmp_path):
     source = make("deepspeed-moe-zero1-bf16").source
     ckpt_tools.convert(source, tmp_path / "out", to=to)  # type: ignore[arg-type]
     report = ckpt_tools.verify(source, tmp_path / "out")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -83,20 +82,20 @@ def named(stages: list[list[Parameter]]) -> list[tuple[str, list[Parameter]]]:
 
 
 @pytest.mark.parametrize("name", FITTING)
-def test_layers_that_fit(name: str) -> None:
+def test_layers_that_fit(name):
     have, stages = FITTING[name]
     check(have, named(stages))
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_a_missing_layer_is_an_error(name: str) -> None:
+def test_a_missing_layer_is_an_error(name):
     have, stages, text = MISSING[name]
     with pytest.raises(IncompleteError, match=text):
         check(have, named(stages))
 
 
 @pytest.mark.parametrize(("layer", "stage"), [(0, 0), (3, 0), (6, 1)])
-def test_a_file_that_is_missing(layer: int, stage: int, tmp_path: Path) -> None:
+def test_a_file_that_is_missing(layer, stage, tmp_path):
     """Layer 3 has two vectors, and a frozen one of their shape lies in its stage."""
     damage = unlink(f"layer_0{layer}-model_states.pt")
     run = copied_run("deepspeed-pipeline-fp32", tmp_path)
@@ -104,7 +103,7 @@ def test_a_file_that_is_missing(layer: int, stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_a_tied_layer_needs_one_file(dtype: str, tmp_path: Path) -> None:
+def test_a_tied_layer_needs_one_file(dtype, tmp_path):
     """The last stage has the parameter in its optimizer, and a function instead of a file."""
     state, _ = deepspeed_pipeline.run_pipeline(tmp_path, 2, 0, dtype, "first")
     manifest, found = contents(tmp_path)

@@ -22,7 +22,7 @@ from tests.support.saved_files import Change, change_file
 
 
 @pytest.fixture
-def native(tmp_path: Path) -> Path:
+def native(tmp_path):
     """A copy of a run with ZeRO-1 of 2 stages, whose first and last layer are files of one tied module."""
     return copied_run("deepspeed-pipeline-zero1-bf16", tmp_path)
 
@@ -80,28 +80,28 @@ DAMAGED: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_files_that_do_not_fit_are_an_error(name: str, native: Path) -> None:
+def test_files_that_do_not_fit_are_an_error(name, native):
     assert_is_named(DAMAGED[name], native)
 
 
-def test_the_ranks_of_all_stages_are_counted(native: Path) -> None:
+def test_the_ranks_of_all_stages_are_counted(native):
     [found] = ckpt_tools.ls(native).checkpoints
     assert found.world_size == ckpt_tools.inspect(native).world_size == 2
 
 
-def test_stages_of_two_steps_are_refused(native: Path) -> None:
+def test_stages_of_two_steps_are_refused(native):
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
     with pytest.raises(MalformedError, match="its global_steps is 3, but that of"):
         ckpt_tools.inspect(native)
 
 
-def test_a_stage_that_holds_a_model_is_refused(native: Path) -> None:
+def test_a_stage_that_holds_a_model_is_refused(native):
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(module={}))
     with pytest.raises(MalformedError, match="there are files of a pipeline's layers beside it"):
         ckpt_tools.inspect(native)
 
 
-def test_a_frozen_layer_is_not_taken_for_a_tied_one(native: Path) -> None:
+def test_a_frozen_layer_is_not_taken_for_a_tied_one(native):
     """It has the same names and shapes, and other elements than the masters."""
     torch.save(
         {"weight": torch.ones(16, 7, dtype=torch.bfloat16)}, native / "global_step4" / "layer_02-model_states.pt"
@@ -115,7 +115,7 @@ def test_a_frozen_layer_is_not_taken_for_a_tied_one(native: Path) -> None:
         contents(native)
 
 
-def test_groups_that_differ_between_stages_stay_apart(native: Path) -> None:
+def test_groups_that_differ_between_stages_stay_apart(native):
     def change(content: Any) -> None:
         content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["weight_decay"] = 0.5
 
@@ -125,13 +125,13 @@ def test_groups_that_differ_between_stages_stay_apart(native: Path) -> None:
     assert any("differ in them" in note.why for note in manifest.notes)
 
 
-def test_what_the_stages_have_for_themselves_is_noted(native: Path) -> None:
+def test_what_the_stages_have_for_themselves_is_noted(native):
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(epoch=9))
     notes = [f"{note.what}: {note.why}" for note in contents(native)[0].notes]
     assert any("client_state of the other stages" in note for note in notes), notes
 
 
-def test_plain_numbers_of_two_stages_stay_apart(native: Path) -> None:
+def test_plain_numbers_of_two_stages_stay_apart(native):
     """DeepSpeed's own optimizers count in Python."""
 
     def count(value: int) -> Change:
@@ -147,7 +147,7 @@ def test_plain_numbers_of_two_stages_stay_apart(native: Path) -> None:
     assert found[StateKey("1.up.weight", "count")] != found[StateKey("5.up.weight", "count")]
 
 
-def test_the_mapping_of_a_run_without_zero_has_to_fit(tmp_path: Path) -> None:
+def test_the_mapping_of_a_run_without_zero_has_to_fit(tmp_path):
     run = copied_run("deepspeed-pipeline-bf16", tmp_path)
 
     def change(content: Any) -> None:
@@ -163,7 +163,7 @@ def test_the_mapping_of_a_run_without_zero_has_to_fit(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def named(tmp_path: Path) -> Path:
+def named(tmp_path):
     """A copy of a run that says what its layers are called in the whole model."""
     return copied_run("deepspeed-pipeline-named", tmp_path)
 
@@ -201,14 +201,14 @@ WRONG_NAMES: dict[str, tuple[Change, type[FormatError], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_NAMES)
-def test_names_that_do_not_fit_the_layers_are_an_error(case: str, named: Path) -> None:
+def test_names_that_do_not_fit_the_layers_are_an_error(case, named):
     change, kind, text = WRONG_NAMES[case]
     change_file(named / TAG / "mp_rank_00_model_states.pt", change)
     with pytest.raises(kind, match=text):
         ckpt_tools.inspect(named)
 
 
-def test_a_run_that_says_its_names_shows_a_layer_of_frozen_parameters_that_is_missing(named: Path) -> None:
+def test_a_run_that_says_its_names_shows_a_layer_of_frozen_parameters_that_is_missing(named):
     """Which nothing else in the checkpoint would show."""
     for stage in (0, 1):
         change_file(
@@ -221,7 +221,7 @@ def test_a_run_that_says_its_names_shows_a_layer_of_frozen_parameters_that_is_mi
         ckpt_tools.inspect(named)
 
 
-def test_other_formats_have_the_names_and_not_the_entry(named: Path, tmp_path: Path) -> None:
+def test_other_formats_have_the_names_and_not_the_entry(named, tmp_path):
     ckpt_tools.convert(named, tmp_path / "out", to="zero2", world_size=3)
     assert ckpt_tools.verify(named, tmp_path / "out").equal
     manifest = ckpt_tools.open(tmp_path / "out").manifest
@@ -234,12 +234,12 @@ def test_other_formats_have_the_names_and_not_the_entry(named: Path, tmp_path: P
 
 
 @pytest.fixture
-def bare(tmp_path: Path) -> Path:
+def bare(tmp_path):
     """A copy of a run without ZeRO whose optimizer has names for its parameters."""
     return copied_run("deepspeed-pipeline-fp32-named", tmp_path)
 
 
-def test_a_stage_whose_optimizer_has_no_names_leaves_out_the_optimizer(bare: Path) -> None:
+def test_a_stage_whose_optimizer_has_no_names_leaves_out_the_optimizer(bare):
     """With a note, for all stages alike. Which layers are tied is then not known either."""
 
     def forget(content: Any) -> None:
@@ -255,7 +255,7 @@ def test_a_stage_whose_optimizer_has_no_names_leaves_out_the_optimizer(bare: Pat
     assert any("numbers the parameters of each stage" in note.why for note in found.notes)
 
 
-def test_an_optimizer_of_other_shapes_than_the_layers_is_refused(bare: Path) -> None:
+def test_an_optimizer_of_other_shapes_than_the_layers_is_refused(bare):
     def change(content: Any) -> None:
         for group in content["optimizer"]["param_groups"]:
             group["param_names"].reverse()
@@ -265,7 +265,7 @@ def test_an_optimizer_of_other_shapes_than_the_layers_is_refused(bare: Path) -> 
         ckpt_tools.inspect(bare)
 
 
-def test_without_names_of_the_whole_model_a_missing_layer_still_shows(bare: Path) -> None:
+def test_without_names_of_the_whole_model_a_missing_layer_still_shows(bare):
     for stage in (0, 1):
         change_file(bare / TAG / f"mp_rank_0{stage}_model_states.pt", lambda content: content.pop("pipeline_names"))
     (bare / "global_step4" / "layer_03-model_states.pt").unlink()
@@ -279,7 +279,7 @@ Saved = tuple[Path, State, list[float]]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
     return folder, *deepspeed_pipeline.run_pipeline(folder, 4, 1, "fp32", "first")
 
@@ -290,7 +290,7 @@ def check(found: Any, saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("to", ["zero2", "zero3", "universal"])
-def test_the_run_goes_on_without_a_pipeline(to: str, saved: Saved, tmp_path: Path) -> None:
+def test_the_run_goes_on_without_a_pipeline(to, saved, tmp_path):
     options: dict[str, Any] = {} if to == "universal" else {"world_size": 3}
     ckpt_tools.convert(saved[0], tmp_path / "out", to=to, **options)  # type: ignore[arg-type]
     stage = 2 if to == "universal" else int(to[-1])
@@ -299,14 +299,14 @@ def test_the_run_goes_on_without_a_pipeline(to: str, saved: Saved, tmp_path: Pat
 
 
 @pytest.mark.parametrize("to", ["dcp", "universal", "zero1", "safetensors"])
-def test_other_formats_hold_the_same(to: str, tmp_path: Path) -> None:
+def test_other_formats_hold_the_same(to, tmp_path):
     source = make("deepspeed-pipeline-zero1-bf16").source
     ckpt_tools.convert(source, tmp_path / "out", to=to)  # type: ignore[arg-type]
     report = ckpt_tools.verify(source, tmp_path / "out")
     assert report.equal, report.differences
 
 
-def test_deepspeeds_own_script_finds_the_same(tmp_path: Path) -> None:
+def test_deepspeeds_own_script_finds_the_same(tmp_path):
     """What it writes is refused by its name: buffers and frozen weights are nowhere in it."""
     made = make("deepspeed-pipeline-zero1-fp32")
     launch.pool(1).run(universal.convert, made.source, tmp_path, True, False)

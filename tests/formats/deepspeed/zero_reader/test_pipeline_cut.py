@@ -22,7 +22,7 @@ OPTIM = "zero_pp_rank_0_mp_rank_{:02d}_optim_states.pt"
 
 
 @pytest.fixture
-def native(tmp_path: Path) -> Path:
+def native(tmp_path):
     return copied_run("deepspeed-pipeline-tp-zero1-fp32", tmp_path)
 
 
@@ -58,16 +58,16 @@ DAMAGED: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_files_that_do_not_fit_are_an_error(name: str, native: Path) -> None:
+def test_files_that_do_not_fit_are_an_error(name, native):
     assert_is_named(DAMAGED[name], native)
 
 
-def test_parts_that_are_swapped_are_refused(native: Path) -> None:
+def test_parts_that_are_swapped_are_refused(native):
     swapped = swap(LAYER.format(1, 0), LAYER.format(1, 1))
     assert_is_named((swapped, MalformedError, "saved as layer_01-model_01"), native)
 
 
-def test_the_run_goes_on_without_parallelism(tmp_path: Path) -> None:
+def test_the_run_goes_on_without_parallelism(tmp_path):
     state, losses = deepspeed_pipeline_cut.run_cut(tmp_path / "run", 1, "fp32")
     ckpt_tools.convert(tmp_path / "run", tmp_path / "out", to="zero2", world_size=3)
     resumed, next_losses = launch.pool(3).run(deepspeed_pipeline_cut.load_whole, str(tmp_path / "out"), 2, "fp32")[0]

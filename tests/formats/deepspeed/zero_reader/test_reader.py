@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,7 @@ def read(folder: Path, tag: str | None = None) -> Manifest:
 
 
 @pytest.mark.parametrize("wanted", swept(WANTED))
-def test_reads_what_deepspeed_holds(wanted: Fixture, checkpoint: Callable[[str, str, int], Fixture]) -> None:
+def test_reads_what_deepspeed_holds(wanted, checkpoint):
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
     assert_read(made.checkpoint, Truth.load(made.root), stage=int(wanted.kind[4]))
 
@@ -68,13 +68,13 @@ def produce_changed(name: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_reads_groups_with_padding_after_each_parameter(world_size: int, tmp_path: Path) -> None:
+def test_reads_groups_with_padding_after_each_parameter(world_size, tmp_path):
     launch.pool(world_size).run(produce_changed, "aligned", str(tmp_path))
     assert_read(tmp_path / "checkpoint", Truth.load(tmp_path), stage=2)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_reads_groups_dealt_out_to_the_ranks(world_size: int, tmp_path: Path) -> None:
+def test_reads_groups_dealt_out_to_the_ranks(world_size, tmp_path):
     """The fp32 weights judge the masters here: DeepSpeed's own gather takes the undealt order and returns other
     parameters' elements (0.19.8, ``_link_all_hp_params``)."""
     launch.pool(world_size).run(produce_changed, "round-robin", str(tmp_path))
@@ -89,7 +89,7 @@ def in_slot(tensors: Mapping[tuple[str, str], np.ndarray], name: str) -> dict[st
     return {fqn: tensor for (fqn, slot), tensor in tensors.items() if slot == name}
 
 
-def test_reads_elastic_checkpoints_which_keep_no_hyperparameters(tmp_path: Path) -> None:
+def test_reads_elastic_checkpoints_which_keep_no_hyperparameters(tmp_path):
     launch.pool(3).run(produce_changed, "elastic", str(tmp_path))
     manifest, truth = read(tmp_path / "checkpoint"), Truth.load(tmp_path)
     assert_same_bits(truth.tensors, gathered(tmp_path / "checkpoint", manifest))
@@ -97,7 +97,7 @@ def test_reads_elastic_checkpoints_which_keep_no_hyperparameters(tmp_path: Path)
 
 
 @pytest.fixture
-def saved(checkpoint: Callable[[str, str, int], Fixture], tmp_path: Path) -> Path:
+def saved(checkpoint, tmp_path):
     """A save directory with two tags, of which ``latest`` names the second."""
     shutil.copytree(checkpoint("zero3-bf16", "awkward", 2).checkpoint, tmp_path / "saved")
     other = checkpoint("zero2-fp16", "awkward", 3).checkpoint / "global_step4"
@@ -105,17 +105,17 @@ def saved(checkpoint: Callable[[str, str, int], Fixture], tmp_path: Path) -> Pat
     return tmp_path / "saved"
 
 
-def test_latest_chooses_and_a_tag_overrides(saved: Path) -> None:
+def test_latest_chooses_and_a_tag_overrides(saved):
     assert read(saved).format == "zero3"
     assert (read(saved, "before").format, read(saved, "before").world_size) == ("zero2", 3)
 
 
-def test_a_tag_folder_and_a_folder_around_them_are_read_as_well(saved: Path, tmp_path: Path) -> None:
+def test_a_tag_folder_and_a_folder_around_them_are_read_as_well(saved, tmp_path):
     assert read(saved / "before").format == "zero2"
     assert read(tmp_path, "saved/before").format == "zero2"
 
 
-def test_universal_folders_are_of_another_format(checkpoint: Callable[[str, str, int], Fixture]) -> None:
+def test_universal_folders_are_of_another_format(checkpoint):
     universal = checkpoint("universal-zero2-bf16", "awkward", 2).checkpoint
     assert not DeepSpeedFormat().detect(Source.open(LocalStore(universal)))
     native = checkpoint("zero2-bf16", "awkward", 2).checkpoint

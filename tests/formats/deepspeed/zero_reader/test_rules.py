@@ -90,15 +90,13 @@ SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
     frozen=st.lists(SHAPES, max_size=2),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_element_is_found_whatever_the_shapes(
-    stage: int, world_size: int, sizes: list[list[tuple[int, ...]]], frozen: list[tuple[int, ...]]
-) -> None:
+def test_every_element_is_found_whatever_the_shapes(stage, world_size, sizes, frozen):
     groups = [{f"g{i}.p{j}": shape for j, shape in enumerate(group)} for i, group in enumerate(sizes)]
     fixed = {f"f{i}": shape for i, shape in enumerate(frozen)}
     assert_counts(build(stage, world_size, groups, fixed), groups, fixed)
 
 
-def test_a_stage_3_parameter_may_straddle_sub_groups() -> None:
+def test_a_stage_3_parameter_may_straddle_sub_groups():
     files = build(3, 2, GROUPS)
     for rank in range(2):
         state = own(files, rank)
@@ -110,40 +108,40 @@ def test_a_stage_3_parameter_may_straddle_sub_groups() -> None:
     assert_counts(files, GROUPS, {})
 
 
-def test_columns_hold_as_many_rows_as_ranks_hold_elements() -> None:
+def test_columns_hold_as_many_rows_as_ranks_hold_elements():
     tensors = read(build(3, 4, [{"five": (5,), "one": (1,)}])).tensors
     assert [len(tensors[StateKey(name, MASTER)].shards) for name in ("five", "one")] == [3, 1]
     assert tensors[StateKey("five", MASTER)].shards.shape == (5,)
 
 
-def test_stage_3_weights_are_the_masters_read_as_the_models_type() -> None:
+def test_stage_3_weights_are_the_masters_read_as_the_models_type():
     tensors = read(build(3, 2, GROUPS)).tensors
     weight = tensors[StateKey("a.weight")]
     assert (weight.dtype, weight.shards.dtype, weight.kind) == (DType.BFLOAT16, DType.FLOAT32, Kind.PARAMETER)
     assert list(weight.shards) == list(tensors[StateKey("a.weight", MASTER)].shards)
 
 
-def test_empty_parameters_have_a_weight_and_nothing_else() -> None:
+def test_empty_parameters_have_a_weight_and_nothing_else():
     for stage in (2, 3):
         files = build(stage, 2, [{"a": (3,)}], {"empty": (0, 4)})
         found = {key: entry.shape for key, entry in read(files).tensors.items() if key.fqn == "empty"}
         assert found == {StateKey("empty"): (0, 4)}
 
 
-def test_empty_parameters_of_older_versions_lie_in_the_groups() -> None:
+def test_empty_parameters_of_older_versions_lie_in_the_groups():
     for stage in (2, 3):
         files = build(stage, 2, [{"a": (3,), "empty": (0, 4)}, {"none": (0,)}])
         found = {key: entry.shape for key, entry in read(files).tensors.items() if key.fqn in ("empty", "none")}
         assert found == {StateKey("empty"): (0, 4), StateKey("none"): (0,)}
 
 
-def test_a_single_dictionary_of_shapes_is_one_group() -> None:
+def test_a_single_dictionary_of_shapes_is_one_group():
     files = build(2, 2, GROUPS[:1])
     (files[MODEL]["param_shapes"],) = files[MODEL]["param_shapes"]
     assert_counts(files, GROUPS[:1], {})
 
 
-def test_python_steps_become_literals_of_their_own_width() -> None:
+def test_python_steps_become_literals_of_their_own_width():
     files = build(2, 2, GROUPS)
     for rank in range(2):
         own(files, rank)["base_optimizer_state"]["state"][0]["step"] = 12
@@ -155,7 +153,7 @@ def test_python_steps_become_literals_of_their_own_width() -> None:
     assert (value(store, manifest, step), value(store, manifest, other)) == (12, 12.5)
 
 
-def test_a_step_among_the_hyperparameters_is_every_members_step() -> None:
+def test_a_step_among_the_hyperparameters_is_every_members_step():
     files = build(3, 2, GROUPS)
     for rank in range(2):
         for state in own(files, rank)["optimizer_state_dict"]["state"].values():
@@ -168,7 +166,7 @@ def test_a_step_among_the_hyperparameters_is_every_members_step() -> None:
     assert manifest.groups[0].options["step"] == 4
 
 
-def test_state_that_is_not_cut_like_the_masters_stays_with_its_rank() -> None:
+def test_state_that_is_not_cut_like_the_masters_stays_with_its_rank():
     files = build(2, 2, GROUPS)
     for rank in range(2):
         own(files, rank)["base_optimizer_state"]["state"][0] |= {"absmax": torch.tensor([rank + 0.5]), "kind": "blocks"}
@@ -181,7 +179,7 @@ def test_state_that_is_not_cut_like_the_masters_stays_with_its_rank() -> None:
     assert all(manifest.tensors[ref.key].kind is Kind.EXTRA for ref in refs)
 
 
-def test_slots_of_some_groups_only() -> None:
+def test_slots_of_some_groups_only():
     files = build(2, 2, GROUPS)
     for rank in range(2):
         own(files, rank)["base_optimizer_state"]["state"][1] = {"momentum_buffer": None}
@@ -189,7 +187,7 @@ def test_slots_of_some_groups_only() -> None:
     assert slots == {"weight", "master"}
 
 
-def test_adagrads_one_group_of_all_partitions() -> None:
+def test_adagrads_one_group_of_all_partitions():
     files = build(1, 2, GROUPS)
     for rank in range(2):
         own(files, rank)["base_optimizer_state"]["param_groups"] = [{"lr": 0.5, "params": [0, 1]}]
@@ -197,13 +195,13 @@ def test_adagrads_one_group_of_all_partitions() -> None:
     assert (group.params, group.options) == (("a.weight", "a.bias", "b"), {"lr": 0.5})
 
 
-def test_names_given_to_the_optimizer_are_no_hyperparameters() -> None:
+def test_names_given_to_the_optimizer_are_no_hyperparameters():
     files = build(1, 1, GROUPS)
     own(files)["base_optimizer_state"]["param_groups"][0]["param_names"] = ["a.weight", "a.bias"]
     assert read(files).groups[0].options == {"lr": 0.0}
 
 
-def test_dealt_out_parameters_are_put_back_in_order() -> None:
+def test_dealt_out_parameters_are_put_back_in_order():
     # What stage_1_and_2.py _round_robin_reorder gives for five tensors on two ranks: 0, 2, 4, 1, 3.
     assert original_order(["p0", "p2", "p4", "p1", "p3"], 2) == ("p0", "p1", "p2", "p3", "p4")
 
@@ -216,7 +214,7 @@ def tied(stage: int) -> Files:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_ties_that_deepspeed_saw(stage: int) -> None:
+def test_ties_that_deepspeed_saw(stage):
     files = tied(stage)
     files[MODEL if stage < 3 else rank_model(0)]["shared_params"] = {"head": "embed"}
     manifest = read(files)
@@ -224,17 +222,17 @@ def test_ties_that_deepspeed_saw(stage: int) -> None:
     assert StateKey("head") not in manifest.tensors
 
 
-def test_views_of_the_same_elements_are_tied() -> None:
+def test_views_of_the_same_elements_are_tied():
     assert read(tied(2)).aliases == {"head": "embed"}
 
 
-def test_an_alias_before_its_owner_in_the_model_is_still_the_alias() -> None:
+def test_an_alias_before_its_owner_in_the_model_is_still_the_alias():
     files = tied(2)
     files[MODEL]["module"].move_to_end("embed")
     assert read(files).aliases == {"head": "embed"}
 
 
-def test_tensors_at_one_address_are_not_tied_by_that_alone() -> None:
+def test_tensors_at_one_address_are_not_tied_by_that_alone():
     """Two empty ones, or a view of another shape: DeepSpeed takes them for ties."""
     files = build(1, 2, [{"a": (4,)}], {"empty": (0, 2), "none": (0, 2)})
     module = files[MODEL]["module"]
@@ -243,7 +241,7 @@ def test_tensors_at_one_address_are_not_tied_by_that_alone() -> None:
     assert not read(files).aliases
 
 
-def test_buffers_that_share_elements_stay_apart() -> None:
+def test_buffers_that_share_elements_stay_apart():
     files = build(1, 1, GROUPS)
     files[MODEL]["module"]["again"] = files[MODEL]["module"]["count"]
     files[MODEL]["buffer_names"].append("again")
@@ -252,7 +250,7 @@ def test_buffers_that_share_elements_stay_apart() -> None:
     assert manifest.tensors[StateKey("again")].kind is Kind.BUFFER
 
 
-def test_frozen_parameters_left_out_of_the_checkpoint_are_not_missed() -> None:
+def test_frozen_parameters_left_out_of_the_checkpoint_are_not_missed():
     """``exclude_frozen_parameters``; a stage 3 alias of such a parameter stays behind in ``module``, empty."""
     files = build(3, 1, GROUPS)
     files[rank_model(0)]["module"]["gone.alias"] = torch.empty(0)
@@ -260,7 +258,7 @@ def test_frozen_parameters_left_out_of_the_checkpoint_are_not_missed() -> None:
     assert "gone.alias" not in read(files).fqns
 
 
-def test_module_state_that_is_no_tensor_is_kept() -> None:
+def test_module_state_that_is_no_tensor_is_kept():
     files = build(1, 1, GROUPS)
     files[MODEL]["module"]["norm._extra_state"] = {"amax": torch.tensor([2.5])}
     store = store_of(files)
@@ -269,7 +267,7 @@ def test_module_state_that_is_no_tensor_is_kept() -> None:
     assert value(store, manifest, manifest.tensors[ref.key]) == 2.5
 
 
-def test_strided_weights_keep_their_strides() -> None:
+def test_strided_weights_keep_their_strides():
     files = build(1, 1, [{"a": (3, 4)}], {"f": (3, 4)})
     turned = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3).T
     files[MODEL]["module"]["f"] = turned
@@ -278,7 +276,7 @@ def test_strided_weights_keep_their_strides() -> None:
     assert np.array_equal(value(store, manifest, manifest.tensors[StateKey("f")]), turned.float().numpy())
 
 
-def test_tensors_of_the_client_state_become_tensors_of_the_manifest() -> None:
+def test_tensors_of_the_client_state_become_tensors_of_the_manifest():
     shared = [torch.tensor([1.5])]
     files = build(1, 1, GROUPS)
     files[MODEL] |= {"rng": {"cpu": torch.arange(3), 1: shared, "1": shared}, "epoch": 3}
@@ -291,7 +289,7 @@ def test_tensors_of_the_client_state_become_tensors_of_the_manifest() -> None:
     assert (entry.kind, value(store, manifest, entry).tolist()) == (Kind.EXTRA, [0, 1, 2])
 
 
-def test_objects_of_the_client_state_may_contain_themselves() -> None:
+def test_objects_of_the_client_state_may_contain_themselves():
     settings = Namespace(tensor=torch.tensor(1.0))
     settings.itself = settings
     files = build(1, 1, GROUPS)
@@ -300,7 +298,7 @@ def test_objects_of_the_client_state_may_contain_themselves() -> None:
     assert found.attributes["itself"] is found and isinstance(found.attributes["tensor"], TensorRef)
 
 
-def test_deepspeeds_own_scalars_are_kept_together() -> None:
+def test_deepspeeds_own_scalars_are_kept_together():
     extra = read(build(2, 2, GROUPS)).extra
     assert extra["deepspeed"] == {
         "skipped_steps": 0,
@@ -313,14 +311,14 @@ def test_deepspeeds_own_scalars_are_kept_together() -> None:
     assert "client_state" not in extra and "lr_scheduler" not in extra
 
 
-def test_old_names_of_optimizer_files() -> None:
+def test_old_names_of_optimizer_files():
     files = build(2, 2, GROUPS)
     for rank in range(2):
         files[optim(rank).replace("_optim", "optim")] = files.pop(optim(rank))
     assert_counts(files, GROUPS, {})
 
 
-def test_a_tag_chosen_where_latest_is_missing() -> None:
+def test_a_tag_chosen_where_latest_is_missing():
     files = build(2, 1, GROUPS)
     del files["latest"]
     assert read(files).step == 7
@@ -330,13 +328,13 @@ def test_a_tag_chosen_where_latest_is_missing() -> None:
     assert read(files, "global_step10").step == 7
 
 
-def test_detection_never_fails() -> None:
+def test_detection_never_fails():
     for names in ((), ("latest",), ("a/b/c.pt",), (optim(0),), ("mp_rank_00_model_states.pt",)):
         found = DeepSpeedFormat().detect(Source.open(MemoryStore({name: bytearray() for name in names})))
         assert found == any(name.endswith("_states.pt") for name in names)
 
 
-def test_many_ranks_are_read_in_seconds_and_slots_share_their_columns() -> None:
+def test_many_ranks_are_read_in_seconds_and_slots_share_their_columns():
     """256 ranks x 400 parameters x 3 slots; 1,024 x 1,000 take 1.8 s and 234 MB on two cores."""
     files = build(3, 1, [{f"p{i}": (1000,) for i in range(400)}])
     first = files.pop(optim(0))
@@ -581,7 +579,7 @@ RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_broken_rule_is_one_clear_sentence(name: str) -> None:
+def test_a_broken_rule_is_one_clear_sentence(name):
     stage, change, error, words = RULES[name]
     files = build(stage, 3, GROUPS, FROZEN)
     assert_counts(files, GROUPS, FROZEN)
@@ -591,12 +589,12 @@ def test_a_broken_rule_is_one_clear_sentence(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_wrong_tag_lists_those_that_are_there() -> None:
+def test_a_wrong_tag_lists_those_that_are_there():
     with pytest.raises(SourceNotFoundError, match="no tag 'global_step9'; it has global_step7"):
         read(build(2, 1, GROUPS), "global_step9")
 
 
-def test_nothing_at_the_source() -> None:
+def test_nothing_at_the_source():
     with pytest.raises(SourceNotFoundError, match="no DeepSpeed checkpoint"):
         read({"latest": TAG})
 
@@ -613,7 +611,7 @@ def places(content: Any, depth: int = 5) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_odd_values_anywhere_are_refused_or_read_but_never_crash(stage: int) -> None:
+def test_odd_values_anywhere_are_refused_or_read_but_never_crash(stage):
     files = build(stage, 2, GROUPS, FROZEN)
     odd = [(place, wrong) for content in files.values() for place in places(content) for wrong in ODD_VALUES]
     for (container, key), wrong in random.Random(stage).sample(odd, 300):

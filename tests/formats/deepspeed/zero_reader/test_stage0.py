@@ -16,7 +16,6 @@ from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from fixtures import launch
 from fixtures.corpus import deepspeed, make
 from fixtures.truth import State
-from tests.conftest import Resume
 from tests.layouts.contents import contents, of_tensor
 from tests.support.ranks import for_ranks
 
@@ -24,7 +23,7 @@ Saved = Callable[[str], tuple[Path, State, list[float]]]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+def saved(tmp_path_factory):
     """`saved(dtype)`: what two ranks wrote, its truth, and the losses of the next steps."""
     made: dict[str, tuple[Path, State, list[float]]] = {}
 
@@ -50,9 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
         ("fp16", "zero3", "zero3-fp16"),
     ],
 )
-def test_the_run_goes_on_elsewhere(
-    dtype: str, to: str, kind: str, saved: Saved, resume: Resume, tmp_path: Path
-) -> None:
+def test_the_run_goes_on_elsewhere(dtype, to, kind, saved, resume, tmp_path):
     folder, state, losses = saved(dtype)
     ckpt_tools.convert(folder, tmp_path / "out", to=to, **for_ranks(to, 3))
     resumed = resume(kind, "plain", tmp_path / "out", 3)
@@ -62,7 +59,7 @@ def test_the_run_goes_on_elsewhere(
     np.testing.assert_allclose(resumed.facts["losses"], losses, rtol=1e-5 if dtype == "fp32" else 1e-2)
 
 
-def test_what_is_no_tensor_comes_along(saved: Saved) -> None:
+def test_what_is_no_tensor_comes_along(saved):
     folder, _, _ = saved("fp16")
     manifest, _ = contents(folder)
     assert manifest.step == 4 and manifest.world_size == 2
@@ -72,12 +69,12 @@ def test_what_is_no_tensor_comes_along(saved: Saved) -> None:
     assert scaler["dynamic"] is True and scaler["scale_window"] == 3 and scaler["cur_scale"] >= 64
 
 
-def test_it_has_no_world_size_to_change(saved: Saved, tmp_path: Path) -> None:
+def test_it_has_no_world_size_to_change(saved, tmp_path):
     with pytest.raises(ckpt_tools.UsageError, match="no world size"):
         ckpt_tools.reshard(saved("fp32")[0], tmp_path / "out", world_size=3)
 
 
-def test_a_tag_is_taken(saved: Saved) -> None:
+def test_a_tag_is_taken(saved):
     assert ckpt_tools.inspect(saved("fp32")[0], tag="global_step4").format == "zero0"
 
 
@@ -124,7 +121,7 @@ def save(content: Any, folder: Path) -> Path:
     return path
 
 
-def test_flat_masters_lie_where_the_weights_do(tmp_path: Path) -> None:
+def test_flat_masters_lie_where_the_weights_do(tmp_path):
     content, truth = flat_file()
     manifest, found = contents(save(content, tmp_path))
     wanted = {StateKey(name): of_tensor(tensor) for name, tensor in truth.weights.items()}
@@ -189,19 +186,19 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], type[FormatError], st
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_contradicts_itself_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_contradicts_itself_is_refused(name, tmp_path):
     change, kind, text = WRONG[name]
     with pytest.raises(kind, match=text):
         ckpt_tools.inspect(save(broken(change), tmp_path))
 
 
-def test_an_optimizer_that_is_not_there_is_fine(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_not_there_is_fine(tmp_path):
     content, truth = flat_file()
     manifest, _ = contents(save(content | {"optimizer": None}, tmp_path))
     assert not manifest.groups and {key.fqn for key in manifest.tensors} == set(truth.weights)
 
 
-def test_the_file_by_itself_is_handed_over_by_name() -> None:
+def test_the_file_by_itself_is_handed_over_by_name():
     path = make("deepspeed-stage0-bf16").folder / "global_step4" / "mp_rank_00_model_states.pt"
     with pytest.raises(UnsupportedError, match=r"fp32 masters lie in its optimizer.*deepspeed"):
         ckpt_tools.inspect(path, from_="torch")

@@ -44,7 +44,7 @@ def wrap(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero1-fp32", "zero2-fp32", "zero3-bf16"])
-def test_wrapped_modules_are_the_same_model(kind: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_wrapped_modules_are_the_same_model(kind, checkpoint, tmp_path):
     plain = checkpoint(kind, "awkward", 2).checkpoint
     made = renamed(plain, tmp_path / "wrapped", wrap)
     assert ckpt_tools.diff(plain, made).equal
@@ -57,7 +57,7 @@ def test_wrapped_modules_are_the_same_model(kind: str, checkpoint: Any, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["zero1-fp32", "zero2-fp32", "zero3-bf16"])
-def test_a_hook_may_put_a_prefix_before_names(kind: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_a_hook_may_put_a_prefix_before_names(kind, checkpoint, tmp_path):
     def change(content: dict[str, Any]) -> None:
         content["module"] = {f"hooked.{name}": value for name, value in content["module"].items()}
 
@@ -71,7 +71,7 @@ def test_a_hook_may_put_a_prefix_before_names(kind: str, checkpoint: Any, tmp_pa
 
 
 @pytest.mark.parametrize("hooked", ["other_name", "a.{} b.{}"])
-def test_other_names_that_a_hook_gives_are_refused(hooked: str, checkpoint: Any, tmp_path: Path) -> None:
+def test_other_names_that_a_hook_gives_are_refused(hooked, checkpoint, tmp_path):
     """A name with nothing in common, and two names that one parameter could have."""
 
     def change(content: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def test_other_names_that_a_hook_gives_are_refused(hooked: str, checkpoint: Any,
         ckpt_tools.inspect(made)
 
 
-def test_names_of_very_many_parts_cost_no_more_than_others(checkpoint: Any, tmp_path: Path) -> None:
+def test_names_of_very_many_parts_cost_no_more_than_others(checkpoint, tmp_path):
     def change(content: dict[str, Any]) -> None:
         name = next(iter(content["param_shapes"][0]))
         value = content["module"].pop(name)

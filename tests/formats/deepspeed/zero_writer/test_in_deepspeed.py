@@ -32,7 +32,6 @@ from ckpt_tools.transfer.runners.threads import ThreadRunner
 from fixtures import launch, recipe, universal, zero
 from fixtures.store import Fixture
 from fixtures.truth import Truth as Gathered
-from tests.conftest import Resume
 from tests.support.sweep import thinned
 from tests.support.truth import MASTER, Truth, assert_same_bits, same_bits
 from tests.support.zero_flavours import Changed
@@ -115,9 +114,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize("cell", thinned(CELLS, 2), ids=str)
-def test_deepspeed_goes_on_as_if_nothing_had_happened(
-    cell: Cell, checkpoint: Made, resume: Resume, tmp_path: Path
-) -> None:
+def test_deepspeed_goes_on_as_if_nothing_had_happened(cell, checkpoint, resume, tmp_path):
     made = checkpoint(cell.source, cell.case, cell.from_ranks)
     notes = convert(made.checkpoint, tmp_path / "out", stage=cell.stage, world_size=cell.to_ranks)
     truth = Truth.load(made.root)
@@ -184,7 +181,7 @@ ALIGNED = Changed(1, "bf16", changes={"parameter_alignment": True})
 
 
 @pytest.mark.parametrize("flavour", [ROUND_ROBIN, ALIGNED], ids=["round-robin", "aligned"])
-def test_a_run_whose_settings_move_elements_finds_them(flavour: Changed, tmp_path: Path) -> None:
+def test_a_run_whose_settings_move_elements_finds_them(flavour, tmp_path):
     """Masters and moments are judged by the losses: DeepSpeed's mappings, through which they are gathered, are those
     of another order where parameters are dealt out."""
     launch.pool(3).run(produce_changed, flavour, str(tmp_path))
@@ -196,7 +193,7 @@ def test_a_run_whose_settings_move_elements_finds_them(flavour: Changed, tmp_pat
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_16_bits_asked_for_keep_fp32_masters(stage: int, checkpoint: Made, resume: Resume, tmp_path: Path) -> None:
+def test_16_bits_asked_for_keep_fp32_masters(stage, checkpoint, resume, tmp_path):
     made = checkpoint("fsdp2", "awkward", 2)
     convert(
         made.checkpoint,
@@ -230,7 +227,7 @@ def without_state(manifest: Manifest, *names: str) -> Manifest:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_group_that_has_no_state_yet_is_trained_from_the_start(stage: int, checkpoint: Made, tmp_path: Path) -> None:
+def test_a_group_that_has_no_state_yet_is_trained_from_the_start(stage, checkpoint, tmp_path):
     made = checkpoint("fsdp2", "awkward", 3)
 
     def change(manifest: Manifest) -> Manifest:
@@ -256,7 +253,7 @@ def weights_alone(stage: int, checkpoint: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_alone_are_a_warm_start(stage: int, checkpoint: Made, tmp_path: Path) -> None:
+def test_weights_alone_are_a_warm_start(stage, checkpoint, tmp_path):
     made = checkpoint("fsdp2", "awkward", 3)
 
     def change(manifest: Manifest) -> Manifest:
@@ -274,7 +271,7 @@ def test_weights_alone_are_a_warm_start(stage: int, checkpoint: Made, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["zero1-fp32", "zero2-bf16", "zero3-fp32-sub", "zero3-fp16"])
-def test_files_are_those_of_deepspeed_itself(kind: str, checkpoint: Made, tmp_path: Path) -> None:
+def test_files_are_those_of_deepspeed_itself(kind, checkpoint, tmp_path):
     native = checkpoint(kind, "awkward", 3).checkpoint
     convert(native, tmp_path / "out", stage=int(kind[4]), world_size=3)
     assert files_of(tmp_path / "out") == files_of(native) - {"zero_to_fp32.py", "zero_to_torch.py"}
@@ -343,7 +340,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["zero2-fp32", "zero3-fp32"])
-def test_zero_to_fp32_reads_what_we_write(kind: str, checkpoint: Made, tmp_path: Path) -> None:
+def test_zero_to_fp32_reads_what_we_write(kind, checkpoint, tmp_path):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     made = checkpoint(kind, "awkward", 2)
@@ -353,7 +350,7 @@ def test_zero_to_fp32_reads_what_we_write(kind: str, checkpoint: Made, tmp_path:
     assert_same_bits(masters, {fqn: found[fqn].numpy() for fqn in masters})
 
 
-def test_ds_to_universal_reads_the_mappings_that_we_write(checkpoint: Made, tmp_path: Path) -> None:
+def test_ds_to_universal_reads_the_mappings_that_we_write(checkpoint, tmp_path):
     made = checkpoint("zero2-fp32", "lone", 2)
     convert(made.checkpoint, tmp_path / "out", stage=2, world_size=3)
     universal.convert(tmp_path / "out", tmp_path / "universal")
@@ -365,7 +362,7 @@ def test_ds_to_universal_reads_the_mappings_that_we_write(checkpoint: Made, tmp_
             assert same_bits(expected, found.numpy()), (fqn, slot)
 
 
-def test_a_source_of_our_own_making_is_as_good_as_deepspeeds(checkpoint: Made, tmp_path: Path) -> None:
+def test_a_source_of_our_own_making_is_as_good_as_deepspeeds(checkpoint, tmp_path):
     """From stage to stage and back. Stage 3 does not say how gradients are clipped."""
     made = checkpoint("zero1-bf16", "awkward", 2)
     convert(made.checkpoint, tmp_path / "one", stage=1, world_size=3)

@@ -155,7 +155,7 @@ def numbers(tensor: torch.Tensor) -> list[float]:
 # Files
 
 
-def test_stages_1_and_2_have_one_model_file_and_latest_comes_last() -> None:
+def test_stages_1_and_2_have_one_model_file_and_latest_comes_last():
     layout = layout_of(small().manifest(PARAMS, step=7), stage=2)
     assert [file.path for file in layout.files] == [
         "global_step7/mp_rank_00_model_states.pt",
@@ -165,7 +165,7 @@ def test_stages_1_and_2_have_one_model_file_and_latest_comes_last() -> None:
     ]
 
 
-def test_stage_3_has_a_model_file_a_rank_and_bf16_marks_optimizer_files_alone() -> None:
+def test_stage_3_has_a_model_file_a_rank_and_bf16_marks_optimizer_files_alone():
     made = Checkpoint().weight("a", floats(4).astype(BF16))
     layout = layout_of(made.manifest(["a"]), stage=3, tag="best")
     assert [file.path for file in layout.files] == [
@@ -178,19 +178,19 @@ def test_stage_3_has_a_model_file_a_rank_and_bf16_marks_optimizer_files_alone() 
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "latest", "a\\b", "a\nb"])
-def test_a_tag_that_is_no_folder_is_refused(tag: str) -> None:
+def test_a_tag_that_is_no_folder_is_refused(tag):
     manifest = small().manifest(PARAMS, extra={"deepspeed": {"tag": tag}})
     with pytest.raises(UsageError, match="tag="):
         layout_of(manifest, stage=1)
 
 
-def test_a_sources_tag_is_kept_and_an_option_wins() -> None:
+def test_a_sources_tag_is_kept_and_an_option_wins():
     manifest = small().manifest(PARAMS, extra={"deepspeed": {"tag": "best"}})
     assert layout_of(manifest, stage=1).files[0].path.startswith("best/")
     assert layout_of(manifest, stage=1, tag="mine").files[0].path.startswith("mine/")
 
 
-def test_the_files_of_many_ranks_are_made_when_asked_for() -> None:
+def test_the_files_of_many_ranks_are_made_when_asked_for():
     manifest = replace(small().manifest(PARAMS), world_size=200)
     files = layout_of(manifest, stage=3, world_size=200).files
     assert len(files) == 401 and files[-1].path == "latest"
@@ -201,7 +201,7 @@ def test_the_files_of_many_ranks_are_made_when_asked_for() -> None:
 # Partitions
 
 
-def test_stage_2_pads_moments_and_not_masters() -> None:
+def test_stage_2_pads_moments_and_not_masters():
     made = small()
     files = written(made, made.manifest(PARAMS), stage=2)
     first, second = optim(files, 0), optim(files, 1)
@@ -213,7 +213,7 @@ def test_stage_2_pads_moments_and_not_masters() -> None:
     assert {name: (at.numel, at.start) for name, at in mapping.items()} == {"a.weight": (3, 0), "a.bias": (1, 3)}
 
 
-def test_stage_3_pads_each_parameter() -> None:
+def test_stage_3_pads_each_parameter():
     made = small()
     second = optim(written(made, made.manifest(PARAMS), stage=3), 1)
     assert numbers(second["fp32_flat_groups"][0]) == [5, 6, 7, 8, 0, 0]
@@ -221,7 +221,7 @@ def test_stage_3_pads_each_parameter() -> None:
     assert second["optimizer_state_dict"]["param_groups"] == [{**OPTIONS, "params": [0]}]
 
 
-def test_stage_3_cuts_groups_at_the_sub_group_size_of_the_sources_config() -> None:
+def test_stage_3_cuts_groups_at_the_sub_group_size_of_the_sources_config():
     made = small()
     extra = {"deepspeed": {"ds_config": {"zero_optimization": {"stage": 2, "sub_group_size": 5.0}}}}
     files = written(made, made.manifest(PARAMS, extra=extra), stage=3)
@@ -233,13 +233,13 @@ def test_stage_3_cuts_groups_at_the_sub_group_size_of_the_sources_config() -> No
 
 
 @pytest.mark.parametrize("size", ["auto", None, True, -1])
-def test_a_sub_group_size_that_is_no_number_is_the_default(size: Any) -> None:
+def test_a_sub_group_size_that_is_no_number_is_the_default(size):
     made = small()
     extra = {"deepspeed": {"ds_config": {"zero_optimization": {"sub_group_size": size}}}}
     assert len(optim(written(made, made.manifest(PARAMS, extra=extra), stage=3), 0)["fp32_flat_groups"]) == 1
 
 
-def test_round_robin_deals_the_parameters_out_before_they_are_flattened() -> None:
+def test_round_robin_deals_the_parameters_out_before_they_are_flattened():
     made = Checkpoint()
     for name, first in (("a", 0), ("b", 10), ("c", 20)):
         made.weight(name, floats(2, first=first))
@@ -253,14 +253,14 @@ def test_round_robin_deals_the_parameters_out_before_they_are_flattened() -> Non
 # Optimizer state
 
 
-def test_a_0d_slot_is_one_for_its_group() -> None:
+def test_a_0d_slot_is_one_for_its_group():
     made = small().add("a.weight", "step", np.float32([4]).reshape(())).number("a.bias", "count", 9)
     state = optim(written(made, made.manifest(PARAMS), stage=1), 1)["base_optimizer_state"]["state"][0]
     assert state["step"].shape == () and state["step"].dtype is torch.float32 and state["step"].item() == 4
     assert type(state["count"]) is int and state["count"] == 9
 
 
-def test_the_step_of_a_0d_parameter_is_no_vector_and_its_moment_is() -> None:
+def test_the_step_of_a_0d_parameter_is_no_vector_and_its_moment_is():
     made = Checkpoint().weight("a", floats(1).reshape(())).add("a", "exp_avg", floats(1, first=7).reshape(()))
     made.add("a", "step", np.float32([4]).reshape(()))
     state = optim(written(made, made.manifest(["a"]), stage=2, world_size=1), 0)["base_optimizer_state"]["state"][0]
@@ -268,7 +268,7 @@ def test_the_step_of_a_0d_parameter_is_no_vector_and_its_moment_is() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_fresh_parameter_beside_others_gets_zeros_and_a_note(stage: int) -> None:
+def test_a_fresh_parameter_beside_others_gets_zeros_and_a_note(stage):
     made = small().weight("head", floats(2, first=30))
     layout = layout_of(manifest := made.manifest([*PARAMS, "head"]), stage, world_size=1)
     own = optim(opened(write(made, manifest, layout)), 0)
@@ -279,7 +279,7 @@ def test_a_fresh_parameter_beside_others_gets_zeros_and_a_note(stage: int) -> No
     assert note.outcome is Outcome.DEFAULTED and note.num_bytes == 8
 
 
-def test_0d_slots_of_several_parameters_are_noted_unless_they_are_one() -> None:
+def test_0d_slots_of_several_parameters_are_noted_unless_they_are_one():
     one = np.float32([4]).reshape(())
     made = small().add("a.weight", "step", one).add("a.bias", "step", one)
     (note,) = notes_about(layout_of(made.manifest(PARAMS), stage=1).notes, "step of parameter group 0")
@@ -289,7 +289,7 @@ def test_0d_slots_of_several_parameters_are_noted_unless_they_are_one() -> None:
     assert not notes_about(layout_of(made.manifest(PARAMS), stage=1).notes, "step of")
 
 
-def test_a_group_without_state_has_none_and_a_note() -> None:
+def test_a_group_without_state_has_none_and_a_note():
     made = small().weight("head", floats(2))
     layout = layout_of(manifest := made.manifest(PARAMS, ["head"]), stage=1)
     optimizer = optim(opened(write(made, manifest, layout)), 0)["base_optimizer_state"]
@@ -297,7 +297,7 @@ def test_a_group_without_state_has_none_and_a_note() -> None:
     assert notes_about(layout.notes, "optimizer state of parameter group 1")[0].outcome is Outcome.MISSING
 
 
-def test_a_slot_of_another_shape_starts_its_group_afresh() -> None:
+def test_a_slot_of_another_shape_starts_its_group_afresh():
     made = small().add("a.weight", "row_var", floats(3)).weight("b", floats(2))
     made.add("b", "momentum_buffer", floats(2))
     layout = layout_of(manifest := made.manifest(PARAMS, ["b"]), stage=3)
@@ -308,7 +308,7 @@ def test_a_slot_of_another_shape_starts_its_group_afresh() -> None:
     assert (note.count, note.num_bytes) == (3, 36 + 4 + 12)
 
 
-def test_16_bit_moments_become_fp32_and_integers_stay() -> None:
+def test_16_bit_moments_become_fp32_and_integers_stay():
     made = Checkpoint().weight("a", floats(3)).add("a", "exp_avg", floats(3).astype(BF16))
     made.add("a", "code", np.uint8([7, 8, 9]))
     state = optim(written(made, made.manifest(["a"]), stage=1), 0)["base_optimizer_state"]["state"][0]
@@ -316,19 +316,19 @@ def test_16_bit_moments_become_fp32_and_integers_stay() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float64), np.dtype(BF16)])
-def test_moments_of_another_type_are_noted_as_cast(dtype: np.dtype[Any]) -> None:
+def test_moments_of_another_type_are_noted_as_cast(dtype):
     made = Checkpoint().weight("a", floats(3)).add("a", "exp_avg", floats(3).astype(dtype))
     notes = layout_of(made.manifest(["a"], extra={"lr_scheduler": {"last_epoch": 1}, "global_step": 1}), stage=1).notes
     (note,) = [note for note in notes if note.what != "lr_scheduler"]
     assert (note.outcome, note.what, note.why) == (Outcome.CAST, "exp_avg of 1 tensor", f"{dtype.name} to float32")
 
 
-def test_state_of_parameters_in_no_group_is_dropped_with_a_note() -> None:
+def test_state_of_parameters_in_no_group_is_dropped_with_a_note():
     layout = layout_of(small().manifest(["a.weight"]), stage=1)
     assert notes_about(layout.notes, "optimizer state of a.bias")[0].outcome is Outcome.DROPPED
 
 
-def test_torchs_adam_gets_the_option_that_deepspeeds_needs() -> None:
+def test_torchs_adam_gets_the_option_that_deepspeeds_needs():
     made = Checkpoint().weight("a", floats(3))
     options = {"lr": 0.5, "betas": (0.9, 0.5), "eps": 1.0, "weight_decay": 0.0}
     groups = (ParamGroup(("a",), options),)
@@ -344,7 +344,7 @@ def test_torchs_adam_gets_the_option_that_deepspeeds_needs() -> None:
 # Weights and masters
 
 
-def test_masters_come_from_the_weights_as_they_are_stored() -> None:
+def test_masters_come_from_the_weights_as_they_are_stored():
     made = Checkpoint().weight("a", np.float32([1.0000001, -0.0]))
     manifest, _ = cast(made.manifest(["a"]), DType.BFLOAT16)
     layout = layout_of(manifest, stage=2, world_size=1)
@@ -357,18 +357,18 @@ def test_masters_come_from_the_weights_as_they_are_stored() -> None:
     assert not notes_about(layout.notes, "masters")
 
 
-def test_masters_widened_from_16_bits_are_noted() -> None:
+def test_masters_widened_from_16_bits_are_noted():
     layout = layout_of(Checkpoint().weight("a", floats(3).astype(BF16)).manifest(["a"]), stage=2)
     assert notes_about(layout.notes, "fp32 masters of 1 parameter")[0].outcome is Outcome.DEFAULTED
 
 
-def test_in_fp32_the_weights_are_the_masters() -> None:
+def test_in_fp32_the_weights_are_the_masters():
     made = Checkpoint().weight("a", floats(2).astype(BF16)).add("a", MASTER, np.float32([0.1, 0.2]))
     manifest, _ = cast(made.manifest(["a"]), DType.FLOAT32)
     assert numbers(model(written(made, manifest, stage=1))["module"]["a"]) == numbers(torch.tensor([0.1, 0.2]))
 
 
-def test_stage_3_has_empty_weights_whole_buffers_and_frozen_pieces() -> None:
+def test_stage_3_has_empty_weights_whole_buffers_and_frozen_pieces():
     made = small().weight("f", floats(3, first=70)).weight("n", np.int64([5]), Kind.BUFFER)
     manifest = made.manifest(PARAMS, source="zero2", aliases={"tied": "a.weight"})
     files = written(made, manifest, stage=3)
@@ -383,7 +383,7 @@ def test_stage_3_has_empty_weights_whole_buffers_and_frozen_pieces() -> None:
     assert model(files, 1)["buffer_names"] == ["n"]
 
 
-def test_stage_1_says_nothing_of_frozen_parameters_and_stage_2_does() -> None:
+def test_stage_1_says_nothing_of_frozen_parameters_and_stage_2_does():
     made = small().weight("f", floats(3))
     manifest = made.manifest(PARAMS, source="zero1")
     one, two = (model(written(made, manifest, stage)) for stage in (1, 2))
@@ -392,7 +392,7 @@ def test_stage_1_says_nothing_of_frozen_parameters_and_stage_2_does() -> None:
     assert numbers(one["module"]["f"]) == [0, 1, 2]
 
 
-def test_a_parameter_without_elements_is_listed_with_the_frozen_ones() -> None:
+def test_a_parameter_without_elements_is_listed_with_the_frozen_ones():
     made = small().weight("none", floats(0, 4)).add("none", "momentum_buffer", floats(0, 4))
     layout = layout_of(manifest := made.manifest([*PARAMS, "none"]), stage=2)
     content = model(opened(write(made, manifest, layout)))
@@ -401,7 +401,7 @@ def test_a_parameter_without_elements_is_listed_with_the_frozen_ones() -> None:
     assert notes_about(layout.notes, "optimizer state of none")[0].outcome is Outcome.DROPPED
 
 
-def test_a_group_of_empty_parameters_alone_is_left_out() -> None:
+def test_a_group_of_empty_parameters_alone_is_left_out():
     made = small().weight("none", floats(0))
     layout = layout_of(manifest := made.manifest(["none"], PARAMS), stage=1)
     optimizer = optim(opened(write(made, manifest, layout)), 0)["base_optimizer_state"]
@@ -409,7 +409,7 @@ def test_a_group_of_empty_parameters_alone_is_left_out() -> None:
     assert notes_about(layout.notes, "hyperparameters of parameter group 0")[0].outcome is Outcome.DROPPED
 
 
-def test_weights_alone_are_one_group_without_hyperparameters() -> None:
+def test_weights_alone_are_one_group_without_hyperparameters():
     made = Checkpoint().weight("a", floats(3)).weight("b", floats(2)).weight("n", np.int64([1]), Kind.BUFFER)
     made.weight("table", np.float64([1])).weight("none", floats(0, 2))
     layout = layout_of(manifest := made.manifest(), stage=2)
@@ -430,13 +430,13 @@ def kinds(made: Checkpoint, *trained: str) -> tuple[list[str], list[str], list[N
     return list(content["frozen_param_shapes"]), content["buffer_names"], notes_about(layout.notes, "taken as")
 
 
-def test_a_source_that_cuts_parameters_tells_by_their_pieces() -> None:
+def test_a_source_that_cuts_parameters_tells_by_their_pieces():
     made = Checkpoint().weight("a.w", floats(4, 2), rows=[2]).weight("b.w", floats(4), rows=[2])
     made.weight("b.weight", floats(4)).weight("b.one", floats(1), rows=[1])
     assert kinds(made, "a.w") == (["b.w", "b.one"], ["b.weight"], [])
 
 
-def test_a_source_that_keeps_some_parameters_whole_does_not_tell_by_their_pieces() -> None:
+def test_a_source_that_keeps_some_parameters_whole_does_not_tell_by_their_pieces():
     """Experts are cut, and the head is whole though it is the embedding's other name."""
     made = Checkpoint().weight("experts.w", floats(4, 2), rows=[2]).weight("embed.weight", floats(4))
     made.weight("head.weight", floats(4)).weight("late.w", floats(4), rows=[2])
@@ -445,12 +445,12 @@ def test_a_source_that_keeps_some_parameters_whole_does_not_tell_by_their_pieces
     assert [note.count for note in notes] == [1]
 
 
-def test_a_tensor_of_another_type_is_a_buffer() -> None:
+def test_a_tensor_of_another_type_is_a_buffer():
     made = Checkpoint().weight("a.w", floats(4)).weight("a.weight", floats(4).astype(np.float64))
     assert kinds(made, "a.w") == ([], ["a.weight"], [])
 
 
-def test_names_and_places_decide_where_nothing_else_does() -> None:
+def test_names_and_places_decide_where_nothing_else_does():
     made = Checkpoint().weight("bn.gain", floats(2)).weight("bn.weight", floats(2))
     made.weight("bn.running_mean", floats(2)).weight("bn.count", np.int64([3]), Kind.BUFFER)
     made.weight("bn.late", floats(2)).weight("alone.table", floats(2)).weight("head", floats(2))
@@ -461,7 +461,7 @@ def test_names_and_places_decide_where_nothing_else_does() -> None:
     assert all(note.outcome is Outcome.DEFAULTED for note in notes)
 
 
-def test_a_buffer_is_not_cast_with_the_weights() -> None:
+def test_a_buffer_is_not_cast_with_the_weights():
     made = Checkpoint().weight("a.weight", floats(2)).weight("a.running", floats(2))
     manifest, _ = cast(made.manifest(["a.weight"]), DType.BFLOAT16)
     module = model(written(made, manifest, stage=2))["module"]
@@ -471,7 +471,7 @@ def test_a_buffer_is_not_cast_with_the_weights() -> None:
 # Everything else
 
 
-def test_what_is_no_tensor_comes_along() -> None:
+def test_what_is_no_tensor_comes_along():
     made = small().add("rng", "extra", np.uint8([1, 2, 3]), Kind.EXTRA)
     extra = {
         "global_step": 12,
@@ -491,7 +491,7 @@ def test_what_is_no_tensor_comes_along() -> None:
     assert (content["dp_world_size"], content["mp_world_size"]) == (2, 1)
 
 
-def test_what_the_source_does_not_say_is_left_to_deepspeed_or_noted() -> None:
+def test_what_the_source_does_not_say_is_left_to_deepspeed_or_noted():
     made = small()
     layout = layout_of(manifest := made.manifest(PARAMS), stage=1)
     files = opened(write(made, manifest, layout))
@@ -500,7 +500,7 @@ def test_what_the_source_does_not_say_is_left_to_deepspeed_or_noted() -> None:
     assert {note.what for note in layout.notes} == {"global_step", "lr_scheduler"}
 
 
-def test_client_state_does_not_replace_deepspeeds_own_entries() -> None:
+def test_client_state_does_not_replace_deepspeeds_own_entries():
     made = small()
     layout = layout_of(manifest := made.manifest(PARAMS, extra={"module": 5, "global_step": 1}), stage=1)
     assert set(model(opened(write(made, manifest, layout)))["module"]) == set(PARAMS)
@@ -510,7 +510,7 @@ def test_client_state_does_not_replace_deepspeeds_own_entries() -> None:
 SCALER = {"cur_scale": 64.0, "dynamic": True, "scale_window": 3}
 
 
-def test_a_loss_scaler_is_kept_in_fp16() -> None:
+def test_a_loss_scaler_is_kept_in_fp16():
     made = Checkpoint().weight("a", floats(3).astype(np.float16))
     layout = layout_of(manifest := made.manifest(["a"], extra={"loss_scaler": SCALER}), stage=3)
     own = optim(opened(write(made, manifest, layout)), 0)
@@ -519,7 +519,7 @@ def test_a_loss_scaler_is_kept_in_fp16() -> None:
     assert not notes_about(layout.notes, "loss_scaler")
 
 
-def test_a_loss_scaler_is_made_up_in_fp16_and_dropped_elsewhere() -> None:
+def test_a_loss_scaler_is_made_up_in_fp16_and_dropped_elsewhere():
     made = Checkpoint().weight("a", floats(3).astype(np.float16)).weight("b", floats(3))
     fp16 = layout_of(half := made.manifest(["a"]), stage=2)
     assert optim(opened(write(made, half, fp16)), 0)["loss_scaler"].cur_scale == 2**16
@@ -529,7 +529,7 @@ def test_a_loss_scaler_is_made_up_in_fp16_and_dropped_elsewhere() -> None:
     assert notes_about(fp32.notes, "loss_scaler")[0].outcome is Outcome.DROPPED
 
 
-def test_a_static_loss_scaler_stays_static() -> None:
+def test_a_static_loss_scaler_stays_static():
     made = Checkpoint().weight("a", floats(3).astype(np.float16))
     extra = {"loss_scaler": {"cur_scale": 128.0, "dynamic": False}}
     own = optim(written(made, made.manifest(["a"], extra=extra), stage=1), 0)
@@ -537,7 +537,7 @@ def test_a_static_loss_scaler_stays_static() -> None:
     assert own["dynamic_loss_scale"] is False
 
 
-def test_the_config_is_the_sources_for_another_stage_and_type() -> None:
+def test_the_config_is_the_sources_for_another_stage_and_type():
     made = Checkpoint().weight("a", floats(3).astype(BF16))
     config = {"train_batch_size": 8, "fp16": {"enabled": True, "loss_scale": 2}, "zero_optimization": {"stage": 1}}
     files = written(made, made.manifest(["a"], extra={"deepspeed": {"ds_config": config}}), stage=3)
@@ -549,7 +549,7 @@ def test_the_config_is_the_sources_for_another_stage_and_type() -> None:
     }
 
 
-def test_without_a_config_it_says_stage_and_type_and_nothing_else() -> None:
+def test_without_a_config_it_says_stage_and_type_and_nothing_else():
     made = small()
     assert model(written(made, made.manifest(PARAMS), stage=2))["ds_config"] == {"zero_optimization": {"stage": 2}}
 
@@ -557,29 +557,29 @@ def test_without_a_config_it_says_stage_and_type_and_nothing_else() -> None:
 # Refusals
 
 
-def test_weights_of_several_types_are_refused() -> None:
+def test_weights_of_several_types_are_refused():
     made = Checkpoint().weight("a", floats(3)).weight("b", floats(3).astype(BF16))
     with pytest.raises(UnsupportedError, match=r"float32 \(a\), bfloat16 \(b\); choose one with dtype="):
         layout_of(made.manifest("ab"), stage=1)
 
 
-def test_weights_of_a_type_that_deepspeed_does_not_train_in_are_refused() -> None:
+def test_weights_of_a_type_that_deepspeed_does_not_train_in_are_refused():
     with pytest.raises(UnsupportedError, match="dtype="):
         layout_of(Checkpoint().weight("a", floats(3).astype(np.float64)).manifest("a"), stage=1)
 
 
-def test_nothing_to_train_is_refused() -> None:
+def test_nothing_to_train_is_refused():
     with pytest.raises(UnsupportedError, match="no trainable parameter"):
         layout_of(Checkpoint().weight("a", floats(0)).manifest("a"), stage=1, world_size=1)
 
 
-def test_a_parameter_of_which_only_the_state_is_there_is_refused() -> None:
+def test_a_parameter_of_which_only_the_state_is_there_is_refused():
     made = small().add("gone", "momentum_buffer", floats(2))
     with pytest.raises(IncompleteError, match="gone"):
         layout_of(made.manifest([*PARAMS, "gone"]), stage=1)
 
 
-def test_a_parameter_in_two_groups_is_refused() -> None:
+def test_a_parameter_in_two_groups_is_refused():
     with pytest.raises(MalformedError, match="two parameter groups"):
         layout_of(small().manifest(PARAMS, ["a.bias"]), stage=1)
 
@@ -618,9 +618,7 @@ def elements(made: MemoryStore, manifest: Manifest) -> dict[StateKey, tuple[tupl
 
 @settings(max_examples=60, deadline=None)
 @given(checkpoints(), st.integers(1, 3), st.integers(1, 5), st.sampled_from([3, 10**9]))
-def test_our_own_reader_finds_every_element(
-    case: tuple[Checkpoint, Manifest], stage: int, world_size: int, sub_group_size: int
-) -> None:
+def test_our_own_reader_finds_every_element(case, stage, world_size, sub_group_size):
     made, manifest = case
     config = {"zero_optimization": {"sub_group_size": sub_group_size}}
     extra = {**manifest.extra, "deepspeed": {"ds_config": config}}

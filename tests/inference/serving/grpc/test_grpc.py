@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,7 +27,7 @@ from inference.serving.http.middleware import Traffic
 from inference.serving.repository import Repository, Source
 from inference.serving.service import Service as Answers
 from inference.serving.settings import MAX_BODY_BYTES, Listening, Settings, address_of, reserve
-from tests.inference.conftest import Service, running_service
+from tests.inference.conftest import running_service
 from tests.inference.serving.test_repository import Loader
 from tests.inference.serving.test_serve import run_serve, wait_until
 from training.data.datasets import Samples
@@ -37,7 +36,7 @@ Code = grpc.StatusCode
 
 
 @pytest.fixture(scope="module")
-def channel(service: Service) -> Iterator[grpc.Channel]:
+def channel(service):
     with grpc.insecure_channel(service.grpc) as channel:
         yield channel
 
@@ -74,9 +73,7 @@ def pixels(digits: Samples, many: int = 3) -> np.ndarray[Any, Any]:
 # --- the same answers
 
 
-def test_both_forms_give_the_bits_of_http(
-    channel: grpc.Channel, service: Service, forms: Path, digits: Samples
-) -> None:
+def test_both_forms_give_the_bits_of_http(channel, service, forms, digits):
     array = pixels(digits)
     raw = call(channel, "ModelInfer", a_request(array))
     typed = call(channel, "ModelInfer", a_request(array, is_raw=False))
@@ -92,7 +89,7 @@ def test_both_forms_give_the_bits_of_http(
 
 
 @pytest.mark.parametrize("is_raw", [True, False])
-def test_the_form_of_the_outputs_can_be_asked_for(channel: grpc.Channel, digits: Samples, is_raw: bool) -> None:
+def test_the_form_of_the_outputs_can_be_asked_for(channel, digits, is_raw):
     """As KServe's client asks, which sends the parameters of HTTP here too."""
     array = pixels(digits)
     request = a_request(array, is_raw=not is_raw)
@@ -106,7 +103,7 @@ def test_the_form_of_the_outputs_can_be_asked_for(channel: grpc.Channel, digits:
 
 
 @pytest.mark.parametrize("is_raw", [True, False])
-def test_texts_are_taken(channel: grpc.Channel, service: Service, is_raw: bool) -> None:
+def test_texts_are_taken(channel, service, is_raw):
     request = MESSAGES["ModelInferRequest"](model_name="labels")
     tensor = request.inputs.add(name="text", datatype="BYTES", shape=[2])
     words = [b"a very good film", b"bad"]
@@ -123,7 +120,7 @@ def test_texts_are_taken(channel: grpc.Channel, service: Service, is_raw: bool) 
     assert (bits if is_raw else np.array(bits, np.float32).tobytes()) == np.array(expected, np.float32).tobytes()
 
 
-def test_kserves_place_of_a_models_name_is_understood(channel: grpc.Channel) -> None:
+def test_kserves_place_of_a_models_name_is_understood(channel):
     """KServe has no ``repository_name``: its ``model_name`` is where Triton has that."""
     before = call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="spare")).versions
     loaded = call(channel, "RepositoryModelLoad", METHODS["RepositoryModelLoad"].request(repository_name="spare"))
@@ -131,13 +128,13 @@ def test_kserves_place_of_a_models_name_is_understood(channel: grpc.Channel) -> 
     assert call(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="spare")).versions != before
 
 
-def test_a_repository_has_no_name(channel: grpc.Channel) -> None:
+def test_a_repository_has_no_name(channel):
     code, sentence = refusal(channel, "RepositoryIndex", METHODS["RepositoryIndex"].request(repository_name="other"))
     assert (code, "leave repository_name out" in sentence) == (Code.INVALID_ARGUMENT, True)
     assert call(channel, "RepositoryIndex", METHODS["RepositoryIndex"].request(ready=True)).models
 
 
-def test_answers_are_counted(channel: grpc.Channel, service: Service) -> None:
+def test_answers_are_counted(channel, service):
     refusal(channel, "ModelMetadata", METHODS["ModelMetadata"].request(name="none"))
     call(channel, "ServerLive")
     metrics = service.http.get("/metrics").text
@@ -266,7 +263,7 @@ MISTAKES: dict[str, tuple[Any, grpc.StatusCode, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_has_a_code_and_a_sentence(channel: grpc.Channel, service: Service, mistake: str) -> None:
+def test_a_mistake_has_a_code_and_a_sentence(channel, service, mistake):
     message, code, sentence = MISTAKES[mistake]
     found = refusal(channel, "ModelInfer", message)
     assert found[0] is code
@@ -283,14 +280,14 @@ def test_a_mistake_has_a_code_and_a_sentence(channel: grpc.Channel, service: Ser
         (None, "the input text has other elements than the 1 of its shape"),
     ],
 )
-def test_a_text_that_is_none_is_refused(channel: grpc.Channel, contents: bytes | None, sentence: str) -> None:
+def test_a_text_that_is_none_is_refused(channel, contents, sentence):
     request = MESSAGES["ModelInferRequest"](model_name="labels")
     tensor = request.inputs.add(name="text", datatype="BYTES", shape=[1])
     tensor.contents.bytes_contents.extend([] if contents is None else [contents])
     assert refusal(channel, "ModelInfer", request) == (Code.INVALID_ARGUMENT, sentence + " (byte 0)" * bool(contents))
 
 
-def test_nan_is_refused(forms: Path) -> None:
+def test_nan_is_refused(forms):
     """No model here takes numbers with a fraction, so its input is told otherwise."""
     predictor = load_predictor(forms / "model.pt")
     request = a_request(np.full((1, 2), np.nan, np.float32), name="x", datatype="FP32")
@@ -307,7 +304,7 @@ class Floating:
         self.name, self.inputs, self.outputs = "m", (TensorSpec("x", "FP32", (-1, 2)),), predictor.outputs
 
 
-def test_a_message_has_a_limit(channel: grpc.Channel, service: Service) -> None:
+def test_a_message_has_a_limit(channel, service):
     before = psutil.Process(service.process.pid).memory_info().rss
     code, sentence = refusal(channel, "ModelInfer", bytes(MAX_BODY_BYTES + 1))
     assert code is Code.RESOURCE_EXHAUSTED
@@ -318,14 +315,14 @@ def test_a_message_has_a_limit(channel: grpc.Channel, service: Service) -> None:
     assert call(channel, "ServerLive").live
 
 
-def test_an_unknown_method_is_unimplemented(channel: grpc.Channel) -> None:
+def test_an_unknown_method_is_unimplemented(channel):
     with pytest.raises(grpc.RpcError) as caught:
         channel.unary_unary(f"/{SERVICE}/ModelStreamInfer")(b"", timeout=60)
     assert caught.value.code() is Code.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("method", ["RepositoryModelLoad", "RepositoryModelUnload", "ModelStatistics", "ModelConfig"])
-def test_an_unknown_model_is_not_found(channel: grpc.Channel, method: str) -> None:
+def test_an_unknown_model_is_not_found(channel, method):
     field = "model_name" if method.startswith("Repository") else "name"
     code, sentence = refusal(channel, method, METHODS[method].request(**{field: "none"}))
     assert (code, "there is no model 'none'" in sentence) == (Code.NOT_FOUND, True)
@@ -335,12 +332,12 @@ def test_an_unknown_model_is_not_found(channel: grpc.Channel, method: str) -> No
 
 
 @pytest.fixture(scope="module")
-def loader(forms: Path) -> Loader:
+def loader(forms):
     return Loader(load_predictor(forms / "model.pt"))
 
 
 @pytest.fixture
-def repository(loader: Loader) -> Iterator[Repository]:
+def repository(loader):
     """Its model answers when ``loader.may_answer``; ``loader.has_begun`` says that it was asked."""
     repository = Repository([Source("m", "nowhere")], loader, max_waiting=2)
     repository.load_all()
@@ -378,7 +375,7 @@ def served(repository: Repository, settings: Settings) -> Iterator[grpc.Channel]
         yield channel
 
 
-def test_a_full_queue_sends_the_client_away(repository: Repository, loader: Loader) -> None:
+def test_a_full_queue_sends_the_client_away(repository, loader):
     version = repository.version("m")
     with served(repository, Settings()) as channel:
         send = channel.unary_unary(f"/{SERVICE}/ModelInfer")
@@ -395,7 +392,7 @@ def test_a_full_queue_sends_the_client_away(repository: Repository, loader: Load
     assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
 
 
-def test_a_deadline_is_kept_and_frees_the_queue(repository: Repository) -> None:
+def test_a_deadline_is_kept_and_frees_the_queue(repository):
     version = repository.version("m")
     with served(repository, Settings()) as channel:
         assert refusal(channel, "ModelInfer", a_request(ZEROS), timeout=0.3)[0] is Code.DEADLINE_EXCEEDED
@@ -406,7 +403,7 @@ def test_a_deadline_is_kept_and_frees_the_queue(repository: Repository) -> None:
     assert found == (Code.DEADLINE_EXCEEDED, "the model did not answer within 0.05 seconds")
 
 
-def test_a_call_that_is_cancelled_leaves_the_queue(repository: Repository, loader: Loader) -> None:
+def test_a_call_that_is_cancelled_leaves_the_queue(repository, loader):
     version = repository.version("m")
     with served(repository, Settings()) as channel:
         send = channel.unary_unary(f"/{SERVICE}/ModelInfer")
@@ -421,7 +418,7 @@ def test_a_call_that_is_cancelled_leaves_the_queue(repository: Repository, loade
     assert version.statistics.inferences == 1
 
 
-def test_the_end_waits_for_a_call_in_flight(repository: Repository, loader: Loader) -> None:
+def test_the_end_waits_for_a_call_in_flight(repository, loader):
     with ExitStack() as stack:
         with listened(repository, Settings()) as address:
             channel = stack.enter_context(grpc.insecure_channel(address))
@@ -433,7 +430,7 @@ def test_the_end_waits_for_a_call_in_flight(repository: Repository, loader: Load
         assert taken.result(timeout=60)
 
 
-def test_a_message_that_does_not_come_is_refused(repository: Repository) -> None:
+def test_a_message_that_does_not_come_is_refused(repository):
     def nothing() -> Iterator[bytes]:
         time.sleep(20)
         yield b""
@@ -447,7 +444,7 @@ def test_a_message_that_does_not_come_is_refused(repository: Repository) -> None
     )
 
 
-def test_a_model_that_fails_is_the_services_error(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_is_the_services_error(repository, monkeypatch):
     def fail(items: list[Tensor]) -> object:
         raise RuntimeError("the path /secret/model is broken")
 
@@ -461,7 +458,7 @@ def test_a_model_that_fails_is_the_services_error(repository: Repository, monkey
 
 
 @pytest.mark.extended
-def test_a_signal_ends_calls_in_order(forms: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_calls_in_order(forms, tmp_path):
     """Calls come all the time; each is answered, or was never taken. A second signal ends the drain, because after a
     short one the server may be gone before a loaded machine asks whether it is ready."""
     options = ["--grpc-port=0", "--drain=60"]
@@ -489,7 +486,7 @@ def test_a_signal_ends_calls_in_order(forms: Path, tmp_path: Path) -> None:
     assert service.log.read_text() == "stopped by SIGTERM\n"
 
 
-def test_a_port_that_is_taken_stops_the_start(service: Service, forms: Path) -> None:
+def test_a_port_that_is_taken_stops_the_start(service, forms):
     port = service.grpc.rpartition(":")[2]
     done = run_serve(forms / "model.pt", "--port=0", f"--grpc-port={port}")
     assert (done.returncode, done.stdout) == (5, "")
@@ -501,11 +498,11 @@ def test_a_port_that_is_taken_stops_the_start(service: Service, forms: Path) -> 
 
 
 @pytest.mark.parametrize(("peer", "client"), [("ipv4:127.0.0.1:50", "127.0.0.1"), ("ipv6:%5B::1%5D:50", "::1")])
-def test_a_peer_has_an_address(peer: str, client: str) -> None:
+def test_a_peer_has_an_address(peer, client):
     assert client_of(peer) == client
 
 
-def test_somebody_who_says_nothing_is_cut_off(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_somebody_who_says_nothing_is_cut_off(repository, monkeypatch):
     monkeypatch.setattr(grpc_server, "HEAD_SECONDS", 0.5)
     with listened(repository, Settings()) as address:
         host, _, port = address.rpartition(":")

@@ -12,7 +12,7 @@ from inference.serving.grpc.requests import DESCRIPTORS
 KINDS = {number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()}
 
 
-def test_the_descriptor_set_is_of_the_proto_file() -> None:
+def test_the_descriptor_set_is_of_the_proto_file():
     (file,) = FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file
     text = re.sub(r"\s*//[^\n]*", "", DESCRIPTORS.with_suffix(".proto").read_text())
     written = [line.strip() for line in text.splitlines() if line.strip()]

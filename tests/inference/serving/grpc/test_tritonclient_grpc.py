@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +12,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from inference.models.predictor import load_predictor
 from inference.serving.grpc.requests import MESSAGES, METHODS, SERVICE
-from tests.inference.conftest import Service
 from tests.inference.serving.tritons_refusals import UNSUPPORTED, check_classes_and_shared_memory, check_option
-from training.data.datasets import Samples
 
 RENAMED = {
     "TensorMetadata": "ModelMetadataResponse.TensorMetadata",
@@ -38,7 +34,7 @@ OURS_ALONE = {
 
 
 @pytest.fixture
-def client(service: Service) -> Iterator[grpc.InferenceServerClient]:
+def client(service):
     with grpc.InferenceServerClient(service.grpc) as client:
         yield client
 
@@ -51,7 +47,7 @@ def theirs(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_has_tritons_numbers_and_types(name: str) -> None:
+def test_a_message_has_tritons_numbers_and_types(name):
     fields = theirs(name).DESCRIPTOR.fields_by_name
     for field in MESSAGES[name].DESCRIPTOR.fields:
         if (name, field.name) in OURS_ALONE:
@@ -63,7 +59,7 @@ def test_a_message_has_tritons_numbers_and_types(name: str) -> None:
         assert in_oneof[0] == in_oneof[1]
 
 
-def test_the_service_has_tritons_methods() -> None:
+def test_the_service_has_tritons_methods():
     service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
     assert service.full_name == SERVICE
     for name, method in METHODS.items():
@@ -72,7 +68,7 @@ def test_the_service_has_tritons_methods() -> None:
         assert method.response.DESCRIPTOR.name == other.output_type.name
 
 
-def test_it_discovers_the_service(client: grpc.InferenceServerClient, forms: Path) -> None:
+def test_it_discovers_the_service(client, forms):
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("m")
@@ -92,9 +88,7 @@ def test_it_discovers_the_service(client: grpc.InferenceServerClient, forms: Pat
 
 
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
-def test_it_gets_the_predictors_bits(
-    client: grpc.InferenceServerClient, forms: Path, digits: Samples, compression: str | None
-) -> None:
+def test_it_gets_the_predictors_bits(client, forms, digits, compression):
     array = digits.pixels[:35].numpy()
     given = grpc.InferInput("image", list(array.shape), "UINT8").set_data_from_numpy(array)
     wanted = [grpc.InferRequestedOutput(name) for name in ("probabilities", "label")]
@@ -108,9 +102,7 @@ def test_it_gets_the_predictors_bits(
     assert [output.name for output in response.outputs] == ["probabilities", "label"]
 
 
-def test_many_requests_at_a_time_get_their_own_answers(
-    client: grpc.InferenceServerClient, forms: Path, digits: Samples
-) -> None:
+def test_many_requests_at_a_time_get_their_own_answers(client, forms, digits):
     truth = load_predictor(forms / "model.pt").predict(list(digits.pixels[:64]))
 
     def ask(row: np.ndarray[Any, Any]) -> bytes:
@@ -122,24 +114,22 @@ def test_many_requests_at_a_time_get_their_own_answers(
     assert found == [np.array([expected.probabilities], np.float32).tobytes() for expected in truth]
 
 
-def test_it_is_told_what_is_wrong(client: grpc.InferenceServerClient) -> None:
+def test_it_is_told_what_is_wrong(client):
     given = grpc.InferInput("image", [1, 28, 28], "FP32").set_data_from_numpy(np.zeros((1, 28, 28), np.float32))
     with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*it must be UINT8"):
         client.infer("m", [given])
 
 
 @pytest.mark.parametrize(("options", "name"), UNSUPPORTED)
-def test_a_parameter_that_is_not_followed_is_refused(
-    client: grpc.InferenceServerClient, options: dict[str, Any], name: str
-) -> None:
+def test_a_parameter_that_is_not_followed_is_refused(client, options, name):
     check_option(grpc, client, options, name)
 
 
-def test_classes_and_shared_memory_are_refused(client: grpc.InferenceServerClient) -> None:
+def test_classes_and_shared_memory_are_refused(client):
     check_classes_and_shared_memory(grpc, client, r"UNIMPLEMENTED|Method not found")
 
 
-def test_it_manages_the_repository(client: grpc.InferenceServerClient) -> None:
+def test_it_manages_the_repository(client):
     with pytest.raises(Exception, match=r"INVALID_ARGUMENT.*as the service was started with it"):
         client.load_model("spare", config="{}")
     (before,) = versions_of_spare(client)

@@ -30,7 +30,7 @@ async def receive() -> Message:
     raise AssertionError("the middleware watches the client")
 
 
-def test_a_client_that_does_not_read_is_cut_off() -> None:
+def test_a_client_that_does_not_read_is_cut_off():
     numbers, sent = Numbers(), list[Message]()
 
     async def send(message: Message) -> None:
@@ -47,7 +47,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
     assert numbers.is_closed
 
 
-def test_a_stream_of_a_service_that_stops_ends_with_an_error() -> None:
+def test_a_stream_of_a_service_that_stops_ends_with_an_error():
     numbers, sent = Numbers(), list[Message]()
 
     async def send(message: Message) -> None:

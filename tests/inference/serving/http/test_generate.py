@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,7 +30,7 @@ ENDLESS = {"text_input": "Speak", "max_tokens": 1_000_000}
 
 
 @pytest.fixture(scope="module")
-def writer(text_models: Path) -> Predictor:
+def writer(text_models):
     return load_predictor(text_models / "writer", exact="buckets", max_new_tokens=16)
 
 
@@ -64,9 +63,7 @@ def streaming(service: Service, asked: Mapping[str, Any], model: str = "ours") -
         {"stop": ["z", "\ufffd\ufffd"]},
     ],
 )
-def test_a_text_is_that_of_the_model_whole_and_in_pieces(
-    asked: dict[str, Any], service: Service, writer: Predictor
-) -> None:
+def test_a_text_is_that_of_the_model_whole_and_in_pieces(asked, service, writer):
     own = {**asked, "stop": tuple(asked.get("stop", ()))}
     for prompt in ("Hello", "Größe"):
         expected = text(writer, prompt, **own)
@@ -82,13 +79,13 @@ def test_a_text_is_that_of_the_model_whole_and_in_pieces(
     assert versioned.json()["text_output"] == expected
 
 
-def test_an_empty_text_is_one_event(service: Service) -> None:
+def test_an_empty_text_is_one_event(service):
     first = post(service, {"text_input": "Hello"}).json()["text_output"][0]
     with streaming(service, {"text_input": "Hello", "stop": first}, "writer") as events:
         assert [each["text_output"] for each in events] == [""]
 
 
-def test_messages_go_through_the_chat_template(service: Service, writer: Predictor) -> None:
+def test_messages_go_through_the_chat_template(service, writer):
     answer = post(service, {"messages": CONVERSATION, "temperature": 1, "seed": 0})
     assert answer.json()["text_output"] == text(writer, CONVERSATION, temperature=1, seed=0)
 
@@ -124,7 +121,7 @@ USER = {"role": "user", "content": "x"}
         ({"messages": [{**USER, "role": "system"}]}, "the chat template does not take these messages: no system, pl"),
     ],
 )
-def test_what_is_not_taken_is_refused_with_a_sentence(asked: Any, sentence: str, service: Service) -> None:
+def test_what_is_not_taken_is_refused_with_a_sentence(asked, sentence, service):
     answer = post(service, asked)
     assert (answer.status_code, list(answer.json())) == (400, ["error"])
     assert answer.json()["error"].startswith(sentence)
@@ -132,7 +129,7 @@ def test_what_is_not_taken_is_refused_with_a_sentence(asked: Any, sentence: str,
         assert post(service, asked, "writer/generate_stream").json() == answer.json()
 
 
-def test_models_that_are_not_there_or_take_no_chat(service: Service) -> None:
+def test_models_that_are_not_there_or_take_no_chat(service):
     assert post(service, {"text_input": "x"}, "nothing/generate_stream").status_code == 404
     assert post(service, {"text_input": "x"}, "writer/versions/9/generate").status_code == 404
     answer = post(service, {"messages": [USER]}, "ours/generate")
@@ -156,9 +153,7 @@ ANY = st.one_of(
     prompt=st.one_of(st.just("Hello"), st.text(max_size=60)),
     is_stream=st.booleans(),
 )
-def test_no_parameters_make_the_service_fail(
-    asked: dict[str, Any], prompt: str, is_stream: bool, service: Service
-) -> None:
+def test_no_parameters_make_the_service_fail(asked, prompt, is_stream, service):
     path = "writer/generate_stream" if is_stream else "writer/generate"
     content = json.dumps({"text_input": prompt, **asked}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     answer = post(service, content, path)
@@ -195,7 +190,7 @@ def counted(service: Service) -> tuple[int, int]:
     return int(float(answered.split()[-1])), int(float(left.split()[-1]))
 
 
-def test_others_are_answered_during_a_stream_and_a_client_that_leaves_ends_it(service: Service) -> None:
+def test_others_are_answered_during_a_stream_and_a_client_that_leaves_ends_it(service):
     alone, (answered, left) = infer(service), counted(service)
     with streaming(service, ENDLESS) as events:
         assert [len(next(events)["text_output"]) for _ in range(3)] == [1, 1, 1]
@@ -208,7 +203,7 @@ def test_others_are_answered_during_a_stream_and_a_client_that_leaves_ends_it(se
     assert counted(service) == (answered + 2, left + 1)
 
 
-def test_a_text_has_to_be_made_in_time(service: Service) -> None:
+def test_a_text_has_to_be_made_in_time(service):
     sentence = {"error": "the model did not answer within 0.3 seconds"}
     answer = post(service, {**ENDLESS, "timeout": 300_000}, "ours/generate")
     assert (answer.status_code, answer.json()) == (504, sentence)
@@ -219,7 +214,7 @@ def test_a_text_has_to_be_made_in_time(service: Service) -> None:
     wait_until(lambda: is_idle(service))
 
 
-def test_texts_beyond_the_places_of_a_model_wait_their_time(service: Service) -> None:
+def test_texts_beyond_the_places_of_a_model_wait_their_time(service):
     with ExitStack() as stack:
         streams = [stack.enter_context(streaming(service, ENDLESS)) for _ in range(MAX_AT_ONCE)]
         for events in streams:
@@ -236,7 +231,7 @@ def test_texts_beyond_the_places_of_a_model_wait_their_time(service: Service) ->
             assert waiting.result().status_code == 200
 
 
-def test_a_stream_keeps_the_version_that_it_began_with(text_models: Path) -> None:
+def test_a_stream_keeps_the_version_that_it_began_with(text_models):
     def load(source: Source) -> Predictor:
         return load_predictor(source.url, name=source.name)
 
@@ -258,7 +253,7 @@ def test_a_stream_keeps_the_version_that_it_began_with(text_models: Path) -> Non
         wait_until(lambda: not first.batcher.is_running)
 
 
-def test_a_text_that_is_read_slowly_ends_in_time_too(text_models: Path) -> None:
+def test_a_text_that_is_read_slowly_ends_in_time_too(text_models):
     file = str(text_models / "ours" / "model.pt")
     repository = Repository([Source("m", file)], lambda each: load_predictor(each.url))
     repository.load_all()

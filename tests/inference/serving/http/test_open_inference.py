@@ -6,12 +6,9 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
@@ -19,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inference.models.predictor import load_predictor
 from inference.serving.__main__ import create_app
-from tests.inference.conftest import Service
 from tests.inference.tiny_models import save_image_model
 from tests.support.imports import ROOT
 from training.data.datasets import Samples
@@ -29,7 +25,7 @@ INFER = "/v2/models/m/infer"
 
 
 @pytest.fixture(scope="module")
-def truth(forms: Path, digits: Samples) -> list[tuple[int, tuple[float, ...]]]:
+def truth(forms, digits):
     answers = load_predictor(forms / "model.pt").predict(list(digits.pixels[:40]))
     return [(answer.label or 0, answer.probabilities or ()) for answer in answers]
 
@@ -55,7 +51,7 @@ def binary(request: dict[str, Any], *tails: bytes) -> tuple[bytes, dict[str, str
 # --- discovery
 
 
-def test_the_server_says_what_it_is(client: httpx.Client) -> None:
+def test_the_server_says_what_it_is(client):
     answer = client.get("/v2").json()
     assert answer["name"] == "ckpt-tools"
     assert answer["extensions"] == ["binary_tensor_data", "statistics", "model_configuration", "model_repository"]
@@ -65,11 +61,11 @@ def test_the_server_says_what_it_is(client: httpx.Client) -> None:
     "path",
     ["/v2/health/live", "/v2/health/ready", "/v2/models/m/ready", "/v2/models/two/versions/1/ready"],
 )
-def test_it_is_live_and_ready(client: httpx.Client, path: str) -> None:
+def test_it_is_live_and_ready(client, path):
     assert client.get(path).status_code == 200
 
 
-def test_a_model_says_what_it_takes_and_which_weights_answer(client: httpx.Client, forms: Path) -> None:
+def test_a_model_says_what_it_takes_and_which_weights_answer(client, forms):
     answer = client.get("/v2/models/two").json()
     identity = load_predictor(forms / "model.pt").identity
     assert answer["versions"] == ["1", "2"]
@@ -82,7 +78,7 @@ def test_a_model_says_what_it_takes_and_which_weights_answer(client: httpx.Clien
     assert first["parameters"] == {**answer["parameters"], "source": f"{forms.name}/model.pt", "format": "torch"}
 
 
-def test_the_configuration_is_tritons(client: httpx.Client) -> None:
+def test_the_configuration_is_tritons(client):
     answer = client.get("/v2/models/m/config").json()
     assert answer["input"] == [{"name": "image", "data_type": "TYPE_UINT8", "dims": [28, 28]}]
     assert answer["max_batch_size"] == 30
@@ -91,9 +87,7 @@ def test_the_configuration_is_tritons(client: httpx.Client) -> None:
 # --- inference
 
 
-def test_json_gives_the_answers_of_the_predictor(
-    client: httpx.Client, digits: Samples, truth: list[tuple[int, tuple[float, ...]]]
-) -> None:
+def test_json_gives_the_answers_of_the_predictor(client, digits, truth):
     answer = client.post(INFER, json={**a_request(pixels(digits)), "id": "seven"}).json()
     assert (answer["id"], answer["model_name"], answer["model_version"]) == ("seven", "m", "1")
     label, probabilities = answer["outputs"]
@@ -102,7 +96,7 @@ def test_json_gives_the_answers_of_the_predictor(
     assert probabilities["data"] == [value for row in truth[:3] for value in row[1]]
 
 
-def test_a_models_name_in_the_request_has_to_be_that_of_the_path(client: httpx.Client, digits: Samples) -> None:
+def test_a_models_name_in_the_request_has_to_be_that_of_the_path(client, digits):
     """KServe's client sends it."""
     assert client.post(INFER, json={**a_request(pixels(digits)), "model_name": "m"}).status_code == 200
     answer = client.post(INFER, json={**a_request(pixels(digits)), "model_name": "two"})
@@ -110,15 +104,13 @@ def test_a_models_name_in_the_request_has_to_be_that_of_the_path(client: httpx.C
     assert answer.json()["error"] == "the request is to the model m, and its model_name is 'two'"
 
 
-def test_nested_data_is_taken_too(client: httpx.Client, digits: Samples) -> None:
+def test_nested_data_is_taken_too(client, digits):
     flat = client.post(INFER, json=a_request(pixels(digits)))
     nested = client.post(INFER, json=a_request(pixels(digits), data=pixels(digits).tolist()))
     assert nested.json() == flat.json()
 
 
-def test_binary_tensors_both_ways_have_the_same_bits(
-    client: httpx.Client, digits: Samples, truth: list[tuple[int, tuple[float, ...]]]
-) -> None:
+def test_binary_tensors_both_ways_have_the_same_bits(client, digits, truth):
     array = pixels(digits, 40)
     given = an_input(array, data=None, parameters={"binary_data_size": array.nbytes})
     outputs = [{"name": "probabilities", "parameters": {"binary_data": True}}, {"name": "label"}]
@@ -132,21 +124,19 @@ def test_binary_tensors_both_ways_have_the_same_bits(
     assert label["data"] == [row[0] for row in truth]
 
 
-def test_all_outputs_can_be_binary(client: httpx.Client, digits: Samples) -> None:
+def test_all_outputs_can_be_binary(client, digits):
     request = {**a_request(pixels(digits)), "parameters": {"binary_data_output": True}}
     answer = client.post(INFER, json=request)
     assert len(answer.content) == int(answer.headers[LENGTH]) + 3 * 8 + 3 * 40
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
-def test_a_compressed_request_is_taken(client: httpx.Client, digits: Samples, encoding: str, pack: Any) -> None:
+def test_a_compressed_request_is_taken(client, digits, encoding, pack):
     content = pack(json.dumps(a_request(pixels(digits))).encode())
     assert client.post(INFER, content=content, headers={"Content-Encoding": encoding}).status_code == 200
 
 
-def test_many_clients_get_the_bits_that_each_would_get_alone(
-    client: httpx.Client, digits: Samples, truth: list[tuple[int, tuple[float, ...]]]
-) -> None:
+def test_many_clients_get_the_bits_that_each_would_get_alone(client, digits, truth):
     def ask(number: int) -> bool:
         array = digits.pixels[number : number + 1].numpy()
         outputs = client.post(INFER, json=a_request(array)).json()["outputs"]
@@ -156,7 +146,7 @@ def test_many_clients_get_the_bits_that_each_would_get_alone(
         assert all(pool.map(ask, range(40)))
 
 
-def test_predict_asks_the_model_that_is_named(client: httpx.Client, image_folder: Path) -> None:
+def test_predict_asks_the_model_that_is_named(client, image_folder):
     files = {"image": ("a.png", (image_folder / "000.png").read_bytes())}
     answer = client.post("/predict?model=two", files=files)
     assert answer.headers["X-Model-Version"] == "2"
@@ -221,7 +211,7 @@ NAN = '{"inputs":[{"name":"image","shape":[1,28,28],"datatype":"UINT8","data":[N
         ({**a_request(ONE), "parameters": {"timeout": -1}}, "timeout has to be"),
     ],
 )
-def test_a_bad_request_is_one_sentence(client: httpx.Client, request_: Any, words: str) -> None:
+def test_a_bad_request_is_one_sentence(client, request_, words):
     content = json.dumps(request_) if isinstance(request_, dict) else request_
     answer = client.post(INFER, content=content)
     assert answer.status_code == 400, answer.text
@@ -241,9 +231,7 @@ def test_a_bad_request_is_one_sentence(client: httpx.Client, request_: Any, word
         ("input", "binary_data"),
     ],
 )
-def test_a_parameter_that_is_not_followed_is_refused(
-    client: httpx.Client, place: str, name: str, value: object
-) -> None:
+def test_a_parameter_that_is_not_followed_is_refused(client, place, name, value):
     request: dict[str, Any] = {**a_request(ONE), "outputs": [{"name": "label"}]}
     holder = {"request": request, "input": request["inputs"][0], "output": request["outputs"][0]}[place]
     holder["parameters"] = {name: value}
@@ -253,20 +241,20 @@ def test_a_parameter_that_is_not_followed_is_refused(
     assert answer.json() == {"error": f"the parameter {name!r} of {which} is not supported"}
 
 
-def test_parameters_that_ask_for_nothing_are_taken(client: httpx.Client) -> None:
+def test_parameters_that_ask_for_nothing_are_taken(client):
     nothing = {"priority": 0, "sequence_id": "", "sequence_start": False, "sequence_end": False, "timeout": 0}
     request = {**a_request(ONE, parameters={}), "outputs": [{"name": "label", "parameters": {"classification": 0}}]}
     assert client.post(INFER, json={**request, "parameters": nothing}).status_code == 200
 
 
 @pytest.mark.parametrize(("field", "value"), [("binary_data_output", 1), ("binary_data_output", "true")])
-def test_a_flag_is_true_or_false(client: httpx.Client, field: str, value: object) -> None:
+def test_a_flag_is_true_or_false(client, field, value):
     answer = client.post(INFER, json={**a_request(ONE), "parameters": {field: value}})
     assert (answer.status_code, answer.json()["error"]) == (400, f"{field} of the request has to be true or false")
 
 
 @pytest.mark.parametrize("path", ["systemsharedmemory/status", "cudasharedmemory/region/r/register", "trace/setting"])
-def test_tritons_other_extensions_are_not_there(client: httpx.Client, path: str) -> None:
+def test_tritons_other_extensions_are_not_there(client, path):
     for method in ("GET", "POST"):
         assert client.request(method, f"/v2/{path}").status_code == 404
     assert client.get("/v2/logging").status_code == 404
@@ -287,9 +275,7 @@ def test_tritons_other_extensions_are_not_there(client: httpx.Client, path: str)
         (784, "²", bytes(784), "has to be a number"),
     ],
 )
-def test_binary_data_that_does_not_fit_is_refused(
-    client: httpx.Client, size: object, length: str | None, tail: bytes, words: str
-) -> None:
+def test_binary_data_that_does_not_fit_is_refused(client, size, length, tail, words):
     given = an_input(ONE, data=None, parameters={"binary_data_size": size})
     content, headers = binary({"inputs": [given]}, tail)
     answer = client.post(INFER, content=content, headers={LENGTH: (length or headers[LENGTH]).encode()})
@@ -297,7 +283,7 @@ def test_binary_data_that_does_not_fit_is_refused(
     assert words in answer.json()["error"]
 
 
-def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_refused(tmp_path):
     """By a model that takes fractions: in JSON, whose 1e39 is infinite in FP32, and in binary data."""
     array = np.zeros((1, 3, 32, 32), np.float32)
     array[0, 1, 2, 3] = np.nan
@@ -332,9 +318,7 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
         ("POST", "/v2/models/m", 405),
     ],
 )
-def test_what_is_not_there_is_refused_in_the_protocols_form(
-    client: httpx.Client, method: str, path: str, status: int
-) -> None:
+def test_what_is_not_there_is_refused_in_the_protocols_form(client, method, path, status):
     answer = client.request(method, path)
     assert answer.status_code == status
     assert list(answer.json()) == ["error"]
@@ -351,14 +335,12 @@ def test_what_is_not_there_is_refused_in_the_protocols_form(
     ],
     ids=["bomb", "no gzip", "cut", "unknown encoding", "too large"],
 )
-def test_a_body_that_unpacks_to_too_much_or_to_nothing(
-    client: httpx.Client, content: Callable[[], bytes], encoding: str, status: int
-) -> None:
+def test_a_body_that_unpacks_to_too_much_or_to_nothing(client, content, encoding, status):
     answer = client.post(INFER, content=content(), headers={"Content-Encoding": encoding})
     assert (answer.status_code, list(answer.json())) == (status, ["error"])
 
 
-def test_after_all_that_it_goes_on(client: httpx.Client, service: Service) -> None:
+def test_after_all_that_it_goes_on(client, service):
     assert client.post(INFER, json=a_request(ONE)).status_code == 200
     assert service.log.read_text() == ""
 
@@ -366,7 +348,7 @@ def test_after_all_that_it_goes_on(client: httpx.Client, service: Service) -> No
 # --- the repository
 
 
-def test_models_are_listed_unloaded_and_loaded(client: httpx.Client) -> None:
+def test_models_are_listed_unloaded_and_loaded(client):
     def index(**body: object) -> list[tuple[str, str, str]]:
         listed = client.post("/v2/repository/index", json=body).json()
         return [(entry["name"], entry["version"], entry["state"]) for entry in listed if entry["name"] in ("m", "two")]
@@ -391,7 +373,7 @@ def test_models_are_listed_unloaded_and_loaded(client: httpx.Client) -> None:
 
 
 @pytest.mark.extended
-def test_reloads_fail_no_request(client: httpx.Client) -> None:
+def test_reloads_fail_no_request(client):
     def ask(number: int) -> int:
         if number % 40 == 10:
             return client.post("/v2/repository/models/spare/load").status_code
@@ -404,7 +386,7 @@ def test_reloads_fail_no_request(client: httpx.Client) -> None:
 # --- figures
 
 
-def test_the_metrics_are_prometheus_and_count(client: httpx.Client) -> None:
+def test_the_metrics_are_prometheus_and_count(client):
     def value(name: str, **labels: str) -> float:
         text = client.get("/metrics").text
         samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -429,7 +411,7 @@ def test_the_metrics_are_prometheus_and_count(client: httpx.Client) -> None:
         assert value(f"nv_inference_{part}_duration_us") > 0
 
 
-def test_the_metrics_have_the_documented_names_and_types(client: httpx.Client) -> None:
+def test_the_metrics_have_the_documented_names_and_types(client):
     """Triton's counters without the suffix of Prometheus' client, which other counters have."""
     client.post(INFER, json=a_request(ONE))
     lines = client.get("/metrics").text.splitlines()
@@ -450,7 +432,7 @@ def test_the_metrics_have_the_documented_names_and_types(client: httpx.Client) -
     assert set(documented) <= types.keys() | {"ckpt_tools_inference"}
 
 
-def test_statistics_are_tritons(client: httpx.Client) -> None:
+def test_statistics_are_tritons(client):
     stats = client.get("/v2/models/m/stats").json()["model_stats"][0]
     assert stats["name"] == "m"
     assert stats["inference_stats"]["success"].keys() == {"count", "ns"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -25,7 +24,7 @@ NAMES = ("NEGATIVE", "NEUTRAL", "POSITIVE")
 
 
 @pytest.fixture(scope="module")
-def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(forms, tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     texts = save_text_model(folder / "texts")
     config = save_text_model(folder / "long") / "config.json"
@@ -38,7 +37,7 @@ def service(forms: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.fixture(scope="module")
-def browser(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(service, tmp_path_factory):
     with chromium(tmp_path_factory.mktemp("chromium")) as browser:
         browser.open(service.url)
         browser.wait_for("document.querySelector('#identity dd') !== null")
@@ -46,7 +45,7 @@ def browser(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(autouse=True)
-def nothing_asked(request: pytest.FixtureRequest) -> None:
+def nothing_asked(request):
     if "browser" in request.fixturenames:
         script = (
             "document.querySelector('#answered-by').textContent = document.querySelector('#answer').textContent = ''"
@@ -90,7 +89,7 @@ def truth(service: Service, image: Path, model: str = "one") -> str:
     return str(httpx.post(f"{service.url}/predict?model={model}", files=files, timeout=60).json()["label"])
 
 
-def test_it_says_which_checkpoint_answers(browser: Browser, service: Service) -> None:
+def test_it_says_which_checkpoint_answers(browser, service):
     known = httpx.get(f"{service.url}/v2/models/one").json()["parameters"]
     shown = browser.evaluate("document.querySelector('#identity').innerText")
     assert known["digest"] in shown
@@ -99,7 +98,7 @@ def test_it_says_which_checkpoint_answers(browser: Browser, service: Service) ->
     assert offered == ["one", "texts", "two", "long"]
 
 
-def test_a_drawing_is_answered(browser: Browser) -> None:
+def test_a_drawing_is_answered(browser):
     left, top, size = browser.evaluate(
         "['x', 'y', 'width'].map((each) => document.querySelector('#canvas').getBoundingClientRect()[each])"
     )
@@ -130,14 +129,14 @@ def drawn(browser: Browser, scale: float, right: float, down: float) -> list[str
     return [str(row) for row in browser.evaluate(rows)]
 
 
-def test_a_drawing_in_a_corner_is_answered_as_one_in_the_middle(browser: Browser) -> None:
+def test_a_drawing_in_a_corner_is_answered_as_one_in_the_middle(browser):
     """The class by class probabilities are the same. Its size does not matter either."""
     middle = drawn(browser, 0.5, 0.25, 0.25)
     assert drawn(browser, 0.5, -0.0625, -0.0625) == drawn(browser, 0.5, 0.5, 0.375) == middle
     assert drawn(browser, 0.25, 0, 0.75) == drawn(browser, 1, 0, 0) == middle
 
 
-def test_a_drawing_fills_the_image(browser: Browser) -> None:
+def test_a_drawing_fills_the_image(browser):
     """As those of the training do: at the top and at the bottom, and the same at both sides."""
     drawn(browser, 0.25, 0, 0)
     lit = browser.evaluate(
@@ -156,16 +155,14 @@ def test_a_drawing_fills_the_image(browser: Browser) -> None:
     assert 0.2 < share < 0.4
 
 
-def test_a_dot_is_asked_about_too(browser: Browser) -> None:
+def test_a_dot_is_asked_about_too(browser):
     browser.evaluate("document.querySelector('#clear').click()")
     browser.evaluate("line({x: 3, y: 9}, {x: 3, y: 9})")
     lit = browser.evaluate("[...prepared().getContext('2d').getImageData(140, 140, 1, 1).data]")
     assert lit == [255, 255, 255, 255]
 
 
-def test_a_chosen_and_a_dropped_image_are_answered_as_by_the_service(
-    browser: Browser, service: Service, image_folder: Path
-) -> None:
+def test_a_chosen_and_a_dropped_image_are_answered_as_by_the_service(browser, service, image_folder):
     image = image_folder / "007.png"
     file_of(browser, image)
     browser.evaluate(
@@ -184,7 +181,7 @@ def test_a_chosen_and_a_dropped_image_are_answered_as_by_the_service(
     assert answered(browser) == truth(service, image)
 
 
-def test_a_typed_text_is_answered_as_by_the_service(browser: Browser, service: Service) -> None:
+def test_a_typed_text_is_answered_as_by_the_service(browser, service):
     text = "a very good film"
     expected = httpx.post(f"{service.url}/predict?model=texts", files={"text": (None, text)}, timeout=60).json()
     choose(browser, "texts")
@@ -202,7 +199,7 @@ def test_a_typed_text_is_answered_as_by_the_service(browser: Browser, service: S
     browser.wait_for("document.querySelector('#text-input').hidden")
 
 
-def test_it_works_with_the_keyboard_alone(browser: Browser) -> None:
+def test_it_works_with_the_keyboard_alone(browser):
     browser.evaluate("document.querySelector('#clear').click(); document.querySelector('#canvas').focus()")
     browser.press(" ", 32)
     for _ in range(8):
@@ -215,14 +212,14 @@ def test_it_works_with_the_keyboard_alone(browser: Browser) -> None:
     assert browser.evaluate(lit) == 0
 
 
-def test_another_model_can_be_chosen_and_a_reload_is_seen(browser: Browser, service: Service) -> None:
+def test_another_model_can_be_chosen_and_a_reload_is_seen(browser, service):
     choose(browser, "two")
     browser.wait_for("document.querySelector('#identity').innerText.includes('sharded')")
     httpx.post(f"{service.url}/v2/repository/models/two/load", timeout=120)
     browser.wait_for("[...document.querySelectorAll('#identity dd')].at(-1).textContent === '2'")
 
 
-def test_it_can_be_loaded_again_in_the_browser(browser: Browser) -> None:
+def test_it_can_be_loaded_again_in_the_browser(browser):
     browser.send("Page.reload")
     browser.wait_for("document.querySelector('#answer')?.textContent === '–'")
     browser.wait_for("document.querySelector('#identity dd') !== null")
@@ -230,14 +227,14 @@ def test_it_can_be_loaded_again_in_the_browser(browser: Browser) -> None:
     assert answered(browser).isdigit()
 
 
-def test_the_load_is_live(browser: Browser, service: Service) -> None:
+def test_the_load_is_live(browser, service):
     browser.wait_for("/^[0-9.]+$/.test(document.querySelector('#rate').textContent)")
     browser.wait_for("document.querySelector('#waiting').textContent === '0'")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1200])
-def test_it_fits_and_can_be_read(browser: Browser, width: int, scheme: str, tmp_path: Path) -> None:
+def test_it_fits_and_can_be_read(browser, width, scheme, tmp_path):
     """Nothing is wider than the window, and each text has the contrast of WCAG AA against what is behind it."""
     browser.resize(width, 900, scheme)
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
@@ -255,7 +252,7 @@ def test_it_fits_and_can_be_read(browser: Browser, width: int, scheme: str, tmp_
 
 
 @pytest.mark.parametrize("width", [400, 1400])
-def test_long_labels_leave_room_for_the_bars(browser: Browser, width: int, tmp_path: Path) -> None:
+def test_long_labels_leave_room_for_the_bars(browser, width, tmp_path):
     browser.resize(width, 900, "light")
     choose(browser, "long")
     browser.wait_for("!document.querySelector('#text-input').hidden")
@@ -292,7 +289,7 @@ def light(colour: str) -> float:
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def test_it_asked_nobody_else_and_nothing_went_wrong(browser: Browser, service: Service) -> None:
+def test_it_asked_nobody_else_and_nothing_went_wrong(browser, service):
     """The last test of the browser."""
     browser.evaluate("1")
     asked = [
@@ -318,7 +315,7 @@ class Elements(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
 
-def test_each_field_has_a_name_and_the_page_is_one_file(service: Service) -> None:
+def test_each_field_has_a_name_and_the_page_is_one_file(service):
     text = httpx.get(service.url).text
     assert text == PAGE.read_text()
     page = Elements()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-import httpx
 import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -81,13 +80,13 @@ INFERENCE_RESPONSE: Json = {
 
 
 @pytest.fixture(scope="module")
-def document(client: httpx.Client) -> Json:
+def document(client):
     found: Json = client.get("/openapi.json").json()
     return found
 
 
 @pytest.mark.parametrize("path", PROTOCOL)
-def test_a_path_answers_as_the_protocol_has_it(client: httpx.Client, path: str) -> None:
+def test_a_path_answers_as_the_protocol_has_it(client, path):
     answer = client.get(path)
     assert answer.status_code == 200
     jsonschema.validate(answer.json(), PROTOCOL[path])
@@ -95,7 +94,7 @@ def test_a_path_answers_as_the_protocol_has_it(client: httpx.Client, path: str) 
 
 @pytest.mark.parametrize("path", [path for path in PROTOCOL if "/models/" in path])
 @pytest.mark.parametrize(("name", "version"), [("none", "1"), ("m", "99"), ("m", "x"), ("%00", "1"), ("..", "1")])
-def test_a_refusal_is_as_the_protocol_has_it(client: httpx.Client, path: str, name: str, version: str) -> None:
+def test_a_refusal_is_as_the_protocol_has_it(client, path, name, version):
     answer = client.get(path.replace("/m/", f"/{name}/").replace("/1", f"/{version}"))
     assert answer.status_code == 404
     jsonschema.validate(answer.json(), ERROR)
@@ -111,7 +110,7 @@ def filled(path: str, name: str = "m", version: str = "1") -> str:
     return path.replace("{name}", name).replace("{version}", version)
 
 
-def test_every_path_that_is_told_answers_as_it_is_told(client: httpx.Client, document: Json) -> None:
+def test_every_path_that_is_told_answers_as_it_is_told(client, document):
     told = [(path, method) for path, methods in document["paths"].items() for method in methods]
     others = ("unload", "generate")  # this model generates no text
     protocols = [each for each in told if each[0].startswith("/v2") and not any(word in each[0] for word in others)]
@@ -167,9 +166,7 @@ def requests(draw: st.DrawFn) -> Any:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=requests())
-def test_any_request_is_answered_or_refused_in_the_protocols_form(
-    client: httpx.Client, document: Json, request: Any
-) -> None:
+def test_any_request_is_answered_or_refused_in_the_protocols_form(client, document, request):
     path = "/v2/models/{name}/infer"
     answer = client.post(filled(path), json=request)
     assert answer.status_code in {200, 400}, answer.text
@@ -189,9 +186,7 @@ def test_any_request_is_answered_or_refused_in_the_protocols_form(
         max_size=2,
     ),
 )
-def test_any_bytes_are_refused_in_the_protocols_form(
-    client: httpx.Client, document: Json, path: str, content: bytes, headers: dict[str, str]
-) -> None:
+def test_any_bytes_are_refused_in_the_protocols_form(client, document, path, content, headers):
     told = {"/v2/models/m/infer": "/v2/models/{name}/infer"}.get(path, path.replace("none", "{name}"))
     answer = client.post(path, content=content, headers=headers)
     assert answer.status_code < 500, answer.text

@@ -10,8 +10,6 @@ from schemathesis import GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.schemas import APIOperation
 
-from tests.inference.conftest import Service
-
 pytestmark = pytest.mark.extended
 
 pytestmark = pytest.mark.extended
@@ -59,7 +57,7 @@ def judge(operation: APIOperation, mode: GenerationMode, headers: dict[str, str]
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.name)
-def test_every_request_is_answered_as_is_told(service: Service, mode: GenerationMode) -> None:
+def test_every_request_is_answered_as_is_told(service, mode):
     found = operations(service.url)
     assert {"/", "/healthz", "/metrics", "/openapi.json", "/predict"} < {each.path for each in found}
     assert len(found) == 26
@@ -75,6 +73,6 @@ def test_every_request_is_answered_as_is_told(service: Service, mode: Generation
 @pytest.mark.parametrize(
     ("headers", "status"), [({"Host": "evil.example"}, 403), ({"Origin": "http://evil.example"}, 403)]
 )
-def test_a_refusal_by_the_head_is_told_too(service: Service, headers: dict[str, str], status: int) -> None:
+def test_a_refusal_by_the_head_is_told_too(service, headers, status):
     for each in operations(service.url):
         assert judge(each, GenerationMode.POSITIVE, headers) == {status}

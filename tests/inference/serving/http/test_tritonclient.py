@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from tritonclient import http
 
 from inference.models.predictor import load_predictor
-from tests.inference.conftest import Service
 from tests.inference.serving.tritons_refusals import UNSUPPORTED, check_classes_and_shared_memory, check_option
-from training.data.datasets import Samples
 
 
 @pytest.fixture
-def client(service: Service) -> Iterator[http.InferenceServerClient]:
+def client(service):
     with http.InferenceServerClient(service.url.removeprefix("http://")) as client:
         yield client
 
 
-def test_it_discovers_the_service(client: http.InferenceServerClient) -> None:
+def test_it_discovers_the_service(client):
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("m")
@@ -36,9 +30,7 @@ def test_it_discovers_the_service(client: http.InferenceServerClient) -> None:
 
 @pytest.mark.parametrize("is_binary", [True, False])
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
-def test_it_gets_the_predictors_bits(
-    client: http.InferenceServerClient, forms: Path, digits: Samples, is_binary: bool, compression: str | None
-) -> None:
+def test_it_gets_the_predictors_bits(client, forms, digits, is_binary, compression):
     array = digits.pixels[:35].numpy()
     given = http.InferInput("image", list(array.shape), "UINT8")
     given.set_data_from_numpy(array, binary_data=is_binary)
@@ -51,13 +43,13 @@ def test_it_gets_the_predictors_bits(
     assert found.get_response()["id"] == "7"
 
 
-def test_it_names_no_output_and_gets_all(client: http.InferenceServerClient, digits: Samples) -> None:
+def test_it_names_no_output_and_gets_all(client, digits):
     given = http.InferInput("image", [1, 28, 28], "UINT8")
     given.set_data_from_numpy(digits.pixels[:1].numpy())
     assert client.infer("m", [given], model_version="1").as_numpy("probabilities").shape == (1, 10)
 
 
-def test_it_is_told_what_is_wrong(client: http.InferenceServerClient) -> None:
+def test_it_is_told_what_is_wrong(client):
     given = http.InferInput("image", [1, 28, 28], "FP32")
     given.set_data_from_numpy(np.zeros((1, 28, 28), np.float32))
     with pytest.raises(Exception, match="it must be UINT8"):
@@ -65,17 +57,15 @@ def test_it_is_told_what_is_wrong(client: http.InferenceServerClient) -> None:
 
 
 @pytest.mark.parametrize(("options", "name"), UNSUPPORTED)
-def test_a_parameter_that_is_not_followed_is_refused(
-    client: http.InferenceServerClient, options: dict[str, Any], name: str
-) -> None:
+def test_a_parameter_that_is_not_followed_is_refused(client, options, name):
     check_option(http, client, options, name)
 
 
-def test_classes_and_shared_memory_are_refused(client: http.InferenceServerClient) -> None:
+def test_classes_and_shared_memory_are_refused(client):
     check_classes_and_shared_memory(http, client, r"404|Not Found")
 
 
-def test_it_manages_the_repository(client: http.InferenceServerClient) -> None:
+def test_it_manages_the_repository(client):
     client.unload_model("spare")
     assert not client.is_model_ready("spare")
     client.load_model("spare")

@@ -6,7 +6,6 @@ import gc
 import json
 import queue
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -23,8 +22,7 @@ from inference.models.predictor import load_predictor
 from inference.serving.processes.model_messages import BatchSizes
 from inference.serving.processes.remote_models import BrokenModelError, RemoteModels
 from inference.serving.repository import ModelsEndedError, Source
-from tests.inference.conftest import Service, models_of, running_service
-from training.data.datasets import Samples
+from tests.inference.conftest import models_of, running_service
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
+def running():
     ends, starts = queue.Queue[str](), queue.Queue[int]()
     with RemoteModels.running(1, ends.put, lambda: starts.put(remote.pid)) as remote:
         yield Running(remote, ends, starts)
@@ -46,7 +44,7 @@ def running() -> Iterator[Running]:
 
 
 @pytest.fixture
-def models(running: Running) -> RemoteModels:
+def models(running):
     return running.models
 
 
@@ -57,7 +55,7 @@ def png(size: int) -> bytes:
 
 
 @pytest.mark.extended
-def test_answers_have_the_bits_of_a_model_in_this_process(models: RemoteModels, forms: Path, digits: Samples) -> None:
+def test_answers_have_the_bits_of_a_model_in_this_process(models, forms, digits):
     here, there = load_predictor(forms / "model.pt"), models.load(Source("m", str(forms / "model.safetensors")))
     for inputs in (list(digits.pixels[:35]), list(digits.pixels[:1]), []):
         assert there.predict(inputs) == here.predict(inputs)
@@ -69,7 +67,7 @@ def test_answers_have_the_bits_of_a_model_in_this_process(models: RemoteModels, 
 
 
 @pytest.mark.extended
-def test_errors_are_those_of_a_model_in_this_process(models: RemoteModels, forms: Path, tmp_path: Path) -> None:
+def test_errors_are_those_of_a_model_in_this_process(models, forms, tmp_path):
     with pytest.raises(SourceNotFoundError, match="nothing"):
         models.load(Source("m", str(tmp_path / "nothing")))
     (tmp_path / "text.safetensors").write_text("no model")
@@ -91,7 +89,7 @@ def is_gone(models: RemoteModels, number: int) -> bool:
 
 
 @pytest.mark.extended
-def test_a_model_goes_when_nobody_refers_to_it(models: RemoteModels, forms: Path) -> None:
+def test_a_model_goes_when_nobody_refers_to_it(models, forms):
     first, second = (models.load(Source(name, str(forms / "model.pt"))) for name in ("first", "second"))
     task = first.task
     del first
@@ -105,7 +103,7 @@ def test_a_model_goes_when_nobody_refers_to_it(models: RemoteModels, forms: Path
 
 
 @pytest.mark.extended
-def test_the_process_is_started_again(running: Running, forms: Path, digits: Samples) -> None:
+def test_the_process_is_started_again(running, forms, digits):
     source, models = Source("m", str(forms / "model.pt")), running.models
     before, predictor = models.pid, models.load(source)
     psutil.Process(before).kill()
@@ -118,9 +116,7 @@ def test_the_process_is_started_again(running: Running, forms: Path, digits: Sam
 
 
 @pytest.mark.parametrize("num_kills", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_a_service_answers_503_until_its_models_are_loaded_again(
-    num_kills: int, forms: Path, text_models: Path, tmp_path: Path
-) -> None:
+def test_a_service_answers_503_until_its_models_are_loaded_again(num_kills, forms, text_models, tmp_path):
     """After an end of their process in the middle of a stream, and one while nothing is asked. With the service ends
     the process."""
     places = f"--model=m={forms / 'model.pt'}", f"--model=ours={text_models / 'ours' / 'model.pt'}?exact=full"
@@ -164,7 +160,7 @@ def test_a_service_answers_503_until_its_models_are_loaded_again(
             models.wait(30)
 
 
-def test_the_service_itself_does_not_load_torch(service: Service) -> None:
+def test_the_service_itself_does_not_load_torch(service):
     files = {"image": ("a.png", png(28))}
     assert service.http.post(f"{service.url}/predict?model=m", files=files).status_code == 200
     assert "libtorch" not in Path(f"/proc/{service.process.pid}/maps").read_text()
