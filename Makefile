@@ -14,16 +14,16 @@ export PYTHONDONTWRITEBYTECODE :=
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
-	@scripts/install.sh $(VENV) 'everything: torch, DeepSpeed, Ray and the tools of the tests (about 2 minutes)' \
+$(STAMP): pyproject.toml constraints/tests.txt
+	@scripts/install.sh $(VENV) tests 'everything: torch, DeepSpeed, Ray and the tools of the tests (about 2 minutes)' \
 		-e '.[all]' --group dev
 	@touch $@
 
 # The demo needs less than the tests. After `make install` it needs nothing more.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-demo)
 
-$(VENV)/.installed-demo: pyproject.toml constraints.txt
-	@scripts/install.sh $(VENV) 'torch, DeepSpeed, Ray and transformers (about 1 minute)' -e '.[train,serve]'
+$(VENV)/.installed-demo: pyproject.toml constraints/users.txt
+	@scripts/install.sh $(VENV) users 'torch, DeepSpeed, Ray and transformers (about 1 minute)' -e '.[train,serve]'
 	@touch $@
 
 demo: $(DEMO_STAMP)

@@ -5,7 +5,7 @@ ARG EXTRAS=""
 WORKDIR /src
 COPY . .
 RUN python -m venv --without-pip /venv \
- && pip --python /venv/bin/python install --no-cache-dir --no-compile -c constraints.txt ".${EXTRAS:+[$EXTRAS]}" \
+ && pip --python /venv/bin/python install --no-cache-dir --no-compile -c constraints/users.txt ".${EXTRAS:+[$EXTRAS]}" \
  && find /venv -type d -name tests -prune -exec rm -r {} + \
  && find /venv -name '*.pyi' -delete \
  && rm -r /venv/lib/python*/site-packages/numpy/f2py /venv/lib/python*/site-packages/numpy/_core/include \

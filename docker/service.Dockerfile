@@ -4,7 +4,7 @@ FROM python:3.12-slim AS build
 WORKDIR /src
 COPY . .
 RUN python -m venv /venv \
- && /venv/bin/pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt \
+ && /venv/bin/pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints/users.txt \
     '.[serve,s3]'
 
 FROM python:3.12-slim

@@ -1,13 +1,13 @@
 #!/bin/sh
-# install.sh VENV WHAT ARGUMENTS...: make VENV if it is absent and install ARGUMENTS into it, for example -e '.[all]'.
+# install.sh VENV VERSIONS WHAT ARGUMENTS...: make VENV if it is absent and install ARGUMENTS into it, for example
+# -e '.[all]', in the versions of constraints/VERSIONS.txt.
 #
 # uv installs in a fraction of pip's time: the one on PATH, or one that pip brings into VENV. Where uv is not to be had
 # or fails (it reads no pip.conf, so an index of its own or a certificate can be missing), pip installs.
-# Versions are those of constraints.txt, where torch and torchvision are a pair: beside a torch of another version,
-# torchvision's compiled operators do not load.
+# torch and torchvision are a pair there: beside a torch of another version, torchvision's compiled operators do not load.
 set -eu
-venv=$1 what=$2
-shift 2
+venv=$1 versions=constraints/$2.txt what=$3
+shift 3
 log=$venv/install.log
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
@@ -27,12 +27,12 @@ with_uv() {
 	index=$(pip_setting index-url) certificate=$(pip_setting cert)
 	[ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
 	[ -z "$certificate" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$certificate}"
-	"$uv" pip install --quiet --python "$venv/bin/python" -c constraints.txt "$@"
+	"$uv" pip install --quiet --python "$venv/bin/python" -c "$versions" "$@"
 }
 
 # pip knows --group since 25.1.
 with_pip() {
-	quiet_pip install --upgrade 'pip>=25.1' -c constraints.txt && quiet_pip install -c constraints.txt "$@"
+	quiet_pip install --upgrade 'pip>=25.1' -c "$versions" && quiet_pip install -c "$versions" "$@"
 }
 
 # Distributions of their own in earlier checkouts, which an environment may still have.

@@ -29,7 +29,7 @@ def tiered(cases: Iterable[Any], test: Collection[str], extended: Collection[str
     """Parameters of a test with many cases: those named in ``test`` run in ``make test``, those in ``extended`` in
     ``make test-all``, the others in ``make soak``. They are chosen to differ in kind."""
     named = {case if isinstance(case, str) else str(getattr(case, "name", case)): case for case in cases}
-    assert {*test, *extended} <= {*named}, f"no such cases: {{*test, *extended} - {*named}}"
+    assert not (unknown := {*test, *extended} - {*named}), f"no such cases: {unknown}"
     marks = {**dict.fromkeys(extended, pytest.mark.extended), **dict.fromkeys(test, ())}
     return [pytest.param(case, id=name, marks=marks.get(name, pytest.mark.soak)) for name, case in named.items()]
 
