@@ -1,8 +1,8 @@
-"""A damaged layout is an error, or exactly what it was: never another content with exit code 0.
+"""A layout of which files are damaged, missing or too many: an error in the same words by every verb, or what was read
+before. Never another content with exit code 0.
 
-One file of a layout is hidden, renamed, copied beside itself, cut off, or swapped with another of its kind. What is
-read then has to be what was read before. Files that match the layout's ``optional`` patterns may take tensors with
-them.
+What is read with a file less may be less where a note says so, or where the layout lists the file as optional. What is
+read with a file more is all that was read without it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,24 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from ckpt_tools.errors import CkptError
+import ckpt_tools
+from ckpt_tools.core.notes import Outcome
+from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import CkptError, FormatError, LossError, UsageError
+from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import layouts, make
 from tests.layouts.contents import Contents, contents
+from tests.layouts.sample import KINDS, OPENED, TEST, opened
+from tests.support.every_verb import READING, USING, Verb, refusals
+from tests.support.sweep import tiered
 
-pytestmark = pytest.mark.extended
-
-OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(3600)]
 
 NUM_SAMPLED = 4
 """Damages of a layout in ``make test-all``; ``make soak`` does all to each file, and so many swaps."""
@@ -32,37 +40,14 @@ NUM_SWAPS = 200
 
 CODES = {2, 3, 4, 5, 7}
 
-
-def hidden(path: Path) -> None:
-    path.unlink()
-
-
-def renamed(path: Path) -> None:
-    path.rename(path.with_name(f"{path.stem}-old{path.suffix}"))
-
-
-def backed_up(path: Path) -> None:
-    path.rename(path.with_name(f"{path.name}.bak"))
-
-
-def copied(path: Path) -> None:
-    shutil.copy(path, path.with_name(f"{path.stem} (1){path.suffix}"))
-
-
-def shortened(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def halved(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def emptied(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-ALONE: Mapping[str, Callable[[Path], None]] = {
-    each.__name__: each for each in (hidden, renamed, backed_up, copied, shortened, halved, emptied)
+ALONE: Mapping[str, Callable[[Path], object]] = {
+    "hidden": lambda path: path.unlink(),
+    "renamed": lambda path: path.rename(path.with_name(f"{path.stem}-old{path.suffix}")),
+    "backed_up": lambda path: path.rename(path.with_name(f"{path.name}.bak")),
+    "copied": lambda path: shutil.copy(path, path.with_name(f"{path.stem} (1){path.suffix}")),
+    "shortened": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "halved": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "emptied": lambda path: path.write_bytes(b""),
 }
 
 
@@ -75,16 +60,17 @@ class Damage:
     other: str = ""
 
     def do(self, folder: Path) -> None:
-        if self.other:
-            swap(folder / self.file, folder / self.other)
-        else:
+        if not self.other:
             ALONE[self.what](folder / self.file)
+            return
+        one, other = folder / self.file, folder / self.other
+        data = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(data)
 
 
-def swap(one: Path, other: Path) -> None:
-    data = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(data)
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def damages(files: Sequence[str], *, soak: bool, seed: str) -> Iterator[Damage]:
@@ -115,47 +101,151 @@ def is_nameless(damage: Damage, folder: Path) -> bool:
     return alike and same_slot and len({(folder / file).stat().st_size for file in files}) == 1
 
 
-def outcome(name: str, damage: Damage, source: Path) -> Contents | CkptError | None:
-    """What is read; None if the loss cannot be seen and a note says so."""
+def problem_of_damage(name: str, damage: Damage, source: Path, before: Contents) -> str | None:
+    """What is wrong with what is read, if anything is."""
     try:
-        manifest, found = contents(source)
+        manifest, after = contents(source)
     except CkptError as error:
-        return error
+        return None if error.exit_code in CODES and str(error) else f"exit code {error.exit_code}: {error}"
     file, note = UNPROVABLE.get(name, ("", ""))
-    is_told = bool(file) and any(note in each.why for each in manifest.notes)
-    return None if is_told and fnmatchcase(damage.file, file) else found
-
-
-def wrong(damage: Damage, optional: Sequence[str], before: Contents, after: Contents | CkptError | None) -> str | None:
-    """What is wrong with the outcome, if anything is."""
-    if after is None:
+    if file and fnmatchcase(damage.file, file) and any(note in each.why for each in manifest.notes):
         return None
-    if isinstance(after, CkptError):
-        return None if after.exit_code in CODES and str(after) else f"exit code {after.exit_code}: {after}"
-    if after == before:
-        return None
-    is_optional = any(fnmatchcase(damage.file, pattern) for pattern in optional)
-    if is_optional and after.items() < before.items():
+    is_optional = any(fnmatchcase(damage.file, pattern) for pattern in layouts()[name].optional)
+    if after == before or (is_optional and after.items() < before.items()):
         return None
     differing = [key for key in {*before, *after} if before.get(key) != after.get(key)]
     return f"{len(differing)} tensors differ, such as {differing[0]}"
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", OPENED)
+@pytest.mark.parametrize("name", opened())
 def test_no_damage_gives_another_content(name, tmp_path, pytestconfig):
     made = make(name)
     before = contents(made.source)[1]
-    files = sorted(path.relative_to(made.folder).as_posix() for path in made.folder.rglob("*") if path.is_file())
     found: list[str] = []
-    for number, damage in enumerate(damages(files, soak=bool(pytestconfig.getoption("--soak")), seed=name)):
-        folder = tmp_path / str(number)
-        shutil.copytree(made.folder, folder)
+    soak = bool(pytestconfig.getoption("--soak"))
+    for number, damage in enumerate(damages(files_in(made.folder), soak=soak, seed=name)):
+        folder = shutil.copytree(made.folder, tmp_path / str(number))
         damage.do(folder)
-        if damage.other and is_nameless(damage, folder):
-            shutil.rmtree(folder)
-            continue
-        problem = wrong(damage, made.layout.optional, before, outcome(name, damage, folder / made.layout.source))
-        found += [] if problem is None else [f"{damage}: {problem}"]
+        if not (damage.other and is_nameless(damage, folder)):
+            problem = problem_of_damage(name, damage, folder / made.layout.source, before)
+            found += [] if problem is None else [f"{damage}: {problem}"]
         shutil.rmtree(folder)
     assert not found, "\n".join(found)
+
+
+# A file more, or a file less
+
+CHOICES = {
+    "accelerate-models-fsdp2": ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"),
+    "accelerate-models-fsdp2-full": ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"),
+    "accelerate-models-ddp-safetensors": ("model.safetensors", "model_1.safetensors"),
+}
+SOURCES = {name: (name, layouts()[name].source) for name in OPENED} | {
+    f"{name}/{choice}": (name, choice) for name, choices in CHOICES.items() for choice in choices
+}
+SAMPLE = [
+    *[name for name in OPENED if name in {*TEST, *KINDS}][::2],
+    *[f"{name}/{CHOICES[name][1]}" for name in CHOICES],
+]
+
+SEEING: dict[str, Verb] = READING | {name: USING[name] for name in ("verify", "diff", "checksum")}
+"""Verbs that read all of a source, whatever its format."""
+
+MORE: Mapping[str, Callable[[Path], object]] = {
+    "README.md": lambda path: path.write_text("Read me."),
+    "notes.bin": lambda path: path.write_bytes(b"\x00\x01"),
+    "second.pt": lambda path: torch.save({"other.weight": torch.ones(3, 2)}, path),
+    "optimizer_7.bin": lambda path: torch.save({"state": {}, "param_groups": []}, path),
+    "training_args.bin": lambda path: torch.save({"lr": 0.1}, path),
+    "model_1.safetensors": lambda path: save_file({"other.weight": torch.ones(3, 2)}, path),
+    "events.out.tfevents.1": lambda path: path.write_bytes(b"events"),
+}
+"""Files of users, of other trainers and of other models."""
+
+
+def changes(folder: Path, source: str, seed: str, *, soak: bool) -> Iterator[tuple[str, Callable[[Path], object]]]:
+    """Paths of files, and what adds each or takes it away: one of them outside of the soak."""
+    inside = source if (folder / source).is_dir() else Path(source).parent.as_posix()
+    less: list[tuple[str, Callable[[Path], object]]] = [(file, Path.unlink) for file in files_in(folder)]
+    more = [(f"{inside}/{name}", add) for name, add in MORE.items() if not (folder / inside / name).exists()]
+    yield from [*less, *more] if soak else random.Random(seed).sample([*less, *more], 1)
+
+
+def digests(source: Path) -> Mapping[Any, Any]:
+    return ckpt_tools.checksum(source, output="-").digests
+
+
+def problem_of_change(
+    layout: str, path: str, is_more: bool, source: Path, before: Mapping[Any, Any], told: dict[str, tuple[int, str]]
+) -> str | None:
+    """What is wrong with what the verbs say of a changed folder; None if nothing is."""
+    if len(set(told.values())) > 1:
+        return f"the verbs do not agree: {told}"
+    code, _ = next(iter(told.values()))
+    if code:
+        return None if code in CODES else f"exit code {code}"
+    after = digests(source)
+    if after.items() >= before.items():
+        return None
+    notes = read_checkpoint(source, ReadOptions())[1].notes
+    is_extra = all(key.slot == "extra" for key in before.keys() - after.keys()) and after.items() < before.items()
+    is_optional = any(fnmatchcase(path, pattern) for pattern in layouts()[layout].optional)
+    is_told = any(Path(path).name in note.what or note.what in path for note in notes)
+    is_unprovable = any(UNPROVABLE.get(layout, ("", "?"))[1] in note.why for note in notes)
+    is_beside = any(note.outcome is Outcome.DROPPED and (source / note.what).exists() for note in notes)
+    if is_beside if is_more else is_extra or is_optional or is_told or is_unprovable:
+        return None
+    return f"{len(before.items() - after.items())} tensors of {len(before)} are lost"
+
+
+@pytest.mark.parametrize("case", tiered(SOURCES, test=(), extended=SAMPLE))
+def test_a_file_more_or_less(case, tmp_path, pytestconfig):
+    (name, source), out = SOURCES[case], tmp_path / "out"
+    made = make(name)
+    before = digests(made.folder / source)
+    whole = refusals(made.folder / source, out, SEEING)
+    verbs = {verb: SEEING[verb] for verb, (code, _) in whole.items() if not code}
+    found: list[str] = []
+    soak = bool(pytestconfig.getoption("--soak"))
+    for number, (path, change) in enumerate(changes(made.folder, source, f"{name}/{source}", soak=soak)):
+        folder = shutil.copytree(made.folder, tmp_path / str(number))
+        change(folder / path)
+        told = refusals(folder / source, out, verbs)
+        said = problem_of_change(name, path, change is not Path.unlink, folder / source, before, told)
+        found += [] if said is None else [f"{path}: {said}"]
+        shutil.rmtree(folder)
+    assert not found, "\n".join(found)
+
+
+# Counts
+
+
+@pytest.mark.parametrize("to", ["dcp", "zero2"])
+@pytest.mark.parametrize("case", tiered(SOURCES, test=(), extended=SAMPLE))
+def test_the_counts_are_those_of_what_is_written(case, to, tmp_path):
+    """Strict: whole, or refused; and a plan never counts more than its source has, nor than its output holds."""
+    name, choice = SOURCES[case]
+    source = make(name).folder / choice
+    try:
+        report = ckpt_tools.plan(source, tmp_path / "out", to=to, strict=True)
+    except LossError:
+        report = ckpt_tools.plan(source, tmp_path / "out", to=to)
+    except (FormatError, UsageError):
+        return
+    assert 0 < report.num_tensors <= ckpt_tools.inspect(source).num_tensors
+    assert report.num_bytes <= 2 * report.file_bytes
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_the_target_has_no_place_for_do_not_count(tmp_path):
+    """The Trainer's optimizer is numbered, so that DeepSpeed's format has no place for it."""
+    report = ckpt_tools.convert(make("hf-trainer").source, tmp_path / "out", to="zero1", state="model").plan
+    weights = ckpt_tools.inspect(make("hf-trainer").source / "model.safetensors")
+    assert (report.num_tensors, report.num_bytes) == (weights.num_tensors, weights.num_bytes)
+
+
+def test_a_selection_of_nothing_is_an_error_of_usage(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "in.safetensors")
+    with pytest.raises(UsageError):
+        ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.pt", include=["a"], exclude=["a"])
+    assert not (tmp_path / "out.pt").exists()

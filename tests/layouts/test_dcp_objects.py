@@ -197,15 +197,11 @@ def _with_attribute(found: torch.Tensor) -> torch.Tensor:
 KINDS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "wrapper": (lambda: Quantized(torch.zeros(64, 64).byte(), torch.ones(64)), r"dcp_variants\.Quantized"),
     "small wrapper": (lambda: Quantized(torch.zeros(2, 2).byte(), torch.ones(2)), r"dcp_variants\.Quantized"),
-    "of a parameter": (
-        lambda: nn.Parameter(Quantized(torch.zeros(64, 64).byte(), torch.ones(64))),
-        r"dcp_variants\.Quantized",
-    ),
+    "of a parameter": (lambda: nn.Parameter(Quantized(torch.zeros(64, 64).byte(), torch.ones(64))),
+        r"dcp_variants\.Quantized"),
     "subclass": (lambda: torch.ones(5, 5).as_subclass(Plain), r"test_dcp_objects\.Plain"),
-    "jagged": (
-        lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),
-        "NestedTensor",
-    ),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged),
+        "NestedTensor"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(4)]), "nested tensor"),
     "coo": (lambda: torch.ones(3, 3).to_sparse(), "sparse tensor"),
     "csr": (lambda: torch.ones(3, 3).to_sparse_csr(), "sparse tensor"),
@@ -215,15 +211,11 @@ KINDS: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "conjugated": (lambda: torch.ones(3, dtype=torch.complex64).conj(), "the flags conj"),
     "negative": (lambda: torch.complex(torch.ones(3), torch.ones(3)).conj().imag, "the flags neg"),
     "uninitialized": (nn.UninitializedParameter, "UninitializedParameter, which has no elements"),
-    "with a tensor as attribute": (
-        lambda: _with_attribute(torch.ones(2, 2)),
-        r"torch\.Tensor with attributes of its own \(scale\)",
-    ),
-    "parameter with one": (
-        lambda: _with_attribute(nn.Parameter(torch.ones(2, 2))),
-        r"parameter\.Parameter with attributes of its own \(scale\)",
-    ),
-}
+    "with a tensor as attribute": (lambda: _with_attribute(torch.ones(2, 2)),
+        r"torch\.Tensor with attributes of its own \(scale\)"),
+    "parameter with one": (lambda: _with_attribute(nn.Parameter(torch.ones(2, 2))),
+        r"parameter\.Parameter with attributes of its own \(scale\)"),
+}  # fmt: skip
 
 OF_DCP = ("wrapper", "small wrapper", "of a parameter", "subclass", "quantized", "conjugated")
 """Those that torch saves in a DCP, and still are what they were."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fixtures.corpus import layouts
-from tests.layouts.gallery import DOCS, FAMILIES, FOLDER, INDEX, index, page_of, pages, pattern, tree
+from fixtures.corpus import layouts, make
+from tests.layouts import gallery
+from tests.layouts.gallery import DOCS, FAMILIES, FOLDER, INDEX, page_of
+from tests.layouts.sample import KINDS, REFUSED, TEST
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
-
-LINKED = [DOCS / "index.md", DOCS.parent / "README.md"]
 
 
 def written() -> dict[str, str]:
@@ -18,30 +19,39 @@ def written() -> dict[str, str]:
     return {path.relative_to(DOCS).as_posix(): path.read_text() for path in found}
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_the_pages_are_up_to_date():
-    assert written() == pages(), "write them again with python -m tests.layouts"
+    """Makes every layout."""
+    assert written() == gallery.pages(), "write them again with python -m tests.layouts"
 
 
-def test_every_family_has_a_page_and_a_link():
-    assert {*written()} == {INDEX, *map(page_of, FAMILIES)}
-    text = written()[INDEX]
-    assert text == index(text[text.index("- `adapter_config.json`") :])
+def flat(text: str) -> str:
+    return " ".join(text.split())
 
 
-@pytest.mark.parametrize("name", layouts())
-def test_every_layout_is_on_a_page(name):
-    assert sum(f"\n- **{name}**: " in text for text in written().values()) == 1
+@pytest.mark.parametrize("name", tiered(layouts(), test=(), extended={*TEST, *KINDS, *REFUSED[::4]}))
+def test_the_files_of_a_layout_and_what_is_said_of_it_are_on_its_page(name):
+    made = make(name)
+    page = written()[page_of(gallery._page(made))]
+    assert "\n".join(["```", *gallery.tree(gallery.files_of(made)), "```"]) in page
+    # Advice that several layouts share stands below them.
+    assert any(flat(gallery._item(made, advice)) in flat(page) for advice in ("", gallery._advice(made)))
 
 
-@pytest.mark.parametrize("path", LINKED, ids=lambda path: path.name)
-def test_people_find_the_page(path):
-    assert "layouts.md" in path.read_text()
+def test_every_family_and_layout_has_its_place_and_people_find_it():
+    pages = written()
+    assert {*pages} == {INDEX, *map(page_of, FAMILIES)}
+    text = pages[INDEX]
+    assert text == gallery.index(text[text.index("- `adapter_config.json`") :])
+    for name in layouts():
+        assert sum(f"\n- **{name}**: " in each for each in pages.values()) == 1, name
+    assert all("layouts.md" in page.read_text() for page in (DOCS / "index.md", DOCS.parent / "README.md"))
 
 
-def test_files_that_differ_in_numbers_are_one_line():
+def test_files_that_differ_in_numbers_or_by_chance_are_one_line():
     files = [".metadata", "__0_0.distcp", "__1_0.distcp", "a/x.pt", "b/x.pt", "c/x.pt", "d/y.pt", "rank_0_of_2.bin"]
-    assert tree(files) == [
+    assert gallery.tree(files) == [
         "a/    and 2 more folders with the same files",
         "    x.pt",
         "d/",
@@ -50,8 +60,5 @@ def test_files_that_differ_in_numbers_are_one_line():
         "__N_0.distcp",
         "rank_0_of_2.bin",
     ]
-
-
-def test_names_of_chance_are_not_on_the_page():
-    assert pattern("d/0123456789abcdef0123456789abcdef") == "d/HASH"
-    assert tree(["d/0123456789abcdef0123456789abcdef"]) == ["d/", "    HASH"]
+    assert gallery.pattern("d/0123456789abcdef0123456789abcdef") == "d/HASH"
+    assert gallery.tree(["d/0123456789abcdef0123456789abcdef"]) == ["d/", "    HASH"]

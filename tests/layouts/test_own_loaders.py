@@ -69,19 +69,15 @@ class Net(torch.nn.Sequential):
 
 
 OPTIMIZERS = {
-    "groups": lambda net: torch.optim.AdamW(
-        [
-            {"params": [each for each in net.parameters() if each.ndim > 1], "weight_decay": 0.1},
-            {"params": [each for each in net.parameters() if each.ndim < 2], "weight_decay": 0.0},
-        ]
-    ),
+    "groups": lambda net: torch.optim.AdamW([{"params": [each for each in net.parameters() if each.ndim > 1],
+        "weight_decay": 0.1}, {"params": [each for each in net.parameters() if each.ndim < 2], "weight_decay": 0.0}]),
     "named": lambda net: torch.optim.AdamW(net.named_parameters(), amsgrad=True),
     "momentum": lambda net: torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
     "some": lambda net: torch.optim.RMSprop(net[1].parameters()),
     "no state": lambda net: torch.optim.SGD(net.parameters(), 0.1),
     "nested options": lambda net: torch.optim.SGD([{"params": net.parameters(), "own": {"a": {"b": 1}, "c": {}}}], 0.1),
     "number": lambda net: torch.optim.ASGD(net.parameters()),
-}
+}  # fmt: skip
 
 
 def trained(name: str) -> dict[str, object]:

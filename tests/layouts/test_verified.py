@@ -1,4 +1,5 @@
-"""Every layout of the corpus through every writer is whole, or refused, or a note names what is not the source's.
+"""Every layout of the corpus through every writer is whole, or refused, or a note names what is not the source's; and
+``scan`` proves it, but for what it truly holds.
 
 ``verify`` judges: it gives no false alarm on what is whole, and it finds what a note says is missing.
 """
@@ -19,11 +20,12 @@ from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.index import written_format
 from ckpt_tools.verification.report import Aspect
-from fixtures.corpus import layouts, make
+from fixtures.corpus import make
+from tests.layouts.sample import KINDS, OPENED, TEST, opened
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
-OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
 TARGETS: tuple[WrittenFormat, ...] = tuple(each for each in get_args(WrittenFormat) if each != "peft")
 """A folder of PEFT holds an adapter alone."""
 
@@ -60,16 +62,15 @@ NOTED = {
 """A difference that is no error, and the outcome that the report of the conversion must name for it."""
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every layout in every format in ``make soak``; in ``make test-all`` each in one, and the peculiar ones."""
-    if "target" in metafunc.fixturenames:
-        every = [(name, target) for name in OPENED for target in TARGETS]
-        in_turn = {(name, TARGETS[number % len(TARGETS)]) for number, name in enumerate(OPENED)}
-        is_soak = metafunc.config.getoption("--soak")
-        metafunc.parametrize(("name", "target"), every if is_soak else sorted(in_turn | ALWAYS))
+SAMPLE = [name for name in OPENED if name in {*TEST, *KINDS}]
+CELLS = {f"{name} {target}": (name, target) for name in OPENED for target in TARGETS}
+IN_TURN = {f"{name} {TARGETS[number % len(TARGETS)]}" for number, name in enumerate(SAMPLE)}
+"""Each layout of the sample in one format."""
 
 
-def test_what_was_converted_verifies(name, target, tmp_path):
+@pytest.mark.parametrize("cell", tiered(CELLS, test=(), extended=IN_TURN | {f"{a} {b}" for a, b in ALWAYS}))
+def test_what_was_converted_verifies(cell, tmp_path):
+    name, target = CELLS[cell]
     whole: Any = {"state": "all"} if "max_shard_size" in written_format(target).writing_options else {}
     source, out = make(name).source, tmp_path / "out"
     try:
@@ -93,7 +94,7 @@ def check_refusal(error: CkptError, folder: Path, plan: Callable[[], object]) ->
         plan()
 
 
-@pytest.mark.parametrize("name", OPENED)
+@pytest.mark.parametrize("name", opened())
 def test_it_verifies_by_itself(name):
     """No archive is looked for where a file holds several, or none."""
     report = ckpt_tools.verify(make(name).source)
@@ -123,3 +124,48 @@ def test_a_tensor_in_an_entry_is_compared_in_its_place(tmp_path):
     assert ckpt_tools.verify(save(1.0), tmp_path / "out").equal
     (found,) = ckpt_tools.verify(save(2.0), tmp_path / "out").differences
     assert found.aspect is Aspect.VALUES
+
+
+# What a scan says of genuine checkpoints
+
+OCDBT, ZSTD = ("data of Orbax (OCDBT)",), ("compressed with zstd",)
+
+FINDINGS = {
+    "orbax": OCDBT,
+    "orbax-manager": OCDBT,
+    "orbax-pytree": OCDBT,
+    "orbax-sharded": OCDBT,
+    "orbax-train-state": OCDBT,
+    "orbax-items": OCDBT + ZSTD,
+    "orbax-v1": OCDBT,
+    "orbax-v1-items": OCDBT,
+    "orbax-zarr": ZSTD,
+    "orbax-zarr3": OCDBT,
+}
+"""Layouts that are opened and that a scan does not prove, with parts of the reasons; all else is clean."""
+
+TRANSFORMER_ENGINE = {
+    "megatron",
+    "megatron-experts",
+    "megatron-chained",
+    "megatron-weights",
+    "megatron-buckets",
+    "megatron-flattened",
+    "megatron-common-item",
+}
+"""Layouts that hold a state of fp8, which TransformerEngine unpickles."""
+
+CONFIGURATION = {"automodel", "nanotron", "nanotron-replicated", "nemo-2", *FINDINGS, *TRANSFORMER_ENGINE}
+"""Layouts with settings in YAML or in JSON of unknown keys, as all of Orbax have, or with pickled bytes."""
+
+
+@pytest.mark.parametrize("name", tiered(OPENED, test=(), extended={*CONFIGURATION, *SAMPLE}))
+def test_a_scan_of_a_genuine_one_is_clean(name):
+    report = ckpt_tools.scan(make(name).source)
+    texts = {finding.what for finding in report.findings if finding.danger == "configuration"}
+    told = sorted({finding.what for finding in report.findings} - texts)
+    assert all(any(part in each for part in FINDINGS.get(name, ())) for each in told), told
+    assert bool(told) == (name in FINDINGS)
+    assert bool(texts) == (name in CONFIGURATION)
+    assert not report.names
+    assert report.num_files > 0

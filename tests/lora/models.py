@@ -63,32 +63,22 @@ PACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 CASES = {
     "linear": Case(llama, {"target_modules": LINEAR, "r": 8, "lora_alpha": 20}),
-    "patterns": Case(
-        llama,
-        {
-            "target_modules": LINEAR,
-            "r": 4,
-            "rank_pattern": {"layers.1.self_attn.q_proj": 2, "0.mlp.*": 3, r"1\.mlp\.(up|down)_proj": 1},
-            "alpha_pattern": {"^model.layers.0.mlp.up_proj": 5, "proj": 12, "q_proj": 64},
-        },
-    ),
+    "patterns": Case(llama, {"target_modules": LINEAR, "r": 4, "rank_pattern": {"layers.1.self_attn.q_proj": 2,
+        "0.mlp.*": 3, r"1\.mlp\.(up|down)_proj": 1}, "alpha_pattern": {"^model.layers.0.mlp.up_proj": 5, "proj": 12,
+        "q_proj": 64}}),
     "rslora": Case(llama, {"target_modules": ["q_proj", "up_proj"], "r": 3, "lora_alpha": 7, "use_rslora": True}),
-    "biases": Case(
-        llama,
-        {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_bias": True, "bias": "lora_only"},
-        {"attention_bias": True},
-    ),
+    "biases": Case(llama, {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_bias": True, "bias": "lora_only"},
+        {"attention_bias": True}),
     "saved": Case(llama, {"target_modules": ["v_proj"], "r": 2, "modules_to_save": ["lm_head", "input_layernorm"]}),
     "embeddings": Case(llama, {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "r": 4}),
     "conv1d": Case(gpt2, {"target_modules": ["c_attn", "c_proj", "c_fc"], "r": 4, "fan_in_fan_out": True}),
     "conv1d, square alone": Case(gpt2, {"target_modules": ["attn.c_proj"], "r": 4}),
     "experts": Case(qwen3_moe, {"target_modules": ["q_proj"], "target_parameters": PACKED, "r": 4, "lora_alpha": 12}),
-    "experts of one kind": Case(
-        qwen3_moe, {"target_modules": [], "target_parameters": [PACKED[1]], "r": 2, "rank_pattern": {PACKED[1]: 3}}
-    ),
+    "experts of one kind": Case(qwen3_moe, {"target_modules": [], "target_parameters": [PACKED[1]], "r": 2,
+        "rank_pattern": {PACKED[1]: 3}}),
     "experts, transposed": Case(gpt_oss, {"target_modules": ["q_proj"], "target_parameters": PACKED, "r": 4}),
     "experts, square": Case(gpt_oss, {"target_modules": [], "target_parameters": [PACKED[1]], "r": 4}),
-}
+}  # fmt: skip
 
 
 def adapted(case: Case, folder: Path, dtype: torch.dtype = torch.float32) -> PeftModel:

@@ -108,135 +108,53 @@ TENSORS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
     "of Megatron": (UsageError, {"adapter": {"a.adapter.linear_in.weight": A}}, "adapters of Megatron"),
     "without A": (UsageError, {"adapter": {"model.q.lora_B.weight": B}}, "no lora_A.weight for model.q.weight"),
     "without B": (UsageError, {"adapter": {"model.q.lora_A.weight": A}}, "no lora_B.weight for model.q.weight"),
-    "of other dims": (
-        UsageError,
-        {"adapter": {"model.q.lora_A.weight": A, "model.q.lora_B.weight": torch.zeros(6)}},
-        "for another model: its A and B for model.q.weight are",
-    ),
-    "of another model": (
-        UsageError,
-        {"base": {"model.k.weight": torch.zeros(6, 4)}},
-        "for another model: none of the adapter's 1 module fits the base model, which has no model.q.weight",
-    ),
+    "of other dims": (UsageError, {"adapter": {"model.q.lora_A.weight": A, "model.q.lora_B.weight": torch.zeros(6)}},
+        "for another model: its A and B for model.q.weight are"),
+    "of another model": (UsageError, {"base": {"model.k.weight": torch.zeros(6, 4)}},
+        "for another model: none of the adapter's 1 module fits the base model, which has no model.q.weight"),
     "of a larger model": (UsageError, {"base": {"model.q.weight": torch.zeros(8, 4)}}, r"are \[2, 4\] and \[6, 2\]"),
     "of another rank": (UsageError, {"r": 3}, r"by \[6, 4\] in the base model and the rank in adapter_config.json"),
     "KaSA": (UnsupportedError, {"adapter": ADAPTER | {"model.q.lora_diag.weight": A}}, "model.q.lora_diag.weight"),
-    "quantized": (
-        UnsupportedError,
-        {"base": {"model.q.weight": torch.zeros(6, 4, dtype=torch.int8)}},
-        "int8 in the base model; dequantize it with dequantize=True",
-    ),
-    "packed": (
-        UnsupportedError,
-        {"base": {"model.q.qweight": torch.zeros(6, 4, dtype=torch.int32), "model.q.scales": torch.zeros(6)}},
-        "model.q is quantized in the base model",
-    ),
-    "attention of torch": (
-        UnsupportedError,
-        {"base": {"model.q.in_proj_weight": torch.zeros(6, 4)}},
-        "MultiheadAttention",
-    ),
-    "no bias": (
-        UnsupportedError,
-        {"adapter": ADAPTER | {"model.q.lora_B.bias": torch.ones(6)}, "base": {"model.q.weight": torch.zeros(6, 4)}},
-        "adds to model.q.bias, which the base model does not have",
-    ),
-    "another vocabulary": (
-        UsageError,
-        {
-            "base": BASE | {"lm_head.weight": torch.zeros(9, 4)},
-            "adapter": ADAPTER | {"lm_head.weight": torch.zeros(10, 4)},
-        },
-        r"lm_head.weight is \[10, 4\] in the adapter and \[9, 4\] in the base; resize",
-    ),
-    "tied head": (
-        UnsupportedError,
-        {
-            "base": EMBEDDINGS,
-            "adapter": {"lm_head.lora_A.weight": A, "lm_head.lora_B.weight": torch.ones(9, 2)},
-            "model": {"model_type": "llama", "tie_word_embeddings": True},
-        },
-        "ties lm_head.weight to the embeddings",
-    ),
-    "tied embeddings": (
-        UnsupportedError,
-        {
-            "base": EMBEDDINGS,
-            "adapter": {
-                "model.embed_tokens.lora_embedding_A": torch.ones(2, 9),
-                "model.embed_tokens.lora_embedding_B": torch.ones(4, 2),
-            },
-            "task_type": "CAUSAL_LM",
-        },
-        "ties model.embed_tokens.weight to the head",
-    ),
-    "tied embeddings, saved": (
-        UnsupportedError,
-        {
-            "base": BASE | EMBEDDINGS,
-            "adapter": ADAPTER | {"model.embed_tokens.weight": torch.ones(9, 4)},
-            "model": {"model_type": "llama", "tie_word_embeddings": True},
-        },
-        "ties model.embed_tokens.weight to the head",
-    ),
-    "a head unlike the embeddings": (
-        DifferenceError,
-        {
-            "base": BASE | EMBEDDINGS,
-            "adapter": ADAPTER
-            | {"model.embed_tokens.weight": torch.ones(9, 4), "lm_head.weight": torch.full((9, 4), 2.0)},
-            "model": {"model_type": "llama", "tie_word_embeddings": True},
-        },
-        "which the base model ties: their bits differ",
-    ),
-    "square and unknown": (
-        UnsupportedError,
-        {
-            "base": {"a.weight": torch.zeros(4, 4), "b.weight": torch.zeros(4, 6)},
-            "adapter": {
-                "a.lora_A.weight": A,
-                "a.lora_B.weight": torch.ones(4, 2),
-                "b.lora_A.weight": A,
-                "b.lora_B.weight": B,
-            },
-        },
-        "a.weight: it is square",
-    ),
-    "experts that are alike": (
-        UnsupportedError,
-        {
-            "base": {"e.w1": torch.zeros(2, 6, 4), "e.w3": torch.zeros(2, 6, 4)},
-            "adapter": {
-                "e.lora_A.weight": torch.ones(4, 4),
-                "e.lora_B.weight": torch.ones(6, 4),
-                "e.base_layer.lora_A.weight": torch.ones(4, 4),
-                "e.base_layer.lora_B.weight": torch.ones(6, 4),
-            },
-            "target_parameters": ["e.w1", "e.w3"],
-        },
-        "the shapes do not tell which matrices of e are for which of e.w1",
-    ),
-    "square experts of an unknown model": (
-        UnsupportedError,
-        {
-            "base": {"e.w": torch.zeros(2, 4, 4)},
-            "adapter": {"e.lora_A.weight": torch.ones(4, 4), "e.lora_B.weight": torch.ones(4, 4)},
-            "target_parameters": ["e.w"],
-        },
-        "e.w: its matrices are square",
-    ),
-    "several adapters": (
-        UsageError,
-        {"adapter": {"model.q.lora_A.one.weight": A, "model.q.lora_A.two.weight": A}},
-        r"several adapters \(one, two\); choose one with adapter_name",
-    ),
-    "an unknown name": (
-        UsageError,
-        {"adapter": {"model.q.lora_A.one.weight": A}, "options": {"adapter_name": "two"}},
-        "no adapter 'two'; the checkpoint has one",
-    ),
+    "quantized": (UnsupportedError, {"base": {"model.q.weight": torch.zeros(6, 4, dtype=torch.int8)}},
+        "int8 in the base model; dequantize it with dequantize=True"),
+    "packed": (UnsupportedError, {"base": {"model.q.qweight": torch.zeros(6, 4, dtype=torch.int32),
+        "model.q.scales": torch.zeros(6)}}, "model.q is quantized in the base model"),
+    "attention of torch": (UnsupportedError, {"base": {"model.q.in_proj_weight": torch.zeros(6, 4)}},
+        "MultiheadAttention"),
+    "no bias": (UnsupportedError, {"adapter": ADAPTER | {"model.q.lora_B.bias": torch.ones(6)},
+        "base": {"model.q.weight": torch.zeros(6, 4)}}, "adds to model.q.bias, which the base model does not have"),
+    "another vocabulary": (UsageError, {"base": BASE | {"lm_head.weight": torch.zeros(9, 4)}, "adapter": ADAPTER
+        | {"lm_head.weight": torch.zeros(10, 4)}},
+        r"lm_head.weight is \[10, 4\] in the adapter and \[9, 4\] in the base; resize"),
+    "tied head": (UnsupportedError, {"base": EMBEDDINGS, "adapter": {"lm_head.lora_A.weight": A,
+        "lm_head.lora_B.weight": torch.ones(9, 2)}, "model": {"model_type": "llama", "tie_word_embeddings": True}},
+        "ties lm_head.weight to the embeddings"),
+    "tied embeddings": (UnsupportedError, {"base": EMBEDDINGS,
+        "adapter": {"model.embed_tokens.lora_embedding_A": torch.ones(2, 9),
+        "model.embed_tokens.lora_embedding_B": torch.ones(4, 2)}, "task_type": "CAUSAL_LM"},
+        "ties model.embed_tokens.weight to the head"),
+    "tied embeddings, saved": (UnsupportedError, {"base": BASE | EMBEDDINGS, "adapter": ADAPTER
+        | {"model.embed_tokens.weight": torch.ones(9, 4)}, "model": {"model_type": "llama",
+        "tie_word_embeddings": True}}, "ties model.embed_tokens.weight to the head"),
+    "a head unlike the embeddings": (DifferenceError, {"base": BASE | EMBEDDINGS, "adapter": ADAPTER
+        | {"model.embed_tokens.weight": torch.ones(9, 4), "lm_head.weight": torch.full((9, 4), 2.0)},
+        "model": {"model_type": "llama", "tie_word_embeddings": True}}, "which the base model ties: their bits differ"),
+    "square and unknown": (UnsupportedError, {"base": {"a.weight": torch.zeros(4, 4), "b.weight": torch.zeros(4, 6)},
+        "adapter": {"a.lora_A.weight": A, "a.lora_B.weight": torch.ones(4, 2), "b.lora_A.weight": A,
+        "b.lora_B.weight": B}}, "a.weight: it is square"),
+    "experts that are alike": (UnsupportedError, {"base": {"e.w1": torch.zeros(2, 6, 4), "e.w3": torch.zeros(2, 6, 4)},
+        "adapter": {"e.lora_A.weight": torch.ones(4, 4), "e.lora_B.weight": torch.ones(6, 4),
+        "e.base_layer.lora_A.weight": torch.ones(4, 4), "e.base_layer.lora_B.weight": torch.ones(6, 4)},
+        "target_parameters": ["e.w1", "e.w3"]}, "the shapes do not tell which matrices of e are for which of e.w1"),
+    "square experts of an unknown model": (UnsupportedError, {"base": {"e.w": torch.zeros(2, 4, 4)},
+        "adapter": {"e.lora_A.weight": torch.ones(4, 4), "e.lora_B.weight": torch.ones(4, 4)},
+        "target_parameters": ["e.w"]}, "e.w: its matrices are square"),
+    "several adapters": (UsageError, {"adapter": {"model.q.lora_A.one.weight": A, "model.q.lora_A.two.weight": A}},
+        r"several adapters \(one, two\); choose one with adapter_name"),
+    "an unknown name": (UsageError, {"adapter": {"model.q.lora_A.one.weight": A}, "options": {"adapter_name": "two"}},
+        "no adapter 'two'; the checkpoint has one"),
     "a name where there is none": (UsageError, {"options": {"adapter_name": "two"}}, "without names of adapters"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TENSORS)

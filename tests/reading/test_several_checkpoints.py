@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,21 +19,9 @@ from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, IncompleteError, LossError, SeveralCheckpointsError, SourceNotFoundError
 from ckpt_tools.trainers.run_folders import step_in
 from tests.runs.test_completeness_of_layouts import RUNS, Run
-from tests.support.sweep import thinned
+from tests.support.sweep import tiered
 
 LAYOUTS = {run.layout: run for run in reversed(RUNS)}
-
-CHOOSING = (
-    "megatron",
-    "deepspeed-zero1-fp32",
-    "deepspeed-zero3-bf16",
-    "deepspeed-pipeline-tp-zero1-fp32",
-    "deepspeed-moe-fp32",
-    "deepspeed-universal",
-)
-"""Layouts whose run has a file that says which checkpoint is meant."""
-
-TAGS = [name for name in CHOOSING if name != "megatron"]
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "inspect": lambda src, out, **how: ckpt_tools.inspect(src, **how),
@@ -42,17 +31,15 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "consolidate": lambda src, out, **how: ckpt_tools.consolidate(src, out, strict=True, **how),
     "verify": lambda src, out, **how: ckpt_tools.verify(src, **how),
     "checksum": lambda src, out, **how: ckpt_tools.checksum(src, output="-", **how),
+    "diff": lambda src, out: ckpt_tools.diff(src, src),
 }
 
-DIFF = {"diff": lambda src, out: ckpt_tools.diff(src, src)}
-"""``tag`` is that of the first checkpoint alone."""
 
-
-def outcome(command: Callable[..., Any], source: str, folder: Path, **how: Any) -> object:
+def outcome(command: str, source: str, folder: Path, **how: Any) -> object:
     """What a command says, without the names of the folder."""
     out = folder.parent / "out"
     try:
-        found = command(source, out, **how)
+        found = COMMANDS[command](source, out, **how)
         notes = [(note.outcome, note.what, note.why) for note in getattr(getattr(found, "plan", found), "notes", ())]
         said: object = notes, getattr(found, "equal", None), getattr(found, "digests", None)
     except CkptError as error:
@@ -62,58 +49,72 @@ def outcome(command: Callable[..., Any], source: str, folder: Path, **how: Any) 
     return said
 
 
-@pytest.fixture
-def pair(tmp_path):
+def pair(run: Run, kept: int, folder: Path) -> tuple[Path, Path]:
     """A run of two checkpoints, and the same run with one of them alone."""
-
-    def made(run: Run, kept: int) -> tuple[Path, Path]:
-        both, alone = tmp_path / "both" / "run", tmp_path / "alone" / "run"
-        run.lay(both)
-        shutil.copytree(both, alone)
-        other = alone / run.names[1 - kept].partition("/")[0]
-        shutil.rmtree(other)
-        if run.latest[0] and kept == 0:
-            (alone / run.latest[0]).write_text((both / run.latest[0]).read_text().replace(run.names[1], run.names[0]))
-        return both, alone
-
-    return made
+    both, alone = folder / "both" / "run", folder / "alone" / "run"
+    run.lay(both)
+    shutil.copytree(both, alone)
+    shutil.rmtree(alone / run.names[1 - kept].partition("/")[0])
+    if run.latest[0] and kept == 0:
+        (alone / run.latest[0]).write_text((both / run.latest[0]).read_text().replace(run.names[1], run.names[0]))
+    return both, alone
 
 
-def said_of_both(run: Run, command: str, pair: Any, endings: list[str]) -> None:
-    both, alone = pair(run, 1)
-    for ending in endings:
-        said, expected = (outcome((COMMANDS | DIFF)[command], f"{folder}{ending}", folder) for folder in (both, alone))
+CHOOSING = [name for name, run in LAYOUTS.items() if run.latest[0] and run.format != "sharded"]
+"""Layouts whose run has a file that says which checkpoint is meant."""
+
+CELLS = {f"{layout} {command}": (layout, command) for layout in CHOOSING for command in COMMANDS}
+MEANT = {f"deepspeed-zero3-bf16 {command}" for command in ("inspect", "convert", "reshard", "verify", "diff")}
+OTHERS = {
+    *(f"deepspeed-zero3-bf16 {command}" for command in ("plan", "consolidate", "checksum")),
+    *("deepspeed-universal reshard", "deepspeed-universal diff", "deepspeed-pipeline-tp-zero1-fp32 reshard"),
+    *("deepspeed-moe-fp32 convert", "deepspeed-zero1-fp32 consolidate", "megatron reshard", "megatron inspect"),
+}
+
+
+@pytest.mark.parametrize("cell", tiered(CELLS, test=MEANT | {"deepspeed-universal inspect"}, extended=OTHERS))
+def test_another_checkpoint_of_the_run_changes_nothing(cell, tmp_path):
+    layout, command = CELLS[cell]
+    run = LAYOUTS[layout]
+    folders = pair(run, 1, tmp_path)
+    for ending in ("", "@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"):
+        said, expected = (outcome(command, f"{folder}{ending}", folder) for folder in folders)
         assert said == expected, ending
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "diff"])
-@pytest.mark.parametrize("layout", thinned(CHOOSING, 2))
-def test_another_checkpoint_of_the_run_changes_nothing(layout, command, pair):
+OPEN = [name for name, run in LAYOUTS.items() if not run.latest[0]]
+OPEN_ALL = ("transformers-fsdp2", "accelerate-ranks", "torch-checkpointing", "olmo-core", "automodel", "composer")
+
+
+@pytest.mark.parametrize("layout", tiered(OPEN, test=("hf-trainer", "torchtitan"), extended=OPEN_ALL))
+def test_a_run_that_does_not_choose_says_how_to_name_one_and_then_reads_it_alone(layout, tmp_path):
     run = LAYOUTS[layout]
-    said_of_both(run, command, pair, ["", "@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"])
-
-
-@pytest.mark.parametrize("layout", [name for name, run in LAYOUTS.items() if not run.latest[0]])
-def test_runs_that_do_not_choose(layout, pair):
-    run = LAYOUTS[layout]
-    said_of_both(run, "convert", pair, ["@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"])
-
-
-@pytest.mark.parametrize("layout", [name for name, run in LAYOUTS.items() if not run.latest[0]])
-def test_a_run_that_does_not_choose_says_how_to_name_one(layout, pair):
-    both, _ = pair(LAYOUTS[layout], 1)
+    both, alone = pair(run, 1, tmp_path)
     with pytest.raises(SeveralCheckpointsError, match=f"{both}@latest"):
         ckpt_tools.inspect(both)
+    for ending in ("@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"):
+        said, expected = (outcome("convert", f"{folder}{ending}", folder) for folder in (both, alone))
+        assert said == expected, ending
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("layout", TAGS)
-def test_a_tag_is_the_same_beside_others(layout, command, pair):
+TAGS = {cell: names for cell, names in CELLS.items() if names[0] != "megatron" and names[1] != "diff"}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    tiered(
+        TAGS,
+        test={"deepspeed-zero1-fp32 convert", "deepspeed-zero1-fp32 verify", "deepspeed-universal inspect"},
+        extended={f"deepspeed-zero3-bf16 {command}" for command in COMMANDS if command != "diff"}
+        | {"deepspeed-moe-fp32 reshard", "deepspeed-pipeline-tp-zero1-fp32 consolidate", "deepspeed-universal verify"},
+    ),
+)
+def test_a_tag_is_the_same_beside_others(cell, tmp_path):
     """Also the one that ``latest`` does not name."""
-    run = LAYOUTS[layout]
-    both, alone = pair(run, 0)
-    said = outcome(COMMANDS[command], str(both), both, tag=run.names[0])
-    assert said == outcome(COMMANDS[command], str(alone), alone)
+    layout, command = TAGS[cell]
+    both, alone = pair(LAYOUTS[layout], 0, tmp_path)
+    said = outcome(command, str(both), both, tag=LAYOUTS[layout].names[0])
+    assert said == outcome(command, str(alone), alone)
 
 
 @pytest.fixture
@@ -147,54 +148,40 @@ def test_what_of_the_tag_itself_is_lost_is_still_said(tags, tmp_path):
         ckpt_tools.convert(tags, tmp_path / "out", to="zero3", strict=True)
 
 
-def test_one_tag_needs_no_file_latest(tags):
-    (tags / "latest").unlink()
-    assert ckpt_tools.inspect(tags, tag="best").notes == ()
-    shutil.rmtree(tags / "best")
-    assert ckpt_tools.inspect(tags).notes == ()
-
-
-def test_a_torn_tag_is_refused_alone(tags):
-    next((tags / "best").glob("*optim_states.pt")).unlink()
-    with pytest.raises(IncompleteError, match="best/"):
-        ckpt_tools.inspect(tags, tag="best")
-    assert ckpt_tools.inspect(tags).notes == ()
-
-
-def test_latest_names_a_tag_that_is_not_there(tags):
+def test_tags_are_read_and_refused_each_by_itself(tags):
     (tags / "latest").write_text("gone")
     with pytest.raises(IncompleteError, match="'gone', which does not exist; the tags are final, best"):
         ckpt_tools.inspect(tags)
     with pytest.raises(SourceNotFoundError, match="no tag 'gone'; it has final, best"):
         ckpt_tools.inspect(tags, tag="gone")
+    (tags / "latest").unlink()
+    assert ckpt_tools.inspect(tags, tag="best").notes == ()
+    next((tags / "best").glob("*optim_states.pt")).unlink()
+    with pytest.raises(IncompleteError, match="best/"):
+        ckpt_tools.inspect(tags, tag="best")
+    assert ckpt_tools.inspect(tags, tag="final").notes == ()
+    shutil.rmtree(tags / "best")
+    assert ckpt_tools.inspect(tags).notes == (), "one tag needs no file latest"
 
 
-@pytest.fixture
-def finished(tmp_path):
-    """What the Trainer leaves: the last model, and checkpoints below it."""
+def test_a_model_above_the_checkpoints_of_its_run_takes_nothing_from_them(tmp_path):
+    """The Trainer leaves the last model, and checkpoints below it."""
     run = tmp_path / "run"
     LAYOUTS["hf-trainer"].lay(run)
     save_file({"w": torch.zeros(2)}, run / "model.safetensors")
-    return run
-
-
-def test_a_model_above_the_checkpoints_of_its_run_takes_nothing_from_them(finished):
-    found = ckpt_tools.inspect(finished)
+    found = ckpt_tools.inspect(run)
     assert (found.notes, found.step, found.num_parameters) == ((), None, 2)
-
-
-def test_small_files_in_other_folders_are_not_those_of_the_model(finished):
-    (finished / "best").mkdir()
-    shutil.copy(finished / "checkpoint-2" / "scheduler.pt", finished / "best")
-    assert [note.what for note in ckpt_tools.inspect(finished).notes] == ["best/scheduler.pt"]
+    (run / "best").mkdir()
+    shutil.copy(run / "checkpoint-2" / "scheduler.pt", run / "best")
+    assert [note.what for note in ckpt_tools.inspect(run).notes] == ["best/scheduler.pt"]
 
 
 def test_steps_in_two_formats_are_several_checkpoints(tmp_path):
-    LAYOUTS["torchtitan"].lay(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "step-6")
-    (tmp_path / "run" / "step-6").mkdir()
-    save_file({"w": torch.zeros(2)}, tmp_path / "run" / "step-6" / "model.safetensors")
-    with pytest.raises(
-        SeveralCheckpointsError, match=r"\(step-6, step-3\); name the folder of one, or write .*@latest"
-    ):
-        ckpt_tools.inspect(tmp_path / "run")
+    run = tmp_path / "run"
+    LAYOUTS["torchtitan"].lay(run)
+    shutil.rmtree(run / "step-6")
+    (run / "step-6").mkdir()
+    save_file({"w": torch.zeros(2)}, run / "step-6" / "model.safetensors")
+    said = r"\(step-6, step-3\); name the folder of one, or write " + re.escape(f"{run}@latest")
+    with pytest.raises(SeveralCheckpointsError, match=said):
+        ckpt_tools.inspect(run)

@@ -1,9 +1,11 @@
-"""``--dequantize``: the bits of transformers' own code, and of the rules written anew in numpy."""
+"""``--dequantize``: the bits of transformers' and compressed-tensors' own code, and of the rules written anew in
+numpy."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +18,8 @@ from safetensors.torch import load_file, save_file
 import ckpt_tools
 from ckpt_tools.cli.main import main
 from ckpt_tools.core.notes import Outcome
-from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.errors import UsageError
+from tests.support.pages import ROOT, check_commands
 from tests.support.quantized import (
     Tensors,
     bytes_of,
@@ -29,6 +32,7 @@ from tests.support.quantized import (
     tensors_in,
     write_model,
 )
+from tests.support.sweep import tiered
 
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 
@@ -63,24 +67,33 @@ def halves(packed: torch.Tensor) -> NDArray[np.float32]:
 # transformers' own code
 
 
-@pytest.mark.parametrize(
-    ("weight", "scale", "name"),
-    [
-        (floats8((96, 160), E4M3), scales32((3, 5)), "weight_scale_inv"),
-        (floats8((96, 160), E4M3), bytes_of((3, 5)).view(E8M0), "scale"),
-        (floats8((96, 160), E4M3), bytes_of((3, 5)), "qscale_weight"),
-        (floats8((96, 160), E5M2), scales32((3, 5)), "weight_scale_inv"),
-        (bytes_of((32, 64)).view(torch.int8), bytes_of((32, 4)).view(E8M0), "scale"),
-        (floats8((96, 160), E4M3), scales32((1, 1)), "weight_scale_inv"),
-        (floats8((96, 160), E4M3), scales32(()), "weight_scale_inv"),
-    ],
-    ids=["blocks", "ue8m0", "bytes of ue8m0", "e5m2", "fp4 experts", "one scale", "a number"],
-)
-@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+FP8: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
+    "blocks": (floats8((96, 160), E4M3), scales32((3, 5)), "weight_scale_inv"),
+    "ue8m0": (floats8((96, 160), E4M3), bytes_of((3, 5)).view(E8M0), "scale"),
+    "bytes of ue8m0": (floats8((96, 160), E4M3), bytes_of((3, 5)), "qscale_weight"),
+    "e5m2": (floats8((96, 160), E5M2), scales32((3, 5)), "weight_scale_inv"),
+    "fp4 experts": (bytes_of((32, 64)).view(torch.int8), bytes_of((32, 4)).view(E8M0), "scale"),
+    "one scale": (floats8((96, 160), E4M3), scales32((1, 1)), "weight_scale_inv"),
+    "a number": (floats8((96, 160), E4M3), scales32(()), "weight_scale_inv"),
+}
+FP8_CELLS = {f"{name} {dtype}": (name, dtype) for name in FP8 for dtype in (None, "float32", "float16")}
+FP8_TEST = {
+    "blocks None",
+    "ue8m0 float32",
+    "bytes of ue8m0 float16",
+    "e5m2 None",
+    "fp4 experts float32",
+    "a number None",
+}
+
+
+@pytest.mark.parametrize("cell", tiered(FP8_CELLS, test=FP8_TEST, extended=FP8_CELLS.keys() - FP8_TEST))
 @pytest.mark.usefixtures("piece")
-def test_fp8_is_what_transformers_computes(weight, scale, name, dtype, tmp_path):
+def test_fp8_is_what_transformers_computes(cell, tmp_path):
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+    kind, dtype = FP8_CELLS[cell]
+    weight, scale, name = FP8[kind]
     wanted = Fp8Dequantize(None)._dequantize_one(weight, scale, getattr(torch, dtype or "bfloat16"))
     tensors = {"m.weight": weight, f"m.{name}": scale, "m.bias": torch.ones(3, dtype=torch.bfloat16)}
     found = dequantized(tmp_path, tensors, fp8(32, 32) if scale.numel() > 1 else fp8(), dtype=dtype)
@@ -104,8 +117,7 @@ def test_stacked_experts_of_fp8_too(dtype, tmp_path):
     assert same_bits(found["e.down_proj"], wanted)
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
-@pytest.mark.parametrize("strip", [64, 4 << 20])
+@pytest.mark.parametrize(("dtype", "strip"), [(None, 64), ("float32", 64), ("float16", 4 << 20)])
 @pytest.mark.usefixtures("piece")
 def test_mxfp4_is_what_transformers_computes(dtype, strip, tmp_path, monkeypatch):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -125,21 +137,25 @@ def model(tmp_path_factory):
     return fp8_model(tmp_path_factory.mktemp("fp8") / "model")
 
 
-def test_transformers_computes_with_the_output_as_with_the_source(model, tmp_path):
+def assert_computes_alike(plain: Path, quantized: Path) -> None:
+    """transformers makes the same model of both folders, to the bit."""
     from transformers import AutoModelForCausalLM
 
-    report = ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
-    assert [note.what for note in report.notes if "dequantized" in note.why] == ["14 float8_e4m3fn tensors"]
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
-    theirs = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(each, dtype="auto") for each in (plain, quantized))
     assert ours.dtype == torch.bfloat16
     assert all(same_bits(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
     rows = torch.arange(12).reshape(2, 6)
     assert torch.equal(ours(rows).logits, theirs(rows).logits)
 
 
+def test_transformers_computes_with_the_output_as_with_the_source(model, tmp_path):
+    report = ckpt_tools.convert(model, tmp_path / "plain", to="safetensors", dequantize=True)
+    assert [note.what for note in report.notes if "dequantized" in note.why] == ["14 float8_e4m3fn tensors"]
+    assert_computes_alike(tmp_path / "plain", model)
+
+
 def test_transformers_computes_with_experts_of_gpt_oss_as_with_the_source(tmp_path):
-    from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
+    from transformers import GptOssConfig, GptOssForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 128, "head_dim": 16}
@@ -157,12 +173,7 @@ def test_transformers_computes_with_experts_of_gpt_oss_as_with_the_source(tmp_pa
     found["quantization_config"] = {"quant_method": "mxfp4"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(found))
     ckpt_tools.convert(tmp_path / "model", tmp_path / "plain", to="safetensors", dequantize=True)
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype="auto")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    assert ours.dtype == torch.bfloat16
-    assert all(same_bits(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
-    rows = torch.arange(12).reshape(2, 6)
-    assert torch.equal(ours(rows).logits, theirs(rows).logits)
+    assert_computes_alike(tmp_path / "plain", tmp_path / "model")
 
 
 def test_a_recipe_takes_the_weights_as_plain_ones(model, tmp_path):
@@ -346,126 +357,74 @@ def weight_of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return bytes_of(shape or (4, 16)).view(dtype)
 
 
+def m(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {f"m.{name}": tensor for name, tensor in tensors.items()}
+
+
 def scheme(**weights: Any) -> dict[str, Any]:
     """``quantization_config`` of compressed-tensors with one group."""
     return {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
 
 
-REFUSED: dict[str, tuple[Tensors, Mapping[str, Any] | None, tuple[str, ...]]] = {
-    "no config": (
-        {"m.weight": bytes_of((4, 16)).view(torch.int8), "n.weight": weight_of(E4M3)},
-        None,
-        ("m.weight is int8", "needs the quantization_config", "--config"),
-    ),
-    "blocks of no known size": (
-        {"m.weight": weight_of(E4M3, 200, 128), "m.weight_scale_inv": torch.ones(2, 1)},
-        None,
-        ("m.weight has scales [2, 1] of blocks of an unknown size", "needs the quantization_config"),
-    ),
-    "scales for some": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(1), "n.weight": weight_of(E4M3)},
-        None,
-        ("n.weight", "without scales, and other tensors have them"),
-    ),
-    "nothing": ({"m.weight": torch.ones(2)}, fp8(), ("no tensor is quantized",)),
-    "gptq": ({"m.qweight": torch.ones(2, dtype=torch.int32)}, {"quant_method": "gptq"}, ("gptq", "fp8, mxfp4")),
-    "awq": ({"m.qweight": torch.ones(2, dtype=torch.int32)}, {"quant_method": "awq"}, ("awq",)),
-    "unnamed": ({"m.weight": weight_of(E4M3)}, {"bits": 4}, ("an unnamed method",)),
-    "no scales": ({"m.weight": weight_of(E4M3)}, fp8(), ("m.weight", "without scales")),
-    "scales of integers": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale_inv": torch.ones((), dtype=torch.int64)},
-        fp8(),
-        ("m.weight_scale_inv", "int64"),
-    ),
-    "other blocks": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale_inv": torch.ones(3, 5)},
-        fp8(128, 128),
-        ("m.weight", "[4, 16]", "[3, 5]"),
-    ),
-    "a bad block size": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale_inv": torch.ones(1, 1)},
-        {"quant_method": "fp8", "weight_block_size": [0, "x"]},
-        ("m.weight", "weight_block_size"),
-    ),
-    "a companion that is not known": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale_inv": torch.ones(1, 1), "m.pre_quant_scale": torch.ones(16)},
-        fp8(),
-        ("m.pre_quant_scale", "not known"),
-    ),
-    "scales without a weight": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale_inv": torch.ones(1, 1), "n.weight_scale": torch.ones(16)},
-        fp8(),
-        ("n.weight_scale", "not known"),
-    ),
-    "4 bits of bitsandbytes": (
-        {"m.weight": weight_of(torch.uint8, 64, 1), "m.weight.absmax": torch.ones(2)},
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        ("m.weight.absmax", "not known"),
-    ),
-    "experts of another model": (
-        {"m.w1_blocks": weight_of(torch.uint8, 2, 4, 1, 16), "m.w1_scales": weight_of(torch.uint8, 2, 4, 1)},
-        {"quant_method": "mxfp4"},
-        ("m.w1_blocks", "gpt-oss"),
-    ),
-    "another algorithm of ModelOpt": (
-        {"m.weight": weight_of(torch.uint8), "m.weight_scale": torch.ones(4, 1)},
-        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
-        ("m.weight_scale", "float32"),
-    ),
-    "a group of another width": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(4, 1)},
-        scheme(num_bits=4, type="int"),
-        ("m.weight", "no group, or several"),
-    ),
-    "a strategy that the shapes contradict": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(4, 2)},
-        scheme(num_bits=8, type="float", strategy="channel"),
-        ("m.weight", "channel"),
-    ),
-    "rotated weights": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(4, 1)},
-        {"quant_method": "compressed-tensors", "config_groups": {}, "transform_config": {"config_groups": {"u": {}}}},
-        ("transform_config",),
-    ),
-    "packed zero points": (
-        {
-            "m.weight_packed": torch.ones(4, 2, dtype=torch.int32),
-            "m.weight_scale": torch.ones(4, 1),
-            "m.weight_zero_point": torch.ones(1, 1, dtype=torch.int32),
-        },
-        scheme(num_bits=4, type="int", strategy="channel"),
-        ("m.weight_packed", "zero points"),
-    ),
-    "a packed number": (
-        {
-            "m.weight_packed": bytes_of(()),
-            "m.weight_scale": weight_of(E4M3),
-            "m.weight_global_scale": torch.ones(1),
-        },
-        scheme(num_bits=4, type="float", group_size=16),
-        ("m.weight_packed", "single number"),
-    ),
-    "a strategy that is no name": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(4, 1)},
-        scheme(num_bits=8, type="float", strategy={}),
-        ("m.weight", "are not those of {}"),
-    ),
-    "a block that is no two sizes": (
-        {"m.weight": weight_of(E4M3), "m.weight_scale": torch.ones(1, 1)},
-        scheme(num_bits=8, type="float", strategy="block", block_structure=[32, "a", 1]),
-        ("m.weight", "are not those of block"),
-    ),
-    "a vector": (
-        {"m.weight": weight_of(E4M3, 4), "m.weight_scale": torch.ones(1)},
-        scheme(num_bits=8, type="float", strategy="tensor"),
-        ("m.weight", "not that of a matrix"),
-    ),
-    "scales without rows": (
-        {"m.weight_packed": bytes_of((4, 16)), "m.weight_scale": torch.empty(0, 1, dtype=torch.uint8)},
-        scheme(num_bits=4, type="float", group_size=32),
-        ("m.weight_packed", "do not fit"),
-    ),
-}
+def ints(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.int32)
+
+
+E4, ONE, ROWS, BLOCK = weight_of(E4M3), torch.ones(1), torch.ones(4, 1), torch.ones(1, 1)
+ROTATED = {"quant_method": "compressed-tensors", "config_groups": {}, "transform_config": {"config_groups": {"u": {}}}}
+AWQ, NF4 = (
+    {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+    {"quant_method": "bitsandbytes", "load_in_4bit": True},
+)
+EXPERTS = m(w1_blocks=weight_of(torch.uint8, 2, 4, 1, 16), w1_scales=weight_of(torch.uint8, 2, 4, 1))
+PACKED = m(weight_packed=ints(4, 2), weight_scale=ROWS, weight_zero_point=ints(1, 1))
+NUMBER = m(weight_packed=bytes_of(()), weight_scale=E4, weight_global_scale=ONE)
+BOTH = m(weight_packed=bytes_of((4, 8)), weight=torch.ones(4, 16), weight_scale=bytes_of((4, 1)))
+NO_ROWS = m(weight_packed=bytes_of((4, 16)), weight_scale=torch.empty(0, 1, dtype=torch.uint8))
+
+REFUSED: dict[str, tuple[Tensors, Mapping[str, Any] | None, str]] = {
+    "no config": (m(weight=bytes_of((4, 16)).view(torch.int8)) | {"n.weight": E4}, None,
+        "m.weight is int8 ... --config"),
+    "blocks of no known size": (m(weight=weight_of(E4M3, 200, 128), weight_scale_inv=torch.ones(2, 1)), None,
+        "m.weight has scales [2, 1] of blocks of an unknown size ... needs the quantization_config"),
+    "scales for some": (m(weight=E4, weight_scale=ONE) | {"n.weight": E4}, None,
+        "n.weight ... without scales, and other tensors have them"),
+    "nothing": (m(weight=torch.ones(2)), fp8(), "no tensor is quantized"),
+    "gptq": (m(qweight=ints(2)), {"quant_method": "gptq"}, "gptq ... fp8, mxfp4"),
+    "awq": (m(qweight=ints(2)), {"quant_method": "awq"}, "awq"),
+    "unnamed": (m(weight=E4), {"bits": 4}, "an unnamed method"),
+    "no scales": (m(weight=E4), fp8(), "m.weight ... without scales"),
+    "scales of integers": (m(weight=E4, weight_scale_inv=ints()), fp8(), "m.weight_scale_inv ... int32"),
+    "other blocks": (m(weight=E4, weight_scale_inv=torch.ones(3, 5)), fp8(128, 128), "m.weight ... [4, 16] ... [3, 5]"),
+    "a bad block size": (m(weight=E4, weight_scale_inv=BLOCK), {"quant_method": "fp8", "weight_block_size": [0, "x"]},
+        "m.weight ... weight_block_size"),
+    "a companion that is not known": (m(weight=E4, weight_scale_inv=BLOCK, pre_quant_scale=torch.ones(16)), fp8(),
+        "m.pre_quant_scale ... not known"),
+    "scales without a weight": (m(weight=E4, weight_scale_inv=BLOCK) | {"n.weight_scale": torch.ones(16)}, fp8(),
+        "n.weight_scale ... not known"),
+    "4 bits of bitsandbytes": (m(weight=weight_of(torch.uint8, 64, 1)) | {"m.weight.absmax": torch.ones(2)}, NF4,
+        "m.weight.absmax ... not known"),
+    "experts of another model": (EXPERTS, {"quant_method": "mxfp4"}, "m.w1_blocks ... gpt-oss"),
+    "another algorithm of ModelOpt": (m(weight=weight_of(torch.uint8), weight_scale=ROWS), AWQ,
+        "m.weight_scale ... float32"),
+    "a group of another width": (m(weight=E4, weight_scale=ROWS), scheme(num_bits=4, type="int"),
+        "m.weight ... no group, or several"),
+    "a strategy that the shapes contradict": (m(weight=E4, weight_scale=torch.ones(4, 2)),
+        scheme(num_bits=8, type="float", strategy="channel"), "m.weight ... channel"),
+    "rotated weights": (m(weight=E4, weight_scale=ROWS), ROTATED, "transform_config"),
+    "packed zero points": (PACKED, scheme(num_bits=4, type="int", strategy="channel"),
+        "m.weight_packed ... zero points"),
+    "a packed number": (NUMBER, scheme(num_bits=4, type="float", group_size=16), "m.weight_packed ... single number"),
+    "a strategy that is no name": (m(weight=E4, weight_scale=ROWS), scheme(num_bits=8, type="float", strategy={}),
+        "m.weight ... are not those of {}"),
+    "a block that is no two sizes": (m(weight=E4, weight_scale=BLOCK), scheme(num_bits=8, type="float",
+        strategy="block", block_structure=[32, "a", 1]), "m.weight ... are not those of block"),
+    "a vector": (m(weight=weight_of(E4M3, 4), weight_scale=ONE), scheme(num_bits=8, type="float", strategy="tensor"),
+        "m.weight ... not that of a matrix"),
+    "scales without rows": (NO_ROWS, scheme(num_bits=4, type="float", group_size=32), "m.weight_packed ... do not fit"),
+    "two that become one": (BOTH, scheme(num_bits=4, type="float", group_size=32),
+        "m.weight_packed would become m.weight"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -477,12 +436,93 @@ def test_what_is_not_known_whole_is_refused_by_name(case, tmp_path, capsys):
     said = capsys.readouterr().err
     assert ended.value.code in (2, 4), said
     assert said.startswith("Error: ") and said.count("\n") == 1, said
-    assert [word for word in words if word not in said] == [], said
+    assert [word for word in words.split(" ... ") if word not in said] == [], said
     assert not (tmp_path / "out").exists()
 
 
-def test_names_of_two_tensors_that_become_one_are_refused(tmp_path):
-    tensors = {"m.weight_packed": bytes_of((4, 8)), "m.weight": torch.ones(4, 16), "m.weight_scale": bytes_of((4, 1))}
-    source = write_model(tmp_path / "in", tensors, scheme(num_bits=4, type="float", group_size=32))
-    with pytest.raises(UnsupportedError, match=r"m\.weight_packed would become m\.weight"):
-        ckpt_tools.convert(source, tmp_path / "out.safetensors", dequantize=True)
+# compressed-tensors' own code
+
+FLOAT8, INT8 = {"num_bits": 8, "type": "float"}, {"num_bits": 8, "type": "int"}
+FLOAT4, INT4 = {"num_bits": 4, "type": "float"}, {"num_bits": 4, "type": "int"}
+OF_32 = {"strategy": "group", "group_size": 32}
+OF_16 = {"strategy": "group", "group_size": 16}
+
+GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp8, one scale": ("float-quantized", {**FLOAT8, "strategy": "tensor"}),
+    "fp8, rows": ("float-quantized", {**FLOAT8, "strategy": "channel"}),
+    "fp8, blocks": ("float-quantized", {**FLOAT8, "strategy": "block", "block_structure": [32, 32]}),
+    "fp8, groups": ("naive-quantized", {**FLOAT8, **OF_32}),
+    "int8, one scale": ("int-quantized", {**INT8, "strategy": "tensor"}),
+    "int8, rows": ("int-quantized", {**INT8, "strategy": "channel"}),
+    "int8, groups": ("int-quantized", {**INT8, **OF_16}),
+    "int8, rows with zero points": ("int-quantized", {**INT8, "strategy": "channel", "symmetric": False}),
+    "nvfp4": ("nvfp4-pack-quantized", {**FLOAT4, "strategy": "tensor_group", "group_size": 16,
+        "scale_dtype": "torch.float8_e4m3fn"}),
+    "mxfp4": ("mxfp4-pack-quantized", {**FLOAT4, **OF_32, "scale_dtype": "torch.uint8"}),
+    "mxfp8": ("mxfp8-quantized", {**FLOAT8, **OF_32, "scale_dtype": "torch.uint8"}),
+    "packed, 4 bits": ("pack-quantized", {**INT4, **OF_32}),
+    "packed, 4 bits, rows": ("pack-quantized", {**INT4, "strategy": "channel"}),
+    "packed, 8 bits": ("pack-quantized", {**INT8, **OF_16}),
+}  # fmt: skip
+
+HEIGHT, WIDTH = 64, 96
+
+
+def scales_of(weights: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+    """Scales in the shape of the strategy."""
+    by_strategy = {
+        "tensor": (1,),
+        "channel": (HEIGHT, 1),
+        "block": (-(-HEIGHT // 32), -(-WIDTH // 32)),
+        "group": (HEIGHT, WIDTH // weights.get("group_size", 1)),
+        "tensor_group": (HEIGHT, WIDTH // 16),
+    }
+    shape = by_strategy[weights["strategy"]]
+    generator = torch.Generator().manual_seed(3)
+    if weights.get("scale_dtype") == "torch.uint8":
+        return 2.0 ** torch.randint(-20, 20, shape, generator=generator).to(dtype)
+    return (torch.rand(shape, generator=generator) * 0.1 + 1e-3).to(dtype)
+
+
+def compressed(form: str, weights: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A module's tensors as compressed-tensors compresses them, and the scheme."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    state = {
+        "weight": torch.randn(HEIGHT, WIDTH, generator=torch.Generator().manual_seed(4)).to(dtype),
+        "weight_scale": scales_of(weights, dtype),
+        "weight_zero_point": torch.zeros(1, dtype=torch.int8),
+    }
+    if form == "nvfp4-pack-quantized":
+        state["weight_global_scale"] = torch.full(shape, 37.5)
+    if weights.get("symmetric") is False:
+        state["weight_zero_point"] = torch.arange(HEIGHT, dtype=torch.int8)[:, None] - 20
+    else:
+        del state["weight_zero_point"]
+    return BaseCompressor.get_value_from_registry(form).compress(state, scheme), scheme
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("group", GROUPS)
+def test_compressed_tensors_decompresses_to_the_same_bits(group, tmp_path):
+    from compressed_tensors.compressors import BaseCompressor
+
+    form, weights = GROUPS[group]
+    settings = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"a": {"weights": weights}}}
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        for shape in [(1,), ()] if group == "nvfp4" else [()]:
+            state, its_scheme = compressed(form, dict(weights), dtype, shape)
+            wanted = BaseCompressor.get_value_from_registry(form).decompress(state, its_scheme)["weight"]
+            for name in ("float32", "bfloat16"):
+                folder = tmp_path / f"{dtype}{shape}{name}"
+                found = dequantized(folder, {f"m.{key}": value for key, value in state.items()}, settings, dtype=name)
+                assert found.keys() == {"m.weight"}
+                assert same_bits(found["m.weight"], wanted.to(getattr(torch, name)))
+
+
+@pytest.mark.extended
+def test_the_page_shows_what_its_commands_print(tmp_path):
+    fp8_model(tmp_path / "fp8")
+    check_commands(ROOT / "docs" / "quantized.md", tmp_path)

@@ -248,78 +248,37 @@ def test_prefixes_of_wrappers_are_taken_off(form):
 
 
 MISFITS: dict[str, tuple[dict[str, np.ndarray], Reference, str]] = {
-    "missing": (
-        {EMBED: numbers(V, H), NORM: numbers(H)},
-        reference(UNTIED),
-        "the source lacks lm_head.weight",
-    ),
-    "untied head that the reference lacks": (
-        model(),
-        reference(TIED, tie_word_embeddings=False),
-        "the reference lacks lm_head.weight; exclude= leaves out what is not to be written",
-    ),
-    "multi-token prediction": (
-        model(**{f"model.layers.4.{name}.weight": numbers(H) for name in ("enorm", "hnorm", "eh_proj")}),
-        reference(UNTIED),
-        "the reference lacks model.layers.4.enorm.weight, model.layers.4.hnorm.weight, model.layers.4.eh_proj.weight;",
-    ),
-    "vision tower": (
-        model(),
-        reference({**UNTIED, **{f"visual.blocks.{n}.{m}.weight": (H,) for n in range(9) for m in "abcdefg"}}),
-        "the source lacks 63 tensors such as visual.blocks.0.a.weight",
-    ),
-    "layers": (
-        model(),
-        reference({**UNTIED, **{f"model.layers.{n}.mlp.weight": (H,) for n in range(12)}}),
-        "the source lacks 12 tensors such as model.layers.0.mlp.weight",
-    ),
-    "both": (
-        {**model(), "extra.weight": numbers(H)},
-        reference({**UNTIED, "wanted.weight": (H,)}),
-        "the source lacks wanted.weight; the reference lacks extra.weight",
-    ),
-    "shape": (
-        model(**{"mlp.weight": numbers(3, H)}),
-        reference({**UNTIED, "mlp.weight": (5, H)}),
-        r"mlp.weight is \[3, 4\] in the source and \[5, 4\] in the reference",
-    ),
-    "columns of the embedding": (
-        {**model(), EMBED: numbers(V + 1, H + 1)},
-        reference(UNTIED),
-        r"model.embed_tokens.weight is \[7, 5\] in the source and \[6, 4\]",
-    ),
-    "rows of no vocabulary": (
-        model(V + 1),
-        replace(reference(UNTIED), config={}),
-        r"model.embed_tokens.weight is \[7, 4\] in the source and \[6, 4\] in the reference, lm_head.weight is",
-    ),
-    "integers": (
-        {**model(), NORM: np.arange(H)},
-        reference(UNTIED),
-        "model.norm.weight is int64 in the source and float32 in the reference",
-    ),
-    "8 bits": (
-        model(),
-        reference(UNTIED, DType.FLOAT8_E4M3FN, quantization_config={"quant_method": "fp8"}),
-        "is float32 in the source and float8_e4m3fn in the reference, .* and 1 more; the reference is quantized: name",
-    ),
-    "scales": (
-        model(),
-        reference({**UNTIED, "model.x.weight_scale_inv": (1,)}, quantization_config={}),
-        "the source lacks model.x.weight_scale_inv; .*; the reference is quantized",
-    ),
-    "several embeddings": (
-        model(other=numbers(V, H, seed=7)),
-        reference({**TIED, "other": (V, H)}, tie_word_embeddings=True),
-        "the reference lacks lm_head.weight",
-    ),
-    "another model": (
-        {"conv.weight": numbers(3, 3)},
-        reference(UNTIED),
-        "the source lacks model.embed_tokens.weight, model.norm.weight, lm_head.weight; the reference lacks conv.",
-    ),
+    "missing": ({EMBED: numbers(V, H), NORM: numbers(H)}, reference(UNTIED), "the source lacks lm_head.weight"),
+    "untied head that the reference lacks": (model(), reference(TIED, tie_word_embeddings=False),
+        "the reference lacks lm_head.weight; exclude= leaves out what is not to be written"),
+    "multi-token prediction": (model(**{f"model.layers.4.{name}.weight": numbers(H) for name in ("enorm", "hnorm",
+        "eh_proj")}), reference(UNTIED),
+        "the reference lacks model.layers.4.enorm.weight, model.layers.4.hnorm.weight, model.layers.4.eh_proj.weight;"),
+    "vision tower": (model(), reference({**UNTIED,
+        **{f"visual.blocks.{n}.{m}.weight": (H,) for n in range(9) for m in "abcdefg"}}),
+        "the source lacks 63 tensors such as visual.blocks.0.a.weight"),
+    "layers": (model(), reference({**UNTIED, **{f"model.layers.{n}.mlp.weight": (H,) for n in range(12)}}),
+        "the source lacks 12 tensors such as model.layers.0.mlp.weight"),
+    "both": ({**model(), "extra.weight": numbers(H)}, reference({**UNTIED, "wanted.weight": (H,)}),
+        "the source lacks wanted.weight; the reference lacks extra.weight"),
+    "shape": (model(**{"mlp.weight": numbers(3, H)}), reference({**UNTIED, "mlp.weight": (5, H)}),
+        r"mlp.weight is \[3, 4\] in the source and \[5, 4\] in the reference"),
+    "columns of the embedding": ({**model(), EMBED: numbers(V + 1, H + 1)}, reference(UNTIED),
+        r"model.embed_tokens.weight is \[7, 5\] in the source and \[6, 4\]"),
+    "rows of no vocabulary": (model(V + 1), replace(reference(UNTIED), config={}),
+        r"model.embed_tokens.weight is \[7, 4\] in the source and \[6, 4\] in the reference, lm_head.weight is"),
+    "integers": ({**model(), NORM: np.arange(H)}, reference(UNTIED),
+        "model.norm.weight is int64 in the source and float32 in the reference"),
+    "8 bits": (model(), reference(UNTIED, DType.FLOAT8_E4M3FN, quantization_config={"quant_method": "fp8"}),
+        "is float32 in the source and float8_e4m3fn in the reference, .* and 1 more; the reference is quantized: name"),
+    "scales": (model(), reference({**UNTIED, "model.x.weight_scale_inv": (1,)}, quantization_config={}),
+        "the source lacks model.x.weight_scale_inv; .*; the reference is quantized"),
+    "several embeddings": (model(other=numbers(V, H, seed=7)), reference({**TIED, "other": (V, H)},
+        tie_word_embeddings=True), "the reference lacks lm_head.weight"),
+    "another model": ({"conv.weight": numbers(3, 3)}, reference(UNTIED),
+        "the source lacks model.embed_tokens.weight, model.norm.weight, lm_head.weight; the reference lacks conv."),
     "an empty source": ({"conv.weight": numbers(0)}, reference(TIED), "the source lacks"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("arrays", "ref", "said"), MISFITS.values(), ids=MISFITS)

@@ -96,32 +96,21 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a variable with a space": (HEAD + line('"a.{the layer}"', '"b.{the layer}"'), ("the layer",)),
     "an empty name": (HEAD + line('""', '"b"'), ("number 1", "''")),
     "a variable on one side alone": (HEAD + line('"a.{layer}.w"', '"b.w"'), ("layer",)),
-    "a variable that is not an axis": (
-        HEAD + line('{ "a.{expert}.w" = "H" }', '{ "b.w" = "H" }'),
-        ("expert",),
-    ),
+    "a variable that is not an axis": (HEAD + line('{ "a.{expert}.w" = "H" }', '{ "b.w" = "H" }'), ("expert",)),
     "a variable that is no ASCII": (HEAD + line('{ "w.{e\u212a}" = "H" }', '{ v = "{eK} H" }'), ("is not a name",)),
     "a variable that Python keeps": (HEAD + line('{ "w.{class}" = "H" }', '{ v = "{class} H" }'), ("class",)),
-    "a variable of the name of the config": (
-        HEAD + line('{ "w.{config}" = "H" }', '{ v = "{config} H" }'),
-        ("config",),
-    ),
-    "a variable in name and shape": (
-        HEAD + line('{ "w.{expert}" = "{expert} H" }', '{ v = "{expert} H" }'),
-        ("w.{expert}", "{expert}"),
-    ),
+    "a variable of the name of the config": (HEAD + line('{ "w.{config}" = "H" }', '{ v = "{config} H" }'),
+        ("config",)),
+    "a variable in name and shape": (HEAD + line('{ "w.{expert}" = "{expert} H" }', '{ v = "{expert} H" }'),
+        ("w.{expert}", "{expert}")),
     "variables without text between": (HEAD + line('"a.{b}{c}"', '"{b}.{c}"'), ("a.{b}{c}",)),
     "many long variables": (HEAD + line('"{a...}.{b...}.{c...}.w"', '"{a...}.{b...}.{c...}.v"'), ("{a...}.{b...}",)),
-    "a variable that one of two names lacks": (
-        HEAD + line('{ "a.{layer}" = "(g:F u:F)" }', '{ "b.g" = "g", "b.{layer}.u" = "u" }'),
-        ("{layer}",),
-    ),
-    "an index that one of two names lacks": (
-        HEAD + line('{ "a" = "{expert} (g:F u:F)" }', '{ "b.g" = "g", "b.{expert}.u" = "u" }'),
-        ("{expert}",),
-    ),
+    "a variable that one of two names lacks": (HEAD + line('{ "a.{layer}" = "(g:F u:F)" }',
+        '{ "b.g" = "g", "b.{layer}.u" = "u" }'), ("{layer}",)),
+    "an index that one of two names lacks": (HEAD + line('{ "a" = "{expert} (g:F u:F)" }',
+        '{ "b.g" = "g", "b.{expert}.u" = "u" }'), ("{expert}",)),
     "two names and no axes": (HEAD + line('{ "a" = "H", "b" = "F" }', '"c"'), ("c",)),
-}
+}  # fmt: skip
 
 AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "an open parenthesis": (HEAD + axes(w="(gate:F up:F", v="gate"), ("(gate:F up:F",)),
@@ -151,11 +140,9 @@ SIZES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a size that is code": (f'{HEAD}[sizes]\nA = "__import__(1)"\n{axes(w="A", v="A")}', ("__import__(1)",)),
     "a size of text in the config": (f'{HEAD}[sizes]\nA = "config.act"\n{axes(w="A", v="A")}', ("act",)),
     "a size of a truth value in the config": (f'{HEAD}[sizes]\nA = "config.tie"\n{axes(w="A", v="A")}', ("tie",)),
-    "a size that the shape does not have": (
-        f'{HEAD}[sizes]\nA = "config.heads"\n{axes(w="A", v="A")}',
-        ("w", "4", "8"),
-    ),
-}
+    "a size that the shape does not have": (f'{HEAD}[sizes]\nA = "config.heads"\n{axes(w="A", v="A")}',
+        ("w", "4", "8")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [*FILES, *NAMES, *AXES, *SIZES])
@@ -217,49 +204,33 @@ def of(*names: str, shape: tuple[int, ...] = (4,), dtype: str = "float32") -> di
 
 LAYERS = HEAD + line('"a.{layer}.w"', '"b.{layer}.v"')
 MISFITS: dict[str, Misfit] = {
-    "a pattern that matches nothing": Misfit(
-        LAYERS + line('"a.{layer}.bias"', '"b.{layer}.bias"'), of("a.0.w"), ("a.{layer}.bias", "a.0.w")
-    ),
+    "a pattern that matches nothing": Misfit(LAYERS + line('"a.{layer}.bias"', '"b.{layer}.bias"'), of("a.0.w"),
+        ("a.{layer}.bias", "a.0.w")),
     "a name that no line has": Misfit(LAYERS, of("a.0.w", "a.0.scale"), ("a.0.scale",)),
     "no name that a line has": Misfit(LAYERS, of("x", "y"), ("a.{layer}.w",)),
     "the other direction": Misfit(LAYERS, of("b.0.v", "b.1.v"), ("--inverse",)),
     "the other direction, inverse": Misfit(LAYERS, of("a.0.w", "a.1.w"), ("--inverse",), inverse=True),
-    "two lines for one tensor": Misfit(
-        LAYERS + line('"a.{layer}.{kind}"', '"c.{layer}.{kind}"'), of("a.0.w", "a.0.bias"), ("a.0.w",)
-    ),
-    "two tensors for one name": Misfit(
-        HEAD + line('"a.{layer}.w"', '"b.{layer}"') + line('"c.{layer}.w"', '"b.{layer}"'),
-        of("a.0.w", "c.0.w"),
-        ("b.0", "a.0.w", "c.0.w"),
-    ),
+    "two lines for one tensor": Misfit(LAYERS + line('"a.{layer}.{kind}"', '"c.{layer}.{kind}"'),
+        of("a.0.w", "a.0.bias"), ("a.0.w",)),
+    "two tensors for one name": Misfit(HEAD + line('"a.{layer}.w"', '"b.{layer}"') + line('"c.{layer}.w"',
+        '"b.{layer}"'), of("a.0.w", "c.0.w"), ("b.0", "a.0.w", "c.0.w")),
     "a name that is kept and made": Misfit('others = "same"\n' + HEAD + RENAME, of("w", "v"), ("v", "w")),
     "too few axes": Misfit(HEAD + axes(w="H", v="H"), of("w", shape=(4, 2)), ("w", "[4, 2]")),
     "too many axes": Misfit(HEAD + axes(w="H F G", v="H F G"), of("w", shape=(4, 2)), ("w", "[4, 2]")),
     "axes of a scalar": Misfit(HEAD + axes(w="H", v="H"), of("w", shape=()), ("w",)),
-    "rows that do not halve": Misfit(
-        HEAD + line('{ w = "(gate:F up:F) H" }', '{ g = "gate H", u = "up H" }'), of("w", shape=(7, 2)), ("w", "7")
-    ),
-    "a scale that is below zero": Misfit(
-        HEAD + axes(w="(a:F-9 b:F)", v="(b:F a:F-9)"), of("w", shape=(4,)), ("w", "4", "F-9")
-    ),
+    "rows that do not halve": Misfit(HEAD + line('{ w = "(gate:F up:F) H" }', '{ g = "gate H", u = "up H" }'),
+        of("w", shape=(7, 2)), ("w", "7")),
+    "a scale that is below zero": Misfit(HEAD + axes(w="(a:F-9 b:F)", v="(b:F a:F-9)"), of("w", shape=(4,)),
+        ("w", "4", "F-9")),
     "a size that shapes do not tell": Misfit(HEAD + axes(w="F*F*(a:1)", v="a"), of("w"), ("w", "F")),
-    "padding without end": Misfit(
-        f'{HEAD}[sizes]\nP = "{10**30}"\n' + axes(w="V", v="(V:V pad:P)"), of("w"), ("P", "too large")
-    ),
-    "padding beyond 64 bits": Misfit(
-        f'{HEAD}[sizes]\nP = "{2**61}"\n' + axes(w="V H", v="(V:V pad:P) H"), of("w", shape=(4, 4)), ("v", "elements")
-    ),
-    "sizes that two tensors say otherwise": Misfit(
-        HEAD + line('{ g = "gate:F H", u = "up:F H" }', '{ w = "(gate:F up:F) H" }'),
-        of("g", shape=(3, 2)) | of("u", shape=(4, 2)),
-        ("u", "[4, 2]", "F = 3"),
-    ),
-    "a config that says otherwise": Misfit(
-        f'{HEAD}[sizes]\nH = "config.hidden_size"\n{axes(w="H", v="H")}',
-        of("w"),
-        ("w", "[4]", "[5]", "H = 5; [sizes] binds H"),
-        config={"hidden_size": 5},
-    ),
+    "padding without end": Misfit(f'{HEAD}[sizes]\nP = "{10**30}"\n' + axes(w="V", v="(V:V pad:P)"), of("w"),
+        ("P", "too large")),
+    "padding beyond 64 bits": Misfit(f'{HEAD}[sizes]\nP = "{2**61}"\n' + axes(w="V H", v="(V:V pad:P) H"),
+        of("w", shape=(4, 4)), ("v", "elements")),
+    "sizes that two tensors say otherwise": Misfit(HEAD + line('{ g = "gate:F H", u = "up:F H" }',
+        '{ w = "(gate:F up:F) H" }'), of("g", shape=(3, 2)) | of("u", shape=(4, 2)), ("u", "[4, 2]", "F = 3")),
+    "a config that says otherwise": Misfit(f'{HEAD}[sizes]\nH = "config.hidden_size"\n{axes(w="H", v="H")}', of("w"),
+        ("w", "[4]", "[5]", "H = 5; [sizes] binds H"), config={"hidden_size": 5}),
     "heads of the config that do not divide": Misfit(
         f'{HEAD}[sizes]\nA = "config.heads"\n{axes(w="A*(re:D im:D)", v="(re:A*D im:A*D)")}',
         of("w", shape=(8,)),
@@ -272,15 +243,11 @@ MISFITS: dict[str, Misfit] = {
         ("R = A / G", "A = 4", "G = 3"),
         config={"heads": 4, "groups": 3},
     ),
-    "a size that nothing tells": Misfit(
-        f'{HEAD}[sizes]\nA = "config.heads"\n' + line('{ w = "A*(re:D im:D)" }', '{ v = "(re:A*D im:A*D)" }'),
-        of("w", shape=(8,)),
-        ("w", "A", "config.json"),
-    ),
+    "a size that nothing tells": Misfit(f'{HEAD}[sizes]\nA = "config.heads"\n' + line('{ w = "A*(re:D im:D)" }',
+        '{ v = "(re:A*D im:A*D)" }'), of("w", shape=(8,)), ("w", "A", "config.json")),
     "a missing expert": Misfit(EXPERTS, experts(0, 1, 3), ("experts.2.gate.weight",), code=FORMAT, inverse=True),
-    "the experts of the second rank": Misfit(
-        EXPERTS, experts(4, 5, 6, 7), ("experts.0.gate.weight",), code=FORMAT, inverse=True
-    ),
+    "the experts of the second rank": Misfit(EXPERTS, experts(4, 5, 6, 7), ("experts.0.gate.weight",), code=FORMAT,
+        inverse=True),
     "the experts of the first rank": Misfit(
         'others = "same"\n' + HEAD + '[sizes]\nexpert = "config.num_experts"\n' + EXPERTS.removeprefix(HEAD),
         experts(0, 1, 2, 3),
@@ -289,12 +256,10 @@ MISFITS: dict[str, Misfit] = {
         inverse=True,
         config={"num_experts": 8},
     ),
-    "gate without up": Misfit(
-        EXPERTS, experts(0, 1, **{"experts.1.up.weight": None}), ("experts.1.up.weight",), code=FORMAT, inverse=True
-    ),
-    "an expert of a number that is much larger": Misfit(
-        EXPERTS, experts(0, 99999999999), ("experts.1.gate.weight", "100,000,000,000"), code=FORMAT, inverse=True
-    ),
+    "gate without up": Misfit(EXPERTS, experts(0, 1, **{"experts.1.up.weight": None}), ("experts.1.up.weight",),
+        code=FORMAT, inverse=True),
+    "an expert of a number that is much larger": Misfit(EXPERTS, experts(0, 99999999999),
+        ("experts.1.gate.weight", "100,000,000,000"), code=FORMAT, inverse=True),
     "an expert of a number with 5,000 digits": Misfit(EXPERTS, experts(0, "9" * 5000), ("experts.999",), inverse=True),
     "more experts in the config than can be counted": Misfit(
         HEAD + '[sizes]\nexpert = "config.num_experts"\n' + EXPERTS.removeprefix(HEAD),
@@ -304,55 +269,31 @@ MISFITS: dict[str, Misfit] = {
         inverse=True,
         config={"num_experts": 10**12},
     ),
-    "two names of one line for one tensor": Misfit(
-        HEAD + line('{ "w.{a}" = "H", "w.0" = "G" }', '{ v = "{a} H", u = "G" }'), of("w.0", "w.1"), ("w.0", "w.{a}")
-    ),
+    "two names of one line for one tensor": Misfit(HEAD + line('{ "w.{a}" = "H", "w.0" = "G" }',
+        '{ v = "{a} H", u = "G" }'), of("w.0", "w.1"), ("w.0", "w.{a}")),
     "experts without elements": Misfit(EXPERTS, of("experts.gate_up", shape=(9, 2, 0)), ("experts.gate_up", "H")),
-    "a number added to whole numbers": Misfit(
-        f"{HEAD}{RENAME}add = 1\n", of("w", dtype="int32"), ("w", "int32"), code=FORMAT
-    ),
-    "a dtype that no cast leads to": Misfit(
-        f'{HEAD}{RENAME}dtype = {{ right = "int8" }}\n', of("w"), ("float32", "int8"), code=FORMAT
-    ),
+    "a number added to whole numbers": Misfit(f"{HEAD}{RENAME}add = 1\n", of("w", dtype="int32"), ("w", "int32"),
+        code=FORMAT),
+    "a dtype that no cast leads to": Misfit(f'{HEAD}{RENAME}dtype = {{ right = "int8" }}\n', of("w"),
+        ("float32", "int8"), code=FORMAT),
     "an expert that is no number": Misfit(EXPERTS, experts(0, "one"), ("experts.one.gate.weight",), inverse=True),
     "an expert with a zero in front": Misfit(EXPERTS, experts(0, "01"), ("experts.01.gate.weight",), inverse=True),
     "the same expert twice": Misfit(EXPERTS, experts(0, 1, "01"), ("experts.01.gate.weight",), inverse=True),
-    "experts of two shapes": Misfit(
-        EXPERTS,
-        experts(0, 1, **{"experts.1.up.weight": np.ones((4, 2), np.float32)}),
-        ("experts.1.up.weight",),
-        inverse=True,
-    ),
-    "experts of two dtypes": Misfit(
-        EXPERTS,
-        experts(0, 1, **{"experts.1.up.weight": np.ones((3, 2), np.float16)}),
-        ("experts.1.up.weight",),
-        code=FORMAT,
-        inverse=True,
-    ),
-    "fused experts of another rank": Misfit(
-        EXPERTS, of("experts.gate_up", shape=(6, 2)), ("experts.gate_up", "[6, 2]")
-    ),
+    "experts of two shapes": Misfit(EXPERTS, experts(0, 1, **{"experts.1.up.weight": np.ones((4, 2), np.float32)}),
+        ("experts.1.up.weight",), inverse=True),
+    "experts of two dtypes": Misfit(EXPERTS, experts(0, 1, **{"experts.1.up.weight": np.ones((3, 2), np.float16)}),
+        ("experts.1.up.weight",), code=FORMAT, inverse=True),
+    "fused experts of another rank": Misfit(EXPERTS, of("experts.gate_up", shape=(6, 2)),
+        ("experts.gate_up", "[6, 2]")),
     "fused experts with odd rows": Misfit(EXPERTS, of("experts.gate_up", shape=(2, 5, 2)), ("experts.gate_up", "5")),
-    "scales of quantized weights": Misfit(
-        HEAD + line('{ w = "(q:Q k:Q) H" }', '{ q = "q H", k = "k H" }'),
+    "scales of quantized weights": Misfit(HEAD + line('{ w = "(q:Q k:Q) H" }', '{ q = "q H", k = "k H" }'),
         of("w", shape=(4, 2), dtype="uint8") | of("w.weight_scale_inv", shape=(1, 1)),
-        ("w is quantized", "--dequantize"),
-        code=FORMAT,
-    ),
-    "packed quantized weights": Misfit(
-        EXPERTS,
-        of("experts.gate_up_blocks", shape=(2, 6, 1, 16), dtype="uint8"),
-        ("experts.gate_up",),
-    ),
-    "tied weights that differ": Misfit(
-        f'{HEAD}tied = {{ "head" = "v" }}\n{RENAME}' + line('"h"', '"head"'),
-        of("w") | {"h": np.zeros(4, np.float32)},
-        ("head", "v"),
-        code=DIFFERENT,
-        config={"tie_word_embeddings": True},
-    ),
-}
+        ("w is quantized", "--dequantize"), code=FORMAT),
+    "packed quantized weights": Misfit(EXPERTS, of("experts.gate_up_blocks", shape=(2, 6, 1, 16), dtype="uint8"),
+        ("experts.gate_up",)),
+    "tied weights that differ": Misfit(f'{HEAD}tied = {{ "head" = "v" }}\n{RENAME}' + line('"h"', '"head"'), of("w")
+        | {"h": np.zeros(4, np.float32)}, ("head", "v"), code=DIFFERENT, config={"tie_word_embeddings": True}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MISFITS)
@@ -392,35 +333,19 @@ class Stateful:
 
 PART, WHOLE = (3, 2), (6, 2)
 STATES: dict[str, Stateful] = {
-    "steps that differ": Stateful(
-        {"g": adam(PART, 2.0), "u": adam(PART, 3.0)}, [group("g", "u")], ("g", "u", "step"), code=DIFFERENT
-    ),
-    "groups that differ": Stateful(
-        {"g": adam(PART), "u": adam(PART)}, [group("g"), group("u", weight_decay=0.1)], ("g", "u", "group")
-    ),
+    "steps that differ": Stateful({"g": adam(PART, 2.0), "u": adam(PART, 3.0)}, [group("g", "u")], ("g", "u", "step"),
+        code=DIFFERENT),
+    "groups that differ": Stateful({"g": adam(PART), "u": adam(PART)}, [group("g"), group("u", weight_decay=0.1)],
+        ("g", "u", "group")),
     "moments of one part alone": Stateful({"g": adam(PART), "u": {}}, [group("g", "u")], ("u", "exp_avg")),
-    "Adafactor's rows": Stateful(
-        {"w": {"exp_avg_sq_row": torch.ones(6), "exp_avg_sq_col": torch.ones(2), "step": torch.tensor(2.0)}},
-        [group("w")],
-        ("w", "exp_avg_sq_row"),
-        inverse=False,
-    ),
-    "preconditioners of square weights, known by another weight": Stateful(
-        {
-            "g": {"exp_avg": torch.ones(2, 2), "Q": torch.eye(2)},
-            "u": {"exp_avg": torch.ones(2, 2), "Q": torch.eye(2)},
-            "other": {"exp_avg": torch.ones(3, 2), "Q": torch.eye(3)},
-        },
-        [group("g", "u", "other")],
-        ("Q of other", "g"),
-    ),
-    "moments of 8 bits in blocks": Stateful(
-        {"w": {"state1": torch.ones(WHOLE, dtype=torch.uint8), "absmax1": torch.ones(1), "step": torch.tensor(2.0)}},
-        [group("w")],
-        ("w", "absmax1"),
-        inverse=False,
-    ),
-}
+    "Adafactor's rows": Stateful({"w": {"exp_avg_sq_row": torch.ones(6), "exp_avg_sq_col": torch.ones(2),
+        "step": torch.tensor(2.0)}}, [group("w")], ("w", "exp_avg_sq_row"), inverse=False),
+    "preconditioners of square weights, known by another weight": Stateful({"g": {"exp_avg": torch.ones(2, 2),
+        "Q": torch.eye(2)}, "u": {"exp_avg": torch.ones(2, 2), "Q": torch.eye(2)},
+        "other": {"exp_avg": torch.ones(3, 2), "Q": torch.eye(3)}}, [group("g", "u", "other")], ("Q of other", "g")),
+    "moments of 8 bits in blocks": Stateful({"w": {"state1": torch.ones(WHOLE, dtype=torch.uint8),
+        "absmax1": torch.ones(1), "step": torch.tensor(2.0)}}, [group("w")], ("w", "absmax1"), inverse=False),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", STATES)

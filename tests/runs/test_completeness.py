@@ -126,18 +126,15 @@ CASES: list[tuple[str, Damage, str]] = [
     ("global_step_5", without("actor/model_world_size_2_rank_1.pt"), "actor/model lacks the files of rank 1"),
     ("global_step_5", tracker("4"), "latest_checkpointed_iteration.txt names step 4"),
     ("epoch_1_step_5", without("optim"), "no optim/"),
-    (
-        "checkpoint-5",
-        lambda path: (path.parent / "checkpoint-5-unfinished").touch(),
-        "checkpoint-5-unfinished marks it",
-    ),
+    ("checkpoint-5", lambda path: (path.parent / "checkpoint-5-unfinished").touch(),
+        "checkpoint-5-unfinished marks it"),
     ("1000", without("_CHECKPOINT_METADATA"), ""),  # as old versions wrote it
     ("1000", lambda path: [without(name)(path) for name in ("_CHECKPOINT_METADATA", "default/_METADATA")], "no _META"),
     ("1000", lambda path: [without("_CHECKPOINT_METADATA")(path), (path / "orbax.checkpoint").touch()], "no _CHECK"),
     ("1000", lambda path: (path / "_CHECKPOINT_METADATA").write_text('{"init_timestamp_nsecs": 1}'), "time of commit"),
     ("1000", renamed("1000.orbax-checkpoint-tmp-17"), "says that the save did not finish"),
     ("epoch=1-step=7.ckpt", cut(), "has no end: it is cut off"),
-]
+]  # fmt: skip
 
 
 def laid(run: Path, name: str, make: Callable[[Path], None]) -> Path:

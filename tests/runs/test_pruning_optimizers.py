@@ -127,10 +127,8 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path, bool], None]]] = {
     "accelerate, a second model": ("checkpoint_{}", beside("optimizer_1.bin")),
     "accelerate, a DCP": ("checkpoint_{}", beside("optimizer_0/")),
     "accelerate, two DCPs": ("checkpoint_{}", in_dcp("pytorch_model_fsdp_0", "optimizer_0")),
-    "accelerate, files of ranks": (
-        "checkpoint_{}",
-        of_ranks("{item}_rank{rank}.bin", "pytorch_model_fsdp", "optimizer"),
-    ),
+    "accelerate, files of ranks": ("checkpoint_{}", of_ranks("{item}_rank{rank}.bin", "pytorch_model_fsdp",
+        "optimizer")),
     "a file of each rank": ("checkpoint-{}", beside("optimizer_rank_0.pt")),
     "safetensors": ("checkpoint-{}", beside("optimizer.safetensors")),
     "DeepSpeed in the Trainer's folder": ("checkpoint-{}", deepspeed),
@@ -140,7 +138,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path, bool], None]]] = {
     "a DCP": ("step-{}", in_dcp("")),
     "OLMo-core": ("step{}", in_dcp("model_and_optim")),
     "verl": ("global_step_{}", of_ranks("actor/{item}_world_size_2_rank_{rank}.pt", "model", "optim", "extra_state")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
