@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-all quick check bench soak fuzz docs install browser clean
+.PHONY: demo test test-all judges quick check bench soak fuzz mutants docs install browser clean
 SUDO   := $(shell [ "$$(id -u)" = 0 ] || echo sudo -n)
 .DEFAULT_GOAL := test
 export PYTHON
@@ -60,6 +60,20 @@ test: $(STAMP)
 test-all: check browser
 	$(PYTEST) $(if $(ONLY),-m $(ONLY))
 
+# The tests marked `judges` again, in an environment of its own with a Python that the newest frameworks need: they write
+# the checkpoints and load what we write.
+JUDGES := .venv-judges
+PYENVS := $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python $(HOME)/.pyenv/versions/3.12*/bin/python)
+NEWER  := $(shell for each in python3.13 python3.12 $(PYENVS); do $$each -c '' 2>/dev/null && echo $$each && break; done)
+
+$(JUDGES)/.installed: pyproject.toml constraints/judges.txt
+	@PYTHON=$(NEWER) scripts/install.sh $(JUDGES) judges 'the newest frameworks (about 2 minutes)' -e '.[all]' --group dev
+	@touch $@
+
+judges: $(if $(NEWER),$(JUDGES)/.installed)
+	@$(if $(NEWER),$(JUDGES)/bin/python -m pytest -m judges -q -n 2 --dist loadfile,\
+		echo 'Not run: the newest frameworks need Python 3.12 or 3.13, which this machine lacks.')
+
 # All tests, and all of what `make test-all` has a sample of: the full matrix of formats and world sizes, with its
 # table, every recipe, every damage to every layout of the corpus, the casts of all 2**32 float32 patterns, a kill at every
 # system call that writes, random trees around a destination, kills of conversions on Ray and of training runs, every
@@ -74,9 +88,14 @@ soak: $(STAMP)
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.end_to_end.fuzzing $(ARGS)
 
+# How many small faults in the converter the tests notice: 150 changed operators, constants and return values, each with
+# the tests that pass it. About an hour and a half on 2 cores. ARGS as `python -m scripts.mutants --help` says.
+mutants: $(STAMP)
+	$(BIN)/python -m scripts.mutants $(ARGS)
+
 # Against the peers and cp: hours at its full size. Goes on where it was stopped; ARGS as `python -m benchmarks --help` says.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(JUDGES) demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis
