@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -69,16 +70,18 @@ def test_every_room_has_its_place_in_the_house():
     assert [room for room in sorted(rooms) if not re.search(rf"\b{room}\b", ARCHITECTURE)] == []
 
 
-def tokens(page: Path) -> Iterator[Token]:
+@cache
+def tokens(page: Path) -> list[Token]:
     """Links, pictures and code in the text of a page."""
-    for block in MarkdownIt().enable("table").parse(page.read_text()):
-        yield from block.children or ()
+    blocks = MarkdownIt().enable("table").parse(page.read_text())
+    return [token for block in blocks for token in block.children or ()]
 
 
 def codes(page: Path) -> Iterator[str]:
     yield from (token.content for token in tokens(page) if token.type == "code_inline")
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """Where a link into the page can lead: its headings, as GitHub names them."""
     blocks = MarkdownIt().parse(page.read_text())

@@ -9,34 +9,33 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
+from ckpt_tools.cli import completion
+from ckpt_tools.cli.main import group
 from ckpt_tools.core.option_names import ALIASES
+from tests.support.commands import printed
 
 LIMIT_SECONDS = 30
 
 
-def offered(line: str, folder: Path, shell: str = "bash") -> list[str]:
-    """What is offered for the last word of ``line``, as click's script of the shell gets it."""
+def asked(line: str, shell: str = "bash") -> dict[str, str]:
+    """The environment in which click's script of the shell asks what completes the last word of ``line``."""
     words = line.split(" ")
-    environment = {**os.environ, "COMP_WORDS": line, "_CKPT_TOOLS_COMPLETE": f"{shell}_complete"}
-    environment["COMP_CWORD"] = words[-1] if shell == "fish" else str(len(words) - 1)
-    done = subprocess.run(
-        [sys.executable, "-m", "ckpt_tools"],
-        env=environment | {"PYTHONPATH": str(Path(__file__).parent.parent.parent)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=True,
-    )
-    assert done.stderr == ""
-    return done.stdout.splitlines()
+    return {"COMP_WORDS": line, "COMP_CWORD": words[-1] if shell == "fish" else str(len(words) - 1)}
+
+
+def offered(line: str, shell: str = "bash") -> list[str]:
+    found, items = completion._shell(shell, group), ()
+    with patch.dict(os.environ, asked(line, shell)), suppress(Exception, SystemExit):
+        items = completion._items(found, *found.get_completion_args())
+    return "".join(f"{found.format_completion(item)}\n" for item in items).splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -73,35 +72,37 @@ CASES = [
 
 
 @pytest.mark.parametrize(("line", "expected"), CASES)
-def test_what_is_offered(line, expected, folder):
-    assert offered(line, folder) == expected
+def test_what_is_offered(line, expected, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert offered(line) == expected
 
 
-def test_aliases_are_offered(folder):
-    assert {f"plain,{alias}" for alias in ALIASES["to"]} <= set(offered("ckpt-tools convert a b --to ", folder))
+def test_aliases_are_offered_and_other_shells_are_answered():
+    assert {f"plain,{alias}" for alias in ALIASES["to"]} <= set(offered("ckpt-tools convert a b --to "))
+    assert offered("ckpt-tools convert a b --to dc", "zsh") == ["plain", "dcp", "_"]
+    assert offered("ckpt-tools convert a b --to dc", "fish") == ["plain,dcp"]
 
 
-@pytest.mark.parametrize(("shell", "expected"), [("zsh", ["plain", "dcp", "_"]), ("fish", ["plain,dcp"])])
-def test_other_shells_are_answered(shell, expected, folder):
-    assert offered("ckpt-tools convert a b --to dc", folder, shell) == expected
-
-
-def test_a_store_that_does_not_answer_delays_for_seconds_alone(folder):
+def test_a_store_that_does_not_answer_delays_for_seconds_alone():
     """Nothing listens at the address, and a store is asked again for a minute."""
+    environment = {**os.environ, **asked("ckpt-tools convert http://127.0.0.1:9/a b --include head")}
+    environment["_CKPT_TOOLS_COMPLETE"] = "bash_complete"
     started = time.monotonic()
-    assert offered("ckpt-tools convert http://127.0.0.1:9/a b --include head", folder) == []
+    done = subprocess.run([sys.executable, "-m", "ckpt_tools"], env=environment, capture_output=True, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_is_printed_without_torch(shell):
+def test_the_script_is_printed_without_torch():
     code = (
         "import sys; from ckpt_tools.cli.main import main\n"
-        f"try: main(['completion', '{shell}'])\n"
+        "try: main(['completion', 'fish'])\n"
         "finally: assert not {'torch', 'numpy'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert f"_CKPT_TOOLS_COMPLETE={shell}_complete" in done.stdout
+    assert "_CKPT_TOOLS_COMPLETE=fish_complete" in done.stdout
+    for shell in ("bash", "zsh"):
+        assert f"_CKPT_TOOLS_COMPLETE={shell}_complete" in printed("completion", shell)
 
 
 def typed(keys: str, until: str, folder: Path, environment: dict[str, str]) -> str:
@@ -127,19 +128,11 @@ def typed(keys: str, until: str, folder: Path, environment: dict[str, str]) -> s
         os.waitpid(process, 0)
 
 
-BASH: list[Any] = [
-    ("ckpt-tools inspect checkp\t", "checkpoint.safetensors"),
-    ("ckpt-tools convert a b --dtype bfl\t", "bfloat16"),
-    ("ckpt-tools convert checkpoint.safetensors b --include hea\t", "head.bias"),
-]
-
-
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-@pytest.mark.parametrize(("keys", "until"), BASH)
-def test_a_real_bash_completes(keys, until, folder, tmp_path):
+def test_a_real_bash_completes(folder, tmp_path):
     program = tmp_path / "ckpt-tools"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ckpt_tools "$@"\n')
     program.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TERM": "xterm", "PS1": "$ "}
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent.parent)
-    assert until in typed(keys, until, folder, environment)
+    assert "bfloat16" in typed("ckpt-tools convert a b --dtype bfl\t", "bfloat16", folder, environment)

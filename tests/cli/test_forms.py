@@ -20,21 +20,10 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools.cli import forms
 from ckpt_tools.cli.forms import MAX_ROWS, escaped, folder_of
-from ckpt_tools.cli.main import main
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.verification.deviation import Deviation
 from ckpt_tools.verification.report import Aspect, Difference, fold, summarize
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    out, error = capsys.readouterr()
-    return int(str(ended.value.code or 0)), out, error
-
-
-def lines(*differences: Difference) -> list[str]:
-    return [f"{row.name}: {row.what}" for row in fold(summarize(differences).rows)]
+from tests.support.commands import run_command
 
 
 def cast(name: str, apart: Deviation, slot: str = "weight") -> Difference:
@@ -42,58 +31,61 @@ def cast(name: str, apart: Deviation, slot: str = "weight") -> Difference:
     return Difference(key, Aspect.DTYPE, f"the words of {name}", apart, "float32 -> bfloat16")
 
 
-def test_equal_reasons_are_one_line():
-    equal = [cast(f"{name}.weight", Deviation()) for name in "abcdef"]
-    assert lines(*equal) == [
-        "6 tensors: float32 -> bfloat16, equal as numbers (a.weight, b.weight, c.weight, d.weight and 2 more)"
-    ]
-    assert lines(*equal[:1]) == ["a.weight: the words of a.weight"]
-    apart = cast("z", Deviation(num_differing=2, num_one_nan=1, max_abs=0.5, max_rel=0.25))
-    assert lines(equal[0], apart) == [
-        "2 tensors: float32 -> bfloat16, 2 elements differ as numbers, by at most 0.5 (relative 0.25); "
-        "1 NaN on one side only (z, a.weight)"
-    ]
-
-
-def test_other_reasons_stay_apart_and_values_keep_their_order():
-    missing = [Difference(StateKey(name), Aspect.MISSING, "only in A") for name in ("x", "y")]
-    unexpected = Difference(StateKey("n"), Aspect.UNEXPECTED, "only in B")
-    values = [
+EQUAL = [cast(f"{name}.weight", Deviation()) for name in "abcdef"]
+BOTH = [cast(name, Deviation(), slot) for name in "ab" for slot in ("weight", "master")]
+APART = cast("z", Deviation(num_differing=2, num_one_nan=1, max_abs=0.5, max_rel=0.25))
+OTHERS = [
+    *(
         Difference(StateKey(name), Aspect.VALUES, f"by {size}", Deviation(num_differing=1, max_abs=size))
         for name, size in (("small", 1), ("large", 9), ("same", 1))
-    ]
-    entries = [Difference(StateKey(name, "entry"), Aspect.ENTRY, "3 in A, 4 in B") for name in ("step", "epoch")]
-    assert lines(*values, unexpected, *missing, *entries) == [
-        "n: only in B",
-        "2 tensors: only in A (x, y)",
-        "step: 3 in A, 4 in B",
-        "epoch: 3 in A, 4 in B",
-        "large: by 9",
-        "small: by 1",
-        "same: by 1",
-    ]
+    ),
+    Difference(StateKey("n"), Aspect.UNEXPECTED, "only in B"),
+    *(Difference(StateKey(name), Aspect.MISSING, "only in A") for name in ("x", "y")),
+    *(Difference(StateKey(name, "entry"), Aspect.ENTRY, "3 in A, 4 in B") for name in ("step", "epoch")),
+]
 
 
-def test_a_weight_and_its_master_count_twice():
-    both = [cast(name, Deviation(), slot) for name in "ab" for slot in ("weight", "master")]
-    assert lines(*both) == [
-        "4 tensors: float32 -> bfloat16, equal as numbers (a (weight and master), b (weight and master))"
-    ]
+@pytest.mark.parametrize(
+    ("differences", "said"),
+    [
+        (
+            EQUAL,
+            "6 tensors: float32 -> bfloat16, equal as numbers (a.weight, b.weight, c.weight, d.weight and 2 more)",
+        ),
+        (EQUAL[:1], "a.weight: the words of a.weight"),
+        (
+            [EQUAL[0], APART],
+            "2 tensors: float32 -> bfloat16, 2 elements differ as numbers, by at most 0.5 (relative 0.25); "
+            "1 NaN on one side only (z, a.weight)",
+        ),
+        (BOTH, "4 tensors: float32 -> bfloat16, equal as numbers (a (weight and master), b (weight and master))"),
+        (
+            OTHERS,
+            "n: only in B\n2 tensors: only in A (x, y)\nstep: 3 in A, 4 in B\nepoch: 3 in A, 4 in B\n"
+            "large: by 9\nsmall: by 1\nsame: by 1",
+        ),
+    ],
+    ids=["equal reasons", "one alone", "apart as numbers", "weights and masters", "other reasons"],
+)
+def test_equal_reasons_are_one_line_and_values_keep_their_order(differences, said):
+    assert [f"{row.name}: {row.what}" for row in fold(summarize(differences).rows)] == said.split("\n")
 
 
-def test_all_lists_every_one(tmp_path, capsys):
+def test_all_lists_every_one(tmp_path):
     tensors = {f"layers.{number}.w": torch.full((4,), 0.1) for number in range(30)}
     save_file(tensors, tmp_path / "a.safetensors")
     save_file({name: each.bfloat16() for name, each in tensors.items()}, tmp_path / "b.safetensors")
     pair = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    code, out, _ = run(capsys, "diff", *pair)
+    code, out, _ = run_command("diff", *pair)
     assert code == 6
     assert [each.split(",")[0] for each in out.splitlines() if "->" in each] == ["30 tensors: float32 -> bfloat16"]
-    assert len(run(capsys, "diff", *pair, "--all")[1].splitlines()) == 30 + 3
-    found = json.loads(run(capsys, "diff", *pair, "--format", "json")[1])
-    assert found == json.loads(run(capsys, "diff", *pair, "--json")[1])
+    assert len(run_command("diff", *pair, "--all")[1].splitlines()) == 30 + 3
+    found = json.loads(run_command("diff", *pair, "--format", "json")[1])
+    assert found == json.loads(run_command("diff", *pair, "--json")[1])
     assert len(found["differences"]) == 30
     assert {each["reason"] for each in found["differences"]} == {"float32 -> bfloat16"}
+    code, _, error = run_command("diff", *pair, "--json", "--format", "text")
+    assert (code, "contradict" in error) == (2, True)
 
 
 ODD = "a|b`c*d_e_ <b>x</b> [l](https://x.y) \\| &amp; @you #1 $x$ ~~s~~ ![i](u) www.z.com _f_ __init__ :smile:"
@@ -114,18 +106,18 @@ def table(text: str) -> list[list[str]]:
     return rows
 
 
-def test_markdown_shows_every_character_of_a_name(tmp_path, capsys):
+def test_markdown_shows_every_character_of_a_name(tmp_path):
     save_file({ODD: torch.ones(2), "v": torch.ones(2)}, tmp_path / "a.safetensors")
     save_file({ODD: torch.zeros(2), "v": torch.ones(2)}, tmp_path / "b.safetensors")
     pair = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    code, out, _ = run(capsys, "diff", *pair, "--format", "markdown")
+    code, out, _ = run_command("diff", *pair, "--format", "markdown")
     assert code == 6
     assert table(out) == [["name", "difference"], [ODD, "2 of 2 elements differ, by at most 1 (relative 1)"]]
     bare = re.sub(r"&#\d+;", "", escaped(ODD))
     assert not set(bare) & set("|<>`*[]@#$~!&\\")
     assert "https:" not in escaped(ODD) and "www." not in escaped(ODD)
     assert escaped("self_attn.q_proj: 3") == "self_attn.q_proj: 3"
-    code, out, _ = run(capsys, "verify", pair[0], "--format", "markdown")
+    code, out, _ = run_command("verify", pair[0], "--format", "markdown")
     assert (code, "all are whole" in out, "| ---" in out) == (0, True, False)
 
 
@@ -136,77 +128,36 @@ def test_markdown_has_some_hundred_rows(capsys):
     assert out.endswith("and 5 more\n\n")
 
 
-REGION = {
-    "type": "object",
-    "properties": {"byteOffset": {"type": "integer", "minimum": 0}, "byteLength": {"type": "integer", "minimum": 0}},
-    "required": ["byteOffset", "byteLength"],
-    "additionalProperties": False,
-}
+def _object(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+
+
+def _list(items: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "array", "items": items, **more}
+
+
+STRING = {"type": "string"}
+NUMBER = {"type": "integer", "minimum": 0}
 TEXT = {"type": "object", "properties": {"text": {"type": "string", "minLength": 1}}, "required": ["text"]}
-ARTIFACT = {
-    "type": "object",
-    "properties": {
-        "artifactLocation": {
-            "type": "object",
-            "properties": {"uri": {"type": "string", "format": "uri-reference"}},
-            "required": ["uri"],
-            "additionalProperties": False,
-        },
-        "region": REGION,
-    },
-    "required": ["artifactLocation"],
-    "additionalProperties": False,
-}
-LOCATION = {
-    "type": "object",
-    "properties": {
-        "physicalLocation": ARTIFACT,
-        "logicalLocations": {
-            "type": "array",
-            "uniqueItems": True,
-            "items": {"type": "object", "properties": {"fullyQualifiedName": {"type": "string"}}},
-        },
-    },
-    "additionalProperties": False,
-}
-RULES = {"type": "array", "uniqueItems": True, "items": {"required": ["id"], "properties": {"shortDescription": TEXT}}}
-DRIVER = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "informationUri": {"type": "string", "format": "uri"}, "rules": RULES},
-    "required": ["name"],
-    "additionalProperties": False,
-}
-RESULT = {
-    "type": "object",
-    "properties": {
-        "ruleId": {"type": "string"},
-        "level": {"enum": ["none", "note", "warning", "error"]},
-        "message": TEXT,
-        "locations": {"type": "array", "items": LOCATION},
-    },
-    "required": ["message"],
-    "additionalProperties": False,
-}
-RUN = {
-    "type": "object",
-    "properties": {
-        "tool": {"type": "object", "properties": {"driver": DRIVER}, "required": ["driver"]},
-        "results": {"type": "array", "items": RESULT},
-        "properties": {"type": "object"},
-    },
-    "required": ["tool"],
-    "additionalProperties": False,
-}
-SARIF = {
-    "type": "object",
-    "properties": {
-        "$schema": {"type": "string", "format": "uri"},
-        "version": {"const": "2.1.0"},
-        "runs": {"type": "array", "items": RUN},
-    },
-    "required": ["version", "runs"],
-    "additionalProperties": False,
-}
+ARTIFACT = _object(
+    "artifactLocation",
+    artifactLocation=_object("uri", uri={"type": "string", "format": "uri-reference"}),
+    region=_object("byteOffset", "byteLength", byteOffset=NUMBER, byteLength=NUMBER),
+)
+NAMES = _list({"type": "object", "properties": {"fullyQualifiedName": STRING}}, uniqueItems=True)
+RULES = _list({"required": ["id"], "properties": {"shortDescription": TEXT}}, uniqueItems=True)
+DRIVER = _object("name", name=STRING, informationUri={"type": "string", "format": "uri"}, rules=RULES)
+RESULT = _object(
+    "message",
+    ruleId=STRING,
+    level={"enum": ["none", "note", "warning", "error"]},
+    message=TEXT,
+    locations=_list(_object(physicalLocation=ARTIFACT, logicalLocations=NAMES)),
+)
+TOOL = {"type": "object", "properties": {"driver": DRIVER}, "required": ["driver"]}
+RUN = _object("tool", tool=TOOL, results=_list(RESULT), properties={"type": "object"})
+SARIF = _object("version", "runs", version={"const": "2.1.0"}, runs=_list(RUN))
+SARIF["properties"]["$schema"] = {"type": "string", "format": "uri"}
 """The objects of SARIF 2.1.0 (OASIS, sections 3.13 to 3.30) that are used, with what each requires and may have."""
 
 
@@ -215,9 +166,9 @@ class Harm:
         return os.getpid, ()
 
 
-def sarif(capsys: pytest.CaptureFixture[str], *words: str | Path) -> list[dict[str, Any]]:
+def sarif(*words: str | Path) -> list[dict[str, Any]]:
     """The runs of a log that is as SARIF says, whose results are each of a rule."""
-    _, out, _ = run(capsys, *words, "--format", "sarif")
+    _, out, _ = run_command(*words, "--format", "sarif")
     log = json.loads(out)
     jsonschema.validate(log, SARIF, format_checker=jsonschema.FormatChecker())
     for each in log["runs"]:
@@ -232,7 +183,7 @@ def places(run: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(each["artifactLocation"]["uri"], each.get("region")) for each in found]
 
 
-def test_sarif_has_the_bytes_of_an_opcode(tmp_path, monkeypatch, capsys):
+def test_sarif_has_the_bytes_of_an_opcode(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
     torch.save({"w": torch.ones(3), "x": Harm()}, "models/zip file.pt")
@@ -242,7 +193,7 @@ def test_sarif_has_the_bytes_of_an_opcode(tmp_path, monkeypatch, capsys):
     np.savez("models/stored.npz", a=np.array([Harm()], dtype=object))
     np.savez_compressed("models/deflated.npz", a=np.array([Harm()], dtype=object))
     Path("models/noise.pt").write_bytes(b"noise")
-    (result,) = sarif(capsys, "scan", "models")
+    (result,) = sarif("scan", "models")
     found = dict(places(result))
     assert set(found) == {
         *("models/zip%20file.pt", "models/old.pt", "models/plain.pkl", "models/objects.npy"),
@@ -264,7 +215,7 @@ def test_sarif_has_the_bytes_of_an_opcode(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_sarif_has_the_bytes_of_an_item(tmp_path, capsys):
+def test_sarif_has_the_bytes_of_an_item(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     dcp.save({"a": torch.ones(4), "b": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
@@ -275,39 +226,39 @@ def test_sarif_has_the_bytes_of_an_item(tmp_path, capsys):
         start = data.index(b"PK\x03\x04", start + 1)
     data[start + 40] ^= 1
     file.write_bytes(data)
-    (result,) = sarif(capsys, "scan", tmp_path)
+    (result,) = sarif("scan", tmp_path)
     ((uri, region),) = places(result)
     assert uri == file.name
     assert region == {"byteOffset": start, "byteLength": len(data) - start}
 
 
-def test_several_sources_are_several_runs(tmp_path, monkeypatch, capsys):
+def test_several_sources_are_several_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()
     for path in ("a/x.pkl", "y.pkl"):
         Path(path).write_bytes(pickle.dumps(Harm()))
     Path("ok.pkl").write_bytes(pickle.dumps({}))
     words = ("scan", "a/x.pkl", "ok.pkl", "y.pkl")
-    first, second, third = sarif(capsys, *words)
+    first, second, third = sarif(*words)
     assert [places(each)[0][0] for each in (first, third)] == ["a/x.pkl", "y.pkl"]
     assert second["results"] == []
-    assert [each["clean"] for each in json.loads(run(capsys, *words, "--json")[1])] == [False, True, False]
-    code, out, error = run(capsys, *words)
+    assert [each["clean"] for each in json.loads(run_command(*words, "--json")[1])] == [False, True, False]
+    code, out, error = run_command(*words)
     assert (code, out.count("it calls"), "a/x.pkl (byte" in out) == (7, 2, True)
     assert "a/x.pkl, y.pkl is not proved to be safe: 2 findings" in error
-    code, out, _ = run(capsys, *words, "--format", "markdown")
+    code, out, _ = run_command(*words, "--format", "markdown")
     assert [row[:2] for row in table(out)] == [["danger", "file"], ["runs", "a/x.pkl"], ["runs", "y.pkl"]]
 
 
-def test_sarif_of_verify_names_files_and_tensors(tmp_path, capsys):
+def test_sarif_of_verify_names_files_and_tensors(tmp_path):
     save_file({"w": torch.ones(4)}, tmp_path / "m.safetensors")
     ckpt_tools.checksum(tmp_path / "m.safetensors")
     save_file({"w": torch.zeros(4)}, tmp_path / "m.safetensors")
-    (result,) = sarif(capsys, "verify", tmp_path / "m.safetensors")
+    (result,) = sarif("verify", tmp_path / "m.safetensors")
     (found,) = result["results"]
     assert (found["ruleId"], found["locations"]) == ("digest", [{"logicalLocations": [{"fullyQualifiedName": "w"}]}])
     (tmp_path / "m.safetensors.sha256").write_text("0" * 64)
-    (result,) = sarif(capsys, "verify", tmp_path / "m.safetensors")
+    (result,) = sarif("verify", tmp_path / "m.safetensors")
     assert places(result) == [("m.safetensors", None)]
 
 
@@ -328,9 +279,3 @@ def test_names_begin_at_the_working_directory(source, folder, tmp_path, monkeypa
     assert folder_of(source) == folder
     Path("a").mkdir()
     assert folder_of("a") == "a"
-
-
-def test_two_forms_contradict_each_other(tmp_path, capsys):
-    save_file({"w": torch.ones(4)}, tmp_path / "m.safetensors")
-    code, _, error = run(capsys, "verify", tmp_path / "m.safetensors", "--json", "--format", "text")
-    assert (code, "contradict" in error) == (2, True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 import ckpt_tools
 from tests.support.sparse import make_sparse
-from tests.support.sweep import thinned
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
@@ -107,33 +108,42 @@ def is_whole(out: Path, source: Path) -> bool:
     return out.exists()
 
 
-@pytest.mark.parametrize("number", thinned(CODES, 3), ids=lambda number: number.name)
-@pytest.mark.parametrize("point", POINTS)
-def test_a_conversion_that_is_done_ends_with_0(point, number, source, tmp_path):
-    out = tmp_path / "out"
+def each_signal(points: Iterable[str], extended: Sequence[str]) -> pytest.MarkDecorator:
+    """A test of every signal at every point; those in ``extended`` are in ``make test-all``."""
+    every = [f"{point}: {number.name}" for point in points for number in CODES]
+    return pytest.mark.parametrize("case", tiered(every, test=(), extended=extended))
+
+
+def parts(case: str) -> tuple[str, signal.Signals]:
+    point, _, name = case.partition(": ")
+    return point, signal.Signals[name]
+
+
+@each_signal(POINTS, [f"{point}: {('SIGTERM', 'SIGINT', 'SIGHUP')[n % 3]}" for n, point in enumerate(POINTS)])
+def test_a_conversion_that_is_done_ends_with_0(case, source, tmp_path):
+    (point, number), out = parts(case), tmp_path / "out"
     done = run(POINTS[point], number, point, "convert", source, out, "--to", "dcp")
     assert "sent" in done.stderr
     assert (done.returncode, is_whole(out, source)) == (0, True), done.stderr
     assert (out.name in done.stdout, "Traceback" in done.stderr, "Exception" in done.stderr) == (True, False, False)
 
 
-@pytest.mark.parametrize("number", thinned(CODES, 3), ids=lambda number: number.name)
-@pytest.mark.parametrize("point", ["the last function at exit", "the end of another module", "before the code is said"])
-def test_a_command_that_failed_keeps_its_code(point, number, source, tmp_path):
+@each_signal(["the last function at exit", "before the code is said"], ["before the code is said: SIGTERM"])
+def test_a_command_that_failed_keeps_its_code(case, source, tmp_path):
+    point, number = parts(case)
     done = run(POINTS[point], number, point, "convert", tmp_path / "none", tmp_path / "out", "--to", "dcp")
     assert (done.returncode, "there is nothing at" in done.stderr or "Error: " in done.stderr) == (3, True), done.stderr
 
 
-@pytest.mark.parametrize("number", thinned(CODES, 3), ids=lambda number: number.name)
-@pytest.mark.parametrize("point", WITHIN)
-def test_within_the_command_the_code_says_which_signal(point, number, source, tmp_path):
-    out = tmp_path / "out"
+@each_signal(WITHIN, [f"{point}: {('SIGTERM', 'SIGINT', 'SIGHUP')[n % 3]}" for n, point in enumerate(WITHIN)])
+def test_within_the_command_the_code_says_which_signal(case, source, tmp_path):
+    (point, number), out = parts(case), tmp_path / "out"
     done = run(WITHIN[point], number, point, "convert", source, out, "--to", "dcp")
-    assert done.returncode in (0, CODES[signal.Signals(number)]), done.stderr
+    assert done.returncode in (0, CODES[number]), done.stderr
     assert is_whole(out, source) or done.returncode
 
 
-@pytest.mark.parametrize("delay", thinned([number / 10 for number in range(20)], 4))
+@pytest.mark.parametrize("delay", tiered([n / 10 for n in range(20)], test=(), extended=("0.3", "0.9", "1.5")))
 def test_whenever_it_arrives_there_is_a_documented_code(delay, source, tmp_path):
     """From the time at which the command heeds signals."""
     code = f"""

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, DestinationExistsError, MalformedError, SourceNotFoundError, UsageError
 from ckpt_tools.runs.files import in_order_of_removal
 from ckpt_tools.runs.rules import Best
 from tests.runs.test_completeness import MADE, laid, listed
+from tests.support.commands import printed
 from tests.support.s3_server import BUCKET
 
 
@@ -51,8 +50,8 @@ def there(run: Path) -> list[str]:
 def test_nothing_goes_without_yes(run):
     before = there(run)
     assert kept(run, keep_last=2) == [500, 400]
-    done = CliRunner().invoke(group, ["prune", str(run), "--keep-last", "2"])
-    assert "would go" in done.stdout and "6 files" in done.stdout and "add --yes" in done.stdout
+    said = printed("prune", run, "--keep-last", "2")
+    assert "would go" in said and "6 files" in said and "add --yes" in said
     assert there(run) == before
 
 

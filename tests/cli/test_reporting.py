@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +15,8 @@ import safetensors.numpy
 
 import ckpt_tools
 from ckpt_tools.cli import render, reporting
-from ckpt_tools.cli.main import main
 from tests.cli.terminals import shown
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.quick
 
@@ -29,15 +28,14 @@ def source(tmp_path):
     return tmp_path / "m.safetensors"
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[object, list[str]]:
+def run(*words: object) -> tuple[int, list[str]]:
     """The exit code, and the lines of stderr."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(map(str, words)))
-    return ended.value.code, capsys.readouterr().err.splitlines()
+    done = run_command(*words)
+    return done.code, done.err.splitlines()
 
 
-def test_progress_as_json(source, tmp_path, capsys):
-    code, lines = run(capsys, "convert", source, tmp_path / "o.pt", "--progress", "json", "--workers", "1")
+def test_progress_is_json_where_that_or_logs_are_asked_for(source, tmp_path):
+    code, lines = run("convert", source, tmp_path / "o.pt", "--progress", "json", "--workers", "1")
     events = [json.loads(line) for line in lines]
     assert code == 0
     assert events[0]["event"] == "start"
@@ -46,6 +44,8 @@ def test_progress_as_json(source, tmp_path, capsys):
     assert (last["event"], last["phase"], last["seconds_left"]) == ("done", "converting", 0)
     assert last["bytes_done"] == last["bytes_total"] == (tmp_path / "o.pt").stat().st_size
     assert {frozenset(each) for each in events} == {frozenset(last)}
+    code, lines = run("convert", source, tmp_path / "p.pt", "--log-format", "json")
+    assert code == 0 and {json.loads(line)["event"] for line in lines} >= {"start", "done"}
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, *, is_json: bool, seconds: float, rows: list[tuple[int, int]]) -> None:
@@ -73,8 +73,8 @@ def test_a_run_that_continues_another_has_its_own_rate(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("mode", ["none", "plain", "auto"])
-def test_short_work_needs_no_line(mode, source, tmp_path, capsys):
-    assert run(capsys, "convert", source, tmp_path / "o.pt", "--progress", mode) == (0, [])
+def test_short_work_needs_no_line(mode, source, tmp_path):
+    assert run("convert", source, tmp_path / "o.pt", "--progress", mode) == (0, [])
 
 
 def test_a_terminal_shows_a_bar(source, tmp_path):
@@ -86,31 +86,28 @@ def test_a_terminal_shows_a_bar(source, tmp_path):
     assert "converting" not in text
 
 
-def test_quiet_and_progress_contradict_each_other(source, tmp_path, capsys, monkeypatch):
+def test_quiet_and_progress_contradict_each_other(source, tmp_path, monkeypatch):
     words = ("convert", source, tmp_path / "o.pt")
     for order in (("-q", "--progress", "json"), ("--progress", "plain", "--quiet")):
-        code, lines = run(capsys, *words, *order)
+        code, lines = run(*words, *order)
         assert code == 2
         assert "contradict each other" in lines[-1]
-    assert run(capsys, *words, "-q", "--progress", "none")[0] == 0
+    assert run(*words, "-q", "--progress", "none")[0] == 0
     monkeypatch.setenv("CKPT_TOOLS_QUIET", "1")
-    assert len(run(capsys, *words, "--progress", "json", "--overwrite")[1]) >= 2
+    assert len(run(*words, "--progress", "json", "--overwrite")[1]) >= 2
     monkeypatch.setenv("CKPT_TOOLS_PROGRESS", "json")
-    assert run(capsys, *words, "--overwrite") == (0, [])
+    assert run(*words, "--overwrite") == (0, [])
     monkeypatch.delenv("CKPT_TOOLS_QUIET")
-    assert run(capsys, *words, "--overwrite", "-q") == (0, [])
-    assert run(capsys, "-q", *words, "--overwrite") == (0, [])
-
-
-def test_quiet_before_a_command_that_has_none(capsys):
-    assert run(capsys, "-q", "formats") == (2, ["Error: formats has no --quiet"])
+    assert run(*words, "--overwrite", "-q") == (0, [])
+    assert run("-q", *words, "--overwrite") == (0, [])
+    assert run("-q", "formats") == (2, ["Error: formats has no --quiet"])
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_verbose_and_the_log_format_stand_before_or_behind(before, capsys):
+def test_verbose_and_the_log_format_stand_before_or_behind(before):
     options = ["-v", "--log-format", "json"]
     words = [*options, "inspect", "no-such-file"] if before else ["inspect", "no-such-file", *options]
-    code, lines = run(capsys, *words)
+    code, lines = run(*words)
     found = json.loads(lines[-1])
     assert code == found["exit_code"] == 3
     assert (found["class"], found["level"]) == ("SourceNotFoundError", "error")
@@ -118,22 +115,19 @@ def test_verbose_and_the_log_format_stand_before_or_behind(before, capsys):
     assert found["traceback"].startswith("Traceback")
 
 
-USAGE: list[list[Any]] = [["convert", "a", "--log-format=json"], ["--log-format", "json", "convrt"]]
+def test_errors_of_usage_are_json_too():
+    for words in (["convert", "a", "--log-format=json"], ["--log-format", "json", "convrt"]):
+        code, lines = run(*words)
+        assert code == 2
+        assert [(each["class"], each["exit_code"]) for each in map(json.loads, lines)] == [("UsageError", 2)]
 
 
-@pytest.mark.parametrize("words", USAGE)
-def test_errors_of_usage_are_json_too(words, capsys):
-    code, lines = run(capsys, *words)
-    assert code == 2
-    assert [(each["class"], each["exit_code"]) for each in map(json.loads, lines)] == [("UsageError", 2)]
-
-
-def test_the_log_format_before_the_command_beats_settings(capsys, monkeypatch):
+def test_the_log_format_before_the_command_beats_settings(monkeypatch):
     monkeypatch.setenv("CKPT_TOOLS_LOG_FORMAT", "text")
-    assert json.loads(run(capsys, "--log-format", "json", "inspect", "none")[1][0])["exit_code"] == 3
+    assert json.loads(run("--log-format", "json", "inspect", "none")[1][0])["exit_code"] == 3
     monkeypatch.setenv("CKPT_TOOLS_LOG_FORMAT", "json")
-    assert json.loads(run(capsys, "inspect", "none")[1][0])["exit_code"] == 3
-    assert run(capsys, "inspect", "none", "--log-format", "text")[1][0].startswith("Error: ")
+    assert json.loads(run("inspect", "none")[1][0])["exit_code"] == 3
+    assert run("inspect", "none", "--log-format", "text")[1][0].startswith("Error: ")
 
 
 def test_notices_are_json_too(capsys):
@@ -145,12 +139,6 @@ def test_notices_are_json_too(capsys):
     (found,) = map(json.loads, capsys.readouterr().err.splitlines())
     assert (found["level"], found["logger"], found["message"]) == ("warning", "ckpt_tools.stores", "no answer yet")
     assert found["time"].endswith("+00:00")
-
-
-def test_progress_is_json_where_logs_are(source, tmp_path, capsys):
-    code, lines = run(capsys, "convert", source, tmp_path / "o.pt", "--log-format", "json")
-    assert code == 0
-    assert {json.loads(line)["event"] for line in lines} >= {"start", "done"}
 
 
 def test_the_end_on_a_signal_is_json_too():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import click
 import numpy as np
@@ -13,35 +14,25 @@ import pytest
 import safetensors.numpy
 
 from ckpt_tools.cli.beside import BesideCommand
-from ckpt_tools.cli.main import main
 from ckpt_tools.cli.settings import GRAVE, NO_SETTINGS
-from tests.support.commands import all_commands
+from tests.support.commands import Done, all_commands, run_command
 
 pytestmark = pytest.mark.quick
 
-Run = Callable[..., tuple[int, str, str]]
 
-
-@pytest.fixture
-def run(capsys, tmp_path, monkeypatch):
-    """Runs the command line in a folder with ``m.safetensors``; returns the exit code, stdout and stderr."""
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The working directory, with ``m.safetensors`` in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    safetensors.numpy.save_file(
-        {"a": np.arange(8, dtype=np.float32), "b": np.ones(2, np.float32)}, tmp_path / "m.safetensors"
-    )
+    tensors = {"a": np.arange(8, dtype=np.float32), "b": np.ones(2, np.float32)}
+    safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
 
-    def start(*words: str, **variables: str) -> tuple[int, str, str]:
-        with monkeypatch.context() as patch:
-            for name, text in variables.items():
-                patch.setenv(f"CKPT_TOOLS_{name}", text)
-            with pytest.raises(SystemExit) as ended:
-                main(words)
-        printed = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, printed.out, printed.err
 
-    return start
+def run(*words: str, **variables: str) -> Done:
+    """The command line, with these variables of the environment."""
+    with patch.dict(os.environ, {f"CKPT_TOOLS_{name}": text for name, text in variables.items()}):
+        return run_command(*words)
 
 
 def own_file(text: str) -> None:
@@ -50,33 +41,33 @@ def own_file(text: str) -> None:
     (folder / "settings.toml").write_text(text)
 
 
-def written(run: Run, *words: str, **variables: str) -> str:
+def written(*words: str, **variables: str) -> str:
     """The format that ``plan`` says it would write."""
     code, out, err = run("plan", "m.safetensors", "out", "--json", *words, **variables)
     assert code == 0, err
     return str(json.loads(out)["target_format"])
 
 
-def test_the_command_line_beats_the_environment_and_that_the_file(run):
+def test_the_command_line_beats_the_environment_and_that_the_file():
     own_file('to = "npz"\n[plan]\nto = "universal"\n')
-    assert written(run) == "universal"
-    assert written(run, TO="torch") == "torch"
-    assert written(run, "--to", "dcp", TO="torch") == "dcp"
+    assert written() == "universal"
+    assert written(TO="torch") == "torch"
+    assert written("--to", "dcp", TO="torch") == "dcp"
     own_file('to = "torch"\n[convert]\nto = "universal"\n')
-    assert written(run) == "torch"
+    assert written() == "torch"
 
 
-def test_a_file_that_is_named_comes_instead_of_the_own(run):
+def test_a_file_that_is_named_comes_instead_of_the_own():
     own_file('to = "torch"\n')
     Path("named.toml").write_text('to = "dcp"\n')
-    assert written(run, SETTINGS="named.toml") == "dcp"
+    assert written(SETTINGS="named.toml") == "dcp"
     code, out, _ = run("--settings", "named.toml", "plan", "m.safetensors", "out", "--json", SETTINGS="none.toml")
     assert (code, json.loads(out)["target_format"]) == (0, "dcp")
     assert run("inspect", "m.safetensors", SETTINGS="none.toml")[0] == 2
     assert run("--settings", "/dev/null", "plan", "m.safetensors", "out")[2].startswith("Error: choose a format")
 
 
-def test_aliases_flags_numbers_and_lists(run):
+def test_aliases_flags_numbers_and_lists():
     given = {"TO": "fsdp2", "DTYPE": "bf16", "WORLD_SIZE": "2", "INCLUDE": "a\nb\n", "STRICT": "true", "CHECKSUM": "0"}
     assert run("convert", "m.safetensors", "out", "-q", **given)[0] == 0
     assert len(list(Path("out").glob("*.distcp"))) == 2
@@ -107,14 +98,14 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("file", "variables", "said"), REFUSED)
-def test_what_is_refused_by_name(file, variables, said, run):
+def test_what_is_refused_by_name(file, variables, said):
     own_file(file)
     code, _, err = run("inspect", "m.safetensors", **variables)
     assert code == 2
     assert re.search(said, err), err
 
 
-def test_a_value_is_checked_where_it_is_from(run):
+def test_a_value_is_checked_where_it_is_from_and_breaks_no_help():
     words = ("convert", "m.safetensors", "out")
     assert "CKPT_TOOLS_WORKERS: 'x' is not a valid integer" in run(*words, WORKERS="x", TO="dcp")[2]
     assert (
@@ -122,12 +113,7 @@ def test_a_value_is_checked_where_it_is_from(run):
         in (run(*words, MEMORY="5XB", TO="dcp")[2])
     )
     assert "CKPT_TOOLS_DTYPE: 'int8' is not one of" in run(*words, DTYPE="int8", TO="dcp")[2]
-
-
-def test_no_setting_breaks_a_help(run):
-    code, out, _ = run("convert", "--help", NONE="1")
-    assert code == 0
-    assert "Example:" in out
+    assert "Example:" in run("convert", "--help", NONE="1").out
 
 
 INAPPLICABLE: list[tuple[list[str], dict[str, str]]] = [
@@ -141,7 +127,7 @@ INAPPLICABLE: list[tuple[list[str], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("words", "variables"), INAPPLICABLE)
-def test_a_setting_that_does_not_apply_is_left_out(words, variables, run):
+def test_a_setting_that_does_not_apply_is_left_out(words, variables):
     code, _, err = run(*words, **variables)
     assert (code, err) == (0, "")
     flags = [f"--{name.lower().replace('_', '-')}" for name, text in variables.items() if text != "1"]
@@ -149,13 +135,13 @@ def test_a_setting_that_does_not_apply_is_left_out(words, variables, run):
         assert run(*words, "--overwrite", flags[0], variables["WORLD_SIZE"])[0] == 2
 
 
-def test_a_glob_that_matches_nothing_is_an_error_from_wherever_it_is(run):
+def test_a_glob_that_matches_nothing_is_an_error_from_wherever_it_is():
     code, _, err = run("convert", "m.safetensors", "o.pt", INCLUDE="none")
     assert code == 2
     assert "(--include is from CKPT_TOOLS_INCLUDE)" in err
 
 
-def test_verbose_says_where_values_are_from(run):
+def test_verbose_says_where_values_are_from():
     own_file("workers = 1\n[convert]\nworld-size = 4\n")
     given = {"MEMORY": "1GiB", "STORAGE_OPTION": "key=very-secret-value"}
     code, _, err = run("-v", "convert", "m.safetensors", "o.pt", **given)
@@ -169,7 +155,7 @@ def test_verbose_says_where_values_are_from(run):
     assert run("convert", "m.safetensors", "p.pt", **given)[2] == ""
 
 
-def test_what_replaces_files_is_said(run):
+def test_what_replaces_files_is_said():
     own_file("[convert]\noverwrite = true\n")
     for number in range(2):
         code, _, err = run("convert", "m.safetensors", "o.pt", "-q")
@@ -179,31 +165,32 @@ def test_what_replaces_files_is_said(run):
     assert run("convert", "m.safetensors", "o.pt", OVERWRITE="0")[0] == 8
 
 
-def options() -> Iterator[tuple[str, click.Option]]:
-    for name, command in all_commands().items():
-        if not isinstance(command, BesideCommand):
-            yield from ((name, each) for each in command.params if isinstance(each, click.Option))
+OPTIONS = {
+    name: [each for each in command.params if isinstance(each, click.Option)]
+    for name, command in all_commands().items()
+    if not isinstance(command, BesideCommand)
+}
 
 
 def test_options_that_remove_or_vouch_are_known_to_settings():
-    names = {each.name for _, each in options()}
+    names = {each.name for found in OPTIONS.values() for each in found}
     assert names >= GRAVE
     assert not names & NO_SETTINGS
 
 
-@pytest.mark.parametrize(("name", "option"), list(options()), ids=lambda each: getattr(each, "name", each))
-def test_every_option_has_a_variable_and_a_key(name, option, run):
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"completion"}))
+def test_every_option_has_a_variable_and_a_key(name):
     """Each is known, empty or not: its value is checked before anything else is done."""
-    key = max(option.opts, key=len).removeprefix("--")
-    variable = key.upper().replace("-", "_")
-    required = [word for each in all_commands()[name].params if each.required and each is not option
-                for word in ([] if isinstance(each, click.Argument) else [max(each.opts, key=len), "1"])]  # fmt: skip
-    places = ["x" for each in all_commands()[name].params if isinstance(each, click.Argument)]
-    words = [*name.split(), *places, *required]
-    if isinstance(all_commands()[name], click.Group) or name == "completion":
-        return
-    code, _, err = run(*words, **{variable: ""})
-    assert (code, f"CKPT_TOOLS_{variable} is" in err) == (2, True), err
-    own_file(f"[{'.'.join(name.split())}]\n{key} = 1979-05-27\n")
-    code, _, err = run(*words)
-    assert (code, f"{key} in" in err) == (2, True), err
+    command = all_commands()[name]
+    places = ["x" for each in command.params if isinstance(each, click.Argument)]
+    for option in [] if isinstance(command, click.Group) else OPTIONS[name]:
+        key = max(option.opts, key=len).removeprefix("--")
+        variable = key.upper().replace("-", "_")
+        needed = [max(each.opts, key=len) for each in OPTIONS[name] if each.required and each is not option]
+        words = [*name.split(), *places, *(word for each in needed for word in (each, "1"))]
+        own_file("")
+        code, _, err = run(*words, **{variable: ""})
+        assert (code, f"CKPT_TOOLS_{variable} is" in err) == (2, True), err
+        own_file(f"[{'.'.join(name.split())}]\n{key} = 1979-05-27\n")
+        code, _, err = run(*words)
+        assert (code, f"{key} in" in err) == (2, True), err

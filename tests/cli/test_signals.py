@@ -20,6 +20,7 @@ from tests.support.running import Running, start, users_of, wait_until
 from tests.support.s3_server import BUCKET
 from tests.support.sparse import make_sparse
 from tests.support.stalling import stalling
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
@@ -29,13 +30,7 @@ SIGNALS = {
     signal.SIGHUP: (129, "Stopped by SIGHUP"),
 }
 EACH = pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-ONE_OR_EACH = pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, marks=() if number == signal.SIGTERM else pytest.mark.soak, id=number.name)
-        for number in SIGNALS
-    ],
-)
+ONE_OR_EACH = pytest.mark.parametrize("number", tiered(SIGNALS, test=("SIGTERM",)))
 """One in ``make test-all``, each in ``make soak``."""
 
 SLACK_SECONDS = 10.0
@@ -201,7 +196,7 @@ def test_a_terminal_that_is_closed(source, out, started):
     check_nothing_stays(run, out)
 
 
-@EACH
+@ONE_OR_EACH
 def test_before_the_command_is_there_it_ends_without_a_word(number, tmp_path, started):
     """While modules are imported there is nothing to clean up: the system's own way is as good, and the shell's code
     is the same."""

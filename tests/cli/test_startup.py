@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +18,7 @@ from ckpt_tools.cli.group import summary
 from ckpt_tools.cli.main import COMMANDS, group
 from ckpt_tools.core.format_names import BUILT_IN
 from tests.support.commands import all_commands
+from tests.support.sweep import tiered
 
 PROBE = """
 import json, runpy, sys
@@ -48,6 +48,8 @@ class Allowed:
     others: set[str]
 
 
+CONVERTING = {"cli", *MACHINERY, "planning", "transfer"}
+CHECKING = {*CONVERTING, "verification"}
 LISTING = Allowed({"cli", "core"}, set(), 24, {"click"})
 
 ALLOWED = {
@@ -56,38 +58,17 @@ ALLOWED = {
     "convert --help": LISTING,
     "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 99, {"click", "numpy", "rich"}),
     "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 130, {"click", "numpy", "rich"}),
-    "plan": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer"},
-        {"safetensors", "torch"},
-        148,
-        {"click", "numpy", "rich", "xxhash"},
-    ),
-    "convert": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer"},
-        {"safetensors"},
-        153,
-        {"click", "isal", "numpy", "xxhash"},
-    ),
-    "verify": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 135, {"click", "isal", "numpy"}
-    ),
-    "verify pair": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 138, {"click", "isal", "numpy"}
-    ),
-    "diff": Allowed(
-        {"cli", *MACHINERY, "planning", "transfer", "verification"}, {"safetensors"}, 133, {"click", "isal", "numpy"}
-    ),
+    "plan": Allowed(CONVERTING, {"safetensors", "torch"}, 148, {"click", "numpy", "rich", "xxhash"}),
+    "convert": Allowed(CONVERTING, {"safetensors"}, 153, {"click", "isal", "numpy", "xxhash"}),
+    "verify": Allowed(CHECKING, {"safetensors"}, 135, {"click", "isal", "numpy"}),
+    "verify pair": Allowed(CHECKING, {"safetensors"}, 138, {"click", "isal", "numpy"}),
+    "diff": Allowed(CHECKING, {"safetensors"}, 133, {"click", "isal", "numpy"}),
     "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 119, {"click", "numpy"}),
     "formats": Allowed(
-        {"cli", "core", "formats"},
-        {entry.place.partition(".")[0] for entry in BUILT_IN.values()},
-        65,
-        {"click", "rich"},
+        {"cli", "core", "formats"}, {each.place.partition(".")[0] for each in BUILT_IN.values()}, 65, {"click", "rich"}
     ),
     "clean": Allowed({"cli", "core", "stores"}, set(), 47, {"click"}),
 }
-
-Command = Callable[[str], list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +112,14 @@ def formats_of(modules: set[str]) -> set[str]:
     return {each[2] for each in parts if len(each) > 3 and each[3] != "names"} - {"state_dict"}
 
 
-@pytest.mark.parametrize("command", ALLOWED)
+@pytest.mark.parametrize(
+    "command",
+    tiered(
+        ALLOWED,
+        test=("--help", "inspect", "convert", "verify", "scan", "formats", "clean"),
+        extended=("--version", "convert --help", "inspect torch", "plan", "verify pair", "diff"),
+    ),
+)
 def test_a_command_imports_what_its_work_needs(command, given, tmp_path):
     allowed, modules = ALLOWED[command], imported(given(command), tmp_path)
     ours = {module for module in modules if module.split(".")[0] == "ckpt_tools"}
@@ -140,6 +128,24 @@ def test_a_command_imports_what_its_work_needs(command, given, tmp_path):
     assert formats_of(ours) <= allowed.formats
     assert others <= allowed.others
     assert len(ours) <= allowed.num_modules, sorted(ours)
+
+
+GIVE_BACK = """
+import os
+from ckpt_tools.cli import process
+before = os.environ.get(process.VARIABLE)
+process.give_back()
+print(before, os.environ.get(process.VARIABLE))
+"""
+
+
+@pytest.mark.parametrize(("users", "said"), [(None, "1 None"), ("3", "3 3")])
+def test_a_command_that_computes_has_the_threads_that_the_user_gave(users, said, monkeypatch):
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    if users:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", users)
+    done = subprocess.run([sys.executable, "-c", GIVE_BACK], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == said
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3-bf16"])
@@ -151,15 +157,12 @@ def test_inspecting_what_frameworks_wrote_imports_its_reader_alone(kind, checkpo
     assert {module.split(".")[0] for module in modules} & {"torch", "deepspeed"} == set()
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_the_list_of_commands_says_what_their_helps_say(name):
-    assert COMMANDS[name].summary == summary(group.commands[name])
-
-
-def test_every_command_is_in_the_list_of_commands():
+def test_the_list_of_commands_has_every_command_and_says_what_its_help_says():
+    assert {name: home.summary for name, home in COMMANDS.items()} == {
+        name: summary(command) for name, command in group.commands.items()
+    }
     modules = [path.stem for path in Path(cli.__path__[0]).glob("*.py")]
     names = {name for module in modules for name in vars(import_module(f"ckpt_tools.cli.{module}"))}
     functions = [name for name in names if name.endswith("_command") and not name.startswith("_")]
     found = {name.removesuffix("_command").replace("_", "-") for name in functions}
     assert found == {name.replace(" ", "-") for name in all_commands()}
-    assert set(COMMANDS) == set(group.commands)

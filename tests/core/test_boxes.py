@@ -25,7 +25,7 @@ from ckpt_tools.testing import strategies
 
 pytestmark = pytest.mark.quick
 
-many = settings(max_examples=100, deadline=None)
+many = settings(max_examples=60, deadline=None)
 
 
 def positions(box: Box, shape: Shape) -> NDArray[Any]:

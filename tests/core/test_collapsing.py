@@ -31,7 +31,7 @@ def of_line(line: TensorLine) -> list[Item]:
     return [(name, slot, kind, line.shape, line.dtype) for name in line.names for slot, kind in line.slots]
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.tuples(FQNS, ROLES), st.sampled_from([(), (2,), (2, 3)]), max_size=60))
 def test_the_lines_are_the_tensors(shapes):
     unique = {(name, slot): tensor(name, slot, kind, shape) for (name, (slot, kind)), shape in shapes.items()}
@@ -44,7 +44,7 @@ def test_the_lines_are_the_tensors(shapes):
     assert sum(line.num_shards for line in lines) == len(tensors)
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.randoms())
 def test_a_complete_grid_is_one_line(sizes, random):
     names = [".x.".join(["a", *map(str, numbers), "b"]) for numbers in product(*map(range, sizes))]
@@ -76,7 +76,7 @@ def test_one_name_is_itself(name, shown):
     assert (str(Names.of(name)), list(Names.of(name))) == (shown, [name])
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(FQNS, st.sampled_from([(), (2,), (2, 3)]), max_size=40))
 def test_modules_add_up(shapes):
     tensors = [tensor(name, shape=shape) for name, shape in shapes.items()]

@@ -22,7 +22,7 @@ from ckpt_tools.testing.stored import stored_tensors
 
 pytestmark = pytest.mark.quick
 
-many = settings(max_examples=100, deadline=None)
+many = settings(max_examples=60, deadline=None)
 
 
 def packed(shape: Shape, boxes: list[Box], dtype: DType = DType.UINT8) -> ShardTable:
@@ -255,8 +255,8 @@ class TestCover:
         with pytest.raises(MalformedError, match="overlap"):
             TensorEntry((2, 2), DType.UINT8, Kind.BUFFER, ShardTable.build((2, 2), DType.UINT8, [piece, piece]))
 
-    def test_a_million_shards_are_checked_in_seconds(self):
-        side = 1000
+    def test_many_shards_are_checked_in_seconds(self):
+        side = 500
         rows, columns = np.divmod(np.arange(side * side), side)
         starts = np.stack([rows, columns], axis=1)[np.random.default_rng(0).permutation(side * side)]
         offsets = np.arange(side * side)

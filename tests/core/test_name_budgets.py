@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.sweep import thinned
+from tests.support.sweep import tiered
 from tests.verification.scan.test_budgets import cost, slowness
 
 MANY = 5000
@@ -29,9 +29,19 @@ NAMES: dict[str, Names] = {
 }
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, 2))
-@pytest.mark.parametrize("words", [("inspect",), ("convert", "--include", "*")])
-def test_names_are_looked_up(words, name, tmp_path):
+CASES = [f"{command}: {name}" for command in ("convert", "inspect") for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    "case",
+    tiered(
+        CASES,
+        test=("convert: weights of a name",),
+        extended=("convert: scales of names that begin alike", "convert: states below", "inspect: packed"),
+    ),
+)
+def test_names_are_looked_up(case, tmp_path):
+    command, _, name = case.partition(": ")
     pairs = [NAMES[name](number) for number in range(MANY)]
     dtypes = {weight: "I8" for weight, _ in pairs} | {scale: "F32" for _, scale in pairs}
     header, at = {}, 0
@@ -43,8 +53,8 @@ def test_names_are_looked_up(words, name, tmp_path):
     file = tmp_path / "a.safetensors"
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
     size = file.stat().st_size / 1e6
-    places = (file, tmp_path / "b.safetensors") if words[0] == "convert" else (file,)
-    seconds, megabytes, code = cost(words[0], *places, *words[1:], "--quiet")
+    more = (tmp_path / "b.safetensors", "--include", "*") if command == "convert" else ()
+    seconds, megabytes, code = cost(command, file, *more, "--quiet")
     most = 4 + 2 * size
     assert (code, seconds <= most or seconds <= most * slowness()) == (0, True), seconds
     assert megabytes < 160 + 200 * size

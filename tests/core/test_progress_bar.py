@@ -7,8 +7,11 @@ import re
 
 import nbformat
 import numpy as np
+import pytest
 import safetensors.numpy
 from nbclient import NotebookClient
+
+pytestmark = pytest.mark.extended
 
 CODE = """
 import ckpt_tools

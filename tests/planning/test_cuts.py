@@ -17,7 +17,7 @@ LEAST = 500
 MOST = smallest_limit(LEAST)
 assert MOST == 1128
 
-many = settings(max_examples=300, deadline=None)
+many = settings(max_examples=100, deadline=None)
 
 
 def ends(size: int, *runs: Run, least: int = LEAST, most: int = MOST) -> list[int]:
@@ -119,7 +119,6 @@ def test_little_is_lost(file):
     assert lost <= len(runs) * 2 * (LEAST + SPARE_BYTES)
 
 
-def test_of_a_hundred_thousand_runs_every_other_is_copied():
-    runs = [(1000 * n + 1, 1000 * (n + 1)) for n in range(100_000)]
-    assert ends(10**8, *runs)[:4] == [1001, 2000, 3001, 4000]
-    assert len(ends(10**8, *runs)) == 100_000
+def test_of_ten_thousand_runs_every_other_is_copied():
+    found = ends(10**7, *[(1000 * n + 1, 1000 * (n + 1)) for n in range(10_000)])
+    assert (found[:4], len(found)) == ([1001, 2000, 3001, 4000], 10_000)

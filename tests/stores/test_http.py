@@ -15,12 +15,12 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.cli import reporting
-from ckpt_tools.cli.main import main
 from ckpt_tools.core.progress import warn
 from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.fsspec import store as fsspec_store
 from ckpt_tools.stores.retry import RetryPolicy
 from tests.cli.terminals import shown
+from tests.support.commands import run_command
 
 NO_PORT = "http://127.0.0.1:9"
 """The port of the service discard, which nobody runs."""
@@ -104,14 +104,11 @@ def impatient(monkeypatch):
     monkeypatch.setattr(fsspec_store, "_POLICY", RetryPolicy(attempts=4, base_seconds=0.01, cap_seconds=0.02))
 
 
-def said_of(url: str, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, list[str]]:
-    """The exit code of ``inspect --json``, whose stdout stays empty, and the lines on stderr."""
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", url, "--json", *more])
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, captured.err.splitlines()
+def said_of(url: str, *more: str, code: int = 5) -> list[str]:
+    """The lines on stderr of ``inspect --json``, whose stdout stays empty, and which ends with this code."""
+    done = run_command("inspect", url, "--json", *more)
+    assert (done.code, done.out) == (code, ""), done.err
+    return done.err.splitlines()
 
 
 def test_a_file_is_read(server, tmp_path):
@@ -123,14 +120,15 @@ def test_a_file_is_read(server, tmp_path):
 SECRET = "s3cr3tofmine"
 
 
-def test_a_signed_url_is_read_and_its_secrets_reach_no_output_and_no_file(server, tmp_path, capfd):
+def test_a_signed_url_is_read_and_its_secrets_reach_no_output_and_no_file(server, tmp_path):
     """The name of the file ends before the query, which is sent with every request."""
     address = server.url("m.safetensors").replace("://", f"://user:{SECRET}@")
     url = f"{address}?token={SECRET}&X-Amz-Signature={SECRET}"
     out, digests = tmp_path / "m.pt", tmp_path / "digests.json"
+    refused = [["inspect", url, "--verbose"], ["convert", url, out, "--overwrite"], ["scan", url]]
+    said = ""
     for words in (
         ["inspect", url, "--json"],
-        ["inspect", url, "--verbose"],
         ["plan", url, out, "--json"],
         ["convert", url, tmp_path / "dcp", "--to", "dcp", "--world-size", "2", "--resume", "--checksum"],
         ["convert", url, out, "--json"],
@@ -139,18 +137,13 @@ def test_a_signed_url_is_read_and_its_secrets_reach_no_output_and_no_file(server
         ["checksum", url, "--output", digests],
         ["scan", url, "--json"],
         ["scan", url, "--format", "sarif"],
+        *refused,
     ):
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        assert ended.value.code == 0, words
-    server.status = 403
-    for words in (["inspect", url, "--verbose"], ["convert", url, out, "--overwrite"], ["scan", url]):
-        with pytest.raises(SystemExit) as ended:
-            main([str(word) for word in words])
-        assert ended.value.code == 5, words
-    printed = capfd.readouterr()
-    assert "m.safetensors" in printed.out + printed.err
-    assert SECRET not in printed.out + printed.err
+        server.status = 403 if words in refused else 0
+        done = run_command(*words)
+        assert done.code == (5 if words in refused else 0), words
+        said += done.out + done.err
+    assert "m.safetensors" in said and SECRET not in said
     assert digests.exists() and out.exists()
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
@@ -173,67 +166,51 @@ def test_what_an_unfinished_run_leaves_holds_no_secret(server, tmp_path):
     assert not [path for path in left if SECRET.encode() in path.read_bytes()]
 
 
-def test_a_refused_connection(capsys):
-    code, lines = said_of(f"{NO_PORT}/x", capsys)
-    assert code == 5
+def test_a_refused_connection_and_an_unknown_host():
+    lines = said_of(f"{NO_PORT}/x")
     assert lines[0] == "no answer from 127.0.0.1:9 yet; trying again (2 of 4)"
     assert lines[-1].startswith("Error: http://127.0.0.1:9/x: no answer from 127.0.0.1:9: ")
+    assert len(said_of(f"{NO_PORT}/x", "--quiet")) == 1
+    assert "hidden" not in "\n".join(said_of("http://me:hidden@127.0.0.1:9/x?X-Amz-Signature=hidden"))
+    (*_, last) = said_of("https://no-such-host.invalid/x")
+    assert "no-such-host.invalid" in last and "no file or folder" not in last
 
 
-def test_an_unknown_host(capsys):
-    code, lines = said_of("https://no-such-host.invalid/x", capsys)
-    assert code == 5
-    assert "no-such-host.invalid" in lines[-1]
-    assert "no file or folder" not in lines[-1]
+def test_a_file_that_is_not_there(server):
+    assert said_of(server.url("nothing"), code=3) == [f"Error: there is no file or folder {server.url('nothing')}"]
 
 
-def test_a_file_that_is_not_there(server, capsys):
-    code, lines = said_of(server.url("nothing"), capsys)
-    assert code == 3
-    assert lines == [f"Error: there is no file or folder {server.url('nothing')}"]
-
-
-@pytest.mark.parametrize(("status", "words"), [(403, "access was refused"), (401, "access was refused")])
-def test_a_refusal(status, words, server, capsys):
+@pytest.mark.parametrize("status", [403, 401])
+def test_a_refusal(status, server):
     server.status = status
-    code, lines = said_of(server.url(), capsys)
-    assert code == 5
-    assert len(lines) == 1
-    assert words in lines[0]
-    assert str(status) in lines[0]
+    (line,) = said_of(server.url())
+    assert "access was refused" in line and str(status) in line
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_server_that_fails(status, server, capsys):
+def test_a_server_that_fails(status, server):
     server.status = status
-    code, lines = said_of(server.url(), capsys)
-    assert code == 5
+    lines = said_of(server.url())
     assert lines[0] == f"127.0.0.1:{server.port} answers {status}; trying again (2 of 4)"
     assert f"answers {status}" in lines[-1]
 
 
-def test_a_server_that_hangs_up(server, capsys):
+def test_a_server_that_hangs_up(server):
     server.hangs_up = True
-    code, lines = said_of(server.url(), capsys)
-    assert code == 5
-    assert "no answer from" in lines[-1]
+    assert "no answer from" in said_of(server.url())[-1]
 
 
-def test_a_server_that_recovers(server):
+def test_a_server_that_recovers(server, caplog):
+    """Retries are logged from any thread."""
     server.status, server.num_failing = 503, 4
     assert ckpt_tools.inspect(server.url()).num_parameters == 300_000
+    assert caplog.messages[0] == f"127.0.0.1:{server.port} answers 503; trying again (2 of 4)"
 
 
 def test_a_server_without_ranges(server, tmp_path):
     server.sends_ranges = False
     with pytest.raises(StoreError, match=r"sends the whole file where a part is asked for.*download the file first"):
         ckpt_tools.convert(server.url(), tmp_path / "m.pt")
-
-
-def test_retries_are_logged_from_any_thread(server, caplog):
-    server.status, server.num_failing = 503, 2
-    ckpt_tools.inspect(server.url())
-    assert caplog.messages == [f"127.0.0.1:{server.port} answers 503; trying again (2 of 4)"]
 
 
 def test_lines_about_retries_are_few(monkeypatch, capsys):
@@ -246,27 +223,13 @@ def test_lines_about_retries_are_few(monkeypatch, capsys):
         assert capsys.readouterr().err == "again\n"
 
 
-def test_quiet_means_no_lines(capsys):
-    code, lines = said_of(f"{NO_PORT}/x", capsys, "--quiet")
-    assert code == 5
-    assert len(lines) == 1
-
-
-def test_credentials_are_in_no_line(capsys):
-    code, lines = said_of("http://me:hidden@127.0.0.1:9/x?X-Amz-Signature=hidden", capsys)
-    assert code == 5
-    assert "hidden" not in "\n".join(lines)
-
-
-@pytest.mark.parametrize("endpoint", [NO_PORT, "http://me:hidden@127.0.0.1:9", "http://no-such-host.invalid:9"])
-def test_an_s3_endpoint_that_does_not_answer(endpoint, capsys):
+@pytest.mark.parametrize("endpoint", ["http://me:hidden@127.0.0.1:9", "http://no-such-host.invalid:9"])
+def test_an_s3_endpoint_that_does_not_answer(endpoint):
     given = [f"endpoint_url={endpoint}", "key=a", "secret=b", "retries=1", "region=us-east-1"]
-    code, lines = said_of("s3://bucket/m", capsys, *(word for each in given for word in ("--storage-option", each)))
-    assert code == 5
+    lines = said_of("s3://bucket/m", *(word for each in given for word in ("--storage-option", each)))
     host = endpoint.rpartition("/")[2].rpartition("@")[2]
     assert lines[0] == f"no answer from {host} yet; trying again (2 of 2)"
-    assert "no answer from" in lines[-1]
-    assert "hidden" not in "\n".join(lines)
+    assert "no answer from" in lines[-1] and "hidden" not in "\n".join(lines)
 
 
 def test_a_bar_is_not_broken_by_a_line(tmp_path):

@@ -51,6 +51,10 @@ def options(hub: Hub) -> dict[str, Any]:
     return {"endpoint": hub.endpoint, "token": False}
 
 
+def convert(hub: Hub, source: str | Path, out: str | Path, **more: Any) -> None:
+    ckpt_tools.convert(source, out, storage_options=options(hub), **more)
+
+
 def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     return found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in expected)
 
@@ -66,19 +70,16 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     ],
 )
 def test_a_source(url, first, hub, tmp_path):
-    ckpt_tools.convert(url, tmp_path / "out.safetensors", storage_options=options(hub))
+    convert(hub, url, tmp_path / "out.safetensors")
     assert same(load((tmp_path / "out.safetensors").read_bytes()), tensors(first))
 
 
 def test_a_branch_that_moves_does_not_mix_two_versions(hub, tmp_path):
     checkpoint = ckpt_tools.open(f"hf://{MODEL}", storage_options=options(hub))
     hub.push(MODEL, files_in(written(tmp_path / "new", 50)))
-    found = {name: checkpoint[name].numpy() for name in tensors(1)}
-    assert same(found, tensors(1))
-    assert same(
-        {name: ckpt_tools.open(f"hf://{MODEL}", storage_options=options(hub))[name].numpy() for name in found},
-        tensors(50),
-    )
+    again = ckpt_tools.open(f"hf://{MODEL}", storage_options=options(hub))
+    for opened, first in ((checkpoint, 1), (again, 50)):
+        assert same({name: opened[name].numpy() for name in tensors(1)}, tensors(first))
 
 
 def test_a_tensor_is_read_by_its_range(hub, tmp_path):
@@ -94,16 +95,16 @@ def test_a_tensor_is_read_by_its_range(hub, tmp_path):
 
 def test_an_output_is_one_commit(hub, tmp_path):
     source, url = tmp_path / "hub" / MODEL, "hf://org/empty"
-    ckpt_tools.convert(source, url, to="dcp", world_size=2, storage_options=options(hub))
+    convert(hub, source, url, to="dcp", world_size=2)
     [_, (_, files)] = hub.commits("org/empty")
     assert {".gitattributes", ".metadata"} < files.keys() and not [name for name in files if "partial" in name]
-    ckpt_tools.convert(url, tmp_path / "back.safetensors", storage_options=options(hub))
+    convert(hub, url, tmp_path / "back.safetensors")
     assert same(load((tmp_path / "back.safetensors").read_bytes()), tensors(1))
 
 
 def test_a_file_is_written_below_a_folder_of_a_branch(hub, tmp_path):
     url = "hf://org/empty@main/step_5/model.safetensors"
-    ckpt_tools.convert(tmp_path / "hub" / MODEL, url, checksum=True, storage_options=options(hub))
+    convert(hub, tmp_path / "hub" / MODEL, url, checksum=True)
     assert same(load(hub.files("org/empty")["step_5/model.safetensors"]), tensors(1))
     assert ckpt_tools.verify(url, storage_options=options(hub)).equal
 
@@ -112,8 +113,8 @@ def test_an_old_checkpoint_is_replaced_in_one_commit(hub, tmp_path):
     url, source = f"hf://{MODEL}", written(tmp_path / "new", 9)
     hub.push(MODEL, {**hub.files(MODEL), "README.md": b"a model"})
     with pytest.raises(DestinationExistsError, match="exists; choose another"):
-        ckpt_tools.convert(source, url, to="dcp", world_size=1, storage_options=options(hub))
-    ckpt_tools.convert(source, url, to="dcp", world_size=1, overwrite=True, storage_options=options(hub))
+        convert(hub, source, url, to="dcp", world_size=1)
+    convert(hub, source, url, to="dcp", world_size=1, overwrite=True)
     assert len(hub.commits(MODEL)) == 3
     assert "model.safetensors" not in hub.files(MODEL) and {"README.md", ".metadata"} < hub.files(MODEL).keys()
 
@@ -129,13 +130,13 @@ def test_a_commit_of_another_program_is_not_overwritten(hub, tmp_path):
 
     hub.blobs = Blobs()
     with pytest.raises(DestinationExistsError, match="a new commit of another program; nothing was replaced"):
-        ckpt_tools.convert(tmp_path / "source", "hf://org/empty", to="safetensors", storage_options=options(hub))
+        convert(hub, tmp_path / "source", "hf://org/empty", to="safetensors")
     assert hub.files("org/empty") == {"theirs": b"1"}
 
 
 def refusal(hub: Hub, source: str | Path, destination: str | Path) -> CkptError:
     with pytest.raises(CkptError) as found:
-        ckpt_tools.convert(source, destination, to="safetensors", storage_options=options(hub))
+        convert(hub, source, destination, to="safetensors")
     assert "\n" not in str(found.value)
     return found.value
 
@@ -165,7 +166,7 @@ def test_what_is_not_there(url, hub, tmp_path):
 
 def test_a_busy_hub_is_asked_again(hub, tmp_path):
     hub.busy = 1
-    ckpt_tools.convert(f"hf://{MODEL}", tmp_path / "out.safetensors", storage_options=options(hub))
+    convert(hub, f"hf://{MODEL}", tmp_path / "out.safetensors")
     assert hub.busy == 0
 
 
@@ -175,16 +176,13 @@ def test_a_busy_hub_is_asked_again(hub, tmp_path):
         ("hf://buckets/org/bucket/out", "hf buckets sync FOLDER hf://buckets/org/bucket/out"),
         ("hf://org/none", "hf repos create"),
         ("hf://org", "write hf://ORG/NAME"),
+        ("hf://org/ignoring/out", "remove .gitignore"),
     ],
 )
 def test_a_destination_that_is_refused(url, sentence, hub, tmp_path):
+    hub.push("org/ignoring", {".gitignore": b"*.safetensors"})
     error = refusal(hub, tmp_path / "hub" / MODEL, url)
     assert isinstance(error, UsageError) and sentence in str(error)
-
-
-def test_a_repository_with_ignored_files_is_refused(hub, tmp_path):
-    hub.push("org/empty", {".gitignore": b"*.safetensors"})
-    assert "remove .gitignore" in str(refusal(hub, tmp_path / "hub" / MODEL, "hf://org/empty/out"))
 
 
 def test_a_failed_conversion_leaves_nothing(hub, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import pytest
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
 from ckpt_tools.stores.marker_files import PARTIAL
+from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.read_ahead import AHEAD_BYTES, BLOCK_BYTES, MAX_SMALL_BYTES, BlockCache
 from ckpt_tools.stores.s3 import lock as s3_lock
 from ckpt_tools.stores.s3.client import Bucket, S3Options
@@ -23,6 +24,7 @@ from ckpt_tools.stores.s3.store import S3Store, open_s3_store
 from ckpt_tools.stores.source import ServiceFile, Source, Store
 from ckpt_tools.testing.stores import StoreTests
 from tests.support.s3_server import BUCKET
+from tests.support.sweep import tiered
 
 PART = bytes(range(256)) * (5 * 4096)
 """The smallest part that is not a file's last: 5 MiB."""
@@ -54,14 +56,14 @@ class TestS3Store(StoreTests):
         self.s3.put(prefix, files)
         return S3Store(Bucket(S3Options(), BUCKET), prefix)
 
+    @pytest.mark.extended
+    def test_threads_read_many_files_together(self):
+        StoreTests.test_threads_read_many_files_together(self)
+
 
 class TestBlockCache(StoreTests):
-    @pytest.fixture(autouse=True)
-    def server(self, s3):
-        self.s3 = s3
-
     def make(self, files: Mapping[str, bytes]) -> Store:
-        behind = TestS3Store.make(self, files)  # type: ignore[arg-type]
+        behind = MemoryStore({name: bytearray(data) for name, data in files.items()})
         return BlockCache(behind, behind.list())
 
 
@@ -171,7 +173,7 @@ def test_somebody_who_was_faster_is_not_overwritten(place, runs, s3):
 OLD = {".metadata": b"old index", "a.bin": b"old", "only old": b"old", "deep/old.index.json": b"old"}
 
 
-@pytest.mark.parametrize("allowed", [0, 1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("allowed", tiered([0, 1, 2, 3, 4, 5, 7], test="025", extended="1347"))
 def test_replacing_shows_the_old_none_or_the_new(place, runs, s3, allowed, monkeypatch):
     """A run that dies between any two requests of publishing; what it left is then taken up, or replaced."""
     s3.put(f"{runs}out/", OLD)

@@ -16,11 +16,12 @@ from ckpt_tools.stores.marker_files import is_marker
 from ckpt_tools.stores.retry import RetryPolicy
 from tests.support.fault_proxy import KINDS, LATE, STATUSES, Fault, running_fault_proxy
 from tests.support.s3_server import BUCKET, S3Server
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
-NUM_FAULTS, NUM_SAMPLED = 300, 26
-"""All of them with ``--soak``; each kind twice otherwise."""
+NUM_FAULTS = 300
+"""All of them with ``--soak``; each kind once otherwise."""
 
 NUM_REQUESTS = 75
 """Those of the conversion below, about."""
@@ -32,12 +33,6 @@ def fault_of(seed: int) -> Fault:
     """Any kind, at any request; once, a few times in a row, more often than is tried, or from then on."""
     choose = random.Random(seed)
     return Fault(KINDS[seed % len(KINDS)], choose.randrange(NUM_REQUESTS), choose.choice((1, 1, 2, 8, FOREVER)))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "seed" in metafunc.fixturenames:
-        number = NUM_FAULTS if metafunc.config.getoption("--soak") else NUM_SAMPLED
-        metafunc.parametrize("seed", range(number))
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +65,7 @@ def at_once(monkeypatch):
     monkeypatch.setattr(RetryPolicy, "wait_seconds", lambda *_: 0.0)
 
 
+@pytest.mark.parametrize("seed", tiered(range(NUM_FAULTS), test=[str(seed) for seed in range(len(KINDS))]))
 def test_a_fault(seed, source, expected, proxy, s3):
     prefix, fault = s3.new_prefix(), fault_of(seed)
     out = f"s3://{BUCKET}/{prefix}out"
@@ -126,22 +122,31 @@ def old_files(s3: S3Server, source: str, prefix: str) -> dict[str, bytes]:
     return published(s3, prefix)
 
 
-@pytest.mark.parametrize("kind", [*LATE, "503"])
-@pytest.mark.parametrize(("only", "first"), [(BEGIN, 1), (PART, 2), (COMPLETE, 0), (COMPLETE, 2), (COMPLETE, 3)])
+POINTS = {
+    "begin": (BEGIN, 1),
+    "part": (PART, 2),
+    "first complete": (COMPLETE, 0),
+    "third complete": (COMPLETE, 2),
+    "last complete": (COMPLETE, 3),
+}
+FULL = [f"{how} {kind} {at}" for how in ("overwrite:", "fresh:") for kind in (*LATE, "503") for at in POINTS]
+
+
 @pytest.mark.parametrize(
-    "overwrite", [pytest.param(False, id="fresh", marks=pytest.mark.soak), pytest.param(True, id="overwrite")]
+    "case",
+    tiered(
+        FULL,
+        test=(
+            *("overwrite: full begin", "overwrite: over quota part", "overwrite: too large first complete"),
+            *("overwrite: 503 third complete", "overwrite: full last complete", "fresh: over quota third complete"),
+        ),
+    ),
 )
-def test_a_store_that_is_full(
-    kind,
-    only,
-    first,
-    overwrite,
-    source,
-    expected,
-    proxy,
-    s3,
-):
+def test_a_store_that_is_full(case, source, expected, proxy, s3):
     """From the first upload to the last request: the old output stays, or the new one is kept to be published."""
+    overwrite = case.startswith("overwrite")
+    kind = next(kind for kind in (*LATE, "503") if f": {kind} " in case)
+    only, first = POINTS[case.partition(f": {kind} ")[2]]
     prefix = s3.new_prefix()
     out = f"s3://{BUCKET}/{prefix}out"
     before = old_files(s3, source, prefix) if overwrite else {}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from typing import NamedTuple
+from unittest.mock import patch
 
 import click
 
@@ -38,8 +40,7 @@ def all_commands() -> dict[str, click.Command]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(NamedTuple):
     """How a command ended: its exit code, and what it printed to stdout and to stderr."""
 
     code: int
@@ -47,10 +48,17 @@ class Done:
     err: str
 
 
-def run_command(*words: object) -> Done:
-    """The command line in this process, which costs no start of another."""
-    out, err, code = io.StringIO(), io.StringIO(), ""
-    with redirect_stdout(out), redirect_stderr(err):
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run_command(*words: object, columns: int | None = None) -> Done:
+    """The command line in this process, which costs no start of another; with ``columns``, as on a terminal of that
+    width. ``tests.cli.terminals`` has real ones."""
+    out, err = (io.StringIO(), io.StringIO()) if columns is None else (_Terminal(), _Terminal())
+    code, width = "", {} if columns is None else {"COLUMNS": str(columns)}
+    with redirect_stdout(out), redirect_stderr(err), patch.dict(os.environ, width):
         try:
             main([str(word) for word in words])
         except SystemExit as ended:

@@ -57,7 +57,7 @@ def wishes(draw: st.DrawFn, shape: Shape) -> tuple[Shape, Box, int, int]:
     return geometry, box, *draw(strategies.intervals(box.numel))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(stored_tensors(), st.data(), st.integers(16, 200))
 def test_any_interval_of_any_box_of_any_sharding(stored, data, scratch_bytes):
     geometry, box, start, stop = data.draw(wishes(stored.entry.shape))
@@ -260,7 +260,7 @@ FLOATS = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from(sorted(FLOATS, key=str)), st.sampled_from(sorted(FLOATS, key=str)), st.data())
 def test_a_cast_of_any_interval_is_torchs(stored, wanted, data):
     shape = data.draw(strategies.shapes(min_extent=1))

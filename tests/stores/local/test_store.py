@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, 
 from ckpt_tools.stores.local.store import MAX_OPEN_FILES, LocalStore, LocalWriter
 from ckpt_tools.stores.source import FillableStore
 from ckpt_tools.testing.stores import FillableStoreTests
+from tests.support.refusals import refusal_test
 
 
 def read(store: FillableStore, path: str, size: int, start: int = 0) -> bytes:
@@ -44,15 +45,55 @@ class TestLocalStore(FillableStoreTests):
         return store.root.joinpath(path).read_bytes()
 
 
-class TestListing:
-    def test_a_folder_that_is_not_there(self, tmp_path):
-        with pytest.raises(SourceNotFoundError, match="there is no folder"):
-            LocalStore(tmp_path / "nowhere").list()
+def with_links(folder: Path, **links: str) -> Path:
+    """A store beside a secret and another store whose name begins alike, with these links in it."""
+    (folder / "secret").write_bytes(b"secret")
+    for name in ("store/sub", "store2"):
+        (folder / name).mkdir(parents=True)
+    (folder / "store/inside").write_bytes(b"inside")
+    (folder / "store2/f").write_bytes(b"1")
+    for name, target in links.items():
+        (folder / "store" / name).symlink_to(target.format(folder))
+    return folder / "store"
 
+
+def read_link(target: str, path: str = "link") -> Callable[[Path], object]:
+    return lambda folder: read(LocalStore(with_links(folder, link=target)), path, 1)
+
+
+def with_file(folder: Path) -> LocalStore:
+    (folder / "f").write_bytes(b"old")
+    return LocalStore(folder)
+
+
+OUTSIDE = "link to a file outside"
+test_a_refusal = refusal_test(
+    ("no folder", lambda at: LocalStore(at / "nowhere").list(), SourceNotFoundError, "there is no folder"),
+    ("no file", lambda at: LocalStore(at, only="c").list(), SourceNotFoundError, "there is no file"),
+    ("link that leads out", read_link("../secret"), UnsafeError, OUTSIDE),
+    ("link that turns back", read_link("sub/../../secret"), UnsafeError, OUTSIDE),
+    ("absolute link", read_link("{}/secret"), UnsafeError, OUTSIDE),
+    ("link to a folder", read_link("..", "link/secret"), UnsafeError, ""),
+    ("link to a name that begins alike", read_link("../store2/f"), UnsafeError, ""),
+    ("link to itself", read_link("link"), StoreError, "opening failed: Too many levels of symbolic links"),
+    ("a file in the way", lambda at: with_file(at).create("f", 3), StoreError, "creating failed: File exists"),
+    ("no folder can be made", lambda at: with_file(at).create("f/g", 1), StoreError, "creating failed: (Not a|File)"),
+    # /proc/self/mem has no bytes at address 0, and says so as a failing disk does.
+    (
+        "failing disk",
+        lambda at: read(LocalStore(Path("/proc/self"), only="mem"), "mem", 8),
+        StoreError,
+        "reading failed: Input/output error",
+    ),
+)
+
+
+class TestListing:
     def test_hidden_folders_and_what_is_no_file_are_not_listed(self, tmp_path):
         (tmp_path / ".cache").mkdir()
         (tmp_path / ".cache/f").write_bytes(b"1")
         (tmp_path / "broken").symlink_to("nowhere")
+        (tmp_path / "circle").symlink_to("circle")
         os.mkfifo(tmp_path / "pipe")
         (tmp_path / "f").write_bytes(b"12")
         assert dict(LocalStore(tmp_path).list()) == {"f": 2}
@@ -62,8 +103,6 @@ class TestListing:
         (tmp_path / "b").write_bytes(b"1")
         store = LocalStore(tmp_path, only="a")
         assert (dict(store.list()), store.url) == ({"a": 2}, f"{tmp_path}/a")
-        with pytest.raises(SourceNotFoundError, match="there is no file"):
-            LocalStore(tmp_path, only="c").list()
 
     def test_a_folder_that_may_not_be_read_is_a_store_error(self, tmp_path):
         """As another user, where this runs as root, whom no mode stops."""
@@ -84,43 +123,14 @@ class TestListing:
 
 
 class TestLinks:
-    @pytest.fixture
-    def root(self, tmp_path):
-        (tmp_path / "secret").write_bytes(b"secret")
-        (tmp_path / "store/sub").mkdir(parents=True)
-        (tmp_path / "store/inside").write_bytes(b"inside")
-        return tmp_path / "store"
+    def test_one_that_stays_inside_is_followed_and_a_store_may_be_reached_through_one(self, tmp_path):
+        root = with_links(tmp_path, link="inside")
+        tmp_path.joinpath("alias").symlink_to("store")
+        assert read(LocalStore(root), "link", 6) == read(LocalStore(tmp_path / "alias"), "inside", 6) == b"inside"
 
-    @pytest.mark.parametrize("target", ["../secret", "sub/../../secret", "{}/secret"])
-    def test_one_that_leads_out_is_refused(self, root, target):
-        (root / "link").symlink_to(target.format(root.parent))
-        with pytest.raises(UnsafeError, match="link to a file outside"):
-            read(LocalStore(root), "link", 1)
-
-    def test_a_folder_that_leads_out_is_refused(self, root):
-        (root / "folder").symlink_to("..")
-        with pytest.raises(UnsafeError):
-            read(LocalStore(root), "folder/secret", 1)
-
-    def test_one_to_a_neighbour_whose_name_begins_alike_is_refused(self, root):
-        root.with_name("store2").mkdir()
-        root.with_name("store2").joinpath("f").write_bytes(b"1")
-        (root / "link").symlink_to("../store2/f")
-        with pytest.raises(UnsafeError):
-            read(LocalStore(root), "link", 1)
-
-    def test_one_that_stays_inside_is_followed(self, root):
-        (root / "sub/link").symlink_to("../inside")
-        assert read(LocalStore(root), "sub/link", 6) == b"inside"
-
-    def test_a_store_reached_through_a_link_is_as_good(self, root):
-        root.with_name("alias").symlink_to("store")
-        assert read(LocalStore(root.with_name("alias")), "inside", 6) == b"inside"
-
-    def test_the_file_that_the_user_named_may_be_a_link(self, root):
-        (root / "named").symlink_to("../secret")
+    def test_the_file_that_the_user_named_may_be_a_link(self, tmp_path):
+        root = with_links(tmp_path, named="../secret", other="../secret")
         assert read(LocalStore(root, only="named"), "named", 6) == b"secret"
-        (root / "other").symlink_to("../secret")
         with pytest.raises(UnsafeError):
             read(LocalStore(root, only="named"), "other", 1)
 
@@ -136,13 +146,6 @@ class TestLinks:
         assert read(store, "f", 4) == b"blob"
         with pytest.raises(UnsafeError):
             read(store, "g", 1)
-
-    def test_links_in_a_circle_are_a_store_error(self, root):
-        (root / "a").symlink_to("b")
-        (root / "b").symlink_to("a")
-        assert dict(LocalStore(root).list()) == {"inside": 6}
-        with pytest.raises(StoreError, match="opening failed: Too many levels of symbolic links"):
-            read(LocalStore(root), "a", 1)
 
 
 class TestReading:
@@ -171,24 +174,12 @@ class TestReading:
             file.write(b"end")
         assert read(LocalStore(tmp_path), "sparse", 4099, size - 4099)[-3:] == b"end"
 
-    def test_an_error_of_the_disk_is_a_store_error(self, tmp_path):
-        """/proc/self/mem has no bytes at address 0, and says so as a failing disk does."""
-        with pytest.raises(StoreError, match="reading failed: Input/output error") as caught:
-            read(LocalStore(Path("/proc/self"), only="mem"), "mem", 8)
-        assert caught.value.exit_code == 5
-
 
 def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
 class TestWriting:
-    def test_a_file_is_not_written_over(self, tmp_path):
-        (tmp_path / "f").write_bytes(b"old")
-        with pytest.raises(StoreError, match="creating failed: File exists"):
-            LocalStore(tmp_path).create("f", 3)
-        assert (tmp_path / "f").read_bytes() == b"old"
-
     def test_it_has_its_size_and_its_room_from_the_start(self, tmp_path):
         writer = LocalStore(tmp_path).create("f", 1 << 20)
         found = (tmp_path / "f").stat()
@@ -197,23 +188,23 @@ class TestWriting:
 
     @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600), (0, 0o666)])
     def test_its_mode_follows_the_umask(self, tmp_path, umask, mode):
-        with umask_of(umask):
+        before = os.umask(umask)
+        try:
             LocalStore(tmp_path).create("folder/f", 0).close()
+        finally:
+            os.umask(before)
         assert stat.S_IMODE((tmp_path / "folder/f").stat().st_mode) == mode
         assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o777 & ~umask
 
-    def test_a_file_larger_than_the_disk_is_refused_before_it_takes_any_of_it(self, tmp_path):
-        free = shutil.disk_usage(tmp_path)
+    def test_files_larger_than_the_disk_are_refused_before_they_take_any_of_it(self, tmp_path):
+        disk, store = shutil.disk_usage(tmp_path), LocalStore(tmp_path)
         with pytest.raises(StoreError, match=r"no room for [\d,]+ bytes: No space left on device") as caught:
-            LocalStore(tmp_path).create("f", free.total + 1)
+            store.create("f", disk.total + 1)
         assert caught.value.path == str(tmp_path / "f")
         assert (tmp_path / "f").stat().st_blocks == 0
-
-    def test_files_larger_than_the_disk_in_all_are_refused(self, tmp_path):
-        free = shutil.disk_usage(tmp_path)
-        LocalStore(tmp_path).check_room(free.free // 2)
-        with pytest.raises(StoreError, match=rf"it needs {free.total + 1:,} bytes, and [\d,]+ are free; free some"):
-            LocalStore(tmp_path).check_room(free.total + 1)
+        store.check_room(disk.free // 2)
+        with pytest.raises(StoreError, match=rf"it needs {disk.total + 1:,} bytes, and [\d,]+ are free; free some"):
+            store.check_room(disk.total + 1)
 
     def test_a_file_larger_than_the_process_may_write_is_refused(self, tmp_path):
         """The limit on file sizes is a real refusal by the kernel to reserve room."""
@@ -244,11 +235,6 @@ class TestWriting:
         assert outcome == f"StoreError: {tmp_path}/f: writing failed: File too large"
         assert (tmp_path / "f").read_bytes() == b"x" * 600
 
-    def test_a_folder_that_cannot_be_made_is_a_store_error(self, tmp_path):
-        (tmp_path / "f").write_bytes(b"")
-        with pytest.raises(StoreError, match=r"creating failed: (Not a directory|File exists)"):
-            LocalStore(tmp_path).create("f/g", 1)
-
     def test_closing_what_the_disk_refused_is_a_store_error(self):
         reader, writer = os.pipe()
         os.close(reader)
@@ -264,19 +250,6 @@ class TestWriting:
         LocalWriter(Path("pipe"), writer, fsync=True).abandon()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(writer)
-
-
-class umask_of:  # noqa: N801
-    """A umask for a while."""
-
-    def __init__(self, umask: int) -> None:
-        self.umask = umask
-
-    def __enter__(self) -> None:
-        self.before = os.umask(self.umask)
-
-    def __exit__(self, *_: object) -> None:
-        os.umask(self.before)
 
 
 def in_child(code: str, *, file_size_limit: int | None = None) -> str:
