@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from graphlib import TopologicalSorter
 
 import pytest
@@ -14,21 +15,8 @@ from tests.support.imports import IMPORTS, MODULES, PACKAGE, ROOT, Import
 pytestmark = pytest.mark.quick
 
 PACKAGES = (
-    "core",
-    "lora",
-    "recipes",
-    "planning",
-    "stores",
-    "serialization",
-    "trainers",
-    "formats",
-    "reading",
-    "runs",
-    "transfer",
-    "verification",
-    "torch",
-    "cli",
-    "testing",
+    *("core", "lora", "recipes", "planning", "stores", "serialization", "trainers", "formats", "reading", "runs"),
+    *("transfer", "verification", "torch", "cli", "testing"),
 )
 """Each imports only those before it."""
 
@@ -41,20 +29,8 @@ APART = {
 """Packages that know nothing of each other, though one stands before the other."""
 
 FACE = {
-    "__main__",
-    "api",
-    "arguments",
-    "checkpoint",
-    "conversion",
-    "credentials",
-    "errors",
-    "guard",
-    "guard_process",
-    "help_text",
-    "loadable",
-    "signals",
-    "slices",
-    "text_files",
+    *("__main__", "api", "arguments", "checkpoint", "conversion", "credentials", "errors", "guard", "guard_process"),
+    *("help_text", "loadable", "signals", "slices", "text_files"),
 }
 """The modules at the root, beside the package itself."""
 
@@ -68,15 +44,7 @@ LIGHT = {"core.format_names", "core.option_names", "core.progress", "core.wordin
 """What the command line imports beside the public API: it costs nothing."""
 
 FRAMEWORKS = {
-    "torch",
-    "torchvision",
-    "deepspeed",
-    "ray",
-    "safetensors",
-    "transformers",
-    "accelerate",
-    "pandas",
-    "pyarrow",
+    *("torch", "torchvision", "deepspeed", "ray", "safetensors", "transformers", "accelerate", "pandas", "pyarrow"),
     "fsspec",
 }
 """None of them is imported before something needs it: torch alone takes two seconds."""
@@ -140,11 +108,10 @@ def test_an_import_upwards_is_found(module, target):
     assert not may_import(Import(module, target, 1, early=True, for_types=False))
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_says_in_one_line_what_it_is_for(package):
-    charter = ast.get_docstring(ast.parse((ROOT / PACKAGE / package / "__init__.py").read_text()))
-    assert charter
-    assert charter.splitlines()[0].endswith(".")
+def test_a_package_says_in_one_line_what_it_is_for():
+    for package in PACKAGES:
+        charter = ast.get_docstring(ast.parse((ROOT / PACKAGE / package / "__init__.py").read_text()))
+        assert charter and charter.splitlines()[0].endswith("."), package
 
 
 def test_formats_build_on_each_other_in_no_circle():
@@ -186,45 +153,88 @@ def test_the_command_line_knows_the_public_api_alone():
     assert not listing([found for found in ours if not allowed(found)])
 
 
-@pytest.mark.parametrize("package", ["training", "inference"])
-def test_training_and_inference_know_the_public_api_alone(package):
-    wrong = [
-        found
-        for found in IMPORTS
-        if found.module.split(".")[0] == package
-        and found.target.split(".")[0] == PACKAGE
+def first(module: str) -> str:
+    return module.split(".")[0]
+
+
+BESIDE = {"fixtures", "benchmarks", "tests"}
+
+
+FORBIDDEN: dict[str, Callable[[Import], bool]] = {
+    "of the converter by training and inference, but for the public API": lambda found: (
+        first(found.module) in ("training", "inference")
+        and first(found.target) == PACKAGE
         and inside(found.target) not in {"", *EVERYWHERE}
-    ]
-    assert not listing(wrong)
+    ),
+    "of inference by training": lambda found: (
+        first(found.module) == "training" and first(found.target) in {"inference", *BESIDE}
+    ),
+    "of training or inference by the converter": lambda found: (
+        first(found.module) == PACKAGE and first(found.target) in {"training", "inference", *BESIDE}
+    ),
+    "of torch, but in its own package": lambda found: (
+        first(found.module) == PACKAGE
+        and first(found.target) == "torch"
+        and not (found.for_types or package_of(found.module) == "torch")
+    ),
+    "of deepspeed": lambda found: first(found.module) == PACKAGE and first(found.target) == "deepspeed",
+    "of a framework before it is needed": lambda found: (
+        first(found.module) == PACKAGE and found.early and first(found.target) in FRAMEWORKS
+    ),
+    "of tools of tests, but in what is for tests": lambda found: (
+        first(found.module) == PACKAGE
+        and first(found.target) in {"pytest", "hypothesis"}
+        and package_of(found.module) != "testing"
+    ),
+}
 
 
-def test_training_does_not_know_inference():
-    others = {"inference", "fixtures", "benchmarks", "tests"}
-    ours = [found for found in IMPORTS if found.module.split(".")[0] == "training"]
-    assert not listing([found for found in ours if found.target.split(".")[0] in others])
+@pytest.mark.parametrize("forbidden", FORBIDDEN)
+def test_there_is_no_import(forbidden):
+    assert not listing([found for found in IMPORTS if FORBIDDEN[forbidden](found)])
 
 
-def test_the_converter_knows_neither_training_nor_inference():
-    others = {"training", "inference", "fixtures", "benchmarks", "tests"}
-    assert not listing([found for found in OURS if found.target.split(".")[0] in others])
+TABLES: dict[str, dict[str, set[str]]] = {
+    "training": {
+        "config": set(),
+        "models": {"config"},
+        "data": {"config"},
+        "checkpoints": {"config", "models"},
+        "engines": {"config", "models", "checkpoints"},
+        "loop": {"config", "models", "data", "checkpoints", "engines"},
+        "launchers": {"config", "models", "data", "checkpoints", "engines", "loop"},
+        "examples": set(),
+        "studies": {"config", "models", "data", "checkpoints", "engines", "loop", "launchers"},
+    },
+    "inference": {
+        "common": set(),
+        "models": {"common"},
+        "batch": {"common", "models"},
+        "serving": {"common", "models"},
+    },
+}
+"""For each tree its rooms, and for each room the others that it may import."""
+
+ROOTS = {"training": {"__main__"}, "inference": {"demo"}}
+"""Modules beside the rooms. They may import all rooms, and no room imports them."""
 
 
-def test_torch_is_imported_in_its_own_package_alone():
-    wrong = [found for found in OURS if found.target.split(".")[0] == "torch" and package_of(found.module) != "torch"]
-    assert not listing([found for found in wrong if not found.for_types])
+def room_of(tree: str, module: str) -> str | None:
+    """The room of a module of the tree; None for the tree itself and for modules of other trees."""
+    top, _, rest = module.partition(".")
+    return rest.partition(".")[0] or None if top == tree else None
 
 
-def test_deepspeed_is_imported_nowhere():
-    assert not listing([found for found in OURS if found.target.split(".")[0] == "deepspeed"])
-
-
-def test_no_framework_is_imported_before_it_is_needed():
-    assert not listing([found for found in OURS if found.early and found.target.split(".")[0] in FRAMEWORKS])
-
-
-def test_only_what_is_for_tests_needs_their_tools():
-    tools = {"pytest", "hypothesis"}
-    wrong = [found for found in OURS if found.target.split(".")[0] in tools and package_of(found.module) != "testing"]
+@pytest.mark.parametrize("tree", TABLES)
+def test_rooms_import_only_what_their_table_allows(tree):
+    """Never upward, never in a circle."""
+    table = TABLES[tree]
+    here = {room_of(tree, module) for module in MODULES} - {None}
+    assert here == table.keys() | ROOTS[tree]
+    assert {path.parent.name for path in (ROOT / tree).glob("*/*.py")} == table.keys()
+    list(TopologicalSorter(table).static_order())
+    ours = [(room, found) for found in IMPORTS if (room := room_of(tree, found.module)) in table]
+    wrong = [found for room, found in ours if room_of(tree, found.target) not in {None, room, *table[f"{room}"]}]
     assert not listing(wrong)
 
 
@@ -244,11 +254,8 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-def test_the_package_alone_loads_nothing():
+def test_the_package_and_the_command_line_load_next_to_nothing():
     assert not loaded_after("import ckpt_tools") & {*FRAMEWORKS, "numpy", "click", "rich"}
-
-
-def test_the_command_line_loads_no_numpy_before_a_command_does():
     assert not loaded_after("import ckpt_tools.cli") & {*FRAMEWORKS, "numpy"}
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli.main import group
+from tests.support import commands
 
 pytestmark = pytest.mark.quick
 
@@ -26,7 +25,7 @@ SCHEMAS = {
 
 
 def printed(*words: str | Path) -> Any:
-    return json.loads(CliRunner().invoke(group, [*map(str, words), "--json"]).stdout)
+    return json.loads(commands.run_command(*words, "--json").out)
 
 
 @pytest.fixture

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt_tools
-from ckpt_tools.cli.main import group
 from ckpt_tools.core.index_text import parse_index
 from ckpt_tools.errors import UsageError
+from tests.support.commands import printed
 
 WHOLE = np.random.default_rng(3).standard_normal((40, 30, 5)).astype(np.float32)
 
@@ -30,21 +29,21 @@ def source(tmp_path_factory):
     return path
 
 
-INDICES = [
-    "0:2, :",
-    "...",
-    "-1",
-    "3, ..., 2",
-    "::-1, 5:1:-2",
-    "..., ::2, 0",
-    "5:5",
-    "10:30, 2:28, :",
-    "30:, ::-1, -5:",
-    " 1 , : ",
-]
-
-
-@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize(
+    "index",
+    [
+        "0:2, :",
+        "...",
+        "-1",
+        "3, ..., 2",
+        "::-1, 5:1:-2",
+        "..., ::2, 0",
+        "5:5",
+        "10:30, 2:28, :",
+        "30:, ::-1, -5:",
+        " 1 , : ",
+    ],
+)
 def test_a_part_is_that_of_numpy(index, source):
     expected = eval(f"WHOLE[{index}]")
     found = ckpt_tools.cat(source, f"w[{index}]")
@@ -103,9 +102,7 @@ def test_names_with_brackets_other_tensors_and_all_dtypes(source):
     assert ckpt_tools.cat(source, "flag").values is True
     assert str(ckpt_tools.cat(source, "half[:2]")) == "[0.333984 0.333984]"
     assert ckpt_tools.cat(source, "c").values == [[1.0, 2.0]]
-    done = CliRunner().invoke(group, ["cat", str(source), "special", "--json"])
-    found = json.loads(done.stdout)
-    assert found == {
+    assert json.loads(printed("cat", source, "special", "--json")) == {
         "name": "special", "slot": "weight", "shape": [4], "dtype": "float32",
         "values": ["nan", "inf", -0.0, float(np.float32(0.1))],
     }  # fmt: skip
@@ -131,7 +128,6 @@ def test_only_what_is_shown_is_read(source):
 
 
 def test_printing(source):
-    done = CliRunner().invoke(group, ["cat", str(source), "w[0:2, :]"])
-    assert done.stdout == np.array2string(WHOLE[0:2, :]) + "\n"
-    whole = CliRunner().invoke(group, ["cat", str(source), "w", "--all"]).stdout
+    assert printed("cat", source, "w[0:2, :]") == np.array2string(WHOLE[0:2, :]) + "\n"
+    whole = printed("cat", source, "w", "--all")
     assert "..." not in whole and whole.count("\n") > WHOLE.size // 5

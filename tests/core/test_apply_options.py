@@ -1,4 +1,5 @@
-"""The order in which options take effect: a recipe comes before all options that name tensors."""
+"""Options in the order in which they take effect, a recipe before all that name tensors; and the notes about what was
+lost."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_tools.core.apply_options import Applied, apply_options
+from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry, TensorRef
+from ckpt_tools.core.notes import Note, Outcome, merged, without_gone
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
-from ckpt_tools.core.transforms import Transformed, rename
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.transforms import Transformed, rename, select, without_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.stores.urls import open_source
@@ -80,3 +83,48 @@ def test_inverse_needs_a_recipe():
     with pytest.raises(UsageError, match=r"^inverse=True is for a recipe; name it with recipe=$"):
         ConvertOptions(inverse=True)
     assert ConvertOptions(inverse=True, recipe="r").inverse
+
+
+def test_the_last_step_decides():
+    kept, dropped = Note(Outcome.KEPT, "entry", "a"), Note(Outcome.DROPPED, "entry", "b")
+    assert merged([kept, Note(Outcome.KEPT, "other", "c"), dropped]) == (dropped, Note(Outcome.KEPT, "other", "c"))
+
+
+def test_a_loss_that_was_not_asked_for_stays_a_loss():
+    dropped, made = Note(Outcome.DROPPED, "entry", "b"), Note(Outcome.DEFAULTED, "entry", "c")
+    assert merged([dropped, made]) == (dropped,)
+    assert merged([Note(Outcome.DROPPED, "entry", "b", asked=True), made]) == (made,)
+
+
+def test_two_reasons_for_one_outcome_are_one_note():
+    notes = [Note(Outcome.DROPPED, "entry", "a", asked=True), Note(Outcome.DROPPED, "entry", "b")]
+    assert merged(notes) == (Note(Outcome.DROPPED, "entry", "a; b"),)
+    assert merged([notes[0], notes[0]]) == (notes[0],)
+
+
+def test_what_is_gone_was_not_kept():
+    notes = (Note(Outcome.KEPT, "gone", "a"), Note(Outcome.KEPT, "here", "a"), Note(Outcome.KEPT, "the tree", "a"))
+    assert without_gone(notes, {"gone", "here"}, {"here"}) == notes[1:]
+
+
+def test_a_loader_that_does_not_restore_it_is_a_loss():
+    assert [outcome for outcome in Outcome if Note(outcome, "x", "y").is_loss] == [Outcome.DROPPED, Outcome.NOT_LOADED]
+    assert not Note(Outcome.DROPPED, "x", "y", asked=True).is_loss
+
+
+def test_tensors_of_the_users_own_entries_are_no_part_of_the_model():
+    """Its names may be chosen and changed without them, and a prefix of all is found beside them."""
+    table = ShardTable.build((2,), DType.FLOAT32, [Shard(Box.whole((2,)), ByteRange("data", 0, 8))])
+    rng = StateKey("rng", "extra")
+    tensors = {
+        StateKey("module.a"): TensorEntry((2,), DType.FLOAT32, Kind.PARAMETER, table),
+        StateKey("module.b"): TensorEntry((2,), DType.FLOAT32, Kind.PARAMETER, table),
+        rng: TensorEntry((2,), DType.FLOAT32, Kind.EXTRA, table),
+    }
+    made = Manifest("dcp", tensors, extra={"rng": (TensorRef(rng),)})
+    for (found, *_), left in (
+        (select(made, include=("module.a",), exclude=()), ["module.a"]),
+        (rename(made, lambda name: name.replace("module.", "net.")), ["net.a", "net.b"]),
+        (without_wrappers(made), ["a", "b"]),
+    ):
+        assert set(found.tensors) == {rng, *map(StateKey, left)}

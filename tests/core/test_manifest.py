@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,17 @@ from hypothesis import strategies as st
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.literals import is_number, literal_number, number_table
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing, RowTable, Shard, ShardTable
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import stored_tensors
+from tests.support.refusals import refusal_test
 
 pytestmark = pytest.mark.quick
+
+Refused = Callable[[Path], object]
 
 many = settings(max_examples=60, deadline=None)
 
@@ -39,15 +45,16 @@ def entry(shape: Shape, boxes: list[Box]) -> TensorEntry:
     return TensorEntry(shape, DType.UINT8, Kind.PARAMETER, packed(shape, boxes))
 
 
-def test_a_state_key_reads_as_its_name():
+def _index(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+
+
+def test_a_state_key_reads_as_its_name_and_a_byte_range_runs_forward():
     assert str(StateKey("a.b")) == "a.b"
     assert str(StateKey("a.b", MASTER)) == "a.b (master)"
-
-
-@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2)])
-def test_a_byte_range_runs_forward(start, stop):
-    with pytest.raises(ValueError, match="bytes cannot run"):
-        ByteRange("f", start, stop)
+    for start, stop in ((-1, 2), (3, 2)):
+        with pytest.raises(ValueError, match="bytes cannot run"):
+            ByteRange("f", start, stop)
 
 
 class TestShardTable:
@@ -85,45 +92,9 @@ class TestShardTable:
         assert [shard.strides for shard in table] == [(1, 2), (2, 1)]
         assert table.flat is None
 
-    @pytest.mark.parametrize(
-        "shard",
-        [
-            Shard(Box((0,), (5,)), ByteRange("f", 0, 5)),
-            Shard(Box((0,), (4,)), ByteRange("f", 0, 3)),
-            Shard(Box((0,), (4,)), ByteRange("f", 0, 5)),
-            Shard(Box((0, 0), (4, 1)), ByteRange("f", 0, 4)),
-            Shard(Box((), ()), ByteRange("f", 0, 1)),
-            Shard(Box((0,), (4,)), ByteRange("f", 0, 6), (2,)),
-            Shard(Box((0,), (4,)), ByteRange("f", 0, 8), (2,)),
-            Shard(Box((0,), (4,)), ByteRange("f", 0, 4), (-1,)),
-            Shard(Box((0,), (0,)), ByteRange("f", 0, 1), (1,)),
-            Shard(Box((0,), (4,)), ByteRange("f", 1 << 63, (1 << 63) + 4)),
-            Shard(Box((1 << 63,), (1 << 63,)), ByteRange("f", 0, 0)),
-        ],
-    )
-    def test_a_shard_that_cannot_be_is_malformed(self, shard):
-        with pytest.raises(MalformedError):
-            ShardTable.build((4,), DType.UINT8, [shard])
-
-    @pytest.mark.parametrize("shape", [(1 << 63,), (1 << 32, 1 << 32), (0, 1 << 40, 1 << 40), (1 << 61, 2), (0, -1)])
-    def test_a_shape_beyond_all_addresses_is_malformed(self, shape):
-        with pytest.raises(MalformedError, match=r"tensor of shape .* is too large"):
-            ShardTable.build(shape, DType.FLOAT32, [])
-
     def test_the_length_of_an_item_with_framing_is_its_own_business(self):
         shard = Shard(Box((0,), (4,)), ByteRange("f", 0, 700))
         assert len(ShardTable.build((4,), DType.UINT8, [shard], framing=Framing.TORCH_ITEM)) == 1
-
-    def test_the_message_names_the_file(self):
-        with pytest.raises(MalformedError, match=r"^part\.bin: 3 bytes cannot hold 2 elements of int16$"):
-            ShardTable.build((2,), DType.INT16, [Shard(Box((0,), (2,)), ByteRange("part.bin", 0, 3))])
-
-    def test_negative_columns_are_malformed(self):
-        table = packed((4,), [Box((0,), (4,))])
-        with pytest.raises(MalformedError, match="outside"):
-            replace(table, starts=table.starts - 1, stops=table.stops - 1)
-        with pytest.raises(MalformedError, match="negative byte range"):
-            replace(table, byte_starts=table.byte_starts - 1, byte_stops=table.byte_stops - 1)
 
     @many
     @given(strategies.shapes(), st.data())
@@ -161,10 +132,7 @@ class TestShardTable:
         assert flat.stops.tolist()[-1] == prod(shape)
 
 
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-
-
+SCALAR = Box((), ())
 PINWHEEL = [
     Box((0, 0), (1, 2)),
     Box((0, 2), (2, 3)),
@@ -219,41 +187,13 @@ class TestCover:
             with pytest.raises(expected):
                 entry(shape, boxes)
 
-    def test_a_pinwheel_is_a_cover_that_no_plane_cuts(self):
-        entry((3, 3), PINWHEEL)
-
-    def test_a_pinwheel_that_overlaps_itself_is_malformed(self):
-        with pytest.raises(MalformedError, match="overlap"):
-            entry((3, 3), [Box((0, 0), (2, 2)), *PINWHEEL[1:4]])
-
-    def test_a_pinwheel_without_its_middle_is_incomplete(self):
-        with pytest.raises(IncompleteError, match="1 of 9 elements"):
-            entry((3, 3), PINWHEEL[:4])
-
-    def test_a_long_box_overlaps_one_that_starts_after_a_short_one_ended(self):
-        boxes = [Box((0, 0), (4, 1)), Box((0, 2), (2, 3)), Box((2, 0), (3, 1))]
-        with pytest.raises(MalformedError, match="overlap"):
-            entry((4, 3), boxes)
-
-    def test_two_scalars_overlap_and_none_is_incomplete(self):
-        scalar = Box((), ())
-        entry((), [scalar])
-        with pytest.raises(MalformedError, match="overlap"):
-            entry((), [scalar, scalar])
-        with pytest.raises(IncompleteError, match="1 of 1 elements"):
-            entry((), [])
-
-    def test_an_empty_tensor_needs_no_shard_and_bears_many(self):
+    def test_covers_of_a_kind(self):
+        entry((3, 3), PINWHEEL)  # no plane cuts it
+        entry((), [SCALAR])
         entry((0, 3), [])
         entry((0, 3), [Box((0, 0), (0, 3)), Box((0, 3), (0, 3)), Box((0, 1), (0, 2))])
-
-    def test_fsdp_leaves_an_empty_chunk_at_the_end_of_a_short_tensor(self):
+        # FSDP leaves an empty chunk at the end of a short tensor.
         entry((5, 2), [Box((0, 0), (2, 2)), Box((2, 0), (4, 2)), Box((4, 0), (5, 2)), Box((5, 0), (5, 2))])
-
-    def test_strided_pieces_are_checked_too(self):
-        piece = Shard(Box((0, 0), (2, 2)), ByteRange("f", 0, 4), (1, 2))
-        with pytest.raises(MalformedError, match="overlap"):
-            TensorEntry((2, 2), DType.UINT8, Kind.BUFFER, ShardTable.build((2, 2), DType.UINT8, [piece, piece]))
 
     def test_many_shards_are_checked_in_seconds(self):
         side = 500
@@ -266,46 +206,108 @@ class TestCover:
         assert len(TensorEntry((side, side), DType.UINT8, Kind.PARAMETER, table).shards) == side * side
 
 
-class TestTensorEntry:
-    @pytest.mark.parametrize("geometry", [(5,), (2, 3), (3, 2), (1, 6)])
-    def test_shards_are_in_the_tensors_shape_or_its_flattening(self, geometry):
-        table = packed(geometry, [Box.whole(geometry)])
-        if geometry == (2, 3):
-            TensorEntry((2, 3), DType.UINT8, Kind.PARAMETER, table)
-        else:
-            with pytest.raises(MalformedError, match="shards of shape"):
-                TensorEntry((2, 3), DType.UINT8, Kind.PARAMETER, table)
-
-    def test_a_cast_changes_what_it_is_read_as_and_not_what_is_stored(self):
-        whole = TensorEntry((2, 3), DType.FLOAT32, Kind.STATE, packed((6,), [Box((0,), (6,))], DType.FLOAT32))
-        cast = whole.cast(DType.BFLOAT16)
-        assert (cast.dtype, cast.shards.dtype, cast.num_bytes) == (DType.BFLOAT16, DType.FLOAT32, 12)
+def test_a_cast_changes_what_it_is_read_as_and_not_what_is_stored():
+    whole = TensorEntry((2, 3), DType.FLOAT32, Kind.STATE, packed((6,), [Box((0,), (6,))], DType.FLOAT32))
+    cast = whole.cast(DType.BFLOAT16)
+    assert (cast.dtype, cast.shards.dtype, cast.num_bytes) == (DType.BFLOAT16, DType.FLOAT32, 12)
 
 
-class TestManifest:
-    weight = entry((2,), [Box((0,), (2,))])
+WEIGHT = entry((2,), [Box((0,), (2,))])
 
-    def test_names_and_kinds(self):
-        step = TensorEntry((), DType.UINT8, Kind.STATE, packed((), [Box((), ())]))
-        manifest = Manifest("f", {StateKey("w"): self.weight, StateKey("w", "step"): step})
-        assert manifest.fqns == {"w"}
-        assert list(manifest.of_kind(Kind.STATE)) == [StateKey("w", "step")]
 
-    def test_it_is_read_only_and_apart_from_what_it_was_made_of(self):
-        tensors = {StateKey("w"): self.weight}
-        manifest = Manifest("f", tensors)
-        tensors.clear()
-        assert list(manifest.tensors) == [StateKey("w")]
-        with pytest.raises(TypeError):
-            manifest.tensors[StateKey("x")] = self.weight  # type: ignore[index]
+def manifest(aliases: dict[str, str], *groups: ParamGroup) -> Manifest:
+    return Manifest("f", {StateKey("w"): WEIGHT}, aliases, groups)
 
-    @pytest.mark.parametrize("aliases", [{"tied": "nobody"}, {"w": "w"}, {"tied": "other", "other": "w"}])
-    def test_a_tie_leads_from_a_free_name_to_an_owner(self, aliases):
-        with pytest.raises(MalformedError, match="is tied to"):
-            Manifest("f", {StateKey("w"): self.weight}, aliases=aliases)
 
-    def test_groups_name_tensors_or_ties(self):
-        tensors, aliases = {StateKey("w"): self.weight}, {"tied": "w"}
-        Manifest("f", tensors, aliases, (ParamGroup(("w", "tied"), {"lr": 0.1}),))
-        with pytest.raises(MalformedError, match="a parameter group names 'x'"):
-            Manifest("f", tensors, aliases, (ParamGroup(("x",), {}),))
+def test_a_manifest_is_read_only_and_apart_from_what_it_was_made_of():
+    step = TensorEntry((), DType.UINT8, Kind.STATE, packed((), [SCALAR]))
+    tensors = {StateKey("w"): WEIGHT, StateKey("w", "step"): step}
+    made = Manifest("f", tensors)
+    tensors.clear()
+    assert (made.fqns, list(made.of_kind(Kind.STATE))) == ({"w"}, [StateKey("w", "step")])
+    with pytest.raises(TypeError):
+        made.tensors[StateKey("x")] = WEIGHT  # type: ignore[index]
+    manifest({"tied": "w"}, ParamGroup(("w", "tied"), {"lr": 0.1}))
+
+
+@given(st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)))
+def test_a_number_as_a_literal_file_comes_back_in_its_type(number):
+    assert is_number(number)
+    table, files = number_table(number, "step")
+    step = TensorEntry((), table.dtype, Kind.STATE, table)
+    made = Manifest("test", {StateKey("w", "step"): step}, literals=files)
+    found = literal_number(made, step)
+    assert (found, type(found)) == (number, type(number))
+    assert literal_number(replace(made, literals={}), step) is None
+    assert literal_number(made, step.cast(DType.FLOAT32)) is None
+    assert not any(map(is_number, [None, "1", 2**63, -(2**63) - 1, 1j, [1]]))
+
+
+def of_four(*stop: int, size: int, strides: tuple[int, ...] | None = None, start: int = 0) -> Refused:
+    """A shard of a tensor of four bytes, from 0 to ``stop``, in so many bytes of its file."""
+
+    def build(_: Path) -> object:
+        shard = Shard(Box((0,) * len(stop), stop), ByteRange("part.bin", start, start + size), strides)
+        return ShardTable.build((4,), DType.UINT8, [shard])
+
+    return build
+
+
+def moved(*columns: str) -> Refused:
+    """A table some columns of which are one less."""
+    table = packed((4,), [Box((0,), (4,))])
+    return lambda _: replace(table, **{name: getattr(table, name) - 1 for name in columns})
+
+
+def of_shape(*shape: int) -> Refused:
+    return lambda _: ShardTable.build(shape, DType.FLOAT32, [])
+
+
+def covered_by(shape: Shape, *boxes: Box) -> Refused:
+    return lambda _: entry(shape, [*boxes])
+
+
+def stored_in(*geometry: int) -> Refused:
+    table = packed(geometry, [Box.whole(geometry)])
+    return lambda _: TensorEntry((2, 3), DType.UINT8, Kind.PARAMETER, table)
+
+
+def twice_strided(_: Path) -> object:
+    shard = Shard(Box((0, 0), (2, 2)), ByteRange("f", 0, 4), (1, 2))
+    return TensorEntry((2, 2), DType.UINT8, Kind.BUFFER, ShardTable.build((2, 2), DType.UINT8, [shard, shard]))
+
+
+MALFORMED, TOO_LARGE = MalformedError, r"tensor of shape .* is too large"
+SHORT_AND_LONG = [Box((0, 0), (4, 1)), Box((0, 2), (2, 3)), Box((2, 0), (3, 1))]
+
+test_a_refusal = refusal_test(
+    ("a box beyond the tensor", of_four(5, size=5), MALFORMED, "outside"),
+    ("too few bytes", of_four(4, size=3), MALFORMED, r"^part\.bin: 3 bytes cannot hold 4 elements of uint8$"),
+    ("too many bytes", of_four(4, size=5), MALFORMED, "5 bytes"),
+    ("too many dims", of_four(4, 1, size=4), MALFORMED, "."),
+    ("too few dims", of_four(size=1), MALFORMED, "."),
+    ("few bytes for the strides", of_four(4, size=6, strides=(2,)), MALFORMED, "6 bytes"),
+    ("many bytes for the strides", of_four(4, size=8, strides=(2,)), MALFORMED, "8 bytes"),
+    ("a negative stride", of_four(4, size=4, strides=(-1,)), MALFORMED, "."),
+    ("bytes of no elements", of_four(0, size=1, strides=(1,)), MALFORMED, "."),
+    ("bytes beyond all files", of_four(4, size=4, start=1 << 63), MALFORMED, "."),
+    ("a box beyond all addresses", of_four(1 << 63, size=0), MALFORMED, "."),
+    ("2^63 elements", of_shape(1 << 63), MALFORMED, TOO_LARGE),
+    ("2^64 elements", of_shape(1 << 32, 1 << 32), MALFORMED, TOO_LARGE),
+    ("none of 2^80 elements", of_shape(0, 1 << 40, 1 << 40), MALFORMED, TOO_LARGE),
+    ("2^64 bytes", of_shape(1 << 61, 2), MALFORMED, TOO_LARGE),
+    ("a negative extent", of_shape(0, -1), MALFORMED, TOO_LARGE),
+    ("negative columns", moved("starts", "stops"), MALFORMED, "outside"),
+    ("negative bytes", moved("byte_starts", "byte_stops"), MALFORMED, "negative byte range"),
+    ("an overlap", covered_by((3, 3), Box((0, 0), (2, 2)), *PINWHEEL[1:4]), MALFORMED, "overlap"),
+    ("a gap", covered_by((3, 3), *PINWHEEL[:4]), IncompleteError, "1 of 9 elements"),
+    ("an overlap behind a short box", covered_by((4, 3), *SHORT_AND_LONG), MALFORMED, "overlap"),
+    ("two scalars", covered_by((), SCALAR, SCALAR), MALFORMED, "overlap"),
+    ("no scalar", covered_by(()), IncompleteError, "1 of 1 elements"),
+    ("strided pieces", twice_strided, MALFORMED, "overlap"),
+    *((f"shards in {it}", stored_in(*it), MALFORMED, "shards of shape") for it in ((5,), (3, 2), (1, 6))),
+    ("a tie to nobody", lambda _: manifest({"tied": "nobody"}), MALFORMED, "is tied to"),
+    ("a tie of an owner", lambda _: manifest({"w": "w"}), MALFORMED, "is tied to"),
+    ("a tie to a tie", lambda _: manifest({"tied": "other", "other": "w"}), MALFORMED, "is tied to"),
+    ("a group of nothing", lambda _: manifest({}, ParamGroup(("x",), {})), MALFORMED, "a parameter group names 'x'"),
+)

@@ -71,17 +71,13 @@ def plan_of(files: tuple[FileLayout, ...], task_bytes: int) -> Plan:
 class TestTasks:
     @many
     @given(file_layouts(), st.integers(16, 40))
-    def test_they_cover_a_file_once_in_order(self, file, task_bytes):
+    def test_they_cover_a_file_once_in_order_and_split_no_element(self, file, task_bytes):
         tasks = list(plan_of((file,), task_bytes).tasks())
         assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
         assert tasks[-1].stop == file.size_bytes
         assert all(task.num_bytes <= task_bytes for task in tasks)
         assert all(task.num_bytes > 0 for task in tasks) or len(tasks) == 1
-
-    @many
-    @given(file_layouts(), st.integers(16, 40))
-    def test_they_split_no_element(self, file, task_bytes):
-        for task in plan_of((file,), task_bytes).tasks():
+        for task in tasks:
             for offset, segment in zip(file.offsets, file.segments, strict=False):
                 if isinstance(segment, Payload) and offset < task.stop < offset + segment.num_bytes:
                     assert (task.stop - offset) % segment.dtype.item_bytes == 0
@@ -159,57 +155,49 @@ def whole_of(entry: TensorEntry, dtype: DType | None = None) -> Payload:
     return Payload(KEY, Box.whole(entry.shape), entry.shape, dtype or entry.dtype)
 
 
+def strided() -> TensorEntry:
+    shard = Shard(Box((0, 0), (40, 30)), ByteRange("f", 0, 1200), (1, 40))
+    return TensorEntry((40, 30), DType.UINT8, Kind.PARAMETER, ShardTable.build((40, 30), DType.UINT8, [shard]))
+
+
+OF_ROWS = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
+OF_COLUMNS = stored_as(DType.UINT8, (Box((0, 0), (200, 5)), 0), (Box((0, 5), (200, 10)), 0))
+LONGER = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 240, 520, 760)))
+AS_EVER: dict[str, tuple[TensorEntry, list[Segment]]] = {
+    "columns of rows": (LONGER, [Payload(KEY, Box((0, 1), (760, 4)), LONGER.shape, LONGER.dtype)]),
+    "a cast": (LONGER, [whole_of(LONGER, DType.BFLOAT16)]),
+    "shards of columns": (OF_COLUMNS, [whole_of(OF_COLUMNS)]),
+    "a strided piece": (strided(), [Literal(bytes(700)), whole_of(strided())]),
+    "a file of checksums": (OF_ROWS, [whole_of(OF_ROWS), Crc32(0, 1900)]),
+}
+
+
 class TestCopies:
     """Tasks where the destination copies ranges of the source's files itself."""
 
     def test_they_end_where_shards_do(self):
-        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
-        assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
-        assert cut(entry, Literal(bytes(500)), whole_of(entry)) == [500, 1100, 1800, 2400]
-        assert cut(entry, whole_of(entry), rules=None) == [1128, 1900]
+        assert cut(OF_ROWS, whole_of(OF_ROWS)) == [600, 1300, 1900]
+        assert cut(OF_ROWS, Literal(bytes(500)), whole_of(OF_ROWS)) == [500, 1100, 1800, 2400]
+        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=None) == [1128, 1900]
 
     def test_they_end_between_elements(self):
         """The head of 101 bytes needs 399 of the first shard; 463 are 28 elements and a part of one."""
         entry = stored_as(DType.COMPLEX128, *((box, 7) for box in rows(0, 13, 25)))
         assert cut(entry, Literal(bytes(101)), whole_of(entry)) == [101 + 28 * 16, 1141, 2101]
 
-    @pytest.mark.parametrize(
-        "segment",
-        [
-            pytest.param(lambda entry: Payload(KEY, Box((0, 1), (760, 4)), entry.shape, entry.dtype), id="columns"),
-            pytest.param(lambda entry: whole_of(entry, DType.BFLOAT16), id="a cast"),
-        ],
-    )
-    def test_what_is_not_stored_as_it_is_written_is_cut_as_ever(self, segment):
-        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 240, 520, 760)))
-        payload = segment(entry)
-        assert cut(entry, payload) == cut(entry, payload, rules=None)
-
-    def test_shards_of_columns_are_no_runs(self):
-        boxes = [Box((0, 0), (200, 5)), Box((0, 5), (200, 10))]
-        entry = stored_as(DType.UINT8, *((box, 0) for box in boxes))
-        assert cut(entry, whole_of(entry)) == cut(entry, whole_of(entry), rules=None)
+    @pytest.mark.parametrize("why", AS_EVER)
+    def test_what_is_not_stored_as_it_is_written_is_cut_as_ever(self, why):
+        entry, segments = AS_EVER[why]
+        assert cut(entry, *segments) == cut(entry, *segments, rules=None)
 
     def test_rows_of_a_shard_of_columns_are_no_runs_but_whole_shards_are(self):
         boxes = [Box((0, 0), (120, 5)), Box((120, 0), (260, 3)), Box((120, 3), (260, 5)), Box((260, 0), (380, 5))]
         entry = stored_as(DType.UINT8, *((box, 0) for box in boxes))
         assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
 
-    def test_strided_pieces_are_no_runs(self):
-        shard = Shard(Box((0, 0), (40, 30)), ByteRange("f", 0, 1200), (1, 40))
-        table = ShardTable.build((40, 30), DType.UINT8, [shard])
-        entry = TensorEntry((40, 30), DType.UINT8, Kind.PARAMETER, table)
-        assert cut(entry, Literal(bytes(700)), whole_of(entry)) == [1128, 1900]
-
-    def test_a_file_of_checksums_is_cut_as_ever(self):
-        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
-        segments = (whole_of(entry), Crc32(0, 1900))
-        assert cut(entry, *segments) == cut(entry, *segments, rules=None)
-
     def test_a_file_of_too_many_parts_is_cut_as_ever(self):
-        entry = stored_as(DType.UINT8, *((box, 7) for box in rows(0, 120, 260, 380)))
-        assert cut(entry, whole_of(entry), rules=CopyRules(500, max_parts=3)) == [600, 1300, 1900]
-        assert cut(entry, whole_of(entry), rules=CopyRules(500, max_parts=2)) == [1128, 1900]
+        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyRules(500, max_parts=3)) == [600, 1300, 1900]
+        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyRules(500, max_parts=2)) == [1128, 1900]
 
     @many
     @given(stored_tensors(), st.data())
@@ -225,16 +213,6 @@ class TestCopies:
         assert all(task.num_bytes <= rules.task_bytes for task in tasks)
         assert all(task.num_bytes >= rules.min_bytes for task in tasks[:-1])
         assert all((task.stop - len(head.data)) % item == 0 for task in tasks if task.stop > len(head.data))
-
-    def test_a_budget_that_has_no_room_for_tasks_so_large_has_none_of_them(self):
-        rules = CopyRules(5 * MIB, 10_000)
-        larger, smaller, unlimited = (
-            make_plan(manifest_of(1), Layout(()), memory_bytes=size, num_workers=2, is_limit=is_limit, copies=rules)
-            for size, is_limit in [(72 * MIB, True), (66 * MIB, True), (66 * MIB, False)]
-        )
-        assert larger.task_bytes == unlimited.task_bytes == rules.task_bytes == 2 * (5 * MIB + 64)
-        assert (larger.copies, smaller.copies, unlimited.copies) == (rules, None, rules)
-        assert smaller.task_bytes == MAX_TASK_BYTES
 
 
 def found_by(hit: Hit, files: dict[str, bytes]) -> list[tuple[int, Any]]:
@@ -287,28 +265,26 @@ class TestHits:
         table = ShardTable.build(shape, DType.BFLOAT16, shards)
         assert len(hits(table, Box.whole(shape), shape, 0, prod(shape))) == ways
 
+    @staticmethod
+    def intervals(count: int, num_bytes: int) -> RowTable:
+        """So many shards, each of an interval of so many bytes, one after the other in a file."""
+        starts = np.arange(count, dtype=np.int64)[:, None] * num_bytes
+        at, file_ids = starts[:, 0], np.zeros(count, np.int64)
+        shape, stops = (num_bytes * count,), starts + num_bytes
+        return RowTable(shape, DType.UINT8, starts, stops, ("f",), file_ids, at, at + num_bytes)
+
     def test_an_interval_of_many_is_found_by_search(self):
-        count = 1 << 20
-        starts = np.arange(count, dtype=np.int64)[:, None] * 4
-        offsets = starts[:, 0]
-        table = RowTable(
-            (4 * count,), DType.UINT8, starts, starts + 4, ("f",), np.zeros(count, np.int64), offsets, offsets + 4
-        )
-        first, last = hits(table, Box.whole((4 * count,)), (4 * count,), 4002, 4006)
+        table = self.intervals(1 << 20, 4)
+        first, last = hits(table, Box.whole(table.shape), table.shape, 4002, 4006)
         assert first == FlatHit(ByteRange("f", 4000, 4004), Framing.RAW, DType.UINT8, 4, start=2, stop=4, into=0)
         assert last == FlatHit(ByteRange("f", 4004, 4008), Framing.RAW, DType.UINT8, 4, start=0, stop=2, into=2)
 
     def test_of_a_parameter_that_many_ranks_share_only_the_near_intervals_are_unfolded(self):
-        ranks, shape = 10_000, (10_000, 64)
-        starts = np.arange(ranks, dtype=np.int64)[:, None] * 64
-        offsets = starts[:, 0]
-        table = RowTable(
-            (64 * ranks,), DType.UINT8, starts, starts + 64, ("f",), np.zeros(ranks, np.int64), offsets, offsets + 64
-        )
+        table = self.intervals(10_000, 64)
 
         def found(start: int, stop: int) -> tuple[list[int], float]:
             began = time.thread_time()
-            each = hits(table, Box((0, 3), (10_000, 5)), shape, start, stop)
+            each = hits(table, Box((0, 3), (10_000, 5)), (10_000, 64), start, stop)
             return [hit.at.start for hit in each], time.thread_time() - began
 
         near, seconds = min((found(8000, 8006) for _ in range(3)), key=lambda each: each[1])
@@ -326,43 +302,61 @@ def manifest_of(num_tensors: int, shards_each: int = 1) -> Manifest:
 LARGE = Layout((FileLayout("f", (Padding(1 << 30),)),))
 
 
+def planned(
+    manifest: Manifest | None = None, layout: Layout = LARGE, memory_bytes: int = 1024 * MIB, **more: Any
+) -> Plan:
+    """For two workers, in a gigabyte, where no other is said."""
+    usual = {"num_workers": 2, **more}
+    return make_plan(manifest or manifest_of(1), layout, memory_bytes=memory_bytes, **usual)
+
+
 class TestBudget:
     @pytest.mark.parametrize("budget", [48 * MIB, 64 * MIB, 128 * MIB, 1024 * MIB])
     @pytest.mark.parametrize("num_workers", [1, 2, 4])
     def test_the_projected_peak_keeps_to_it(self, budget, num_workers):
-        plan = make_plan(manifest_of(10), LARGE, memory_bytes=budget, num_workers=num_workers)
+        plan = planned(manifest_of(10), memory_bytes=budget, num_workers=num_workers)
         assert plan.peak_memory_bytes <= budget
         assert MIN_TASK_BYTES <= plan.task_bytes <= MAX_TASK_BYTES
         assert plan.task_bytes % MIN_TASK_BYTES == 0
 
     def test_it_is_used_up_to_the_largest_useful_task(self):
-        smaller = make_plan(manifest_of(1), LARGE, memory_bytes=50 * MIB, num_workers=2)
-        larger = make_plan(manifest_of(1), LARGE, memory_bytes=1024 * MIB, num_workers=2)
+        smaller, larger = planned(memory_bytes=50 * MIB), planned()
         assert smaller.task_bytes < larger.task_bytes == MAX_TASK_BYTES
         assert 50 * MIB - smaller.peak_memory_bytes < 2 * 3 * MIN_TASK_BYTES
 
     def test_one_that_cannot_be_met_is_refused_with_the_one_that_can(self):
         manifest = manifest_of(5, shards_each=1000)
         with pytest.raises(MemoryBudgetError, match=r"needs at least [\d.]+ MB .* memory=") as caught:
-            make_plan(manifest, LARGE, memory_bytes=1000, num_workers=2)
+            planned(manifest, memory_bytes=1000)
         needed = parse_size(str(caught.value).partition("at least ")[2].partition(" of")[0])
-        peak = make_plan(manifest, LARGE, memory_bytes=needed, num_workers=2).peak_memory_bytes
+        peak = planned(manifest, memory_bytes=needed).peak_memory_bytes
         assert needed - 10_000 <= peak <= needed
         with pytest.raises(MemoryBudgetError):
-            make_plan(manifest, LARGE, memory_bytes=peak - 1, num_workers=2)
+            planned(manifest, memory_bytes=peak - 1)
 
     def test_a_budget_that_is_no_limit_leaves_tasks_their_size(self):
-        plan = make_plan(manifest_of(10), LARGE, memory_bytes=MIB, num_workers=2, is_limit=False)
+        plan = planned(manifest_of(10), memory_bytes=MIB, is_limit=False)
         assert plan.task_bytes == MAX_TASK_BYTES and plan.peak_memory_bytes > MIB
 
+    def test_one_without_room_for_tasks_of_copies_has_none_of_them(self):
+        rules = CopyRules(5 * MIB, 10_000)
+        larger, smaller, unlimited = (
+            planned(None, Layout(()), size, is_limit=is_limit, copies=rules)
+            for size, is_limit in [(72 * MIB, True), (66 * MIB, True), (66 * MIB, False)]
+        )
+        assert larger.task_bytes == unlimited.task_bytes == rules.task_bytes == 2 * (5 * MIB + 64)
+        assert (larger.copies, smaller.copies, unlimited.copies) == (rules, None, rules)
+        assert smaller.task_bytes == MAX_TASK_BYTES
+
     def test_a_block_to_be_placed_strided_is_as_large_as_a_task_only_where_it_is_foreseen(self):
-        columns = [Shard(Box((0, n), (2, n + 1)), ByteRange("f", 8 * n, 8 * n + 8)) for n in range(2)]
-        rows = [Shard(Box((n, 0), (n + 1, 2)), ByteRange("f", 8 * n, 8 * n + 8)) for n in range(2)]
+        at = [ByteRange("f", 8 * n, 8 * n + 8) for n in range(2)]
+        columns = [Shard(Box((0, n), (2, n + 1)), at[n]) for n in range(2)]
+        rows = [Shard(Box((n, 0), (n + 1, 2)), at[n]) for n in range(2)]
 
         def plan(shards: list[Shard], box: Box) -> Plan:
             entry = TensorEntry((2, 2), DType.FLOAT32, Kind.PARAMETER, ShardTable.build((2, 2), DType.FLOAT32, shards))
             file = FileLayout("f", (Payload(KEY, box, (2, 2), DType.FLOAT32), Padding(1 << 30)))
-            return make_plan(Manifest("test", {KEY: entry}), Layout((file,)), memory_bytes=1024 * MIB, num_workers=1)
+            return planned(Manifest("test", {KEY: entry}), Layout((file,)), num_workers=1)
 
         whole, column = Box((0, 0), (2, 2)), Box((0, 0), (2, 1))
         assert plan(rows, whole).scratch_bytes == MAX_SCRATCH_BYTES
@@ -370,34 +364,20 @@ class TestBudget:
         more = plan(columns, whole).peak_memory_bytes - plan(rows, whole).peak_memory_bytes
         assert more == MAX_TASK_BYTES - MAX_SCRATCH_BYTES
 
-    def test_files_that_are_smaller_than_a_task_take_as_much_as_they_have(self):
+    def test_what_counts(self):
+        """Files smaller than a task take as much as they have; a store that is not local, shards and tensors count."""
         tiny = Layout((FileLayout("f", (Padding(1000),)),))
-        empty, one, large = (
-            make_plan(manifest_of(1), layout, memory_bytes=1024 * MIB, num_workers=2).peak_memory_bytes
-            for layout in (Layout(()), tiny, LARGE)
-        )
+        empty, one, large = (planned(layout=layout).peak_memory_bytes for layout in (Layout(()), tiny, LARGE))
         assert empty < one < empty + 10_000 < large
-
-    def test_a_store_that_is_not_local_counts(self):
-        local, remote = (
-            make_plan(manifest_of(1), LARGE, memory_bytes=1024 * MIB, num_workers=2, remote_bytes=each)
-            for each in (0, REMOTE_BYTES)
-        )
-        assert remote.peak_memory_bytes - local.peak_memory_bytes == REMOTE_BYTES
-
-    def test_shards_and_tensors_count(self):
-        peaks = [
-            make_plan(manifest, Layout(()), memory_bytes=1024 * MIB, num_workers=1).peak_memory_bytes
-            for manifest in (manifest_of(1), manifest_of(1, shards_each=1000), manifest_of(1000))
-        ]
-        assert peaks == sorted(peaks) and len(set(peaks)) == 3
+        assert planned(remote_bytes=REMOTE_BYTES).peak_memory_bytes - large == REMOTE_BYTES
+        manifests = (manifest_of(1), manifest_of(1, shards_each=1000), manifest_of(1000))
+        peaks = [planned(manifest, Layout(())).peak_memory_bytes for manifest in manifests]
+        assert peaks == sorted({*peaks})
 
 
 def test_bytes_read_are_as_stored_and_bytes_written_as_laid_out():
     shard = Shard(Box((0,), (6,)), ByteRange("f", 0, 24))
     entry = TensorEntry((6,), DType.BFLOAT16, Kind.PARAMETER, ShardTable.build((6,), DType.FLOAT32, [shard]))
     file = FileLayout("f", (Literal(b"head"), Payload(KEY, Box((1,), (6,)), (6,), DType.BFLOAT16)))
-    plan = make_plan(Manifest("test", {KEY: entry}), Layout((file,)), memory_bytes=128 * MIB, num_workers=1)
-    assert plan.figures() == Figures(
-        {"f": 14}, frozenset({KEY}), num_tasks=1, bytes_read=5 * 4, bytes_written=4 + 5 * 2
-    )
+    plan = planned(Manifest("test", {KEY: entry}), Layout((file,)), num_workers=1)
+    assert plan.figures() == Figures({"f": 14}, frozenset({KEY}), num_tasks=1, bytes_read=5 * 4, bytes_written=4 + 10)

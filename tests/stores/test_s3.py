@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import pytest
 
@@ -67,6 +67,10 @@ class TestBlockCache(StoreTests):
         return BlockCache(behind, behind.list())
 
 
+def claimed(place: S3Place, *, overwrite: bool = False, resume: bool = False) -> AbstractContextManager[S3Claim]:
+    return place.claim(overwrite=overwrite, resume=resume)
+
+
 def write(claim: S3Claim, files: Mapping[str, bytes], *, publish: bool = True) -> None:
     """The files in parts, the last of which is written first."""
     for path, data in files.items():
@@ -84,28 +88,20 @@ def write(claim: S3Claim, files: Mapping[str, bytes], *, publish: bool = True) -
 FILES = {"a.bin": PART + PART + b"end", "empty": b"", "deep/b.bin": b"abc", ".metadata": b"index"}
 
 
-def test_nothing_is_seen_before_it_is_published_and_nothing_of_ours_after(place, runs, s3):
-    with place.claim(overwrite=False, resume=False) as claim:
+def test_nothing_is_seen_before_it_is_published_the_last_file_last_and_nothing_of_ours_after(
+    place, runs, s3, monkeypatch
+):
+    order, complete = [], Bucket.complete
+    monkeypatch.setattr(Bucket, "complete", lambda self, key, *rest: (complete(self, key, *rest), order.append(key)))
+    with claimed(place) as claim:
         claim.log.append(b"noted")
         write(claim, FILES, publish=False)
         assert all(PARTIAL in path for path in s3.files(runs))
         assert place.present() is None
         claim.publish(list(FILES))
+    assert order[-1].endswith("out/.metadata") and len(order) == len(FILES)
     assert s3.files(runs) == {f"out/{path}": data for path, data in FILES.items()}
     assert s3.open_uploads(runs) == []
-
-
-def test_the_last_file_comes_last(place, monkeypatch):
-    order, complete = [], Bucket.complete
-
-    def watched(self: Bucket, key: str, *rest: object) -> None:
-        complete(self, key, *rest)  # type: ignore[arg-type]
-        order.append(key)
-
-    monkeypatch.setattr(Bucket, "complete", watched)
-    with place.claim(overwrite=False, resume=False) as claim:
-        write(claim, FILES)
-    assert order[-1].endswith("out/.metadata") and len(order) == len(FILES)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -117,56 +113,44 @@ def test_what_was_not_published_is_aborted_or_kept(place, runs, s3, resume):
         raise ZeroDivisionError
     assert len(s3.open_uploads(runs)) == (len(FILES) if resume else 0)
     assert bool(s3.files(runs)) == resume
-    with place.claim(overwrite=False, resume=True) as claim:
+    with claimed(place, resume=True) as claim:
         assert claim.log.read() == (b"onetwo" if resume else b"")
         claim.log.append(b"three")
         assert claim.log.read().endswith(b"three")
 
 
 def test_a_later_run_finishes_what_another_process_began(place, runs, s3):
-    with place.claim(overwrite=False, resume=True) as claim:
+    with claimed(place, resume=True) as claim:
         handle = claim.destination.begin("f", 2 * len(PART))
         elsewhere = pickle.loads(pickle.dumps(claim.destination))
         part_tag = elsewhere.write("f", handle, 1, len(PART), memoryview(PART))
-    with place.claim(overwrite=False, resume=True) as claim:
+    with claimed(place, resume=True) as claim:
         holds = claim.destination.holds
         assert holds("f", handle, 1, len(PART), len(PART), 0, part_tag)
         assert not holds("f", handle, 1, len(PART), len(PART) - 1, 0, part_tag)
         assert not holds("f", handle, 1, len(PART), len(PART), 0, f'{part_tag[:-2]}x"')
         assert not holds("f", handle, 0, 0, len(PART), 0, part_tag)
         assert not holds("g", handle, 1, len(PART), len(PART), 0, part_tag)
+        claim.destination.write("f", handle, 0, 0, b"sent twice, counts once" + PART)
         first = claim.destination.write("f", handle, 0, 0, PART)
         claim.destination.finish("f", handle, [first, part_tag])
         claim.publish(["f"])
     assert s3.files(runs) == {"out/f": PART + PART}
 
 
-def test_a_part_sent_twice_counts_once(place, runs, s3):
-    with place.claim(overwrite=False, resume=False) as claim:
-        handle = claim.destination.begin("f", len(PART) + 1)
-        part_tags = [claim.destination.write("f", handle, n, 0, data) for n, data in [(0, PART), (1, b"x"), (0, PART)]]
-        claim.destination.finish("f", handle, [part_tags[2], part_tags[1]])
-        claim.publish(["f"])
-    assert s3.files(runs) == {"out/f": PART + b"x"}
-
-
-def test_a_place_that_is_taken_is_refused(place, runs, s3):
-    s3.put(runs, {"out/x": b"1"})
-    with pytest.raises(DestinationExistsError, match="overwrite=True"):
-        place.claim(overwrite=False, resume=False).__enter__()
-    with pytest.raises(DestinationExistsError, match="is a folder"):
-        place.as_file().claim(overwrite=True, resume=False).__enter__()
-    with pytest.raises(DestinationExistsError, match="is a file"):
-        S3Place(place.bucket, f"{runs}out/x").claim(overwrite=True, resume=False).__enter__()
-    assert list(s3.files(runs)) == ["out/x"]
-
-
-def test_somebody_who_was_faster_is_not_overwritten(place, runs, s3):
-    with place.claim(overwrite=False, resume=False) as claim:
+def test_a_place_that_is_taken_at_the_start_or_meanwhile_is_not_overwritten(place, runs, s3):
+    with claimed(place) as claim:
         write(claim, FILES, publish=False)
         s3.put(runs, {"out/x": b"1"})
         with pytest.raises(DestinationExistsError):
             claim.publish(list(FILES))
+    for taken, overwrite, said in (
+        (place, False, "overwrite=True"),
+        (place.as_file(), True, "is a folder"),
+        (S3Place(place.bucket, f"{runs}out/x"), True, "is a file"),
+    ):
+        with pytest.raises(DestinationExistsError, match=said):
+            claimed(taken, overwrite=overwrite).__enter__()
     assert list(s3.files(runs)) == ["out/x"]
 
 
@@ -188,7 +172,7 @@ def test_replacing_shows_the_old_none_or_the_new(place, runs, s3, allowed, monke
 
     monkeypatch.setattr(Bucket, "_once", dying)
     with suppress(StoreError):
-        with place.claim(overwrite=True, resume=True) as claim:
+        with claimed(place, overwrite=True, resume=True) as claim:
             write(claim, FILES, publish=False)
             left[0] = allowed
             claim.publish(list(FILES), {path: len(data) for path, data in OLD.items()})
@@ -214,18 +198,14 @@ def test_one_file_is_replaced_in_one_step(bucket, runs, s3):
     assert s3.files(runs) == {"model.safetensors": b"new", "other": b"kept"}
 
 
-def test_a_second_writer_is_told(place):
-    with place.claim(overwrite=False, resume=False):
+def test_a_second_writer_is_told_and_of_many_who_start_at_once_one_wins(place):
+    with claimed(place):
         for resume in (False, True):
             with pytest.raises(DestinationExistsError, match="another process is writing"):
-                place.claim(overwrite=True, resume=resume).__enter__()
+                claimed(place, overwrite=True, resume=resume).__enter__()
         with pytest.raises(DestinationExistsError, match="another process is writing"):
             place.remove_leftovers()
-    with place.claim(overwrite=False, resume=False):
-        pass
 
-
-def test_of_many_who_start_at_once_one_wins(place):
     def attempt(_: int) -> bool:
         try:
             place.new_claim(overwrite=False).lock.take()
@@ -263,14 +243,14 @@ def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place, content):
     claim = place.new_claim(overwrite=False)
     place.bucket.put(claim.lock.key, content)
     place.bucket.put(f"{claim.destination.notes.prefix}publishing", content)
-    with place.claim(overwrite=False, resume=False) as taken:
+    with claimed(place) as taken:
         write(taken, {"a": b"data", "z": b"index"})
     assert S3Store(place.bucket, place.inside).list() == {"a": 4, "z": 5}
     assert not place.leftovers()
 
 
 def test_who_lost_the_lock_does_not_publish(place, runs, s3):
-    with place.claim(overwrite=False, resume=True) as claim:
+    with claimed(place, resume=True) as claim:
         write(claim, FILES, publish=False)
         place.bucket.put(claim.lock.key, b'{"token": "somebody else"}')
         with pytest.raises(StoreError, match="took over"):
@@ -282,7 +262,7 @@ def test_leftovers_are_ours_alone(place, runs, s3):
     client = s3.client()
     for key in ("out/g", "out/theirs", "other"):
         client.create_multipart_upload(Bucket=BUCKET, Key=runs + key)
-    with place.claim(overwrite=False, resume=True) as claim:
+    with claimed(place, resume=True) as claim:
         claim.destination.write("f", claim.destination.begin("f", 3), 0, 0, b"abc")
         claim.log.append(b"noted")
     found = {(left.kind, left.num_bytes) for left in place.leftovers()}
@@ -296,7 +276,7 @@ def test_the_service_copies_within_itself(place, runs, s3):
     s3.put(runs, {"source": b"head" + PART + PART})
     source = S3Store(place.bucket, runs).locate("source")
     assert source is not None
-    with place.claim(overwrite=False, resume=False) as claim:
+    with claimed(place) as claim:
         target = claim.destination
         rules = target.copying
         assert rules.allow(source, len(PART)) and not rules.allow(source, len(PART) - 1)
@@ -341,19 +321,16 @@ def test_opening(bucket, runs, s3):
         (S3Options(secret="wrong", key="tester"), "access was refused"),
         (S3Options(endpoint_url="http://127.0.0.1:9", retry=S3Options.parse({"retries": 1}).retry), "no answer from"),
         (S3Options(profile="nobody"), "nobody"),
+        (S3Options(read_timeout=59), "no credentials"),
     ],
 )
-def test_what_cannot_be_reached_is_said(bucket, options, said):
+def test_what_cannot_be_reached_is_said(bucket, options, said, monkeypatch):
+    if said == "no credentials":
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StoreError, match=said) as caught:
         list(Bucket(options, bucket.name).objects(""))
     assert caught.value.exit_code == 5
-
-
-def test_without_credentials(bucket, monkeypatch):
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(StoreError, match="no credentials"):
-        list(Bucket(S3Options(read_timeout=59), bucket.name).objects(""))
 
 
 @pytest.mark.parametrize("options", [{"what": "1"}, {"anon": "perhaps"}, {"retries": "x"}, {"read_timeout": "x"}])

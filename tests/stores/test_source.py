@@ -66,7 +66,7 @@ test_a_refusal = refusal_test(
     ("one that runs backwards", lambda _: source().read("b", 3, 2), IncompleteError, ENDS),
     ("an empty one behind it", lambda _: source().read("b", 6, 6), IncompleteError, ENDS),
     ("a missing file", lambda _: source().size("c"), IncompleteError, "missing"),
-    ("a file outside", lambda _: source().size("../b"), UnsafeError, ""),
+    ("a file outside", lambda _: source().size("../b"), UnsafeError, "."),
     ("a long header", lambda _: source().read_all("b", limit_bytes=4), MalformedError, "at most 4"),
     (
         "a range beyond a literal",

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import click
 
+from ckpt_tools.cli import reporting
 from ckpt_tools.cli.main import group, main
 
 FUNCTIONS = {
@@ -63,6 +64,8 @@ def run_command(*words: object, columns: int | None = None) -> Done:
             main([str(word) for word in words])
         except SystemExit as ended:
             code = str(ended.code or 0)
+        finally:
+            reporting.begin([])
     return Done(int(code), out.getvalue(), err.getvalue())
 
 

@@ -47,50 +47,34 @@ def test_the_first_error_wins_and_the_others_finish_what_they_began():
     assert finished == [1]
 
 
-def test_no_item_is_started_after_an_error():
-    started = []
-
-    def work(item: int) -> None:
-        started.append(item)
-        fail_at_seven(item)
-        time.sleep(0.001)
-
-    with pytest.raises(StoreError):
-        list(ThreadRunner(2).run(work, range(1000)))
-    assert len(started) < 100  # the other thread works on until the error is known
-
-
-def test_closing_it_early_ends_its_threads():
+def test_no_item_is_started_after_an_error_or_an_early_end():
     started = []
 
     def work(item: int) -> int:
         started.append(item)
+        if item < 1000:
+            fail_at_seven(item)
         time.sleep(0.001)
         return item
 
-    running = ThreadRunner(2).run(work, range(1000))
+    with pytest.raises(StoreError):
+        list(ThreadRunner(2).run(work, range(1000)))
+    running = ThreadRunner(2).run(work, range(1000, 2000))
     next(running)
     running.close()
     assert not any(thread.name.startswith("ckpt-tools") for thread in threading.enumerate())
-    assert len(started) < 100
+    assert len(started) < 200  # the other thread works on until the error is known
 
 
-def test_an_error_of_the_one_who_takes_the_results_ends_its_threads():
-    def take() -> None:
-        for result in ThreadRunner(2).run(double, range(1000)):
-            raise KeyError(result)
-
-    with pytest.raises(KeyError):
-        take()
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError()])
-def test_an_error_of_any_kind_reaches_the_caller(error):
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError(), KeyError()])
+def test_an_error_of_any_kind_ends_the_threads_whether_of_the_work_or_of_who_takes_the_results(error):
     def work(item: int) -> int:
         raise error
 
     with pytest.raises(type(error)):
         list(ThreadRunner(2).run(work, range(10)))
+    with pytest.raises(type(error)):
+        list(map(work, ThreadRunner(2).run(double, range(1000))))
 
 
 def test_results_are_handed_out_while_others_are_in_the_making():
