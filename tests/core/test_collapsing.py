@@ -62,18 +62,9 @@ def test_experts_within_layers():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("h.07.w", "h.07.w"),
-        ("conv1.w", "conv1.w"),
-        ("layer_6.w", "layer_6.w"),
-        ("a-1.w", "a-1.w"),
-        ("9" * 30, "9" * 30),
-    ],
-)
-def test_one_name_is_itself(name, shown):
-    assert (str(Names.of(name)), list(Names.of(name))) == (shown, [name])
+@pytest.mark.parametrize("name", ["h.07.w", "conv1.w", "layer_6.w", "a-1.w", "9" * 30])
+def test_one_name_is_itself(name):
+    assert (str(Names.of(name)), list(Names.of(name))) == (name, [name])
 
 
 @settings(max_examples=50, deadline=None)

@@ -32,18 +32,14 @@ def test_the_first_success_counts(times):
     assert waits == [0.5, 1.0, 1.5][:times]
 
 
-def test_the_last_failure_is_raised_as_what_it_means():
-    call = Failing(9)
-    with pytest.raises(StoreError, match="busy"):
+@pytest.mark.parametrize(
+    ("error", "said", "calls"), [(None, "busy", 3), (StoreError("refused"), "refused", 1)], ids=["busy", "refused"]
+)
+def test_the_last_failure_is_raised_as_what_it_means_and_others_end_it_at_once(error, said, calls):
+    call = Failing(9, error)
+    with pytest.raises(StoreError, match=said):
         retried(call, RetryPolicy(attempts=3), sleep=lambda _: None)
-    assert call.calls == 3
-
-
-def test_other_errors_end_it_at_once():
-    call = Failing(9, StoreError("refused"))
-    with pytest.raises(StoreError, match="refused"):
-        retried(call, RetryPolicy(), sleep=lambda _: None)
-    assert call.calls == 1
+    assert call.calls == calls
 
 
 @pytest.mark.parametrize("failures", [1, 2, 10, 10_000])
@@ -61,23 +57,11 @@ def test_a_policy_that_makes_no_sense(attempts, base, cap):
         RetryPolicy(attempts, base, cap)
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "expected"),
-    [
-        (503, "SlowDown", True),
-        (500, "", True),
-        (429, "", True),
-        (409, "ConditionalRequestConflict", True),
-        (400, "RequestTimeout", True),
-        (400, "BadDigest", True),
-        (200, "InternalError", True),
-        (400, "InvalidPart", False),
-        (403, "AccessDenied", False),
-        (404, "NoSuchKey", False),
-        (412, "PreconditionFailed", False),
-        (416, "InvalidRange", False),
-        (501, "NotImplemented", False),
-    ],
-)
-def test_what_is_worth_another_attempt(status, code, expected):
-    assert is_transient(status, code) == expected
+WORTH = {429: "", 500: "", 503: "SlowDown", 409: "ConditionalRequestConflict", 200: "InternalError"}
+NOT_WORTH = {400: "InvalidPart", 403: "AccessDenied", 404: "NoSuchKey", 412: "PreconditionFailed", 416: "InvalidRange"}
+
+
+def test_what_is_worth_another_attempt():
+    worth = [*WORTH.items(), (400, "RequestTimeout"), (400, "BadDigest")]
+    assert [each for each in worth if not is_transient(*each)] == []
+    assert [each for each in [*NOT_WORTH.items(), (501, "NotImplemented")] if is_transient(*each)] == []

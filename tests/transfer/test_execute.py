@@ -29,10 +29,8 @@ from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import IncompleteError, StoreError
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local.place import staged
 from ckpt_tools.stores.local.store import LocalStore, LocalWriter
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.output_form import Folder
 from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore, Store
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
@@ -318,23 +316,6 @@ class TestFailures:
         with pytest.raises(StoreError, match="No space left on device"):
             run(self.plan, MemoryStore({"source": bytearray(DATA)}), FullStore(tmp_path))
         assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-    @pytest.mark.parametrize("old", [None, b"old"])
-    def test_a_destination_stays_as_it_was(self, tmp_path, old):
-        if old is not None:
-            (tmp_path / "out").mkdir()
-            (tmp_path / "out/a").write_bytes(old)
-
-        def convert() -> None:
-            with staged(tmp_path / "out", Folder(), overwrite=True) as staging:
-                run(self.plan, MemoryStore({"source": bytearray(DATA[:-1])}), staging.store)
-                staging.publish()
-
-        with pytest.raises(IncompleteError):
-            convert()
-        found = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        assert found == ({} if old is None else {"a": old})
-        assert [path.name for path in tmp_path.iterdir()] == ([] if old is None else ["out"])
 
 
 class FullStore(LocalStore):

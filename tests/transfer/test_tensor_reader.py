@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing, Shard, ShardTable
-from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, StoreError
+from ckpt_tools.errors import IncompleteError, MalformedError, StoreError
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import arbitrary_elements, stored_tensors
 from ckpt_tools.transfer.tensor_reader import MAX_GAP_BYTES, TensorReader
+from tests.support.refusals import refusal_test
 
 MIB = 1 << 20
 
@@ -128,17 +130,15 @@ class TestReads:
         assert len(reads) <= 4
         assert total <= 512 * 4096
 
-    def test_long_gaps_are_left_out(self):
-        gap = 4 * MAX_GAP_BYTES // 4
-        shape = (8, 2, gap)
-        reads, total = self.recorded(shape, [Box.whole(shape)], Box((0, 1, 0), (8, 2, 100)), scratch_bytes=16 * MIB)
-        assert (len(reads), total) == (8, 8 * 400)
-
     def test_long_gaps_are_left_out_and_short_ones_within_are_not(self):
+        gap = MAX_GAP_BYTES
+        reads, total = self.recorded(
+            (8, 2, gap), [Box.whole((8, 2, gap))], Box((0, 1, 0), (8, 2, 100)), scratch_bytes=16 * MIB
+        )
+        assert (len(reads), total) == (8, 8 * 400)
         shape = (4, 64, 16384)
         reads, total = self.recorded(shape, [Box.whole(shape)], Box((0, 0, 0), (4, 8, 9000)), scratch_bytes=16 * MIB)
-        assert len(reads) == 4
-        assert total == 4 * (7 * 16384 + 9000) * 4
+        assert (len(reads), total) == (4, 4 * (7 * 16384 + 9000) * 4)
 
     def test_one_element_of_a_large_tensor_is_a_read_of_one(self):
         shape = (64, 64, 64)
@@ -221,35 +221,59 @@ class TestItems:
         before = tensor_reader.bytes_read
         read_all(tensor_reader, entry)
         assert tensor_reader.bytes_read - before == 400
+        scalar = Items.of(torch.tensor(7, dtype=torch.int64))
+        assert read_all(scalar.tensor_reader(), scalar.entry((), DType.INT64, [Box((), ())])) == (7).to_bytes(
+            8, "little"
+        )
 
-    def test_a_scalar(self):
-        items = Items.of(torch.tensor(7, dtype=torch.int64))
-        entry = items.entry((), DType.INT64, [Box((), ())])
-        assert read_all(items.tensor_reader(), entry) == (7).to_bytes(8, "little")
 
-    @pytest.mark.parametrize(
-        ("tensor", "message"),
-        [
-            (torch.zeros(5, dtype=torch.int32), r"holds \[5\] of int32 but its index states 5 elements of float32"),
-            (torch.zeros(6), r"holds \[6\] of float32 but its index states 5 elements of float32"),
-            (torch.zeros(0), r"holds \[0\]"),
-        ],
-    )
-    def test_an_item_that_is_not_what_its_index_says_is_malformed(self, tensor, message):
-        items = Items.of(tensor)
-        with pytest.raises(MalformedError, match=message):
-            read_all(items.tensor_reader(), items.entry((5,), DType.FLOAT32, [Box((0,), (5,))]))
+def read_item(*tensors: torch.Tensor | bytes, shape: Shape = (5,)) -> Callable[[Path], object]:
+    """Items that the index states to be equal parts of a tensor of that shape."""
 
-    def test_a_strided_item_of_another_shape_is_malformed(self):
-        items = Items.of(torch.zeros(4, 3).t(), torch.zeros(4, 3).t())
-        entry = items.entry((2, 12), DType.FLOAT32, [Box((0, 0), (2, 6)), Box((0, 6), (2, 12))])
-        with pytest.raises(MalformedError, match=r"holds \[3, 4\] but its index states \[2, 6\]"):
-            read_all(items.tensor_reader(), entry)
+    def read_them(_: Path) -> object:
+        items = Items(tensors[0], [(0, 500)]) if isinstance(tensors[0], bytes) else Items.of(*tensors)  # type: ignore[arg-type]
+        width = shape[-1] // len(tensors)
+        boxes = [
+            Box((*(0 for _ in shape[:-1]), n * width), (*shape[:-1], (n + 1) * width)) for n in range(len(tensors))
+        ]
+        return read_all(items.tensor_reader(), items.entry(shape, DType.FLOAT32, boxes))
 
-    def test_what_is_no_item_is_malformed(self):
-        items = Items(b"x" * 500, [(0, 500)])
-        with pytest.raises(FormatError):
-            read_all(items.tensor_reader(), items.entry((5,), DType.FLOAT32, [Box((0,), (5,))]))
+    return read_them
+
+
+ENTRY, PIECES = entry_of(arbitrary_elements((4, 6), DType.FLOAT32, 0), DType.FLOAT32, [Box.whole((4, 6))])
+
+
+def read_short(wish: Box) -> object:
+    return read(TensorReader(store_of({"0": PIECES["0"][:-1]}), 64), ENTRY, wish, (4, 6), 0, wish.numel)
+
+
+class Failing(MemoryStore):
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        raise StoreError("reading failed", path=path)
+
+
+OTHER_DTYPE = r"holds \[5\] of int32 but its index states 5 elements of float32"
+OTHER_SHAPE = r"holds \[6\] of float32 but its index states 5 elements of float32"
+STRIDED = torch.zeros(4, 3).t()
+SHORT = "it ends at byte 95"
+
+test_a_refusal = refusal_test(
+    ("an item of another dtype", read_item(torch.zeros(5, dtype=torch.int32)), MalformedError, OTHER_DTYPE),
+    ("an item of another shape", read_item(torch.zeros(6)), MalformedError, OTHER_SHAPE),
+    ("an empty item", read_item(torch.zeros(0)), MalformedError, r"holds \[0\]"),
+    (
+        "a strided item of another shape",
+        read_item(STRIDED, STRIDED, shape=(2, 12)),
+        MalformedError,
+        r"holds \[3, 4\] but its index states \[2, 6\]",
+    ),
+    ("no item", read_item(b"x" * 500), MalformedError, "."),
+    ("a missing file", lambda _: read_all(TensorReader(MemoryStore(), 64), ENTRY), IncompleteError, "missing"),
+    ("a short file", lambda _: read_short(Box((0, 0), (4, 6))), IncompleteError, SHORT),
+    ("columns of a short file", lambda _: read_short(Box((0, 5), (4, 6))), IncompleteError, SHORT),
+    ("a failing disk", lambda _: read_all(TensorReader(Failing(), 64), ENTRY), StoreError, "reading failed"),
+)
 
 
 FLOATS = {
@@ -274,41 +298,18 @@ def test_a_cast_of_any_interval_is_torchs(stored, wanted, data):
     assert read(tensor_reader, entry.cast(wanted), box, geometry, start, stop) == expected
 
 
-class TestTogether:
-    def test_threads_share_one(self):
-        shape = (64, 96)
-        array = arbitrary_elements(shape, DType.FLOAT32, 0)
-        entry, pieces = entry_of(array, DType.FLOAT32, [Box((0, 0), (64, 40)), Box((0, 40), (64, 96))])
-        tensor_reader, cast = TensorReader(store_of(pieces), 1 << 12), entry.cast(DType.BFLOAT16)
-        alone = TensorReader(store_of(pieces), 1 << 12)
-        expected, expected_cast = read_all(alone, entry), read_all(alone, cast)
+def test_threads_share_one():
+    shape = (64, 96)
+    array = arbitrary_elements(shape, DType.FLOAT32, 0)
+    entry, pieces = entry_of(array, DType.FLOAT32, [Box((0, 0), (64, 40)), Box((0, 40), (64, 96))])
+    tensor_reader, cast = TensorReader(store_of(pieces), 1 << 12), entry.cast(DType.BFLOAT16)
+    alone = TensorReader(store_of(pieces), 1 << 12)
+    expected, expected_cast = read_all(alone, entry), read_all(alone, cast)
 
-        def work(number: int) -> bool:
-            found = read_all(tensor_reader, cast if number % 2 else entry)
-            return found == (expected_cast if number % 2 else expected)
+    def work(number: int) -> bool:
+        found = read_all(tensor_reader, cast if number % 2 else entry)
+        return found == (expected_cast if number % 2 else expected)
 
-        with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(work, range(200)))
-        assert tensor_reader.bytes_read == 100 * alone.bytes_read
-
-
-class TestFailures:
-    entry, pieces = entry_of(arbitrary_elements((4, 6), DType.FLOAT32, 0), DType.FLOAT32, [Box.whole((4, 6))])
-
-    def test_a_missing_file(self):
-        with pytest.raises(IncompleteError, match="missing"):
-            read_all(TensorReader(MemoryStore(), 64), self.entry)
-
-    @pytest.mark.parametrize("wish", [Box((0, 0), (4, 6)), Box((0, 5), (4, 6))])
-    def test_a_short_file(self, wish):
-        store = store_of({"0": self.pieces["0"][:-1]})
-        with pytest.raises(IncompleteError, match="it ends at byte 95"):
-            read(TensorReader(store, 64), self.entry, wish, (4, 6), 0, wish.numel)
-
-    def test_a_failing_disk(self):
-        class Failing(MemoryStore):
-            def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-                raise StoreError("reading failed", path=path)
-
-        with pytest.raises(StoreError, match="reading failed"):
-            read_all(TensorReader(Failing(), 64), self.entry)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(200)))
+    assert tensor_reader.bytes_read == 100 * alone.bytes_read
