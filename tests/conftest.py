@@ -163,7 +163,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 @pytest.fixture(scope="session")
 def checkpoint():
     """`checkpoint(kind, case, world_size)`: a checkpoint and its truth, built if it is not cached."""
-    return fixtures.get
+    return fixtures.checkpoint
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def manifest_of(path: Path) -> Manifest:
 
 
 def _run(kind: str, case: str, world_size: int) -> Manifest:
-    return manifest_of(store.get(kind, case, world_size).checkpoint)
+    return manifest_of(store.checkpoint(kind, case, world_size).checkpoint)
 
 
 def rank_of(file: str) -> int:
@@ -227,7 +227,7 @@ def torch_dist() -> Picture:
 
 def conversion() -> Picture:
     """Intervals of a ZeRO-3 checkpoint that fill the boxes of a DCP for two ranks."""
-    source, key = store.get("zero3-fp32", "awkward", 3).checkpoint, StateKey("blocks.0.up.weight", "exp_avg")
+    source, key = store.checkpoint("zero3-fp32", "awkward", 3).checkpoint, StateKey("blocks.0.up.weight", "exp_avg")
     with TemporaryDirectory() as folder:
         ckpt_tools.convert(source, Path(folder) / "out", to="dcp", world_size=2)
         before, after = manifest_of(source).tensors[key], manifest_of(Path(folder) / "out").tensors[key]

@@ -45,7 +45,7 @@ def test_each_picture_is_on_one_page(name):
 
 
 def test_the_rows_are_those_of_torch_chunk():
-    entries = manifest_of(store.get("fsdp2", "awkward", 4).checkpoint).tensors
+    entries = manifest_of(store.checkpoint("fsdp2", "awkward", 4).checkpoint).tensors
     for fqn in ("embed.weight", "oddities.two"):
         (entry,) = (entry for key, entry in entries.items() if key.fqn == fqn and key.slot == "weight")
         rows = ceil(entry.shape[0] / 4)
@@ -57,7 +57,7 @@ def test_the_rows_are_those_of_torch_chunk():
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_intervals_are_those_of_deepspeed(stage):
     """Stage 2 cuts a group that is padded to a multiple of two elements a rank; stage 3 cuts and pads parameters."""
-    manifest = manifest_of(store.get(f"zero{stage}-fp32", "awkward", 3).checkpoint)
+    manifest = manifest_of(store.checkpoint(f"zero{stage}-fp32", "awkward", 3).checkpoint)
     numels = {name: prod(manifest.tensors[StateKey(name)].shape) for name in manifest.groups[0].params}
     expected, start = set(), 0
     size = ceil(sum(numels.values()) / 6) * 2
