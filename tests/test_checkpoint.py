@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 
@@ -55,6 +55,7 @@ INDICES = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(INDICES)
 def test_any_index_gives_what_numpy_gives(index):
     np.testing.assert_array_equal(opened()["w"][index], WHOLE[index])
@@ -64,6 +65,7 @@ ARRAYS = st.lists(st.integers(-7, 6), max_size=4) | nps.arrays(st.sampled_from([
 MASKS = nps.arrays(bool, st.sampled_from([(5,), (6,), (4,), (5, 6), (6, 4), (5, 6, 4)]))
 
 
+@settings(deadline=None)
 @given(st.lists(ARRAYS | MASKS | parts(4) | st.just(...), min_size=1, max_size=4).map(tuple) | ARRAYS | MASKS)
 def test_arrays_and_masks_give_what_numpy_gives(index):
     try:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from tests.support import commands
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.quick
 
@@ -24,12 +24,14 @@ SCHEMAS = {
 }
 
 
-def printed(*words: str | Path) -> Any:
-    return json.loads(commands.run_command(*words, "--json").out)
+def printed(words: str) -> Any:
+    return json.loads(run_command(*words.split(), "--json").out)
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path, monkeypatch):
+    """A file with a state of training, in the working directory."""
+    monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     model(torch.ones(3)).sum().backward()
@@ -38,69 +40,51 @@ def model(tmp_path):
     return tmp_path / "m.pt"
 
 
-def check(section: str, found: dict[str, Any]) -> None:
-    assert list(found) == SCHEMAS[section]
+DOCUMENTED = {
+    "inspect m.pt --tensors": {"inspect": "", "tensor": "tensors 0", "parameter group": "groups 0"},
+    "make-loadable foreign.pt plain.pt": {"make-loadable": "", "left out": "left_out 0", "replaced": "replaced 0"},
+    "plan m.pt p --to safetensors": {"plan": "", "note": "notes 0"},
+    "convert m.pt zero3 --to zero3": {"convert": ""},
+    "consolidate m.pt c": {"convert": "", "plan": "plan"},
+    "reshard zero3 other --world-size 2": {"convert": "", "plan": "plan"},
+    "verify m.pt": {"verify": ""},
+    "diff c b.pt": {"verify": "", "difference": "differences 0", "deviation": "differences 0 deviation"},
+    "checksum m.pt --output -": {"checksum": ""},
+    "scan noise": {"scan": "", "finding": "findings 0"},
+    "clean out": {"clean": ""},
+    "formats": {"formats": "0"},
+    "recipes": {"recipes": "0"},
+    "recipes check r.toml m.pt": {
+        "recipes check": "",
+        "mapped tensor": "tensors 0",
+        "recipe of a conversion": "recipe",
+    },
+    "ls run": {"ls": "", "checkpoint of a run": "checkpoints 0"},
+    "prune run --keep-last 1": {"prune": "", "pruned checkpoint": "checkpoints 0"},
+}
+"""By command line, the sections of the pages, and where the object of each lies in what is printed."""
 
 
-def test_summaries_are_as_documented(model):
-    found = printed("inspect", model, "--tensors")
-    check("inspect", found)
-    check("tensor", found["tensors"][0])
-    check("parameter group", found["groups"][0])
-    assert printed("inspect", model) == {name: value for name, value in found.items() if name != "tensors"}
-
-
-def test_what_make_loadable_lists_is_as_documented(tmp_path):
-    torch.save({"w": torch.ones(1), "class": torch.nn.Linear, "set": frozenset({1})}, tmp_path / "m.pt")
-    found = printed("make-loadable", tmp_path / "m.pt", tmp_path / "plain.pt")
-    check("make-loadable", found)
-    check("left out", found["left_out"][0])
-    check("replaced", found["replaced"][0])
-
-
-def test_conversions_are_as_documented(model, tmp_path):
-    planned = printed("plan", model, tmp_path / "p", "--to", "safetensors")
-    check("plan", planned)
-    check("note", planned["notes"][0])
-    check("convert", printed("convert", model, tmp_path / "a", "--to", "zero3"))
-    check("convert", printed("consolidate", model, tmp_path / "c"))
-    done = printed("reshard", tmp_path / "a", tmp_path / "r", "--world-size", "2")
-    check("convert", done)
-    check("plan", done["plan"])
-
-
-def test_comparisons_are_as_documented(model, tmp_path):
-    torch.save({"weight": torch.ones(2, 3)}, tmp_path / "b.pt")
-    ckpt_tools.consolidate(model, tmp_path / "a.pt")
-    check("verify", printed("verify", model))
-    found = printed("diff", tmp_path / "a.pt", tmp_path / "b.pt")
-    check("verify", found)
-    for difference in found["differences"]:
-        check("difference", difference)
-    check("deviation", next(each["deviation"] for each in found["differences"] if each["aspect"] == "values"))
-    check("checksum", printed("checksum", model, "--output", "-"))
-
-
-def test_the_others_are_as_documented(tmp_path):
-    (tmp_path / "x.pt").write_bytes(b"noise")
-    found = printed("scan", tmp_path)
-    check("scan", found)
-    check("finding", found["findings"][0])
-    check("clean", printed("clean", tmp_path / "out"))
-    for row in printed("formats"):
-        check("formats", row)
-    for row in printed("recipes"):
-        check("recipes", row)
-
-
-def test_a_recipe_is_as_documented(model, tmp_path):
-    (tmp_path / "r.toml").write_text('others = "same"\nmap = [{left = "weight", right = "w"}]\n')
-    checked = printed("recipes", "check", tmp_path / "r.toml", model)
-    check("recipes check", checked)
-    check("mapped tensor", checked["tensors"][0])
-    check("recipe of a conversion", checked["recipe"])
-    planned = printed("plan", model, tmp_path / "p", "--to", "safetensors", "--recipe", tmp_path / "r.toml")
-    assert planned["recipe"] == checked["recipe"] == {"name": "r", "inverse": False, "before": "left", "after": "right"}
+def test_what_is_printed_is_as_documented(model):
+    torch.save({"w": torch.ones(1), "class": torch.nn.Linear, "set": frozenset({1})}, "foreign.pt")
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, "b.pt")
+    Path("noise").mkdir()
+    Path("noise/x.pt").write_bytes(b"noise")
+    Path("r.toml").write_text('others = "same"\nmap = [{left = "weight", right = "w"}]\n')
+    for step in (1, 2):
+        ckpt_tools.convert(model, f"run/step_{step}", to="safetensors")
+    for words, sections in DOCUMENTED.items():
+        found = printed(words)
+        for section, place in sections.items():
+            each = found
+            for part in place.split():
+                each = each[int(part) if part.isdigit() else part]
+            assert list(each) == SCHEMAS[section], (words, section)
+    without = {name: value for name, value in printed("inspect m.pt --tensors").items() if name != "tensors"}
+    assert printed("inspect m.pt") == without
+    recipe = {"name": "r", "inverse": False, "before": "left", "after": "right"}
+    planned = printed("plan m.pt p --to safetensors --recipe r.toml")
+    assert planned["recipe"] == printed("recipes check r.toml m.pt")["recipe"] == recipe
 
 
 def test_keys_are_attributes(model, tmp_path):
@@ -123,17 +107,6 @@ def test_keys_are_attributes(model, tmp_path):
                 assert getattr(result, name) == value, (type(result), name)
             else:
                 assert hasattr(result, name), (type(result), name)
-
-
-def test_runs_are_as_documented(model):
-    found = printed("ls", model.parent)
-    check("ls", found)
-    check("checkpoint of a run", found["checkpoints"][0])
-    for step in (1, 2):
-        ckpt_tools.convert(model, model.parent / "run" / f"step_{step}", to="safetensors")
-    pruned = printed("prune", model.parent / "run", "--keep-last", "1")
-    check("prune", pruned)
-    check("pruned checkpoint", pruned["checkpoints"][0])
 
 
 def test_a_file_whose_name_is_no_text_is_shown_as_the_command_line_shows_it(model):

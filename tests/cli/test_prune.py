@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -228,6 +229,14 @@ def test_the_same_of_genuine_ones(kind, checkpoint, tmp_path):
             ckpt_tools.inspect(run / "step_1")
 
 
+def test_in_a_store_of_fsspec(run):
+    fsspec.filesystem("memory").put(str(run), "/of-prune", recursive=True)
+    ckpt_tools.prune("memory://of-prune", keep_last=1, yes=True)
+    assert [each.name for each in ckpt_tools.ls("memory://of-prune").checkpoints] == ["checkpoint-500"]
+    fsspec.filesystem("memory").rm("/of-prune", recursive=True)
+
+
+@pytest.mark.extended
 def test_in_a_bucket(s3, run):
     prefix = s3.new_prefix()
     s3.put(prefix, {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*") if path.is_file()})

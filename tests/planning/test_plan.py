@@ -37,7 +37,7 @@ from ckpt_tools.testing.stored import StoredTensor, opaque, stored_tensors
 
 pytestmark = pytest.mark.quick
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=40, deadline=None)
 KEY = StateKey("w")
 MIB = 1 << 20
 
@@ -244,7 +244,7 @@ def expected_elements(stored: StoredTensor, geometry: Shape, box: Box, start: in
 
 
 class TestHits:
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=80, deadline=None)
     @given(stored_tensors(), st.data())
     def test_they_find_every_element_once(self, stored, data):
         geometry, box, start, stop = data.draw(wanted(stored.entry.shape))

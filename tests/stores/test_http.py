@@ -187,7 +187,7 @@ def test_a_refusal(status, server):
     assert "access was refused" in line and str(status) in line
 
 
-@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("status", [500, pytest.param(503, marks=pytest.mark.extended)])
 def test_a_server_that_fails(status, server):
     server.status = status
     lines = said_of(server.url())
@@ -223,7 +223,10 @@ def test_lines_about_retries_are_few(monkeypatch, capsys):
         assert capsys.readouterr().err == "again\n"
 
 
-@pytest.mark.parametrize("endpoint", ["http://me:hidden@127.0.0.1:9", "http://no-such-host.invalid:9"])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://me:hidden@127.0.0.1:9", pytest.param("http://no-such-host.invalid:9", marks=pytest.mark.extended)],
+)
 def test_an_s3_endpoint_that_does_not_answer(endpoint):
     given = [f"endpoint_url={endpoint}", "key=a", "secret=b", "retries=1", "region=us-east-1"]
     lines = said_of("s3://bucket/m", *(word for each in given for word in ("--storage-option", each)))
@@ -232,6 +235,7 @@ def test_an_s3_endpoint_that_does_not_answer(endpoint):
     assert "no answer from" in lines[-1] and "hidden" not in "\n".join(lines)
 
 
+@pytest.mark.extended
 def test_a_bar_is_not_broken_by_a_line(tmp_path):
     """On a terminal: the line stands alone, the bar is drawn again below it and gone in the end."""
     given = [f"endpoint_url={NO_PORT}", "key=a", "secret=b", "retries=3"]

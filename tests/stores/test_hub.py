@@ -62,10 +62,10 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("url", "first"),
     [
-        ("hf://org/model", 1),
+        pytest.param("hf://org/model", 1, marks=pytest.mark.extended),
         ("hf://org/model@main/model.safetensors", 1),
-        ("hf://models/org/model", 1),
-        ("hf://buckets/org/bucket/run", 5),
+        pytest.param("hf://models/org/model", 1, marks=pytest.mark.extended),
+        pytest.param("hf://buckets/org/bucket/run", 5, marks=pytest.mark.extended),
         ("hf://buckets/org/bucket/run/model.safetensors", 5),
     ],
 )
@@ -93,6 +93,7 @@ def test_a_tensor_is_read_by_its_range(hub, tmp_path):
     assert sum(stop - start for start, stop in hub.ranges) < 2 << 20
 
 
+@pytest.mark.extended
 def test_an_output_is_one_commit(hub, tmp_path):
     source, url = tmp_path / "hub" / MODEL, "hf://org/empty"
     convert(hub, source, url, to="dcp", world_size=2)
@@ -164,6 +165,7 @@ def test_what_is_not_there(url, hub, tmp_path):
     assert type(refusal(hub, url, tmp_path / "out")) is SourceNotFoundError
 
 
+@pytest.mark.extended
 def test_a_busy_hub_is_asked_again(hub, tmp_path):
     hub.busy = 1
     convert(hub, f"hf://{MODEL}", tmp_path / "out.safetensors")
@@ -195,6 +197,7 @@ def test_a_failed_conversion_leaves_nothing(hub, tmp_path, monkeypatch):
     assert len(hub.commits("org/empty")) == 1 and not list((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.extended
 def test_a_run_is_listed_and_not_pruned(hub, tmp_path):
     for step in (1, 2):
         folder = tmp_path / "run" / f"step_{step}"

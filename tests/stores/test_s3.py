@@ -237,6 +237,7 @@ import os; os._exit(9)
     lock.take()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("content", [b"", b'{"token": "1f'], ids=["empty", "cut off"])
 def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place, content):
     """A service may keep what came of a request whose sender was killed."""
