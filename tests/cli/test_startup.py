@@ -116,8 +116,8 @@ def formats_of(modules: set[str]) -> set[str]:
     "command",
     tiered(
         ALLOWED,
-        test=("--help", "inspect", "convert", "verify", "scan", "formats", "clean"),
-        extended=("--version", "convert --help", "inspect torch", "plan", "verify pair", "diff"),
+        test=("--help", "inspect", "convert", "verify", "clean"),
+        extended=("convert --help", "inspect torch", "plan", "diff", "scan", "formats"),
     ),
 )
 def test_a_command_imports_what_its_work_needs(command, given, tmp_path):

@@ -384,7 +384,7 @@ class _World:
             future.set_exception(ray.exceptions.RayActorError())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(0, 25), st.integers(0, 2))
 def test_something_always_moves(chance, num_workers, num_items, losses):
     needs = [set(chance.sample(range(item), min(item, chance.randrange(4)))) for item in range(num_items)]
