@@ -20,7 +20,6 @@ from fixtures.store import Fixture
 from tests.support.manifests import assert_holds, gathered, groups_of
 from tests.support.sweep import swept
 from tests.support.truth import Truth, assert_same_bits
-from tests.support.zero_flavours import Changed
 
 OTHER_OPTIMIZERS = [
     Fixture("zero2-fp32", "rmsprop", 3),
@@ -49,9 +48,9 @@ def assert_read(folder: Path, truth: Truth, *, stage: int) -> None:
 
 
 CHANGED = {
-    "elastic": Changed(2, "bf16", changes={"elastic_checkpoint": True}),
-    "round-robin": Changed(1, "fp32", changes={"round_robin_gradients": True}),
-    "aligned": Changed(2, "bf16", changes={"parameter_alignment": True}),
+    "elastic": zero.Flavour(2, "bf16", changes={"elastic_checkpoint": True}),
+    "round-robin": zero.Flavour(1, "fp32", changes={"round_robin_gradients": True}),
+    "aligned": zero.Flavour(2, "bf16", changes={"parameter_alignment": True}),
 }
 
 

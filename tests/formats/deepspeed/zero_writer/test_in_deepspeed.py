@@ -34,7 +34,6 @@ from fixtures.store import Fixture
 from fixtures.truth import Truth as Gathered
 from tests.support.sweep import thinned
 from tests.support.truth import MASTER, Truth, assert_same_bits, same_bits
-from tests.support.zero_flavours import Changed
 
 Change = Callable[[Manifest], Manifest]
 Made = Callable[[str, str, int], Fixture]
@@ -153,7 +152,7 @@ UNSCALED = {"cur_scale": 1.0, "dynamic": False}
 # Engines with other settings, resumed by jobs of our own
 
 
-def produce_changed(flavour: Changed, folder: str) -> None:
+def produce_changed(flavour: zero.Flavour, folder: str) -> None:
     """Runs on every rank."""
     run = zero.Run(recipe.CASES["awkward"], flavour, seed=1)
     run.train(recipe.STEPS_BEFORE)
@@ -161,7 +160,7 @@ def produce_changed(flavour: Changed, folder: str) -> None:
     _finish(run, folder)
 
 
-def resume_changed(flavour: Changed, checkpoint: str, folder: str) -> None:
+def resume_changed(flavour: zero.Flavour, checkpoint: str, folder: str) -> None:
     """Runs on every rank."""
     run = zero.Run(recipe.CASES["awkward"], flavour, seed=2)
     run.engine.load_checkpoint(checkpoint)
@@ -176,8 +175,8 @@ def _finish(run: zero.Run, folder: str) -> None:
     run.close()
 
 
-ROUND_ROBIN = Changed(2, "fp32", changes={"round_robin_gradients": True})
-ALIGNED = Changed(1, "bf16", changes={"parameter_alignment": True})
+ROUND_ROBIN = zero.Flavour(2, "fp32", changes={"round_robin_gradients": True})
+ALIGNED = zero.Flavour(1, "bf16", changes={"parameter_alignment": True})
 
 
 @pytest.mark.parametrize("flavour", [ROUND_ROBIN, ALIGNED], ids=["round-robin", "aligned"])
