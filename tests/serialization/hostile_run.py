@@ -6,13 +6,9 @@ JSON on stdin, what is found goes to stdout as JSON.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import shutil
 import sys
-import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +18,8 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, MetadataIndex, StorageInfo
 from ckpt_tools.serialization.pickle.load import dumps, loads
+from tests.serialization.archives import legacy, oldest, torch_zip
+from tests.serialization.hostile import sample
 
 FORBIDDEN = (
     "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.startfile", "os.kill",
@@ -63,14 +61,13 @@ def main() -> None:
     plan = json.load(sys.stdin)
     out = Path(plan["out"])
     carriers = [Carrier(**carrier) for carrier in plan["carriers"]]
-    samples = [(name, base64.b64decode(data)) for name, data in plan["samples"]]
+    samples = [(name, data) for name, _, data in sample(Path(plan["canary"]))]
     # Once through, so that every module is there that reading, refusing and writing need.
     for carrier in carriers:
         list(outcomes(carrier, out))
         carrier.put(b"garbage")
         list(outcomes(carrier, out))
-    watch = Watch(plan["allowed"])
-    print(json.dumps(list(results(carriers, samples, out, watch))))
+    print(json.dumps(list(results(carriers, samples, plan["every"], out, Watch(plan["allowed"])))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,7 @@ class Carrier:
 
     def put(self, sample: bytes) -> None:
         if self.form == "item":
-            self._put_item(zipped(sample))
+            self._put_item(torch_zip(sample))
         else:
             Path(self.folder, self.file).write_bytes(FORMS[self.form](sample))
 
@@ -98,39 +95,16 @@ class Carrier:
         Path(self.folder, self.file).write_bytes(item)
 
 
-def zipped(sample: bytes) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        for name, data in {"data.pkl": sample, "byteorder": b"little", "version": b"3\n"}.items():
-            archive.writestr(f"archive/{name}", data)
-    return stream.getvalue()
+FORMS: dict[str, Callable[[bytes], bytes]] = {"raw": bytes, "zip": torch_zip, "legacy": legacy, "tar": oldest}
 
 
-def legacy(sample: bytes) -> bytes:
-    """The format before torch 1.6: magic number, version, machine, the object, the keys of its storages."""
-    return MAGIC + b"\x80\x02M\xe9\x03." + MACHINE + sample + b"\x80\x02]."
-
-
-def in_tar(sample: bytes) -> bytes:
-    """The format before torch 0.1.10."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, data in {"sys_info": b"}.", "pickle": sample, "tensors": b"K\x00.", "storages": b"K\x00.]."}.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
-
-
-MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-MACHINE = b"\x80\x02}(Vprotocol_version\nM\xe9\x03Vlittle_endian\n\x88Vtype_sizes\n}u."
-FORMS: dict[str, Callable[[bytes], bytes]] = {"raw": bytes, "zip": zipped, "legacy": legacy, "tar": in_tar}
-
-
-def results(carriers: list[Carrier], samples: list[tuple[str, bytes]], out: Path, watch: Watch) -> Iterator[Any]:
-    for carrier in carriers:
-        for name, sample in samples:
-            carrier.put(sample)
+def results(
+    carriers: list[Carrier], samples: list[tuple[str, bytes]], every: int, out: Path, watch: Watch
+) -> Iterator[Any]:
+    """Each carrier with one of ``every`` samples, the next with those that follow them."""
+    for number, carrier in enumerate(carriers):
+        for name, data in samples[number % every :: every]:
+            carrier.put(data)
             watch.on = True
             found = list(outcomes(carrier, out))
             watch.on = False

@@ -6,8 +6,9 @@ import json
 import struct
 from collections.abc import Callable
 
+from tests.serialization.archives import safetensors, zipped
 from tests.verification.scan.generator import Files
-from tests.verification.scan.polyglots import npy, npz, safetensors, torch_zip
+from tests.verification.scan.polyglots import array, torch_at
 
 Bomb = Callable[[int], Files]
 
@@ -82,9 +83,9 @@ OTHERS: dict[str, Bomb] = {
     "directives of YAML": _file("a.yaml", b"%TAG ! !\n"),
     "quotes of YAML": _file("a.yaml", b"''"),
     "aliases of YAML": _anchors,
-    "records of a zip": lambda size: {"a.npz": npz({f"{n}.npy": npy(b"") for n in range(size // 240)})},
-    "a name of a record": lambda size: {"a.pt": torch_zip("a" * min(size // 8, 60_000), b"abc")},
-    "a text of safetensors": lambda size: {"a.safetensors": safetensors(b"abc", text="V" * size)},
+    "records of a zip": lambda size: {"a.npz": zipped({f"{n}.npy": array(b"") for n in range(size // 240)})},
+    "a name of a record": lambda size: {"a.pt": torch_at("a" * min(size // 8, 60_000), b"abc")},
+    "a text of safetensors": lambda size: {"a.safetensors": safetensors(b"abc", k="V" * size)},
     "letters before a header": lambda size: {"a.safetensors": safetensors(b"V\n" * (size // 2))},
 }
 """Bombs of other kinds than a pickle."""

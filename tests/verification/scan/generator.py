@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import lzma
 import pickle
 import struct
 import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import zstandard
 
+from tests.serialization.archives import dcp_of, legacy, npy, oldest, saved, saved_legacy, tarred, torch_zip, zipped
 from tests.serialization.hostile import TECHNIQUES, text
-from tests.serialization.hostile_run import legacy, zipped
 
 Files = dict[str, bytes]
 
@@ -142,61 +140,23 @@ ENCODINGS: dict[str, Callable[[bytes], bytes]] = {
 # Carriers
 
 
-def _saved(value: Any, **options: Any) -> bytes:
-    import torch
-
-    stream = io.BytesIO()
-    torch.save(value, stream, **options)
-    return stream.getvalue()
-
-
-def _deflated(sample: bytes) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", sample)
-        archive.writestr("archive/version", b"3\n")
-    return stream.getvalue()
-
-
-def _npy(sample: bytes, descr: str = "|O") -> bytes:
-    header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': (1,), }}".encode()
+def _npy_of(descr: str, sample: bytes) -> bytes:
+    """An array of objects, whose elements are the pickle."""
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': (1,), }}".encode()
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + sample
 
 
-def _fields_npy(sample: bytes) -> bytes:
-    header = b"{'descr': [('a', 'O')], 'fortran_order': False, 'shape': (1,), }"
-    header += b" " * (-(len(header) + 11) % 64) + b"\n"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + sample
+def npy_of_objects(sample: bytes) -> bytes:
+    return _npy_of("'|O'", sample)
 
 
-def _plain_npy() -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, np.arange(3.0))
-    return stream.getvalue()
-
-
-def _npz(member: bytes) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("first.npy", _plain_npy())
-        archive.writestr("second.npy", member)
-    return stream.getvalue()
-
-
-def _tar(sample: bytes, form: int) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=form) as archive:
-        for name, data in {"sys_info": b"}.", "pickle": sample, "tensors": b"K\x00.", "storages": b"K\x00.]."}.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
+PLAIN_NPY = npy(np.arange(3.0))
 
 
 def _v7(sample: bytes) -> bytes:
     """Without the magic of ustar: only its checksum says that it is a tar."""
-    data = bytearray(_tar(sample, tarfile.USTAR_FORMAT))
+    data = bytearray(oldest(sample))
     at = 0
     while data[at : at + 1] != b"\0" and at + 512 <= len(data):
         size = int(data[at + 124 : at + 135], 8)
@@ -205,15 +165,6 @@ def _v7(sample: bytes) -> bytes:
         data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
         at += 512 + -(-size // 512) * 512
     return bytes(data)
-
-
-def _tar_of_a_pickle(sample: bytes) -> bytes:
-    """A member whose name is a pickle: a loader of pickles stops before the rest."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        info = tarfile.TarInfo(sample[:99].decode("latin-1"))
-        archive.addfile(info, io.BytesIO(b""))
-    return stream.getvalue()
 
 
 def _like_safetensors(sample: bytes) -> bytes:
@@ -231,22 +182,8 @@ def _strict_safetensors(sample: bytes) -> bytes:
     return struct.pack("<Q", wanted) + header + b" " * (wanted - len(header)) + body
 
 
-def _dcp(item: bytes, *, offset: int = 0, length: int | None = None) -> Files:
-    from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
-    from ckpt_tools.serialization.pickle.load import dumps
-
-    benign = zipped(b"\x80\x02N.")
-    metadata = Metadata(
-        {"a": BytesStorageMetadata(), "b": BytesStorageMetadata()},
-        None,
-        {
-            MetadataIndex("a"): StorageInfo("__0_0.distcp", 0, len(benign)),
-            MetadataIndex("b"): StorageInfo(
-                "__0_0.distcp", len(benign) + offset, len(item) if length is None else length
-            ),
-        },
-    )
-    return {".metadata": dumps(metadata), "__0_0.distcp": benign + item}
+def _dcp(item: bytes, **place: Any) -> Files:
+    return dcp_of(item, torch_zip(b"\x80\x02N."), **place)
 
 
 CARRIERS: dict[str, Callable[[bytes], Files]] = {
@@ -257,29 +194,29 @@ CARRIERS: dict[str, Callable[[bytes], Files]] = {
     "pickle named json": lambda data: {"config.json": data},
     "pickle named text": lambda data: {"vocab.txt": data},
     "pickle named safetensors": lambda data: {"model.safetensors": data},
-    "torch": lambda data: {"model.pt": zipped(data)},
-    "torch, deflated": lambda data: {"model.pt": _deflated(data)},
-    "torch, behind a prefix": lambda data: {"model.pt": b"\0" * 16 + zipped(data)},
-    "torch, followed": lambda data: {"model.pt": _saved({"x": 1}) + data},
-    "torch, twice": lambda data: {"model.pt": zipped(b"N.") + zipped(data)},
-    "torch, named npz": lambda data: {"model.npz": zipped(data)},
+    "torch": lambda data: {"model.pt": torch_zip(data)},
+    "torch, deflated": lambda data: {"model.pt": torch_zip(data, compress=True)},
+    "torch, behind a prefix": lambda data: {"model.pt": b"\0" * 16 + torch_zip(data)},
+    "torch, followed": lambda data: {"model.pt": saved({"x": 1}) + data},
+    "torch, twice": lambda data: {"model.pt": torch_zip(b"N.") + torch_zip(data)},
+    "torch, named npz": lambda data: {"model.npz": torch_zip(data)},
     "legacy": lambda data: {"model.pt": legacy(data)},
-    "legacy, twice": lambda data: {"model.pt": _saved({"x": 1}, _use_new_zipfile_serialization=False) + legacy(data)},
-    "tar": lambda data: {"model.tar": _tar(data, tarfile.USTAR_FORMAT)},
-    "tar, pax": lambda data: {"model.pt": _tar(data, tarfile.PAX_FORMAT)},
+    "legacy, twice": lambda data: {"model.pt": saved_legacy({"x": 1}) + legacy(data)},
+    "tar": lambda data: {"model.tar": oldest(data)},
+    "tar, pax": lambda data: {"model.pt": oldest(data, tarfile.PAX_FORMAT)},
     "tar, v7": lambda data: {"model.pt": _v7(data)},
-    "tar of a pickle": lambda data: {"model.pt": _tar_of_a_pickle(data)},
-    "array of objects": lambda data: {"array.npy": _npy(data)},
-    "array of objects, said otherwise": lambda data: {"array.npy": _npy(data, "O8")},
-    "array of objects, as a class": lambda data: {"array.npy": _npy(data, "object")},
-    "array of fields": lambda data: {"array.npy": _fields_npy(data)},
-    "second array": lambda data: {"array.npy": _plain_npy() + _npy(data)},
-    "npz": lambda data: {"arrays.npz": _npz(_npy(data))},
+    "tar of a pickle": lambda data: {"model.pt": tarred({data[:99].decode("latin-1"): b""}, form=tarfile.GNU_FORMAT)},
+    "array of objects": lambda data: {"array.npy": npy_of_objects(data)},
+    "array of objects, said otherwise": lambda data: {"array.npy": _npy_of("'O8'", data)},
+    "array of objects, as a class": lambda data: {"array.npy": _npy_of("'object'", data)},
+    "array of fields": lambda data: {"array.npy": _npy_of("[('a', 'O')]", data)},
+    "second array": lambda data: {"array.npy": PLAIN_NPY + npy_of_objects(data)},
+    "npz": lambda data: {"arrays.npz": zipped({"first.npy": PLAIN_NPY, "second.npy": npy_of_objects(data)})},
     "DCP metadata": lambda data: {".metadata": data},
-    "DCP item": lambda data: _dcp(zipped(data)),
-    "DCP item of no bytes": lambda data: _dcp(zipped(data), length=0),
-    "DCP item elsewhere": lambda data: _dcp(zipped(data), offset=-10),
-    "lone distcp": lambda data: {"__0_0.distcp": zipped(data)},
+    "DCP item": lambda data: _dcp(torch_zip(data)),
+    "DCP item of no bytes": lambda data: _dcp(torch_zip(data), length=0),
+    "DCP item elsewhere": lambda data: _dcp(torch_zip(data), offset=-10),
+    "lone distcp": lambda data: {"__0_0.distcp": torch_zip(data)},
     "gzip": lambda data: {"state.pkl.gz": gzip.compress(data, mtime=0)},
     "gzip named pkl": lambda data: {"state.pkl": gzip.compress(data, mtime=0)},
     "bz2": lambda data: {"state.pkl": bz2.compress(data)},
@@ -297,7 +234,7 @@ def _seven_zip(data: bytes) -> bytes:
 
 def _encrypted(data: bytes) -> bytes:
     """What says in both headers of the record that it is encrypted."""
-    archive = bytearray(zipped(data))
+    archive = bytearray(torch_zip(data))
     for magic, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
         found = archive.find(magic)
         while found >= 0:
@@ -306,29 +243,18 @@ def _encrypted(data: bytes) -> bytes:
     return bytes(archive)
 
 
-def _nemo(data: bytes, mode: Literal["w", "w:gz"]) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode=mode) as archive:
-        for name, member in {"./model_config.yaml": b"name: x\n", "./model_weights.ckpt": zipped(data)}.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(member)
-            archive.addfile(info, io.BytesIO(member))
-    return stream.getvalue()
+def _nemo(data: bytes, mode: str) -> bytes:
+    return tarred({"./model_config.yaml": b"name: x\n", "./model_weights.ckpt": torch_zip(data)}, mode=mode)
 
 
 PACKAGED = ("os", "posix", "builtins", "pickle", "cProfile", "runpy", "torch", "copyreg", "types", "numpy",
             "collections")  # fmt: skip
 
 
-def _package(data: bytes) -> bytes:
+def package(data: bytes) -> bytes:
     """An archive of torch.package, whose pickles may name the modules that it declares."""
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("archive/model/data.pkl", data)
-        archive.writestr("archive/.data/extern_modules", "\n".join(PACKAGED))
-        archive.writestr("archive/.data/version", b"6\n")
-        archive.writestr("archive/byteorder", b"little")
-    return stream.getvalue()
+    records = {"model/data.pkl": data, ".data/extern_modules": "\n".join(PACKAGED).encode(), ".data/version": b"6\n"}
+    return zipped({f"archive/{name}": record for name, record in {**records, "byteorder": b"little"}.items()})
 
 
 TINY = b"""{"model_type": "gpt2", "architectures": ["GPT2Model"], "vocab_size": 4, "n_positions": 4, "n_embd": 2,
@@ -345,9 +271,9 @@ CARRIERS |= {
     "encrypted zip": lambda data: {"model.pt": _encrypted(data)},
     "nemo": lambda data: {"model.nemo": _nemo(data, "w")},
     "nemo, gzip": lambda data: {"model.nemo": _nemo(data, "w:gz")},
-    "torch.package": lambda data: {"model.pt": _package(data)},
+    "torch.package": lambda data: {"model.pt": package(data)},
     "pickle named gguf": lambda data: {"model.gguf": data},
-    "transformers": lambda data: {"config.json": TINY, "pytorch_model.bin": zipped(data)},
+    "transformers": lambda data: {"config.json": TINY, "pytorch_model.bin": torch_zip(data)},
     "transformers, legacy": lambda data: {"config.json": TINY, "pytorch_model.bin": legacy(data)},
     "transformers, a bare pickle": lambda data: {"config.json": TINY, "pytorch_model.bin": data},
 }

@@ -12,7 +12,6 @@ import pickle
 import pickletools
 import random
 import warnings
-import zipfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -22,6 +21,7 @@ import numpy as np
 import scipy.sparse
 import torch
 
+from tests.serialization.archives import npy, records_of, saved, saved_legacy, zipped
 from tests.verification.scan.generator import INNER, OWN, Files
 
 Write = Callable[[Any], bytes]
@@ -29,23 +29,6 @@ Write = Callable[[Any], bytes]
 
 def pickled(protocol: int) -> Write:
     return lambda value: pickle.dumps(value, protocol)
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    with warnings.catch_warnings(action="ignore"):
-        torch.save(value, stream, **options)
-    return stream.getvalue()
-
-
-def legacy(value: Any) -> bytes:
-    return saved(value, _use_new_zipfile_serialization=False)
-
-
-def npy(value: Any) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, value)
-    return stream.getvalue()
 
 
 def compressed(value: Any) -> bytes:
@@ -184,7 +167,12 @@ WRITERS: dict[str, dict[str, Write]] = {
     for rule in ("structured", "subclasses", "masked", "random", "sparse of scipy")
 }
 WRITERS |= {
-    rule: {"a.pt": saved, "a.pth before torch 1.6": legacy, "a.pkl of protocol 2": pickled(2), "a.pkl": pickled(5)}
+    rule: {
+        "a.pt": saved,
+        "a.pth before torch 1.6": saved_legacy,
+        "a.pkl of protocol 2": pickled(2),
+        "a.pkl": pickled(5),
+    }
     for rule in ("sparse", "quantized", "nested")
 }
 WRITERS["arrays of joblib"] = {f"a.joblib of protocol {n}": dumped(n) for n in range(pickle.HIGHEST_PROTOCOL + 1)}
@@ -313,18 +301,15 @@ def of_an_array(data: bytes, chance: random.Random) -> tuple[str, bytes]:
 
 
 def repacked(archive: bytes, name: str, record: bytes) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(archive)) as source, zipfile.ZipFile(stream, "w") as target:
-        for each in source.infolist():
-            data = record if each.filename == name else source.read(each.filename)
-            target.writestr(each.filename, data, each.compress_type)
-    return stream.getvalue()
+    """The archive with another record of this name. numpy deflates, and torch does not."""
+    is_deflated = b"data.pkl" not in archive
+    return zipped({**records_of(archive), name: record}, compress=is_deflated)
 
 
 def _of_an_archive(data: bytes, chance: random.Random) -> tuple[str, bytes]:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        name = chance.choice([name for name in archive.namelist() if name.endswith(("data.pkl", ".npy"))])
-        record = archive.read(name)
+    records = records_of(data)
+    name = chance.choice([name for name in records if name.endswith(("data.pkl", ".npy"))])
+    record = records[name]
     label, changed = (of_an_array if name.endswith(".npy") else of_a_pickle)(record, chance)
     return f"{label} in {name}", repacked(data, name, changed)
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import cache
 from random import Random
 
+from tests.serialization.archives import records_of, zipped
 from tests.verification.scan import generator, polyglots
 from tests.verification.scan.generator import BENIGN, CARRIERS, NUM_SAMPLES, Files
 from tests.verification.scan.polyglots import DOCUMENTS, ENDS, FILE_CONFIGS, PICKLES
@@ -41,10 +42,10 @@ def seeds() -> list[Files]:
 @cache
 def tokens() -> list[bytes]:
     """Pieces that mean something to a loader."""
-    archives = [polyglots.zipped(records) for records in polyglots.hidden().values()]
+    archives = [zipped(records) for records in polyglots.hidden().values()]
     return [
         *PICKLES.values(), *(b"\x80\x04" + data for data in PICKLES.values()), *archives,
-        *(generator._npy(data) for data in PICKLES.values()), polyglots.tar(generator.OWN),
+        *(generator.npy_of_objects(data) for data in PICKLES.values()), polyglots.tar(generator.OWN),
         *(text.encode() for text in (*DOCUMENTS.values(), *FILE_CONFIGS.values())),
         b"\x80\x02", b"\x80\x04\x95", b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06" + bytes(18), b"\x93NUMPY\x01\x00",
         b"\nimport os; os.system('x')\n", b"\n", b"\r", b'"', b"}}", b"\0" * 8, b"V", b'S"', b"q\0.", b"cos\nsystem\n",
@@ -138,7 +139,7 @@ _OF_BYTES = (_flip, _opcode, _number, _insert, _overwrite, _cut, _truncate, _rep
 
 def _records(data: bytes, random: Random) -> bytes:
     """A zip with a record that is changed, added, named otherwise or at another place."""
-    records = list(polyglots.records_of(data).items())
+    records = list(records_of(data).items())
     at = random.randrange(len(records))
     name, record = records[at]
     match random.randrange(5):
@@ -152,7 +153,7 @@ def _records(data: bytes, random: Random) -> bytes:
             records[at] = random.choice((name.upper(), f"x/{name}", name.replace("/", "//"), f"{name} ")), record
         case _:
             random.shuffle(records)
-    return polyglots.zipped(dict(records))
+    return zipped(dict(records))
 
 
 def _carried(_: bytes, random: Random) -> bytes:

@@ -10,7 +10,6 @@ import io
 import json
 import pickle
 import struct
-import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,7 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.verification.scan.generator import CODE, OWN, TINY, Files, _npy, _package
+from tests.serialization.archives import (
+    dcp_of,
+    npy,
+    records_of,
+    safetensors,
+    saved,
+    saved_legacy,
+    tarred,
+    torch_zip,
+    zipped,
+)
+from tests.verification.scan.generator import CODE, OWN, TINY, Files, npy_of_objects, package
 
 SOURCE = f"{CODE}\n".encode()
 MODULE = "marker_module"
@@ -77,7 +87,7 @@ PICKLES = {
 # Archives at the end of a file
 
 
-def zipped(records: Files, *, base: int = 0, comment: bytes = b"") -> bytes:
+def zipped_at(base: int, records: Files, *, comment: bytes = b"") -> bytes:
     """An archive whose places count from ``base`` bytes before it."""
     stream = io.BytesIO(bytes(base))
     with zipfile.ZipFile(stream, "a") as archive:
@@ -90,11 +100,6 @@ def zipped(records: Files, *, base: int = 0, comment: bytes = b"") -> bytes:
 class _Scripted(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
-
-
-def records_of(archive: bytes) -> Files:
-    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
-        return {name: opened.read(name) for name in opened.namelist()}
 
 
 def _scripted() -> Files:
@@ -116,35 +121,18 @@ def hidden() -> dict[str, Files]:
     return {
         "a program": {"__main__.py": SOURCE},
         "a compiled program": {"__main__.pyc": _compiled()},
-        "a package": records_of(_package(OWN)),
+        "a package": records_of(package(OWN)),
         "TorchScript": _scripted(),
         "one member": {"model.pth": OWN},
     }
-
-
-HARMLESS: Files = {"notes.txt": b"nothing"}
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream, **options)
-    return stream.getvalue()
 
 
 def elements(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def safetensors(payload: bytes, *, text: str = "x") -> bytes:
-    header = f'{{"__metadata__":{{"k":"{text}"}},"w":{{"dtype":"U8","shape":[{len(payload)}],'
-    header += f'"data_offsets":[0,{len(payload)}]}}}}'
-    return struct.pack("<Q", len(header)) + header.encode() + payload
-
-
-def npy(payload: bytes) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, np.frombuffer(payload, np.uint8))
-    return stream.getvalue()
+def array(payload: bytes) -> bytes:
+    return npy(np.frombuffer(payload, np.uint8))
 
 
 def _words(data: bytes) -> bytes:
@@ -162,28 +150,19 @@ def gguf(payload: bytes, *, text: bytes = b"x", tensors: int = 1) -> bytes:
     return head + bytes(-len(head) % 32) + body
 
 
-def legacy(payload: bytes) -> bytes:
-    return saved({"w": elements(payload)}, _use_new_zipfile_serialization=False)
+def elements_of_legacy(payload: bytes) -> bytes:
+    return saved_legacy({"w": elements(payload)})
 
 
 def pickled(payload: bytes) -> bytes:
     return b"\x80\x03B" + struct.pack("<I", len(payload)) + payload + b"q\0."
 
 
-def dcp(item: bytes) -> Files:
-    """A DCP of one item."""
-    from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
-    from ckpt_tools.serialization.pickle.load import dumps
-
-    place = {MetadataIndex("a"): StorageInfo("__0_0.distcp", 0, len(item))}
-    return {".metadata": dumps(Metadata({"a": BytesStorageMetadata()}, None, place)), "__0_0.distcp": item}
-
-
 ENDS: dict[str, tuple[tuple[str, ...], Callable[[bytes], bytes], bytes]] = {
     "safetensors": (("model.safetensors", "model.SAFETENSORS"), safetensors, b""),
-    "npy": (("array.npy", "array.NPY"), npy, b""),
+    "npy": (("array.npy", "array.NPY"), array, b""),
     "GGUF": (("model.gguf", "model.GGUF"), gguf, b""),
-    "torch legacy": (("model.pt", "model.Bin", "model.ckpt"), legacy, b""),
+    "torch legacy": (("model.pt", "model.Bin", "model.ckpt"), elements_of_legacy, b""),
     "pickle": (("state.pkl", "state.Bin"), pickled, b"q\0."),
 }
 """Names, the file with bytes at its end, and the bytes behind these, which become the comment of an archive."""
@@ -191,9 +170,9 @@ ENDS: dict[str, tuple[tuple[str, ...], Callable[[bytes], bytes], bytes]] = {
 
 def ending(kind: str, records: Files, *, is_absolute: bool) -> bytes:
     _, put, behind = ENDS[kind]
-    size = len(zipped(records, comment=behind)) - len(behind)
+    size = len(zipped_at(0, records, comment=behind)) - len(behind)
     base = len(put(bytes(size))) - size - len(behind) if is_absolute else 0
-    archive = zipped(records, base=base, comment=behind)
+    archive = zipped_at(base, records, comment=behind)
     return put(archive.removesuffix(behind))
 
 
@@ -212,19 +191,14 @@ def _at_the_end() -> Iterator[Sample]:
 
 
 def tar(data: bytes) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        info = tarfile.TarInfo("model_weights.ckpt")
-        info.size = len(data)
-        archive.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
+    return tarred({"model_weights.ckpt": data})
 
 
 _BLOCK = 512
 _PAYLOAD_BYTES = 1 << 14
 
 
-def tarred(put: Callable[[bytes, bytes], bytes], text_at: int, data: bytes, *, is_valid: bool = True) -> bytes:
+def as_tar(put: Callable[[bytes, bytes], bytes], text_at: int, data: bytes, *, is_valid: bool = True) -> bytes:
     """``put(text, payload)`` whose first block is the header of a member up to a real tar in the payload. The text is
     at ``text_at``; ``data`` is what the real tar holds."""
     mark = b"<here the tar starts>"
@@ -247,25 +221,21 @@ def _fields(text_at: int, size: int, checksum: int | None) -> bytes:
     return bytes(block[text_at:])
 
 
-def torch_zip(root: str, payload: bytes, extra: Files | None = None, *, is_first: bool = False) -> bytes:
+def torch_at(root: str, payload: bytes, extra: Files | None = None) -> bytes:
     """A file of ``torch.save`` whose root folder has this name, with records beside those of the root."""
     found = records_of(saved({"w": elements(payload)}))
     own = {f"{root}/{name.partition('/')[2]}": data for name, data in found.items()}
-    return zipped({**(extra or {}), **own} if is_first else {**own, **(extra or {})})
-
-
-def npz(members: Files) -> bytes:
-    return zipped(members)
+    return zipped({**own, **(extra or {})})
 
 
 TARS: dict[str, tuple[str, int, Callable[[bytes, bytes], bytes]]] = {
-    "safetensors": ("model.safetensors", 30, lambda text, data: safetensors(data, text=text.decode())),
-    "torch": ("model.pt", 30, lambda text, data: torch_zip(text.decode(), data)),
-    "npz": ("arrays.npz", 30, lambda text, data: npz({f"{text.decode()}.npy": npy(data)})),
-    "npy": ("array.npy", 128, lambda text, data: npy(text + data)),
+    "safetensors": ("model.safetensors", 30, lambda text, data: safetensors(data, k=text.decode())),
+    "torch": ("model.pt", 30, lambda text, data: torch_at(text.decode(), data)),
+    "npz": ("arrays.npz", 30, lambda text, data: zipped({f"{text.decode()}.npy": array(data)})),
+    "npy": ("array.npy", 128, lambda text, data: array(text + data)),
     "GGUF": ("model.gguf", 56, lambda text, data: gguf(data, text=text)),
     "pickle": ("state.pkl", 7, lambda text, data: _pair(text, data)),
-    "DCP": ("__0_0.distcp", 30, lambda text, data: torch_zip(text.decode(), data)),
+    "DCP": ("__0_0.distcp", 30, lambda text, data: torch_at(text.decode(), data)),
 }
 """Name, the place of a text in the first block, and the file with that text and a payload."""
 
@@ -277,14 +247,10 @@ def _pair(text: bytes, payload: bytes) -> bytes:
 
 def _tars() -> Iterator[Sample]:
     for kind, (name, text_at, put) in TARS.items():
-        for what, data in {**PICKLES, "torch.save": _hostile_torch(OWN)}.items():
-            made = tarred(put, text_at, data)
-            files = dcp(made) if kind == "DCP" else {name: made}
+        for what, data in {**PICKLES, "torch.save": torch_zip(OWN)}.items():
+            made = as_tar(put, text_at, data)
+            files = dcp_of(made) if kind == "DCP" else {name: made}
             yield Sample(f"{kind} that is a tar of {what}", kind, TWO_KINDS, files)
-
-
-def _hostile_torch(data: bytes) -> bytes:
-    return zipped({"archive/data.pkl": data, "archive/version": b"3\n"})
 
 
 # Records
@@ -293,21 +259,21 @@ def _hostile_torch(data: bytes) -> bytes:
 def _records() -> Iterator[Sample]:
     """Zips that are whole for torch or numpy, with records for another loader."""
     for what, data in PICKLES.items():
-        declared = records_of(_package(data))
+        declared = records_of(package(data))
         for name in ("model.pt", "model.PTH", "model"):
-            file = torch_zip("archive", b"abc", declared)
+            file = torch_at("archive", b"abc", declared)
             yield Sample(f"torch with a package of {what}: {name}", "torch", TWO_KINDS, {name: file})
-            file = torch_zip("archive", _npy(data))
+            file = torch_at("archive", npy_of_objects(data))
             yield Sample(f"torch with a tensor that is an array of {what}: {name}", "torch", TWO_KINDS, {name: file})
-        yield Sample(f"DCP with a package of {what}", "DCP", TWO_KINDS, dcp(torch_zip("archive", b"abc", declared)))
-        yield Sample(f"DCP with a tensor that is an array of {what}", "DCP", TWO_KINDS, dcp(file))
+        yield Sample(f"DCP with a package of {what}", "DCP", TWO_KINDS, dcp_of(torch_at("archive", b"abc", declared)))
+        yield Sample(f"DCP with a tensor that is an array of {what}", "DCP", TWO_KINDS, dcp_of(file))
     for what, records in hidden().items():
         root = {"a package": "archive/", "TorchScript": next(iter(_scripted())).partition("/")[0] + "/"}.get(what, "")
-        array = {f"{root}a.npy": npy(b"abc")}
-        for members in ({**records, **array}, {**array, **records}) if what != "one member" else ():
+        plain = {f"{root}a.npy": array(b"abc")}
+        for members in ({**records, **plain}, {**plain, **records}) if what != "one member" else ():
             for name in ("arrays.npz", "arrays.NPZ", "arrays"):
                 label = f"npz with {what}, {next(iter(members))} first: {name}"
-                yield Sample(label, "npz", TWO_KINDS, {name: npz(members)})
+                yield Sample(label, "npz", TWO_KINDS, {name: zipped(members)})
 
 
 # Pickles that start at the first byte
@@ -517,15 +483,15 @@ def controls() -> dict[str, Files]:
         found[f"{kind} of bytes"] = {names[0]: put(BENIGN_BYTES)}
         found[f"{kind} with a signature of a zip"] = {names[0]: put(b"PK\x05\x06" + b"\xff" * 60)}
     for kind, (name, text_at, put) in TARS.items():
-        made = tarred(put, text_at, OWN, is_valid=False)
-        found[f"{kind} with another checksum"] = dcp(made) if kind == "DCP" else {name: made}
+        made = as_tar(put, text_at, OWN, is_valid=False)
+        found[f"{kind} with another checksum"] = dcp_of(made) if kind == "DCP" else {name: made}
     for what, (first, name) in LINES.items():
         made = _safetensors_line(first, BENIGN_BYTES, name=name)
         found[f"safetensors that starts with {what}"] = {"model.safetensors": made}
     found |= {
-        "torch": {"model.pt": torch_zip("archive", BENIGN_BYTES)},
-        "npz": {"arrays.npz": npz({"a.npy": npy(b"abc"), "b.npy": npy(b"")})},
-        "torch legacy named pth": {"weights.pth": legacy(BENIGN_BYTES)},
+        "torch": {"model.pt": torch_at("archive", BENIGN_BYTES)},
+        "npz": {"arrays.npz": zipped({"a.npy": array(b"abc"), "b.npy": array(b"")})},
+        "torch legacy named pth": {"weights.pth": elements_of_legacy(BENIGN_BYTES)},
         "pickle of a text": {"state.pkl": pickle.dumps({"a": "import os"}, 1)},
         "license": {"LICENSE": b"copyright (c) 2024 the authors\nAll rights reserved.\n\nPermission is granted.\n"},
         "text in brackets": {"NOTICE": b"(c) the authors\nof this model\n"},
@@ -535,6 +501,6 @@ def controls() -> dict[str, Files]:
         "yaml": {"hparams.yaml": b"a: 1\nb: !!str 2\nc: [1, 2.5, null]\nd: !!set {x, y}\n"},
         "json": {"config.json": TINY, "generation_config.json": b'{"a": [1, 2], "b": null}'},
         "json lines": {"log.jsonl": b'{"a": 1}\n{"a": 2}\n'},
-        "DCP": dcp(torch_zip("archive", BENIGN_BYTES)),
+        "DCP": dcp_of(torch_at("archive", BENIGN_BYTES)),
     }
     return found

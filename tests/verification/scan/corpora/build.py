@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import tarfile
-import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
+
+from tests.serialization.archives import zipped
 
 
 class Global:
@@ -97,14 +97,6 @@ def framed(body: bytes, stated: int) -> bytes:
 # Archives
 
 
-def archive(members: Mapping[str, bytes], *, method: int = zipfile.ZIP_STORED) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", method) as out:
-        for name, data in members.items():
-            out.writestr(zipfile.ZipInfo(name), data, method)
-    return stream.getvalue()
-
-
 def flagged(data: bytes, flags: int) -> bytes:
     """A zip with further ``flags`` in the header and in the directory of its one record."""
     out = bytearray(data)
@@ -115,18 +107,7 @@ def flagged(data: bytes, flags: int) -> bytes:
 
 def encrypted() -> bytes:
     """A zip whose one record is marked as encrypted; its bytes mean nothing."""
-    return flagged(archive({"test.txt": bytes(range(100, 127))}), 1)
-
-
-def tar(members: Mapping[str, bytes]) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as out:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            info.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
-            out.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
+    return flagged(zipped({"test.txt": bytes(range(100, 127))}), 1)
 
 
 def seven_zip(name: str, data: bytes) -> bytes:

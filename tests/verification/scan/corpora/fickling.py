@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.serialization.archives import npy, saved, saved_legacy, tarred, zipped
 from tests.serialization.hostile import TECHNIQUES
-from tests.verification.scan.corpora.build import Global, archive, call, framed, pickled, raw, seven_zip, tar
+from tests.verification.scan.corpora.build import Global, call, framed, pickled, raw, seven_zip
 from tests.verification.scan.corpora.entry import Label, entries
-from tests.verification.scan.corpora.picklescan import array, saved
 from tests.verification.scan.generator import CODE, Files
 
 GETATTR = "builtins:getattr"
@@ -166,10 +166,10 @@ _SCRIPT = {
     "model/code/__torch__/model.py": b"class M(Module):\n  __parameters__ = []\n",
     "model/version": b"3\n",
 }
-_SCRIPTED = archive({"model/data.pkl": pickled(call("__torch__.model:M", state={"training": True}), 2), **_SCRIPT})
+_SCRIPTED = zipped({"model/data.pkl": pickled(call("__torch__.model:M", state={"training": True}), 2), **_SCRIPT})
 
 ARCHIVED: dict[str, bytes | Files] = {
-    "a payload in a zip": {"x.zip": archive({"model.pkl": pickled(CALLS["payload"])})},
+    "a payload in a zip": {"x.zip": zipped({"model.pkl": pickled(CALLS["payload"])})},
 }
 
 _FRAMED = {
@@ -225,31 +225,31 @@ INNOCUOUS: dict[str, bytes | Files] = {
 
 INNOCUOUS |= {
     "PyTorch v1.3": {"model_v1_3.pth": saved(_MODEL)},
-    "PyTorch v0.1.10": {"model_legacy_pickle.pth": saved(_MODEL, _use_new_zipfile_serialization=False)},
+    "PyTorch v0.1.10": {"model_legacy_pickle.pth": saved_legacy(_MODEL)},
     "TorchScript v1.4": {"torchscript.pt": _SCRIPTED},
     "torch and TorchScript in one zip": {
-        "test_polyglot.pt": archive({"model/data.pkl": pickled({"x": 1}, 2), "model/data/0": bytes(8), **_SCRIPT})
+        "test_polyglot.pt": zipped({"model/data.pkl": pickled({"x": 1}, 2), "model/data/0": bytes(8), **_SCRIPT})
     },
-    "not_pickle.npy": array([1, 2, 3]),
-    "pickle.npy": array(np.array({"test": [1, 2, 3]}, dtype=object)),
-    "testtar.anything": tar({"pickle.npy": array(np.array({"test": [1, 2, 3]}, dtype=object))}),
-    "testzip.anything": archive({"pickle.npy": array(np.array({"test": [1, 2, 3]}, dtype=object))}),
-    "test7z.anything": seven_zip("pickle.npy", array(np.array({"test": [1, 2, 3]}, dtype=object))),
-    "a text beside a pickle in a zip": {"x.zip": archive({"readme.txt": b"hello", "model.pkl": pickled([1, 2, 3])})},
-    "all endings in a zip": {"x.zip": archive({f"model.{ending}": pickled(42) for ending in ("pkl", "pickle", "bin")})},
-    "a dict in a zip": {"x.zip": archive({"data.pkl": pickled({"key": "value"})})},
+    "not_pickle.npy": npy([1, 2, 3]),
+    "pickle.npy": npy(np.array({"test": [1, 2, 3]}, dtype=object)),
+    "testtar.anything": tarred({"pickle.npy": npy(np.array({"test": [1, 2, 3]}, dtype=object))}),
+    "testzip.anything": zipped({"pickle.npy": npy(np.array({"test": [1, 2, 3]}, dtype=object))}),
+    "test7z.anything": seven_zip("pickle.npy", npy(np.array({"test": [1, 2, 3]}, dtype=object))),
+    "a text beside a pickle in a zip": {"x.zip": zipped({"readme.txt": b"hello", "model.pkl": pickled([1, 2, 3])})},
+    "all endings in a zip": {"x.zip": zipped({f"model.{ending}": pickled(42) for ending in ("pkl", "pickle", "bin")})},
+    "a dict in a zip": {"x.zip": zipped({"data.pkl": pickled({"key": "value"})})},
 }
 
-_TEXT = archive({"data.pkl": b"test pickle data"})
+_TEXT = zipped({"data.pkl": b"test pickle data"})
 _CRC_AT = _TEXT.index(b"PK\x01\x02") + 16
 
 NO_MODEL: dict[str, bytes | Files] = {
     "corrupted": {"x.pkl": b"\x00\x01\x02\x03corrupt"},
-    "a broken pickle in a zip": {"x.zip": archive({"good.pkl": pickled([1]), "bad.pkl": b"\0\x01corrupt"})},
+    "a broken pickle in a zip": {"x.zip": zipped({"good.pkl": pickled([1]), "bad.pkl": b"\0\x01corrupt"})},
     "no zip": {"x.zip": b"not a zip file at all"},
     "a zip with a wrong checksum": {"x.zip": _TEXT[:_CRC_AT] + b"\xef\xbe\xad\xde" + _TEXT[_CRC_AT + 4 :]},
-    "test_random.zip": b"rTkd8sJ2mQw0XzLpV5bN" + archive({"x.tmp": bytes(range(256)) * 4}),
-    "model_legacy_tar.pth": tar({"pickle": b"dummy content", "storages/": b"", "tensors/": b""}),
+    "test_random.zip": b"rTkd8sJ2mQw0XzLpV5bN" + zipped({"x.tmp": bytes(range(256)) * 4}),
+    "model_legacy_tar.pth": tarred({"pickle": b"dummy content", "storages/": b"", "tensors/": b""}),
 }
 
 ADVISORIES = {

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.verification.scan.corpora.build import archive, call, encrypted, pickled, raw
+from tests.serialization.archives import npy, saved, saved_legacy, zipped
+from tests.verification.scan.corpora.build import call, encrypted, pickled, raw
 from tests.verification.scan.corpora.entry import Label, entries
-from tests.verification.scan.corpora.picklescan import ABC, CALLS, EVAL, FORGED, NAMED_IN_MEMO, PNG, array, saved
+from tests.verification.scan.corpora.picklescan import ABC, CALLS, EVAL, FORGED, NAMED_IN_MEMO, PNG
 from tests.verification.scan.generator import CODE, Files
 
 # Keras and TensorFlow
@@ -33,7 +34,7 @@ def _model(*, with_lambda: bool) -> dict[str, Any]:
 
 def _keras(*, with_lambda: bool) -> bytes:
     config = json.dumps(_model(with_lambda=with_lambda)).encode()
-    return archive({"metadata.json": b"{}", "config.json": config, "model.weights.h5": hdf5("")})
+    return zipped({"metadata.json": b"{}", "config.json": config, "model.weights.h5": hdf5("")})
 
 
 def _message(kind: int, body: bytes) -> bytes:
@@ -104,9 +105,9 @@ MALICIOUS: dict[str, bytes | Files] = {
     "malicious13.pkl": b"\x80\x05cbuiltins\neval.__call__\nV" + CODE.encode() + b"\n\x85R.",
     "malicious14.pkl": NAMED_IN_MEMO + b"\n\n\t\t",
     "malicious15.pkl": pickled(*CALLS["malicious15b.pkl"]),
-    "malicious1.zip": archive({"data.pkl": pickled(EVAL)}),
-    "test.zip": archive({"data.pkl": pickled(EVAL)}),
-    "unsafe_zip_pytorch.pt": archive(
+    "malicious1.zip": zipped({"data.pkl": pickled(EVAL)}),
+    "test.zip": zipped({"data.pkl": pickled(EVAL)}),
+    "unsafe_zip_pytorch.pt": zipped(
         {
             "unsafe_zip_pytorch/data.pkl": b"\x80\x02cposix\nsystem\nVx\n\x85R" + pickled(_ORDERED, 2)[2:],
             "unsafe_zip_pytorch/byteorder": b"little",
@@ -127,8 +128,8 @@ _STATE = torch.nn.Linear(3, 2).state_dict()
 INNOCUOUS: dict[str, bytes | Files] = {
     **{f"benign0_v{n}.{ending}": pickled(ABC, n) for n in (0, 3, 4) for ending in ("pkl", "dill")},
     "safe_zip_pytorch.pt": saved(_STATE),
-    "safe_old_format_pytorch.pt": saved(_STATE, _use_new_zipfile_serialization=False),
-    "safe_numpy.npy": array([[1, 2, 3], [4, 5, 6]]),
+    "safe_old_format_pytorch.pt": saved_legacy(_STATE),
+    "safe_numpy.npy": npy([[1, 2, 3], [4, 5, 6]]),
     "keras/safe": {"safe": pickled(_WHOLE)},
     "keras/safe.h5": {"safe.h5": hdf5(json.dumps(_SAFE))},
     "keras/safe.keras": {"safe.keras": _keras(with_lambda=False)},

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.serialization.archives import npy, saved, saved_legacy, zipped
 from tests.serialization.hostile import TECHNIQUES
 from tests.verification.scan.corpora.build import (
     Call,
     Global,
     New,
-    archive,
     call,
     encrypted,
     flagged,
@@ -24,27 +24,15 @@ from tests.verification.scan.corpora.entry import Label, entries
 from tests.verification.scan.generator import CODE, Files
 
 
-def saved(value: Any, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream, **options)
-    return stream.getvalue()
-
-
 def arrays(save: Any, **found: Any) -> bytes:
     stream = io.BytesIO()
     save(stream, **found)
     return stream.getvalue()
 
 
-def array(value: Any) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, value, allow_pickle=True)
-    return stream.getvalue()
-
-
 def _objects(value: Any) -> bytes:
     """An array of one object, in the file of numpy."""
-    header = array(np.array([None])).partition(b"\n")[0]
+    header = npy(np.array([None])).partition(b"\n")[0]
     return header + b"\n" + pickled(np.array([value], dtype=object))
 
 
@@ -209,17 +197,17 @@ FORGED: dict[str, bytes] = {
     "dns_exfiltration.npy": _objects(call("ssl:get_server_certificate", ("localhost", 9))),
 }  # fmt: skip
 
-_DATA = archive({"data.pkl": pickled(EVAL)})
-_CONFIG = archive({"model/config.pkl": pickled(EVAL)})
+_DATA = zipped({"data.pkl": pickled(EVAL)})
+_CONFIG = zipped({"model/config.pkl": pickled(EVAL)})
 
 ARCHIVED: dict[str, bytes | Files] = {
     "malicious1.zip": _DATA,
     "malicious1.7z": seven_zip("data.pkl", pickled(EVAL)),
-    "malicious1_wrong_ext.zip": archive({"data.txt": pickled(EVAL)}),
+    "malicious1_wrong_ext.zip": zipped({"data.txt": pickled(EVAL)}),
     "malicious1_central_directory.zip": _DATA.replace(b"data.pkl", b"datap.kl", 1),
     "malicious1_crc.zip": _DATA.replace(b"('x')", b"('y')", 1),
     **{f"malicious1_{hex(flag)}.zip": flagged(_CONFIG, flag) for flag in (0x1, 0x20, 0x40)},
-    "test_scan_huggingface_model": {"pytorch_model.bin": archive({"archive/data.pkl": pickled(EVAL)})},
+    "test_scan_huggingface_model": {"pytorch_model.bin": zipped({"archive/data.pkl": pickled(EVAL)})},
 }
 
 STATE = {"embeddings.weight": torch.ones(4, 2), "embeddings.bias": torch.ones(2)}
@@ -228,16 +216,16 @@ _NUMBERS = {"a": np.array([0, 1, 2]), "b": np.array([3, 4, 5])}
 
 INNOCUOUS: dict[str, bytes | Files] = {
     **{f"benign0_v{protocol}.pkl": pickled(ABC, protocol) for protocol in (0, 3, 4)},
-    "pytorch_model.bin": saved(STATE, _use_new_zipfile_serialization=False),
+    "pytorch_model.bin": saved_legacy(STATE),
     "new_pytorch_model.bin": saved(STATE),
-    "int_array.npy": array(np.array([[1, 2], [3, 4]])),
-    "object_array.npy": array(np.array([[1, 2], [3, 4]], dtype=object)),
+    "int_array.npy": npy(np.array([[1, 2], [3, 4]])),
+    "object_array.npy": npy(np.array([[1, 2], [3, 4]], dtype=object)),
     "int_arrays.npz": arrays(np.savez, **_NUMBERS),
     "int_arrays_compressed.npz": arrays(np.savez_compressed, **_NUMBERS),
     "object_arrays.npz": arrays(np.savez, **_OBJECTS),
     "object_arrays_compressed.npz": arrays(np.savez_compressed, **_OBJECTS),
     "test_scan_pickle_bytes_strict": {"file.pkl": pickled(call("collections:Counter", [1, 2, 3]))},
-    "test_scan_url": {"benign.zip": archive({"data.pkl": pickled({"a": 0, "b": 1})})},
+    "test_scan_url": {"benign.zip": zipped({"data.pkl": pickled({"a": 0, "b": 1})})},
 }
 
 PNG = b"\x89PNG\r\n\x1a\n"
