@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import ckpt_tools
 from ckpt_tools.errors import FormatError, UnsupportedError
-from tests.verification.scan.test_budgets import slowness
+from tests.support.cost import slowness
 
 HUGE = 1 << 60
 COMMANDS: dict[str, Callable[[Path, Path], object]] = {

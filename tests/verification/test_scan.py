@@ -104,8 +104,8 @@ def test_a_call_in_any_file_of_a_checkpoint_is_found_and_not_run(kind, checkpoin
     host = carrier(kind, tmp_path, checkpoint)
     assert ckpt_tools.scan(host.folder).clean
     host.put(b"cos\nmkdir\n(V%b\ntR." % str(canary).encode())
-    (finding,) = (each for each in ckpt_tools.scan(host.folder).findings if "item" not in each.what)
-    assert "os.mkdir" in finding.what or kind == "torch, tar"
+    found = [each.what for each in ckpt_tools.scan(host.folder).findings]
+    assert found and ("os.mkdir" in " ".join(found) or kind == "torch, tar")
     for read in (ckpt_tools.inspect, lambda folder: ckpt_tools.convert(folder, tmp_path / "out", to="torch")):
         with contextlib.suppress(CkptError):
             read(host.folder)

@@ -56,6 +56,24 @@ PICKLED: dict[str, Bomb] = {
     "sets in sets": _pickle(b"(\x91", b"\x80\x04", b"."),
     "frames": _pickle(b"\x95" + bytes(8), b"\x80\x04", b"N."),
 }
+_ORDERED = b"ccollections\nOrderedDict\n"
+_REBUILD = b"ctorch._tensor\n_rebuild_from_type_v2\n"
+PICKLED |= {
+    name: _pickle(again, first)
+    for name, (first, again) in {
+        "a long tuple as arguments": (b"(" + b"N" * 30_000 + b"tq\x000ca\nb\nq\x01", b"h\x01h\x00R0"),
+        "a large dict as a state": (b"(" + b"NN" * 15_000 + b"dq\x000" + _ORDERED + b")Rq\x01", b"h\x00b"),
+        "wide arguments to show": (b"(" + b"(NNNNNNNNtq\x01" * 8 + b"tq\x000ca\nb\nq\x02", b"h\x02h\x00R0"),
+        "a list that is rebuilt with": (
+            b"(" + b"N" * 30_000 + b"lq\x000" + _REBUILD + b"q\x01ca\nb\nh\x00q\x020", b"h\x01(NNh\x02NtR0",
+        ),
+        "nested bytes": (b"C\x40" + b"N" * 64 + b"q\x000cpickle\nloads\nq\x01", b"h\x01h\x00\x85R0"),
+        "pickles in a row": (b"", b"N."),
+        "names": (b"", b"ca\nb\n0"),
+    }.items()
+}  # fmt: skip
+"""What comes first, and what is done with it again and again."""
+
 OTHERS: dict[str, Bomb] = {
     "line ends": _file("a.txt", b"\n"),
     "spaces": _file("a.cfg", b" \n"),

@@ -1,8 +1,7 @@
 """Real loaders load hostile files, in a process of its own whose ``os.system`` only records that it was called.
 
-The plan is JSON on stdin: ``samples`` is the module of the samples, ``numbers`` are those to load. The names of the
-loaders that ran something go to stdout, for each number, and ``invalid``, the numbers that are not valid files of their
-kind for its own loader.
+The plan is JSON on stdin: kinds of samples, and the numbers of those to load. For each kind goes to stdout what
+``KINDS`` says of it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import io
 import json
 import os
 import posix
+import signal
 import sys
 import tempfile
 import types
@@ -23,9 +23,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.verification.scan import generator, polyglots
+from tests.verification.scan import generator, mutants, polyglots
 from tests.verification.scan.genuine import is_valid
 from tests.verification.scan.loaders import Loader, every, torchscript, usual
+
+MUTANT_SECONDS = 20
+MAX_NAMES = 100
 
 called: list[str] = []
 """What ran: commands, and imports of modules of ``Modules``."""
@@ -85,16 +88,51 @@ def _runs(load: Loader, path: Path) -> bool:
     return bool(called)
 
 
-def judged(samples: str, numbers: list[int]) -> dict[str, Any]:
-    """The answer to a plan."""
-    if samples == "generator":
-        found = {number: ran(generator.sample(number).files, usual) for number in numbers}
-        return {"ran": found, "invalid": []}
+def of_generator(numbers: list[int]) -> dict[int, list[str]]:
+    """The names of the loaders that ran something, by the number of the sample."""
+    return {number: ran(generator.sample(number).files, usual) for number in numbers}
+
+
+def of_polyglots(numbers: list[int]) -> dict[int, Any]:
+    """The names of the loaders that ran something, and whether the sample is valid of its kind for its own loader."""
     made = {number: polyglots.sample(number) for number in numbers}
-    return {
-        "ran": {number: ran(each.files, every, each.modules) for number, each in made.items()},
-        "invalid": [number for number, each in made.items() if not is_valid(each.kind, each.files)],
-    }
+    return {n: [ran(each.files, every, each.modules), is_valid(each.kind, each.files)] for n, each in made.items()}
+
+
+def of_mutants(numbers: list[int]) -> dict[int, Any]:
+    """Whether a loader ran something, and the names that loaders looked up; None if one crashed or did not end. Each
+    is loaded in a process of its own: some crash a loader."""
+    return {number: _of_a_mutant(mutants.sample(number)[1]) for number in numbers}
+
+
+def _of_a_mutant(files: generator.Files) -> Any:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        names: set[tuple[str, str]] = set()
+
+        def see(event: str, args: tuple[Any, ...]) -> None:
+            if event == "pickle.find_class" and len(names) < MAX_NAMES:
+                names.add((str(args[0]), str(args[1])))
+
+        sys.addaudithook(see)
+        signal.alarm(MUTANT_SECONDS)
+        try:
+            os.write(writing, json.dumps([bool(ran(files, usual)), sorted(names)]).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as stream:
+        data = stream.read()
+    os.waitpid(child, 0)
+    return json.loads(data) if data else None
+
+
+KINDS: dict[str, Callable[[list[int]], Any]] = {
+    "generator": of_generator,
+    "polyglots": of_polyglots,
+    "mutants": of_mutants,
+}
 
 
 def main() -> None:
@@ -103,7 +141,7 @@ def main() -> None:
     os.system = posix.system = recorder
     sys.meta_path.append(MODULES)
     out, sys.stdout, sys.stderr = sys.stdout, io.StringIO(), io.StringIO()
-    found = judged(**plan)
+    found = {kind: KINDS[kind](numbers) for kind, numbers in plan.items()}
     sys.stdout = out
     print(json.dumps(found))
 

@@ -373,3 +373,24 @@ def crafted() -> Iterator[tuple[str, Files]]:
         yield f"padding of bytes {num}", {"a.joblib": aligned[: at - 1] + bytes([num]) + aligned[at:]}
     for alignment in (b"K\x08", b"K\x00", b"N", b"J\xff\xff\xff\xff", b"U\x01a"):
         yield f"aligned to {alignment!r}", {"a.joblib": aligned.replace(b"K\x10", alignment, 1)}
+
+
+NUM_OF_A_RULE = 10_000
+
+
+def sample(number: int) -> tuple[str, Files]:
+    """The crafted files first, then the mutants of each rule, ``NUM_OF_A_RULE`` of each."""
+    known = _crafted()
+    if number < len(known):
+        return known[number]
+    rule, at = divmod(number - len(known), NUM_OF_A_RULE)
+    return mutant(list(VALUES)[rule], at)
+
+
+def num_crafted() -> int:
+    return len(_crafted())
+
+
+@cache
+def _crafted() -> list[tuple[str, Files]]:
+    return list(crafted())

@@ -1,14 +1,16 @@
 """Scans samples in a process of its own, under an audit hook, and says which are clean and what happened.
 
-The plan is JSON on stdin: ``samples`` is the module of the samples, ``numbers`` are those to scan. The result goes to
-stdout.
+The plan is JSON on stdin: kinds of samples, and the numbers of those to scan. The numbers of the clean ones of each
+kind go to stdout, and the events.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import yaml  # noqa: F401 - an import by the scan would be an event
@@ -19,7 +21,9 @@ from ckpt_tools.stores.source import Source
 from ckpt_tools.verification.scan import scan_source
 from tests.serialization.hostile_run import Watch
 from tests.verification.scan import generator, polyglots
-from tests.verification.scan.generator import BENIGN, CARRIERS, Files
+from tests.verification.scan.generator import Files
+
+ROOT = Path(__file__).parents[3]
 
 
 def is_clean(files: Files, *, allow_configuration: bool = False) -> bool:
@@ -30,24 +34,30 @@ def is_clean(files: Files, *, allow_configuration: bool = False) -> bool:
         return False
 
 
+def told(module: str, plan: dict[str, Any]) -> Any:
+    """The answer of a process of ``module`` to a plan. The keys of a JSON object are texts."""
+    command = [sys.executable, "-m", f"tests.verification.scan.{module}"]
+    done = subprocess.run(command, input=json.dumps(plan), capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
 def main() -> None:
     plan = json.load(sys.stdin)
-    numbers = plan["numbers"]
-    sample: Callable[[int], Any] = generator.sample if plan["samples"] == "generator" else polyglots.sample
-    controls = [name for name, put in CARRIERS.items() if any(is_clean(put(data)) for data in BENIGN)]
-    for number in numbers[:50]:
-        is_clean(sample(number).files)
+    samples: dict[str, Callable[[int], Any]] = {"generator": generator.sample, "polyglots": polyglots.sample}
+    for kind, numbers in plan.items():
+        for number in numbers[:50]:
+            is_clean(samples[kind](number).files)
     watch = Watch([])
-    clean, events = [], list[Any]()
-    for number in numbers:
-        files = sample(number).files
-        watch.on = True
-        found = is_clean(files)
-        watch.on = False
-        clean += [number] if found else []
-        events += [(number, each) for each in watch.events]
-        watch.events = []
-    print(json.dumps({"clean": clean, "events": events[:100], "controls": controls}))
+    clean: dict[str, list[int]] = {kind: [] for kind in plan}
+    for kind, numbers in plan.items():
+        for number in numbers:
+            files = samples[kind](number).files
+            watch.on = True
+            found = is_clean(files)
+            watch.on = False
+            clean[kind] += [number] if found else []
+    print(json.dumps({**clean, "events": watch.events[:100]}))
 
 
 if __name__ == "__main__":

@@ -6,20 +6,13 @@ making small objects, which takes longer while others use the machine.
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import struct
-import subprocess
-import sys
-import tarfile
-import time
-import zipfile
 import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,67 +27,23 @@ from ckpt_tools.serialization.pickle import opcodes
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
 from ckpt_tools.serialization.pickle.load import dumps
 from ckpt_tools.verification.scan.findings import Danger
+from tests.serialization.archives import npy, records_of, tarred, zipped
+from tests.support.cost import cost, slowness
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
-ROOT = Path(__file__).parents[3]
 MEGABYTE = 1_000_000
-OBJECTS_SECONDS = 0.15
-"""What ``slowness`` times, on a machine that does little else."""
-
 Files = dict[str, bytes]
-
-
-def slowness() -> float:
-    """How many times slower than the reference machine this one makes small objects now, as reading headers does."""
-
-    def once() -> float:
-        start = time.process_time()
-        made = [{"shape": (str(number), [number])} for number in range(200_000)]
-        assert made
-        return time.process_time() - start
-
-    return max(1.0, sum(once() for _ in range(3)) / 3 / OBJECTS_SECONDS)
-
-
-def cost(*words: object) -> tuple[float, float, int]:
-    """Processor seconds, peak megabytes and exit code of a command.
-
-    A small process starts it, because the peak of a process includes what it had before its program was loaded.
-    """
-    meter = (
-        "import json, os, resource, subprocess, sys\n"
-        "code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode\n"
-        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
-        "print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, code]))"
-    )
-    command = [sys.executable, "-S", "-c", meter, sys.executable, "-m", "ckpt_tools", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=300)
-    seconds, megabytes, code = json.loads(done.stdout)
-    return seconds, megabytes, code
 
 
 def repeated(first: bytes, again: bytes, last: bytes = b"N.") -> bytes:
     return first + again * ((MEGABYTE - len(first) - len(last)) // len(again)) + last
 
 
-def deflated(members: Files) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return stream.getvalue()
-
-
 def storages(count: int) -> bytes:
     """The member of a tar in which torch before 0.1.10 kept storages."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        data = b"J\xff\xff\xff\x7f." + b"(NNNt." * count
-        info = tarfile.TarInfo("storages")
-        info.size = len(data)
-        archive.addfile(info, io.BytesIO(data))
-    return stream.getvalue()
+    return tarred({"storages": b"J\xff\xff\xff\x7f." + b"(NNNt." * count})
 
 
 def dcp(item: bytes) -> Files:
@@ -109,11 +58,8 @@ def dcp(item: bytes) -> Files:
 
 
 def inflating_pickle() -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02" + b"N0" * (7 << 20) + b"N.")
-        archive.writestr("archive/version", b"3\n")
-    return zstandard.ZstdCompressor(level=19).compress(stream.getvalue())
+    data = zipped({"archive/data.pkl": b"\x80\x02" + b"N0" * (7 << 20) + b"N.", "archive/version": b"3\n"})
+    return zstandard.ZstdCompressor(level=19).compress(data)
 
 
 def tuple_keys() -> bytes:
@@ -189,10 +135,12 @@ WORST: dict[str, Callable[[], Files]] = {
     "names of object streams": lambda: {"a.pdf": b"%PDF-1.5\n" + b"/ObjStm" * (MEGABYTE // 7) + b"%%EOF"},
     "200,000 tiny lists of JSON": lambda: {"config.json": b"[" + b"[[]]," * 200_000 + b"[]]"},
     "a zip bomb of names": lambda: {
-        "a.pt": deflated({"archive/data.pkl": b"".join(b"c%x\nb\n0" % number for number in range(420_000))})
+        "a.pt": zipped(
+            {"archive/data.pkl": b"".join(b"c%x\nb\n0" % number for number in range(420_000))}, compress=True
+        )
     },
     "a zip bomb of many records": lambda: {
-        "a.pt": deflated({f"archive/{number}.pkl": b"N0" * (1 << 14) for number in range(6000)})
+        "a.pt": zipped({f"archive/{number}.pkl": b"N0" * (1 << 14) for number in range(6000)}, compress=True)
     },
     "a tar of pickles": lambda: {"a.pt": storages(160_000)},
     "zstd bombs that are pickles": lambda: dcp(zstandard.ZstdCompressor(level=19).compress(b"N0" * (1 << 24))),
@@ -200,19 +148,9 @@ WORST: dict[str, Callable[[], Files]] = {
 }
 
 
-def array_bombs() -> bytes:
-    return deflated({f"{number}.npy": npy(np.zeros(100_000_000, np.uint8)) for number in range(10)})
-
-
 def headers_of_a_thousand_fields() -> bytes:
     array = npy(np.zeros(1, [(f"f{number}", "<f8") for number in range(1000)]))
-    return deflated({f"{number:x}.npy": array for number in range(250)})
-
-
-def npy(array: np.ndarray[Any, Any]) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
+    return zipped({f"{number:x}.npy": array for number in range(250)}, compress=True)
 
 
 def dtypes_of_the_same_fields() -> bytes:
@@ -238,21 +176,20 @@ def elements_that_are_opcodes(num_bytes: int) -> bytes:
 
 
 WORST |= {
-    "compressed arrays of zeros": lambda: {"a.npz": array_bombs()},
+    "compressed arrays of zeros": lambda: {
+        "a.npz": zipped({f"{number}.npy": npy(np.zeros(100_000_000, np.uint8)) for number in range(10)}, compress=True)
+    },
     "compressed headers": lambda: {"a.npz": headers_of_a_thousand_fields()},
     "dtypes of the same fields": lambda: {"a.pkl": dtypes_of_the_same_fields()},
     "elements of joblib that are opcodes": lambda: {"a.joblib": elements_that_are_opcodes(400)},
 }
-SAMPLED = {
+SAMPLED = (
     "one dict as the state of many objects", "lists of JSON deep within one another", "object streams of a PDF",
-    "a zip bomb of names",
-    "zstd bombs that are files of torch", "compressed arrays of zeros",
-}  # fmt: skip
+    "a zip bomb of names", "zstd bombs that are files of torch", "compressed arrays of zeros",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SAMPLED else pytest.mark.soak) for name in WORST]
-)
+@pytest.mark.parametrize("name", tiered(WORST, test=(), extended=SAMPLED))
 def test_a_megabyte_takes_two_seconds_and_200_mb(name, tmp_path):
     for file, data in WORST[name]().items():
         assert len(data) < 1.1 * MEGABYTE
@@ -306,11 +243,9 @@ def test_a_long_string_is_refused_by_name(head, tmp_path, monkeypatch):
     width = 8 if head in ANNOUNCED else 4 if len(head) > 1 else 0
     data = head + (6000).to_bytes(8, "little")[:width] + b"a" * 6000
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
-    with zipfile.ZipFile(tmp_path / "model.pt") as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
-        for name, record in records.items():
-            archive.writestr(name, data + b"\n." if name.endswith("data.pkl") else record)
+    records = records_of((tmp_path / "model.pt").read_bytes())
+    (name,) = (name for name in records if name.endswith("data.pkl"))
+    (tmp_path / "model.pt").write_bytes(zipped({**records, name: data + b"\n."}))
     (tmp_path / "a.pkl").write_bytes(data + b"\n.")
     found = ckpt_tools.scan(tmp_path).findings
     assert {each.file for each in found} == {"a.pkl", "model.pt"}

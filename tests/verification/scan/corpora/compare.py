@@ -18,7 +18,7 @@ from pathlib import Path
 import ckpt_tools
 from tests.verification.scan.corpora import CORPORA, Entry, Label, scanners
 from tests.verification.scan.generator import BENIGN, CARRIERS, NUM_SAMPLES, sample
-from tests.verification.scan.test_generator import told
+from tests.verification.scan.scanner import told
 
 NUM_OWN = 500
 NUM_JUDGED = 1500
@@ -28,7 +28,7 @@ NUM_JUDGED = 1500
 def own() -> list[Entry]:
     """Our own samples that a real loader runs, and a value that runs nothing in each of their carriers."""
     step = next(n for n in range(NUM_SAMPLES // NUM_JUDGED, NUM_SAMPLES) if gcd(n, NUM_SAMPLES) == 1)
-    judged = told("judge", "generator", list(range(0, NUM_SAMPLES, step))[:NUM_JUDGED])["ran"]
+    judged = told("judge", {"generator": list(range(0, NUM_SAMPLES, step))[:NUM_JUDGED]})["generator"]
     ran = [int(number) for number, loaders in judged.items() if loaders]
     assert len(ran) >= NUM_OWN
     chosen = [sample(ran[at * len(ran) // NUM_OWN]) for at in range(NUM_OWN)]

@@ -1,0 +1,240 @@
+"""Nothing that a real loader runs is clean, and nothing is run to say so. Files that run nothing are clean.
+
+The hostile files: ``generator`` composes them, ``polyglots`` are valid of one kind and run by another loader,
+``mutants`` and ``mutations`` are made of harmless files, and of all of these, by changes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import struct
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from math import gcd
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.serialization import joblib_proof
+from ckpt_tools.serialization.pickle.closed_list import is_listed
+from ckpt_tools.serialization.pickle.machine import in_python_3
+from tests.serialization.archives import records_of
+from tests.verification.scan import generator, mutants, polyglots
+from tests.verification.scan.generator import BENIGN, CARRIERS, NUM_SAMPLES, OWN
+from tests.verification.scan.genuine import KINDS
+from tests.verification.scan.mutants import HIDDEN, NUM_OF_A_RULE, VALUES, crafted, dumped, genuine, piped, repacked
+from tests.verification.scan.mutations import MAX_SEED_BYTES, mutated, seeds
+from tests.verification.scan.polyglots import DOCUMENTED, FAMILIES, controls, num_samples
+from tests.verification.scan.scanner import is_clean, told
+
+CLEAN_CARRIERS = {
+    "pickle", "pickle named pt", "pickle of another ending", "pickle without an ending", "torch",
+    "DCP item", "joblib", "transformers", "transformers, a bare pickle",
+}  # fmt: skip
+"""Those that are clean with a value that runs nothing: without them the tests would prove nothing."""
+
+
+def numbers_of_generator(wanted: int) -> list[int]:
+    """With a stride that shares no factor with any dimension of the samples."""
+    step = next(n for n in range(max(1, NUM_SAMPLES // wanted), NUM_SAMPLES) if gcd(n, NUM_SAMPLES) == 1)
+    return list(range(0, NUM_SAMPLES, step))[:wanted]
+
+
+def test_a_few_files_that_real_loaders_run_are_findings():
+    """Those of JSON are left to ``make test-all``: their loaders import Ray."""
+    composed = numbers_of_generator(40)
+    valid = [number for number in range(3, num_samples(), 29) if "JSON" not in polyglots.sample(number).kind]
+    found = told("judge", {"generator": composed, "polyglots": valid, "mutants": list(range(0, 248, 31))})
+    ran = [generator.sample(int(number)) for number, loaders in found["generator"].items() if loaders]
+    assert len(ran) > len(composed) // 4
+    others = [polyglots.sample(int(number)) for number, (loaders, _) in found["polyglots"].items() if loaders]
+    assert len(others) == len(valid)
+    made = [mutants.sample(int(number)) for number, each in found["mutants"].items() if each and each[0]]
+    assert made
+    assert [label for label, files in made if is_clean(files)] == []
+    assert [each.label for each in (*ran, *others) if is_clean(each.files)] == []
+
+
+def test_values_that_run_nothing_are_clean_in_the_same_carriers():
+    found = {name for name, put in CARRIERS.items() if any(is_clean(put(data)) for data in BENIGN)}
+    assert found >= CLEAN_CARRIERS
+
+
+# Samples of all kinds
+
+NUM_COMPOSED, NUM_COMPOSED_SOAKED = 400, 20_000
+NUM_MUTANTS, NUM_MUTANTS_SOAKED = 10, 2000
+CRAFTED = 4
+"""One of so many of the crafted files, outside of the soak."""
+
+
+@pytest.fixture(scope="module")
+def plan(request):
+    is_soak = request.config.getoption("--soak")
+    first = mutants.num_crafted()
+    numbers = list(range(0, first, 1 if is_soak else CRAFTED))
+    for rule in range(len(VALUES)):
+        at = first + rule * NUM_OF_A_RULE
+        numbers += range(at, at + (NUM_MUTANTS_SOAKED if is_soak else NUM_MUTANTS))
+    composed = numbers_of_generator(NUM_COMPOSED_SOAKED if is_soak else NUM_COMPOSED)
+    return {"generator": composed, "polyglots": list(range(num_samples())), "mutants": numbers}
+
+
+@pytest.fixture(scope="module")
+def judged(plan):
+    return told("judge", plan)
+
+
+@pytest.fixture(scope="module")
+def clean(plan):
+    """The numbers of the clean samples that the scanner found while an audit hook saw nothing."""
+    found = told("scanner", {kind: plan[kind] for kind in ("generator", "polyglots")})
+    assert found["events"] == []
+    return found
+
+
+@pytest.mark.extended
+def test_nothing_composed_that_runs_is_clean(judged, clean):
+    ran = {int(number) for number, loaders in judged["generator"].items() if loaders}
+    assert len(ran) > len(judged["generator"]) // 4
+    assert [generator.sample(number).label for number in sorted(ran & set(clean["generator"]))] == []
+
+
+@pytest.mark.extended
+def test_every_polyglot_is_valid_run_by_another_loader_and_not_clean(judged, clean):
+    found = {polyglots.sample(int(number)): each for number, each in judged["polyglots"].items()}
+    assert [sample.label for sample, (loaders, is_valid) in found.items() if not (loaders and is_valid)] == []
+    assert [polyglots.sample(number).label for number in clean["polyglots"]] == []
+    for kind in (*KINDS, *FAMILIES):
+        mine = [loaders for sample, (loaders, _) in found.items() if kind in (sample.kind, sample.family)]
+        assert (len(mine) >= 20, len({name for loaders in mine for name in loaders}) >= 3) == (True, True), kind
+
+
+def is_known(module: str, name: str) -> bool:
+    """On the list, also by its name in Python 2; or the one function whose argument the scan reads as a file."""
+    is_inner = (module, name) == ("torch.storage", "_load_from_bytes")
+    return is_inner or is_listed(module, name) or is_listed(*in_python_3(module, name))
+
+
+@pytest.mark.extended
+def test_no_mutant_that_runs_is_clean(judged):
+    """Also none for which a loader looks up a name that is not on the list."""
+    found = judged["mutants"]
+    assert sum(bool(each and each[0]) for each in found.values()) > len(found) // 10
+    wrong, num_clean = [], 0
+    for number, each in found.items():
+        label, files = mutants.sample(int(number))
+        ran, names = each or (True, [])
+        unlisted = [name for name in names if not is_known(*name)]
+        if is_clean(files):
+            num_clean += 1
+            wrong += [(label, ran, unlisted)] if ran or unlisted else []
+    assert wrong == []
+    assert num_clean > len(found) // 50
+
+
+NUM_FILES, NUM_SOAKED, BATCH = 8_000, 1_000_000, 50_000
+SLOWEST_SECONDS = 0.5
+"""Of a processor; 0.01 on a machine that does little else."""
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(6000)
+def test_no_loader_runs_a_mutated_file_that_is_clean(request):
+    is_soak = request.config.getoption("--soak")
+    count, size = (NUM_SOAKED, BATCH) if is_soak else (NUM_FILES, NUM_FILES)
+    with ThreadPoolExecutor(os.cpu_count() if is_soak else 1) as pool:
+        plans = ({"first": first, "count": size} for first in range(0, count, size))
+        found = list(pool.map(lambda plan: told("fuzz", plan), plans))
+    assert [failure for each in found for failure in each["ran"]] == []
+    assert [failure for each in found for failure in each["broken"]] == []
+    assert max(each["slowest"] for each in found)[0] < SLOWEST_SECONDS
+    assert sum(each["clean"] for each in found) > count // 20
+    assert sum(each["controls"] for each in found) > count // 1000
+
+
+def test_a_number_is_always_the_same_small_file():
+    made = [mutated(number) for number in range(100)]
+    assert made == [mutated(number) for number in range(100)]
+    assert len({tuple(files.values()) for files in made}) > 75
+    assert max(len(data) for files in seeds() for data in files.values()) < MAX_SEED_BYTES
+
+
+# Names of code in settings
+
+CONFIGURATION = {"pickle of a text", "settings", "yaml"}
+"""Controls that hold texts of which a program may import names."""
+
+
+@pytest.mark.parametrize("name", controls())
+def test_a_file_of_the_same_form_that_runs_nothing_is_clean(name):
+    """But for settings, which have to be allowed."""
+    assert is_clean(controls()[name], allow_configuration=True)
+    assert is_clean(controls()[name]) == (name not in CONFIGURATION)
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("file", ["config.json", "log.jsonl", "config.yaml"])
+def test_no_documented_name_of_code_is_clean(name, file):
+    assert not is_clean({file: json.dumps(DOCUMENTED[name]).encode()})
+    assert not is_clean({file: json.dumps({"a": [{"b": DOCUMENTED[name]}]}).encode()})
+
+
+def test_an_instantiator_of_lightning_is_not_clean():
+    """Lightning before 2.6.6 imports and calls it."""
+    state = {"state_dict": {}, "hyper_parameters": {"_instantiator": "os.system"}}
+    assert not is_clean({"last.ckpt": pickle.dumps(state)})
+
+
+# Harmless files of libraries
+
+
+@pytest.mark.parametrize("rule", VALUES)
+def test_what_libraries_write_is_clean(rule):
+    assert [label for label, files in genuine(rule) if not is_clean(files)] == []
+
+
+def test_a_stream_without_a_position_is_aligned_to_nothing():
+    """Otherwise the crafted files through a pipe would say nothing of joblib before 1.2."""
+    assert b"b" + OWN in piped(2)(HIDDEN)
+    assert b"b" + OWN not in dumped(2)(HIDDEN)
+
+
+def test_hooks_that_are_filled_later_are_refused():
+    """torch calls the items of the dict in the next backward pass, whenever they came into it."""
+    stream = io.BytesIO()
+    torch.save({"w": torch.ones(2), "hooks": "h"}, stream)
+    data = records_of(stream.getvalue())["archive/data.pkl"]
+    hooks = re.search(rb"ccollections\nOrderedDict\nq.\)Rq(.)", data, re.DOTALL)
+    assert hooks
+    late = data.removesuffix(b".") + b"h" + hooks[1] + b"K\x00cbuiltins\nlist\ns0."
+    assert is_clean({"a.pt": repacked(stream.getvalue(), "archive/data.pkl", data)})
+    assert not is_clean({"a.pt": repacked(stream.getvalue(), "archive/data.pkl", late)})
+
+
+@pytest.mark.parametrize("num_bytes", [50, *(pytest.param(size, marks=pytest.mark.extended) for size in (1, 300, 700))])
+def test_a_file_of_joblib_is_read_in_parts(num_bytes, monkeypatch):
+    whole = {name: is_clean(files) for name, files in crafted()}
+    monkeypatch.setattr(joblib_proof, "FIRST_READ_BYTES", num_bytes)
+    assert [label for label, files in genuine("arrays of joblib") if not is_clean(files)] == []
+    assert {name: is_clean(files) for name, files in crafted()} == whole
+
+
+def test_elements_of_joblib_are_not_read(tmp_path):
+    size = 2_000_000_000
+    head, _, _ = piped(2)(HIDDEN).partition(OWN)
+    with (tmp_path / "a.joblib").open("wb") as stream:
+        stream.write(head.replace(b"K@\x85", b"J" + struct.pack("<i", size) + b"\x85"))
+        stream.seek(size, os.SEEK_CUR)
+        stream.write(b".")
+    tracemalloc.start()
+    report = ckpt_tools.scan(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert report.findings == ()
+    assert peak < 64 << 20
