@@ -12,7 +12,6 @@ import pickle
 import pickletools
 import random
 import time
-import zipfile
 from typing import Any
 
 import numpy as np
@@ -39,9 +38,30 @@ from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle import dcp_metadata as dcp_classes
 from ckpt_tools.serialization.pickle.load import dumps, loads
 from ckpt_tools.serialization.unread_tensors import why_unread
-from tests.serialization.strategies import values
+from tests.serialization.archives import records_of, saved, torch_zip
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+
+_KEYS: st.SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 63), 1 << 63),
+    st.text(),
+    st.binary(),
+    st.tuples(st.text(), st.integers(0, 9)),
+)
+_SCALARS: st.SearchStrategy[Any] = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-(1 << 300), 1 << 300), st.floats(), st.text(), st.binary(),
+    st.complex_numbers(), st.builds(bytearray, st.binary()),
+)  # fmt: skip
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    dicts, sets = st.dictionaries(_KEYS, inner), (st.sets(_KEYS), st.frozensets(_KEYS))
+    return st.one_of(st.lists(inner), st.lists(inner).map(tuple), dicts, dicts.map(collections.OrderedDict), *sets)
+
+
+values: st.SearchStrategy[Any] = st.recursive(_SCALARS, _containers, max_leaves=30)
 
 
 def read(data: bytes) -> Value:
@@ -53,26 +73,19 @@ def storage(pid: Value) -> StorageRef:
     return StorageRef(pid[2], from_torch_storage(pid[1].name), pid[4], pid[3])
 
 
-def saved(value: Any) -> bytes:
+def pickle_of(value: Any) -> bytes:
     """The pickle that torch.save writes of ``value``."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return zipfile.ZipFile(stream).read("archive/data.pkl")
+    return records_of(saved(value))["archive/data.pkl"]
 
 
 @given(values, st.sampled_from(PROTOCOLS))
-@settings(max_examples=150, deadline=None)
-def test_plain_values_are_read_from_every_protocol(value, protocol):
-    assert repr(_plain(read(pickle.dumps(value, protocol)))) == repr(_plain(value))
-
-
-@given(values)
-@settings(max_examples=150, deadline=None)
-def test_plain_values_are_written_for_pickle_and_ourselves(value):
-    ours = read(pickle.dumps(value))
-    assert repr(_plain(pickle.loads(dumps(ours)))) == repr(_plain(value))
-    assert repr(_plain(read(dumps(ours)))) == repr(_plain(value))
-    assert dumps(read(dumps(ours))) == dumps(ours)
+@settings(max_examples=60, deadline=None)
+def test_plain_values_are_read_from_every_protocol_and_written_for_pickle_and_ourselves(value, protocol):
+    ours = read(pickle.dumps(value, protocol))
+    written = dumps(ours)
+    assert repr(_plain(ours)) == repr(_plain(pickle.loads(written))) == repr(_plain(read(written)))
+    assert repr(_plain(ours)) == repr(_plain(value))
+    assert dumps(read(written)) == written
 
 
 def _plain(value: Any) -> Any:
@@ -88,7 +101,7 @@ def _plain(value: Any) -> Any:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_any_bytes_are_read_or_refused(data):
     error = _refusal(data)
     assert error is None or (error.path == "x" and "\n" not in str(error))
@@ -102,7 +115,9 @@ def _refusal(data: bytes) -> CkptError | None:
     return None
 
 
-def _samples() -> list[bytes]:
+def test_damaged_pickles_are_read_or_refused(request):
+    """Every pickle with bytes changed, dropped and doubled: a value or one of our errors, and quickly."""
+    generator = random.Random(1)
     objects = [
         {"a": [1, 2.5, None, True, "text", b"bytes", (1,), {3}, frozenset([4])], 7: argparse.Namespace(x=1)},
         collections.OrderedDict(a=torch.Size([1, 2]), b=collections.defaultdict(list, {1: [2]})),
@@ -110,16 +125,9 @@ def _samples() -> list[bytes]:
         datetime.datetime(2024, 1, 1),
         sample_metadata(5),
     ]
-    return [pickle.dumps(value, protocol) for value in objects for protocol in PROTOCOLS] + [
-        saved({"w": torch.ones(3), "p": torch.nn.Parameter(torch.ones(2, 2))})
-    ]
-
-
-def test_damaged_pickles_are_read_or_refused():
-    """Every pickle with bytes changed, dropped and doubled: a value or one of our errors, and quickly."""
-    generator = random.Random(1)
-    samples = _samples_cache()
-    for _ in range(20_000):
+    samples = [pickle.dumps(value, protocol) for value in objects for protocol in PROTOCOLS]
+    samples.append(pickle_of({"w": torch.ones(3), "p": torch.nn.Parameter(torch.ones(2, 2))}))
+    for _ in range(20_000 if request.config.getoption("--soak") else 4_000):
         data = bytearray(generator.choice(samples))
         for _ in range(generator.randrange(1, 4)):
             at = generator.randrange(len(data))
@@ -133,14 +141,10 @@ def test_damaged_pickles_are_read_or_refused():
             else:
                 data[at:at] = generator.choice(b"(012NRtabdehjlosu]})\x81\x85\x86\x8f\x90\x91\x93\x94q\x00").to_bytes()
             data = data or bytearray(b".")
-        started = time.monotonic()
+        started = time.process_time()
         error = _refusal(bytes(data))
         assert error is None or str(error)
-        assert time.monotonic() - started < 5
-
-
-def _samples_cache() -> list[bytes]:
-    return _samples()
+        assert time.process_time() - started < 5
 
 
 def sample_metadata(chunks: int, *, transforms: bool = False) -> metadata.Metadata:
@@ -171,9 +175,9 @@ def sample_metadata(chunks: int, *, transforms: bool = False) -> metadata.Metada
     )
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize("chunks", [1, 3, 300])
-@pytest.mark.parametrize("transforms", [False, True])
+@pytest.mark.parametrize(
+    ("protocol", "chunks", "transforms"), [(2, 1, False), (3, 300, False), (4, 3, True), (4, 300, True), (5, 3, False)]
+)
 def test_dcp_metadata_is_read_field_by_field(protocol, chunks, transforms):
     theirs = sample_metadata(chunks, transforms=transforms)
     ours = read(pickle.dumps(theirs, protocol))
@@ -196,19 +200,14 @@ def test_dcp_metadata_is_read_field_by_field(protocol, chunks, transforms):
     assert ours.storage_meta is not None and ours.storage_meta.save_id == "1"
 
 
-@pytest.mark.parametrize("chunks", [1, 300])
-def test_dcp_metadata_is_written_for_torch(chunks):
+@pytest.mark.parametrize("chunks", [1, 300, 700])
+def test_dcp_metadata_is_written_for_torch_and_read_by_macros_as_by_opcodes(chunks):
+    """Protocol 2 puts every value by number, which macros do not read."""
     theirs = sample_metadata(chunks)
-    ours = read(pickle.dumps(theirs))
+    ours, by_opcodes = read(pickle.dumps(theirs)), read(pickle.dumps(theirs, 2))
     assert pickle.loads(dumps(ours)) == theirs
+    assert repr(read(pickle.dumps(theirs, 4))) == repr(by_opcodes) == repr(read(dumps(by_opcodes))) == repr(ours)
     assert repr(read(dumps(ours))) == repr(ours)
-
-
-def test_a_macro_reads_what_its_opcodes_say():
-    """The same metadata without macros: protocol 2 puts every value by number, which they do not read."""
-    theirs = sample_metadata(700)
-    by_opcodes = read(pickle.dumps(theirs, 2))
-    assert repr(read(pickle.dumps(theirs, 4))) == repr(by_opcodes) == repr(read(dumps(by_opcodes)))
 
 
 def test_metadata_of_older_versions_is_read():
@@ -234,6 +233,9 @@ def test_attributes_that_others_set_on_metadata_are_kept():
 RECORD = b"ctorch.distributed.checkpoint.metadata\n%b\n)\x81"
 
 
+INFO = b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81}(Vrelative_path\n%bVoffset\n%bVlength\nK\x01ub."
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -249,8 +251,8 @@ RECORD = b"ctorch.distributed.checkpoint.metadata\n%b\n)\x81"
         RECORD % b"Metadata" + b"}(Vstate_dict_metadata\n}Vversion\nK\x01ub.",
         RECORD % b"Metadata" + b".",
         RECORD % b"TensorStorageMetadata" + b"}(Vproperties\nNVsize\nNVchunks\nNub.",
-        b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81}(Vrelative_path\nVa\nVoffset\nJ\xff\xff\xff\xffVlength\nK\x01ub.",
-        b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81}(Vrelative_path\nNVoffset\nK\x01Vlength\nK\x01ub.",
+        INFO % (b"Va\n", b"J\xff\xff\xff\xff"),
+        INFO % (b"N", b"K\x01"),
     ],
 )
 def test_records_of_the_wrong_kind_are_refused(data):
@@ -272,9 +274,8 @@ def test_a_list_changed_after_it_became_a_field_is_checked():
 
 
 def test_an_unknown_field_is_refused_since_it_may_change_the_others():
-    fields = b"}(Vrelative_path\nVa\nVoffset\nK\x01Vlength\nK\x01Vcipher\nVaes\nub."
     with pytest.raises(UnsupportedError, match="cipher"):
-        read(b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81" + fields)
+        read(INFO.replace(b"ub.", b"Vcipher\nVaes\nub.") % (b"Va\n", b"K\x01"))
 
 
 class Custom:
@@ -299,13 +300,11 @@ class Slotted:
 class Named:
     def __new__(cls, *, name: str = "x") -> Named:
         made = super().__new__(cls)
-        made.name = name
+        made.name = name  # type: ignore[attr-defined]
         return made
 
-    name: str
-
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, str]]:
-        return (), {"name": self.name}
+        return (), {"name": self.name}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -341,11 +340,8 @@ def test_objects_of_unknown_classes_survive_the_round_trip(protocol):
 
 def test_an_opaque_object_says_what_it_is():
     value = read(pickle.dumps({"n": argparse.Namespace(a=1), "s": Slotted(), "d": datetime.date(2024, 2, 3)}))
-    assert (value["n"].ref, value["n"].form, value["n"].attributes) == (
-        GlobalRef("argparse", "Namespace"),
-        "new",
-        {"a": 1},
-    )
+    made = value["n"]
+    assert (made.ref, made.form, made.attributes) == (GlobalRef("argparse", "Namespace"), "new", {"a": 1})
     assert value["s"].attributes == {"a": 1, "b": [2]}
     assert repr(value["d"]) == r"datetime.date(b'\x07\xe8\x02\x03')"
 
@@ -366,9 +362,10 @@ TENSORS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_are_read_as_torch_saves_them(name):
-    tensor = TENSORS[name]
-    ours = read(saved(tensor))
+def test_tensors_are_read_and_written_as_torch_saves_them(name):
+    """Written as the same opcodes but for the memo and the two ways to write a tuple of three."""
+    tensor, theirs = TENSORS[name], pickle_of(TENSORS[name])
+    ours = read(theirs)
     assert isinstance(ours, StoredTensor)
     assert f"torch.{ours.dtype.value}" == str(tensor.dtype)
     assert (ours.shape, ours.strides) == (tuple(tensor.shape), tuple(tensor.stride()))
@@ -378,13 +375,7 @@ def test_tensors_are_read_as_torch_saves_them(name):
     if ours.storage is not None:
         assert ours.storage.num_bytes == tensor.untyped_storage().nbytes()
     assert (ours.storage is None) == (name == "meta")
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors_are_written_as_torch_saves_them(name):
-    """The same opcodes but for the memo and the two ways to write a tuple of three."""
-    theirs, ours = saved(TENSORS[name]), dumps(read(saved(TENSORS[name])))
-    assert _essence(ours) == _essence(theirs)
+    assert _essence(dumps(ours)) == _essence(theirs)
 
 
 def _essence(data: bytes) -> list[tuple[str, Any]]:
@@ -410,29 +401,25 @@ def test_tensor_subclasses_keep_class_and_attributes():
     tensor.note = {"a": 1}  # type: ignore[attr-defined]
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.tag = "x"  # type: ignore[attr-defined]
-    ours = read(saved([tensor, parameter]))
+    ours = read(pickle_of([tensor, parameter]))
     assert [(t.wrapper.name, t.state) for t in ours] == [("Wrapped", {"note": {"a": 1}}), ("Parameter", {"tag": "x"})]
     assert to_json(read(dumps(ours))) == to_json(ours) and read(dumps(ours)) == ours
 
 
-def test_one_tensor_in_two_places_stays_one():
+def test_one_tensor_in_two_places_stays_one_and_a_state_dict_keeps_its_order_and_metadata():
     tensor = torch.ones(2)
-    ours = read(saved({"a": tensor, "b": tensor, "c": tensor[1:]}))
+    ours = read(pickle_of({"a": tensor, "b": tensor, "c": tensor[1:]}))
     assert ours["a"] is ours["b"] and ours["c"].storage is not None
     again = read(dumps(ours))
     assert again["a"] is again["b"] and again["c"].storage.key == again["a"].storage.key
-
-
-def test_a_state_dict_keeps_its_order_and_metadata():
-    theirs = torch.nn.Linear(2, 2).state_dict()
-    ours = read(saved(theirs))
+    ours = read(pickle_of(torch.nn.Linear(2, 2).state_dict()))
     assert isinstance(ours, OrderedDict) and list(ours) == ["weight", "bias"]
     assert ours.attributes is not None and ours.attributes["_metadata"] == {"": {"version": 1}}
 
 
 def test_conjugated_tensors_are_no_plain_tensors():
     """They are kept as the record of a call, so that the message that refuses one can name it."""
-    reason = why_unread(read(saved(torch.ones(2, dtype=torch.complex64).conj())))
+    reason = why_unread(read(pickle_of(torch.ones(2, dtype=torch.complex64).conj())))
     assert reason == (
         "it is stored with the flags conj, which change its values; save it with resolve_conj() and resolve_neg()"
     )
@@ -466,14 +453,10 @@ def test_a_tensor_that_leaves_its_storage_is_refused(numel, offset, shape, strid
         read(TENSOR % (numel, offset, shape, strides))
 
 
-def test_a_tensor_of_no_storage_is_refused():
-    with pytest.raises(MalformedError, match="not a storage"):
-        read(b"ctorch._utils\n_rebuild_tensor_v2\n(Vx\nK\x00))\x89NtR.")
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
+        (b"ctorch._utils\n_rebuild_tensor_v2\n(Vx\nK\x00))\x89NtR.", "not a storage"),
         (b"", "malformed"),
         (b"N", "malformed"),
         (b"N.N.", "more data"),
@@ -515,6 +498,7 @@ def test_a_tensor_of_no_storage_is_refused():
         (b"cm\nC\n)\x81}b}b.", "twice"),
         (b"c" + b"m" * 10_000 + b"\nC\n.", "absurd"),
         (b"\x80\x04\x95\xff\x00\x00\x00\x00\x00\x00\x00N.", "early"),
+        (b"cbuiltins\nset\n(Vab\ntR.", "."),
     ],
 )  # fmt: skip
 def test_malformed_pickles_have_one_error(data, reason):
@@ -523,15 +507,12 @@ def test_malformed_pickles_have_one_error(data, reason):
     assert caught.value.path == "some.pt" and "\n" not in str(caught.value)
 
 
-def test_persistent_ids_are_refused_unless_somebody_knows_them():
+def test_python_2_strings_are_text_and_persistent_ids_need_somebody_who_knows_them():
+    assert read(b"(U\x03abcT\x03\x00\x00\x00defS'ghi'\nl.") == ["abc", "def", "ghi"]
     assert loads(b"(Vid\nctorch\nfloat32\ntQ.", path="x", persistent_load=lambda pid: pid) == (
         "id",
         GlobalRef("torch", "float32"),
     )
-
-
-def test_python_2_strings_are_text():
-    assert read(b"(U\x03abcT\x03\x00\x00\x00defS'ghi'\nl.") == ["abc", "def", "ghi"]
 
 
 def test_defaultdict_keeps_its_factory_and_never_calls_it():
@@ -556,12 +537,7 @@ def test_what_torch_allows_loads_with_weights_only():
         "tuple": ((), (1,), (1, 2, 3, 4)),
         "numbers": [0, 255, 256, 65535, 65536, -1, 1 << 40, -(1 << 80), 1.5],
     }
-    stream = io.BytesIO()
-    data = dumps(read(saved(value)))
-    with zipfile.ZipFile(stream, "w") as archive:
-        archive.writestr("archive/data.pkl", data)
-        archive.writestr("archive/version", "3\n")
-    stream.seek(0)
+    stream = io.BytesIO(torch_zip(dumps(read(pickle_of(value)))))
     assert torch.load(stream, weights_only=True) == value
 
 
@@ -571,7 +547,7 @@ def test_only_values_can_be_written():
 
 
 def test_a_value_can_be_sent_between_our_own_processes():
-    ours = read(saved({"t": torch.nn.Parameter(torch.ones(2)), "d": torch.device("cpu"), "n": Custom()}))
+    ours = read(pickle_of({"t": torch.nn.Parameter(torch.ones(2)), "d": torch.device("cpu"), "n": Custom()}))
     ours |= {"o": OrderedDict({"a": 1}, {"b": 2}), "f": DefaultDict(None, {1: 2}), "s": Size((1, 2))}
     ours |= {"m": read(pickle.dumps(sample_metadata(2)))}
     again = pickle.loads(pickle.dumps(ours))
@@ -584,15 +560,14 @@ def test_json_says_everything_and_ends():
     text = json.dumps(to_json(ours), allow_nan=False)
     assert "$cycle" in text and "$float" in text and "eA==" in text
     shared: Value = ["x"]
-    for _ in range(60):
+    for _ in range(40):
         shared = [shared, shared]
     with pytest.raises(MalformedError, match="many times"):
         to_json(shared)
 
 
-def test_an_object_of_the_allow_list_called_wrongly_is_recorded_or_refused():
-    assert isinstance(read(b"c_codecs\nencode\n(Vab\nVrot13\ntR."), Opaque)
-    assert isinstance(read(b"cbuiltins\nbytearray\n(I5\ntR."), Opaque)
-    assert isinstance(read(b"cbuiltins\ncomplex\n(V1\ntR."), Opaque)
-    with pytest.raises(MalformedError):
-        read(b"cbuiltins\nset\n(Vab\ntR.")
+@pytest.mark.parametrize(
+    "call", [b"c_codecs\nencode\n(Vab\nVrot13\ntR.", b"cbuiltins\nbytearray\n(I5\ntR.", b"cbuiltins\ncomplex\n(V1\ntR."]
+)
+def test_an_object_of_the_allow_list_called_wrongly_is_recorded(call):
+    assert isinstance(read(call), Opaque)

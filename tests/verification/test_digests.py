@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from xxhash import xxh3_128
 
 import ckpt_tools
-from ckpt_tools.cli.main import main
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.shards import Framing, ShardTable
 from ckpt_tools.errors import (
+    CkptError,
     DestinationExistsError,
     MalformedError,
     SourceNotFoundError,
@@ -32,7 +32,6 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.formats.index import written_format
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.serialization.torch_zip import locate_item
 from ckpt_tools.stores.local import place as local_place
@@ -43,11 +42,14 @@ from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digest, Digests
 from ckpt_tools.verification.report import Aspect
+from tests.support.in_process import command
 from tests.support.ranks import for_ranks
+from tests.support.refusals import refusal_test
 from tests.support.s3_server import BUCKET
+from tests.support.sweep import tiered
 from tests.support.truth import Truth, assert_same_bits
 
-FLIPS = 10_000
+FLIPS, FLIPS_SOAKED = 700, 10_000
 NOTHING_XXH3 = "99aa06d3014798d86001c324468d497f"
 NOTHING_BLAKE3 = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
 FORMATS = ("dcp", "zero1", "zero2", "zero3", "universal", "torch", "safetensors")
@@ -94,51 +96,56 @@ def listed(*entries: Any, **changes: Any) -> bytes:
     return json.dumps({"format": digests.FORMAT, "version": 1, "tensors": list(entries), **changes}).encode()
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "words"),
-    [
-        (b"not json", MalformedError, "not valid JSON"),
-        (b"[]", MalformedError, "not a list of digests"),
-        (listed(format="other"), MalformedError, "not a list of digests"),
-        (listed(tensors={}), MalformedError, "not a list of digests"),
-        (listed(version=2), UnsupportedError, "version 2"),
-        (listed(ENTRY, ENTRY), MalformedError, "two digests"),
-        (listed("w"), MalformedError, "has no name, slot, dtype or digests"),
-        (listed({**ENTRY, "name": 3}), MalformedError, "has no name, slot, dtype or digests"),
-        (
-            listed({k: v for k, v in ENTRY.items() if k != "blake3"}),
-            MalformedError,
-            "has no name, slot, dtype or digests",
-        ),
-        (listed({**ENTRY, "dtype": "float7"}), MalformedError, "float7"),
-        (listed({**ENTRY, "shape": [-1]}), MalformedError, "shape"),
-        (listed({**ENTRY, "shape": [True]}), MalformedError, "shape"),
-        (listed({**ENTRY, "blake3": "0" * 63}), MalformedError, "not a valid blake3"),
-        (listed({**ENTRY, "xxh3_128": "G" * 32}), MalformedError, "not a valid xxh3_128"),
-        (b'{"tensors": [], "tensors": []}', MalformedError, "twice"),
-        (b"[" * 100_000, MalformedError, "not valid JSON"),
-    ],
+NO_LIST: dict[str, tuple[bytes, type[CkptError], str]] = {
+    "no JSON": (b"not json", MalformedError, "not valid JSON"),
+    "nested too deep": (b"[" * 100_000, MalformedError, "not valid JSON"),
+    "a key twice": (b'{"tensors": [], "tensors": []}', MalformedError, "twice"),
+    "a list": (b"[]", MalformedError, "not a list of digests"),
+    "another format": (listed(format="other"), MalformedError, "not a list of digests"),
+    "tensors by name": (listed(tensors={}), MalformedError, "not a list of digests"),
+    "another version": (listed(version=2), UnsupportedError, "version 2"),
+    "a tensor twice": (listed(ENTRY, ENTRY), MalformedError, "two digests"),
+    "a text": (listed("w"), MalformedError, "has no name, slot, dtype or digests"),
+    "a number as name": (listed({**ENTRY, "name": 3}), MalformedError, "has no name, slot, dtype or digests"),
+    "no blake3": (listed({**ENTRY, "blake3": None}), MalformedError, "has no name, slot, dtype or digests"),
+    "an unknown dtype": (listed({**ENTRY, "dtype": "float7"}), MalformedError, "float7"),
+    "a negative size": (listed({**ENTRY, "shape": [-1]}), MalformedError, "shape"),
+    "a size of bool": (listed({**ENTRY, "shape": [True]}), MalformedError, "shape"),
+    "a short digest": (listed({**ENTRY, "blake3": "0" * 63}), MalformedError, "not a valid blake3"),
+    "no hex": (listed({**ENTRY, "xxh3_128": "G" * 32}), MalformedError, "not a valid xxh3_128"),
+}  # fmt: skip
+test_a_list_that_is_none = refusal_test(
+    *(
+        (name, partial(lambda data, folder: digests.loads(data, "x.digests.json"), data), error, words)
+        for name, (data, error, words) in NO_LIST.items()
+    )
 )
-def test_a_list_that_is_none(data, error, words):
-    with pytest.raises(error, match=words):
-        digests.loads(data, "x.digests.json")
 
 
-@pytest.mark.parametrize("source", ["fsdp2", "zero3-bf16", "zero1-fp32"])
-def test_digests_are_the_same_in_every_format_and_world_size(source, checkpoint, tmp_path):
-    """Of each tensor that two of them hold in the same dtype, all slots."""
-    made = checkpoint(source, "awkward", 2).checkpoint
-    wanted = digests_in(opened(made)[0].store, opened(made)[1])
-    num_same = 0
+@pytest.mark.parametrize("source", ["fsdp2", "zero3-bf16", pytest.param("zero1-fp32", marks=pytest.mark.extended)])
+def test_every_format_of_a_state_has_its_digests_and_no_difference(source, checkpoint, tmp_path):
+    """All slots, at four world sizes: digests of what has the same dtype, the source's list as a proof of each format,
+    and ``diff`` of each with the one before."""
+    made, kept = checkpoint(source, "awkward", 2).checkpoint, tmp_path / "kept.json"
+    wanted = ckpt_tools.checksum(made, output=kept).digests
+    before = made
     for number, to in enumerate(FORMATS):
-        copies = {} if written_format(to).holds_masters else {"weights": "model"}
-        ckpt_tools.convert(made, tmp_path / to, to=to, state="all", **copies, **for_ranks(to, 1 + number % 4))
-        found = ckpt_tools.checksum(tmp_path / to).digests
-        same = {key for key in found if key in wanted and wanted[key].dtype is found[key].dtype}
-        assert {key: found[key] for key in same} == {key: wanted[key] for key in same}
-        num_same += len(same)
-        assert len(same) >= 99, to
-    assert num_same >= 99 * len(FORMATS)
+        ckpt_tools.convert(made, tmp_path / to, to=to, state="all", **for_ranks(to, 1 + number % 4))
+        found = ckpt_tools.checksum(tmp_path / to, output=tmp_path / f"{to}.json").digests
+        same = [key for key in found if key in wanted and wanted[key].dtype is found[key].dtype]
+        assert [key for key in same if found[key] != wanted[key]] == [] and len(same) >= 75, to
+        report = ckpt_tools.verify(tmp_path / to, digests=kept)
+        assert report.equal and (report.num_digests or 0) >= 99, (to, report.differences[:3])
+        report = ckpt_tools.diff(before, tmp_path / to)
+        assert report.equal and report.num_tensors >= 99, (to, report.differences[:3])
+        before = tmp_path / to
+    assert ckpt_tools.diff(before, made).equal
+    options: dict[str, Any] = {"rename": ["^=net."], "exclude": ["*bias"]}
+    ckpt_tools.convert(made, tmp_path / "m.pt", **options)
+    assert ckpt_tools.verify(tmp_path / "m.pt", digests=kept, state="model", **options).equal
+    assert not ckpt_tools.verify(tmp_path / "m.pt", digests=kept, state="model").equal
+    with pytest.raises(UsageError, match="distinct"):
+        ckpt_tools.verify(tmp_path / "m.pt", digests=kept, rename=[".*=x"])
 
 
 def test_every_name_of_a_tied_weight_has_its_digest(tmp_path):
@@ -209,13 +216,14 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_every_flipped_bit_is_found(to, small):
+def test_every_flipped_bit_is_found(to, small, request):
     """``FLIPS`` over all formats, each alone, at bits drawn uniformly from all bytes of tensors."""
+    flips = FLIPS_SOAKED if request.config.getoption("--soak") else FLIPS
     made = small[to]
     assert made.differing() == []
     lengths = np.array([stop - start for _, start, stop in made.ranges])
     ends = np.cumsum(lengths)
-    for place in np.random.default_rng(7).integers(0, 8 * ends[-1], -(-FLIPS // len(FORMATS))).tolist():
+    for place in np.random.default_rng(7).integers(0, 8 * ends[-1], -(-flips // len(FORMATS))).tolist():
         number = int(np.searchsorted(ends, place // 8, side="right"))
         file, _, stop = made.ranges[number]
         position, bit = stop - int(ends[number] - place // 8), 1 << place % 8
@@ -274,23 +282,7 @@ def test_a_list_in_another_place(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept.json", "m.safetensors"]
 
 
-@pytest.mark.parametrize("source", ["fsdp2", "zero1-fp32", "zero3-bf16"])
-def test_the_list_of_a_source_proves_what_was_made_of_it(source, checkpoint, tmp_path):
-    made, kept = checkpoint(source, "awkward", 2).checkpoint, tmp_path / "kept.json"
-    ckpt_tools.checksum(made, output=kept)
-    for to in FORMATS:
-        ckpt_tools.convert(made, tmp_path / to, to=to, state="all", **for_ranks(to, 3))
-        report = ckpt_tools.verify(tmp_path / to, digests=kept)
-        assert report.equal and (report.num_digests or 0) >= 99, (to, report.differences[:3])
-    ckpt_tools.convert(made, tmp_path / "m.pt", rename=["^=net."], exclude=["*bias"])
-    options: dict[str, Any] = {"rename": ["^=net."], "exclude": ["*bias"]}
-    assert ckpt_tools.verify(tmp_path / "m.pt", digests=kept, state="model", **options).equal
-    assert not ckpt_tools.verify(tmp_path / "m.pt", digests=kept, state="model").equal
-    with pytest.raises(UsageError, match="distinct"):
-        ckpt_tools.verify(tmp_path / "m.pt", digests=kept, rename=[".*=x"])
-
-
-def test_each_tag_of_a_deepspeed_folder_has_a_list_of_its_own(checkpoint, tmp_path):
+def test_each_tag_of_a_folder_has_a_list_of_its_own(checkpoint, tmp_path):
     made = shutil.copytree(checkpoint("zero1-fp32", "awkward", 2).checkpoint, tmp_path / "z")
     shutil.copytree(made / "global_step4", made / "global_step8")
     report = ckpt_tools.checksum(made, tag="global_step8")
@@ -298,40 +290,28 @@ def test_each_tag_of_a_deepspeed_folder_has_a_list_of_its_own(checkpoint, tmp_pa
     assert ckpt_tools.verify(made, tag="global_step8").num_digests == len(report.digests)
     assert ckpt_tools.verify(made).num_digests is None
     assert ckpt_tools.verify(made / "global_step8").num_digests == len(report.digests)
-
-
-def test_a_universal_tag_folder_that_is_opened_itself(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "u", to="universal", tag="t")
     assert ckpt_tools.checksum(tmp_path / "u" / "t").destination == str(tmp_path / "u" / "t" / DIGESTS_NAME)
     assert ckpt_tools.verify(tmp_path / "u").num_digests == ckpt_tools.verify(tmp_path / "u" / "t").num_digests == 2
 
 
-def run(*words: str | Path) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return int(ended.value.code or 0)
-
-
-def test_the_commands(tmp_path, capsys):
+def test_the_commands(tmp_path):
     path = tmp_path / "m.safetensors"
     save_file({"a": torch.ones(2)}, path)
-    assert run("verify", path) == 0
-    assert "no digests are stored with" in capsys.readouterr().out
-    assert run("checksum", path) == 0
-    assert capsys.readouterr().out == f"{path}.digests.json: digests of 1 tensor, 8 B\n"
-    assert run("checksum", path) == 8
-    capsys.readouterr()
-    assert run("checksum", path, "--output", "-") == 0
-    assert json.loads(capsys.readouterr().out)["digests"][0]["name"] == "a"
-    assert run("verify", path) == 0
-    assert "match 1 recorded digest" in capsys.readouterr().out
+    code, out, _ = command("verify", path)
+    assert code == 0 and "no digests are stored with" in out
+    assert command("checksum", path) == (0, f"{path}.digests.json: digests of 1 tensor, 8 B\n", "")
+    assert command("checksum", path)[0] == 8
+    code, out, _ = command("checksum", path, "--output", "-")
+    assert code == 0 and json.loads(out)["digests"][0]["name"] == "a"
+    code, out, _ = command("verify", path)
+    assert code == 0 and "match 1 recorded digest" in out
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert load_file(path)["a"][1] != 1
-    assert run("verify", path) == 6
-    assert "a" in (shown := capsys.readouterr()).out and "blake3" in shown.out
+    code, out, _ = command("verify", path)
+    assert code == 6 and "a" in out and "blake3" in out
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -397,18 +377,19 @@ def test_a_failure_while_hashing_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["m.pt"]
 
 
-LOADED = [("dcp", "fsdp2"), ("zero1", "zero1-fp32"), ("zero3", "zero3-fp32"), ("universal", "universal-zero2-fp32")]
+LOADED = {"dcp": "fsdp2", "zero1": "zero1-fp32", "zero3": "zero3-fp32", "universal": "universal-zero2-fp32"}
 
 
-@pytest.mark.parametrize(("to", "kind"), LOADED)
-def test_frameworks_load_folders_with_digests(to, kind, checkpoint, resume, tmp_path):
+@pytest.mark.parametrize("to", tiered(LOADED, test=("dcp",), extended=("zero1", "universal")))
+def test_frameworks_load_folders_with_digests(to, checkpoint, resume, tmp_path):
     made = checkpoint("fsdp2", "plain", 2)
     report = ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, checksum=True, **for_ranks(to, 2))
     assert Path(report.digests or "").is_file()
-    resumed = resume(kind, "plain", tmp_path / "out", 2)
+    resumed = resume(LOADED[to], "plain", tmp_path / "out", 2)
     assert_same_bits(Truth.load(made.root).best_weights(), resumed.best_weights())
 
 
+@pytest.mark.extended
 def test_transformers_loads_a_folder_with_digests(checkpoint, tmp_path):
     from transformers import GPT2LMHeadModel
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
+from ckpt_tools.errors import FormatError
 from ckpt_tools.verification.report import Aspect
 
 SUFFIX = ".digests.json"
@@ -78,19 +79,19 @@ CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], Aspect]] =
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("make", LAYOUTS)
-def test_a_change_is_found_by_the_list_of_the_file(make, change, folder):
+def test_a_change_is_found_by_the_list_of_the_file(make, folder):
     paths = make(folder)
     assert ckpt_tools.verify(folder).num_digests is None
     count = sum(map(listed, paths))
     report = ckpt_tools.verify(folder)
     assert (report.equal, report.num_digests) == (True, count)
-    apply, aspect = CHANGES[change]
-    if make is shards and change in ("more", "less"):
-        return  # the index names what is there
-    changed(paths[0], apply)
-    assert aspect in {each.aspect for each in ckpt_tools.verify(folder).differences}
+    whole = paths[0].read_bytes()
+    for name, (apply, aspect) in CHANGES.items():
+        if make is not shards or name not in ("more", "less"):  # the index names what is there
+            changed(paths[0], apply)
+            assert aspect in {each.aspect for each in ckpt_tools.verify(folder).differences}, name
+            paths[0].write_bytes(whole)
 
 
 @pytest.mark.parametrize("make", LAYOUTS)
@@ -122,5 +123,5 @@ def test_a_list_of_one_of_two_shards_says_nothing_of_the_other(folder):
 def test_a_damaged_list_is_an_error(folder):
     one_safetensors(folder)
     (folder / f"model.safetensors{SUFFIX}").write_text("{}")
-    with pytest.raises(ckpt_tools.errors.FormatError, match="not a list of digests"):
+    with pytest.raises(FormatError, match="not a list of digests"):
         ckpt_tools.verify(folder)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt_tools
-from ckpt_tools.cli.main import main
-from ckpt_tools.errors import MalformedError, UnsafeError, UnsupportedError, UsageError
+from ckpt_tools.errors import CkptError, MalformedError, UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.verification.file_lists import hub_digest, parse_hub_metadata, parse_integrity, parse_sums
 from tests.support.hub_server import running_hub
+from tests.support.in_process import command
+from tests.support.refusals import refusal_test
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -52,32 +54,14 @@ def wrong(report: Any) -> dict[str, str]:
     return {each.key.fqn: each.what for each in report.differences}
 
 
-def verified(*words: str | Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", *map(str, words)])
-    out, error = capsys.readouterr()
-    return int(str(ended.value.code or 0)), out, error
+FORMS = ("md5sum", "sha1sum -b", "sha224sum", "sha256sum --tag", "sha384sum", "sha512sum", "b2sum", "b2sum --tag",
+         "b2sum --tag -l 256", "cksum -a sha256", "cksum -a blake2b --untagged")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "md5sum",
-        "sha1sum -b",
-        "sha224sum",
-        "sha256sum --tag",
-        "sha384sum",
-        "sha512sum",
-        "b2sum",
-        "b2sum --tag",
-        "b2sum --tag -l 256",
-        "cksum -a sha256",
-        "cksum -a blake2b --untagged",
-    ],
-)
-def test_each_form_of_coreutils(command, folder, tmp_path):
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_coreutils(form, folder, tmp_path):
     names = sorted(each.name for each in folder.iterdir())
-    coreutils(folder, command, *names, output=tmp_path / "list.txt")
+    coreutils(folder, form, *names, output=tmp_path / "list.txt")
     report = ckpt_tools.verify(folder, digests=tmp_path / "list.txt")
     assert (report.equal, report.num_files, report.num_tensors, report.notes) == (True, 4, 2, ())
     flip(folder / SHARDS[1])
@@ -86,14 +70,14 @@ def test_each_form_of_coreutils(command, folder, tmp_path):
     assert (report.num_wrong_files, report.num_differing) == (1, 0)
 
 
-def test_a_list_in_the_folder_is_found_and_names_what_it_leaves_out(folder, capsys):
+def test_a_list_in_the_folder_is_found_and_names_what_it_leaves_out(folder):
     coreutils(folder, "sha256sum", *SHARDS, output=folder / "SHA256SUMS")
-    code, out, _ = verified(folder, capsys=capsys)
+    code, out, _ = command("verify", folder)
     assert code == 0
     assert "; 2 files are as SHA256SUMS says" in out
     assert "not compared: config.json, model.safetensors.index.json (SHA256SUMS does not name it)" in out
     (folder / SHARDS[0]).unlink()
-    code, out, _ = verified(folder, capsys=capsys)
+    code, out, _ = command("verify", folder)
     assert code == 6
     assert f"{SHARDS[0]}: it is missing; SHA256SUMS names it" in out
     assert "1 of 2 files is not as SHA256SUMS says; no tensor was read" in out
@@ -124,8 +108,8 @@ def test_names_begin_in_the_folder_or_with_its_name(folder, tmp_path):
 def test_names_with_escapes_are_those_of_coreutils(folder):
     odd = "two\nlines *and a space.txt"
     (folder / odd).write_text("x")
-    for command in ("sha256sum", "sha256sum --tag"):
-        coreutils(folder, command, odd, output=folder / "SHA256SUMS")
+    for form in ("sha256sum", "sha256sum --tag"):
+        coreutils(folder, form, odd, output=folder / "SHA256SUMS")
         assert (folder / "SHA256SUMS").read_bytes().startswith(b"\\")
         assert ckpt_tools.verify(folder).num_files == 1
     flip(folder / odd)
@@ -136,30 +120,56 @@ HEX = "a" * 64
 COMMIT = "c" * 40
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("", MalformedError),
-        ("# a comment\n", MalformedError),
-        (f"{HEX}\n", MalformedError),
-        (f"{HEX[1:]}  a\n", MalformedError),
-        (f"{HEX}  a\nnoise\n", MalformedError),
-        (f"{HEX}  a\n{'b' * 64}  ./a\n", MalformedError),
-        (f"SHA512 (a) = {HEX}\n", MalformedError),
-        (f"CRC32 (a) = {HEX}\n", MalformedError),
-        (f"BLAKE2b-260 (a) = {HEX}a\n", MalformedError),
-        (f"\\{HEX}  a\\tb\n", MalformedError),
-        (f"{HEX}  ../a\n", UnsafeError),
-        (f"{HEX}  /etc/passwd\n", UnsafeError),
-        (f"{HEX}  a/../../b\n", UnsafeError),
-        (f"{HEX}  a\0b\n", UnsafeError),
-    ],
-)
-def test_malformed_lists_are_refused(text, error, folder):
+MALFORMED = {
+    "nothing": "",
+    "a comment": "# a comment\n",
+    "no name": f"{HEX}\n",
+    "a short digest": f"{HEX[1:]}  a\n",
+    "noise": f"{HEX}  a\nnoise\n",
+    "a file twice": f"{HEX}  a\n{'b' * 64}  ./a\n",
+    "a digest of another length": f"SHA512 (a) = {HEX}\n",
+    "an unknown algorithm": f"CRC32 (a) = {HEX}\n",
+    "an odd length": f"BLAKE2b-260 (a) = {HEX}a\n",
+    "an unknown escape": f"\\{HEX}  a\\tb\n",
+}
+UNSAFE = {
+    "the folder above": f"{HEX}  ../a\n",
+    "an absolute path": f"{HEX}  /etc/passwd\n",
+    "the folder above, in between": f"{HEX}  a/../../b\n",
+    "a zero": f"{HEX}  a\0b\n",
+}
+INTEGRITY: dict[str, tuple[Any, type[CkptError]]] = {
+    "a list": ([], MalformedError),
+    "nothing": ({}, MalformedError),
+    "no files": ({"files": {}}, MalformedError),
+    "a number": ({"files": {"a": 1}}, MalformedError),
+    "a short digest": ({"files": {"a": "a" * 40}}, MalformedError),
+    "another algorithm": ({"algorithm": "md5", "files": {"a": HEX}}, UnsupportedError),
+    "the folder above": ({"files": {"../a": HEX}}, UnsafeError),
+}
+
+
+def of_list(text: str, folder: Path) -> None:
+    save_file({"w": np.ones(1)}, folder / "w.safetensors")
     (folder / "SHA256SUMS").write_text(text)
-    with pytest.raises(error) as raised:
-        ckpt_tools.verify(folder)
-    assert (raised.value.exit_code, "SHA256SUMS" in str(raised.value)) == (7 if error is UnsafeError else 4, True)
+    ckpt_tools.verify(folder)
+
+
+test_malformed_lists_are_refused = refusal_test(
+    *((name, partial(of_list, text), MalformedError, "SHA256SUMS") for name, text in MALFORMED.items()),
+    *((name, partial(of_list, text), UnsafeError, "SHA256SUMS") for name, text in UNSAFE.items()),
+    *(
+        (
+            f"integrity: {name}", partial(lambda document, _: parse_integrity(document, "integrity.json"), document),
+            error, r"integrity\.json",
+        )
+        for name, (document, error) in INTEGRITY.items()
+    ),
+    *(
+        (f"of the hub: {data!r}", partial(lambda data, _: parse_hub_metadata(data, "m"), data), MalformedError, ".")
+        for data in (b"", b"x\ny\nz\n", COMMIT.encode())
+    ),
+)  # fmt: skip
 
 
 def test_what_parses_pure():
@@ -172,9 +182,6 @@ def test_what_parses_pure():
     assert parse_sums(f"{HEX}  c\n".encode(), "b3sums.txt")["c"].algorithms == ("blake3",)
     assert parse_hub_metadata(f"{COMMIT}\n{HEX}\n1.5\n".encode(), "m") == hub_digest(HEX)
     assert parse_hub_metadata(f"{COMMIT}\n1\n1.5\n".encode(), "m") is None
-    for data in (b"", b"x\ny\nz\n", COMMIT.encode()):
-        with pytest.raises(MalformedError):
-            parse_hub_metadata(data, "m")
 
 
 def integrity(folder: Path) -> dict[str, Any]:
@@ -218,23 +225,6 @@ def test_a_list_in_a_store_is_found(folder):
         assert list(wrong(ckpt_tools.verify("memory://of-lists"))) == [SHARDS[0]]
     finally:
         files.rm("/of-lists", recursive=True)
-
-
-@pytest.mark.parametrize(
-    ("document", "error"),
-    [
-        ([], MalformedError),
-        ({}, MalformedError),
-        ({"files": {}}, MalformedError),
-        ({"files": {"a": 1}}, MalformedError),
-        ({"files": {"a": "a" * 40}}, MalformedError),
-        ({"algorithm": "md5", "files": {"a": HEX}}, UnsupportedError),
-        ({"files": {"../a": HEX}}, UnsafeError),
-    ],
-)
-def test_another_integrity_is_refused(document, error):
-    with pytest.raises(error, match=r"integrity\.json"):
-        parse_integrity(document, "integrity.json")
 
 
 @pytest.fixture
@@ -291,10 +281,10 @@ def test_a_large_file_is_read_in_blocks(tmp_path, monkeypatch):
     assert seen[: -(-size // 1000)][-1] == (size, size)
 
 
-def test_json_names_lists_and_files(folder, capsys):
+def test_json_names_lists_and_files(folder):
     coreutils(folder, "sha256sum", *SHARDS, output=folder / "SHA256SUMS")
     flip(folder / SHARDS[0])
-    code, out, _ = verified(folder, "--format", "json", capsys=capsys)
+    code, out, _ = command("verify", folder, "--format", "json")
     found = json.loads(out)
     assert (code, found["lists"], found["num_files"], found["num_wrong_files"]) == (6, ["SHA256SUMS"], 2, 1)
     (difference,) = found["differences"]

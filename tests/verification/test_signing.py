@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from model_signing import verifying
 
 import ckpt_tools
-from ckpt_tools.cli.main import main
 from ckpt_tools.errors import DestinationExistsError, DifferenceError, SourceNotFoundError, UnsupportedError, UsageError
+from tests.support.in_process import command
 
 
 def make_key(path: Path) -> None:
@@ -49,41 +49,37 @@ def test_a_signed_folder_is_whole_and_the_tool_itself_says_so(dcp, key):
     tool.verify(dcp, dcp / "model.sig")
 
 
-def _other_bytes(dcp: Path) -> None:
+def other_bytes(dcp: Path) -> None:
     file = dcp / ".metadata"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
 
 
-def _one_more(dcp: Path) -> None:
-    (dcp / "sub").mkdir()
-    (dcp / "sub" / ".hidden").write_text("")
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "other bytes": other_bytes,
+    "one more": lambda dcp: (dcp / ".hidden").write_text(""),
+    "one more in a folder": lambda dcp: ((dcp / "sub").mkdir(), (dcp / "sub" / ".hidden").write_text("")),
+    "one less": lambda dcp: (dcp / "__1_0.distcp").unlink(),
+    "another name": lambda dcp: (dcp / "__1_0.distcp").rename(dcp / "__2_0.distcp"),
+    "another signature": lambda dcp: (dcp / "model.sig").write_text("{}"),
+}
 
 
-def _one_less(dcp: Path) -> None:
-    (dcp / "__1_0.distcp").unlink()
-
-
-def _another_name(dcp: Path) -> None:
-    (dcp / "__1_0.distcp").rename(dcp / "__2_0.distcp")
-
-
-def _another_signature(dcp: Path) -> None:
-    (dcp / "model.sig").write_text("{}")
-
-
-@pytest.mark.parametrize("change", [_other_bytes, _one_more, _one_less, _another_name, _another_signature])
+@pytest.mark.parametrize("change", CHANGES)
 def test_any_change_after_signing_is_found(change, dcp, key):
     ckpt_tools.sign(dcp, private_key=key)
-    change(dcp)
+    CHANGES[change](dcp)
     with pytest.raises(DifferenceError, match="is not the signature of"):
         ckpt_tools.verify(dcp, public_key=key.with_suffix(".pub"))
 
 
-def test_the_signature_of_somebody_else(dcp, key, tmp_path):
+def test_the_signature_of_somebody_else_and_a_key_that_is_none(dcp, key, tmp_path):
     ckpt_tools.sign(dcp, private_key=key)
     make_key(tmp_path / "other.pem")
     with pytest.raises(DifferenceError, match="Key mismatch"):
         ckpt_tools.verify(dcp, public_key=tmp_path / "other.pub")
+    with pytest.raises(UsageError, match="cannot be used: Unable to load PEM file") as refused:
+        ckpt_tools.verify(dcp, public_key=dcp / ".metadata")
+    assert "http" not in str(refused.value)
 
 
 def test_signed_digests_speak_of_the_tensors_in_every_format(dcp, key, tmp_path):
@@ -116,41 +112,26 @@ def test_usage(dcp, key, tmp_path):
         ckpt_tools.sign("s3://bucket/model", private_key=key)
 
 
-def test_without_the_package_one_sentence_says_what_to_install(dcp, key):
-    program = (
-        "import sys; sys.modules['model_signing'] = None\n"
-        "from ckpt_tools.cli import main\n"
-        f"main(['sign', {str(dcp)!r}, '--private-key', {str(key)!r}])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "pip install 'ckpt-tools[sign]'" in done.stderr and done.stderr.count("\n") == 1
+def test_without_the_package_one_sentence_says_what_to_install(dcp, key, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "model_signing"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "model_signing", None)
+    code, _, error = command("sign", dcp, "--private-key", key)
+    assert code == 2
+    assert "pip install 'ckpt-tools[sign]'" in error and error.count("\n") == 1
 
 
-def test_the_commands(dcp, key, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["sign", str(dcp), "--private-key", str(key)])
-    assert ended.value.code == 0 and capsys.readouterr().out == f"{dcp}/model.sig\n"
-    words = ["verify", str(dcp), "--public-key", str(key.with_suffix(".pub"))]
-    for more in ([], ["--format", "markdown"]):
-        with pytest.raises(SystemExit) as ended:
-            main([*words, *more])
-        printed = " ".join(capsys.readouterr().out.split())
-        assert ended.value.code == 0 and f"the signature {dcp}/model.sig is by the private key" in printed
+def test_the_commands(dcp, key):
+    assert command("sign", dcp, "--private-key", key) == (0, f"{dcp}/model.sig\n", "")
+    words = ("verify", dcp, "--public-key", key.with_suffix(".pub"))
+    for more in ((), ("--format", "markdown")):
+        code, out, _ = command(*words, *more)
+        assert code == 0 and f"the signature {dcp}/model.sig is by the private key" in " ".join(out.split())
     before = sha256((dcp / ".metadata").read_bytes()).hexdigest()
-    _other_bytes(dcp)
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    said = capsys.readouterr().err
-    assert ended.value.code == 6 and "is not the signature of" in said
-    assert f"Expected '{before}', Actual '{sha256((dcp / '.metadata').read_bytes()).hexdigest()}'" in said
-
-
-def test_a_key_that_is_none_is_told_without_a_web_page(dcp, key):
-    ckpt_tools.sign(dcp, private_key=key)
-    with pytest.raises(UsageError, match="cannot be used: Unable to load PEM file") as refused:
-        ckpt_tools.verify(dcp, public_key=dcp / ".metadata")
-    assert "http" not in str(refused.value)
+    other_bytes(dcp)
+    code, _, error = command(*words)
+    assert code == 6 and "is not the signature of" in error
+    assert f"Expected '{before}', Actual '{sha256((dcp / '.metadata').read_bytes()).hexdigest()}'" in error
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "key.pem", "link", "folder"])

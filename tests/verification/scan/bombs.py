@@ -54,6 +54,7 @@ PICKLED: dict[str, Bomb] = {
     "escapes": _pickle(b"\\u0041", b"V", b"\n."),
     "marks": _pickle(b"(", b"\x80\x02", b"."),
     "sets in sets": _pickle(b"(\x91", b"\x80\x04", b"."),
+    "other names": lambda size: {"a.pkl": b"".join(b"c%d\nb\n0" % n for n in range(size // 10)) + b"N."},
     "frames": _pickle(b"\x95" + bytes(8), b"\x80\x04", b"N."),
 }
 _ORDERED = b"ccollections\nOrderedDict\n"
@@ -69,7 +70,7 @@ PICKLED |= {
         ),
         "nested bytes": (b"C\x40" + b"N" * 64 + b"q\x000cpickle\nloads\nq\x01", b"h\x01h\x00\x85R0"),
         "pickles in a row": (b"", b"N."),
-        "names": (b"", b"ca\nb\n0"),
+            "names": (b"", b"ca\nb\n0"),
     }.items()
 }  # fmt: skip
 """What comes first, and what is done with it again and again."""
@@ -92,13 +93,14 @@ OTHERS: dict[str, Bomb] = {
     "keys of JSON": lambda size: {"a.json": json.dumps({str(n): {"()": n} for n in range(size // 20)}).encode()},
     "NaN": _file("a.json", b"NaN, ", b"[", b"1]"),
     "lines of JSON": _file("a.jsonl", b"{}\n"),
+    "numbers of JSON in lines": _file("a.jsonl", b"0\n"),
     "flows of YAML": _file("a.yaml", b"["),
     "keys of YAML": _file("a.yaml", b"? "),
     "lists of YAML": _file("a.yaml", b"- "),
     "comments of YAML": _file("a.yaml", b"#\n"),
     "documents of YAML": _file("a.yaml", b"---\n"),
     "entries of YAML": _file("a.yaml", b"- a\n"),
-    "directives of YAML": _file("a.yaml", b"%TAG ! !\n"),
+    "directives of YAML": lambda size: {"a.yaml": b"".join(b"%%TAG !e%d! tag:x\n" % n for n in range(size // 19))},
     "quotes of YAML": _file("a.yaml", b"''"),
     "aliases of YAML": _anchors,
     "records of a zip": lambda size: {"a.npz": zipped({f"{n}.npy": array(b"") for n in range(size // 240)})},

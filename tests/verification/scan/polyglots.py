@@ -458,21 +458,6 @@ def _configurations() -> Iterator[Sample]:
             yield Sample(f"Ray, {what}: {name}", "JSON lines", CODE_NAMES, {name: data})
 
 
-DOCUMENTED: dict[str, dict[str, Any]] = {
-    "auto_map": {"auto_map": {"AutoModel": "someone/repository--modeling.Net"}},
-    "auto_map, nested": {"text_config": [{"auto_map": {"AutoModel": "modeling.Net"}}]},
-    "custom_pipelines": {"custom_pipelines": {"x": {"impl": "pipeline.Net", "type": "text"}}},
-    "custom_pipeline of diffusers": {"_class_name": "DiffusionPipeline", "custom_pipeline": "someone/repository"},
-    "_target_ of hydra": {"model": {"_target_": "os.system", "command": "x"}},
-    "_component_ of torchtune": {"model": {"_component_": "os.system"}},
-    "class_path of jsonargparse": {"model": {"class_path": "subprocess.Popen", "init_args": {"args": "x"}}},
-    "parent_library of peft": {"auto_mapping": {"base_model_class": "system", "parent_library": "os"}},
-    "Lambda of Keras": {"config": {"layers": [{"class_name": "Lambda", "config": {"function": ["4wEA", None, None]}}]}},
-    "function of Keras": {"class_name": "function", "config": "system", "module": "os", "registered_name": "system"},
-}
-"""Names of code whose loaders are not installed, or have asked for leave since a release."""
-
-
 # Controls
 
 

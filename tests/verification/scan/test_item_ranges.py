@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import posix
 import struct
 import warnings
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.numpy import save as saved_safetensors
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_tools
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
 from ckpt_tools.serialization.pickle.load import dumps
-from tests.serialization.archives import zipped
+from tests.serialization.archives import npy, safetensors, saved, saved_legacy, zipped
 
 pytestmark = pytest.mark.quick
 
@@ -31,18 +28,6 @@ CALL = b"cos\nsystem\n(Vx\ntR."
 """A pickle of protocol 0: text, which runs as soon as it is loaded."""
 
 ELEMENTS = np.frombuffer(CALL.ljust(32, b" "), np.uint8)
-
-
-def _npy() -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, ELEMENTS)
-    return stream.getvalue()
-
-
-def _torch_file(*, zip_form: bool) -> bytes:
-    stream = io.BytesIO()
-    torch.save({"w": torch.from_numpy(ELEMENTS.copy())}, stream, _use_new_zipfile_serialization=zip_form)
-    return stream.getvalue()
 
 
 def _png() -> bytes:
@@ -55,26 +40,19 @@ def _png() -> bytes:
 
 
 TEXT = b"notes\n" + CALL + b"\n"
+STATE = {"w": torch.from_numpy(ELEMENTS.copy())}
+TEXTS = ("notes.txt", "README", "README.md", "LICENSE", "vocab.txt", "data.csv", "train.log", "chat_template.jinja",
+         "SHA256SUMS", ".gitattributes", "sub/notes.txt")  # fmt: skip
 HOSTS: dict[str, bytes] = {
-    "notes.txt": TEXT,
-    "README": TEXT,
-    "README.md": b"# Model\n\n" + TEXT,
-    "LICENSE": TEXT,
-    "vocab.txt": TEXT,
-    "data.csv": TEXT,
-    "train.log": TEXT,
-    "chat_template.jinja": TEXT,
-    "SHA256SUMS": TEXT,
-    ".gitattributes": TEXT,
-    "sub/notes.txt": TEXT,
-    "model.safetensors": saved_safetensors({"w": ELEMENTS}),
-    "array.npy": _npy(),
-    "arrays.npz": zipped({"w.npy": _npy()}),
-    "model.pt": _torch_file(zip_form=True),
-    "legacy.pt": _torch_file(zip_form=False),
-    "pytorch_model.bin": _torch_file(zip_form=True),
+    **dict.fromkeys(TEXTS, TEXT),
+    "model.safetensors": safetensors(ELEMENTS.tobytes()),
+    "array.npy": npy(ELEMENTS),
+    "arrays.npz": zipped({"w.npy": npy(ELEMENTS)}),
+    "model.pt": saved(STATE),
+    "legacy.pt": saved_legacy(STATE),
+    "pytorch_model.bin": saved(STATE),
     "logo.png": _png(),
-    "data": zipped({"w.npy": _npy()}),
+    "data": zipped({"w.npy": npy(ELEMENTS)}),
     "metrics.jsonl": json.dumps({"note": CALL.decode()}).replace("\\n", "\n").encode(),
 }
 """Files that hold the pickle among their own data; all but the last are proved by themselves."""
@@ -128,18 +106,14 @@ def test_so_is_a_text_of_the_metadata_itself(tmp_path, calls):
     assert "runs" in {each.danger for each in ckpt_tools.scan(tmp_path).findings}
 
 
-HIDDEN: dict[str, Callable[[bytes], bytes]] = {
-    "behind the item": lambda item: item + CALL,
-    "before the item": lambda item: CALL + item,
-    "alone": lambda item: CALL,
-}
+HIDDEN = {"behind the item": saved(STATE) + CALL, "before the item": CALL + saved(STATE), "alone": CALL}
 
 
 @pytest.mark.parametrize("where", HIDDEN)
 def test_so_are_bytes_of_a_file_of_items(where, tmp_path, calls):
-    data = HIDDEN[where](_torch_file(zip_form=True))
+    data = HIDDEN[where]
     (tmp_path / "__0_0.distcp").write_bytes(data)
-    indexed(tmp_path, "__0_0.distcp", data.index(CALL + b"") if where != "before the item" else 0)
+    indexed(tmp_path, "__0_0.distcp", 0 if data.startswith(CALL) else data.rindex(CALL))
     load(tmp_path)
     assert calls == ["x"]
     assert not ckpt_tools.scan(tmp_path).clean

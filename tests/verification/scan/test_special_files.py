@@ -1,17 +1,21 @@
-"""Entries of a folder that are no regular files: each is a finding, and the scan opens none of them."""
+"""Entries of a folder that are no regular files, and files whose names promise something else: each is a finding."""
 
 from __future__ import annotations
 
+import gzip
 import os
 import posix
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ckpt_tools
+from tests.serialization.archives import npy, safetensors, saved, zipped
 from tests.verification.scan.generator import OWN
 from tests.verification.scan.loaders import Loader, c_pickle, c_pickle_of_bytes, python_pickle, torch_load
 from tests.verification.scan.scanner import is_clean
@@ -51,6 +55,12 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 }
 
 
+SAID = {
+    "a link to nothing": "a link to nothing", "a link to itself": "a link to nothing", "a pipe": "a named pipe",
+    "an endless device": "a device", "a socket": "a socket", "a link to a process": "outside of the checkpoint",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("what", SPECIAL)
 @pytest.mark.timeout(60)
 def test_each_is_a_finding_under_every_name(what, tmp_path, monkeypatch):
@@ -63,7 +73,7 @@ def test_each_is_a_finding_under_every_name(what, tmp_path, monkeypatch):
         assert ckpt_tools.scan(folder).clean
         SPECIAL[what](path)
         report = ckpt_tools.scan(folder)
-        assert name in {finding.file for finding in report.findings}, name
+        assert SAID.get(what, "") in {finding.file: finding.what for finding in report.findings}[name]
 
 
 @pytest.mark.parametrize("load", [c_pickle, c_pickle_of_bytes, python_pickle, torch_load])
@@ -114,3 +124,35 @@ def test_a_folder_of_an_installed_package_is_a_finding(name, is_link, tmp_path):
 @pytest.mark.parametrize("file", ["x-1.0.dist-info/METADATA", "x.egg-info/PKG-INFO", "x.egg/a.txt", "pyvenv.cfg"])
 def test_a_file_of_one_is_a_finding_in_any_store(file):
     assert not is_clean({file: b"x\n"})
+
+
+NAMES_OF_KINDS = ("a.safetensors", "a.npy", "a.npz", "a.pt")
+
+
+@pytest.mark.parametrize("name", NAMES_OF_KINDS)
+def test_a_name_of_one_kind_and_bytes_of_another_are_a_finding(name):
+    arrays = zipped({"a.npy": npy(np.ones(2))})
+    for own, data in {"a.pt": saved({}), "a.npz": arrays, "a.safetensors": safetensors(b"12345678")}.items():
+        assert is_clean({name: data}) == (name == own), (own, name)
+
+
+@pytest.mark.parametrize("name", ["model.h5", "model.keras", "model.nemo", "model.tar", "model.onnx", "x.pkl.gz"])
+def test_a_name_of_a_format_that_is_not_proved_is_a_finding_whatever_it_holds(name, tmp_path):
+    (tmp_path / name).write_bytes(saved({}))
+    assert [each.danger for each in ckpt_tools.scan(tmp_path).findings] == ["not looked into"]
+
+
+def test_a_text_that_is_packed_is_a_finding():
+    """joblib unpacks it whatever its name is."""
+    assert not is_clean({"a.txt": gzip.compress(OWN)})
+
+
+@pytest.mark.extended
+def test_headers_of_any_length_are_clean():
+    """Random elements behind lengths of headers, padded to eight bytes or not; 93 begins as LZMA does."""
+    payload = np.random.default_rng(5).bytes(4000)
+    plain = safetensors(payload)
+    header = plain[8:-4000]
+    lengths = [*range(72, 1100, 3), *range(0x4000, 0x4400, 7), *range(0x5D00, 0x5F00, 7)]
+    files = {length: struct.pack("<Q", length) + header.ljust(length) + payload for length in lengths}
+    assert [length for length, data in files.items() if not is_clean({"a.safetensors": data})] == [93]

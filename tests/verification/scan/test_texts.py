@@ -2,53 +2,46 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import yaml
 
 import ckpt_tools
+from tests.verification.scan.polyglots import DOCUMENTS
 
 pytestmark = pytest.mark.quick
 
-CALL = "['x']"
 OBJECTS = {
-    "a tag": f"a: !!python/object/apply:os.system {CALL}\n",
-    "verbatim": f"a: !<tag:yaml.org,2002:python/object/apply:os.system> {CALL}\n",
-    "verbatim, colons encoded": f"a: !<tag%3Ayaml.org,2002%3Apython/object/apply%3Aos.system> {CALL}\n",
-    "encoded": f"a: !!%70ython/object/apply:os.system {CALL}\n",
-    "encoded whole": f"a: !!{''.join(f'%{ord(c):02X}' for c in 'python/object/apply:os.system')} {CALL}\n",
-    "a handle": f"%TAG !e! tag:yaml.org,2002:python/object/apply:\n---\na: !e!os.system {CALL}\n",
-    "a handle of one mark": f"%TAG ! tag:yaml.org,2002:python/object/apply:\n---\na: !os.system {CALL}\n",
-    "a handle behind a return": f"# x\r%TAG !e! tag:yaml.org,2002:python/\r---\ra: !e!object/apply:os.system {CALL}\r",
-    "a handle behind a mark of order": "\ufeff%TAG !e! tag:yaml.org,2002:python/\n---\n!e!name:os.system ''\n",
-    "in flow": "{a: [!!python/name:os.system '']}\n",
-    "in a key": "? !!python/name:os.system ''\n: 1\n",
-    "in a second document": "a: 1\n---\n!!python/name:os.system ''\n",
-    "new": "!!python/object/new:os.system [x]\n",
-    "module": "!!python/module:antigravity ''\n",
-}  # fmt: skip
+    **DOCUMENTS,
+    "encoded whole": f"a: !!{''.join(f'%{ord(c):02X}' for c in 'python/object/apply:os.system')} ['x']\n",
+    "a name": "{a: [!!python/name:os.system '']}\n",
+    "a name in a key": "? !!python/name:os.system ''\n: 1\n",
+    "a name behind a mark of order": "\ufeff%TAG !e! tag:yaml.org,2002:python/\n---\n!e!name:os.system ''\n",
+    "a module": "!!python/module:antigravity ''\n",
+}
 
 
 class _Recorder(yaml.UnsafeLoader):
-    pass
+    """PyYAML's unsafe loader, which notes what it would make of Python."""
+
+    made: ClassVar[list[str]] = []
 
 
-def makes_an_object(text: str) -> bool:
-    """True if PyYAML's unsafe loader would make something of Python."""
-    made: list[str] = []
-    _Recorder.yaml_multi_constructors = {}
-    for tag in ("tag:yaml.org,2002:python/",):
-        _Recorder.add_multi_constructor(tag, lambda loader, suffix, node: made.append(suffix))
-    list(yaml.load_all(text, Loader=_Recorder))
-    return bool(made)
+_Recorder.yaml_multi_constructors = {}
+_Recorder.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: _Recorder.made.append(suffix))
 
 
-@pytest.mark.parametrize("file", ["config.yaml", "CONFIG.YML", "vocab.txt", "README.md", "a.cfg"])
 @pytest.mark.parametrize("label", OBJECTS)
-def test_a_tag_that_makes_an_object_is_a_finding(label, file, tmp_path):
-    assert makes_an_object(OBJECTS[label])
-    (tmp_path / file).write_bytes(OBJECTS[label].encode())
-    (found,) = ckpt_tools.scan(tmp_path).findings
-    assert found.danger in ("could run", "not understood")
+def test_a_tag_that_makes_an_object_is_a_finding(label, tmp_path):
+    _Recorder.made.clear()
+    list(yaml.load_all(OBJECTS[label], Loader=_Recorder))
+    assert _Recorder.made
+    for file in ("config.yaml", "CONFIG.YML", "vocab.txt", "README.md", "a.cfg"):
+        (tmp_path / file).write_bytes(OBJECTS[label].encode())
+        (found,) = ckpt_tools.scan(tmp_path).findings
+        assert found.danger in ("could run", "not understood"), file
+        (tmp_path / file).unlink()
 
 
 HARMLESS = {

@@ -1,0 +1,103 @@
+"""Proofs of scan: imports of hidden pickles, items that are compared with proven ones, the documented list."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_tools.serialization.pickle.allowed_calls import ARGUMENTS, CALLS
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Source
+from ckpt_tools.verification.scan import ScanReport, scan_source
+from ckpt_tools.verification.scan.alike import ProvenItems
+from ckpt_tools.verification.scan.piece import Piece
+from ckpt_tools.verification.scan.tokens import imports_as_a_pickle
+from tests.verification.scan.generator import CARRIERS, INDIRECT, TRICKS, Files
+from tests.verification.scan.listing import lines
+from tests.verification.scan.scanner import is_clean
+
+pytestmark = pytest.mark.quick
+
+PAGE = Path(__file__).parents[3] / "docs" / "scanning_list.md"
+
+
+def test_the_page_shows_the_closed_list_and_every_interpreted_call_is_described():
+    assert "\n".join(lines()) == PAGE.read_text().partition("-->")[2].strip()
+    assert ARGUMENTS.keys() == CALLS.keys()
+
+
+# A file that passes as something else is not clean if its bytes could also be a pickle that imports something
+
+
+def piece(data: bytes) -> Piece:
+    return Piece("x", "", len(data), lambda start, stop: data[start:stop])
+
+
+@pytest.mark.parametrize("name", INDIRECT)
+def test_whatever_a_pickle_imports_is_seen(name):
+    assert imports_as_a_pickle(piece(INDIRECT[name]))
+    assert imports_as_a_pickle(piece(b"V" + b"a" * (1 << 17) + b"\n0" + INDIRECT[name]))
+    assert imports_as_a_pickle(piece(b"B" + (1 << 17).to_bytes(4, "little") + b"\0" * (1 << 17) + INDIRECT[name]))
+
+
+def test_so_is_every_trick():
+    assert [name for name, data in TRICKS if not imports_as_a_pickle(piece(data))] == []
+
+
+@pytest.mark.parametrize("name", INDIRECT)
+@pytest.mark.parametrize("carrier", ["safetensors to the last byte", "strict safetensors named bin"])
+def test_a_strict_file_of_safetensors_that_is_a_pickle_too_is_not_clean(carrier, name):
+    assert not is_clean(CARRIERS[carrier](b"N." + INDIRECT[name]))
+    assert not is_clean(CARRIERS[carrier](b"\x80\x05" + INDIRECT[name]))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"N.", b"a text\n", b"{}", b"c my text\nanother line\n", b"V", b"\x8c\xff", b"J"]
+)
+def test_what_imports_nothing_is_none(data):
+    assert not imports_as_a_pickle(piece(data))
+
+
+# An item that is compared with a proven one gets the verdict that proving it gives, for each byte that is changed
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dcp")
+    with warnings.catch_warnings(action="ignore"):
+        state = {f"w{number}": torch.full((4,), number, dtype=torch.float32) for number in range(3)}
+        dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def scanned(files: Files) -> ScanReport:
+    store = MemoryStore({name: bytearray(data) for name, data in files.items()})
+    return scan_source(Source.open(store), "memory://")
+
+
+def test_items_alike_are_proved_once(files, monkeypatch):
+    added: list[int] = []
+    add = ProvenItems.add
+    monkeypatch.setattr(ProvenItems, "add", lambda self, *args: (added.append(1), add(self, *args)))
+    report = scanned(files)
+    assert (report.clean, report.num_pickles, len(added)) == (True, 4, 1)
+
+
+def test_a_changed_byte_gets_the_verdict_of_a_proof(files, monkeypatch, request):
+    data = files["__0_0.distcp"]
+    size = len(data) // 3
+    assert data[size : size + 4] == b"PK\x03\x04"
+    places = range(size, 2 * size, 1 if request.config.getoption("--soak") else 13)
+    changed = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in places]
+    elements = data.index(torch.full((4,), 1.0).numpy().tobytes())
+    changed.append(data[:elements] + b"\x93NUMPY" + data[elements + 6 :])
+    compared = [scanned({**files, "__0_0.distcp": each}).to_json() for each in changed]
+    monkeypatch.setattr(ProvenItems, "directory_of", lambda self, data: None)
+    proved = [scanned({**files, "__0_0.distcp": each}).to_json() for each in changed]
+    assert compared == proved
+    assert 0 < sum(bool(each["clean"]) for each in compared) < len(compared) // 2
+    assert not compared[-1]["clean"]
