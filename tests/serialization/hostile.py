@@ -16,106 +16,74 @@ from typing import Any
 Gadget = tuple[str, str, tuple[Any, ...]]
 
 
+OF_NOTHING = """
+    code:interact bdb:Bdb tempfile:mkdtemp sys:exit os:fork threading:Thread multiprocessing:Process gc:get_objects
+    cloudpickle.cloudpickle:_make_function torch.distributed.rpc:rpc_sync logging.config:listen
+"""
+OF_A_COMMAND = """
+    os:system posix:system nt:system os:popen asyncio:create_subprocess_shell platform:popen commands:getoutput
+    deepspeed.ops.op_builder:OpBuilder.command_exists
+"""
+OF_CODE = """
+    builtins:eval builtins:exec __builtin__:eval pdb:run timeit:timeit cProfile:run doctest:debug_script
+    numpy.f2py:compile torch._dynamo.guards:GuardBuilder.get sympy:sympify
+"""
+OF_A_PATH = """
+    os:mkdir runpy:run_path shutil:rmtree pathlib:Path.touch joblib:load numpy:load numpy:memmap torch:load
+    torch.jit:load torch._classes:load_library torch:ops.load_library torch.serialization:load
+    torch._inductor.codecache:compile_file pandas:read_pickle sqlite3:connect zipimport:zipimporter linecache:getlines
+    fileinput:FileInput site:addsitedir
+"""
+INNER = b"cos\nsystem\n(Vtouch x\ntR."
+
+
 def gadgets(canary: Path) -> dict[str, Gadget]:
     """Module, name and arguments of calls that leave a trace."""
     path, code = str(canary), f"open({str(canary)!r}, 'w')"
     shell = f"touch {path}"
-    return {
-        "os.system": ("os", "system", (shell,)),
-        "posix.system": ("posix", "system", (shell,)),
-        "nt.system": ("nt", "system", (shell,)),
-        "os.popen": ("os", "popen", (shell,)),
-        "os.mkdir": ("os", "mkdir", (path,)),
-        "os.execv": ("os", "execv", ("/bin/sh", ["sh", "-c", shell])),
-        "subprocess.Popen": ("subprocess", "Popen", (["touch", path],)),
-        "subprocess.check_output": ("subprocess", "check_output", (["touch", path],)),
-        "pty.spawn": ("pty", "spawn", (["touch", path],)),
-        "eval": ("builtins", "eval", (code,)),
-        "exec": ("builtins", "exec", (code,)),
-        "compile": ("builtins", "compile", (code, "x", "exec")),
-        "py2 eval": ("__builtin__", "eval", (code,)),
-        "open": ("builtins", "open", (path, "w")),
-        "io.open": ("io", "open", (path, "w")),
-        "_io.open": ("_io", "open", (path, "w")),
-        "os.open": ("os", "open", (path, os.O_CREAT)),
-        "__import__": ("builtins", "__import__", ("antigravity",)),
-        "importlib": ("importlib", "import_module", ("antigravity",)),
-        "getattr": ("builtins", "getattr", ("text", "upper")),
-        "setattr": ("builtins", "setattr", ("text", "upper", 1)),
-        "runpy": ("runpy", "run_path", (path,)),
-        "code": ("code", "interact", ()),
-        "pdb": ("pdb", "run", (code,)),
-        "bdb": ("bdb", "Bdb", ()),
-        "timeit": ("timeit", "timeit", (code,)),
-        "cProfile": ("cProfile", "run", (code,)),
-        "doctest": ("doctest", "debug_script", (code,)),
-        "webbrowser": ("webbrowser", "open", ("http://localhost:9/",)),
-        "socket": ("socket", "create_connection", (("localhost", 9),)),
-        "urllib": ("urllib.request", "urlopen", ("http://localhost:9/",)),
-        "http": ("http.client", "HTTPConnection", ("localhost",)),
-        "smtplib": ("smtplib", "SMTP", ("localhost",)),
-        "ctypes": ("ctypes", "CDLL", ("libc.so.6",)),
-        "shutil.rmtree": ("shutil", "rmtree", (path,)),
-        "pathlib": ("pathlib", "Path.touch", (path,)),
-        "pathlib dotted": ("pathlib", "Path.write_text", (path, "x")),
-        "tempfile": ("tempfile", "mkdtemp", ()),
-        "types.CodeType": ("types", "CodeType", (0,) * 5),
-        "types.FunctionType": ("types", "FunctionType", (b"", {})),
-        "marshal": ("marshal", "loads", (b"\xe3" * 20,)),
-        "operator.attrgetter": ("operator", "attrgetter", ("system",)),
-        "operator.methodcaller": ("operator", "methodcaller", ("system", shell)),
-        "functools.partial": ("functools", "partial", (print, "x")),
-        "functools.reduce": ("functools", "reduce", (print, [1, 2])),
-        "itertools": ("itertools", "starmap", (print, [(1,)])),
-        "map": ("builtins", "map", (print, [1])),
-        "sys.exit": ("sys", "exit", ()),
-        "sys.setrecursionlimit": ("sys", "setrecursionlimit", (10,)),
-        "os._exit": ("os", "_exit", (1,)),
-        "os.kill": ("os", "kill", (0, 15)),
-        "os.fork": ("os", "fork", ()),
-        "signal": ("signal", "raise_signal", (15,)),
-        "threading": ("threading", "Thread", ()),
-        "multiprocessing": ("multiprocessing", "Process", ()),
-        "asyncio": ("asyncio", "create_subprocess_shell", (shell,)),
-        "atexit": ("atexit", "register", (print,)),
-        "gc": ("gc", "get_objects", ()),
-        "copyreg.add_extension": ("copyreg", "add_extension", ("os", "system", 240)),
-        "pickle.loads": ("pickle", "loads", (b"cos\nsystem\n(Vtouch x\ntR.",)),
-        "_pickle.loads": ("_pickle", "loads", (b"cos\nsystem\n(Vtouch x\ntR.",)),
-        "dill": ("dill", "loads", (b".",)),
-        "cloudpickle": ("cloudpickle.cloudpickle", "_make_function", ()),
-        "joblib": ("joblib", "load", (path,)),
-        "numpy.load": ("numpy", "load", (path,)),
-        "numpy runstring": ("numpy.testing._private.utils", "runstring", (code, {})),
-        "numpy f2py": ("numpy.f2py", "compile", (code,)),
-        "numpy memmap": ("numpy", "memmap", (path,)),
-        "torch.load": ("torch", "load", (path,)),
-        "torch.hub": ("torch.hub", "load", ("a/b", "c")),
-        "torch.jit": ("torch.jit", "load", (path,)),
-        "torch.classes": ("torch._classes", "load_library", (path,)),
-        "torch.ops": ("torch", "ops.load_library", (path,)),
-        "torch.utils": ("torch.utils.cpp_extension", "load_inline", ("x", code)),
-        "torch.serialization": ("torch.serialization", "load", (path,)),
-        "torch.storage": ("torch.storage", "_load_from_bytes", (b"cos\nsystem\n(Vtouch x\ntR.",)),
-        "torch.distributed": ("torch.distributed.rpc", "rpc_sync", ()),
-        "torch._dynamo": ("torch._dynamo.guards", "GuardBuilder.get", (code,)),
-        "torch inductor": ("torch._inductor.codecache", "compile_file", (path,)),
-        "deepspeed": ("deepspeed.ops.op_builder", "OpBuilder.command_exists", (shell,)),
-        "pip": ("pip", "main", (["install", "x"],)),
-        "setuptools": ("distutils.spawn", "spawn", (["touch", path],)),
-        "sympy": ("sympy", "sympify", (code,)),
-        "pandas": ("pandas", "read_pickle", (path,)),
-        "logging": ("logging.config", "listen", ()),
-        "sqlite3": ("sqlite3", "connect", (path,)),
-        "zipimport": ("zipimport", "zipimporter", (path,)),
-        "ssl": ("ssl", "get_server_certificate", (("localhost", 9),)),
-        "linecache": ("linecache", "getlines", (path,)),
-        "fileinput": ("fileinput", "FileInput", (path,)),
-        "uuid": ("uuid", "_get_command_stdout", ("touch", path)),
-        "platform": ("platform", "popen", (shell,)),
-        "commands": ("commands", "getoutput", (shell,)),
-        "site": ("site", "addsitedir", (path,)),
-    }
+    calls: dict[str, tuple[Any, ...]] = {
+        **dict.fromkeys(OF_A_COMMAND.split(), (shell,)),
+        **dict.fromkeys(OF_CODE.split(), (code,)),
+        **dict.fromkeys(OF_A_PATH.split(), (path,)),
+        **dict.fromkeys(OF_NOTHING.split(), ()),
+        **dict.fromkeys(("builtins:open", "io:open", "_io:open"), (path, "w")),
+        **dict.fromkeys(("pickle:loads", "_pickle:loads", "torch.storage:_load_from_bytes"), (INNER,)),
+        **dict.fromkeys(("subprocess:Popen", "subprocess:check_output", "pty:spawn", "distutils.spawn:spawn"),
+                        (["touch", path],)),
+        **dict.fromkeys(("socket:create_connection", "ssl:get_server_certificate"), (("localhost", 9),)),
+        **dict.fromkeys(("webbrowser:open", "urllib.request:urlopen"), ("http://localhost:9/",)),
+        **dict.fromkeys(("http.client:HTTPConnection", "smtplib:SMTP"), ("localhost",)),
+        **dict.fromkeys(("builtins:__import__", "importlib:import_module"), ("antigravity",)),
+        "os:execv": ("/bin/sh", ["sh", "-c", shell]),
+        "os:open": (path, os.O_CREAT),
+        "os:_exit": (1,),
+        "os:kill": (0, 15),
+        "signal:raise_signal": (15,),
+        "sys:setrecursionlimit": (10,),
+        "builtins:compile": (code, "x", "exec"),
+        "builtins:getattr": ("text", "upper"),
+        "builtins:setattr": ("text", "upper", 1),
+        "builtins:map": (print, [1]),
+        "pathlib:Path.write_text": (path, "x"),
+        "types:CodeType": (0,) * 5,
+        "types:FunctionType": (b"", {}),
+        "marshal:loads": (b"\xe3" * 20,),
+        "operator:attrgetter": ("system",),
+        "operator:methodcaller": ("system", shell),
+        "functools:partial": (print, "x"),
+        "functools:reduce": (print, [1, 2]),
+        "itertools:starmap": (print, [(1,)]),
+        "atexit:register": (print,),
+        "ctypes:CDLL": ("libc.so.6",),
+        "copyreg:add_extension": ("os", "system", 240),
+        "dill:loads": (b".",),
+        "numpy.testing._private.utils:runstring": (code, {}),
+        "torch.hub:load": ("a/b", "c"),
+        "torch.utils.cpp_extension:load_inline": ("x", code),
+        "pip:main": (["install", "x"],),
+        "uuid:_get_command_stdout": ("touch", path),
+    }  # fmt: skip
+    return {name.replace(":", "."): (*name.split(":"), args) for name, args in calls.items()}  # type: ignore[misc]
 
 
 class _Call:
@@ -296,7 +264,7 @@ def _renamed(data: bytes, old: tuple[str, str], new: tuple[str, str]) -> bytes:
     return lines
 
 
-QUIET = {"getattr", "torch.storage"}
+QUIET = {"builtins.getattr", "torch.storage._load_from_bytes"}
 """Gadgets that are harmless unless they are called, so that not every technique makes anything run with them."""
 
 ROTATED = 3

@@ -11,18 +11,19 @@ import os
 import pathlib
 import types
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli.main import group
-from ckpt_tools.errors import DestinationExistsError, FormatError, LossError, UnsupportedError, UsageError
+from ckpt_tools.errors import DestinationExistsError, LossError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.serialization.loadable import LeftOut, Replaced
+from tests.support.in_process import command
+from tests.support.refusals import refusal_test
 
 
 class Trainer:
@@ -169,28 +170,39 @@ def test_other_objects_are_left_out_and_listed(tmp_path, capfd):
     assert ckpt_tools.scan(tmp_path / "plain.pt").clean
 
 
-def test_with_strict_nothing_is_left_out_or_written(tmp_path):
-    torch.save({"w": torch.ones(1), "t": Trainer()}, tmp_path / "foreign.pt")
-    with pytest.raises(LossError, match=r"strict=True.*t \(.*Trainer\)"):
-        ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.pt", strict=True)
-    assert not (tmp_path / "plain.pt").exists()
+def of(value: Any, target: str = "plain.pt", *, cut: int | None = None, **options: Any) -> Callable[[Path], object]:
+    def call(folder: Path) -> object:
+        torch.save(value, folder / "foreign.pt")
+        if cut is not None:
+            (folder / "foreign.pt").write_bytes((folder / "foreign.pt").read_bytes()[:cut])
+        try:
+            return ckpt_tools.make_loadable(folder / "foreign.pt", folder / target, **options)
+        finally:
+            assert sorted(path.name for path in folder.iterdir()) == ["foreign.pt"]
+
+    return call
 
 
-@pytest.mark.parametrize("place", ["the whole file", "model"])
-def test_a_model_that_was_pickled_whole_is_refused(place, tmp_path):
-    model = torch.nn.Linear(2, 3)
-    torch.save(model if place == "the whole file" else {"model": model}, tmp_path / "foreign.pt")
-    with pytest.raises(UnsupportedError, match=rf"{place} is a model \(torch.nn.*Linear\) that was pickled whole"):
-        ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.pt")
+def of_another_file(folder: Path) -> None:
+    (folder / "other").write_text("x")
+    ckpt_tools.make_loadable(folder / "other", folder / "plain.pt")
 
 
-def test_a_file_of_which_no_tensor_is_left_is_refused(tmp_path):
-    torch.save({"t": Trainer(), "n": 1}, tmp_path / "foreign.pt")
-    with pytest.raises(UnsupportedError, match="none would be left"):
-        ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.pt")
-    torch.save(Trainer(), tmp_path / "foreign.pt")
-    with pytest.raises(UnsupportedError, match=r"which torch\.load\(weights_only=True\) refuses"):
-        ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.pt")
+W, MODEL = {"w": torch.ones(300)}, torch.nn.Linear(2, 3)
+WHOLE = r"is a model \(torch.nn.*Linear\) that was pickled whole"
+test_refusals = refusal_test(
+    ("strict", of({**W, "t": Trainer()}, strict=True), LossError, r"strict=True.*t \(.*Trainer\)"),
+    ("a model", of(MODEL), UnsupportedError, f"the whole file {WHOLE}"),
+    ("a model in it", of({"model": MODEL}), UnsupportedError, f"model {WHOLE}"),
+    ("no tensor", of({"t": Trainer(), "n": 1}), UnsupportedError, "none would be left"),
+    ("an object", of(Trainer()), UnsupportedError, r"which torch\.load\(weights_only=True\) refuses"),
+    ("another ending", of(W, "plain.safetensors"), UsageError, r"ends in \.pt, \.pth or \.bin"),
+    ("a folder", lambda folder: ckpt_tools.make_loadable(folder, folder / "plain.pt"), UsageError, "is a folder"),
+    ("another file", of_another_file, MalformedError, r"not a file of torch\.save"),
+    ("itself", of(W, "foreign.pt"), DestinationExistsError, "."),
+    ("over itself", of(W, "foreign.pt", overwrite=True), DestinationExistsError, "."),
+    *((f"cut at {cut}", of({**W, "t": Trainer()}, cut=cut), MalformedError, ".") for cut in (10, 400, -30)),
+)
 
 
 def test_storages_of_what_is_left_out_are_not_written(tmp_path):
@@ -201,36 +213,11 @@ def test_storages_of_what_is_left_out_are_not_written(tmp_path):
         assert archive.testzip() is None
 
 
-def test_places_that_are_no_torch_file_are_refused(tmp_path):
-    torch.save({"w": torch.ones(3)}, tmp_path / "foreign.pt")
-    with pytest.raises(UsageError, match=r"ends in \.pt, \.pth or \.bin"):
-        ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "plain.safetensors")
-    (tmp_path / "other").write_text("x")
-    with pytest.raises(UsageError, match="is a folder"):
-        ckpt_tools.make_loadable(tmp_path, tmp_path / "plain.pt")
-    with pytest.raises(FormatError, match=r"not a file of torch\.save"):
-        ckpt_tools.make_loadable(tmp_path / "other", tmp_path / "plain.pt")
-    with pytest.raises(DestinationExistsError):
-        ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "foreign.pt")
-    with pytest.raises(DestinationExistsError):
-        ckpt_tools.make_loadable(tmp_path / "foreign.pt", tmp_path / "foreign.pt", overwrite=True)
-
-
-@pytest.mark.parametrize("cut", [10, 400, -30])
-def test_a_damaged_file_is_a_named_error(cut, tmp_path):
-    torch.save({"w": torch.ones(300), "t": Trainer()}, tmp_path / "foreign.pt")
-    (tmp_path / "cut.pt").write_bytes((tmp_path / "foreign.pt").read_bytes()[:cut])
-    with pytest.raises(FormatError):
-        ckpt_tools.make_loadable(tmp_path / "cut.pt", tmp_path / "plain.pt")
-
-
 def test_the_command_lists_what_is_left_out(tmp_path):
     torch.save({"w": torch.ones(3), "t": Trainer(), "n": np.float64(1)}, tmp_path / "foreign.pt")
-    words = ["make-loadable", str(tmp_path / "foreign.pt")]
-    done = CliRunner().invoke(group, [*words, str(tmp_path / "a.pt")])
-    assert done.exit_code == 0
-    assert f"left out: t: {__name__}.Trainer with 1 tensor" in " ".join(done.stdout.split())
-    assert "replaced: n: " in done.stdout and "by a number" in done.stdout
-    found = json.loads(CliRunner().invoke(group, [*words, str(tmp_path / "b.pt"), "--json"]).stdout)
+    code, out, _ = command("make-loadable", tmp_path / "foreign.pt", tmp_path / "a.pt")
+    assert code == 0 and f"left out: t: {__name__}.Trainer with 1 tensor" in " ".join(out.split())
+    assert "replaced: n: " in out and "by a number" in out
+    found = json.loads(command("make-loadable", tmp_path / "foreign.pt", tmp_path / "b.pt", "--json")[1])
     assert found["left_out"] == [{"place": "t", "kind": f"{__name__}.Trainer", "num_tensors": 1}]
     assert found["num_storages"] == 1

@@ -25,6 +25,7 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.values import GlobalRef, OrderedDict, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization import torch_zip
+from ckpt_tools.serialization.pickle.machine import EndsEarlyError
 from ckpt_tools.serialization.torch_zip import archive_segments, locate_item, open_archive
 from tests.serialization.archives import materialised, opened, patched, reader, records_of, rewritten, saved, zipped
 from tests.support.refusals import refusal_test
@@ -399,7 +400,7 @@ OTHERS: list[tuple[str, bytes, type[CkptError], str]] = [
     ("an odd byte order", _records(data_pkl=PICKLE, byteorder=b"odd"), MalformedError, "byte order"),
     ("a long byte order", _records(data_pkl=PICKLE, byteorder=b"x" * 99), MalformedError, "byte order"),
     ("compressed", zipped({"a/data.pkl": PICKLE * 9}, compress=True), UnsupportedError, "compressed.*zip -0"),
-    ("no pickle", _records(data_pkl=b"garbage"), MalformedError, "pickle"),
+    ("no pickle", _records(data_pkl=b"garbage"), EndsEarlyError, "pickle"),
     ("a tar", b"x" * 257 + b"ustar" + b"x" * 300, UnsupportedError, "tar"),
     ("TorchScript", _scripted(), UnsupportedError, r"TorchScript.*torch\.jit\.load"),
     ("a call as a storage", _records(data_pkl=PLACEHOLDER), MalformedError, "not a storage"),

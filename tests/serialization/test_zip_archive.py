@@ -1,4 +1,4 @@
-"""One test a rule of the zip format, each on a real archive with one field changed."""
+"""Each rule of the zip format on a real archive with one field changed, and frames of zstd."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise, product
 
 import pytest
+import zstandard
 
 from ckpt_tools.core.layout import Literal
 from ckpt_tools.errors import CkptError, MalformedError, UnsafeError, UnsupportedError
@@ -22,6 +23,7 @@ from ckpt_tools.serialization.zip_archive import (
     Directory,
     read_directory,
 )
+from ckpt_tools.serialization.zstd import inflated, inflated_frame
 from tests.serialization.archives import central, materialised, patched, reader, zipped
 
 pytestmark = pytest.mark.quick
@@ -257,3 +259,35 @@ def test_a_plain_end_record_that_says_something_else_than_the_wide_one(offset):
     data = bytearray(ours())
     data[end(data) + offset] ^= 1
     refused(bytes(data), MalformedError, "two end records")
+
+
+# Items compressed with zstd: what all decompressors read alike, and what is refused
+
+DATA = bytes(range(256)) * 1000
+FRAME = zstandard.ZstdCompressor().compress(DATA)
+SKIPPABLE = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"skip"
+
+
+def one_frame(data: bytes, limit_bytes: int = len(DATA)) -> bytes:
+    return inflated_frame(lambda start, stop: data[start:stop], len(data), "a", limit_bytes=limit_bytes)
+
+
+def test_one_frame_is_read_to_its_last_byte():
+    assert one_frame(FRAME) == DATA
+
+
+@pytest.mark.parametrize("data", [b"", FRAME[:-1], FRAME + b"\0", FRAME * 2, SKIPPABLE + FRAME, FRAME + SKIPPABLE])
+def test_what_is_not_one_frame_is_refused(data):
+    with pytest.raises(MalformedError, match="zstd"):
+        one_frame(data, limit_bytes=2 * len(DATA))
+
+
+def test_several_frames_are_read_as_one():
+    assert inflated(lambda start, stop: (FRAME * 2)[start:stop], 2 * len(FRAME), "a", limit_bytes=1 << 20) == DATA * 2
+
+
+def test_more_than_the_limit_is_refused():
+    with pytest.raises(UnsupportedError, match="more than 255,999 bytes"):
+        one_frame(FRAME, len(DATA) - 1)
+    with pytest.raises(MalformedError, match="more than 255,999 bytes"):
+        inflated(lambda start, stop: FRAME[start:stop], len(FRAME), "a", limit_bytes=len(DATA) - 1)

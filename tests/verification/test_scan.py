@@ -181,7 +181,18 @@ TORCH_SCRIPT = "torch-script"
 """The one kind that is a program, and said to be one."""
 
 
-@pytest.mark.parametrize("wanted", swept(fixtures.CORE))
+SLOW_TO_MAKE = ("universal-zero1-fp32", "universal-zero3-fp32")
+"""Kinds that differ little from others that are scanned in ``make test``."""
+
+
+def sweep() -> list[Any]:
+    found = swept(fixtures.CORE)
+    slow = [each for each in found if each.values[0].kind in SLOW_TO_MAKE]
+    later = [pytest.param(*each.values, id=each.id, marks=[*each.marks, pytest.mark.extended]) for each in slow]
+    return [*(each for each in found if each not in slow), *later]
+
+
+@pytest.mark.parametrize("wanted", sweep())
 def test_what_frameworks_wrote_is_clean(wanted, checkpoint):
     """Torch, DCP in all layouts, DeepSpeed in all stages, transformers with its arguments and RNG."""
     report = ckpt_tools.scan(checkpoint(wanted.kind, wanted.case, wanted.world_size).checkpoint)

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.verification.scan import generator, mutants, polyglots
-from tests.verification.scan.genuine import is_valid
-from tests.verification.scan.loaders import Loader, every, torchscript, usual
+from tests.verification.scan.loaders import Loader, every, is_valid, torchscript, usual
 
 MUTANT_SECONDS = 20
 MAX_NAMES = 100

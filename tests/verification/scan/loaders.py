@@ -1,4 +1,7 @@
-"""Real loaders of checkpoints and of files beside them; each loads what is at a path as a program would."""
+"""Real loaders of checkpoints and of files beside them; each loads what is at a path as a program would.
+
+``KINDS`` are loaders of one kind of file each, in their safest setting: they say if a file is valid of its kind.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ import pickle
 import pkgutil
 import runpy
 import tarfile
+import tempfile
 import zipimport
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +27,25 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.hub
 import torch.package
-import transformers
 import yaml
+from gguf import GGUFReader
+from safetensors import safe_open
+
+from tests.verification.scan.generator import Files, write
 
 Loader = Callable[[Path], object]
 
 
-def python_pickle(path: Path) -> None:
-    with path.open("rb") as stream:
-        pickle._Unpickler(stream).load()
+def of_stream(name: str, *loads: Callable[[Any], object]) -> Loader:
+    """The calls, one after the other, with the opened file."""
 
+    def load(path: Path) -> None:
+        with path.open("rb") as stream:
+            for each in loads:
+                each(stream)
 
-def c_pickle(path: Path) -> None:
-    with path.open("rb") as stream:
-        for _ in range(3):
-            pickle.load(stream)
+    load.__name__ = name
+    return load
 
 
 def c_pickle_of_bytes(path: Path) -> None:
@@ -47,12 +56,6 @@ def torch_load(path: Path) -> None:
     torch.load(path, weights_only=False)
 
 
-def torch_load_twice(path: Path) -> None:
-    with path.open("rb") as stream:
-        for _ in range(3):
-            torch.load(stream, weights_only=False)
-
-
 def numpy_load(path: Path) -> None:
     found = np.load(path, allow_pickle=True)
     for name in getattr(found, "files", ()):
@@ -60,10 +63,10 @@ def numpy_load(path: Path) -> None:
             found[name]
 
 
-def numpy_load_twice(path: Path) -> None:
-    with path.open("rb") as stream:
-        for _ in range(3):
-            np.load(stream, allow_pickle=True)
+python_pickle = of_stream("python_pickle", lambda stream: pickle._Unpickler(stream).load())
+c_pickle = of_stream("c_pickle", *[pickle.load] * 3)
+torch_load_twice = of_stream("torch_load_twice", *[partial(torch.load, weights_only=False)] * 3)
+numpy_load_twice = of_stream("numpy_load_twice", *[partial(np.load, allow_pickle=True)] * 3)
 
 
 def dcp_metadata(path: Path) -> None:
@@ -126,31 +129,28 @@ def zip_program(path: Path) -> None:
 
 
 def gpt2(path: Path) -> None:
+    import transformers
+
     transformers.GPT2Model.from_pretrained(path.parent, weights_only=False, local_files_only=True)
 
 
 def gpt2_by_default(path: Path) -> None:
+    import transformers
+
     transformers.GPT2Model.from_pretrained(path.parent, local_files_only=True)
-
-
-def yaml_unsafe(path: Path) -> None:
-    with path.open("rb") as stream:
-        list(yaml.unsafe_load_all(stream))
-
-
-def yaml_c_unsafe(path: Path) -> None:
-    with path.open("rb") as stream:
-        list(yaml.load_all(stream, Loader=yaml.CUnsafeLoader))
-
-
-def yaml_full(path: Path) -> None:
-    with path.open("rb") as stream:
-        list(yaml.full_load_all(stream))
 
 
 def yaml_old_loader(path: Path) -> None:
     with path.open(encoding="utf-8") as stream:
         yaml.load(stream, Loader=yaml.Loader)
+
+
+YAML: list[Loader] = [
+    of_stream("yaml_unsafe", lambda stream: list(yaml.unsafe_load_all(stream))),
+    of_stream("yaml_c_unsafe", lambda stream: list(yaml.load_all(stream, Loader=yaml.CUnsafeLoader))),
+    of_stream("yaml_full", lambda stream: list(yaml.full_load_all(stream))),
+    yaml_old_loader,
+]
 
 
 def file_config(path: Path) -> None:
@@ -193,7 +193,6 @@ def entry_points(path: Path) -> None:
 UNPICKLERS: list[Loader] = [c_pickle, c_pickle_of_bytes, python_pickle, torch_load, torch_load_twice]
 JOBLIB: list[Loader] = [joblib_load] if importlib.util.find_spec("joblib") else []
 PANDAS: list[Loader] = [pandas_read_pickle] if importlib.util.find_spec("pandas") else []
-YAML: list[Loader] = [yaml_unsafe, yaml_c_unsafe, yaml_full, yaml_old_loader]
 ARCHIVES: list[Loader] = [zip_program, package, torch_hub, nemo]
 ANY: list[Loader] = [*UNPICKLERS, *JOBLIB, *PANDAS, numpy_load, numpy_load_twice, *ARCHIVES]
 """Loaders that are tried whatever the name of a file is."""
@@ -237,3 +236,63 @@ def every(path: Path) -> Iterator[Loader]:
 def torchscript(path: Path) -> Any:
     """Load TorchScript, which runs on the interpreter of torch and not on that of Python."""
     return torch.jit.load(str(path))
+
+
+# In the safest setting
+
+
+def _safetensors(path: Path) -> None:
+    with safe_open(str(path), "np") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            opened.get_tensor(name)
+
+
+def _torch(path: Path) -> None:
+    torch.load(path, weights_only=True)
+
+
+def _numpy(path: Path) -> None:
+    found = np.load(path, allow_pickle=False)
+    for name in getattr(found, "files", ()):
+        found[name]
+
+
+def _dcp(path: Path) -> None:
+    if path.name != ".metadata":
+        return
+    for info in dcp.FileSystemReader(path.parent).read_metadata().storage_data.values():
+        data = (path.parent / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _json_lines(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        json.loads(line)
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "safetensors": _safetensors,
+    "torch": _torch,
+    "torch legacy": _torch,
+    "GGUF": GGUFReader,
+    "DCP": _dcp,
+    "npy": _numpy,
+    "npz": _numpy,
+    "pickle": lambda path: pickle.loads(path.read_bytes()),
+    "JSON": lambda path: json.loads(path.read_bytes()),
+    "JSON lines": _json_lines,
+    "YAML": lambda path: list(yaml.parse(path.read_bytes(), Loader=yaml.SafeLoader)),
+    "text": lambda path: path.read_text("utf-8"),
+}
+
+
+def is_valid(kind: str, files: Files) -> bool:
+    """True if the loader of ``kind`` loads every file."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(files, Path(folder))
+        try:
+            for name in files:
+                KINDS[kind](Path(folder, name))
+        except Exception:
+            return False
+    return True

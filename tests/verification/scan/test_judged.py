@@ -24,7 +24,7 @@ from ckpt_tools.serialization.pickle.machine import in_python_3
 from tests.serialization.archives import records_of
 from tests.verification.scan import generator, mutants, polyglots
 from tests.verification.scan.generator import BENIGN, CARRIERS, NUM_SAMPLES, OWN
-from tests.verification.scan.genuine import KINDS
+from tests.verification.scan.loaders import KINDS
 from tests.verification.scan.mutants import HIDDEN, NUM_OF_A_RULE, VALUES, crafted, dumped, genuine, piped, repacked
 from tests.verification.scan.mutations import MAX_SEED_BYTES, mutated, seeds
 from tests.verification.scan.polyglots import FAMILIES, controls, num_samples

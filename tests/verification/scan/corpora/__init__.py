@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.verification.scan.corpora import fickling, modelscan, picklescan
-from tests.verification.scan.corpora.entry import Entry, Label
+from tests.verification.scan.corpora.build import Entry, Label
 
 __all__ = ["CORPORA", "Entry", "Label"]
 

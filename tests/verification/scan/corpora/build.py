@@ -1,4 +1,4 @@
-"""Builders: pickles that name what is not installed, and the archives around them."""
+"""Entries of a corpus, and builders: pickles that name what is not installed, and the archives around them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,40 @@ import io
 import pickle
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from tests.serialization.archives import zipped
+from tests.verification.scan.generator import Files
+
+
+class Label(StrEnum):
+    MALICIOUS = "malicious"
+    INNOCUOUS = "innocuous"
+    NO_MODEL = "no model"
+    """Data that no loader of models reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """``advisory`` is the id of the advisory that the entry was made for, or empty."""
+
+    name: str
+    label: Label
+    files: Files
+    advisory: str = ""
+
+
+def entries(
+    label: Label, found: Mapping[str, bytes | Files], advisories: Mapping[str, str] | None = None
+) -> list[Entry]:
+    """Entries of one ``label``. Bytes are a file of the entry's own name."""
+    return [
+        Entry(name, label, {name: data} if isinstance(data, bytes) else data, (advisories or {}).get(name, ""))
+        for name, data in found.items()
+    ]
 
 
 class Global:

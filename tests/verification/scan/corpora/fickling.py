@@ -14,8 +14,7 @@ import torch
 
 from tests.serialization.archives import npy, saved, saved_legacy, tarred, zipped
 from tests.serialization.hostile import TECHNIQUES
-from tests.verification.scan.corpora.build import Global, call, framed, pickled, raw, seven_zip
-from tests.verification.scan.corpora.entry import Label, entries
+from tests.verification.scan.corpora.build import Global, Label, call, entries, framed, pickled, raw, seven_zip
 from tests.verification.scan.generator import CODE, Files
 
 GETATTR = "builtins:getattr"

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from tests.serialization.archives import npy, saved, saved_legacy, zipped
-from tests.verification.scan.corpora.build import call, encrypted, pickled, raw
-from tests.verification.scan.corpora.entry import Label, entries
+from tests.verification.scan.corpora.build import Label, call, encrypted, entries, pickled, raw
 from tests.verification.scan.corpora.picklescan import ABC, CALLS, EVAL, FORGED, NAMED_IN_MEMO, PNG
 from tests.verification.scan.generator import CODE, Files
 

@@ -13,14 +13,15 @@ from tests.serialization.hostile import TECHNIQUES
 from tests.verification.scan.corpora.build import (
     Call,
     Global,
+    Label,
     New,
     call,
     encrypted,
+    entries,
     flagged,
     pickled,
     seven_zip,
 )
-from tests.verification.scan.corpora.entry import Label, entries
 from tests.verification.scan.generator import CODE, Files
 
 
