@@ -188,6 +188,12 @@ def of_another_file(folder: Path) -> None:
     ckpt_tools.make_loadable(folder / "other", folder / "plain.pt")
 
 
+def of_a_folder(folder: Path) -> None:
+    for name in ("a.pt", "b.pt"):
+        torch.save(W, folder / name)
+    ckpt_tools.make_loadable(folder, folder / "plain.pt")
+
+
 W, MODEL = {"w": torch.ones(300)}, torch.nn.Linear(2, 3)
 WHOLE = r"is a model \(torch.nn.*Linear\) that was pickled whole"
 test_refusals = refusal_test(
@@ -197,7 +203,7 @@ test_refusals = refusal_test(
     ("no tensor", of({"t": Trainer(), "n": 1}), UnsupportedError, "none would be left"),
     ("an object", of(Trainer()), UnsupportedError, r"which torch\.load\(weights_only=True\) refuses"),
     ("another ending", of(W, "plain.safetensors"), UsageError, r"ends in \.pt, \.pth or \.bin"),
-    ("a folder", lambda folder: ckpt_tools.make_loadable(folder, folder / "plain.pt"), UsageError, "is a folder"),
+    ("a folder", of_a_folder, UsageError, "is a folder"),
     ("another file", of_another_file, MalformedError, r"not a file of torch\.save"),
     ("itself", of(W, "foreign.pt"), DestinationExistsError, "."),
     ("over itself", of(W, "foreign.pt", overwrite=True), DestinationExistsError, "."),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_tools.core.values import GlobalRef, Opaque, StoredTensor
+from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from tests.serialization.archives import opened, saved_legacy, zipped
@@ -21,40 +21,9 @@ MAGIC = 0x1950A86A20F9469CFC6C
 MACHINE = {"protocol_version": 1001, "little_endian": True}
 
 
-def elements(data: bytes, archive: TorchArchive, tensor: StoredTensor) -> torch.Tensor:
-    assert tensor.storage is not None
-    start, stop = archive.storage_range(tensor.storage.key)
-    dtype = getattr(torch, tensor.dtype.value)
-    if start == stop:
-        return torch.empty(tensor.shape, dtype=dtype)
-    storage = torch.frombuffer(bytearray(data[start:stop]), dtype=dtype)
-    return storage.as_strided(tensor.shape, tensor.strides, tensor.storage_offset)
-
-
-def state() -> dict[str, Any]:
-    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
-    return {
-        "whole": base,
-        "view": base[1:3, ::2],
-        "turned": base.t(),
-        "half": torch.randn(7).to(torch.bfloat16),
-        "flag": torch.tensor([True, False]),
-        "scalar": torch.tensor(3.5, dtype=torch.float64),
-        "empty": torch.zeros(0, 3),
-        "count": torch.tensor(2**60),
-        "parameter": torch.nn.Parameter(torch.randn(2, 2)),
-    }
-
-
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_every_tensor_is_where_torch_finds_it(protocol):
-    data = saved_legacy(state(), pickle_protocol=protocol)
-    archive = opened(data)
-    truth = torch.load(io.BytesIO(data), weights_only=False)
-    assert list(archive.value) == list(truth)
-    for name, tensor in archive.value.items():
-        assert torch.equal(elements(data, archive, tensor), truth[name]), name
-        assert tensor.dtype.value == str(truth[name].dtype).removeprefix("torch.")
+def stored(data: bytes, archive: TorchArchive, name: str = "a") -> bytes:
+    """The bytes of the storage of a tensor."""
+    return data[slice(*archive.storage_range(archive.value[name].storage.key))]
 
 
 def test_opening_reads_the_pickles_alone():
@@ -70,7 +39,7 @@ def test_a_pickle_of_many_reads_is_followed_to_its_end():
     data = saved_legacy(many)
     archive = opened(data)
     assert len(data) > 8 << 16
-    assert all(elements(data, archive, archive.value[name]).item() == many[name].item() for name in many)
+    assert all(stored(data, archive, name) == tensor.numpy().tobytes() for name, tensor in many.items())
 
 
 def test_a_file_whose_end_looks_like_a_zip_is_still_what_torch_takes_it_for():
@@ -80,7 +49,7 @@ def test_a_file_whose_end_looks_like_a_zip_is_still_what_torch_takes_it_for():
         bytes_tensor = torch.frombuffer(bytearray(disguise), dtype=torch.uint8)
         data = saved_legacy({"a": bytes_tensor})
         archive = opened(data)
-        assert torch.equal(elements(data, archive, archive.value["a"]), bytes_tensor)
+        assert stored(data, archive) == disguise
 
 
 def test_a_module_is_an_object_of_which_nothing_is_imported():
@@ -135,7 +104,8 @@ def test_a_view_of_a_storage_is_read_as_torch_reads_it():
     archive = opened(data)
     truth = torch.load(io.BytesIO(data), weights_only=False)["a"]
     assert truth.tolist() == [2, 3]
-    assert torch.equal(elements(data, archive, archive.value["a"]), truth)
+    start = archive.value["a"].storage_offset
+    assert struct.unpack(f"<{len(stored(data, archive)) // 4}f", stored(data, archive))[start : start + 2] == (2, 3)
 
 
 THREE = storage(1, 2, 3)
@@ -171,7 +141,7 @@ def test_a_storage_of_another_count_is_named():
 
 
 def test_a_file_cut_anywhere_is_an_error():
-    data = saved_legacy(state())
+    data = saved_legacy({"a": torch.ones(40), "b": torch.zeros(3).half(), "count": 2**60})
     for stop in [*range(120), *range(120, len(data), 37), len(data) - 1]:
         with pytest.raises(CkptError):
             opened(data[:stop])

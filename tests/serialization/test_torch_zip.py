@@ -27,7 +27,17 @@ from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, Unsupp
 from ckpt_tools.serialization import torch_zip
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError
 from ckpt_tools.serialization.torch_zip import archive_segments, locate_item, open_archive
-from tests.serialization.archives import materialised, opened, patched, reader, records_of, rewritten, saved, zipped
+from tests.serialization.archives import (
+    materialised,
+    opened,
+    patched,
+    reader,
+    records_of,
+    rewritten,
+    saved,
+    saved_legacy,
+    zipped,
+)
 from tests.support.refusals import refusal_test
 
 DTYPES = [getattr(torch, dtype.value) for dtype in DType if dtype.num_values == 1 and dtype is not DType.COMPLEX32]
@@ -70,15 +80,20 @@ def data():
     return saved(_state())
 
 
-def test_every_storage_lies_where_its_range_says(data):
+@pytest.mark.parametrize("protocol", [None, 2, 3, 4, 5])
+def test_every_storage_lies_where_its_range_says(protocol):
+    """In a zip, and in the format before torch 1.6 in each protocol."""
+    data = saved(_state()) if protocol is None else saved_legacy(_state(), pickle_protocol=protocol)
     archive = opened(data)
     for theirs, ours in zip(_leaves(_state(), torch.Tensor), _leaves(archive.value, StoredTensor), strict=True):
+        assert (f"torch.{ours.dtype.value}", ours.storage_offset) == (str(theirs.dtype), theirs.storage_offset())
+        assert (ours.shape, ours.strides) == (tuple(theirs.shape), theirs.stride())
         if ours.storage is None:
             assert theirs.device.type == "meta"
             continue
         start, stop = archive.storage_range(ours.storage.key)
         assert data[start:stop] == _bits(theirs)
-        assert start % 64 == 0
+        assert protocol or start % 64 == 0
 
 
 @pytest.mark.parametrize("alignment", [64, 4096])
