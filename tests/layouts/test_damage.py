@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,8 +25,11 @@ import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, FormatError, LossError, UsageError
+from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.verification.integrity import check_integrity
 from fixtures.corpus import layouts, make
+from tests.end_to_end.fuzzing import corpus, target
 from tests.layouts.contents import Contents, contents
 from tests.layouts.sample import KINDS, OPENED, TEST, opened
 from tests.support.every_verb import READING, USING, Verb, refusals
@@ -249,3 +253,88 @@ def test_a_selection_of_nothing_is_an_error_of_usage(tmp_path):
     with pytest.raises(UsageError):
         ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.pt", include=["a"], exclude=["a"])
     assert not (tmp_path / "out.pt").exists()
+
+
+# Flipped bits
+
+
+METADATA = {
+    "dcp": (".metadata", ()),
+    "dcp_flattened": (".metadata", ("names", "values")),
+    "zstd": (".metadata", ()),
+    "megatron": ("*", ("names", "values")),
+    "torch": ("*", ()),
+    "torch_sharded": ("*.bin", ()),
+    "zero1": ("*_states.pt", ()),
+    "universal": ("*.pt", ()),
+    "sharded": ("*.pt", ()),
+    "npz": ("*", ()),
+    "safetensors": ("*", ("names", "dtype", "values")),
+    "safetensors_sharded": ("*", ("names", "dtype", "values")),
+    "safetensors_state": ("*", ("names", "dtype", "values")),
+    "gguf": ("*", ("names", "dtype", "values", "tensors")),
+}
+"""Files of each checkpoint that are flipped, and the changes that nothing in the format shows."""
+
+
+def headers(name: str, path: str, data: bytes) -> range:
+    """Bytes before the tensors, which a format without checksums does not protect."""
+    if path.endswith(".safetensors"):
+        return range(8 + int.from_bytes(data[:8], "little"))
+    return range(300) if name == "gguf" else range(len(data))
+
+
+def flips(name: str, files: Mapping[str, bytes], *, soak: bool) -> Iterator[dict[str, bytes]]:
+    """One bit of every byte, or of 60."""
+    pattern, _ = METADATA[name]
+    rng = random.Random(name)
+    places = [
+        (path, at) for path, data in files.items() if fnmatchcase(path, pattern) for at in headers(name, path, data)
+    ]
+    for path, at in places if soak else rng.sample(places, min(60, len(places))):
+        data = bytearray(files[path])
+        data[at] ^= 1 << rng.randrange(8)
+        yield {**files, path: bytes(data)}
+
+
+def verified(files: Mapping[str, bytes]) -> tuple[Any, ...]:
+    """What is read after plain ``verify`` has found nothing. Raises CkptError if it finds something."""
+    with target.opened(files) as source:
+        source, manifest = read_source(source, ReadOptions())
+        report = check_integrity(source, manifest, num_workers=1, on_progress=lambda done, total: None)
+        if not report.equal:
+            raise CkptError("verify says so")
+        try:
+            elements = target.elements_of(source.store, manifest)
+        except CkptError as error:
+            pytest.fail(f"verify finds nothing, and reading does: {error}")
+    tensors = {key: (entry.dtype.value, entry.shape, elements[tuple(key)]) for key, entry in manifest.tensors.items()}
+    return tensors, (dict(manifest.aliases), repr(manifest.groups), repr(manifest.extra), manifest.step)
+
+
+def differences(before: tuple[Any, ...], after: tuple[Any, ...]) -> Iterator[str]:
+    ours, theirs = (list(found.values()) for found, _ in (before, after))
+    if Counter(each[2] for each in ours) != Counter(each[2] for each in theirs):
+        yield "tensors"
+    elif Counter(each for each in ours if each[2]) != Counter(each for each in theirs if each[2]):
+        yield "dtype"
+    if before[0].keys() != after[0].keys():
+        yield "names"
+    if before[1] != after[1]:
+        yield "values"
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_a_flip_of_metadata_is_found_or_named(name, pytestconfig):
+    """Refused by plain ``verify``, without effect, or of a kind that docs/trust.md names. The checkpoints are those of
+    the fuzzer: a small one of each format, in memory."""
+    files = corpus.seeds()[name]
+    before = verified(files)
+    found: Counter[str] = Counter()
+    for changed in flips(name, files, soak=bool(pytestconfig.getoption("--soak"))):
+        try:
+            found.update(differences(before, verified(changed)))
+        except CkptError:
+            found["refused"] += 1
+    assert found.pop("refused") > 0
+    assert found.keys() <= {*METADATA[name][1]}, found

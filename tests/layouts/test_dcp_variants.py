@@ -1,35 +1,42 @@
-"""Compressed items, indexes of single ranks, several models: what is read, and what is wrong with them."""
+"""DCPs written with other settings than the defaults, and by torch's own tests of DCP: read exactly, as torch's own
+loader does, or refused by name."""
 
 from __future__ import annotations
 
 import gc
+import io
 import os
 import pickle
 import shutil
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import zstandard
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import ckpt_tools
+from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.shards import ByteRange
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError, UsageError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.transfer import inflating
 from ckpt_tools.transfer.inflating import Inflating, inflated_name
+from fixtures import dcp_cases
 from fixtures.corpus import make
 from tests.end_to_end.test_matrix import assert_same_course, assert_same_state
-from tests.layouts.contents import contents
+from tests.layouts.contents import contents, of_tensor
 from tests.support.ranks import for_ranks
+from tests.support.refusals import refusal_test
+from tests.support.sweep import tiered
 from tests.support.truth import Truth
 
-pytestmark = pytest.mark.extended
-
-
-@pytest.fixture
-def copied(tmp_path, request):
-    shutil.copytree(make(request.param).source, tmp_path / "in")
-    return tmp_path / "in"
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.extended]
 
 
 def test_without_the_package_it_is_named(monkeypatch):
@@ -41,8 +48,8 @@ def test_without_the_package_it_is_named(monkeypatch):
     assert all("zstd" in finding.what for finding in report.findings)
 
 
-@pytest.mark.parametrize("copied", ["dcp-zstd"], indirect=True)
-def test_damage_to_compressed_items_is_found(copied):
+def test_damage_to_compressed_items_is_found(tmp_path):
+    copied = copy_of("dcp-zstd", tmp_path)
     metadata = pickle.loads((copied / ".metadata").read_bytes())
     info = next(info for index, info in metadata.storage_data.items() if index.fqn == "app.model.blocks.0.up.weight")
     data = bytearray((copied / info.relative_path).read_bytes())
@@ -60,8 +67,8 @@ def test_damage_to_compressed_items_is_found(copied):
     assert ckpt_tools.verify(make("dcp-zstd").source).equal
 
 
-@pytest.mark.parametrize("copied", ["dcp-zstd"], indirect=True)
-def test_a_compressed_item_may_not_be_larger_than_its_index_says(copied):
+def test_a_compressed_item_may_not_be_larger_than_its_index_says(tmp_path):
+    copied = copy_of("dcp-zstd", tmp_path)
     bomb = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     metadata = pickle.loads((copied / ".metadata").read_bytes())
     pieces = [info for index, info in metadata.storage_data.items() if index.fqn == "app.model.blocks.0.up.weight"]
@@ -107,26 +114,47 @@ def test_few_streams_are_kept():
     assert len(found._streams) == inflating.MAX_STREAMS
 
 
-@pytest.mark.parametrize("copied", ["dcp-alone"], indirect=True)
-@pytest.mark.parametrize(("rank", "message"), [(0, "__0.metadata of rank 0"), (1, "rank 1"), (2, "in no shard")])
-def test_a_lost_rank_is_missed(copied, rank, message):
-    (copied / f"__{rank}.metadata").unlink()
-    with pytest.raises(IncompleteError, match=message):
-        contents(copied)
+def copy_of(name: str, folder: Path) -> Path:
+    return Path(shutil.copytree(make(name).source, folder / "in"))
 
 
-@pytest.mark.parametrize("copied", ["dcp-alone"], indirect=True)
-def test_two_saves_in_one_folder_are_not_mixed(copied):
-    shutil.copy(make("dcp").source / ".metadata", copied)
-    with pytest.raises(UnsupportedError, match="two checkpoints were saved into this folder"):
-        contents(copied)
+def without_rank(rank: int) -> Callable[[Path], object]:
+    def call(folder: Path) -> None:
+        (copy_of("dcp-alone", folder) / f"__{rank}.metadata").unlink()
+        contents(folder / "in")
+
+    return call
 
 
-@pytest.mark.parametrize("copied", ["dcp-alone"], indirect=True)
-def test_ranks_of_two_runs_are_not_mixed(copied):
+def with_metadata(folder: Path) -> None:
+    shutil.copy(make("dcp").source / ".metadata", copy_of("dcp-alone", folder))
+    contents(folder / "in")
+
+
+def with_ranks_of_two_runs(folder: Path) -> None:
+    copied = copy_of("dcp-alone", folder)
     (copied / "__2.metadata").write_bytes((copied / "__1.metadata").read_bytes())
-    with pytest.raises(CkptError):
-        contents(copied)
+    contents(copied)
+
+
+def with_two_models_that_fit(folder: Path) -> None:
+    state = {"state": {"w": {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": ["w"], "lr": 0.1}]}
+    torch.save({"teacher": {"w": torch.zeros(3)}, "student": {"w": torch.ones(3)}, "optim": state}, folder / "two.pt")
+    assert ckpt_tools.inspect(folder / "two.pt", model_key="student").num_parameters == 3
+    ckpt_tools.inspect(folder / "two.pt")
+
+
+test_what_is_not_one_whole_checkpoint_is_refused = refusal_test(
+    ("rank 0 lost", without_rank(0), IncompleteError, "__0.metadata of rank 0"),
+    ("rank 1 lost", without_rank(1), IncompleteError, "rank 1"),
+    ("rank 2 lost", without_rank(2), IncompleteError, "in no shard"),
+    ("two saves", with_metadata, UnsupportedError, "two checkpoints were saved into this folder"),
+    ("two runs", with_ranks_of_two_runs, MalformedError, ""),
+    ("two models", with_two_models_that_fit, UnsupportedError,
+        r"several models .* \(teacher, student\); choose one with model_key"),
+    ("an earlier save", lambda _: ckpt_tools.inspect(dcp_cases.made("hf-over-more-ranks")[0]), MalformedError,
+        r"^shard-0000\d-\S+: w: .* overlap; files of an earlier save by more ranks"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("key", ["gen", "disc"])
@@ -139,38 +167,87 @@ def test_each_of_two_models_goes_with_its_optimizer(key):
     assert ckpt_tools.inspect(source, optim_key=f"{key}_optim", model_key=key).num_parameters == found.num_parameters
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_two_models_that_both_fit_are_a_question(tmp_path):
-    state = {"state": {"w": {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": ["w"], "lr": 0.1}]}
-    tree = {"teacher": {"w": torch.zeros(3)}, "student": {"w": torch.ones(3)}, "optim": state}
-    torch.save(tree, tmp_path / "two.pt")
-    with pytest.raises(UnsupportedError, match=r"several models .* \(teacher, student\); choose one with model_key"):
-        ckpt_tools.inspect(tmp_path / "two.pt")
-    assert ckpt_tools.inspect(tmp_path / "two.pt", model_key="student").num_parameters == 3
-
-
-@pytest.mark.parametrize("name", ["dcp-zstd", "dcp-alone", "dcp-hsdp", "dcp-tied"])
-@pytest.mark.parametrize("to", ["dcp", "zero2", "universal"])
+@pytest.mark.parametrize(
+    ("name", "to"), [("dcp-zstd", "dcp"), ("dcp-alone", "zero2"), ("dcp-alone", "universal"), ("dcp-tied", "zero2")]
+)
 def test_it_is_written_as_anything_else(name, to, tmp_path):
     source = make(name).source
     ckpt_tools.convert(source, tmp_path / "out", to=to, **({"world_size": 3} if to != "universal" else {}))
     assert ckpt_tools.verify(source, tmp_path / "out", state="all").equal
 
 
-CELLS = [("fsdp2-zstd", "dcp"), ("fsdp2-zstd", "zero2"), ("fsdp2-alone", "dcp"), ("fsdp2-alone", "universal")]
-KINDS = {"dcp": "fsdp2", "zero2": "zero2-fp32", "universal": "universal-zero2-fp32"}
+CELLS = {
+    "fsdp2-alone universal": "universal-zero2-fp32",
+    "fsdp2-alone dcp": "fsdp2",
+    "fsdp2-zstd dcp": "fsdp2",
+    "fsdp2-zstd zero2": "zero2-fp32",
+}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All cells in ``make soak``, one in ``make test-all``."""
-    if {"source", "to"} <= set(metafunc.fixturenames):
-        metafunc.parametrize(("source", "to"), CELLS if metafunc.config.getoption("--soak") else CELLS[-1:])
-
-
-def test_a_run_goes_on_from_it(source, to, checkpoint, resume, tmp_path):
+@pytest.mark.parametrize("cell", tiered(CELLS, test=(), extended=("fsdp2-alone universal",)))
+def test_a_run_goes_on_from_it(cell, checkpoint, resume, tmp_path):
+    source, to = cell.split()
     case = "plain" if to == "universal" else "awkward"
     made = checkpoint(source, case, 2)
     ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, **for_ranks(to, 3))
-    truth, resumed = Truth.load(made.root), resume(KINDS[to], case, tmp_path / "out", 3)
+    truth, resumed = Truth.load(made.root), resume(CELLS[cell], case, tmp_path / "out", 3)
     assert_same_state(truth, resumed)
     assert_same_course(truth, resumed, exactly=False)
+
+
+# States and writers of torch's own tests of DCP
+
+BY_NUMBER = ("ddp", "ddp-unflattened")
+"""Their optimizers number parameters. ckpt-tools writes names, if it can prove them."""
+CASES = [name for name, case in dcp_cases.CASES.items() if case.is_dcp and name not in BY_NUMBER]
+SAMPLE = ("placements-of-two-dims", "sharded-tensors", "pipeline", "experts", "nested", "dtypes", "over-more-ranks")
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a tree in a form that can be compared, tensors as their bits."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else None
+    if inner is not None:
+        for key, item in inner:
+            yield from leaves(item, (*path, key))
+    elif isinstance(value, torch.Tensor):
+        yield path, of_tensor(value)
+    else:
+        yield path, value.getvalue() if isinstance(value, io.BytesIO) else value
+
+
+def as_torch_loads(folder: Path, out: Path) -> dict[tuple[Any, ...], Any]:
+    dcp_to_torch_save(folder, out)
+    return dict(leaves(torch.load(out, weights_only=False)))
+
+
+@pytest.mark.parametrize("case", tiered(CASES, test=(), extended=SAMPLE))
+def test_it_is_what_torch_loads(case, tmp_path):
+    """Written again for other ranks; of tensors, each one that ckpt-tools reads is one that torch gives."""
+    source, _ = dcp_cases.made(case)
+    wanted = as_torch_loads(source, tmp_path / "wanted.pt")
+    ckpt_tools.convert(source, tmp_path / "out", to="dcp")
+    assert as_torch_loads(tmp_path / "out", tmp_path / "found.pt") == wanted
+    tensors = [value for value in wanted.values() if isinstance(value, tuple)]
+    assert tensors and all(found in tensors for found in contents(source)[1].values())
+
+
+def test_an_optimizer_by_number_has_the_order_of_the_saved_state_dict_or_no_names():
+    """torch lists tensors that every rank has by the rank that writes each."""
+    for name, has_order in (("ddp", True), ("ddp-unflattened", False)):
+        source, moments = dcp_cases.made(name)
+        found = {key: value for key, value in contents(source)[1].items() if key.slot == "exp_avg"}
+        truth = {StateKey(name, "exp_avg"): of_tensor(tensor) for name, tensor in moments.items()}
+        assert truth and found == (truth if has_order else {})
+    (note,) = ckpt_tools.inspect(source).notes
+    assert note.what == "optim" and "nothing here proves which ones are meant" in note.why
+
+
+@pytest.mark.parametrize("name", ["hf-pieces", "hf-consolidated"])
+def test_safetensors_of_ranks_are_what_torchs_reader_gives(name, tmp_path):
+    source, _ = dcp_cases.made(name)
+    reader = HuggingFaceStorageReader(str(source))
+    state = _load_state_dict_from_keys(storage_reader=reader, checkpoint_id=source)
+    wanted = {StateKey(name): of_tensor(tensor) for name, tensor in state.items()}
+    assert contents(source)[1] == wanted
+    ckpt_tools.consolidate(source, tmp_path / "out.safetensors")
+    assert {StateKey(name): of_tensor(each) for name, each in load_file(tmp_path / "out.safetensors").items()} == wanted

@@ -4,7 +4,6 @@ are the source's."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,18 @@ import ckpt_tools
 from ckpt_tools.errors import LossError, UnsupportedError
 from fixtures import launch
 from fixtures.corpus import make
-from fixtures.store import Fixture
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
-Checkpoint = Callable[[str, str, int], Fixture]
-
 KINDS = ["fsdp2-plain", "fsdp2-pair", "fsdp2-olmo", "fsdp2-titan", "fsdp2-accelerate", "fsdp2-lightning", "fsdp2"]
+CASES = {f"{kind} {before} to {after}": (kind, before, after) for kind in KINDS for before, after in ((2, 3), (3, 2))}
+SAMPLE = ("fsdp2-plain 2 to 3", "fsdp2-pair 3 to 2", "fsdp2-olmo 2 to 3", "fsdp2-titan 3 to 2")
 
 
-@pytest.mark.parametrize("ranks", [(2, 3), (3, 2)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_job_resumes_as_from_the_source(kind, ranks, checkpoint, resume, tmp_path):
-    before, after = ranks
+@pytest.mark.parametrize("case", tiered(CASES, test=(), extended=SAMPLE))
+def test_the_job_resumes_as_from_the_source(case, checkpoint, resume, tmp_path):
+    kind, before, after = CASES[case]
     source = checkpoint(kind, "plain", before).checkpoint
     report = ckpt_tools.reshard(source, tmp_path / "out", world_size=after, strict=True)
     assert report.notes == ()
@@ -51,7 +49,7 @@ def keys_of(folder: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("case", ["awkward", "sgd"])
+@pytest.mark.parametrize("case", tiered(("awkward", "sgd"), test=(), extended=("awkward",)))
 def test_numbers_are_kept_if_parameters_are_frozen_tied_or_in_groups(case, checkpoint, resume, tmp_path):
     source = checkpoint("fsdp2-plain", case, 2).checkpoint
     ckpt_tools.reshard(source, tmp_path / "out", world_size=3)
@@ -96,53 +94,44 @@ def trained(name: str) -> dict[str, object]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_dcp_keeps_every_key_and_loads(name, tmp_path):
+def test_a_dcp_and_a_torch_file_keep_every_key_and_load(name, tmp_path):
     dcp.save(trained(name), checkpoint_id=tmp_path / "in", no_dist=True)
-    ckpt_tools.convert(tmp_path / "in", tmp_path / "out", to="dcp", world_size=3, model_key="net", strict=True)
-    assert keys_of(tmp_path / "out") == keys_of(tmp_path / "in")
-    wanted, found = trained(name), trained(name)
-    for folder, tree in (("in", wanted), ("out", found)):
-        dcp.load(tree, checkpoint_id=tmp_path / folder, no_dist=True)
-    assert_same(found, wanted)
-    OPTIMIZERS[name](Net()).load_state_dict(found["optimizers"][0])  # type: ignore[index]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_torch_file_keeps_its_tree(name, tmp_path):
     torch.save(trained(name), tmp_path / "in.pt")
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "out", to="dcp", world_size=3, model_key="net", strict=True)
     ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pt", state="all", model_key="net", strict=True)
-    wanted, found = (torch.load(tmp_path / each, weights_only=True) for each in ("in.pt", "out.pt"))
-    assert_same(found, wanted)
-    OPTIMIZERS[name](Net()).load_state_dict(found["optimizers"][0])
+    assert keys_of(tmp_path / "out") == keys_of(tmp_path / "in")
+    loaded = {folder: trained(name) for folder in ("in", "out")}
+    for folder, tree in loaded.items():
+        dcp.load(tree, checkpoint_id=tmp_path / folder, no_dist=True)
+    loaded |= {file: torch.load(tmp_path / file, weights_only=True) for file in ("in.pt", "out.pt")}
+    for found, wanted in (("out", "in"), ("out.pt", "in.pt")):
+        assert_same(loaded[found], loaded[wanted])
+        OPTIMIZERS[name](Net()).load_state_dict(loaded[found]["optimizers"][0])  # type: ignore[index]
 
 
 def assert_same(found: object, wanted: object) -> None:
     """The same keys in any order, values and bits, all the way down."""
     if isinstance(wanted, torch.Tensor):
         assert isinstance(found, torch.Tensor) and found.dtype is wanted.dtype and torch.equal(found, wanted)
-    elif isinstance(wanted, dict):
-        assert isinstance(found, dict) and found.keys() == wanted.keys()
-        for key, value in wanted.items():
-            assert_same(found[key], value)
-    elif isinstance(wanted, list):
-        assert isinstance(found, list) and len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            assert_same(one, other)
+    elif isinstance(wanted, dict | list):
+        assert type(found) is type(wanted) and len(found) == len(wanted)  # type: ignore[arg-type]
+        for key in wanted if isinstance(wanted, dict) else range(len(wanted)):
+            assert_same(found[key], wanted[key])  # type: ignore[index]
     else:
         assert found == wanted
 
 
-@pytest.mark.parametrize("options", [{"exclude": ["net.2.*", "2.*"]}, {"like": "like.safetensors"}], ids=str)
-def test_other_parameters_get_names_and_a_note(options, tmp_path):
+@pytest.mark.parametrize("option", ["exclude", "like"])
+def test_other_parameters_get_names_and_a_note(option, tmp_path):
     save_file(Net().state_dict(), tmp_path / "like.safetensors")
     torch.save({"model": Net().state_dict(), "optimizer": trained("groups")["optimizers"][0]}, tmp_path / "in.pt")  # type: ignore[index]
-    options = {"exclude": ["2.*"]} if "exclude" in options else {"like": tmp_path / "like.safetensors"}
-    report = ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pt", state="all", **options)  # type: ignore[arg-type]
+    options: Any = {"exclude": ["2.*"]} if option == "exclude" else {"like": tmp_path / "like.safetensors"}
+    report = ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pt", state="all", **options)
     assert "the numbers of the optimizer's parameters" in [note.what for note in report.notes]
     found = torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"]
     assert "0.weight" in found["state"] and "0.weight" in found["param_groups"][0]["params"]
     with pytest.raises(LossError, match="the numbers of the optimizer's parameters"):
-        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "no.pt", state="all", strict=True, **options)  # type: ignore[arg-type]
+        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "no.pt", state="all", strict=True, **options)
 
 
 TARGETS_OF_RUNS = ["dcp", "zero2", "zero3", "universal", "megatron", "sharded"]
@@ -212,11 +201,7 @@ def test_an_order_that_is_assumed_is_told(tmp_path):
             assert ORDER not in [note.what for note in plan.notes]
 
 
-GROUPS = {
-    "halves of one shape": [[0, 1], [2]],
-    "one layer each": [[0], [1], [2]],
-    "the last first": [[2], [0, 1]],
-}
+GROUPS = {"halves of one shape": [[0, 1], [2]], "one layer each": [[0], [1], [2]], "the last first": [[2], [0, 1]]}
 
 
 @pytest.mark.parametrize("groups", GROUPS)

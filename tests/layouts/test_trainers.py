@@ -14,6 +14,7 @@ from fixtures.corpus import layouts, make
 from fixtures.corpus.trainers import FAMILY, ON_RANKS
 from tests.layouts.contents import contents
 from tests.support.ranks import for_ranks
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
@@ -37,7 +38,9 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", ON_RANKS)
+@pytest.mark.parametrize(
+    "kind", tiered(ON_RANKS, test=(), extended=("accelerate-fsdp2", "transformers-fsdp2", "lightning-fsdp"))
+)
 def test_its_trainer_resumes_from_it_as_from_the_source(kind, tmp_path):
     """From two ranks to three, and from three to two."""
     made, (_, resume, args) = make(kind), ON_RANKS[kind]
@@ -123,9 +126,14 @@ def test_such_a_folder_is_replaced_by_another(kind, tmp_path):
 FOREIGN = [name for name, layout in layouts().items() if layout.family == FAMILY and layout.opens_as is not None]
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.parametrize("to", ["dcp", "zero3", "universal"])
-def test_it_is_written_as_anything_else(name, to, tmp_path):
+TARGETS = ("dcp", "zero3", "universal")
+CELLS = {f"{name} {to}": (name, to) for name in FOREIGN for to in TARGETS}
+IN_TURN = {f"{name} {TARGETS[number % 3]}" for number, name in enumerate(FOREIGN)}
+
+
+@pytest.mark.parametrize("cell", tiered(CELLS, test=(), extended=IN_TURN))
+def test_it_is_written_as_anything_else(cell, tmp_path):
+    name, to = CELLS[cell]
     source = make(name).source
     ckpt_tools.convert(source, tmp_path / "out", to=to, **for_ranks(to, 3))
     if to == "dcp":

@@ -54,11 +54,7 @@ REFUSALS = (
 )
 """The sentences by which a writer refuses a checkpoint that can be read. Each says what to do."""
 
-NOTED = {
-    Aspect.MISSING: Outcome.DROPPED,
-    Aspect.UNEXPECTED: Outcome.DEFAULTED,
-    Aspect.DTYPE: Outcome.CAST,
-}
+NOTED = {Aspect.MISSING: Outcome.DROPPED, Aspect.UNEXPECTED: Outcome.DEFAULTED, Aspect.DTYPE: Outcome.CAST}
 """A difference that is no error, and the outcome that the report of the conversion must name for it."""
 
 

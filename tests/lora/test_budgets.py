@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.sweep import tiered
 from tests.verification.scan.test_budgets import cost, slowness
 
 pytestmark = pytest.mark.extended
@@ -118,7 +119,14 @@ def case(name: str) -> tuple[list[str], list[str], Mapping[str, Any]]:
     return weights(modules), adapted(modules), settings()
 
 
-@pytest.mark.parametrize("name", [*SETTINGS, *OTHERS])
+SAMPLE = (
+    *("ranks and alphas of all modules", "ranks of alternatives", "ranks of names of all lengths", "target_modules"),
+    *("target_modules by nested repetitions", "exclude_modules by a pattern", "target_parameters of modules"),
+    *("lists that nest deep", "modules in one another", "several pairs of a module"),
+)
+
+
+@pytest.mark.parametrize("name", tiered([*SETTINGS, *OTHERS], test=(), extended=SAMPLE))
 def test_a_megabyte_costs_two_seconds(name, tmp_path):
     of_base, of_adapter, settings = case(name)
     base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out.safetensors"

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt_tools
 from tests.cli.test_costs import sparse_safetensors, used
 from tests.lora import models
+from tests.lora.models import CASES, adapted, made
+from tests.support.pages import ROOT, check_commands
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -171,3 +176,66 @@ def test_memory_is_what_the_plan_says_and_not_the_models_size(options, tmp_path)
     measured = used(*words, tmp_path / "again.safetensors").peak_bytes
     assert measured <= planned <= 1.5 * measured
     assert planned <= (80e6 if "80MB" in options else 200e6)
+
+
+def quantized(folder: Path) -> None:
+    """Two layers of fp8 in blocks, one of which has rows beyond a piece."""
+    torch.manual_seed(0)
+    folder.mkdir()
+    weight, wide = torch.randn(128, 256), torch.randn(64, 5000)
+    tensors = {
+        "q.weight": weight.to(torch.float8_e4m3fn),
+        "q.weight_scale_inv": torch.rand(2, 4) + 0.1,
+        "w.weight": wide.to(torch.float8_e4m3fn),
+        "w.weight_scale_inv": torch.rand(1, 79) + 0.1,
+        "norm.weight": torch.ones(8, dtype=torch.bfloat16),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    quantization = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    config = {"model_type": "llama", "dtype": "bfloat16", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def adapter(folder: Path, rank: int = 4) -> None:
+    folder.mkdir()
+    sizes = {"q": (128, 256), "w": (64, 5000)}
+    tensors = {f"{name}.lora_A.weight": torch.randn(rank, columns) for name, (_, columns) in sizes.items()}
+    tensors |= {f"{name}.lora_B.weight": torch.randn(rows, rank) for name, (rows, _) in sizes.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "target_modules": ["q", "w"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def test_one_step_is_two(tmp_path):
+    quantized(tmp_path / "base")
+    adapter(tmp_path / "adapter")
+    once = ckpt_tools.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "once", dequantize=True)
+    assert once.target_format == "safetensors"
+    ckpt_tools.convert(tmp_path / "base", tmp_path / "plain", to="safetensors", dequantize=True)
+    ckpt_tools.merge_lora(tmp_path / "plain", tmp_path / "adapter", tmp_path / "twice", memory="200MB", workers=2)
+    found, wanted, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "twice", "plain"))
+    assert {*found} == {*wanted} == {"q.weight", "w.weight", "norm.weight"}
+    for name, tensor in found.items():
+        assert tensor.dtype is torch.bfloat16
+        assert torch.equal(tensor, wanted[name])
+        assert torch.equal(tensor, plain[name]) is (name == "norm.weight")
+    assert "quantization_config" not in json.loads((tmp_path / "once" / "config.json").read_text())
+
+
+@pytest.mark.extended
+def test_every_command_prints_what_the_page_says(tmp_path):
+    made(CASES["experts"], tmp_path)
+    (tmp_path / "base").rename(tmp_path / "moe")
+    (tmp_path / "adapter").rename(tmp_path / "moe-adapter")
+    with warnings.catch_warnings(action="ignore"):
+        model = adapted(CASES["linear"], tmp_path)
+        optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+        tokens = torch.arange(16)[None]
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        model.save_pretrained(str(tmp_path / "adapter"))
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "run", no_dist=True)
+    settings = (tmp_path / "adapter" / "adapter_config.json").read_bytes()
+    (tmp_path / "run" / "adapter_config.json").write_bytes(settings)
+    check_commands(ROOT / "docs" / "lora.md", tmp_path)

@@ -18,7 +18,7 @@ import ckpt_tools
 from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, IncompleteError, LossError, SeveralCheckpointsError, SourceNotFoundError
 from ckpt_tools.trainers.run_folders import step_in
-from tests.runs.test_completeness_of_layouts import RUNS, Run
+from tests.runs.test_completeness import RUNS, Run
 from tests.support.sweep import tiered
 
 LAYOUTS = {run.layout: run for run in reversed(RUNS)}

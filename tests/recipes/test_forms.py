@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
+import torch
 
+import ckpt_tools
 from ckpt_tools.core.manifest import ParamGroup
 from ckpt_tools.errors import DifferenceError, UnsupportedError, UsageError
 from ckpt_tools.recipes import apply_recipe
+from ckpt_tools.recipes.groups import check_way_back, group_names, targets
 from ckpt_tools.recipes.reading import parse_recipe
+from ckpt_tools.recipes.recipe import Recipe
 from tests.recipes.test_apply import Arrays, key, mapped, numbers, stored
 
 STACKED = """
@@ -365,3 +370,113 @@ class TestCopies:
     def test_another_shape_is_refused(self):
         with pytest.raises(UnsupportedError, match=r"h\.4\.embed is a copy of e by the recipe, and differs in shape"):
             mapped(COPIES, {key("e"): numbers(3), key("h.4.embed"): numbers(4)}, inverse=True)
+
+
+EXACT = '[[map]]\nleft = "model.norm"\nright = "backbone.norm_f"\n'
+REST = '[[map]]\nleft = "model.{rest...}"\nright = "backbone.{rest...}"\n'
+OTHERWISE = REST + "otherwise = true\n"
+
+
+def recipe(*lines: str) -> Recipe:
+    return parse_recipe("".join(lines), "r", "r.toml")
+
+
+def renamed(names: list[str], by: Recipe) -> dict[str, str]:
+    found = {}
+    for group in group_names(names, by).groups:
+        made = targets(group, {})
+        check_way_back(group, made, by.inverse(), made.values())
+        found[group.sources[0, ()]] = made[0, ()]
+    return found
+
+
+@pytest.mark.parametrize("lines", [(EXACT, OTHERWISE), (OTHERWISE, EXACT)], ids=["last", "first"])
+def test_the_order_of_lines_does_not_count(lines):
+    forth = {"model.norm": "backbone.norm_f", "model.x": "backbone.x", "model.a.b": "backbone.a.b"}
+    assert renamed(list(forth), recipe(*lines)) == forth
+    assert renamed(list(forth.values()), recipe(*lines).inverse()) == {new: old for old, new in forth.items()}
+
+
+def test_two_plain_lines_for_one_name_are_refused():
+    with pytest.raises(UsageError, match=r"two names of the recipe r match model\.norm"):
+        group_names(["model.norm", "model.x"], recipe(EXACT, REST))
+
+
+def test_two_such_lines_for_one_name_are_refused():
+    more = '[[map]]\nleft = "{all...}"\nright = "b.{all...}"\notherwise = true\n'
+    with pytest.raises(UsageError, match=r"two names of the recipe r match model\.x"):
+        group_names(["model.x"], recipe(OTHERWISE, more))
+
+
+def test_a_name_that_another_line_leads_to_is_refused():
+    """Read backwards, backbone.norm_f is model.norm and not model.norm_f."""
+    with pytest.raises(UsageError, match=r"model\.norm_f becomes backbone\.norm_f, .* \(by backbone\.norm_f\)"):
+        renamed(["model.x", "model.norm", "model.norm_f"], recipe(EXACT, OTHERWISE))
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [("otherwise = 1\n", "otherwise = 1 is neither true nor false"), ("", "gives shapes; only a line of names")],
+    ids=["not a flag", "with shapes"],
+)
+def test_it_is_for_lines_of_names(more, why):
+    line = OTHERWISE.replace("otherwise = true\n", more) if more else EXACT
+    if not more:
+        line = '[[map]]\nleft = { a = "H F" }\nright = { b = "F H" }\notherwise = true\n'
+    with pytest.raises(UsageError, match=why):
+        recipe(line)
+
+
+HEAD = 'about = "a"\nleft = "a"\nright = "b"\n'
+
+
+def line(left: str, right: str, more: str = "") -> str:
+    return f"[[map]]\nleft = {left}\nright = {right}\n{more}\n"
+
+
+def convert(folder: Path, recipe: str) -> None:
+    """``a`` and ``b`` of a torch file, which share a storage, in the names of a recipe."""
+    tied = torch.arange(6.0).reshape(3, 2)
+    torch.save({"a": tied, "b": tied}, folder / "tied.pt")
+    (folder / "mine.toml").write_text(HEAD + recipe)
+    ckpt_tools.convert(folder / "tied.pt", folder / "out.pt", recipe=folder / "mine.toml")
+
+
+def test_both_get_new_names(tmp_path):
+    convert(tmp_path, line('"a"', '"x"') + line('"b"', '"y"'))
+    found = torch.load(tmp_path / "out.pt")
+    assert found.keys() == {"x", "y"}
+    assert found["x"].data_ptr() == found["y"].data_ptr()
+    assert torch.equal(found["y"], torch.arange(6.0).reshape(3, 2))
+
+
+def test_a_number_is_added_to_both(tmp_path):
+    convert(tmp_path, line('"a"', '"x"', "add = 1") + line('"b"', '"y"', "add = 1"))
+    found = torch.load(tmp_path / "out.pt")
+    assert torch.equal(found["x"], torch.arange(1.0, 7.0).reshape(3, 2))
+    assert torch.equal(found["y"], found["x"])
+
+
+def test_a_tied_name_that_is_dropped_is_gone(tmp_path):
+    convert(tmp_path, 'drop = { left = ["b"] }\n' + line('"a"', '"x"'))
+    assert torch.load(tmp_path / "out.pt").keys() == {"x"}
+
+
+BROKEN = {
+    "a new shape of the owner": line('{ a = "V H" }', '{ x = "H V" }') + line('"b"', '"y"'),
+    "a new shape of the tied name": line('"a"', '"x"') + line('{ b = "V H" }', '{ y = "H V" }'),
+    "both in one": line('{ a = "a:V H", b = "b:V H" }', '{ x = "(a:V b:V) H" }'),
+    "a number added to the owner": line('"a"', '"x"', "add = 1") + line('"b"', '"y"'),
+    "a number added to the tied name": line('"a"', '"x"') + line('"b"', '"y"', "add = 1"),
+    "a number added to the owner, and the other kept": 'others = "same"\n' + line('"a"', '"x"', "add = 1"),
+    "a dtype of the owner": line('"a"', '"x"', 'dtype = { right = "bfloat16" }') + line('"b"', '"y"'),
+    "a dtype of the tied name": line('"a"', '"x"') + line('"b"', '"y"', 'dtype = { right = "bfloat16" }'),
+    "the owner dropped": 'drop = { left = ["a"] }\n' + line('"b"', '"y"'),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_tie_that_would_break_is_refused(case, tmp_path):
+    with pytest.raises(UnsupportedError, match="b is tied to"):
+        convert(tmp_path, BROKEN[case])
+    assert not (tmp_path / "out.pt").exists()

@@ -189,7 +189,7 @@ def expected(
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_element_is_where_numpy_has_it_and_the_inverse_brings_it_back(data):
     case = data.draw(cases())

@@ -18,8 +18,16 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.recipes import apply_recipe, load_recipe
 from tests.recipes.test_apply import Arrays, key, numbers, stored
 from tests.recipes.test_properties import read
+from tests.support.sweep import tiered
 
 CORPUS = Path(__file__).parents[1] / "corpus" / "trainers"
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    with zipfile.ZipFile(CORPUS / f"{name}.zip") as archive:
+        archive.extractall(folder)
+    return folder
+
 
 BOUNDS = {
     "torchtitan_llama": 1e-6,
@@ -40,15 +48,13 @@ BOUNDS = {
 embeddings and experts in groups, where transformers does neither; OLMo-core calls torch's attention."""
 
 
-@pytest.fixture(params=BOUNDS)
-def genuine(request, tmp_path):
-    with zipfile.ZipFile(CORPUS / f"{request.param}.zip") as archive:
-        archive.extractall(tmp_path)
-    return request.param, tmp_path
+OF_TEST = ("torchtitan_qwen3_moe", "olmo_core_olmo2", "automodel_gpt_oss")
+OF_ALL = ("torchtitan_llama", "torchtitan_deepseek_v3", "automodel_deepseek_v3", "prime_rl_afmoe", "prime_rl_glm4_moe")
 
 
-def test_a_genuine_checkpoint_has_the_same_logits_and_comes_back(genuine):
-    name, folder = genuine
+@pytest.mark.parametrize("name", tiered(BOUNDS, test=OF_TEST, extended=(*OF_ALL, "automodel_qwen3_moe")))
+def test_a_genuine_checkpoint_has_the_same_logits_and_comes_back(name, tmp_path):
+    folder = unpacked(name, tmp_path)
     ckpt_tools.convert(folder / "dcp", folder / "hub", to="safetensors", recipe=name, config=folder)
     model, told = AutoModelForCausalLM.from_pretrained(
         folder / "hub", output_loading_info=True, attn_implementation="eager"
@@ -68,8 +74,7 @@ def test_a_genuine_checkpoint_has_the_same_logits_and_comes_back(genuine):
 
 
 def test_optimizer_state_of_torchtitan_is_parted_for_jobs_without_fuse_qkv(tmp_path):
-    with zipfile.ZipFile(CORPUS / "torchtitan_llama.zip") as archive:
-        archive.extractall(tmp_path)
+    unpacked("torchtitan_llama", tmp_path)
     ckpt_tools.convert(tmp_path / "dcp", tmp_path / "parted", to="dcp", recipe="torchtitan_qkv", config=tmp_path)
     found = ckpt_tools.open(tmp_path / "parted")
     fused = ckpt_tools.open(tmp_path / "dcp").state("layers.1.attention.qkv_linear.wqkv.weight", "exp_avg").numpy()

@@ -20,19 +20,14 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError
 from ckpt_tools.recipes import list_recipes, load_recipe
 from tests.recipes import families, generate
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
 OF_TRANSFORMERS = [recipe for recipe in list_recipes() if recipe.left == "transformers 5"]
 MODELS = [model for recipe in OF_TRANSFORMERS for model in recipe.models]
-# One model type of each recipe; the soak has all.
-SAMPLED = [
-    model if model == recipe.models[0] else pytest.param(model, marks=pytest.mark.soak)
-    for recipe in OF_TRANSFORMERS
-    for model in recipe.models
-]
-SAME = set(families.FAMILIES) - set(MODELS)
-"""Families whose hub names are the live names."""
+OF_RECIPES = [recipe.models[0] for recipe in OF_TRANSFORMERS]
+"""One model type of each recipe."""
 TIED = list({str(recipe.tied): recipe.models[0] for recipe in OF_TRANSFORMERS if recipe.tied}.values())
 """One model type for each pair of tied names."""
 
@@ -67,7 +62,7 @@ def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> No
     assert [name for name in wanted if bits(found[name]) != bits(wanted[name])] == []
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", tiered(MODELS, test=(), extended=OF_RECIPES[::2]))
 def test_a_family_becomes_its_hub_files_and_comes_back(name, tmp_path):
     model = families.build(name, tie_word_embeddings=False)
     live = saved(model, tmp_path, (".pt", ".safetensors")[MODELS.index(name) % 2])
@@ -82,13 +77,7 @@ def test_a_family_becomes_its_hub_files_and_comes_back(name, tmp_path):
     assert not (tmp_path / "wrong.safetensors").exists()
 
 
-@pytest.mark.parametrize("name", sorted(SAME))
-def test_a_family_without_a_recipe_needs_none(name):
-    model = families.build(name, tie_word_embeddings=False)
-    assert_same(hub_state(model), model.state_dict())
-
-
-@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("name", tiered(TIED, test=(), extended=TIED[::2]))
 def test_a_tied_head_is_left_out_and_given_back(name, tmp_path):
     """`save_pretrained` itself is the judge: it writes no tied names, and no notes of ours on them."""
     model = families.build(name, tie_word_embeddings=True)
@@ -127,9 +116,12 @@ def test_from_pretrained_reads_the_transposed_files(tmp_path):
     assert_same(found.state_dict(), model.state_dict())
 
 
-def test_each_model_type_has_one_recipe():
+def test_each_model_type_has_one_recipe_or_needs_none():
     assert len(MODELS) == len(set(MODELS))
     assert set(MODELS) <= set(families.FAMILIES)
+    for name in set(families.FAMILIES) - set(MODELS):
+        model = families.build(name, tie_word_embeddings=False)
+        assert_same(hub_state(model), model.state_dict())
 
 
 def test_the_installed_transformers_gives_the_same_files():

@@ -92,11 +92,7 @@ def of_transformers(**changed: Any) -> nn.Module:
     return ViTForImageClassification(config(**changed))
 
 
-BUILD: dict[str, Callable[..., nn.Module]] = {
-    "timm": of_timm,
-    "torchvision": of_torchvision,
-    "hub": of_transformers,
-}
+BUILD: dict[str, Callable[..., nn.Module]] = {"timm": of_timm, "torchvision": of_torchvision, "hub": of_transformers}
 
 
 def randomized(model: nn.Module, seed: int = 1) -> nn.Module:

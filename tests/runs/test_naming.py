@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
+import orbax.checkpoint as ocp
 import pytest
 import torch
 
 import ckpt_tools
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
+from ckpt_tools.formats.index import built_in
 from ckpt_tools.runs.naming import resolved
 from ckpt_tools.stores.urls import open_source
 from ckpt_tools.trainers.run_folders import checkpoints
+from fixtures.corpus import make
 
 
 def saved(folder: Path, step: int) -> Path:
@@ -142,3 +146,93 @@ def test_urls_too(tmp_path):
         assert step_of("memory://runs-of-test/@step=2") == 2
     finally:
         store.rm("/runs-of-test", recursive=True)
+
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+WRITTEN = [each.name for each in built_in() if each.writes and not each.asks_adapter_config]
+"""A folder of PEFT is safetensors by its files."""
+SHOWN = dict.fromkeys(["zero1", "zero2", "zero3"], "deepspeed")
+"""The stage is in the files; ``ls`` reads names."""
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.save({"model": torch.nn.Linear(3, 2).state_dict()}, tmp_path / "m.pt")
+    return tmp_path / "m.pt"
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+def test_a_run_lists_each_format_by_its_name_and_as_complete(to, model, tmp_path):
+    saved = tmp_path / "run" / "step_1"
+    ckpt_tools.convert(model, saved / f"m.{to}" if to in ("gguf", "npz") else saved, to=to)
+    (listed,) = ckpt_tools.ls(tmp_path / "run").checkpoints
+    assert (listed.format, listed.problem) == (SHOWN.get(to, to), None)
+    names = (DOCS / "json.md").read_text().partition("The layouts of files are")[2].partition("\n\n")[0]
+    assert f"`{listed.format}`" in names and "torch_dist" not in names
+
+
+def test_a_megatron_checkpoint_in_a_folder_of_its_own_lacks_what_is_written_last(model, tmp_path):
+    ckpt_tools.convert(model, tmp_path / "run" / "step_1", to="megatron")
+    next((tmp_path / "run").rglob("metadata.json")).unlink()
+    (listed,) = ckpt_tools.ls(tmp_path / "run").checkpoints
+    assert listed.problem is not None and "metadata.json" in listed.problem
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+def test_the_files_that_overwrite_replaces_are_documented(to, model, tmp_path):
+    target = tmp_path / (f"x.{to}" if to in ("gguf", "npz") else to)
+    ckpt_tools.convert(model, target, to=to)
+    removed = ckpt_tools.convert(model, target, to=to, overwrite=True).plan.removed_files
+    assert removed
+    text = (DOCS / "crashes.md").read_text().partition("- DCP: `.metadata`")
+    rows = re.findall(r"^- ([^:]+):", "".join(text[1:]).partition("\n\n")[0], re.MULTILINE)
+    family = "DeepSpeed" if to.startswith("zero") else to
+    assert any(family.lower() in row.lower() for row in rows), rows
+
+
+NAMES = {
+    "step_3": 3, "checkpoint-500": 500, "global_step7": 7, "iter_0000010": 10, "epoch=1-step=242": 242, "12": 12,
+    "epoch_4": None, "llama-3-8b": None, "model": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder(name, tmp_path):
+    run, step = tmp_path / "run", NAMES[name]
+    (run / name).mkdir(parents=True)
+    state = {"model": {"a.weight": torch.ones(2, 3)}, "note": "mine"}
+    torch.save(state, run / name / "state.pt")
+    assert ckpt_tools.inspect(run / name).step == ckpt_tools.open(run / name).step == step
+    if step is not None and name != "12":
+        assert [each.step for each in ckpt_tools.ls(run).checkpoints] == [step]
+    ckpt_tools.convert(run / name, tmp_path / "zero", to="zero2")
+    assert (tmp_path / "zero" / "latest").read_text() == f"global_step{step or 0}"
+    assert ckpt_tools.inspect(tmp_path / "zero").step == (step or 0)
+    assert ckpt_tools.verify(run / name, tmp_path / "zero").equal
+    shutil.copytree(run / name, tmp_path / "step_99")
+    assert ckpt_tools.verify(run / name, tmp_path / "step_99").equal, "a name is no content"
+    assert ckpt_tools.diff(run / name, tmp_path / "step_99").equal
+
+
+def test_a_file_and_what_it_says_itself(tmp_path):
+    torch.save({"a.weight": torch.ones(2)}, tmp_path / "model_step_8.pt")
+    assert ckpt_tools.inspect(tmp_path / "model_step_8.pt").step == 8
+    torch.save({"model": {"a.weight": torch.ones(2)}, "global_step": 5}, tmp_path / "model_step_8.pt")
+    assert ckpt_tools.inspect(tmp_path / "model_step_8.pt").step == 5
+
+
+def test_other_checkpoints_below_do_not_count(tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(make("hf-pretrained-sharded").source, run)
+    shutil.copytree(run, run / "checkpoint-5")
+    assert ckpt_tools.inspect(run).step is None
+
+
+def test_a_step_of_orbax_without_metadata_at_the_top(tmp_path):
+    """As versions before that file wrote it: the name tells Orbax that the step is finished."""
+    shutil.copytree(make("orbax-manager").folder / "run", tmp_path / "run")
+    step = tmp_path / "run" / "5"
+    (step / "_CHECKPOINT_METADATA").unlink()
+    assert ocp.path.step.is_checkpoint_finalized(step)
+    found = {each.step: each.problem for each in ckpt_tools.ls(tmp_path / "run").checkpoints}
+    assert found[5] is None and ckpt_tools.inspect(step).step == 5

@@ -18,14 +18,13 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import ckpt_tools
 from ckpt_tools import load_into, storage_reader
 from ckpt_tools.core.values import Opaque
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.torch import fill as filling
 from fixtures import launch, models, recipe
-from fixtures.store import Fixture
-from tests.support import into_jobs
+from tests.support import into_jobs, moe
+from tests.support.refusals import refusal_test
+from tests.support.sweep import tiered
 from tests.support.truth import WEIGHT, Truth, assert_same_bits
-
-Checkpoint = Callable[[str, str, int], Fixture]
 
 
 def assert_same_run(truth: Truth, loaded: Truth, *, in_full: bool = True) -> None:
@@ -45,34 +44,32 @@ def _state(truth: Truth) -> dict[tuple[str, str], np.ndarray]:
 
 # By real processes
 
-JOBS = [
-    ("fsdp2", "awkward", 3, "fsdp2", 2),
-    ("zero3-fp32", "awkward", 2, "fsdp2", 3),
-    ("zero1-fp32", "sgd", 3, "fsdp2", 2),
-    ("zero2-fp32", "empty", 2, "fsdp2", 3),
-    ("universal-zero1-fp32", "awkward", 2, "fsdp2", 3),
-    ("zero3-fp32", "plain", 2, "fsdp2-tp", 4),
-    ("fsdp2-tp", "plain", 4, "fsdp2-hsdp", 4),
-    ("fsdp2-bf16", "awkward", 3, "fsdp2-bf16", 2),
-]
-BY_RANKS = sorted(JOBS, key=lambda cell: cell[-1])
-"""In an order that starts few pools of processes."""
+JOBS = {
+    f"{how.__name__} {source} {case} {target}x{ranks}": (how, source, case, made_by, target, ranks)
+    for source, case, made_by, target, ranks in (
+        ("fsdp2", "awkward", 3, "fsdp2", 2),
+        ("zero1-fp32", "sgd", 3, "fsdp2", 2),
+        ("fsdp2-bf16", "awkward", 3, "fsdp2-bf16", 2),
+        ("zero3-fp32", "awkward", 2, "fsdp2", 3),
+        ("zero2-fp32", "empty", 2, "fsdp2", 3),
+        ("universal-zero1-fp32", "awkward", 2, "fsdp2", 3),
+        ("zero3-fp32", "plain", 2, "fsdp2-tp", 4),
+        ("fsdp2-tp", "plain", 4, "fsdp2-hsdp", 4),
+    )
+    for how in (into_jobs.through_reader, into_jobs.in_place)
+}
+"""How a job of a kind and so many ranks loads what another job saved, in an order that starts few pools."""
+
+IN_TEST = ("in_place fsdp2-bf16 awkward fsdp2-bf16x2", "through_reader zero3-fp32 awkward fsdp2x3")
+MORE = ("in_place zero1-fp32 sgd fsdp2x2", "in_place zero2-fp32 empty fsdp2x3", "in_place fsdp2-tp plain fsdp2-hsdpx4")
+OF_READER = ("through_reader universal-zero1-fp32 awkward fsdp2x3", "through_reader zero3-fp32 plain fsdp2-tpx4")
 
 
-@pytest.mark.parametrize("how", [into_jobs.through_reader, into_jobs.in_place], ids=["reader", "in-place"])
-@pytest.mark.parametrize(("kind", "case", "ranks", "job", "new_ranks"), BY_RANKS, ids=lambda value: str(value))
-def test_a_job_goes_on(
-    how,
-    kind,
-    case,
-    ranks,
-    job,
-    new_ranks,
-    checkpoint,
-    tmp_path,
-):
-    made = checkpoint(kind, case, ranks)
-    launch.pool(new_ranks).run(how, job, case, str(made.checkpoint), str(tmp_path))
+@pytest.mark.parametrize("job", tiered(JOBS, test=IN_TEST, extended=MORE + OF_READER))
+def test_a_job_goes_on(job, checkpoint, tmp_path):
+    how, source, case, made_by, target, ranks = JOBS[job]
+    made = checkpoint(source, case, made_by)
+    launch.pool(ranks).run(how, target, case, str(made.checkpoint), str(tmp_path))
     # DeepSpeed has no state for the empty parameter, of which torch makes some of its own.
     assert_same_run(Truth.load(made.root), Truth.load(tmp_path), in_full=case != "empty")
 
@@ -142,84 +139,82 @@ def listed(options: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
-@pytest.fixture
-def whole(tmp_path):
+def saved(tree: Any, folder: Path) -> Path:
+    quietly(dcp.save, tree, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def saved_whole(folder: Path) -> Path:
     """A DCP of a training state by torch in one process."""
     optim = {
         "state": {"w": {"exp_avg": torch.full((4, 3), 0.5), "step": torch.tensor(7.0)}},
         "param_groups": [{"lr": 0.25, "betas": (0.5, 0.75), "params": ["w", "b"]}],
     }
     model = {"w": torch.arange(12.0).reshape(4, 3), "b": torch.tensor([1, 2, 3])}
-    tree = {"app": {"model": model, "optim": optim, "epoch": 3, "rng": (torch.arange(3), "x")}}
-    quietly(dcp.save, tree, checkpoint_id=str(tmp_path / "whole"), no_dist=True)
-    return tmp_path / "whole"
+    return saved({"app": {"model": model, "optim": optim, "epoch": 3, "rng": (torch.arange(3), "x")}}, folder / "whole")
+
+
+@pytest.fixture
+def whole(tmp_path):
+    return saved_whole(tmp_path)
+
+
+def loaded(state: dict[str, Any], url: Path, **options: Any) -> dict[str, Any]:
+    quietly(dcp.load, state, storage_reader=storage_reader(url, **options), no_dist=True)
+    return state
+
+
+def zeros(**options: Any) -> torch.Tensor:
+    return torch.zeros(4, 3, **options)
 
 
 def test_any_prefix_is_found(whole):
-    for tree in ({"w": torch.zeros(4, 3)}, {"net": {"w": torch.zeros(4, 3)}}, {"a": {"b": {"w": torch.zeros(4, 3)}}}):
-        quietly(dcp.load, tree, storage_reader=storage_reader(whole), no_dist=True)
-        found: Any = tree
-        while isinstance(found, dict):
-            (found,) = found.values()
-        assert found.equal(torch.arange(12.0).reshape(4, 3))
+    assert loaded({"w": zeros()}, whole)["w"].equal(torch.arange(12.0).reshape(4, 3))
+    assert loaded({"net": {"w": zeros()}}, whole)["net"]["w"].equal(torch.arange(12.0).reshape(4, 3))
+    assert loaded({"a": {"b": {"w": zeros()}}}, whole)["a"]["b"]["w"].equal(torch.arange(12.0).reshape(4, 3))
+    ema = loaded({"ema": {"w": torch.ones(4, 3)}}, whole, job_model_key="ema")
+    assert ema["ema"]["w"].equal(torch.arange(12.0).reshape(4, 3))
 
 
 def test_values_are_cast_to_what_the_job_has(whole):
-    state = {"model": {"w": torch.zeros(4, 3, dtype=torch.bfloat16), "b": torch.zeros(3, dtype=torch.float64)}}
-    quietly(dcp.load, state, storage_reader=storage_reader(whole), no_dist=True)
+    state = {"model": {"w": zeros(dtype=torch.bfloat16), "b": torch.zeros(3, dtype=torch.float64)}}
+    loaded(state, whole)
     assert state["model"]["w"].equal(torch.arange(12).reshape(4, 3).to(torch.bfloat16))
     assert state["model"]["b"].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_cast_that_would_lose_the_kind_is_refused(whole):
-    with pytest.raises(BaseException, match=r"float32, which cannot be cast to torch\.int64"):
-        quietly(
-            dcp.load, {"w": torch.zeros(4, 3, dtype=torch.int64)}, storage_reader=storage_reader(whole), no_dist=True
-        )
-
-
-def test_strided_targets_are_filled(whole):
-    target = torch.zeros(3, 4).t()
-    quietly(dcp.load, {"w": target}, storage_reader=storage_reader(whole), no_dist=True)
-    assert target.equal(torch.arange(12.0).reshape(4, 3))
-
-
-def test_large_targets_are_filled_block_by_block(whole, monkeypatch):
-    """As those on a device are."""
-    monkeypatch.setattr(filling, "BLOCK_BYTES", 12)
-    target = torch.zeros(3, 4).t()
-    quietly(dcp.load, {"w": target}, storage_reader=storage_reader(whole), no_dist=True)
-    assert target.equal(torch.arange(12.0).reshape(4, 3))
+@pytest.mark.parametrize("block", [12, filling.BLOCK_BYTES])
+def test_strided_targets_are_filled(block, whole, monkeypatch):
+    """Those on a device block by block."""
+    monkeypatch.setattr(filling, "BLOCK_BYTES", block)
+    assert loaded({"w": torch.zeros(3, 4).t()}, whole)["w"].equal(torch.arange(12.0).reshape(4, 3))
 
 
 def test_a_flattened_optimizer_serves_groups_and_the_other_way_round(checkpoint, whole):
-    flattened: dict[str, Any] = {"optimizer": {"param_groups.w.lr": 0.0, "state.w.step": torch.zeros(())}}
-    quietly(dcp.load, flattened, storage_reader=storage_reader(whole), no_dist=True)
+    flattened = loaded({"optimizer": {"param_groups.w.lr": 0.0, "state.w.step": torch.zeros(())}}, whole)
     assert flattened["optimizer"] == {"param_groups.w.lr": 0.25, "state.w.step": torch.tensor(7.0)}
     made = checkpoint("fsdp2-titan", "awkward", 2)
-    grouped: dict[str, Any] = {"optim": {"param_groups": [{"betas": None, "params": None}]}}
-    quietly(dcp.load, grouped, storage_reader=storage_reader(made.checkpoint), no_dist=True)
+    grouped = loaded({"optim": {"param_groups": [{"betas": None, "params": None}]}}, made.checkpoint)
     groups = Truth.load(made.root).facts["groups"]
     assert grouped["optim"]["param_groups"][0]["params"] in [group["fqns"] for group in groups]
 
 
-def test_a_name_that_is_not_there(whole):
-    with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: model\.v"):
-        quietly(dcp.load, {"model": {"v": torch.zeros(1)}}, storage_reader=storage_reader(whole), no_dist=True)
-
-
-def test_two_prefixes_need_a_key(whole):
-    state = {"model": {"w": torch.zeros(4, 3)}, "ema": {"w": torch.ones(4, 3)}}
-    with pytest.raises(BaseException, match="job_model_key"):
-        quietly(dcp.load, state, storage_reader=storage_reader(whole), no_dist=True)
-    ema = {"ema": {"w": torch.ones(4, 3)}}
-    quietly(dcp.load, ema, storage_reader=storage_reader(whole, job_model_key="ema"), no_dist=True)
-    assert ema["ema"]["w"].equal(torch.arange(12.0).reshape(4, 3))
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"w": zeros(dtype=torch.int64)}, r"float32, which cannot be cast to torch\.int64"),
+        ({"model": {"v": torch.zeros(1)}}, r"Missing key in checkpoint state_dict: model\.v"),
+        ({"model": {"w": zeros()}, "ema": {"w": torch.ones(4, 3)}}, "job_model_key"),
+    ],
+    ids=["a cast that would lose the kind", "a name that is not there", "two prefixes"],
+)
+def test_what_the_reader_refuses(state, message, whole):
+    with pytest.raises(BaseException, match=message):
+        loaded(state, whole)
 
 
 def test_objects_are_served_and_tensors_inside_them(whole):
-    state: dict[str, Any] = {"epoch": 0, "rng": None, "model": {"w": torch.zeros(4, 3)}}
-    quietly(dcp.load, state, storage_reader=storage_reader(whole), no_dist=True)
+    state = loaded({"epoch": 0, "rng": None, "model": {"w": zeros()}}, whole)
     assert state["epoch"] == 3
     assert state["rng"][0].equal(torch.arange(3)) and state["rng"][1] == "x"
 
@@ -232,20 +227,13 @@ class Hostile:
 
 
 def test_what_only_code_could_make_is_refused_where_it_is_asked_for(tmp_path, capsys):
-    tree = {"model": {"w": torch.ones(2)}, "bad": Hostile()}
-    quietly(dcp.save, tree, checkpoint_id=str(tmp_path / "bad"), no_dist=True)
+    bad = saved({"model": {"w": torch.ones(2)}, "bad": Hostile()}, tmp_path / "bad")
     with pytest.raises(BaseException, match=r"builtins\.exec"):
-        quietly(dcp.load, {"bad": None}, storage_reader=storage_reader(tmp_path / "bad"), no_dist=True)
+        loaded({"bad": None}, bad)
     model = Model(2)
-    extras = load_into(model, None, tmp_path / "bad")
-    assert isinstance(extras["bad"], Opaque)
+    assert isinstance(load_into(model, None, bad)["bad"], Opaque)
     assert model.w.tolist() == [1.0, 1.0]
     assert not capsys.readouterr().out
-
-
-def test_a_missing_checkpoint_is_one_clear_error(tmp_path):
-    with pytest.raises(ckpt_tools.CkptError, match="no file or folder"):
-        storage_reader(tmp_path / "nothing")
 
 
 # In place
@@ -262,8 +250,8 @@ class Model(nn.Module):
 class Both(Model):
     """The parameter and the buffer of ``whole``."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(4, 3, **options)
+    def __init__(self, *shape: int, **options: Any) -> None:
+        super().__init__(*(shape or (4, 3)), **options)
         self.register_buffer("b", torch.zeros(3, dtype=torch.int64))
 
 
@@ -271,24 +259,25 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), **options)
 
 
-@pytest.fixture
-def run(tmp_path):
+def trained(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer, Path]:
     """A model of a few steps with Adam, and its state in one file as people save it with DCP."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    optimizer = adam(model, lr=0.125)
+    model, optimizer = fresh(lr=0.125)
     for _ in range(3):
         model(torch.randn(5, 3)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+    return model, optimizer, saved_run(model, optimizer, folder / "run")
+
+
+def saved_run(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Path:
     state = quietly(dcp.state_dict.get_state_dict, model, optimizer)
-    quietly(
-        dcp.save,
-        {"app": dict(zip(("model", "optim"), state, strict=True))},
-        checkpoint_id=str(tmp_path / "run"),
-        no_dist=True,
-    )
-    return model, optimizer, tmp_path / "run"
+    return saved({"app": dict(zip(("model", "optim"), state, strict=True))}, folder)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return trained(tmp_path)
 
 
 def fresh(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -314,18 +303,13 @@ def test_a_plain_model_and_its_optimizer(run):
     assert places == [parameter.data_ptr() for parameter in model.parameters()]
 
 
-def test_how_a_job_computes_is_its_own_affair(run):
-    model, optimizer = fresh(foreach=False)
-    load_into(model, optimizer, run[2])
-    assert optimizer.param_groups[0]["foreach"] is False
-    assert optimizer.param_groups[0]["lr"] == 0.125
-
-
-def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(run):
+def test_how_a_job_computes_and_a_tensor_of_its_rate_stay_its_own(run):
     rate = torch.tensor(1.0)
     model, optimizer = fresh(lr=rate, capturable=False, foreach=False)
     load_into(model, optimizer, run[2])
-    assert optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.125
+    (group,) = optimizer.param_groups
+    assert group["foreach"] is False
+    assert group["lr"] is rate and rate.item() == 0.125
 
 
 def test_wrapped_models(run):
@@ -344,41 +328,12 @@ def test_ties_take_either_name(tmp_path):
         assert model["head"].weight.equal(weight) and model["embed"].weight.equal(weight)
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        (lambda: Model(4, 3), "not in the model: b"),
-        (lambda: nn.ModuleDict({"x": Both()}), "not in the checkpoint: x.w, x.b; not in the model: w, b"),
-        (lambda: Both(device="meta"), "still on the meta device: w"),
-    ],
-    ids=["unexpected", "missing", "meta"],
-)
-def test_models_that_do_not_fit(model, message, whole):
-    with pytest.raises(UsageError, match=message):
-        load_into(model(), None, whole)
-
-
 def test_a_dry_run_checks_a_model_without_elements_and_loads_nothing(whole):
     assert load_into(Both(device="meta"), None, whole, dry_run=True) == {}
     model = Both()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert load_into(model, None, whole, dry_run=True) == {}
     assert same(model.state_dict(), before)
-    with pytest.raises(UsageError, match=r"^the checkpoint does not fit the model: not in the model: b$"):
-        load_into(Model(4, 3).to("meta"), None, whole, dry_run=True)
-
-
-def test_another_shape(whole):
-    model = Both()
-    model.w = nn.Parameter(torch.zeros(3, 4))
-    with pytest.raises(UsageError, match=r"shape mismatch: w \(checkpoint \[4, 3\], model \[3, 4\]\)"):
-        load_into(model, None, whole)
-
-
-def test_many_problems_are_one_sentence(tmp_path):
-    torch.save({f"w{n}": torch.zeros(1) for n in range(9)}, tmp_path / "many.pt")
-    with pytest.raises(UsageError, match="not in the checkpoint: w; not in the model: w0, w1, w2, w3, w4 and 4 more"):
-        load_into(Model(1), None, tmp_path / "many.pt")
 
 
 def stage(*numbers: int) -> tuple[nn.Module, torch.optim.Optimizer, set[str]]:
@@ -397,12 +352,6 @@ def test_a_stage_of_a_pipeline_loads_its_own_layers(run):
     assert same(list(other.state.values()), list(optimizer.state.values())[2:])
 
 
-def test_what_no_stage_has_is_not_passed_over(run):
-    model, optimizer, elsewhere = stage(1, 2)
-    with pytest.raises(UsageError, match=r"^the checkpoint does not fit the model: not in the model: 0.bias$"):
-        load_into(model, optimizer, run[2], elsewhere=elsewhere - {"0.bias"})
-
-
 def test_a_tied_weight_may_be_elsewhere_by_either_name(tmp_path):
     """The checkpoint has it by one name, and the stage that holds it knows it by the other."""
     tied = nn.ModuleDict({"embed": nn.Embedding(4, 2), "norm": nn.RMSNorm(2), "head": nn.Linear(2, 4, bias=False)})
@@ -418,45 +367,76 @@ def test_a_tied_weight_may_be_elsewhere_by_either_name(tmp_path):
 def test_nothing_is_loaded_where_the_optimizer_does_not_fit(run):
     model, _ = fresh()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(
-        UsageError, match=r"optimizer state not in the checkpoint: 0.weight \(momentum_buffer\).*not in the optimizer"
-    ):
+    said = r"optimizer state not in the checkpoint: 0.weight \(momentum_buffer\).*not in the optimizer"
+    with pytest.raises(UsageError, match=said):
         load_into(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), run[2])
     assert same(before, model.state_dict())
 
 
-def test_a_checkpoint_without_an_optimizer(tmp_path):
-    torch.save({"w": torch.zeros(2)}, tmp_path / "w.pt")
-    model = Model(2)
-    with pytest.raises(UsageError, match="not in the checkpoint: the state of an optimizer"):
-        load_into(model, adam(model), tmp_path / "w.pt")
+def into_whole(model: nn.Module) -> Callable[[Path], object]:
+    return lambda folder: load_into(model, None, saved_whole(folder))
 
 
-def test_groups_that_would_mix_hyperparameters(tmp_path):
+def many(folder: Path) -> None:
+    torch.save({f"w{n}": torch.zeros(1) for n in range(9)}, folder / "many.pt")
+    load_into(Model(1), None, folder / "many.pt")
+
+
+def without_optimizer(folder: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, folder / "w.pt")
+    load_into(model := Model(2), adam(model), folder / "w.pt")
+
+
+def another_stage(folder: Path) -> None:
+    model, optimizer, elsewhere = stage(1, 2)
+    load_into(model, optimizer, trained(folder)[2], elsewhere=elsewhere - {"0.bias"})
+
+
+def mixed_groups(folder: Path) -> None:
     model, other = (nn.ModuleDict({"a": Model(2), "b": Model(2)}) for _ in range(2))
     groups = [{"params": [model["a"].w], "lr": 0.5}, {"params": [model["b"].w], "lr": 0.25}]
-    optimizer = torch.optim.Adam(groups)
-    state = dict(zip(("model", "optim"), quietly(dcp.state_dict.get_state_dict, model, optimizer), strict=True))
-    quietly(dcp.save, state, checkpoint_id=str(tmp_path / "two"), no_dist=True)
-    with pytest.raises(UsageError, match="mix different hyperparameters of the checkpoint: group 0"):
-        load_into(other, adam(other), tmp_path / "two")
+    load_into(other, adam(other), saved_run(model, torch.optim.Adam(groups), folder / "two"))
 
 
-def test_gradients_must_not_wait(run):
+def gradients_that_wait(folder: Path) -> None:
     model, optimizer = fresh()
     model(torch.randn(5, 3)).sum().backward()
-    with pytest.raises(UsageError, match=r"load before backward\(\)"):
-        load_into(model, optimizer, run[2])
+    load_into(model, optimizer, trained(folder)[2])
 
 
-def test_a_step_without_a_closure_is_refused_in_words(run):
-    class Plain(torch.optim.Adam):
-        def step(self) -> None:  # type: ignore[override]
-            super().step()
+class WithoutClosure(torch.optim.Adam):
+    def step(self) -> None:  # type: ignore[override]
+        super().step()
 
+
+def without_closure(folder: Path) -> None:
     model, _ = fresh()
-    with pytest.raises(UsageError, match=r"Plain cannot make its state by a step .*step it once before"):
-        load_into(model, Plain(model.parameters()), run[2])
+    load_into(model, WithoutClosure(model.parameters()), trained(folder)[2])
+
+
+def dry(folder: Path) -> None:
+    load_into(Model(4, 3).to("meta"), None, saved_whole(folder), dry_run=True)
+
+
+ALONE = r"^the checkpoint does not fit the model: not in the model: "
+
+test_what_is_refused_before_anything_is_loaded = refusal_test(
+    ("a missing checkpoint", lambda folder: storage_reader(folder / "none"), SourceNotFoundError, "no file or folder"),
+    ("unexpected", into_whole(Model(4, 3)), UsageError, "not in the model: b"),
+    ("missing", into_whole(nn.ModuleDict({"x": Both()})), UsageError,
+        "not in the checkpoint: x.w, x.b; not in the model: w, b"),
+    ("meta", into_whole(Both(device="meta")), UsageError, "still on the meta device: w"),
+    ("in a dry run", dry, UsageError, f"{ALONE}b$"),
+    ("another shape", into_whole(Both(3, 4)), UsageError,
+        r"shape mismatch: w \(checkpoint \[4, 3\], model \[3, 4\]\)"),
+    ("many", many, UsageError, "not in the checkpoint: w; not in the model: w0, w1, w2, w3, w4 and 4 more"),
+    ("what no stage has", another_stage, UsageError, f"{ALONE}0.bias$"),
+    ("no optimizer", without_optimizer, UsageError, "not in the checkpoint: the state of an optimizer"),
+    ("mixed groups", mixed_groups, UsageError, "mix different hyperparameters of the checkpoint: group 0"),
+    ("gradients", gradients_that_wait, UsageError, r"load before backward\(\)"),
+    ("a step without a closure", without_closure, UsageError,
+        "WithoutClosure cannot make its state by a step .*step it once before"),
+)  # fmt: skip
 
 
 def test_state_that_a_step_with_a_closure_makes_has_its_keys_without_a_value(tmp_path):
@@ -490,8 +470,49 @@ def test_counts_that_are_plain_numbers(tmp_path):
         "model": model.state_dict(),
         "optim": {"state": {"w": {"step": 4}}, "param_groups": [{"lr": 0.5, "params": ["w"]}]},
     }
-    quietly(dcp.save, state, checkpoint_id=str(tmp_path / "counting"), no_dist=True)
     other = Model(2)
     fresh_optimizer = Counting(other.parameters(), lr=0.1)
-    load_into(other, fresh_optimizer, tmp_path / "counting")
+    load_into(other, fresh_optimizer, saved(state, tmp_path / "counting"))
     assert fresh_optimizer.state[other.w]["step"] == 4 and type(fresh_optimizer.state[other.w]["step"]) is int
+
+
+def test_a_model_of_another_layout_goes_on(tmp_path):
+    fused, optimizer = moe.write(tmp_path)
+    saved = moe.apart(fused.state_dict())
+    model = moe.Apart()
+    its = moe.adamw(model)
+    ckpt_tools.load_into(model, its, tmp_path / "fused.pt", recipe=tmp_path / "moe.toml")
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    for slot in ("exp_avg", "exp_avg_sq", "step"):
+        state = {name: optimizer.state[each][slot] for name, each in fused.named_parameters()}
+        wanted = dict.fromkeys(saved, state["gate.weight"]) if slot == "step" else moe.apart(state)
+        assert all(torch.equal(its.state[each][slot], wanted[name]) for name, each in model.named_parameters())
+    losses = moe.train(fused, optimizer, 3, seed=2)
+    np.testing.assert_allclose(moe.train(model, its, 3, seed=2), losses, rtol=1e-5)
+
+
+def test_the_way_back(tmp_path):
+    fused, optimizer = moe.write(tmp_path)
+    ckpt_tools.convert(tmp_path / "fused.pt", tmp_path / "dcp", to="dcp", world_size=2, recipe=tmp_path / "moe.toml")
+    model = moe.Fused()
+    its = moe.adamw(model)
+    recipe = {"recipe": tmp_path / "moe.toml", "inverse": True, "config": tmp_path}
+    ckpt_tools.load_into(model, its, tmp_path / "dcp", **recipe)  # type: ignore[arg-type]
+    assert moe.train(model, its, 3, seed=2) == moe.train(fused, optimizer, 3, seed=2)
+
+
+def test_a_model_of_the_wrong_side_is_refused(tmp_path):
+    moe.write(tmp_path)
+    model = moe.Fused()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UsageError, match=r"does not fit the model: not in the checkpoint: gate\.weight, experts"):
+        ckpt_tools.load_into(model, None, tmp_path / "fused.pt", recipe=tmp_path / "moe.toml")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_config_is_for_a_recipe(tmp_path):
+    moe.write(tmp_path)
+    with pytest.raises(
+        UsageError, match=r"config= is for the sizes of a recipe, with recipe=, and for dequantize=; no recipe"
+    ):
+        ckpt_tools.load_into(moe.Fused(), None, tmp_path / "fused.pt", config=tmp_path)
