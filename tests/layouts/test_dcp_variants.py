@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.shards import ByteRange
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
+from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError, UsageError
 from ckpt_tools.transfer import inflating
 from ckpt_tools.transfer.inflating import Inflating, inflated_name
 from fixtures import dcp_cases
@@ -148,8 +148,8 @@ test_what_is_not_one_whole_checkpoint_is_refused = refusal_test(
     ("rank 0 lost", without_rank(0), IncompleteError, "__0.metadata of rank 0"),
     ("rank 1 lost", without_rank(1), IncompleteError, "rank 1"),
     ("rank 2 lost", without_rank(2), IncompleteError, "in no shard"),
-    ("two saves", with_metadata, UnsupportedError, "two checkpoints were saved into this folder"),
-    ("two runs", with_ranks_of_two_runs, MalformedError, ""),
+    ("two saves", with_metadata, SeveralCheckpointsError, "two checkpoints were saved into this folder"),
+    ("two runs", with_ranks_of_two_runs, IncompleteError, "1 of 5 elements are in no shard"),
     ("two models", with_two_models_that_fit, UnsupportedError,
         r"several models .* \(teacher, student\); choose one with model_key"),
     ("an earlier save", lambda _: ckpt_tools.inspect(dcp_cases.made("hf-over-more-ranks")[0]), MalformedError,

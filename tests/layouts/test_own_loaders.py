@@ -114,7 +114,7 @@ def assert_same(found: object, wanted: object) -> None:
     if isinstance(wanted, torch.Tensor):
         assert isinstance(found, torch.Tensor) and found.dtype is wanted.dtype and torch.equal(found, wanted)
     elif isinstance(wanted, dict | list):
-        assert type(found) is type(wanted) and len(found) == len(wanted)  # type: ignore[arg-type]
+        assert isinstance(found, dict if isinstance(wanted, dict) else list) and len(found) == len(wanted)
         for key in wanted if isinstance(wanted, dict) else range(len(wanted)):
             assert_same(found[key], wanted[key])  # type: ignore[index]
     else:

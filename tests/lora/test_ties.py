@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ import ckpt_tools
 from ckpt_tools.cli.main import group
 from ckpt_tools.core.ties import TIED_BY_DEFAULT
 from ckpt_tools.errors import CkptError, DifferenceError, UnsupportedError, UsageError
+from tests.support.refusals import refusal_test
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
 TOKENS = torch.arange(12).reshape(2, 6)
@@ -58,11 +58,8 @@ def moe() -> PreTrainedModel:
     )
 
 
-def forget(folder: Path) -> None:
-    """As older versions write config.json: what is the default of the class is left out."""
-    config = json.loads((folder / "config.json").read_text())
-    del config["tie_word_embeddings"]
-    (folder / "config.json").write_text(json.dumps(config))
+def config_in(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text()))
 
 
 @pytest.fixture(autouse=True)
@@ -101,15 +98,17 @@ def test_head_and_embeddings_that_were_trained_apart(name, tmp_path):
     model, options = WAYS[name]
     wanted = trained_apart(model(), tmp_path)
     if name == "the default of the class":
-        forget(tmp_path / "base")
+        # As older versions write config.json: what is the default of the class is left out.
+        config = config_in(tmp_path / "base")
+        del config["tie_word_embeddings"]
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config))
     given: dict[str, Any] = {"to": "safetensors", "config": tmp_path / "base", **options}
     for call in (ckpt_tools.convert, ckpt_tools.consolidate):
         with pytest.raises(DifferenceError, match=r"which config.json ties: their bits differ.*untie=True.*exclude="):
             call(tmp_path / "run.pt", tmp_path / "out", **given)
     report = ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", untie=True, **given)
     assert "tie_word_embeddings in config.json" in [note.what for note in report.notes]
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["tie_word_embeddings"] is False
+    assert config_in(tmp_path / "out")["tie_word_embeddings"] is False
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), wanted)
 
 
@@ -122,14 +121,6 @@ def test_both_tensors_that_are_the_same(tmp_path):
         ckpt_tools.convert(tmp_path / "run.pt", out, to="safetensors", config=tmp_path / "base", untie=untie)
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out)), logits(model))
         assert ckpt_tools.verify(tmp_path / "run.pt", out, config=tmp_path / "base", untie=untie).equal
-
-
-def test_verify_proposes_the_dtype_that_config_json_states_too(tmp_path):
-    llama().save_pretrained(tmp_path / "base")
-    ckpt_tools.convert(tmp_path / "base", tmp_path / "out", to="safetensors", dtype="bfloat16")
-    shown = CliRunner().invoke(group, ["verify", str(tmp_path / "base"), str(tmp_path / "out")])
-    assert "config.json: dtype: another content" in shown.stdout
-    assert "Was DST converted with --dtype?" in shown.stdout
 
 
 def test_a_head_apart_is_said_to_have_no_state_of_the_optimizer(tmp_path):
@@ -145,15 +136,17 @@ def test_a_head_apart_is_said_to_have_no_state_of_the_optimizer(tmp_path):
     assert why.endswith("; model.embed_tokens.weight alone has state of the optimizer")
 
 
-def test_verify_knows_a_head_that_was_written_apart(tmp_path):
-    llama().save_pretrained(tmp_path / "base")
-    ckpt_tools.convert(tmp_path / "base", tmp_path / "out", to="safetensors", untie=True)
-    assert ckpt_tools.verify(tmp_path / "base", tmp_path / "out", untie=True).equal
-    shown = CliRunner().invoke(group, ["verify", str(tmp_path / "base"), str(tmp_path / "out")])
+def test_verify_knows_a_head_that_was_written_apart_and_another_dtype(tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    llama().save_pretrained(base)
+    ckpt_tools.convert(base, out, to="safetensors", untie=True)
+    assert ckpt_tools.verify(base, out, untie=True).equal
+    shown = CliRunner().invoke(group, ["verify", str(base), str(out)])
     assert shown.exit_code == 6 and "1 unexpected; 1 file of the model differs" in shown.output
-    ckpt_tools.convert(tmp_path / "base", tmp_path / "one.safetensors")
-    with pytest.raises(UsageError, match=r"untie=True is for folders with a config\.json"):
-        ckpt_tools.verify(tmp_path / "base", tmp_path / "one.safetensors", untie=True)
+    ckpt_tools.convert(base, tmp_path / "half", to="safetensors", dtype="bfloat16")
+    shown = CliRunner().invoke(group, ["verify", str(base), str(tmp_path / "half")])
+    assert "config.json: dtype: another content" in shown.stdout
+    assert "Was DST converted with --dtype?" in shown.stdout
 
 
 def test_a_head_of_another_vocabulary_is_refused_too(tmp_path):
@@ -165,7 +158,7 @@ def test_a_head_of_another_vocabulary_is_refused_too(tmp_path):
     with pytest.raises(UnsupportedError, match=r"which config.json ties, are \[20, \d+\] and \[24, .*untie=True"):
         ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", **given)
     ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", untie=True, **given)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert config_in(tmp_path / "out")["tie_word_embeddings"] is False
 
 
 @pytest.mark.parametrize("is_stated_false", [False, True])
@@ -175,20 +168,12 @@ def test_one_tensor_that_becomes_two(is_stated_false, tmp_path):
     model.save_pretrained(tmp_path / "base")
     torch.save(model.state_dict(), tmp_path / "run.pt")
     if is_stated_false:
-        config = json.loads((tmp_path / "base" / "config.json").read_text())
+        config = config_in(tmp_path / "base")
         (tmp_path / "base" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     options: dict[str, Any] = {"untie": not is_stated_false, "config": tmp_path / "base"}
     ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", to="safetensors", **options)
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= {*load_file(tmp_path / "out" / "model.safetensors")}
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
-
-
-def test_like_a_reference_that_ties(tmp_path):
-    trained_apart(llama(30), tmp_path)
-    with pytest.raises(DifferenceError, match=r"which the reference ties: .* config= and untie= instead of like="):
-        ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", like=tmp_path / "base")
-    with pytest.raises(UsageError, match=r"untie= contradicts like=, which says what is tied"):
-        ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "out", like=tmp_path / "base", untie=True)
 
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -200,8 +185,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("vocab", [24, 30])
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(("name", "vocab"), [*((name, 24) for name in ADAPTERS), ("both", 30), ("head", 30)])
 def test_adapters_of_tied_models(name, vocab, tmp_path):
     """Whatever else has the shape of the embeddings: refused, or with ``untie`` the model that the adapter makes."""
     torch.manual_seed(0)
@@ -221,28 +205,49 @@ def test_adapters_of_tied_models(name, vocab, tmp_path):
     torch.testing.assert_close(logits(merged), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_base_that_holds_both_tensors(tmp_path):
+def like_a_reference(**options: Any) -> Callable[[Path], object]:
+    def call(folder: Path) -> None:
+        trained_apart(llama(30), folder)
+        ckpt_tools.convert(folder / "run.pt", folder / "out", like=folder / "base", **options)
+
+    return call
+
+
+def a_base_that_holds_both(folder: Path) -> None:
     model = llama()
-    model.save_pretrained(tmp_path / "base")
-    file = tmp_path / "base" / "model.safetensors"
+    model.save_pretrained(folder / "base")
+    file = folder / "base" / "model.safetensors"
     whole = load_file(file)
     save_file(whole | {"lm_head.weight": whole["model.embed_tokens.weight"].clone()}, file, metadata={"format": "pt"})
-    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])).save_pretrained(
-        str(tmp_path / "adapter")
-    )
-    with pytest.raises(UnsupportedError, match=r"ties lm_head.weight to the embeddings"):
-        ckpt_tools.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out.safetensors")
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    get_peft_model(model, config).save_pretrained(str(folder / "adapter"))
+    ckpt_tools.merge_lora(folder / "base", folder / "adapter", folder / "out.safetensors")
 
 
-def test_where_both_cannot_be_written(tmp_path):
-    model = llama()
-    model.save_pretrained(tmp_path / "base")
-    with pytest.raises(UsageError, match=r"untie=True is for folders with a config.json"):
-        ckpt_tools.convert(tmp_path / "base", tmp_path / "out.safetensors", untie=True)
-    shutil.copytree(tmp_path / "base", tmp_path / "t5")
-    (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5", "tie_word_embeddings": true}')
-    with pytest.raises(UnsupportedError, match="untie=True would change what a t5 computes"):
-        ckpt_tools.convert(tmp_path / "t5", tmp_path / "out", to="safetensors", untie=True)
+def one_file(folder: Path, verb: Callable[..., object] = ckpt_tools.convert) -> None:
+    llama().save_pretrained(folder / "base")
+    ckpt_tools.convert(folder / "base", folder / "one.safetensors")
+    verb(folder / "base", folder / ("one.safetensors" if verb is ckpt_tools.verify else "out.safetensors"), untie=True)
+
+
+def another_model(folder: Path) -> None:
+    llama().save_pretrained(folder / "t5")
+    (folder / "t5" / "config.json").write_text('{"model_type": "t5", "tie_word_embeddings": true}')
+    ckpt_tools.convert(folder / "t5", folder / "out", to="safetensors", untie=True)
+
+
+NO_FOLDER = r"untie=True is for folders with a config\.json"
+
+test_what_cannot_be_untied_is_refused = refusal_test(
+    ("a reference that ties", like_a_reference(), DifferenceError,
+        r"which the reference ties: .* config= and untie= instead of like="),
+    ("a reference beside untie", like_a_reference(untie=True), UsageError,
+        r"untie= contradicts like=, which says what is tied"),
+    ("a base of both", a_base_that_holds_both, UnsupportedError, r"ties lm_head.weight to the embeddings"),
+    ("one file", one_file, UsageError, NO_FOLDER),
+    ("one file to verify", lambda folder: one_file(folder, ckpt_tools.verify), UsageError, NO_FOLDER),
+    ("t5", another_model, UnsupportedError, "untie=True would change what a t5 computes"),
+)  # fmt: skip
 
 
 def test_defaults_are_those_of_transformers():

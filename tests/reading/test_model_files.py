@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,12 @@ import fsspec
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint
 
 import ckpt_tools
+from ckpt_tools.cli.main import group
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from tests.inference.tiny_models import save_image_model, save_text_model, save_writer
@@ -34,6 +34,17 @@ def sharded(model: Path, folder: Path, to: Any = "dcp") -> Path:
     """The weights alone, as a checkpoint of two ranks."""
     ckpt_tools.convert(model / "model.safetensors", folder, to=to, world_size=2)
     return folder
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+def with_config(model: Path, folder: Path, **changed: Any) -> tuple[Path, dict[str, Any]]:
+    """A copy of the model with other entries in config.json; and the config before."""
+    source, before = Path(shutil.copytree(model, folder)), config_in(model)
+    (source / "config.json").write_text(json.dumps({**before, **changed}))
+    return source, before
 
 
 def companions(model: Path, into: Path) -> None:
@@ -65,21 +76,17 @@ def test_what_lies_beside_a_sharded_checkpoint_is_carried(place, to, llama, tmp_
     assert_whole(tmp_path / "out", llama)
     for name in TOKENIZER | {"generation_config.json"}:
         assert (tmp_path / "out" / name).read_bytes() == (llama / name).read_bytes()
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((llama / "config.json").read_text())
+    assert config_in(tmp_path / "out") == config_in(llama)
     assert [note.what for note in report.plan.notes] == (["config.json"] if place == "{}/.." else [])
 
 
 @pytest.mark.parametrize("source", ["", "model.safetensors"])
-def test_a_folder_and_the_file_in_it_are_carried_alike(source, llama, tmp_path):
+def test_a_folder_and_the_file_in_it_are_carried_alike_with_the_weights_last(source, llama, tmp_path):
+    plan = ckpt_tools.plan(llama / source, tmp_path / "out", to="safetensors")
+    assert [*plan.files][-1] == "model.safetensors" and plan.num_tensors == len(ckpt_tools.open(llama))
     ckpt_tools.convert(llama / source, tmp_path / "out", to="safetensors", max_shard_size="20KB")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert_whole(tmp_path / "out", llama)
-
-
-def test_the_last_file_is_still_that_of_the_weights(llama, tmp_path):
-    plan = ckpt_tools.plan(llama, tmp_path / "out", to="safetensors")
-    assert [*plan.files][-1] == "model.safetensors"
-    assert plan.num_tensors == len(ckpt_tools.open(llama))
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
@@ -98,25 +105,22 @@ def test_the_config_says_the_dtype_that_is_written(key, llama, tmp_path):
 
 
 def test_a_quantized_model_keeps_the_dtype_that_it_computes_in(llama, tmp_path):
-    source = shutil.copytree(llama, tmp_path / "source")
-    config = {**json.loads((source / "config.json").read_text()), "quantization_config": {"quant_method": "x"}}
-    (source / "config.json").write_text(json.dumps(config))
+    source, _ = with_config(llama, tmp_path / "source", quantization_config={"quant_method": "x"})
+    config = config_in(source)
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     ckpt_tools.convert(source, tmp_path / "out", to="safetensors", dtype="float32")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    assert config_in(tmp_path / "out") == config
 
 
 def test_a_model_that_is_not_quantized_does_not_say_so(llama, tmp_path):
     """Such as one that was trained from a quantized model, beside the config of that: it could not be loaded."""
-    source = shutil.copytree(llama, tmp_path / "source")
-    config = json.loads((source / "config.json").read_text())
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (source / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    source, config = with_config(llama, tmp_path / "source", quantization_config=settings)
     report = ckpt_tools.convert(source, tmp_path / "out", to="safetensors", strict=True)
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+    assert config_in(tmp_path / "out") == config
     assert torch.equal(logits_of(tmp_path / "out"), logits_of(llama))
     assert [note.why for note in report.notes if "quantization" in note.what] == ["no weight is quantized"]
 
@@ -125,9 +129,8 @@ def test_a_folder_of_the_user_wins(llama, tmp_path):
     run = sharded(llama, tmp_path / "run")
     companions(save_text_model(tmp_path / "other"), run)
     words = ["convert", run, tmp_path / "out", "--to=safetensors", f"--config={llama}"]
-    command = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(group, [*map(str, words)])
+    assert done.exit_code == 0, done.output
     assert_whole(tmp_path / "out", llama)
     ckpt_tools.consolidate(run, tmp_path / "again", config=llama)
     assert_whole(tmp_path / "again", llama)
@@ -175,14 +178,10 @@ def test_a_remote_folder_is_carried_to_a_remote_folder(llama, tmp_path):
         assert_whole(tmp_path / name, llama)
 
 
-def test_a_replaced_folder_gets_the_new_files(llama, tmp_path):
+def test_a_replaced_folder_gets_the_new_files_and_keeps_a_config_for_which_there_is_none(llama, tmp_path):
     ckpt_tools.convert(llama, tmp_path / "out", to="safetensors")
     ckpt_tools.convert(llama, tmp_path / "out", to="safetensors", dtype="float32", overwrite=True)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
-
-
-def test_a_config_is_not_removed_without_a_new_one(llama, tmp_path):
-    ckpt_tools.convert(llama, tmp_path / "out", to="safetensors")
+    assert config_in(tmp_path / "out")["dtype"] == "float32"
     (tmp_path / "bare").mkdir()
     shutil.copy(llama / "model.safetensors", tmp_path / "bare" / "weights.safetensors")
     with pytest.raises(DestinationExistsError, match="not part of its checkpoint"):
@@ -195,9 +194,6 @@ def test_a_single_file_gets_nothing_beside_it(dst, llama, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == [dst]
     with pytest.raises(UsageError, match=rf"config= is for folders; {dst} is one file"):
         ckpt_tools.plan(llama, tmp_path / "other" / dst, config=llama)
-
-
-def test_a_config_is_for_what_transformers_opens(llama, tmp_path):
     with pytest.raises(UsageError, match="is for folders that from_pretrained opens"):
         ckpt_tools.plan(llama, tmp_path / "out", to="dcp", config=llama)
 
@@ -215,15 +211,12 @@ def test_what_is_missing_is_said(llama, tmp_path):
     assert "none found beside config.json" in note.why
 
 
-def test_the_config_of_another_program_is_left_alone(llama, tmp_path):
+def test_a_config_of_another_program_or_a_broken_one(llama, tmp_path):
     run = sharded(llama, tmp_path / "run")
     (run / "config.json").write_text('{"learning_rate": 1}')
     assert [*ckpt_tools.plan(run, tmp_path / "out", to="safetensors").files] == ["model.safetensors"]
     with pytest.raises(UsageError, match=r"has no config\.json of a model"):
         ckpt_tools.plan(run, tmp_path / "out", to="safetensors", config=run)
-
-
-def test_a_config_that_is_broken_is_named(llama, tmp_path):
     source = shutil.copytree(llama, tmp_path / "source")
     (source / "config.json").write_text("{")
     with pytest.raises(CkptError, match=r"config\.json"):
@@ -231,9 +224,7 @@ def test_a_config_that_is_broken_is_named(llama, tmp_path):
 
 
 def test_code_that_a_config_names_is_copied_or_missed(llama, tmp_path):
-    source = shutil.copytree(llama, tmp_path / "source")
-    config = {**json.loads((source / "config.json").read_text()), "auto_map": {"AutoModel": "modeling_x.XModel"}}
-    (source / "config.json").write_text(json.dumps(config))
+    source, _ = with_config(llama, tmp_path / "source", auto_map={"AutoModel": "modeling_x.XModel"})
     (note,) = ckpt_tools.convert(source, tmp_path / "out", to="safetensors").plan.notes
     assert (note.what, note.why) == ("modeling_x.py", "code that config.json names is not beside it")
     (source / "modeling_x.py").write_text("raise SystemExit")
@@ -273,13 +264,6 @@ def test_files_that_have_no_place_are_named(to, llama, tmp_path):
     assert note.count == len([*llama.glob("*.json")])
 
 
-def test_a_file_is_named_whatever_its_name_is(llama, tmp_path):
-    source = shutil.copytree(llama, tmp_path / "source")
-    (source / "None").write_text("x")
-    notes = ckpt_tools.plan(source, tmp_path / "out", to="dcp").notes
-    assert any("None" in note.what.split(", ") for note in notes if note.outcome is Outcome.DROPPED)
-
-
 def test_verify_compares_the_files_of_a_model(llama, tmp_path):
     source, out = shutil.copytree(llama, tmp_path / "source"), tmp_path / "out"
     (source / "tokenization_x.py").write_text("x")
@@ -287,8 +271,7 @@ def test_verify_compares_the_files_of_a_model(llama, tmp_path):
     assert ckpt_tools.verify(source, out, dtype="float32").equal
     (out / "tokenization_x.py").write_text("y")
     (out / "tokenizer.json").unlink()
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "vocab_size": 1}))
+    (out / "config.json").write_text(json.dumps({**config_in(out), "vocab_size": 1}))
     report = ckpt_tools.verify(source, out, dtype="float32")
     assert {each.key.fqn: each.what for each in report.differences} == {
         "config.json": "vocab_size: another content",
@@ -299,12 +282,14 @@ def test_verify_compares_the_files_of_a_model(llama, tmp_path):
     assert ckpt_tools.verify(source, out, dtype="float32").differences[0].what == "missing"
 
 
-def test_files_in_folders_of_a_model_are_named(llama, tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(llama, source)
+def test_files_of_any_name_and_in_folders_of_a_model_are_named(llama, tmp_path):
+    source = shutil.copytree(llama, tmp_path / "source")
+    (source / "None").write_text("x")
     for name in ("1_Pooling/config.json", "onnx/model.onnx"):
         (source / name).parent.mkdir()
         (source / name).write_text("{}")
+    dropped = [n for n in ckpt_tools.plan(source, tmp_path / "out", to="dcp").notes if n.outcome is Outcome.DROPPED]
+    assert any("None" in note.what.split(", ") for note in dropped)
     notes = ckpt_tools.convert(source, tmp_path / "out", to="safetensors").notes
     [note] = [note for note in notes if "1_Pooling/config.json" in note.what]
     assert note.outcome is Outcome.DROPPED and note.count == 2 and "onnx/model.onnx" in note.what

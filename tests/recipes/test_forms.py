@@ -1,9 +1,11 @@
-"""Lines for layers that are stacked, for any number of axes, beside other names, of other spellings, and counted."""
+"""Lines for layers that are stacked, for any number of axes, beside other names, of other spellings, and counted; names
+that no other line has; and tied tensors, whose names are both given, or which are refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from ckpt_tools.recipes.groups import check_way_back, group_names, targets
 from ckpt_tools.recipes.reading import parse_recipe
 from ckpt_tools.recipes.recipe import Recipe
 from tests.recipes.test_apply import Arrays, key, mapped, numbers, stored
+from tests.support.refusals import refusal_test
 
 STACKED = """
 stacked = { left = ["layers.{layer}."] }
@@ -38,6 +41,26 @@ Q = "config.q"
 """
 
 
+def bits(arrays: Arrays) -> dict[Any, bytes]:
+    return {name: array.tobytes() for name, array in arrays.items()}
+
+
+def there_and_back(text: str, arrays: Arrays, config: Any = None, *, inverse: bool = False, **more: Any) -> Arrays:
+    """What the recipe makes of the arrays, of which the way back makes them again, bit for bit."""
+    _, found = mapped(text, arrays, config, inverse=inverse, **more)
+    _, back = mapped(text, found, config, inverse=not inverse)
+    assert bits(back) == bits(arrays)
+    return found
+
+
+def parsed(text: str) -> Callable[[Path], object]:
+    return lambda _: parse_recipe(text, "r", "r.toml")
+
+
+def mapping(text: str, arrays: Arrays, config: Any = None, **more: Any) -> Callable[[Path], object]:
+    return lambda _: mapped(text, arrays, config, **more)
+
+
 def single(layers: int, experts: range | None = None) -> Arrays:
     """The right side, whose layers in ``experts`` have two experts."""
     found: Arrays = {key("e"): numbers(5)}
@@ -52,60 +75,36 @@ def single(layers: int, experts: range | None = None) -> Arrays:
     return found
 
 
-class TestStackedLayers:
-    def test_alike_layers_become_one_tensor_and_are_taken_apart_again(self):
-        arrays = single(3, range(3))
-        _, found = mapped(STACKED, arrays, {"q": 4}, inverse=True)
-        assert {str(name) for name in found} == {"embed", "layers.norm", "layers.qkv", "layers.experts"}
-        assert found[key("layers.qkv")].shape == (3, 6, 3)
-        assert found[key("layers.qkv")][1].tobytes() == (
-            arrays[key("l.1.q")].tobytes() + arrays[key("l.1.k")].tobytes()
-        )
-        assert found[key("layers.experts")][2, 1].tobytes() == arrays[key("l.2.experts.1")].T.tobytes()
-        _, back = mapped(STACKED, found, {"q": 4})
-        assert {name: array.tobytes() for name, array in back.items()} == {
-            name: array.tobytes() for name, array in arrays.items()
-        }
-
-    def test_layers_that_differ_stay_single(self):
-        arrays = single(3, range(1, 3))
-        _, found = mapped(STACKED, arrays, {"q": 4}, inverse=True)
-        assert {str(name) for name in found} >= {"layers.0.norm", "layers.2.qkv", "layers.1.experts"}
-        _, back = mapped(STACKED, found, {"q": 4})
-        assert {name: array.tobytes() for name, array in back.items()} == {
-            name: array.tobytes() for name, array in arrays.items()
-        }
-
-    def test_moments_follow(self):
-        arrays = single(2)
-        arrays |= {key(name.fqn, "exp_avg"): array + 1 for name, array in arrays.items()}
-        _, found = mapped(STACKED, arrays, {"q": 4}, inverse=True)
-        assert found[key("layers.norm", "exp_avg")].tobytes() == (found[key("layers.norm")] + 1).tobytes()
-
-    def test_a_prefix_without_a_variable_is_refused(self):
-        with pytest.raises(UsageError, match=r"stacked.left = 'layers\.' is not text such as"):
-            parse_recipe(STACKED.replace('["layers.{layer}."]', '["layers."]'), "r", "r.toml")
+def test_alike_layers_become_one_tensor_and_are_taken_apart_again():
+    arrays = single(3, range(3))
+    found = there_and_back(STACKED, arrays, {"q": 4}, inverse=True)
+    assert {str(name) for name in found} == {"embed", "layers.norm", "layers.qkv", "layers.experts"}
+    assert found[key("layers.qkv")].shape == (3, 6, 3)
+    assert found[key("layers.qkv")][1].tobytes() == arrays[key("l.1.q")].tobytes() + arrays[key("l.1.k")].tobytes()
+    assert found[key("layers.experts")][2, 1].tobytes() == arrays[key("l.2.experts.1")].T.tobytes()
 
 
-class TestRest:
-    TEXT = '[[map]]\nleft = { "a" = "{n} ..." }\nright = { "b.{n}" = "..." }\n'
+def test_layers_that_differ_stay_single():
+    found = there_and_back(STACKED, single(3, range(1, 3)), {"q": 4}, inverse=True)
+    assert {str(name) for name in found} >= {"layers.0.norm", "layers.2.qkv", "layers.1.experts"}
 
-    @pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 4, 5)])
-    def test_it_is_as_many_axes_as_the_tensor_has(self, shape):
-        array = numbers(*shape)
-        _, found = mapped(self.TEXT, {key("a"): array})
-        assert [found[key(f"b.{n}")].tobytes() for n in range(2)] == [array[n].tobytes() for n in range(2)]
-        assert found[key("b.0")].shape == shape[1:]
-        _, back = mapped(self.TEXT, found, inverse=True)
-        assert back[key("a")].tobytes() == array.tobytes()
 
-    def test_it_is_the_last(self):
-        with pytest.raises(UsageError, match=r"has \.\.\. before other axes"):
-            parse_recipe(self.TEXT.replace("{n} ...", "... {n}"), "r", "r.toml")
+def test_moments_follow_layers():
+    arrays = single(2)
+    arrays |= {key(name.fqn, "exp_avg"): array + 1 for name, array in arrays.items()}
+    _, found = mapped(STACKED, arrays, {"q": 4}, inverse=True)
+    assert found[key("layers.norm", "exp_avg")].tobytes() == (found[key("layers.norm")] + 1).tobytes()
 
-    def test_a_number_has_no_axis_in_front(self):
-        with pytest.raises(UsageError, match="have different numbers of axes"):
-            mapped(self.TEXT, {key("a"): np.float32(1).reshape(())})
+
+REST_OF_AXES = '[[map]]\nleft = { "a" = "{n} ..." }\nright = { "b.{n}" = "..." }\n'
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 4, 5)])
+def test_the_rest_is_as_many_axes_as_the_tensor_has(shape):
+    array = numbers(*shape)
+    found = there_and_back(REST_OF_AXES, {key("a"): array})
+    assert [found[key(f"b.{n}")].tobytes() for n in range(2)] == [array[n].tobytes() for n in range(2)]
+    assert found[key("b.0")].shape == shape[1:]
 
 
 BESIDE = """
@@ -132,18 +131,8 @@ optional = true
 
 def test_a_name_beside_it_chooses_the_line():
     arrays = {key("0.norm"): numbers(2), key("0.mlp"): numbers(3), key("1.pre_norm"): numbers(4)}
-    arrays |= {key("1.router"): numbers(5)}
-    _, found = mapped(BESIDE, arrays)
+    found = there_and_back(BESIDE, {**arrays, key("1.router"): numbers(5)})
     assert {str(name) for name in found} == {"0.post", "0.mlp", "1.post", "1.router"}
-    _, back = mapped(BESIDE, found, inverse=True)
-    assert {name: array.tobytes() for name, array in back.items()} == {
-        name: array.tobytes() for name, array in arrays.items()
-    }
-
-
-def test_a_variable_beside_that_the_name_lacks_is_refused():
-    with pytest.raises(UsageError, match=r"beside has \{expert\}, which \{layer\}.post does not have"):
-        parse_recipe(BESIDE.replace('{layer}.router" }', '{expert}.router" }'), "r", "r.toml")
 
 
 ONE_WAY = """
@@ -183,30 +172,12 @@ optional = true
 
 
 COUNTED_NAMES = ("layers.0.w", "layers.1.w", "mtp.0.layer.w")
+BY_NUMBER = {key(name): numbers(2, seed=n) for n, name in enumerate(COUNTED_NAMES)}
 
 
-class TestNumbersThatCountFromASize:
-    ARRAYS: ClassVar = {key(name): numbers(2, seed=n) for n, name in enumerate(COUNTED_NAMES)}
-
-    def test_there_and_back(self):
-        _, found = mapped(COUNTED, self.ARRAYS, {"num_hidden_layers": 2})
-        assert [str(name) for name in found] == ["h.0.w", "h.1.w", "h.2.w"]
-        _, back = mapped(COUNTED, found, {"num_hidden_layers": 2}, inverse=True)
-        assert {name: array.tobytes() for name, array in back.items()} == {
-            name: array.tobytes() for name, array in self.ARRAYS.items()
-        }
-
-    def test_without_the_size_a_name_that_needs_it_is_refused(self):
-        with pytest.raises(UsageError, match=r"mtp.0.layer.w is numbered from L on .* name the folder of config.json"):
-            mapped(COUNTED, self.ARRAYS)
-        arrays = {key("h.0.w"): numbers(2), key("h.1.w"): numbers(2), key("h.1.proj"): numbers(2)}
-        with pytest.raises(UsageError, match=r"h.1.proj is numbered from L on"):
-            mapped(COUNTED, arrays, inverse=True)
-
-    def test_a_layer_beyond_the_size_would_be_read_as_another(self):
-        arrays = {key(f"layers.{n}.w"): numbers(2) for n in range(3)}
-        with pytest.raises(UsageError, match="would not read in the same way on the way back"):
-            mapped(COUNTED, arrays, {"num_hidden_layers": 2})
+def test_numbers_count_from_a_size():
+    found = there_and_back(COUNTED, BY_NUMBER, {"num_hidden_layers": 2})
+    assert [str(name) for name in found] == ["h.0.w", "h.1.w", "h.2.w"]
 
 
 def test_padding_that_nobody_tells_is_none():
@@ -245,37 +216,25 @@ of_state = true
 """
 
 
-class TestOptimizerStateOfOtherNames:
-    ARRAYS: ClassVar = {key("q"): numbers(4, 3), key("k"): numbers(2, 3, seed=1)}
-    STATE: ClassVar = {key("qk", slot): numbers(6, 3, seed=n) for n, slot in enumerate(("exp_avg", "exp_avg_sq"), 2)}
+OF_WEIGHTS = {key("q"): numbers(4, 3), key("k"): numbers(2, 3, seed=1)}
+STATE = {key("qk", slot): numbers(6, 3, seed=n) for n, slot in enumerate(("exp_avg", "exp_avg_sq"), 2)}
 
-    def test_it_joins_the_weights_and_is_parted_from_them_again(self):
-        _, found = mapped(OF_STATE, {**self.ARRAYS, **self.STATE}, {"q": 4}, groups=(ParamGroup(("qk",), {}),))
-        assert {str(name) for name in found} == {
-            *("hq", "hk"),
-            *(f"{name} ({slot})" for name in ("hq", "hk") for slot in ("exp_avg", "exp_avg_sq")),
-        }
-        assert found[key("hk", "exp_avg")].tobytes() == self.STATE[key("qk", "exp_avg")][4:].tobytes()
-        manifest, back = mapped(OF_STATE, found, {"q": 4}, inverse=True, groups=(ParamGroup(("hq", "hk"), {}),))
-        assert {name: array.tobytes() for name, array in back.items()} == {
-            name: array.tobytes() for name, array in {**self.ARRAYS, **self.STATE}.items()
-        }
-        assert manifest.groups[0].params == ("qk",)
 
-    def test_state_under_the_names_of_the_weights_is_read_too(self):
-        arrays = {**self.ARRAYS, key("q", "exp_avg"): numbers(4, 3, seed=5), key("k", "exp_avg"): numbers(2, 3, seed=6)}
-        _, found = mapped(OF_STATE, arrays, {"q": 4})
-        assert found[key("hq", "exp_avg")].tobytes() == arrays[key("q", "exp_avg")].tobytes()
+def test_state_of_other_names_joins_the_weights_and_is_parted_from_them_again():
+    _, found = mapped(OF_STATE, {**OF_WEIGHTS, **STATE}, {"q": 4}, groups=(ParamGroup(("qk",), {}),))
+    slots = [f"{name} ({slot})" for name in ("hq", "hk") for slot in ("exp_avg", "exp_avg_sq")]
+    assert {str(name) for name in found} == {"hq", "hk", *slots}
+    assert found[key("hk", "exp_avg")].tobytes() == STATE[key("qk", "exp_avg")][4:].tobytes()
+    manifest, back = mapped(OF_STATE, found, {"q": 4}, inverse=True, groups=(ParamGroup(("hq", "hk"), {}),))
+    assert bits(back) == bits({**OF_WEIGHTS, **STATE})
+    assert manifest.groups[0].params == ("qk",)
 
-    def test_state_of_both_names_is_refused(self):
-        arrays = {**self.ARRAYS, **self.STATE, key("q", "exp_avg"): numbers(4, 3)}
-        with pytest.raises(UsageError, match=r"makes hq \(exp_avg\) of q and of qk; names must stay distinct"):
-            mapped(OF_STATE, arrays, {"q": 4})
 
-    def test_weights_alone_need_no_such_line(self):
-        _, found = mapped(OF_STATE, self.ARRAYS, {"q": 4})
-        _, back = mapped(OF_STATE, found, {"q": 4}, inverse=True)
-        assert {str(name) for name in back} == {"q", "k"}
+def test_state_under_the_names_of_the_weights_is_read_too_and_weights_alone_need_none():
+    arrays = {**OF_WEIGHTS, key("q", "exp_avg"): numbers(4, 3, seed=5), key("k", "exp_avg"): numbers(2, 3, seed=6)}
+    _, found = mapped(OF_STATE, arrays, {"q": 4})
+    assert found[key("hq", "exp_avg")].tobytes() == arrays[key("q", "exp_avg")].tobytes()
+    there_and_back(OF_STATE, OF_WEIGHTS, {"q": 4})
 
 
 AGAIN = """
@@ -297,38 +256,17 @@ beside = { right = "h.{layer}.w1" }
 """
 
 
-class TestLinesOfOtherPlaces:
-    def test_there_and_back(self):
-        arrays = {key(f"{prefix}w13"): numbers(4, seed=n) for n, prefix in enumerate(("layers.0.", "mtp.0.inner."))}
-        arrays |= {key(f"{prefix}norm"): numbers(2, seed=n) for n, prefix in enumerate(("layers.0.", "mtp.0.inner."))}
-        arrays[key("embed")] = numbers(3)
-        _, found = mapped(AGAIN, arrays, {"num_hidden_layers": 1})
-        assert {str(name) for name in found} == {"e", "h.0.w1", "h.0.w3", "h.0.n", "h.1.w1", "h.1.w3", "h.1.n"}
-        assert found[key("h.1.w3")].tobytes() == arrays[key("mtp.0.inner.w13")][2:].tobytes()
-        _, back = mapped(AGAIN, found, {"num_hidden_layers": 1}, inverse=True)
-        assert {name: array.tobytes() for name, array in back.items()} == {
-            name: array.tobytes() for name, array in arrays.items()
-        }
-
-    def test_they_are_optional(self):
-        arrays = {key("embed"): numbers(3), key("layers.0.w13"): numbers(4), key("layers.0.norm"): numbers(2)}
-        _, found = mapped(AGAIN, arrays, {"num_hidden_layers": 1})
-        assert {str(name) for name in found} == {"e", "h.0.w1", "h.0.w3", "h.0.n"}
-
-    @pytest.mark.parametrize(
-        ("wrong", "message"),
-        [
-            ('["layers.{layer}."]', r"left = \['layers.\{layer\}.'\] under \[\[again\]\] is not a list of two"),
-            ('["", "mtp."]', "is not a list of two beginnings of names"),
-        ],
-    )
-    def test_one_beginning_is_refused(self, wrong, message):
-        with pytest.raises(UsageError, match=message):
-            parse_recipe(AGAIN.replace('["layers.{layer}.", "mtp.{i}.inner."]', wrong), "r", "r.toml")
-
-    def test_what_is_no_table_is_refused(self):
-        with pytest.raises(UsageError, match=r"write \[\[again\]\]"):
-            parse_recipe('again = ["a"]\n[[map]]\nleft = "a"\nright = "b"\n', "r", "r.toml")
+def test_lines_count_again_in_other_places_where_they_are():
+    places = ("layers.0.", "mtp.0.inner.")
+    arrays = {key(f"{prefix}w13"): numbers(4, seed=n) for n, prefix in enumerate(places)}
+    arrays |= {key(f"{prefix}norm"): numbers(2, seed=n) for n, prefix in enumerate(places)}
+    arrays[key("embed")] = numbers(3)
+    found = there_and_back(AGAIN, arrays, {"num_hidden_layers": 1})
+    assert {str(name) for name in found} == {"e", "h.0.w1", "h.0.w3", "h.0.n", "h.1.w1", "h.1.w3", "h.1.n"}
+    assert found[key("h.1.w3")].tobytes() == arrays[key("mtp.0.inner.w13")][2:].tobytes()
+    without = {name: array for name, array in arrays.items() if "mtp" not in name.fqn}
+    _, found = mapped(AGAIN, without, {"num_hidden_layers": 1})
+    assert {str(name) for name in found} == {"e", "h.0.w1", "h.0.w3", "h.0.n"}
 
 
 @pytest.mark.parametrize("has_head", [False, True])
@@ -355,21 +293,49 @@ right = "e"
 """
 
 
-class TestCopies:
-    def test_they_are_left_out_and_not_given_back(self):
-        arrays = {key("e"): numbers(3, seed=1), key("h.4.embed"): numbers(3, seed=1)}
-        _, found = mapped(COPIES, arrays, inverse=True)
-        assert [str(name) for name in found] == ["embed"]
-        _, back = mapped(COPIES, found)
-        assert [str(name) for name in back] == ["e"]
+def test_copies_are_left_out_and_not_given_back():
+    arrays = {key("e"): numbers(3, seed=1), key("h.4.embed"): numbers(3, seed=1)}
+    _, found = mapped(COPIES, arrays, inverse=True)
+    assert [str(name) for name in found] == ["embed"]
+    _, back = mapped(COPIES, found)
+    assert [str(name) for name in back] == ["e"]
 
-    def test_one_that_differs_is_refused(self):
-        with pytest.raises(DifferenceError, match=r"h\.4\.embed and e, which it repeats"):
-            mapped(COPIES, {key("e"): numbers(3), key("h.4.embed"): numbers(3, seed=1)}, inverse=True)
 
-    def test_another_shape_is_refused(self):
-        with pytest.raises(UnsupportedError, match=r"h\.4\.embed is a copy of e by the recipe, and differs in shape"):
-            mapped(COPIES, {key("e"): numbers(3), key("h.4.embed"): numbers(4)}, inverse=True)
+AGAIN_LEFT = '["layers.{layer}.", "mtp.{i}.inner."]'
+NUMBERED = {key("h.0.w"): numbers(2), key("h.1.w"): numbers(2), key("h.1.proj"): numbers(2)}
+
+test_what_is_refused = refusal_test(
+    ("a stacked prefix without a variable", parsed(STACKED.replace('["layers.{layer}."]', '["layers."]')), UsageError,
+        r"stacked.left = 'layers\.' is not text such as"),
+    ("a rest before other axes", parsed(REST_OF_AXES.replace("{n} ...", "... {n}")), UsageError,
+        r"has \.\.\. before other axes"),
+    ("an axis of a number", mapping(REST_OF_AXES, {key("a"): np.float32(1).reshape(())}), UsageError,
+        "have different numbers of axes"),
+    ("a variable beside", parsed(BESIDE.replace('{layer}.router" }', '{expert}.router" }')), UsageError,
+        r"beside has \{expert\}, which \{layer\}.post does not have"),
+    ("no size for a number", mapping(COUNTED, BY_NUMBER), UsageError,
+        r"mtp.0.layer.w is numbered from L on .* name the folder of config.json"),
+    ("no size on the way back", mapping(COUNTED, NUMBERED, inverse=True), UsageError,
+        r"h.1.proj is numbered from L on"),
+    # It would be read as a layer of the other kind.
+    ("a layer beyond the size", mapping(COUNTED, {key(f"layers.{n}.w"): numbers(2) for n in range(3)},
+        {"num_hidden_layers": 2}), UsageError, "would not read in the same way on the way back"),
+    ("state of both names", mapping(OF_STATE, {**OF_WEIGHTS, **STATE, key("q", "exp_avg"): numbers(4, 3)}, {"q": 4}),
+        UsageError, r"makes hq \(exp_avg\) of q and of qk; names must stay distinct"),
+    ("one place", parsed(AGAIN.replace(AGAIN_LEFT, '["layers.{layer}."]')), UsageError,
+        r"left = \['layers.\{layer\}.'\] under \[\[again\]\] is not a list of two"),
+    ("an empty place", parsed(AGAIN.replace(AGAIN_LEFT, '["", "mtp."]')), UsageError,
+        "is not a list of two beginnings of names"),
+    ("no table of places", parsed('again = ["a"]\n[[map]]\nleft = "a"\nright = "b"\n'), UsageError,
+        r"write \[\[again\]\]"),
+    ("a copy that differs", mapping(COPIES, {key("e"): numbers(3), key("h.4.embed"): numbers(3, seed=1)}, inverse=True),
+        DifferenceError, r"h\.4\.embed and e, which it repeats"),
+    ("a copy of another shape", mapping(COPIES, {key("e"): numbers(3), key("h.4.embed"): numbers(4)}, inverse=True),
+        UnsupportedError, r"h\.4\.embed is a copy of e by the recipe, and differs in shape"),
+)  # fmt: skip
+
+
+# Names that no other line has
 
 
 EXACT = '[[map]]\nleft = "model.norm"\nright = "backbone.norm_f"\n'
@@ -397,34 +363,24 @@ def test_the_order_of_lines_does_not_count(lines):
     assert renamed(list(forth.values()), recipe(*lines).inverse()) == {new: old for old, new in forth.items()}
 
 
-def test_two_plain_lines_for_one_name_are_refused():
-    with pytest.raises(UsageError, match=r"two names of the recipe r match model\.norm"):
-        group_names(["model.norm", "model.x"], recipe(EXACT, REST))
+ALL = '[[map]]\nleft = "{all...}"\nright = "b.{all...}"\notherwise = true\n'
+SHAPED = '[[map]]\nleft = { a = "H F" }\nright = { b = "F H" }\notherwise = true\n'
+
+test_lines_otherwise_that_are_refused = refusal_test(
+    ("two plain lines for one name", lambda _: group_names(["model.norm", "model.x"], recipe(EXACT, REST)), UsageError,
+        r"two names of the recipe r match model\.norm"),
+    ("two such lines for one name", lambda _: group_names(["model.x"], recipe(OTHERWISE, ALL)), UsageError,
+        r"two names of the recipe r match model\.x"),
+    # Read backwards, backbone.norm_f is model.norm and not model.norm_f.
+    ("what another line leads to",
+        lambda _: renamed(["model.x", "model.norm", "model.norm_f"], recipe(EXACT, OTHERWISE)), UsageError,
+        r"model\.norm_f becomes backbone\.norm_f, .* \(by backbone\.norm_f\)"),
+    ("not a flag", lambda _: recipe(REST + "otherwise = 1\n"), UsageError, "otherwise = 1 is neither true nor false"),
+    ("with shapes", lambda _: recipe(SHAPED), UsageError, "gives shapes; only a line of names"),
+)  # fmt: skip
 
 
-def test_two_such_lines_for_one_name_are_refused():
-    more = '[[map]]\nleft = "{all...}"\nright = "b.{all...}"\notherwise = true\n'
-    with pytest.raises(UsageError, match=r"two names of the recipe r match model\.x"):
-        group_names(["model.x"], recipe(OTHERWISE, more))
-
-
-def test_a_name_that_another_line_leads_to_is_refused():
-    """Read backwards, backbone.norm_f is model.norm and not model.norm_f."""
-    with pytest.raises(UsageError, match=r"model\.norm_f becomes backbone\.norm_f, .* \(by backbone\.norm_f\)"):
-        renamed(["model.x", "model.norm", "model.norm_f"], recipe(EXACT, OTHERWISE))
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [("otherwise = 1\n", "otherwise = 1 is neither true nor false"), ("", "gives shapes; only a line of names")],
-    ids=["not a flag", "with shapes"],
-)
-def test_it_is_for_lines_of_names(more, why):
-    line = OTHERWISE.replace("otherwise = true\n", more) if more else EXACT
-    if not more:
-        line = '[[map]]\nleft = { a = "H F" }\nright = { b = "F H" }\notherwise = true\n'
-    with pytest.raises(UsageError, match=why):
-        recipe(line)
+# Tied tensors of the source
 
 
 HEAD = 'about = "a"\nleft = "a"\nright = "b"\n'

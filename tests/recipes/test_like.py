@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from ckpt_tools.recipes.ways import ways
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.wrappers import Overlay
 from tests.support.manifests import elements
+from tests.support.refusals import refusal_test
 
 pytestmark = pytest.mark.quick
 
@@ -96,21 +98,20 @@ def test_names_come_in_the_order_of_the_reference():
     assert not notes
 
 
-def test_each_weight_takes_the_dtype_of_the_reference():
-    held = Held.of({**model(), BIAS: numbers(8)})
+def test_each_weight_takes_the_dtype_of_the_reference_and_state_keeps_its_own():
+    held = Held.of({**model(), BIAS: numbers(8), (NORM, "exp_avg"): numbers(H, seed=5)})
     ref = reference({**UNTIED, BIAS: (8,)}, DType.BFLOAT16)
     ref = replace(ref, tensors={**ref.tensors, BIAS: Wanted((8,), DType.FLOAT32)})
     made, _ = like(ref).cast(like(ref).named(held.manifest)[0])
-    assert {key.fqn: entry.dtype for key, entry in made.tensors.items()} == {
-        EMBED: DType.BFLOAT16, NORM: DType.BFLOAT16, HEAD: DType.BFLOAT16, BIAS: DType.FLOAT32
-    }  # fmt: skip
+    assert {(key.fqn, key.slot): entry.dtype for key, entry in made.tensors.items()} == {
+        **{(name, "weight"): DType.BFLOAT16 for name in (EMBED, NORM, HEAD)},
+        (BIAS, "weight"): DType.FLOAT32,
+        (NORM, "exp_avg"): DType.FLOAT32,
+    }
     np.testing.assert_array_equal(held.read(made)[StateKey(BIAS)], numbers(8))
-
-
-def test_optimizer_state_keeps_its_dtype():
-    held = Held.of({**model(), (NORM, "exp_avg"): numbers(H, seed=5)})
-    made, _ = like(reference(UNTIED, DType.BFLOAT16)).cast(held.manifest)
-    assert made.tensors[StateKey(NORM, "exp_avg")].dtype is DType.FLOAT32
+    for name in ("dtype", "torch_dtype"):
+        made, _ = like(Reference("ref", config={name: "bfloat16"})).cast(Held.of({NORM: numbers(H)}).manifest)
+        assert made.tensors[StateKey(NORM)].dtype is DType.BFLOAT16
 
 
 @pytest.mark.parametrize("before", [V + 2, V + 64, V - 1, 1])
@@ -163,12 +164,8 @@ def test_a_tie_that_two_tensors_hold_is_left_out_if_their_bits_are_equal():
     assert [equal.first.shards, equal.second.shards] == [each.shards for each in entries]
     assert [*made.tensors] == [StateKey(EMBED), StateKey(NORM), StateKey(EMBED, "exp_avg")]
     assert made.groups[0].params == (EMBED, NORM)
-
-
-def test_padded_ties_are_compared_in_the_rows_that_are_written():
-    held = Held.of(model(V + 2))
-    made, _ = like(reference(TIED)).named(held.manifest)
-    assert {each.shape for pair in made.must_equal for each in (pair.first, pair.second)} == {(V, H)}
+    padded, _ = like(reference(TIED)).named(Held.of(model(V + 2)).manifest)
+    assert {each.shape for pair in padded.must_equal for each in (pair.first, pair.second)} == {(V, H)}
 
 
 @pytest.mark.parametrize("has_alias", [True, False])
@@ -214,8 +211,7 @@ def test_the_only_way_that_leads_to_the_names_is_taken_and_noted():
 
 def test_two_ways_with_one_result_are_one():
     held = Held.of({"a.x": numbers(2)})
-    tried = (Way("one", double), Way("other", double))
-    made, _ = like(reference({"b.x": (2,)}), *tried).named(held.manifest)
+    made, _ = like(reference({"b.x": (2,)}), Way("one", double), Way("other", double)).named(held.manifest)
     same(held.read(made), {"b.x": numbers(2)})
 
 
@@ -223,25 +219,9 @@ def swapped(manifest: Manifest) -> transforms.Transformed:
     return transforms.rename(manifest, lambda name: {"a.x": "b.y", "a.y": "b.x"}[name])
 
 
-def test_two_ways_with_different_results_are_refused():
-    held = Held.of({"a.x": numbers(2), "a.y": numbers(2, seed=1)})
-    tried = (Way("recipe one", double), Way("recipe two", swapped))
-    with pytest.raises(UsageError, match=r"fits in several ways \(recipe one, recipe two\); choose one with recipe="):
-        like(reference({"b.x": (2,), "b.y": (2,)}), *tried).named(held.manifest)
-
-
-WRAPPED = {
-    "module.": "module.{}",
-    "_orig_mod.": "_orig_mod.{}",
-    "_fsdp_wrapped_module.": "_fsdp_wrapped_module.{}",
-    "model.": "model.{}",
-    "all": "model._orig_mod.{}",
-}
-
-
-@pytest.mark.parametrize("form", WRAPPED.values(), ids=WRAPPED)
-def test_prefixes_of_wrappers_are_taken_off(form):
-    held = Held.of({form.format(name): array for name, array in model().items()})
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.", "model._orig_mod."])
+def test_prefixes_of_wrappers_are_taken_off(prefix):
+    held = Held.of({prefix + name: array for name, array in model().items()})
     ref = reference(UNTIED)
     made, _ = Like(ref, lambda each: ways(each, ref, has_recipe=False)).named(held.manifest)
     same(held.read(made), {name: model()[name] for name in UNTIED})
@@ -289,72 +269,63 @@ def test_what_does_not_fit_is_one_sentence(arrays, ref, said):
     assert len(str(caught.value)) < 600
 
 
-def test_the_nearest_way_is_the_one_that_is_reported():
-    held = Held.of({"a.x": numbers(2), "a.y": numbers(3), "a.z": numbers(1)})
-    ref = reference({"b.x": (2,), "b.y": (3,)})
-    with pytest.raises(UsageError, match=r"does not fit: after recipe double; the reference lacks b\.z"):
-        like(ref, AS_IT_IS, Way("recipe double", double)).named(held.manifest)
-
-
-def test_state_that_cannot_follow_the_vocabulary_is_refused():
-    held = Held.of({**model(V + 2), (EMBED, "exp_avg_sq_row"): numbers(V + 2)})
-    said = (
-        r"exp_avg_sq_row of model\.embed_tokens\.weight has the shape \[8\], and the weight \[8, 4\]: it cannot follow"
-    )
-    with pytest.raises(UnsupportedError, match=said):
-        like(reference(UNTIED)).named(held.manifest)
-
-
-def test_a_tie_with_optimizer_states_of_its_own_is_refused():
-    states = {(name, "exp_avg"): numbers(V, H) for name in (HEAD, EMBED)}
-    held = Held.of({**model(), **states})
-    with pytest.raises(UsageError, match=r"lm_head.weight has optimizer state of its own, so that it is not tied to"):
-        like(reference(TIED)).named(held.manifest)
-
-
-@dataclass(frozen=True)
-class Config:
-    """A reference that is only a ``config.json``."""
-
-    content: dict[str, Any]
-
-    def named(self, held: Held) -> Manifest:
-        made, _ = like(Reference("ref", config=self.content)).named(held.manifest)
-        return made
+def of_config(content: dict[str, Any], held: Held) -> Manifest:
+    """By a reference that is only a ``config.json``."""
+    made, _ = like(Reference("ref", config=content)).named(held.manifest)
+    return made
 
 
 def test_a_configuration_alone_says_vocabulary_and_ties():
     held = Held.of({**model(V + 2), HEAD: numbers(V + 2, H)})
-    made = Config({"text_config": {"vocab_size": V}, "tie_word_embeddings": True}).named(held)
+    made = of_config({"text_config": {"vocab_size": V}, "tie_word_embeddings": True}, held)
     same(held.read(made), {NORM: numbers(H), EMBED: numbers(V + 2, H)[:V]})
     assert len(made.must_equal) == 1
+    tied = Held.of({EMBED: numbers(V, H)}, aliases={HEAD: EMBED})
+    made = of_config({"vocab_size": V, "tie_word_embeddings": False}, tied)
+    same(tied.read(made), {EMBED: numbers(V, H), HEAD: numbers(V, H)})
 
 
-def test_a_configuration_without_a_tie_gives_the_head_of_its_own():
-    held = Held.of({EMBED: numbers(V, H)}, aliases={HEAD: EMBED})
-    made = Config({"vocab_size": V, "tie_word_embeddings": False}).named(held)
-    same(held.read(made), {EMBED: numbers(V, H), HEAD: numbers(V, H)})
+def several_ways(_: Path) -> None:
+    held = Held.of({"a.x": numbers(2), "a.y": numbers(2, seed=1)})
+    tried = (Way("recipe one", double), Way("recipe two", swapped))
+    like(reference({"b.x": (2,), "b.y": (2,)}), *tried).named(held.manifest)
 
 
-def test_a_configuration_of_another_vocabulary_is_refused():
-    held = Held.of({"conv.weight": numbers(3, 3)})
-    with pytest.raises(UsageError, match="has a vocabulary of 50,000 tokens, and no tensor of the source has so many"):
-        Config({"vocab_size": 50_000}).named(held)
+def nearest(_: Path) -> None:
+    held = Held.of({"a.x": numbers(2), "a.y": numbers(3), "a.z": numbers(1)})
+    ref = reference({"b.x": (2,), "b.y": (3,)})
+    like(ref, AS_IT_IS, Way("recipe double", double)).named(held.manifest)
 
 
-def test_a_configuration_of_more_experts_is_refused_and_does_not_leave_the_names():
+def factored_state(_: Path) -> None:
+    held = Held.of({**model(V + 2), (EMBED, "exp_avg_sq_row"): numbers(V + 2)})
+    like(reference(UNTIED)).named(held.manifest)
+
+
+def states_of_a_tie(_: Path) -> None:
+    held = Held.of({**model(), **{(name, "exp_avg"): numbers(V, H) for name in (HEAD, EMBED)}})
+    like(reference(TIED)).named(held.manifest)
+
+
+def more_experts(_: Path) -> None:
     experts = "model.layers.0.mlp.experts"
     held = Held.of({f"{experts}.gate_up_proj": numbers(2, 6, H), f"{experts}.down_proj": numbers(2, H, 3)})
     ref = Reference("ref", config={"model_type": "qwen3_moe", "num_experts": 4})
-    with pytest.raises(UsageError, match=r"after recipe='qwen2_moe': .* has the shape \[2, ."):
-        Like(ref, lambda manifest: ways(manifest, ref, has_recipe=False)).named(held.manifest)
+    Like(ref, lambda manifest: ways(manifest, ref, has_recipe=False)).named(held.manifest)
 
 
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_the_dtype_of_a_configuration_is_that_of_parameters(key):
-    held = Held.of({NORM: numbers(H)})
-    made, _ = like(Reference("ref", config={key: "bfloat16"})).cast(held.manifest)
-    assert made.tensors[StateKey(NORM)].dtype is DType.BFLOAT16
+test_what_cannot_be_chosen_or_follow_is_refused = refusal_test(
+    ("several ways", several_ways, UsageError,
+        r"fits in several ways \(recipe one, recipe two\); choose one with recipe="),
+    ("the nearest way", nearest, UsageError, r"does not fit: after recipe double; the reference lacks b\.z"),
+    ("factored state", factored_state, UnsupportedError, r"exp_avg_sq_row of model\.embed_tokens\.weight has the shape "
+        r"\[8\], and the weight \[8, 4\]: it cannot follow"),
+    ("states of a tie", states_of_a_tie, UsageError,
+        r"lm_head.weight has optimizer state of its own, so that it is not tied to"),
+    ("another vocabulary", lambda _: of_config({"vocab_size": 50_000}, Held.of({"conv.weight": numbers(3, 3)})),
+        UsageError, "has a vocabulary of 50,000 tokens, and no tensor of the source has so many"),
+    ("more experts", more_experts, UsageError, r"after recipe='qwen2_moe': .* has the shape \[2, ."),
+)  # fmt: skip
 
 
 def test_names_are_grouped_by_what_differs_in_numbers():

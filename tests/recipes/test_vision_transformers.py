@@ -7,6 +7,7 @@ order, and is compared with ``BOUND``; torch's fused inference attention is off,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,11 +30,9 @@ from training.models.image_models import build_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.extended]
 
-IMAGE, PATCH, LAYERS, HEADS, HIDDEN, MLP, CLASSES = 16, 4, 2, 2, 24, 40, 5
-EPS = 1e-6
+IMAGE, HEADS, HIDDEN, MLP, CLASSES = 16, 2, 24, 40, 5
 BOUND = 1e-6
 """Of torchvision's logits, as a part of the largest: 2e-7 at the size of ViT-B/16, mostly 0 in these tiny models."""
-FILE = "model.safetensors"
 State = Mapping[str, Tensor]
 
 
@@ -49,50 +48,28 @@ def no_fused_attention():
 
 
 def config(**changed: Any) -> ViTConfig:
-    sizes: dict[str, Any] = {
-        "image_size": IMAGE,
-        "patch_size": PATCH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "hidden_size": HIDDEN,
-        "intermediate_size": MLP,
-        "num_labels": CLASSES,
-        "layer_norm_eps": EPS,
-    }
-    return ViTConfig(**sizes | changed)
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": HEADS, "hidden_size": HIDDEN}
+    sizes |= {"image_size": IMAGE, "patch_size": 4, "intermediate_size": MLP, "num_labels": CLASSES}
+    return ViTConfig(**{"layer_norm_eps": 1e-6, **sizes, **changed})
 
 
 def of_timm(**changed: Any) -> nn.Module:
-    sizes: dict[str, Any] = {
-        "img_size": IMAGE,
-        "patch_size": PATCH,
-        "depth": LAYERS,
-        "num_heads": HEADS,
-        "embed_dim": HIDDEN,
-        "mlp_ratio": MLP / HIDDEN,
-        "num_classes": CLASSES,
-    }
-    return timm.models.VisionTransformer(**sizes | changed)
+    sizes: dict[str, Any] = {"depth": 2, "num_heads": HEADS, "embed_dim": HIDDEN, "mlp_ratio": MLP / HIDDEN}
+    return timm.models.VisionTransformer(
+        **{"img_size": IMAGE, "patch_size": 4, "num_classes": CLASSES, **sizes, **changed}
+    )
 
 
 def of_torchvision(**changed: Any) -> nn.Module:
-    sizes: dict[str, Any] = {
-        "image_size": IMAGE,
-        "patch_size": PATCH,
-        "num_layers": LAYERS,
-        "num_heads": HEADS,
-        "hidden_dim": HIDDEN,
-        "mlp_dim": MLP,
-        "num_classes": CLASSES,
-    }
-    return VisionTransformer(**sizes | changed)
+    sizes: dict[str, Any] = {"num_layers": 2, "num_heads": HEADS, "hidden_dim": HIDDEN, "mlp_dim": MLP}
+    return VisionTransformer(**{"image_size": IMAGE, "patch_size": 4, "num_classes": CLASSES, **sizes, **changed})
 
 
-def of_transformers(**changed: Any) -> nn.Module:
-    return ViTForImageClassification(config(**changed))
-
-
-BUILD: dict[str, Callable[..., nn.Module]] = {"timm": of_timm, "torchvision": of_torchvision, "hub": of_transformers}
+BUILD: dict[str, Callable[..., nn.Module]] = {
+    "timm": of_timm,
+    "torchvision": of_torchvision,
+    "hub": lambda **changed: ViTForImageClassification(config(**changed)),
+}
 
 
 def randomized(model: nn.Module, seed: int = 1) -> nn.Module:
@@ -121,7 +98,12 @@ def loaded_from_hub(folder: Path, model_class: Any = ViTForImageClassification) 
 def hub_state(model: nn.Module, folder: Path) -> State:
     """The tensors under the names of the hub, which are those that ``save_pretrained`` writes."""
     model.save_pretrained(folder)
-    return load_file(folder / FILE)
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same(found: State, wanted: State) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # Six directions
@@ -196,21 +178,16 @@ def test_there_and_back_is_the_same_file(way, tmp_path):
     save_file(dict(state), tmp_path / "first.safetensors")
     convert(tmp_path / "first.safetensors", tmp_path / "there.safetensors", way)
     convert(tmp_path / "there.safetensors", tmp_path / "back.safetensors", way.inverse)
-    found = load_file(tmp_path / "back.safetensors")
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert_same(load_file(tmp_path / "back.safetensors"), state)
 
 
 def test_the_three_recipes_agree(tmp_path):
     model = randomized(of_timm())
-    names = ["timm", "torchvision", "hub", "timm"]
     save_file(model.state_dict(), tmp_path / "0.safetensors")
-    for number, ends in enumerate(pairwise(names)):
+    for number, ends in enumerate(pairwise(["timm", "torchvision", "hub", "timm"])):
         way = next(way for way in DIRECTIONS if (way.source, way.target) == ends)
         convert(tmp_path / f"{number}.safetensors", tmp_path / f"{number + 1}.safetensors", way)
-    found = load_file(tmp_path / "3.safetensors")
-    assert found.keys() == model.state_dict().keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    assert_same(load_file(tmp_path / "3.safetensors"), model.state_dict())
 
 
 # The optimizer
@@ -259,9 +236,6 @@ def test_training_continues_in_the_other_library(way, tmp_path):
     losses = [step(model, optimizer) for _ in range(3)]
     assert len(set(losses)) == 3, "losses that do not move show nothing"
     assert [step(other, others_optimizer) for _ in range(3)] == pytest.approx(losses, rel=BOUND)
-
-
-QKV = {"query": 0, "key": 1, "value": 2}
 
 
 @pytest.mark.parametrize("library", ["timm", "torchvision"])
@@ -322,59 +296,35 @@ def test_the_demos_model_is_one_of_torchvision(tmp_path):
 
 # What is refused
 
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
+    "another image size": ("vit_timm", {}, {"image_size": 32}, "pos_embed"),
+    "another patch size": ("vit_timm", {}, {"patch_size": 8, "image_size": 32}, "patch_embed.proj.weight"),
+    "another width": ("vit_timm", {}, {"hidden_size": 32}, "cls_token"),
+    "another number of channels": ("vit_timm", {}, {"num_channels": 1}, "patch_embed.proj.weight"),
+    "register tokens": ("vit_timm", {"reg_tokens": 4}, None, "reg_token"),
+    "layer scale": ("vit_timm", {"init_values": 1e-5}, None, "blocks.0.ls1.gamma"),
+    "norms of q and k": ("vit_timm", {"qk_norm": True}, None, "blocks.0.attn.q_norm.weight"),
+    "the norm of an average": ("vit_timm", {"global_pool": "avg"}, None, "fc_norm"),
+    "register tokens, to torchvision": ("vit_timm_torchvision", {"reg_tokens": 4}, None, "reg_token"),
+    "layer scale, to torchvision": ("vit_timm_torchvision", {"init_values": 1e-5}, None, "blocks.0.ls1.gamma"),
+    "a representation layer": ("vit_torchvision", {"representation_size": 7}, None, "heads.pre_logits"),
+}
+"""The recipe, changes of the model and those of a config.json, and what the sentence names."""
 
-def refusal(source: Path, out: Path, recipe: str, **options: Any) -> str:
-    """The sentence that refuses the conversion, which has written nothing."""
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_other_library_or_config_json_does_not_have_is_refused(case, tmp_path):
+    recipe, changed, configured, name = REFUSED[case]
+    library = "torchvision" if recipe == "vit_torchvision" else "timm"
+    source, out = saved(library, BUILD[library](**changed), tmp_path / "source"), tmp_path / "out.safetensors"
+    options: dict[str, Any] = {}
+    if configured is not None:
+        config(**configured).save_pretrained(tmp_path / "config")
+        out, options = tmp_path / "out", {"to": "safetensors", "config": tmp_path / "config"}
     with pytest.raises(CkptError) as caught:
         ckpt_tools.convert(source, out, recipe=recipe, **options)
     assert not out.exists()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-RESIZED = {
-    "another image size": {"image_size": 32},
-    "another patch size": {"patch_size": 8, "image_size": 32},
-    "another width": {"hidden_size": 32},
-    "another number of channels": {"num_channels": 1},
-}
-NAMED = {
-    "another image size": "pos_embed",
-    "another patch size": "patch_embed.proj.weight",
-    "another width": "cls_token",
-    "another number of channels": "patch_embed.proj.weight",
-}
-
-
-@pytest.mark.parametrize("case", RESIZED)
-def test_sizes_that_config_json_does_not_have_are_refused(case, tmp_path):
-    source = saved("timm", of_timm(), tmp_path / "source")
-    config(**RESIZED[case]).save_pretrained(tmp_path / "config")
-    told = refusal(source, tmp_path / "out", "vit_timm", to="safetensors", config=tmp_path / "config")
-    assert NAMED[case] in told
-
-
-FOREIGN = {
-    "register tokens": ({"reg_tokens": 4}, "reg_token"),
-    "layer scale": ({"init_values": 1e-5}, "blocks.0.ls1.gamma"),
-    "norms of q and k": ({"qk_norm": True}, "blocks.0.attn.q_norm.weight"),
-    "the norm of an average": ({"global_pool": "avg"}, "fc_norm"),
-}
-
-
-@pytest.mark.parametrize("recipe", ["vit_timm", "vit_timm_torchvision"])
-@pytest.mark.parametrize("case", FOREIGN)
-def test_parts_that_the_other_library_does_not_have_are_refused(case, recipe, tmp_path):
-    arguments, name = FOREIGN[case]
-    source = saved("timm", of_timm(**arguments), tmp_path / "source")
-    told = refusal(source, tmp_path / "out.safetensors", recipe)
-    assert name in told
-
-
-def test_a_representation_layer_of_torchvision_is_refused(tmp_path):
-    source = saved("torchvision", of_torchvision(representation_size=7), tmp_path / "source")
-    told = refusal(source, tmp_path / "out.safetensors", "vit_torchvision")
-    assert "heads.pre_logits" in told
+    assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_the_hubs_pooler_is_dropped_and_named(tmp_path):
@@ -393,8 +343,8 @@ def test_the_hubs_pooler_is_dropped_and_named(tmp_path):
 def test_names_of_an_old_torchvision_and_of_a_bare_model_are_renamed_first(tmp_path):
     model = randomized(of_torchvision())
     old = {
-        name.replace("mlp.0", "mlp.linear_1").replace("mlp.3", "mlp.linear_2"): w
-        for name, w in model.state_dict().items()
+        re.sub("mlp.([03])", lambda at: {"0": "mlp.linear_1", "3": "mlp.linear_2"}[at[1]], name): weight
+        for name, weight in model.state_dict().items()
     }
     of_torchvision().load_state_dict(old)
     torch.save(old, tmp_path / "old.pt")
@@ -409,7 +359,7 @@ def test_names_of_an_old_torchvision_and_of_a_bare_model_are_renamed_first(tmp_p
 
 
 def test_a_state_dict_of_transformers_5_takes_two_steps(tmp_path):
-    model = randomized(of_transformers())
+    model = randomized(BUILD["hub"]())
     torch.save(model.state_dict(), tmp_path / "live.pt")
     ckpt_tools.convert(tmp_path / "live.pt", tmp_path / "hub.safetensors", recipe="vit")
     ckpt_tools.convert(tmp_path / "hub.safetensors", tmp_path / "timm.pt", recipe="vit_timm", inverse=True)
