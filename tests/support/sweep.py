@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -27,11 +27,26 @@ def thinned(values: Iterable[Any], every: int) -> list[Any]:
 
 def tiered(cases: Iterable[Any], test: Collection[str], extended: Collection[str] = ()) -> list[Any]:
     """Parameters of a test with many cases: those named in ``test`` run in ``make test``, those in ``extended`` in
-    ``make test-all``, the others in ``make soak``. They are chosen to differ in kind."""
-    named = {case if isinstance(case, str) else str(getattr(case, "name", case)): case for case in cases}
+    ``make test-all``, the others in ``make soak``. They are chosen to differ in kind. The name of a tuple, which is
+    several parameters, is that of its parts with ``-`` between them."""
+    named = {"-".join(map(_name, case)) if isinstance(case, tuple) else _name(case): case for case in cases}
     assert not (unknown := {*test, *extended} - {*named}), f"no such cases: {unknown}"
     marks = {**dict.fromkeys(extended, pytest.mark.extended), **dict.fromkeys(test, ())}
-    return [pytest.param(case, id=name, marks=marks.get(name, pytest.mark.soak)) for name, case in named.items()]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=marks.get(name, pytest.mark.soak))
+        for name, case in named.items()
+    ]
+
+
+def spread(values: Sequence[Any], number: int | None) -> list[Any]:
+    """``number`` of the values, evenly spread from first to last; all of them for None."""
+    if number is None or number >= len(values):
+        return list(values)
+    return [values[index * (len(values) - 1) // max(number - 1, 1)] for index in range(number)]
+
+
+def _name(case: Any) -> str:
+    return case if isinstance(case, str) else str(getattr(case, "name", case))
 
 
 def name_of(fixture: Fixture) -> str:

@@ -141,10 +141,3 @@ class Runs:
     def _with(self, call: Call, what: str, words: Sequence[str | Path]) -> Ended:
         inject = f"inject={call.name}:{what}:when={call.number}"
         return self.run(*words, strace=["-e", f"trace={call.name},kill", "-e", inject])
-
-
-def sampled(calls: Sequence[Any], number: int | None) -> list[Any]:
-    """``number`` of the calls, evenly spread from first to last; all of them for None."""
-    if number is None or number >= len(calls):
-        return list(calls)
-    return [calls[index * (len(calls) - 1) // max(number - 1, 1)] for index in range(number)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
 from tests.end_to_end.crashes.cases import CASES, Case
-from tests.end_to_end.crashes.runs import READ_SIDE, WRITE_SIDE, Call, Ended, Runs, sampled
+from tests.end_to_end.crashes.runs import READ_SIDE, WRITE_SIDE, Call, Ended, Runs
+from tests.support.sweep import spread, tiered
 
 pytestmark = pytest.mark.extended
 
@@ -17,7 +19,7 @@ WRITES_IN_SOAK, READS_IN_SOAK = 100, 50
 """Of each writer with its reader and each mode, in ``make test-all`` and in ``make soak``, evenly spread: 3,000 points
 of 10,000; most of these are the same look at the same folder."""
 
-WRITERS = pytest.mark.parametrize("name", CASES)
+WRITERS = pytest.mark.parametrize("name", tiered(CASES, test=(), extended=("dcp", "file", "universal", "torch")))
 
 WRITE_ERRORS = {
     **dict.fromkeys(["openat", "pwrite64", "write", "fallocate", "fsync"], ("EIO", "ENOSPC", "EINTR")),
@@ -41,7 +43,7 @@ def faults(case: Case, done: Ended, num_writes: int, num_reads: int) -> list[tup
     reading = done.calls(READ_SIDE, everywhere, reading=True)
     writes = [(call, error) for call in writing for error in WRITE_ERRORS.get(call.name, ("EIO",))]
     reads = [(call, error) for call in reading for error in READ_ERRORS[call.name]]
-    return list(dict.fromkeys([*sampled(writes, num_writes), *sampled(reads, num_reads)]))
+    return list(dict.fromkeys([*spread(writes, num_writes), *spread(reads, num_reads)]))
 
 
 def short_calls(done: Ended) -> Iterator[tuple[str, int]]:
@@ -67,12 +69,18 @@ def check_clean(case: Case, runs: Runs) -> None:
     assert {path.name for path in case.folder.iterdir()} <= {case.name}
 
 
-@WRITERS
-@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    tiered(
+        product(CASES, ("fresh", "overwrite")),
+        test=(),
+        extended=["dcp-fresh", "file-overwrite", "sharded-fresh", "universal-overwrite"],
+    ),
+)
 @pytest.mark.timeout(3600)
-def test_every_call_may_fail(name, overwrite, made_case, runs, soak):
+def test_every_call_may_fail(name, mode, made_case, runs, soak):
     case = made_case(name)
-    words, before = (["--overwrite"], case.old) if overwrite else (["--fsync"], {})
+    words, before = (["--overwrite"], case.old) if mode == "overwrite" else (["--fsync"], {})
     case.put(before)
     done = runs.watched(*case.words, *words)
     assert done.code == 0, done.stderr
@@ -103,19 +111,25 @@ def test_after_a_failure_it_can_be_resumed(name, made_case, runs, soak):
         assert case.visible() == case.expected
 
 
-@pytest.mark.parametrize("name", ["sharded", "dcp", "file"])
-@pytest.mark.parametrize("is_reserved", [True, False], ids=["reserved", "not reserved"])
-@pytest.mark.parametrize(("error", "said"), [("ENOSPC", "No space left on device"), ("EDQUOT", "Disk quota exceeded")])
+FULL = [(*each, error) for each in product(("sharded", "dcp", "file"), ("reserved", "not reserved"))
+        for error in ("ENOSPC", "EDQUOT")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "error"),
+    tiered(FULL, test=(), extended=["sharded-not reserved-ENOSPC", "dcp-reserved-EDQUOT", "file-reserved-ENOSPC"]),
+)
 @pytest.mark.timeout(3600)
-def test_a_disk_that_stays_full(name, is_reserved, error, said, made_case, runs, soak):
+def test_a_disk_that_stays_full(name, how, error, made_case, runs, soak):
     """In the middle of a write, and from then on. Without ``fallocate`` the C library writes to each block instead."""
     case = made_case(name)
     watching = ["-e", "trace=pwrite64,fallocate,kill"]
-    unreserved = [] if is_reserved else ["-e", "inject=fallocate:error=EOPNOTSUPP"]
+    said = {"ENOSPC": "No space left on device", "EDQUOT": "Disk quota exceeded"}[error]
+    unreserved = [] if how == "reserved" else ["-e", "inject=fallocate:error=EOPNOTSUPP"]
     done = runs.run(*case.words, strace=[*watching, *unreserved])
     assert (done.code, case.visible()) == (0, case.expected)
     calls = done.calls({"pwrite64"}, case.folder, reading=False)
-    for call in sampled(calls[1:], 12 if soak else 2):
+    for call in spread(calls[1:], 12 if soak else 2):
         full = [*watching, *unreserved, "-e", f"inject=pwrite64:error={error}:when={call.number}+"]
         for words, before in ((["--overwrite"], case.old), (["--resume"], {})):
             case.put(before)
@@ -133,7 +147,7 @@ def test_a_disk_that_stays_full(name, is_reserved, error, said, made_case, runs,
 def test_calls_that_move_less_than_they_could(name, made_case, runs, soak):
     case = made_case(name)
     done = runs.watched(*case.words)
-    for call in sampled(list(short_calls(done)), None if soak else 3):
+    for call in spread(list(short_calls(done)), None if soak else 3):
         case.clear()
         assert runs.run(*case.words, short=call).code == 0
         assert case.visible() == case.expected, call

@@ -11,17 +11,23 @@ import sys
 import pytest
 
 from tests.end_to_end.crashes.cases import CASES, Case, done_bytes
-from tests.end_to_end.crashes.runs import WRITE_SIDE, Call, Runs, sampled
+from tests.end_to_end.crashes.runs import WRITE_SIDE, Call, Runs
+from tests.support.sweep import spread, tiered
 
 POINTS_IN_SAMPLE = 3
 """Of each writer and mode, in ``make test-all``; ``make soak`` takes them all."""
 
-SAMPLE = ("dcp", "file")
-"""A folder and a single file, which ``make test`` has."""
-
-WRITERS = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.extended) for name in CASES]
+MODES = [(name, mode) for name in CASES for mode in ("fresh", "overwrite")]
+BOTH = pytest.mark.parametrize(
+    ("name", "mode"),
+    tiered(
+        MODES,
+        test=["file-fresh", "dcp-overwrite"],
+        extended=["file-overwrite", "zero3-fresh", "universal-overwrite"],
+    ),
 )
+"""A folder and a single file, and others that differ in how they are published."""
+WRITERS = pytest.mark.parametrize("name", tiered(CASES, test=["dcp"], extended=["file", "universal"]))
 
 
 def noted_bytes(case: Case) -> int:
@@ -69,16 +75,15 @@ def kill_and_resume(case: Case, runs: Runs, call: Call, words: list[str], before
     return killed.code == -9
 
 
-@WRITERS
-@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+@BOTH
 @pytest.mark.timeout(3600)
-def test_killed_at_every_call(name, overwrite, made_case, runs, soak):
+def test_killed_at_every_call(name, mode, made_case, runs, soak):
     case = made_case(name)
     words, before = ["--fsync", "--resume"], {}
-    if overwrite:
+    if mode == "overwrite":
         words, before = [*words, "--overwrite"], case.old
     calls = write_calls(case, runs, words, before)
-    points = sampled(calls, None if soak else POINTS_IN_SAMPLE)
+    points = spread(calls, None if soak else POINTS_IN_SAMPLE)
     killed = sum(kill_and_resume(case, runs, call, words, before) for call in points)
     # Of a few points one may be a call that some runs have and others do not.
     assert 0 < killed >= min(0.9 * len(points), len(points) - 1), "the calls of one run are those of the next, nearly"
@@ -96,21 +101,21 @@ def terminate(case: Case, runs: Runs, call: Call, words: list[str], before: dict
     return ended.code == 143
 
 
-@WRITERS
-@pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
+@BOTH
 @pytest.mark.timeout(3600)
-def test_terminated_at_every_call(name, overwrite, made_case, runs, soak):
+def test_terminated_at_every_call(name, mode, made_case, runs, soak):
     """Making the staging folder, publishing and cleaning up are whole, or were not begun."""
     case = made_case(name)
-    words, before = (["--overwrite"], case.old) if overwrite else ([], {})
+    words, before = (["--overwrite"], case.old) if mode == "overwrite" else ([], {})
     calls = write_calls(case, runs, words, before)
     # The last calls are those that publish, and clean up.
-    points = calls if soak else [*sampled(calls[:-6], POINTS_IN_SAMPLE), *calls[-6:]]
+    points = calls if soak else [*spread(calls[:-6], POINTS_IN_SAMPLE), *calls[-6:]]
     assert sum(terminate(case, runs, call, words, before) for call in points) >= 0.7 * len(points)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("overwrite", [False, True], ids=["fresh", "overwrite"])
-def test_digests_beside_a_file_never_describe_another(overwrite, made_case, runs):
+def test_digests_beside_a_file_never_describe_another(overwrite, made_case, runs, soak):
     case = made_case("file")
     words = ["--checksum", *(["--overwrite"] if overwrite else [])]
     assert runs.run(*case.words, "--checksum").code == 0
@@ -120,7 +125,7 @@ def test_digests_beside_a_file_never_describe_another(overwrite, made_case, runs
     before = case.visible() if overwrite else {}
     allowed = [before, expected, *({case.name: files[case.name]} for files in (before, expected) if files)]
     assert digests in expected
-    for call in write_calls(case, runs, words, before, expected)[-12:]:
+    for call in write_calls(case, runs, words, before, expected)[-12 :: 1 if soak else 2]:
         case.put(before)
         assert runs.killed_at(call, *case.words, *words, "--resume").code in (-9, 0)
         seen = case.visible()
@@ -164,19 +169,15 @@ def test_killed_before_it_is_published_nothing_is_written_again(name, made_case,
     assert case.visible() == case.expected
 
 
-@pytest.mark.parametrize("name", ["dcp", "file"])
+@pytest.mark.parametrize("name", ["dcp", pytest.param("file", marks=pytest.mark.extended)])
 def test_without_resume_what_is_left_is_replaced(name, made_case, runs):
+    """And without it the first two seconds go without a log, so that a short run is done again."""
     case = made_case(name)
     assert runs.killed_at(publishing(case), *case.words, "--resume").code == -9
     done = runs.run(*case.words)
     assert json.loads(done.stdout)["bytes_recovered"] == 0
     assert (case.visible(), [path.name for path in case.folder.iterdir()]) == (case.expected, [case.name])
-
-
-@pytest.mark.parametrize("name", ["dcp", "file"])
-def test_a_short_run_notes_nothing_and_is_done_again(name, made_case, runs):
-    """Without ``--resume``, the first two seconds go without a log."""
-    case = made_case(name)
+    case.clear()
     assert runs.killed_at(publishing(case), *case.words).code == -9
     assert (case.visible(), noted_bytes(case)) == ({}, 0)
     check_resumed(case, runs, [])

@@ -1,25 +1,107 @@
-"""A conversion to S3, killed at any request: nobody sees half of it, ``--resume`` sends only what was not there yet."""
+"""Conversions from and to S3, killed at any request: nothing is lost, nobody sees half of an output, ``--resume`` sends
+only what was not there yet, and the next run ends with the same bytes.
+
+Of the random ones a seed chooses the conversion, what was at the destination, the moment, and the run that follows. A
+moment is a request, counted as it comes to a proxy in front of the server, and a few milliseconds more. Half of them
+are among the last requests, most of which publish. To repeat one: ``--soak -k "[17]"``.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
+import signal
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from tests.end_to_end.crashes.cases import done_bytes
-from tests.end_to_end.crashes.runs import Call, Runs, sampled
+from ckpt_tools.stores.marker_files import is_marker
+from tests.end_to_end.crashes.cases import SOURCES, contents, done_bytes, make_sources
+from tests.end_to_end.crashes.runs import Call, Runs
+from tests.support.fault_proxy import FaultProxy, running_fault_proxy
 from tests.support.s3_server import BUCKET, S3Server
+from tests.support.sweep import spread
 
 pytestmark = pytest.mark.extended
 
+NUM_KILLS, SAMPLED = 100, (1, 2)
+"""Random ones with ``--soak``, and the seeds without: within the service, and down from it."""
+POINTS_IN_SAMPLE = 3
+MAX_DELAY_SECONDS = 0.04
+"""After a request came; the next one comes within a few milliseconds."""
 PARTIAL = "ckpt-tools-partial"
 
-POINTS_IN_SAMPLE = 5
+
+class LocalSite:
+    """A folder in which nothing but an output is."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.root = folder, str(folder)
+        folder.mkdir()
+
+    def files(self) -> dict[str, bytes]:
+        return contents(self.folder)
+
+    def put(self, files: Mapping[str, bytes]) -> None:
+        for name, data in files.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+    def versions(self) -> object:
+        """Something else if any byte of any file is."""
+        return self.files()
+
+    def open_uploads(self) -> list[str]:
+        return []
+
+
+class S3Site:
+    """A prefix in which nothing but an output is."""
+
+    def __init__(self, server: S3Server) -> None:
+        self.server, self.prefix = server, server.new_prefix()
+        self.root = f"s3://{BUCKET}/{self.prefix.rstrip('/')}"
+
+    def files(self) -> dict[str, bytes]:
+        return self.server.files(self.prefix)
+
+    def put(self, files: Mapping[str, bytes]) -> None:
+        self.server.put(self.prefix, files)
+
+    def versions(self) -> object:
+        pages = self.server.client().get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=self.prefix)
+        return [(each["Key"], each["ETag"], each["LastModified"]) for page in pages for each in page["Contents"]]
+
+    def open_uploads(self) -> list[str]:
+        return self.server.open_uploads(self.prefix)
+
+
+Site = LocalSite | S3Site
+
+
+def visible(site: Site) -> dict[str, bytes]:
+    return {path: data for path, data in site.files().items() if PARTIAL not in path}
+
+
+def noted_bytes(site: Site) -> int:
+    log = [data for key, data in sorted(site.files().items()) if PARTIAL in key and "/log/" in key]
+    return done_bytes(b"".join(log))
+
+
+def is_left_alone(site: Site) -> bool:
+    """Whether nothing of ours is left."""
+    return not any(PARTIAL in path for path in site.files()) and not site.open_uploads()
+
 
 OUTPUTS = {"dcp": ("out", ["--to", "dcp", "--world-size", "2"]), "file": ("out.safetensors", [])}
 """A folder, whose ``.metadata`` makes it a checkpoint, and a single object."""
@@ -34,93 +116,239 @@ def weights(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runs(s3_server, tmp_path_factory):
+def direct(s3_server, tmp_path_factory):
     found = Runs(tmp_path_factory.mktemp("s3-runs") / "runs", s3_server.environment)
     yield found
     found.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Somewhere in the bucket where nothing is yet."""
-
-    server: S3Server
-    prefix: str
-    name: str
-
-    @property
-    def url(self) -> str:
-        return f"s3://{BUCKET}/{self.prefix}{self.name}"
-
-    def _all(self) -> Mapping[str, bytes]:
-        return self.server.files(self.prefix)
-
-    def visible(self) -> dict[str, bytes]:
-        return {key: data for key, data in self._all().items() if PARTIAL not in key}
-
-    def noted_bytes(self) -> int:
-        log = [data for key, data in sorted(self._all().items()) if PARTIAL in key and "/log/" in key]
-        return done_bytes(b"".join(log))
-
-    def is_left_alone(self) -> bool:
-        """Nothing of ours is left."""
-        return not any(PARTIAL in key for key in self._all()) and not self.server.open_uploads(self.prefix)
-
-
-def new_target(server: S3Server, name: str) -> Target:
-    return Target(server, server.new_prefix(), name)
-
-
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.timeout(1800)
-def test_killed_at_every_request(output, weights, runs, s3_server, soak):
+def test_killed_at_every_request(output, weights, direct, s3_server, soak):
     name, options = OUTPUTS[output]
-    command = ("convert", weights, *options, "--workers", "1", "--quiet", "--resume")
-    first = new_target(s3_server, name)
-    runs.warm(*command[:2], first.url, *command[2:])
-    expected = first.visible()
-    watched = new_target(s3_server, name)
-    trace = runs.run(*command[:2], watched.url, *command[2:], strace=["-e", "trace=sendto,kill"]).trace
-    assert watched.visible() == expected
-    for number in sampled(range(1, _most_sends(trace) + 1), None if soak else POINTS_IN_SAMPLE):
-        target = new_target(s3_server, name)
-        words = (*command[:2], target.url, *command[2:])
-        assert runs.killed_at(Call("sendto", number), *words).code in (-9, 0)
-        seen = target.visible()
-        assert seen == expected or (".metadata" not in str(seen.keys()) and f"{name}" not in seen)
-        _resume(runs, target, words, expected)
+
+    def words(site: Site) -> tuple[str | Path, ...]:
+        return ("convert", weights, f"{site.root}/{name}", *options, "--workers", "1", "--quiet", "--resume")
+
+    first, watched = S3Site(s3_server), S3Site(s3_server)
+    direct.warm(*words(first))
+    expected = visible(first)
+    trace = direct.run(*words(watched), strace=["-e", "trace=sendto,kill"]).trace
+    assert visible(watched) == expected
+    # How often the thread sends that sends most.
+    threads = re.findall(r"^(\d+) +sendto\(", trace, re.MULTILINE)
+    sends = range(1, max(map(threads.count, set(threads))) + 1)
+    for number in spread(sends, None if soak else POINTS_IN_SAMPLE):
+        site = S3Site(s3_server)
+        assert direct.killed_at(Call("sendto", number), *words(site)).code in (-9, 0)
+        seen, noted = visible(site), noted_bytes(site)
+        assert seen == expected or (".metadata" not in str(seen.keys()) and name not in seen)
+        done = direct.run(*words(site))
+        if seen == expected:
+            assert done.code == 8, done.stderr
+            assert direct.run("clean", f"{site.root}/{name}").code == 0
+        else:
+            assert done.code == 0, done.stderr
+            assert json.loads(done.stdout)["bytes_recovered"] == noted
+        assert visible(site) == expected and is_left_alone(site)
 
 
-def test_a_short_run_without_a_log_is_done_again(weights, runs, s3_server):
+def test_a_short_run_without_a_log_is_done_again(weights, direct, s3_server):
     """Killed once its uploads hold data: they are found without it, and what they hold is sent again."""
-    name, options = OUTPUTS["dcp"]
-    target = new_target(s3_server, name)
-    words = ("convert", weights, target.url, *options, "--workers", "1", "--quiet")
+    site = S3Site(s3_server)
+    words = ("convert", weights, f"{site.root}/out", *OUTPUTS["dcp"][1], "--workers", "1", "--quiet")
     number = 1
-    while not s3_server.open_uploads(target.prefix):
-        assert runs.killed_at(Call("sendto", number), *words).code == -9
+    while not site.open_uploads():
+        assert direct.killed_at(Call("sendto", number), *words).code == -9
         number += 10
-    assert (target.visible(), target.noted_bytes()) == ({}, 0)
-    done = runs.run(*words, "--resume")
+    assert (visible(site), noted_bytes(site)) == ({}, 0)
+    done = direct.run(*words, "--resume")
     assert (done.code, json.loads(done.stdout)["bytes_recovered"]) == (0, 0), done.stderr
-    assert ".metadata" in {key.rpartition("/")[2] for key in target.visible()}
-    assert target.is_left_alone()
+    assert ".metadata" in {key.rpartition("/")[2] for key in visible(site)} and is_left_alone(site)
 
 
-def _resume(runs: Runs, target: Target, words: tuple[str | Path, ...], expected: Mapping[str, bytes]) -> None:
-    was_complete, noted = target.visible() == expected, target.noted_bytes()
-    done = runs.run(*words)
-    if was_complete:
-        assert done.code == 8, done.stderr
-        assert runs.run("clean", target.url).code == 0
+# At random moments
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A conversion: the name of the source and the store that it is in, the store and the name of the output."""
+
+    source: str
+    from_: str
+    to: str
+    name: str
+    options: tuple[str, ...]
+
+
+WAYS = (
+    Way("weights", "local", "s3", "out", ("--to", "dcp", "--world-size", "2")),
+    Way("weights", "s3", "s3", "out", ("--to", "safetensors", "--max-shard-size", "6MB")),
+    Way("zero3", "s3", "local", "out", ("--to", "dcp", "--world-size", "3")),
+    Way("torch", "local", "s3", "out", ("--to", "universal")),
+    Way("dcp", "local", "s3", "out", ("--to", "zero2", "--world-size", "2", "--checksum")),
+    Way("weights", "local", "s3", "out.safetensors", ("--checksum", "--dtype", "bfloat16")),
+    Way("weights", "s3", "local", "out.safetensors", ("--checksum",)),
+    Way("universal", "s3", "s3", "out", ("--to", "zero3", "--world-size", "2")),
+    Way("weights", "s3", "s3", "out.safetensors", ("--rename", "a=c")),
+    Way("sharded", "s3", "local", "out", ("--to", "torch", "--max-shard-size", "100kB")),
+)
+"""Up, down and within the service; the second and the ninth are copied by the service itself."""
+
+
+def without(files: Mapping[str, bytes], *, markers: bool = False) -> dict[str, bytes]:
+    """The files, without the lists of digests and the markers."""
+    kept = {path: data for path, data in files.items() if not path.endswith("digests.json")}
+    return {path: data for path, data in kept.items() if not (markers and is_marker(path))}
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The stores, the sources in each (by store), and the process that runs commands, behind a proxy."""
+
+    folder: Path
+    server: S3Server
+    proxy: FaultProxy
+    runs: Runs
+    sources: Mapping[str, Site]
+
+    def new_site(self, store: str) -> Site:
+        return S3Site(self.server) if store == "s3" else LocalSite(self.folder / os.urandom(4).hex())
+
+    def words(self, way: Way, site: Site, *options: str, of: str = "") -> tuple[str, ...]:
+        """The command; ``of`` is the folder of sources of other values."""
+        name = SOURCES[way.source][0] if way.source in SOURCES else f"{way.source}.safetensors"
+        source = f"{self.sources[way.from_].root}/{of}{name}"
+        return ("convert", source, f"{site.root}/{way.name}", *way.options, "--workers", "3", "--quiet", *options)
+
+    def killed(self, words: tuple[str, ...], number: int, delay_seconds: float) -> int:
+        """The exit code of a run that is killed so long after that request."""
+
+        def kill() -> None:
+            with suppress(ProcessLookupError):
+                os.kill(int((self.runs.folder / "pid").read_text()), signal.SIGKILL)
+
+        def on_request(which: int) -> None:
+            if which == number:
+                threading.Timer(delay_seconds, kill).start() if delay_seconds else kill()
+
+        self.proxy.set(None)
+        self.proxy.on_request = on_request
+        ended = self.runs.run(*words, prompt=False)
+        self.proxy.on_request = lambda number: None
+        self.proxy.wait()
+        return ended.code
+
+
+@dataclass(frozen=True, slots=True)
+class Untouched:
+    """Output of a run that nothing befell, and the number of its requests; output of other values, of the same names
+    and of others."""
+
+    expected: Mapping[str, bytes]
+    num_requests: int
+    same: Mapping[str, bytes]
+    other: Mapping[str, bytes]
+
+
+def make_weights(folder: Path, seed: int) -> None:
+    """Two tensors of 5.25 MiB, which the service copies, and a small one."""
+    torch.manual_seed(seed)
+    tensors = {name: torch.rand(1344, 1024) for name in "ab"}
+    save_file({**tensors, "bias": torch.rand(1344)}, folder / "weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def bench(s3_server, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("random-kills")
+    local, remote = LocalSite(folder / "sources"), S3Site(s3_server)
+    make_sources(local.folder)
+    make_weights(local.folder, 1)
+    make_weights(local.folder / "other", 2)
+    remote.put(contents(local.folder))
+    with running_fault_proxy(s3_server) as proxy:
+        runs = Runs(folder / "runs", {**s3_server.environment, "AWS_ENDPOINT_URL": proxy.endpoint})
+        yield Bench(folder, s3_server, proxy, runs, {"local": local, "s3": remote})
+        runs.close()
+
+
+@pytest.fixture(scope="module")
+def untouched(bench):
+    @cache
+    def made(way: Way) -> Untouched:
+        sites = [bench.new_site(way.to) for _ in range(3)]
+        bench.runs.warm(*bench.words(way, sites[0]))
+        bench.proxy.set(None)
+        assert bench.runs.run(*bench.words(way, sites[1], of="other/")).code == 0
+        num_requests = bench.proxy.num_requests
+        plain = Way("safetensors", way.from_, way.to, way.name, ("--to", "safetensors"))
+        assert bench.runs.run(*bench.words(plain, sites[2], of="other/")).code == 0
+        same, other = visible(sites[1]), visible(sites[2])
+        return Untouched(visible(sites[0]), num_requests, same, same if way.name != "out" else other)
+
+    return made
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(NUM_KILLS) if metafunc.config.getoption("--soak") else SAMPLED)
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_a_random_moment(seed, bench, untouched):
+    choose, way = random.Random(seed), WAYS[seed % len(WAYS)]
+    made = untouched(way)
+    before = choose.choice([{}, made.same, made.other])
+    overwrite = ("--overwrite",) if before else ()
+    site, run = bench.new_site(way.to), bench.runs.run
+    place = f"{site.root}/{way.name}"
+    site.put(before)
+    source = bench.sources[way.from_].versions()
+    words = bench.words(way, site, *overwrite)
+    number = choose.randrange(choose.choice((0, made.num_requests * 7 // 10)), made.num_requests)
+    delay = choose.choice((0.0, choose.uniform(0, MAX_DELAY_SECONDS)))
+    code = bench.killed((*words, *choose.choice([(), ("--resume",)])), number, delay)
+    seen = visible(site)
+    state = check_whole_or_nothing(bench, site, place, seen, before, made.expected)
+    then = choose.choice(["--resume", "again", "clean"])
+    print(f"\nseed {seed}: {way.source} from {way.from_} to {way.to} {way.name}, {len(before)} files before, request "
+          f"{number} of {made.num_requests} + {delay * 1000:.1f} ms; exit {code}; found: {state}, "
+          f"{len(site.open_uploads())} uploads; then {then}")  # fmt: skip
+    assert code in (-9, 0)
+    if then == "clean":
+        assert run("clean", place).code == 0
+        assert is_left_alone(site), site.files().keys()
+        assert visible(site) == (seen if state in ("before", "new", "new without digests") else {})
+    done = run(*words, *(["--resume"] if then == "--resume" else []))
+    if state.startswith("new") and not overwrite:
+        assert (done.code, "exists" in done.stderr) == (8, True), done.stderr
+        assert run("clean", place).code == 0
+        if state == "new without digests":
+            assert run("checksum", place).code == 0
     else:
         assert done.code == 0, done.stderr
-        assert json.loads(done.stdout)["bytes_recovered"] == noted
-    assert target.visible() == expected
-    assert target.is_left_alone()
+    assert visible(site) == made.expected
+    assert is_left_alone(site), site.files().keys()
+    assert bench.sources[way.from_].versions() == source
 
 
-def _most_sends(trace: str) -> int:
-    """How often the thread sends that sends most."""
-    threads = re.findall(r"^(\d+) +sendto\(", trace, re.MULTILINE)
-    return max(map(threads.count, set(threads)))
+def check_whole_or_nothing(
+    bench: Bench, site: Site, place: str, seen: Mapping[str, bytes], before: Mapping[str, bytes],
+    expected: Mapping[str, bytes],
+) -> str:  # fmt: skip
+    """What is there, in words, on which all commands agree."""
+    looked = bench.runs.run("inspect", place)
+    if seen == before:
+        assert looked.code == (0 if before else 3), looked
+        return "before"
+    if seen in (expected, without(expected)):
+        verified = bench.runs.run("verify", place)
+        assert (looked.code, verified.code) == (0, 0), (looked, verified)
+        return "new" if seen == expected else "new without digests"
+    assert not any(map(is_marker, seen)), sorted(seen)
+    if looked.code == 0:
+        bare = without(seen, markers=True)
+        assert bare in (without(expected, markers=True), without(before, markers=True)), sorted(seen)
+    listed = bench.runs.run("ls", site.root)
+    assert listed.code in (0, 3) and '"complete": true' not in listed.stdout, listed
+    return "nothing" if not seen else f"{len(seen)} of {len(expected)} files"
