@@ -13,7 +13,7 @@ import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from random import Random
 from typing import Any
@@ -40,7 +40,8 @@ def mutated(files: Files, random: Random) -> dict[str, bytes]:
     """``files`` after one to four changes."""
     found = dict(files)
     for _ in range(random.choice((1, 1, 1, 2, 2, 3, 4))):
-        found = _FILE_SETS[random.randrange(len(_FILE_SETS))](found, random) if found else dict(files)
+        change = _changed if random.random() < 5 / 6 else _rearranged
+        found = change(found, random) if found else dict(files)
     return found
 
 
@@ -52,23 +53,18 @@ def _changed(files: dict[str, bytes], random: Random) -> dict[str, bytes]:
     return {**files, path: mutated_data(files[path], random)[:MAX_DATA_BYTES]}
 
 
-def _without(files: dict[str, bytes], random: Random) -> dict[str, bytes]:
-    gone = random.choice(list(files))
-    return {path: data for path, data in files.items() if path != gone}
-
-
-def _twice(files: dict[str, bytes], random: Random) -> dict[str, bytes]:
-    return {**files, _renamed(random.choice(list(files)), random): files[random.choice(list(files))]}
-
-
-def _moved(files: dict[str, bytes], random: Random) -> dict[str, bytes]:
-    gone = random.choice(list(files))
-    return {(_renamed(path, random) if path == gone else path): data for path, data in files.items()}
-
-
-def _swapped(files: dict[str, bytes], random: Random) -> dict[str, bytes]:
+def _rearranged(files: dict[str, bytes], random: Random) -> dict[str, bytes]:
+    """A file is missing, there twice, moved, or exchanged with another."""
     one, other = random.choice(list(files)), random.choice(list(files))
-    return {**files, one: files[other], other: files[one]}
+    match random.randrange(4):
+        case 0:
+            return {path: data for path, data in files.items() if path != one}
+        case 1:
+            return {**files, _renamed(one, random): files[other]}
+        case 2:
+            return {(_renamed(path, random) if path == one else path): data for path, data in files.items()}
+        case _:
+            return {**files, one: files[other], other: files[one]}
 
 
 def _renamed(path: str, random: Random) -> str:
@@ -84,11 +80,6 @@ def _digits_replaced(text: str, random: Random) -> str:
     assert found is not None
     other = random.choice(LOOSE) if random.random() < 0.5 else str(random.randrange(10))
     return text[: found.start()] + other + text[found.end() :]
-
-
-_FILE_SETS: tuple[Callable[[dict[str, bytes], Random], dict[str, bytes]], ...] = (
-    *([_changed] * 20), _without, _twice, _moved, _swapped,
-)  # fmt: skip
 
 
 # The bytes of a file
@@ -112,66 +103,38 @@ def mutated_data(data: bytes, random: Random) -> bytes:
     return _changed_bytes(data, random)
 
 
+BYTES = ("flip", "flip", "set", "number", "loose", "cut", "drop", "repeat", "copy", "append")
+
+
 def _changed_bytes(data: bytes, random: Random) -> bytes:
-    return random.choice(_BYTES)(bytearray(data), random)
-
-
-def _flip(data: bytearray, random: Random) -> bytes:
-    if data:
-        data[random.randrange(len(data))] ^= 1 << random.randrange(8)
-    return bytes(data)
-
-
-def _set(data: bytearray, random: Random) -> bytes:
-    if data:
-        data[random.randrange(len(data))] = random.choice((0, 1, 0x7F, 0x80, 0xFF, random.randrange(256)))
-    return bytes(data)
-
-
-def _number(data: bytearray, random: Random) -> bytes:
-    width, at = random.choice((1, 2, 4, 8)), random.randrange(len(data) + 1)
-    number = random.choice(NUMBERS) % (1 << 8 * width)
-    data[at : at + width] = number.to_bytes(width, random.choice(("little", "big")))
-    return bytes(data)
-
-
-def _loose(data: bytearray, random: Random) -> bytes:
-    """Some bytes of a text are digits."""
-    found = [*re.finditer(rb"[0-9]+", data)]
-    if found:
-        each = random.choice(found)
-        data[each.start() : each.end()] = random.choice(LOOSE).encode(errors="surrogatepass")
-    return bytes(data)
-
-
-def _cut(data: bytearray, random: Random) -> bytes:
-    return bytes(data[: random.randrange(len(data) + 1)])
-
-
-def _dropped(data: bytearray, random: Random) -> bytes:
-    at = random.randrange(len(data) + 1)
-    return bytes(data[:at] + data[at + random.choice((1, 2, 4, 8, 64)) :])
-
-
-def _repeated(data: bytearray, random: Random) -> bytes:
+    found, at = bytearray(data), random.randrange(len(data) + 1)
     start = random.randrange(len(data) + 1)
-    part = data[start : start + random.choice((1, 4, 16, 64, 256))]
-    at = random.randrange(len(data) + 1)
-    return bytes(data[:at] + part * random.choice((1, 1, 2, 50)) + data[at:])
-
-
-def _copied(data: bytearray, random: Random) -> bytes:
-    width = random.choice((1, 4, 8, 30, 46))
-    start, at = random.randrange(len(data) + 1), random.randrange(len(data) + 1)
-    data[at : at + width] = data[start : start + width]
-    return bytes(data)
-
-
-def _appended(data: bytearray, random: Random) -> bytes:
-    return bytes(data) + random.choice((b"\0", b"x" * 8, b"N.", bytes(64), bytes(data[-22:])))
-
-
-_BYTES = (_flip, _flip, _set, _number, _loose, _cut, _dropped, _repeated, _copied, _appended)
+    match random.choice(BYTES):
+        case "flip" if at < len(data):
+            found[at] ^= 1 << random.randrange(8)
+        case "set" if at < len(data):
+            found[at] = random.choice((0, 1, 0x7F, 0x80, 0xFF, random.randrange(256)))
+        case "number":
+            width = random.choice((1, 2, 4, 8))
+            number = random.choice(NUMBERS) % (1 << 8 * width)
+            found[at : at + width] = number.to_bytes(width, random.choice(("little", "big")))
+        case "loose":  # some bytes of a text are digits
+            if digits := [*re.finditer(rb"[0-9]+", data)]:
+                each = random.choice(digits)
+                found[each.start() : each.end()] = random.choice(LOOSE).encode(errors="surrogatepass")
+        case "cut":
+            del found[at:]
+        case "drop":
+            del found[at : at + random.choice((1, 2, 4, 8, 64))]
+        case "repeat":
+            part = data[start : start + random.choice((1, 4, 16, 64, 256))]
+            found[at:at] = part * random.choice((1, 1, 2, 50))
+        case "copy":
+            width = random.choice((1, 4, 8, 30, 46))
+            found[at : at + width] = data[start : start + width]
+        case "append":
+            found += random.choice((b"\0", b"x" * 8, b"N.", bytes(64), data[-22:]))
+    return bytes(found)
 
 
 # Zips
@@ -261,14 +224,10 @@ def _changed_npy(data: bytes, random: Random) -> bytes:
 
 def changed_npy_text(text: str, random: Random) -> str:
     """One number or one blank in it is another."""
-    return random.choice((_digits_replaced, _spaced))(text, random)
-
-
-def _spaced(text: str, random: Random) -> str:
+    if random.random() < 0.5:
+        return _digits_replaced(text, random)
     at = random.randrange(len(text) + 1)
-    return (
-        text[:at] + random.choice((" ", "\t", "\x0c", "\x0b", "\r", "\n", "\xa0", "\x1c", "\0", ",", "#")) + text[at:]
-    )
+    return text[:at] + random.choice(" \t\x0c\x0b\r\n\xa0\x1c\0,#") + text[at:]
 
 
 # Pickles
@@ -287,43 +246,33 @@ def _changed_pickle(data: bytes, random: Random) -> bytes:
     found = _opcodes(data)
     if not found:
         return _changed_bytes(data, random)
-    opcodes = list(found)
-    at = random.randrange(len(opcodes))
-    random.choice(_OPCODES)(opcodes, at, random)
+    opcodes, at = list(found), random.randrange(len(found))
+    match random.randrange(8):
+        case 0:
+            del opcodes[at]
+        case 1:
+            opcodes.insert(at, random.choice(opcodes))
+        case 2:
+            opcodes[at] = random.choice(opcodes)
+        case 3:
+            opcodes[at:at] = opcodes[at : at + random.choice((1, 2, 5, 20))] * random.choice((1, 2, 100))
+        case 4:
+            opcodes.insert(at, random.choice(_SINGLE))
+        case _:
+            _change_value(opcodes, at, random)
     return b"".join(opcodes)
 
 
-def _opcode_dropped(opcodes: list[bytes], at: int, random: Random) -> None:
-    del opcodes[at]
-
-
-def _opcode_copied(opcodes: list[bytes], at: int, random: Random) -> None:
-    opcodes.insert(at, random.choice(opcodes))
-
-
-def _opcode_replaced(opcodes: list[bytes], at: int, random: Random) -> None:
-    opcodes[at] = random.choice(opcodes)
-
-
-def _opcodes_repeated(opcodes: list[bytes], at: int, random: Random) -> None:
-    part = opcodes[at : at + random.choice((1, 2, 5, 20))]
-    opcodes[at:at] = part * random.choice((1, 2, 100))
-
-
-def _opcode_made(opcodes: list[bytes], at: int, random: Random) -> None:
-    opcodes.insert(at, random.choice(_SINGLE))
-
-
-def _value_changed(opcodes: list[bytes], at: int, random: Random) -> None:
+def _change_value(opcodes: list[bytes], at: int, random: Random) -> None:
     """A number or a name in the place of the nearest of its kind."""
-    kinds = b"KMJ\x8a" if random.random() < 0.6 else b"X\x8c"
+    is_number = random.random() < 0.6
     for place in [*range(at, len(opcodes)), *range(at)]:
-        if opcodes[place][:1] in [kinds[n : n + 1] for n in range(len(kinds))]:
-            opcodes[place] = pickled_number(random.choice(NUMBERS)) if kinds[0] == 75 else _text(opcodes, random)
+        if opcodes[place][:1] in ((b"K", b"M", b"J", b"\x8a") if is_number else (b"X", b"\x8c")):
+            opcodes[place] = _pickled_number(random.choice(NUMBERS)) if is_number else _text(opcodes, random)
             return
 
 
-def pickled_number(number: int) -> bytes:
+def _pickled_number(number: int) -> bytes:
     raw = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
     return b"\x8a" + bytes([len(raw)]) + raw if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw)) + raw
 
@@ -333,9 +282,6 @@ def _text(opcodes: list[bytes], random: Random) -> bytes:
     raw = random.choice((*NAMES, *LOOSE)).encode(errors="surrogatepass")
     return random.choice(others) if random.random() < 0.5 else b"X" + struct.pack("<I", len(raw)) + raw
 
-
-_OPCODES = (_opcode_dropped, _opcode_copied, _opcode_replaced, _opcodes_repeated, _opcode_made,
-            _value_changed, _value_changed, _value_changed)  # fmt: skip
 
 _SINGLE = (b"N", b"\x88", b")", b"]", b"}", b"\x8f", b"(", b"0", b"1", b"2", b"t", b"l", b"d", b"a", b"e", b"s", b"u",
            b"b", b"R", b"o", b"\x81", b"\x85", b"\x86", b"\x87", b"\x94", b"h\0", b"h\1", b"h\5", b"q\0", b"Q", b"K\1",
@@ -352,8 +298,7 @@ def _changed_json(data: bytes, random: Random) -> bytes:
         return _changed_bytes(data, random)
     if random.random() < 0.15:
         return _changed_bytes(data, random)
-    tree = _changed_value(tree, random)
-    return json.dumps(tree).encode()
+    return json.dumps(_changed_value(tree, random)).encode()
 
 
 def _changed_header(data: bytes, random: Random) -> bytes:

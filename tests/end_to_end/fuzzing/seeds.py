@@ -306,39 +306,22 @@ def files_in(folder: Path) -> Files:
 
 
 SEEDS: dict[str, Callable[[], Files]] = {
-    "safetensors": safetensors,
-    "safetensors_sharded": safetensors_sharded,
-    "safetensors_pieces": safetensors_pieces,
-    "safetensors_state": safetensors_state,
-    "safetensors_companions": safetensors_companions,
-    "torch": torch_model,
-    "torch_training": torch_training,
-    "torch_sharded": torch_sharded,
-    "dcp": dcp_groups,
-    "dcp_flattened": dcp_flattened,
-    "zero1": lambda: saved(zero(1)),
-    "zero2": lambda: saved(zero(2)),
-    "zero3": lambda: saved(zero(3)),
-    "universal": lambda: saved(universal()),
+    "safetensors": safetensors, "safetensors_sharded": safetensors_sharded, "safetensors_pieces": safetensors_pieces,
+    "safetensors_state": safetensors_state, "safetensors_companions": safetensors_companions, "torch": torch_model,
+    "torch_training": torch_training, "torch_sharded": torch_sharded, "dcp": dcp_groups,
+    "dcp_flattened": dcp_flattened, "zero1": lambda: saved(zero(1)), "zero2": lambda: saved(zero(2)),
+    "zero3": lambda: saved(zero(3)), "universal": lambda: saved(universal()),
     "universal_stage3": lambda: saved(universal_from_stage3()),
-}
+}  # fmt: skip
 """A checkpoint of each format and flavour."""
 
 FUZZED: dict[str, Callable[[], Files]] = {
-    **SEEDS,
-    "legacy": torch_legacy,
-    "npz": npz,
-    "gguf": gguf,
-    "sharded": lambda: of_corpus("verl"),
-    "megatron": lambda: of_corpus("megatron-weights"),
-    "zstd": lambda: of_corpus("dcp-zstd"),
-    "accelerate": lambda: of_corpus("accelerate-ddp-bin"),
-    "meta": meta,
-    "nanotron": lambda: of_corpus("nanotron"),
-    "autoep": lambda: of_corpus("deepspeed-autoep-zero2-fp32"),
-    "peft": lambda: of_corpus("hf-peft-lora"),
+    **SEEDS, "legacy": torch_legacy, "npz": npz, "gguf": gguf, "sharded": lambda: of_corpus("verl"),
+    "megatron": lambda: of_corpus("megatron-weights"), "zstd": lambda: of_corpus("dcp-zstd"),
+    "accelerate": lambda: of_corpus("accelerate-ddp-bin"), "meta": meta, "nanotron": lambda: of_corpus("nanotron"),
+    "autoep": lambda: of_corpus("deepspeed-autoep-zero2-fp32"), "peft": lambda: of_corpus("hf-peft-lora"),
     "orbax": lambda: of_corpus("orbax"),
-}
+}  # fmt: skip
 """Those, and other carriers, which the fuzzer changes."""
 
 

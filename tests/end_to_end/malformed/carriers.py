@@ -1,9 +1,13 @@
-"""The other carriers, as their frameworks wrote them: each file is cut at its boundaries, missing, hostile, or a bit of
-it is another. What is read in spite of that has to be what is read of the undamaged files."""
+"""Files that end early, at every boundary of their structure and one byte off; files that are missing or empty. Of the
+other carriers, as their frameworks wrote them, also hostile files, and ones with another bit: what is read in spite of
+that has to be what is read of the undamaged files."""
 
 from __future__ import annotations
 
+import json
 import pickle
+import pickletools
+import struct
 from collections.abc import Iterator, Mapping
 from functools import cache
 from random import Random
@@ -12,10 +16,9 @@ from typing import Any
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.errors import FormatError, SourceNotFoundError, UnsafeError
 from tests.end_to_end.fuzzing import corpus
-from tests.end_to_end.fuzzing.seeds import torch_bytes
+from tests.end_to_end.fuzzing.seeds import SEEDS, torch_bytes
 from tests.end_to_end.fuzzing.target import Outcome, execute
-from tests.end_to_end.malformed.case import Case
-from tests.end_to_end.malformed.truncated import boundaries
+from tests.end_to_end.malformed.case import Case, family_of, seed
 
 CARRIERS = ("megatron", "zstd", "sharded", "accelerate", "npz", "gguf")
 
@@ -128,3 +131,58 @@ def is_one_bit(found: Mapping[tuple[str, str], Any], wanted: Mapping[tuple[str, 
         return False
     pairs = [(found[key][2], wanted[key][2]) for key in found if found[key] != wanted[key]]
     return sum((a ^ b).bit_count() for one, other in pairs for a, b in zip(one, other, strict=True)) == 1
+
+
+# Of the seeds
+
+MAX_CUTS_OF_SEEDS = 60
+"""Of one file, spread evenly over its boundaries."""
+
+COMPANIONS = ("scheduler.pt", "trainer_state.json")
+"""Files beside a checkpoint, whose damage is noted."""
+
+
+def truncated() -> Iterator[Case]:
+    for name in SEEDS:
+        yield from _cut_off(name)
+        yield from _without_each(name)
+
+
+def _cut_off(name: str) -> Iterator[Case]:
+    for path, data in seed(name).items():
+        fails = path not in (*COMPANIONS, "latest", "latest_universal")
+        cuts = sorted({cut for at in boundaries(data) for cut in (at - 1, at, at + 1) if 0 <= cut < len(data)})
+        for cut in cuts[:: -(-len(cuts) // MAX_CUTS_OF_SEEDS)]:
+            files = {**seed(name), path: data[:cut]}
+            yield Case(family_of(name), "truncated", f"{name} {path} at {cut}", files, must_fail=fails)
+
+
+def _without_each(name: str) -> Iterator[Case]:
+    for path in seed(name):
+        rest = {other: data for other, data in seed(name).items() if other != path}
+        yield Case(family_of(name), "missing", f"{name} {path}", rest, ERRORS[:2], must_fail=False)
+    yield Case(family_of(name), "missing", f"{name}: everything", {}, ERRORS[:2])
+
+
+def boundaries(data: bytes) -> set[int]:
+    """Where the parts of a file begin."""
+    found = {0, len(data)}
+    for magic in (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\7\x08"):
+        at = data.find(magic)
+        while at >= 0:
+            found |= {at, at + 4, at + 22, at + 30, at + 46}
+            at = data.find(magic, at + 1)
+    if data[:1] == b"\x80":
+        found |= {at for _, _, at in pickletools.genops(data) if at is not None}
+    if data[:1] == b"{":
+        found |= {at for at, byte in enumerate(data) if byte in b'{}[]:,"'}
+    if data[8:9] == b"{":
+        found |= _of_safetensors(data)
+    return found
+
+
+def _of_safetensors(data: bytes) -> set[int]:
+    (length,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    return {8, 9, 8 + length} | {8 + length + at for info in header.values() for at in info["data_offsets"]}
