@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import product
 from pathlib import Path
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt_tools
+from ckpt_tools.cli.main import main
 from ckpt_tools.errors import DestinationExistsError
 from tests.end_to_end.overwrite.checkpoints import FOLDERS, TAG, files_below, made
+from tests.support.s3_server import BUCKET
+from tests.support.sweep import tiered
 
 Tree = Mapping[str, object]
 
@@ -52,73 +56,109 @@ def by_python(src: Path | str, dst: Path | str, to: str | None) -> str:
 
 
 def by_command(src: Path | str, dst: Path | str, to: str | None) -> str:
-    words = ["convert", str(src), str(dst), "--overwrite", *([] if to is None else ["--to", to])]
-    ends = [
-        subprocess.run([sys.executable, "-m", "ckpt_tools", *words, *more], capture_output=True, text=True, check=False)
-        for more in ([], ["--dry-run"])
-    ]
-    assert [end.returncode for end in ends] == [8, 8], ends
-    assert ends[0].stderr == ends[1].stderr and ends[0].stderr.count("\n") == 1
-    return ends[0].stderr
+    words = ["convert", src, dst, "--overwrite", *([] if to is None else ["--to", to])]
+    ends = [said(*words, *more) for more in ([], ["--dry-run"])]
+    assert [code for code, _, _ in ends] == [8, 8], ends
+    assert ends[0][2] == ends[1][2] and ends[0][2].count("\n") == 1
+    return ends[0][2]
 
 
-Way = Callable[[Path | str, Path | str, str | None], str]
-BOTH = pytest.mark.parametrize("refusal", [by_python, by_command], ids=["python", "command"])
+def said(*words: Path | str) -> tuple[object, str, str]:
+    """Exit code and output of a command line in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code, out.getvalue(), err.getvalue()
 
 
-@BOTH
-def test_a_run_folder_that_holds_the_source(refusal, tmp_path):
-    for number in (10, 11, 12):
-        put(tmp_path / f"run/checkpoints/epoch_{number}", "zero3")
-    write(tmp_path / "run/result.json")
-    before = look(tmp_path)
-    told = refusal(tmp_path / "run/checkpoints/epoch_12", tmp_path / "run", "dcp")
-    assert "contains the source" in told
-    assert look(tmp_path) == before
+@pytest.fixture
+def two(tmp_path):
+    """A source, and a destination where there is a checkpoint."""
+    return put(tmp_path / "src", "torch"), put(tmp_path / "dst", "dcp")
 
 
-@BOTH
-def test_a_project_that_holds_a_checkpoint_somewhere(refusal, tmp_path):
-    put(tmp_path / "proj/run1/epoch_12", "dcp")
-    write(tmp_path / "proj/src/main.py")
-    write(tmp_path / "proj/thesis.tex")
-    src = put(tmp_path / "other/epoch_12", "dcp")
-    before = look(tmp_path)
-    told = refusal(src, tmp_path / "proj", "dcp")
-    assert "not a checkpoint itself but contains one" in told and "src/main.py" in told and "thesis.tex" in told
-    assert look(tmp_path) == before
+def run_of(root: Path) -> Path:
+    """A run, of which the last checkpoint is the source."""
+    write(root / "run/result.json")
+    return [put(root / f"run/checkpoints/epoch_{number}", "zero3") for number in (10, 11, 12)][-1]
 
 
-@BOTH
-def test_files_beside_a_model(refusal, tmp_path):
-    hf = put(tmp_path / "hf", "safetensors")
+def project(root: Path) -> Path:
+    """A folder that holds a checkpoint somewhere."""
+    put(root / "proj/run1/epoch_12", "dcp")
+    write(root / "proj/src/main.py")
+    return write(root / "proj/thesis.tex").parent
+
+
+def model(root: Path) -> Path:
+    """A model with files beside it."""
     for name in ("notes.txt", "src/a.py", "config.json", *(f"more/{number}" for number in range(20))):
-        write(hf / name)
-    src = put(tmp_path / "src", "dcp")
-    before = look(tmp_path)
-    told = refusal(src, hf, "safetensors")
-    assert "config.json" in told and "and 15 more" in told and "not part of its checkpoint" in told
-    assert look(tmp_path) == before
+        write(root / "hf" / name)
+    return put(root / "hf", "safetensors")
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["dcp", "x.pt"])
-def test_the_source_itself(refusal, name, tmp_path):
-    src = put(tmp_path / name, name) if name == "dcp" else tmp_path / name
-    if name == "x.pt":
-        src.write_bytes(made().files[".pt"])
+def harmed(root: Path, harm: Callable[[Path], object], name: str = "dcp") -> Path:
+    harm(put(root / "dst", name))
+    return root / "dst"
+
+
+def file_of(root: Path) -> Path:
+    (root / "x.pt").write_bytes(made().files[".pt"])
+    return root / "x.pt"
+
+
+def linked_hard(root: Path) -> Path:
+    os.link(file_of(root), root / "b.pt")
+    return root / "b.pt"
+
+
+Places = Callable[[Path], tuple[Path, Path]]
+INSIDE = "not a checkpoint itself but contains one"
+NO_CHECKPOINT = "is not a checkpoint that can be read"
+REFUSED: Mapping[str, tuple[Places, str | None, tuple[str, ...]]] = {
+    "a run that holds the source": (lambda root: (run_of(root), root / "run"), "dcp", ("contains the source",)),
+    "a project": (lambda root: (put(root / "src", "dcp"), project(root)), "dcp",
+                  (INSIDE, "src/main.py", "thesis.tex")),
+    "files beside a model": (lambda root: (put(root / "src", "dcp"), model(root)), "safetensors",
+                             ("config.json", "and 15 more", "not part of its checkpoint")),
+    "the source itself": (lambda root: (put(root / "dcp", "dcp"),) * 2, "dcp", ("is the source itself",)),
+    "the file itself": (lambda root: (file_of(root),) * 2, None, ("is the source itself",)),
+    "a hard link": (lambda root: (linked_hard(root), root / "x.pt"), None, ("is the source itself",)),
+    "a cut index": (lambda root: (put(root / "src", "torch"),
+                                  harmed(root, lambda dst: os.truncate(dst / ".metadata", 100))), "dcp",
+                    ("__0_0.distcp",)),
+    "an index of garbage": (lambda root: (put(root / "src", "torch"),
+                                          harmed(root, lambda dst: write(dst / ".metadata"))), "dcp",
+                            ("__0_0.distcp",)),
+    "no index": (lambda root: (put(root / "src", "torch"), harmed(root, lambda dst: (dst / ".metadata").unlink())),
+                 "dcp", ("__0_0.distcp",)),
+    "a tag that nothing names": (lambda root: (put(root / "src", "torch"),
+                                               harmed(root, lambda dst: (dst / "latest").unlink(), "zero2")),
+                                 "dcp", (INSIDE,)),
+    **{f"no checkpoint {name}": (lambda root, name=name: (put(root / "src", "dcp"), write(root / name)), None,
+                                 (NO_CHECKPOINT,)) for name in ("m.pt", "m.safetensors", "m.bin")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("refusal", [by_python, by_command])
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_is_refused_and_stays(name, refusal, tmp_path):
+    places, to, words = REFUSED[name]
+    src, dst = places(tmp_path)
     before = look(tmp_path)
-    assert "is the source itself" in refusal(src, src, "dcp" if name == "dcp" else None)
+    told = refusal(src, dst, to)
+    assert [word for word in words if word not in told] == []
     assert look(tmp_path) == before
 
 
 SAME_PLACES: Mapping[str, Callable[[Path], str]] = {
     "dots": lambda path: f"{path}/../{path.name}",
-    "file-url": lambda path: f"file://{path}",
-    "fsspec-local": lambda path: f"local://{path}",
+    "file URL": lambda path: f"file://{path}",
+    "fsspec URL": lambda path: f"local://{path}",
     "marker": lambda path: f"{path}/.metadata",
+    "name": lambda path: f"{path.parent}@latest",
     "link": lambda path: str(_linked(path)),
-    "link-above": lambda path: str(_linked(path.parent) / path.name),
+    "link above": lambda path: str(_linked(path.parent) / path.name),
 }
 
 
@@ -130,21 +170,87 @@ def _linked(path: Path) -> Path:
 
 @pytest.mark.parametrize("name", SAME_PLACES)
 def test_a_source_by_another_name(name, tmp_path):
-    src = put(tmp_path / "in/dcp", "dcp")
+    src = put(tmp_path / "run/step_2", "dcp")
     other = SAME_PLACES[name](src)
     before = look(tmp_path)
-    told = by_python(other, src, "dcp")
-    assert "is the source itself" in told
-    assert "contains the source" in by_python(other, src.parent, "dcp")
-    if name != "fsspec-local":
-        assert "is inside the source" in by_python(other, src / "x.safetensors", None)
+    for dst, said in ((src, "is the source itself"), (src.parent, "contains the source"), (src / "a/b", "is inside")):
+        assert said in by_python(other, dst, "dcp")
+        if name not in ("marker", "name") and said != "contains the source":
+            under = other if said == "is the source itself" else f"{other}/a/b"
+            assert said in by_python(src, under, "dcp")
     assert look(tmp_path) == before
 
 
-def test_the_same_file_by_a_hard_link(tmp_path):
-    (tmp_path / "a.pt").write_bytes(made().files[".pt"])
-    os.link(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert "is the source itself" in by_python(tmp_path / "a.pt", tmp_path / "b.pt", None)
+COPYING: Mapping[str, Callable[..., object]] = {
+    "convert": lambda src, dst: ckpt_tools.convert(src, dst, to="safetensors"),
+    "plan": lambda src, dst: ckpt_tools.plan(src, dst, to="safetensors"),
+    "consolidate": ckpt_tools.consolidate,
+    "reshard": lambda src, dst: ckpt_tools.reshard(src, dst, world_size=3),
+}
+
+
+@pytest.mark.parametrize("verb", COPYING)
+def test_an_output_is_apart_from_its_source_without_overwrite_too(verb, tmp_path):
+    src = put(tmp_path / "run/step_2", "dcp")
+    before = look(tmp_path)
+    for dst, said in ((src / "out", "is inside"), (src.parent, "contains"), (f"{src}/..", "contains"),
+                      (f"{src.parent}/step_1/../step_2/out", "is inside")):  # fmt: skip
+        with pytest.raises(DestinationExistsError, match=f"{said} the source .*, which is not changed; choose another"):
+            COPYING[verb](src, dst)
+    assert look(tmp_path) == before
+
+
+def test_the_command_says_it_in_one_sentence(tmp_path):
+    src = put(tmp_path / "step_2", "dcp")
+    assert said("convert", src, src / "model.safetensors") == (
+        8, "", f"Error: {src}/model.safetensors is inside the source {src}, which is not changed; choose another "
+        "destination\n",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("src", ["step_2", "../run@latest", "../run@step_2"])
+@pytest.mark.parametrize("dst", ["step_2_converted", "step_2.safetensors", "exports/step_2"])
+def test_a_sibling_is_written(src, dst, tmp_path):
+    run = put(tmp_path / "run/step_2", "dcp").parent
+    ckpt_tools.convert(f"{run}/{src}", run / dst, to="safetensors", state="model")
+    assert ckpt_tools.diff(run / "step_2", run / dst, state="model").equal
+
+
+def test_a_folder_of_a_model_keeps_its_files_to_itself(tmp_path):
+    hf = put(tmp_path / "hf", "safetensors")
+    with pytest.raises(DestinationExistsError, match="is inside the source"):
+        ckpt_tools.convert(hf, hf / "model.gguf")
+    ckpt_tools.convert(hf / "model.safetensors", hf / "model.npz")
+
+
+def test_make_loadable_onto_its_source(tmp_path):
+    (tmp_path / "c.pt").symlink_to(file_of(tmp_path))
+    for dst in ("x.pt", "c.pt"):
+        with pytest.raises(DestinationExistsError, match="is the source itself"):
+            ckpt_tools.make_loadable(tmp_path / "x.pt", tmp_path / dst)
+
+
+@pytest.mark.parametrize("store", ["memory", "bucket"])
+def test_urls_of_a_store(store, tmp_path, request):
+    if store == "memory":
+        MemoryFileSystem.store.clear()
+        root, look_at = "memory://top/runs", lambda: dict(MemoryFileSystem.store)
+    else:
+        s3 = request.getfixturevalue("s3")
+        prefix = s3.new_prefix()
+        root, look_at = f"s3://{BUCKET}/{prefix}runs", lambda: s3.files(prefix)
+    ckpt_tools.convert(put(tmp_path / "dcp", "dcp"), f"{root}/step_2", to="dcp")
+    before = look_at()
+    others = ["memory:///top/runs/step_2/out"] if store == "memory" else [f"{root}/step_2/a/out.safetensors"]
+    for src, dst, told in (
+        *((f"{root}/step_2", dst, "is inside") for dst in (f"{root}/step_2/out", *others)),
+        (f"{root}@latest", f"{root}/step_2/out", "is inside"),
+        (f"{root}/step_2", root, "contains"),
+    ):
+        with pytest.raises(DestinationExistsError, match=f"{told} the source"):
+            ckpt_tools.convert(src, dst, to="safetensors")
+    assert look_at().keys() == before.keys()
+    ckpt_tools.convert(f"{root}@latest", f"{root}/step_2_converted", to="safetensors")
 
 
 ADDED: Mapping[str, Callable[[Path], object]] = {
@@ -172,7 +278,7 @@ ADDED: Mapping[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", ADDED)
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", tiered(FOLDERS, test=["dcp", "zero2"], extended=["safetensors"]))
 def test_anything_else_in_the_folder(name, what, tmp_path):
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", name)
     ADDED[what](dst)
@@ -184,8 +290,22 @@ def test_anything_else_in_the_folder(name, what, tmp_path):
     assert look(tmp_path) == before
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-@pytest.mark.parametrize("extra", ["plain", "checksum", "signature", "script", "link"])
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    tiered(
+        product(FOLDERS, ("plain", "checksum", "signature", "script", "link")),
+        test=[
+            "dcp-plain",
+            "zero1-script",
+            "zero3-link",
+            "universal-checksum",
+            "safetensors-signature",
+            "sharded-plain",
+            "torch-checksum",
+        ],
+        extended=["dcp-signature", "zero2-script", "torch-link"],
+    ),
+)
 def test_a_checkpoint_alone_is_replaced_and_counted(name, extra, tmp_path):
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "disk/real", name)
     if extra == "checksum":
@@ -209,51 +329,22 @@ def test_a_checkpoint_alone_is_replaced_and_counted(name, extra, tmp_path):
     assert ckpt_tools.plan(src, tmp_path / "new", to="dcp", overwrite=True).removed_files == {}
 
 
-def test_the_dry_run_says_what_would_go(tmp_path):
-    src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "dcp")
+def test_the_dry_run_says_what_would_go(two, tmp_path):
+    src, dst = two
     size = sum(map(len, files_below(dst).values()))
     for words in (["convert", src, dst, "--dry-run"], ["plan", src, dst]):
-        command = [sys.executable, "-m", "ckpt_tools", *map(str, words), "--to", "zero2", "--overwrite"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert "removes 3 files" in said and "__1_0.distcp" in said
-        report = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+        command = [*words, "--to", "zero2", "--overwrite"]
+        code, out, _ = said(*command)
+        assert code == 0 and "removes 3 files" in out and "__1_0.distcp" in out
+        report = json.loads(said(*command, "--json")[1])
         assert (sorted(report["removed_files"]), report["removed_bytes"]) == (sorted(files_below(dst)), size)
 
 
-def test_without_overwrite_a_plan_refuses_what_the_run_refuses(tmp_path):
-    src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "dcp")
+def test_without_overwrite_a_plan_refuses_what_the_run_refuses(two, tmp_path):
+    src, dst = two
     for verb in (ckpt_tools.plan, ckpt_tools.convert):
         with pytest.raises(DestinationExistsError, match="exists; choose another destination"):
             verb(src, dst, to="dcp")
-
-
-HARMED: Mapping[str, Callable[[Path], object]] = {
-    "cut": lambda dst: os.truncate(dst / ".metadata", 100),
-    "garbage": lambda dst: write(dst / ".metadata"),
-    "no index": lambda dst: (dst / ".metadata").unlink(),
-}
-
-
-@pytest.mark.parametrize("how", HARMED)
-def test_a_checkpoint_that_cannot_be_read(how, tmp_path):
-    src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "dcp")
-    HARMED[how](dst)
-    before = look(tmp_path)
-    assert "__0_0.distcp" in by_python(src, dst, "dcp")
-    assert look(tmp_path) == before
-
-
-def test_a_tag_without_the_file_that_names_it_lies_deeper(tmp_path):
-    src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "zero2")
-    (dst / "latest").unlink()
-    assert "not a checkpoint itself but contains one" in by_python(src, dst, "dcp")
-
-
-@pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "m.bin"])
-def test_a_file_that_is_no_checkpoint(name, tmp_path):
-    src, dst = put(tmp_path / "src", "dcp"), write(tmp_path / name)
-    assert "is not a checkpoint that can be read" in by_python(src, dst, None)
-    assert dst.read_text() == "mine"
 
 
 def test_a_file_beside_that_is_no_list(tmp_path):
@@ -277,8 +368,8 @@ def test_lists_replace_lists_alone(tmp_path):
         ckpt_tools.checksum(src, output=tmp_path / "list.json", overwrite=True)
 
 
-def test_what_comes_while_it_is_written_is_kept(tmp_path):
-    src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", "dcp")
+def test_what_comes_while_it_is_written_is_kept(two, tmp_path):
+    src, dst = two
     before = look(dst)
     with pytest.raises(DestinationExistsError, match="late"):
         ckpt_tools.convert(src, dst, to="dcp", overwrite=True, on_progress=lambda done, total: write(dst / "late"))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -22,32 +22,13 @@ Kind = Literal["file", "folder", "link", "pipe"]
 SIGNATURE = b'{"mediaType": "application/vnd.dev.sigstore.bundle.v0.3+json"}'
 
 STRANGERS = (
-    "notes.txt",
-    ".hidden",
-    ".git/HEAD",
-    "src/main.py",
-    "config.json",
-    "Notiz für später.txt",
-    "日本/メモ",
-    "with\nline",
-    ".METADATA",
-    "Model.safetensors",
-    "model.safetensors.bak",
-    "__0_0.distcp.old",
-    "0.distcp",
-    "latest.txt",
-    "Latest",
-    f"{TAG}/notes.txt",
-    f"{TAG}/zero/notes.pt",
-    f"{TAG}2/mp_rank_00_model_states.pt",
-    "global_step9/other.pt",
-    "checkpoints/epoch_1/.metadata",
-    "checkpoints/epoch_1/__0_0.distcp",
-    "a/b/c/d",
-    "scheduler.pt",
-    ".ckpt-tools-partial-not/x",
+    "notes.txt", ".hidden", ".git/HEAD", "src/main.py", "config.json", "Notiz für später.txt", "日本/メモ",
+    "with\nline", ".METADATA", "Model.safetensors", "model.safetensors.bak", "__0_0.distcp.old",
+    "0.distcp", "latest.txt", "Latest", f"{TAG}/notes.txt", f"{TAG}/zero/notes.pt",
+    f"{TAG}2/mp_rank_00_model_states.pt", "global_step9/other.pt", "checkpoints/epoch_1/.metadata",
+    "checkpoints/epoch_1/__0_0.distcp", "a/b/c/d", "scheduler.pt", ".ckpt-tools-partial-not/x",
     "model.sig.old",
-)
+)  # fmt: skip
 """Names of files that are of no checkpoint of ours, in a destination or beside one."""
 
 
@@ -196,16 +177,7 @@ def _list_name(tree: Tree) -> str | None:
     return f"{tree.place}/{TAG + '/' if is_tagged else ''}ckpt-tools.digests.json"
 
 
-class World(Protocol):
-    """Where a tree stands."""
-
-    def put(self, tree: Tree) -> None: ...
-
-    def url(self, path: str) -> str: ...
-
-    def look(self) -> Mapping[str, object]: ...
-
-    def clear(self) -> None: ...
+# Where a tree stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,14 +273,11 @@ class InMemory:
         self.fs.pseudo_dirs[:] = [""]
 
 
+World = Disk | InBucket | InMemory
+
 RUN_STRANGERS = (
-    "notes.txt",
-    ".hidden",
-    "eval/results.txt",
-    "Latest",
-    "__0_0.distcp.old",
-    "backup/.metadata",
-)
+    "notes.txt", ".hidden", "eval/results.txt", "Latest", "__0_0.distcp.old", "backup/.metadata",
+)  # fmt: skip
 """Names of files that no trainer writes into a checkpoint."""
 
 
