@@ -76,7 +76,7 @@ def test_no_item_is_lost_in_silence(name, whole):
     if whole and writer.is_weights_alone:
         return
 
-    @settings(max_examples=10, phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=6, phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck))
     @given(stored_checkpoints(is_whole=True))
     def check(checkpoint: StoredCheckpoint) -> None:
         manifest = checkpoint.manifest

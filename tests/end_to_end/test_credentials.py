@@ -8,8 +8,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,42 +27,37 @@ from ckpt_tools.stores.retry import RetryPolicy
 from inference.batch.rows import Columns, Row
 from tests.stores.test_http import serving
 from tests.support.canaries import CANARIES, ENCODED, MISTYPED, OPTIONS, PORT, RAW, URLS, Given, leaks, shown_by
+from tests.support.sweep import tiered
 from training.launchers.failures import Failure
 from training.loop.result import RunResult
 
-SAMPLE = 100
+SAMPLE = 60
 
 TRAIN = ("train", "--strategy", "full_shard")
 
+
+def _typed(line: str, *, out: bool = False) -> Callable[[str, str], list[str]]:
+    """A command of a URL, and of an output if it has one, with these options."""
+    verb, *options = line.split()
+    return lambda url, place: [verb, url, *([place] if out else []), *options]
+
+
 LINES: dict[str, Callable[[str, str], list[str]]] = {
-    "inspect": lambda url, _: ["inspect", url],
-    "inspect --json": lambda url, _: ["inspect", url, "--json"],
-    "inspect --verbose": lambda url, _: ["inspect", url, "--verbose"],
-    "ls": lambda url, _: ["ls", url],
-    "plan": lambda url, out: ["plan", url, out],
+    **{line: _typed(line) for line in ("inspect", "inspect --json", "inspect --verbose", "ls", "verify", "scan",
+                                       "scan --format sarif", "checksum", "sign", "clean", "prune --keep-last 1",
+                                       "serve --port 0")},
+    **{line: _typed(line, out=True) for line in ("plan", "convert --checksum", "reshard --world-size 2", "consolidate",
+                                                 "make-loadable", "diff")},
     "plan to": lambda url, out: ["plan", out, url, "--to", "dcp"],
-    "convert": lambda url, out: ["convert", url, out, "--checksum"],
     "convert to": lambda url, out: ["convert", out, url, "--to", "dcp"],
     "convert both": lambda url, out: ["convert", url, url, "--to", "dcp"],
-    "reshard": lambda url, out: ["reshard", url, out, "--world-size", "2"],
-    "consolidate": lambda url, out: ["consolidate", url, out],
-    "make-loadable": lambda url, out: ["make-loadable", url, out],
-    "verify": lambda url, _: ["verify", url],
     "verify with": lambda url, out: ["verify", out, url],
-    "diff": lambda url, out: ["diff", url, out],
-    "scan": lambda url, _: ["scan", url],
-    "scan --format sarif": lambda url, _: ["scan", url, "--format", "sarif"],
-    "checksum": lambda url, _: ["checksum", url],
-    "sign": lambda url, _: ["sign", url],
-    "clean": lambda url, _: ["clean", url],
-    "prune": lambda url, _: ["prune", url, "--keep-last", "1"],
     "train --resume": lambda url, out: [*TRAIN, "--out", out, "--launcher", "torchrun", "--resume", url],
     "train --storage": lambda url, out: [*TRAIN, "--out", out, "--storage", url, "--resume", "latest"],
     "predict": lambda url, out: ["predict", "--model", url, "--input", "digits", "--output", f"{out}.jsonl"],
     "predict --output": lambda url, out: ["predict", "--model", out, "--input", "digits", "--output", f"{url}.jsonl"],
-    "serve": lambda url, _: ["serve", url, "--port", "0"],
     "serve named": lambda url, _: ["serve", "--model", f"a={url}", "--port", "0"],
-}
+}  # fmt: skip
 
 WITHOUT_OPTIONS = {line for line in LINES if line.startswith(("train", "predict", "serve"))}
 """Commands that take URLs, and no options of stores."""
@@ -74,29 +69,24 @@ def claimed(url: str, more: dict[str, Any]) -> object:
 
 
 FUNCTIONS: dict[str, Callable[[str, str, dict[str, Any]], object]] = {
-    "inspect": lambda url, _, more: ckpt_tools.inspect(url, **more),
-    "open": lambda url, _, more: ckpt_tools.open(url, **more),
-    "ls": lambda url, _, more: ckpt_tools.ls(url, **more),
-    "plan": lambda url, out, more: ckpt_tools.plan(url, out, **more),
-    "convert": lambda url, out, more: ckpt_tools.convert(url, out, **more),
+    **{
+        name: lambda url, _, more, name=name: getattr(ckpt_tools, name)(url, **more)
+        for name in ("inspect", "open", "ls", "verify", "scan", "checksum", "sign", "clean", "recorded_digests",
+                     "fingerprint")
+    },
+    **{
+        name: lambda url, out, more, name=name: getattr(ckpt_tools, name)(url, out, **more)
+        for name in ("plan", "convert", "consolidate", "make_loadable")
+    },
     "convert to": lambda url, out, more: ckpt_tools.convert(out, url, to="dcp", **more),
     "reshard": lambda url, out, more: ckpt_tools.reshard(url, out, world_size=2, **more),
-    "consolidate": lambda url, out, more: ckpt_tools.consolidate(url, out, **more),
-    "make_loadable": lambda url, out, more: ckpt_tools.make_loadable(url, out, **more),
-    "verify": lambda url, _, more: ckpt_tools.verify(url, **more),
     "diff": lambda url, out, more: ckpt_tools.diff(out, url, **more),
-    "scan": lambda url, _, more: ckpt_tools.scan(url, **more),
-    "checksum": lambda url, _, more: ckpt_tools.checksum(url, **more),
-    "sign": lambda url, _, more: ckpt_tools.sign(url, **more),
-    "clean": lambda url, _, more: ckpt_tools.clean(url, **more),
     "prune": lambda url, _, more: ckpt_tools.prune(url, keep_last=1, **more),
     "claim": lambda url, _, more: claimed(url, more),
-    "recorded_digests": lambda url, _, more: ckpt_tools.recorded_digests(url, **more),
-    "fingerprint": lambda url, _, more: ckpt_tools.fingerprint(url, **more),
     "load_into": lambda url, _, more: ckpt_tools.load_into(torch.nn.Linear(2, 2), None, url, **more),
     "storage_reader": lambda url, _, more: ckpt_tools.storage_reader(url, **more).read_metadata(),
     "Path": lambda url, out, more: ckpt_tools.convert(Path(url), out, **more),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +125,15 @@ def _sampled(pairs: list[Any], request: pytest.FixtureRequest) -> list[Any]:
     return pairs if request.config.getoption("--soak") else random.Random(4711).sample(pairs, SAMPLE)
 
 
+@contextmanager
+def _environment(given: Given) -> Iterator[None]:
+    _forget()
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in given.environment.items():
+            patch.setenv(variable, value)
+        yield
+
+
 def _says(words: list[str]) -> tuple[object, str]:
     """Exit code and output of a command line in this process."""
     out = io.StringIO()
@@ -146,11 +145,8 @@ def _says(words: list[str]) -> tuple[object, str]:
 def test_no_command_shows_one(request, tmp_path):
     pairs = [(line, *case) for line in LINES for case in LINE_CASES if line not in WITHOUT_OPTIONS or not case[2].typed]
     for line, name, canary, given in _sampled(pairs, request):
-        _forget()
         words = [*LINES[line](given.url, str(tmp_path / "out")), *given.typed]
-        with pytest.MonkeyPatch.context() as patch:
-            for variable, value in given.environment.items():
-                patch.setenv(variable, value)
+        with _environment(given):
             code, said = _says(words)
         assert not leaks(canary, said), (line, name, said)
         assert "run again with --verbose" not in said, (line, name, said)
@@ -161,11 +157,8 @@ def test_no_function_shows_one(request, tmp_path):
     """Neither its error nor those behind it."""
     pairs = [(function, *case) for function in FUNCTIONS for case in CASES]
     for function, name, canary, given in _sampled(pairs, request):
-        _forget()
         more = {"storage_options": given.options} if given.options else {}
-        with pytest.MonkeyPatch.context() as patch:
-            for variable, value in given.environment.items():
-                patch.setenv(variable, value)
+        with _environment(given):
             try:
                 shown = repr(FUNCTIONS[function](given.url, str(tmp_path / "out"), more))
             except Exception as error:
@@ -173,7 +166,7 @@ def test_no_function_shows_one(request, tmp_path):
         assert not leaks(canary, shown), (function, name, shown)
 
 
-@pytest.mark.parametrize("name", ["plain", "encoded", "slashes", "quotes"])
+@pytest.mark.parametrize("name", tiered(["plain", "encoded", "slashes", "quotes"], ["slashes"], ["quotes"]))
 def test_no_result_shows_one(name, tmp_path, capsys):
     """Commands that succeed, on a store that takes anything for a path; nor the files that they write."""
     canary = (CANARIES | RAW)[name]
@@ -260,8 +253,13 @@ except KeyError as error:
 """
 
 
-@pytest.mark.parametrize("name", ["plain", "encoded", "quotes"])
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize(
+    ("name", "encoding"),
+    [
+        ("quotes", "ascii"),
+        *(pytest.param(*case, marks=pytest.mark.extended) for case in (("plain", "utf-8"), ("encoded", "ascii"))),
+    ],
+)
 def test_a_process_masks_what_libraries_print(name, encoding):
     """Also in a traceback that ends it."""
     canary = (CANARIES | RAW)[name]
@@ -273,7 +271,14 @@ def test_a_process_masks_what_libraries_print(name, encoding):
     assert not leaks(canary, said)
 
 
-@pytest.mark.parametrize("kind", ["hf", "memory", "one slash", "endpoint of the environment without a scheme"])
+@pytest.mark.parametrize(
+    "kind",
+    tiered(
+        ["hf", "memory", "one slash", "endpoint of the environment without a scheme"],
+        test=["one slash"],
+        extended=["hf"],
+    ),
+)
 def test_no_process_shows_one(kind):
     canary = CANARIES["encoded"]
     given = (URLS | ENCODED)[kind](canary)

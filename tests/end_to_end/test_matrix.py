@@ -2,23 +2,25 @@
 
 A cell is a source made by N real processes, converted, and resumed by M: what the framework then holds has the bits
 that the source's framework gathered, and the next losses are those of the run that was never interrupted.
-``make test`` has every pair of formats, each target at every world size; ``make test-all`` two pairs at every change of
-world size; the soak has all cells.
+``make test`` has every pair of formats with one of zero1 and zero2, ``make test-all`` the other pairs, and two pairs at
+several changes of world size; the soak has all cells.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.tensor  # for torch.load of files of ranks
 
 import ckpt_tools
-from fixtures.store import Fixture
 from tests.support.ranks import for_ranks
+from tests.support.sweep import tiered
 from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
 SOURCES = {
@@ -37,10 +39,7 @@ TARGETS = {
 }
 WORLD_SIZES = (1, 2, 3, 4)
 RANKS = {"fsdp2": 2, "zero1": 3, "zero2": 2, "zero3": 4, "universal": 2}
-"""Those that wrote each source of ``make test``."""
-EVERY_WORLD_SIZE = (("fsdp2", "zero3"), ("zero2", "fsdp2"))
-
-Checkpoint = Callable[[str, str, int], Fixture]
+"""Those that wrote each source of the cells with every pair of formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,8 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.source}x{self.from_ranks}-{self.target}x{self.to_ranks}"
 
+    name = property(__str__)
+
     @property
     def case(self) -> str:
         """DeepSpeed's universal load leaves out frozen weights and buffers, so that its cells have neither."""
@@ -62,30 +63,43 @@ class Cell:
 
 
 FULL = [Cell(s, t, n, m) for m, n, s, t in itertools.product(WORLD_SIZES, WORLD_SIZES, SOURCES, TARGETS)]
-PAIRWISE = {
-    Cell(source, target, RANKS[source], WORLD_SIZES[(row + column) % len(WORLD_SIZES)])
+PAIRS = {
+    (source, target): Cell(source, target, RANKS[source], WORLD_SIZES[(row + column) % len(WORLD_SIZES)])
     for row, source in enumerate(SOURCES)
     for column, target in enumerate(TARGETS)
 }
+LEFT_OUT = [*itertools.product(("zero1", "zero2"), ("zero1", "zero2")), ("zero2", "zero3"), ("zero3", "zero1"),
+            ("zero2", "fsdp2"), ("fsdp2", "zero2"), ("zero1", "universal"), ("universal", "zero2")]  # fmt: skip
+"""Pairs of ``make test-all``: to another of two stages that are written alike, or from it."""
+RESIZED = ["fsdp2x1-zero3x4", "fsdp2x4-zero3x1", "zero2x3-fsdp2x1"]
 
 
-def marks_of(cell: Cell) -> Any:
-    if cell in PAIRWISE:
-        return ()
-    return pytest.mark.extended if (cell.source, cell.target) in EVERY_WORLD_SIZE else pytest.mark.soak
-
-
-@pytest.mark.parametrize("cell", [pytest.param(cell, id=str(cell), marks=marks_of(cell)) for cell in FULL])
+@pytest.mark.parametrize(
+    "cell",
+    tiered(
+        FULL,
+        test=[cell.name for pair, cell in PAIRS.items() if pair not in LEFT_OUT or pair == ("zero1", "zero2")],
+        extended=[*(PAIRS[pair].name for pair in LEFT_OUT if pair != ("zero1", "zero2")), *RESIZED],
+    ),
+)
 def test_cell(cell, checkpoint, resume, tmp_path):
-    made = checkpoint(SOURCES[cell.source], cell.case, cell.from_ranks)
     to, kind = TARGETS[cell.target]
-    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, **for_ranks(to, cell.to_ranks))
-    truth = Truth.load(made.root)
-    resumed = resume(kind, cell.case, tmp_path / "out", cell.to_ranks)
+    truth, resumed = _resumed(
+        (SOURCES[cell.source], cell.case, cell.from_ranks), to, kind, cell.to_ranks, checkpoint, resume, tmp_path
+    )
     assert_same_state(truth, resumed)
     # torch and DeepSpeed add in different orders: on some processors a loss differs in its last bit.
     same_sums = (cell.source == "fsdp2") == (cell.target == "fsdp2")
     assert_same_course(truth, resumed, exactly=same_sums and cell.from_ranks == cell.to_ranks)
+
+
+def _resumed(
+    made: tuple[str, str, int], to: str, kind: str, world_size: int, checkpoint: Any, resume: Any, folder: Any
+) -> tuple[Truth, Truth]:
+    """What the source's framework gathered, and what that of the target has loaded after a conversion."""
+    source = checkpoint(*made)
+    ckpt_tools.convert(source.checkpoint, folder / "out", to=to, **for_ranks(to, world_size))
+    return Truth.load(source.root), resume(kind, made[1], folder / "out", world_size)
 
 
 def assert_same_state(truth: Truth, resumed: Truth) -> None:
@@ -121,40 +135,82 @@ def assert_same_course(truth: Truth, resumed: Truth, *, exactly: bool) -> None:
     np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=tolerance, atol=0)
 
 
+def _other(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
 FLAVOURS = [
-    ("zero3-bf16", "zero1", "zero1-bf16", {}),
-    ("zero1-bf16", "zero3", "zero3-bf16", {}),
-    ("zero1-bf16acc", "zero2", "zero2-bf16", {}),
-    ("zero2-fp16", "zero3", "zero3-fp16", {}),
-    ("zero3-fp16", "zero2", "zero2-fp16", {}),
-    ("zero3-fp32-sub", "zero1", "zero1-fp32", {}),
+    ("zero3-bf16", "zero1", "zero1-bf16"),
+    _other("zero1-bf16", "zero3", "zero3-bf16"),
+    _other("zero1-bf16acc", "zero2", "zero2-bf16"),
+    ("zero2-fp16", "zero3", "zero3-fp16"),
+    _other("zero3-fp16", "zero2", "zero2-fp16"),
+    _other("zero3-fp32-sub", "zero1", "zero1-fp32"),
 ]
 
 
-@pytest.mark.parametrize(("source", "to", "kind", "options"), FLAVOURS, ids=lambda value: str(value) or "-")
-def test_flavours(source, to, kind, options, checkpoint, resume, tmp_path):
+@pytest.mark.parametrize(("source", "to", "kind"), FLAVOURS)
+def test_flavours(source, to, kind, checkpoint, resume, tmp_path):
     """16-bit models with fp32 masters, from one stage and world size to another."""
-    made = checkpoint(source, "awkward", 3)
-    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, world_size=2, **options)
-    truth, resumed = Truth.load(made.root), resume(kind, "awkward", tmp_path / "out", 2)
+    truth, resumed = _resumed((source, "awkward", 3), to, kind, 2, checkpoint, resume, tmp_path)
     assert_same_bits(truth.tensors, resumed.tensors)
     assert_same_groups(truth, resumed)
     assert_same_course(truth, resumed, exactly=False)
 
 
-@pytest.mark.parametrize(("source", "to", "kind"), [("fsdp2", "zero3", "zero3-fp32"), ("zero1-fp32", "dcp", "fsdp2")])
-def test_sgd_with_momentum(source, to, kind, checkpoint, resume, tmp_path):
-    made = checkpoint(source, "sgd", 3)
-    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, world_size=2)
-    truth, resumed = Truth.load(made.root), resume(kind, "sgd", tmp_path / "out", 2)
+OTHERS = [
+    ("fsdp2", "sgd", 3, "zero3", "zero3-fp32", 2),
+    _other("zero1-fp32", "sgd", 3, "dcp", "fsdp2", 2),
+    ("fsdp2-verl", "plain", 2, "zero3", "zero3-fp32", 3),
+    *(_other("fsdp2-verl", "plain", 2, *to, 3) for to in map(TARGETS.get, ("fsdp2", "zero2", "universal"))),
+]
+
+
+@pytest.mark.parametrize(("source", "case", "from_ranks", "to", "kind", "to_ranks"), OTHERS)
+def test_momentum_of_sgd_and_files_of_ranks(source, case, from_ranks, to, kind, to_ranks, checkpoint, resume, tmp_path):
+    truth, resumed = _resumed((source, case, from_ranks), to, kind, to_ranks, checkpoint, resume, tmp_path)
     assert_same_state(truth, resumed)
     assert_same_course(truth, resumed, exactly=False)
 
 
-ROUND_TRIPS = [(a, b) for a, b in itertools.product(TARGETS, TARGETS) if a != b]
+@pytest.mark.parametrize("world_size", [_other(1), 3])
+def test_verl_resumes_at_another_world_size(checkpoint, world_size, resume, tmp_path):
+    root = checkpoint("fsdp2-verl", "plain", 2).root
+    out = tmp_path / "out"
+    ckpt_tools.reshard(root / "checkpoint", out, world_size=world_size)
+    items = ("model", "optim", "extra_state")
+    wanted = {f"{item}_world_size_{world_size}_rank_{n}.pt" for item in items for n in range(world_size)}
+    assert {path.name for path in out.iterdir()} == wanted | {"fsdp_config.json", "huggingface"}
+    assert json.loads((out / "fsdp_config.json").read_text())["world_size"] == world_size
+    configs = [(folder / "huggingface" / "config.json").read_bytes() for folder in (out, root / "checkpoint")]
+    assert configs[0] == configs[1] != b""
+    truth, found = Truth.load(root), resume("fsdp2-verl", "plain", out, world_size)
+    assert_same_state(truth, found)
+    assert_same_course(truth, found, exactly=False)
 
 
-@pytest.mark.parametrize(("first", "second"), ROUND_TRIPS)
+@pytest.mark.parametrize("kind", ["fsdp2", _other("zero3-fp32")])
+def test_another_format_becomes_verls(kind, checkpoint, tmp_path):
+    """A mesh of GPUs cannot be used on a CPU: torch loads the files, and the whole state is in them."""
+    source = checkpoint(kind, "awkward", 2).checkpoint
+    report = ckpt_tools.convert(source, tmp_path / "out", to="sharded", world_size=3)
+    assert "the device mesh" in {note.what for note in report.plan.notes}
+    assert ckpt_tools.verify(source, tmp_path / "out").equal
+    model = torch.load(tmp_path / "out" / "model_world_size_3_rank_2.pt", weights_only=True)
+    weight = model["embed.weight"]
+    assert weight.device_mesh.device_type == "cuda" and weight.device_mesh.mesh_dim_names == ("fsdp",)
+    assert weight.shape == (13, 7) and weight.to_local().shape == (3, 7)
+    assert not hasattr(model["keepsakes.table32"], "to_local")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    tiered(
+        [pair for pair in PAIRS if pair[0] != pair[1]],
+        test=["fsdp2-zero1", "zero1-fsdp2", "zero2-zero3", "zero3-universal", "universal-zero2"],
+        extended=["fsdp2-universal", "zero1-zero2", "zero2-fsdp2", "zero3-fsdp2", "universal-zero3"],
+    ),
+)
 def test_there_and_back_is_the_same_state(first, second, checkpoint, tmp_path):
     made = checkpoint(SOURCES[first], "plain" if "universal" in (first, second) else "awkward", 2)
     to_first, to_second = TARGETS[first][0], TARGETS[second][0]
@@ -166,9 +222,9 @@ def test_there_and_back_is_the_same_state(first, second, checkpoint, tmp_path):
 
 FULL_FILES = [
     ("fsdp2", "whole.pt", "zero2", "zero2-fp32"),
-    ("fsdp2", "whole.safetensors", "dcp", "fsdp2"),
+    _other("fsdp2", "whole.safetensors", "dcp", "fsdp2"),
     ("zero3-fp32", "whole.safetensors", "zero3", "zero3-fp32"),
-    ("zero1-fp32", "whole.pt", "dcp", "fsdp2"),
+    _other("zero1-fp32", "whole.pt", "dcp", "fsdp2"),
 ]
 
 
@@ -187,6 +243,6 @@ def test_one_file_carries_the_whole_state(source, file, to, kind, checkpoint, re
 def test_reshard_keeps_the_format(source, checkpoint, tmp_path):
     made = checkpoint(source, "awkward", 3)
     ckpt_tools.reshard(made.checkpoint, tmp_path / "out", world_size=4)
-    assert ckpt_tools.inspect(tmp_path / "out").format == ckpt_tools.inspect(made.checkpoint).format
-    assert ckpt_tools.inspect(tmp_path / "out").world_size == 4
+    before, after = ckpt_tools.inspect(made.checkpoint), ckpt_tools.inspect(tmp_path / "out")
+    assert (after.format, after.world_size) == (before.format, 4)
     assert ckpt_tools.verify(made.checkpoint, tmp_path / "out").equal

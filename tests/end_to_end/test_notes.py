@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ from ckpt_tools.formats.index import built_in
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import layouts, make
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
 OPENED = [name for name, layout in layouts().items() if layout.opens_as is not None]
-SAMPLE = [
-    *("hf-trainer", "lightning-ckpt", "verl", "deepspeed-zero3-bf16", "deepspeed-pipeline-tp-bf16", "megatron"),
-]
+SAMPLE = ["hf-trainer-zero3", "lightning-ckpt-npz", "verl-sharded", "verl-dcp",
+          "deepspeed-zero3-bf16-zero1", "deepspeed-zero3-bf16-torch",
+          "deepspeed-pipeline-tp-bf16-universal", "deepspeed-pipeline-tp-bf16-safetensors",
+          "megatron-megatron", "megatron-zero2", "megatron-gguf", "hf-trainer-peft", "lightning-ckpt-meta"]  # fmt: skip
+"""Each source of a kind and each writer."""
 WRITERS = [
     *("safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal", "gguf", "npz", "megatron", "sharded"),
     *("meta", "peft"),
@@ -153,26 +157,14 @@ def test_every_writer_is_judged():
     assert set(WRITERS) == {each.name for each in built_in() if each.writes}
 
 
-@pytest.mark.parametrize("target", WRITERS)
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize(("name", "target"), tiered(product(OPENED, WRITERS), test=(), extended=SAMPLE))
 def test_notes_are_true(name, target, tmp_path):
-    _judge(name, target, tmp_path)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("target", WRITERS)
-@pytest.mark.parametrize("name", [name for name in OPENED if name not in SAMPLE])
-def test_notes_are_true_of_every_layout(name, target, tmp_path):
-    _judge(name, target, tmp_path)
-
-
-def _judge(name: str, target: str, folder: Path) -> None:
     made = make(name)
     before = Checkpoint.read(made.source)
     one = sorted(key.fqn for key in before.manifest.of_kind(Kind.PARAMETER))[0]
     problems: list[str] = []
     for number, (label, options) in enumerate([*OPTIONS.items(), ("without one", {"exclude": [re.escape(one)]})]):
-        out = folder / str(number)
+        out = tmp_path / str(number)
         try:
             report = ckpt_tools.convert(made.source, out, to=target, world_size=_ranks(target), **options)
         except CkptError:

@@ -16,18 +16,16 @@ import pytest
 from ray.cluster_utils import Cluster
 
 import ckpt_tools
-from ckpt_tools.errors import IncompleteError, UsageError
+from ckpt_tools.errors import IncompleteError
 from tests.support.ray_cluster import NODE, cluster, processes
 from tests.support.running import wait_until
 from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY
+from tests.support.sweep import tiered
 
 __all__ = ["cluster"]
 
 SMALL = "73MiB"
 """So little that tasks are small, and many."""
-
-
-OTHERS = ("dcp", "zero3", "torch", "universal")
 
 
 def made_in(folder: Path, num_tensors: int, num_rows: int) -> Path:
@@ -70,7 +68,9 @@ def kill_workers_at(cluster: Cluster, percents: list[int]) -> Callable[[int, int
     return on_progress
 
 
-@pytest.mark.parametrize("to", ["safetensors", *(pytest.param(to, marks=pytest.mark.extended) for to in OTHERS)])
+@pytest.mark.parametrize(
+    "to", tiered(["safetensors", "dcp", "zero3", "torch", "universal"], test=(), extended=["safetensors"])
+)
 def test_the_bytes_are_those_that_threads_write(to, checkpoint, cluster, tmp_path):
     made = checkpoint("fsdp2", "plain", 2).checkpoint
     name = "out.pt" if to == "torch" else "out"
@@ -100,7 +100,7 @@ def test_recipes_map_tensors_in_other_processes_too(large, cluster, tmp_path):
     assert (tmp_path / "ray.safetensors").read_bytes() == (tmp_path / "threads.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+@pytest.mark.parametrize("to", [pytest.param("safetensors", marks=pytest.mark.extended), "dcp"])
 def test_a_killed_worker_changes_nothing(to, large, cluster, tmp_path):
     """Whoever writes a checksum of DCP's waits for what was lost; nobody of safetensors' waits."""
     options = {"to": to, "memory": SMALL}
@@ -133,7 +133,7 @@ def test_a_lost_node_changes_nothing(large, cluster, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+@pytest.mark.parametrize("to", [pytest.param("safetensors", marks=pytest.mark.soak), "dcp"])
 def test_from_s3_to_s3_with_a_worker_killed(to, larger, cluster, s3_server, tmp_path):
     """Workers that share no file system and no environment with the driver: they are told where the service is, and
     how to be let in."""
@@ -182,20 +182,6 @@ def test_the_command_prints_its_report_alone(large, cluster, tmp_path):
     assert json.loads(done.stdout)["bytes_written"] == sum(map(len, contents(tmp_path / "out").values()))
     again = run(*words, "--runner", "ray", "--address", cluster.address)
     assert again.returncode == 8 and again.stdout == "" and again.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"runner": "spark"}, "runner='spark' is not one of threads, ray"),
-        ({"address": "auto"}, "address= is for runner='ray'"),
-        ({"runner": "ray", "workers": 0}, "workers=0: at least one"),
-    ],
-)
-def test_options_that_do_not_fit(options, reason, large, tmp_path):
-    with pytest.raises(UsageError, match=reason):
-        ckpt_tools.convert(large, tmp_path / "out", to="dcp", **options)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.extended

@@ -21,11 +21,7 @@ from ckpt_tools.recipes import list_recipes
 from fixtures import hub_runs, launch
 from fixtures.hub_runs import MOMENTS, Family
 from tests.recipes import families
-from tests.support.hub_judges import (
-    assert_is_hub_folder,
-    assert_same_bits,
-    assert_same_values,
-)
+from tests.support.hub_judges import assert_is_hub_folder, assert_same_bits, assert_same_values
 
 pytestmark = pytest.mark.extended
 
@@ -67,14 +63,11 @@ TIED = {"tie_word_embeddings": True}
 EXCHANGED = ("qwen3_vl_moe",)
 """Published files have the last two axes of experts exchanged. `from_pretrained` reads both orders by their shapes, and
 `save_pretrained` writes the live one."""
-SAMPLE = [
-    *(Case(name) for name in ("mixtral", "gpt_oss", "nemotron_h", "vit", "dinov2", "qwen3_vl_moe", "llava")),
-    Case("qwen3_moe", config=TIED),
-    Case("deepseek_v3", dtype="bf16"),
-]
+SAMPLE = [*map(Case, ("gpt_oss", "vit", "qwen3_vl_moe")), Case("deepseek_v3", dtype="bf16")]
 HEAD_FIRST = Case("jina_embeddings_v3")
 """The live model has its head before the embedding, and so the moments of both under the head's name."""
-TRAINED = [Case(name) for name, family in families.FAMILIES.items() if family.trains]
+TIED_MOE = Case("qwen3_moe", config=TIED)
+TRAINED = [TIED_MOE, *(Case(name) for name, family in families.FAMILIES.items() if family.trains)]
 OTHERS = [case for case in TRAINED if case not in (*SAMPLE, HEAD_FIRST)]
 OF_ZERO = [
     Case("qwen3_moe", is_zero=True, dtype="bf16", config=TIED),
@@ -91,7 +84,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "trained" in metafunc.fixturenames:
         cases = [*SAMPLE, *OTHERS] if metafunc.config.getoption("--soak") else SAMPLE
         if metafunc.function is not test_weights_of_the_hub_load_into_the_live_model:
-            cases = [*cases, *OF_ZERO]
+            cases = [*cases, *(OF_ZERO if len(cases) > len(SAMPLE) else OF_ZERO[:1])]
         metafunc.parametrize("trained", cases, ids=str, indirect=True, scope="module")
 
 
@@ -160,7 +153,7 @@ def test_the_hub_folder_is_that_of_save_pretrained(trained, tmp_path):
 def test_training_goes_on_after_a_way_over_hub_names(trained, tmp_path):
     trained.convert(trained.checkpoint, tmp_path / "hub", to="dcp")
     assert_has_moments(tmp_path / "hub", trained.folder)
-    how = {"to": "zero3", "world_size": RANKS} if trained.case.is_zero else {"to": "dcp"}
+    how: dict[str, Any] = {"to": "zero3", "world_size": RANKS} if trained.case.is_zero else {"to": "dcp"}
     if trained.case.is_zero and trained.case.dtype == "bf16":
         how["dtype"] = "bfloat16"  # the hub's weights are the masters
     trained.convert(tmp_path / "hub", tmp_path / "back", **how, inverse=True)
@@ -218,33 +211,28 @@ def fused(tmp_path_factory):
 GATE, UP, NORM = (
     f"model.layers.1.{end}.weight" for end in ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "input_layernorm")
 )
-Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor | None]]
 FAULTS: dict[str, tuple[str, Change]] = {
     "gate-and-up": ("logits differ", lambda x: {GATE.format(0): x[UP.format(0)], UP.format(0): x[GATE.format(0)]}),
     "experts": ("logits differ", lambda x: {GATE.format(0): x[GATE.format(1)], GATE.format(1): x[GATE.format(0)]}),
     "shape": ("mismatched_keys", lambda x: {NORM: x[NORM][1:].clone()}),
     "left-over": ("unexpected_keys", lambda x: {"model.extra": x[NORM].clone()}),
     "dtype": ("torch.float64", lambda x: {NORM: x[NORM].double()}),
+    "missing": ("missing_keys", lambda x: {NORM: None}),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_judges_find_a_fault(fault, fused, tmp_path):
     message, change = FAULTS[fault]
+    shutil.copytree(fused.folder / "pretrained", tmp_path, dirs_exist_ok=True)
+    assert_is_hub_folder(fused.case.family, tmp_path, fused.folder)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    changed = {name: tensor for name, tensor in (tensors | change(tensors)).items() if tensor is not None}
+    save_file(changed, file, {"format": "pt"})
     with pytest.raises(AssertionError, match=message):
-        _judge(fused, tmp_path, lambda tensors: tensors | change(tensors))
-
-
-def test_the_judges_find_that_a_tensor_is_missing(fused, tmp_path):
-    _judge(fused, tmp_path / "whole", lambda tensors: tensors)
-    with pytest.raises(AssertionError, match="missing_keys"):
-        _judge(fused, tmp_path / "less", lambda tensors: {n: tensor for n, tensor in tensors.items() if n != NORM})
-
-
-def _judge(fused: Trained, folder: Path, change: Change) -> None:
-    shutil.copytree(fused.folder / "pretrained", folder, dirs_exist_ok=True)
-    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
-    assert_is_hub_folder(fused.case.family, folder, fused.folder)
+        assert_is_hub_folder(fused.case.family, tmp_path, fused.folder)
 
 
 def test_exchanged_layers_show_in_the_next_loss(fused, tmp_path):

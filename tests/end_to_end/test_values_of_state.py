@@ -6,6 +6,7 @@ Judges are torch's own ``load_state_dict`` and ``dcp.load``, with every optimize
 import io
 from collections.abc import Callable, Iterable
 from enum import Enum
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint import state_dict as torch_state
 import ckpt_tools
 from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, LossError, UnsupportedError, UsageError
+from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -43,23 +45,14 @@ NOT_IN_GET_STATE_DICT = {"emofact", "emolynx", "emonavi", "madgrad"}  # state of
 CHANGES_ITS_OPTIONS = {"dadaptadan"}  # dcp.save of torch itself cannot be loaded: a float becomes a tensor
 
 NOT_LOADED_INTO = {
-    "asgd": "step it once before its state is loaded",
-    "conda": "only code named in the checkpoint",
-    "dadaptsgd": "not in the optimizer",
-    "emofact": "step it once before its state is loaded",
-    "emolynx": "step it once before its state is loaded",
-    "emonavi": "step it once before its state is loaded",
-    "gravity": "step it once before its state is loaded",
-    "madgrad": "step it once before its state is loaded",
-    "sara": "not in the optimizer",
-    "scalableshampoo": "only code named in the checkpoint",
-    "scion": "only code named in the checkpoint",
-    "scionlight": "only code named in the checkpoint",
+    **dict.fromkeys(
+        ("asgd", "emofact", "emolynx", "emonavi", "gravity", "madgrad"), "step it once before its state is"
+    ),
+    **dict.fromkeys(("conda", "scalableshampoo", "scion", "scionlight"), "only code named in the checkpoint"),
+    **dict.fromkeys(("dadaptsgd", "sara"), "not in the optimizer"),
 }
 
 COUNTS_OUTSIDE_ITS_STATE = {"stablespam"}
-
-Step = Callable[[nn.Module, torch.optim.Optimizer], None]
 
 
 def make_model() -> nn.Sequential:
@@ -119,6 +112,18 @@ def resumed(name: str, weights: Any, state: Any) -> Any:
     return bits(model.state_dict())
 
 
+def trained(name: str, num_steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make_model()
+    optimizer = make_optimizer(name, model)
+    for _ in range(num_steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+
 def numbered(state: dict[str, Any]) -> dict[Any, Any]:
     """The state of each parameter by number, without that of parameters that have none."""
     names = [name for group in state["param_groups"] for name in group["params"]]
@@ -126,14 +131,20 @@ def numbered(state: dict[str, Any]) -> dict[Any, Any]:
     return {number: value for number, value in found.items() if value != {}}
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_RUN])
+IN_TEST = ("adamw", "adafactor", "asgd", "came", "conda", "dadaptadan", "lion", "madgrad", "scion", "shampoo", "soap",
+           "spam", "stablespam")  # fmt: skip
+IN_EXTENDED = ("adalite", "ademamix", "apollo", "emofact", "fromage", "galore", "gravity", "lamb", "prodigy", "sara",
+               "scalableshampoo", "schedulefreeadamw", "sgd", "sm3", "yogi")  # fmt: skip
+"""Of each of the sets above, and of ordinary ones those with slots of other shapes."""
+
+
+@pytest.mark.parametrize(
+    "name", tiered([name for name in OPTIMIZERS if name not in NOT_RUN], test=IN_TEST, extended=IN_EXTENDED)
+)
 def test_every_optimizer_resumes_or_is_refused_by_name(tmp_path, name):
-    model = make_model()
-    optimizer = make_optimizer(name, model)
-    for _ in range(2):
-        step(model, optimizer)
+    model, optimizer = trained(name)
     source = tmp_path / "source.pt"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    save(model, optimizer, source)
     if name in REFUSED:
         with pytest.raises(UnsupportedError, match=REFUSED[name]):
             ckpt_tools.convert(source, tmp_path / "whole.pt", state="all")
@@ -160,17 +171,14 @@ def check_dcp(name: str, source: Path, target: Path, model: nn.Module, optimizer
     ckpt_tools.convert(source, target, to="dcp", strict=True)
     if name in NOT_IN_GET_STATE_DICT | CHANGES_ITS_OPTIONS:
         return
-    other = make_model()
-    stepped = make_optimizer(name, other)
-    step(other, stepped)
+    other, stepped = trained(name, 1)
     weights, optim = torch_state.get_state_dict(other, stepped)
     dcp.load({"app": {"model": weights, "optim": optim}}, checkpoint_id=target, no_dist=True)
     assert bits(optim["state"]) == bits(torch_state.get_state_dict(model, optimizer)[1]["state"])
 
 
 def check_load_into(name: str, source: Path, saved: Any, after: Any) -> None:
-    model = make_model()
-    optimizer = make_optimizer(name, model)
+    model, optimizer = trained(name, 0)
     if name in NOT_LOADED_INTO:
         with pytest.raises(CkptError, match=NOT_LOADED_INTO[name]):
             ckpt_tools.load_into(model, optimizer, source)
@@ -219,29 +227,26 @@ def save_state(path: Path, slots: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", list(STRUCTURES))
-@pytest.mark.parametrize("between", [(), ("rename",), ("safetensors",)])
+@pytest.mark.parametrize("between", ["nothing", "rename", "safetensors"])
 def test_a_structure_stays_as_it_is(tmp_path, name, between):
-    save_state(tmp_path / "source.pt", STRUCTURES[name])
-    source, owner = tmp_path / "source.pt", "w"
-    if between == ("safetensors",):
+    source, whole = tmp_path / "source.pt", tmp_path / "whole.pt"
+    save_state(source, STRUCTURES[name])
+    if between == "safetensors":
         ckpt_tools.convert(source, tmp_path / "whole.safetensors", state="all", strict=True)
         source = tmp_path / "whole.safetensors"
-    if between == ("rename",):
-        owner = "weight"
-    rename = ["^w$=weight"] if between == ("rename",) else []
-    ckpt_tools.convert(source, tmp_path / "whole.pt", state="all", strict=True, rename=rename)
-    written = torch.load(tmp_path / "whole.pt", weights_only=True)
-    state = written["optim" if between == ("safetensors",) else "optimizer"]["state"]
+    rename = ["^w$=weight"] if between == "rename" else []
+    ckpt_tools.convert(source, whole, state="all", strict=True, rename=rename)
+    state = torch.load(whole, weights_only=True)["optim" if between == "safetensors" else "optimizer"]["state"]
+    owner = "weight" if between == "rename" else "w"
     assert bits(state[owner if owner in state else 0]) == bits(STRUCTURES[name])
-    assert not ckpt_tools.verify(source, tmp_path / "whole.pt", rename=rename).differences
+    assert not ckpt_tools.verify(source, whole, rename=rename).differences
 
 
 @pytest.mark.parametrize("target", ["zero1", "zero2", "zero3", "universal", "megatron"])
 def test_a_format_without_a_place_refuses_by_name(tmp_path, target):
     save_state(tmp_path / "source.pt", QUANTIZED)
-    with pytest.raises(
-        UnsupportedError, match=rf"{target} cannot hold optimizer state .*__bnb_optimizer_quant_state__"
-    ):
+    said = rf"{target} cannot hold optimizer state .*__bnb_optimizer_quant_state__"
+    with pytest.raises(UnsupportedError, match=said):
         ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out", to=target)  # type: ignore[arg-type]
     report = ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "w.safetensors")
     assert any("__bnb_optimizer_quant_state__" in note.what for note in report.notes)
@@ -252,7 +257,7 @@ def test_an_optimizer_that_steps_by_a_closure_is_loaded(tmp_path):
     optimizer = torch.optim.LBFGS(model.parameters(), history_size=3)
     for _ in range(2):
         step(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "lbfgs.pt")
+    save(model, optimizer, tmp_path / "lbfgs.pt")
     other = make_model()
     fresh = torch.optim.LBFGS(other.parameters(), history_size=3)
     ckpt_tools.load_into(other, fresh, tmp_path / "lbfgs.pt")
@@ -262,10 +267,7 @@ def test_an_optimizer_that_steps_by_a_closure_is_loaded(tmp_path):
 
 
 def test_another_optimizer_is_refused(tmp_path):
-    model = make_model()
-    optimizer = make_optimizer("soap", model)
-    step(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "soap.pt")
+    save(*trained("soap", 1), tmp_path / "soap.pt")
     other = make_model()
     with pytest.raises(UsageError, match=r"not in the optimizer: 0.weight \(GG\)|0.weight \(step\)"):
         ckpt_tools.load_into(other, torch.optim.AdamW(other.parameters()), tmp_path / "soap.pt")
@@ -296,44 +298,55 @@ def plain(value: Any) -> Any:
     return bits(value.getvalue() if isinstance(value, io.BytesIO) else value)
 
 
-@pytest.mark.parametrize("kind", list(EXTRA_STATES))
-@pytest.mark.parametrize("state", ["all", "model"])
+def layered(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*(layers or (Layer(3, 2), nn.Linear(2, 2))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    tiered(
+        product(EXTRA_STATES, ("all", "model")),
+        test=["tensor-all", "floats-model", "stream-all", "dict-all", "dict-model", "nothing-model", "text-all"],
+        extended=["tensor-model", "stream-model"],
+    ),
+)
 def test_what_get_extra_state_returned_is_set_again(tmp_path, kind, state, monkeypatch):
     monkeypatch.setattr(Layer, "kind", kind)
     torch.manual_seed(0)
-    model = nn.Sequential(Layer(3, 2), nn.Linear(2, 2))
-    torch.save({"model": model.state_dict(), "step": 1}, tmp_path / "source.pt")
+    model, source, whole = layered(), tmp_path / "source.pt", tmp_path / "whole.safetensors"
+    torch.save({"model": model.state_dict(), "step": 1}, source)
     expected = plain(EXTRA_STATES[kind]())
+    options: dict[str, Any] = {"state": state, "strict": state == "all"}
 
-    ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.pt", state=state, strict=state == "all")  # type: ignore[arg-type]
+    ckpt_tools.convert(source, tmp_path / "out.pt", **options)
     written = torch.load(tmp_path / "out.pt", weights_only=False)
-    other = nn.Sequential(Layer(3, 2), nn.Linear(2, 2))
+    other = layered()
     other.load_state_dict(written["model"] if state == "all" else written)
     assert plain(other[0].received) == expected
 
-    ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "dcp", to="dcp", state=state, strict=state == "all")  # type: ignore[arg-type]
-    weights = nn.Sequential(Layer(3, 2), nn.Linear(2, 2)).state_dict()
+    ckpt_tools.convert(source, tmp_path / "dcp", to="dcp", **options)
+    weights = layered().state_dict()
     dcp.load({"app": {"model": weights}} if state == "all" else weights, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert plain(weights["0._extra_state"]) == expected
 
-    ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "whole.safetensors", state="all", strict=True)
-    assert ckpt_tools.verify(tmp_path / "source.pt", tmp_path / "whole.safetensors").equal
-    for source in ("source.pt", "out.pt", "dcp", "whole.safetensors"):
-        other = nn.Sequential(Layer(3, 2), nn.Linear(2, 2))
-        ckpt_tools.load_into(other, None, tmp_path / source)
+    ckpt_tools.convert(source, whole, state="all", strict=True)
+    assert ckpt_tools.verify(source, whole).equal
+    for path in (source, tmp_path / "out.pt", tmp_path / "dcp", whole):
+        other = layered()
+        ckpt_tools.load_into(other, None, path)
         assert plain(other[0].received) == expected
         assert torch.equal(other[0].weight, model[0].weight)
 
-    report = ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.safetensors")
+    report = ckpt_tools.convert(source, tmp_path / "out.safetensors")
     is_tensor = isinstance(EXTRA_STATES[kind](), torch.Tensor)
     assert is_tensor or any(note.what == "0._extra_state" and note.is_loss for note in report.notes)
 
 
-@pytest.mark.parametrize("kind", list(EXTRA_STATES))
+@pytest.mark.parametrize("kind", ["tensor", "dict", "nothing"])
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_an_extra_state_is_left_out_with_the_tensors_in_it(tmp_path, kind, is_alone, monkeypatch):
     monkeypatch.setattr(Layer, "kind", kind)
-    state = nn.Sequential(Layer(3, 2), nn.Linear(2, 2)).state_dict()
+    state = layered().state_dict()
     torch.save(state if is_alone else {"model": state, "step": 1}, tmp_path / "source.pt")
     for target in ("out.pt", "out.safetensors", "dcp"):
         to: Any = {"to": "dcp"} if target == "dcp" else {}
@@ -344,21 +357,20 @@ def test_an_extra_state_is_left_out_with_the_tensors_in_it(tmp_path, kind, is_al
 @pytest.mark.parametrize("kind", ["dict", "text"])
 def test_a_model_alone_keeps_its_extra_state_in_safetensors(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(Layer, "kind", kind)
-    torch.save(nn.Sequential(Layer(3, 2)).state_dict(), tmp_path / "source.pt")
+    torch.save(layered(Layer(3, 2)).state_dict(), tmp_path / "source.pt")
     ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.safetensors", state="all", strict=True)
-    other = nn.Sequential(Layer(3, 2))
+    other = layered(Layer(3, 2))
     ckpt_tools.load_into(other, None, tmp_path / "out.safetensors")
     assert plain(other[0].received) == plain(EXTRA_STATES[kind]())
 
 
 def test_a_missing_extra_state_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Layer, "kind", "dict")
-    torch.save(nn.Sequential(nn.Linear(3, 2)).state_dict(), tmp_path / "plain.pt")
-    with pytest.raises(UsageError, match=r"not in the checkpoint: 0\._extra_state"):
-        ckpt_tools.load_into(nn.Sequential(Layer(3, 2)), None, tmp_path / "plain.pt")
-    torch.save(nn.Sequential(Layer(3, 2)).state_dict(), tmp_path / "own.pt")
-    with pytest.raises(UsageError, match=r"not in the model: 0\._extra_state"):
-        ckpt_tools.load_into(nn.Sequential(nn.Linear(3, 2)), None, tmp_path / "own.pt")
+    without, within = layered(nn.Linear(3, 2)), layered(Layer(3, 2))
+    for saved, model, place in ((without, within, "checkpoint"), (within, without, "model")):
+        torch.save(saved.state_dict(), tmp_path / "a.pt")
+        with pytest.raises(UsageError, match=rf"not in the {place}: 0\._extra_state"):
+            ckpt_tools.load_into(model, None, tmp_path / "a.pt")
 
 
 def test_state_of_no_parameter_stays_in_the_optimizer(tmp_path):
@@ -374,8 +386,7 @@ def test_state_of_no_parameter_stays_in_the_optimizer(tmp_path):
 
 def test_a_recipe_refuses_state_that_it_cannot_map(tmp_path):
     save_state(tmp_path / "source.pt", QUANTIZED)
-    text = 'about = "one"\nleft = "a"\nright = "b"\n[[map]]\nleft = "w"\nright = "v"\n'
-    (tmp_path / "r.toml").write_text(text)
+    (tmp_path / "r.toml").write_text('[[map]]\nleft = "w"\nright = "v"\n')
     with pytest.raises(CkptError, match="a recipe, an adapter or another model's layout cannot hold optimizer state"):
         ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.pt", state="all", recipe=tmp_path / "r.toml")
 

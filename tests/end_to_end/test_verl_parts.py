@@ -46,48 +46,32 @@ class Saved:
     """One run: whole in `run`, with weights under the names of the hub in `hub`, and under Megatron's in `core`."""
 
     folder: Path
+    dtype: str
+    changes: dict[str, Any]
 
-    @property
-    def run(self) -> Path:
-        return self.folder / "run"
-
-    @property
-    def hub(self) -> Path:
-        return self.folder / "hub"
-
-    @property
-    def core(self) -> Path:
-        return self.folder / "actor"
+    run = property(lambda self: self.folder / "run")
+    hub = property(lambda self: self.folder / "hub")
+    core = property(lambda self: self.folder / "actor")
+    config = property(lambda self: self.folder / "config")
 
 
-def _saved(folder: Path, dtype: str, **changes: Any) -> Saved:
-    launch.pool(1).run(mm.produce_parts, "qwen3", changes, dtype, folder)
-    found = Saved(folder)
+RUNS = [("bf16", {}), ("fp32", {"tie_word_embeddings": True, "vocab_size": 128})]
+"""bf16, with fp32 masters and a padded vocabulary; and fp32 with tied embeddings."""
+BOTH = pytest.mark.parametrize("saved", RUNS, ids=["bf16", "fp32-tied"], indirect=True)
+ONE = pytest.mark.parametrize("saved", RUNS[:1], ids=["bf16"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def saved(request, tmp_path_factory):
+    dtype, changes = request.param
+    found = Saved(tmp_path_factory.mktemp("verl"), dtype, changes)
+    launch.pool(1).run(mm.produce_parts, "qwen3", changes, dtype, found.folder)
     shutil.copytree(found.core, found.hub, ignore=shutil.ignore_patterns("model"))
-    ckpt_tools.convert(
-        found.run, folder / "weights", to="safetensors", config=folder / "config", weights="model", **RECIPE
-    )
-    model = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype="auto")
-    model.save_pretrained(found.hub / HUB)
+    weights = found.folder / "weights"
+    ckpt_tools.convert(found.run, weights, to="safetensors", config=found.config, weights="model", **RECIPE)
+    AutoModelForCausalLM.from_pretrained(weights, dtype="auto").save_pretrained(found.hub / HUB)
     describe(found.hub, HUB)
     describe(found.core, CORE)
-    return found
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """bf16, with fp32 masters; the vocabulary is padded."""
-    return _saved(tmp_path_factory.mktemp("verl"), "bf16")
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    return _saved(tmp_path_factory.mktemp("tied"), "fp32", tie_word_embeddings=True, vocab_size=128)
-
-
-@pytest.fixture(params=["saved", "tied"])
-def each(request):
-    found: Saved = request.getfixturevalue(request.param)
     return found
 
 
@@ -109,122 +93,114 @@ def assert_same(one: Path, other: Path) -> None:
     assert [name for name, tensor in left.items() if not torch.equal(tensor, right[name])] == []
 
 
+@BOTH
+def test_a_recipe_joins_weights_of_the_hub(saved, tmp_path):
+    ckpt_tools.convert(saved.run, tmp_path / "whole", to="dcp", **RECIPE)
+    report = ckpt_tools.convert(saved.hub, tmp_path / "joined", to="dcp", **RECIPE)
+    assert report.plan.recipe is not None and not report.plan.recipe.inverse
+    assert_same(tmp_path / "whole", tmp_path / "joined")
+    assert ckpt_tools.verify(saved.hub, tmp_path / "joined", **RECIPE).equal
+    assert not [d for d in ckpt_tools.diff(saved.hub, tmp_path / "joined", **RECIPE).differences if d.key]
+
+
+@BOTH
+def test_weights_of_megatron_are_joined_when_read(saved, tmp_path):
+    options = {"config": saved.config, **RECIPE}
+    for more in ({}, options):
+        for name, source in (("whole", saved.run), ("joined", saved.core)):
+            ckpt_tools.convert(source, tmp_path / name, to="dcp", overwrite=True, **more)
+        assert_same(tmp_path / "whole", tmp_path / "joined")
+
+
+@BOTH
+def test_megatron_resumes(saved, tmp_path):
+    ckpt_tools.convert(saved.hub, tmp_path / "out", to="megatron", inverse=True, **RECIPE)
+    (path,) = saved.run.glob("iter_*")
+    ours, theirs = (
+        launch.pool(1).run(mm.resume, "qwen3", saved.changes, saved.dtype, folder, tmp_path / f"{number}.pt")[0]
+        for number, folder in enumerate((tmp_path / "out", path.parent))
+    )
+    assert ours == theirs
+    found, wanted = torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt")
+    for name, tensor in found.items():
+        rows = slice(mm.VOCABULARY) if "embedding" in name or "output_layer" in name else slice(None)
+        assert torch.equal(tensor[rows], wanted[name][rows]), name
+
+
+@ONE
 @pytest.mark.parametrize("kind", ["hub", "core"])
 def test_ls_lists_the_parts_as_one_checkpoint(kind, saved, tmp_path):
-    actor: Path = getattr(saved, kind)
-    shutil.copytree(actor, tmp_path / "run" / "actor")
-    shutil.copytree(actor, tmp_path / "run" / "critic")
+    actor = getattr(saved, kind)
+    for name in ("actor", "critic"):
+        shutil.copytree(actor, tmp_path / "run" / name)
     for run, names in ((actor, {"."}), (tmp_path / "run", {"actor", "critic"})):
         found = ckpt_tools.ls(run).checkpoints
         assert {each.name for each in found} == names
-        assert all(each.problem is None and each.step == mm.STEPS for each in found)
-        assert {each.format for each in found} == {"megatron"}
+        assert {(each.problem, each.step, each.format) for each in found} == {(None, mm.STEPS, "megatron")}
 
 
-class TestWeightsOfTheHub:
-    def test_a_recipe_joins_them(self, each, tmp_path):
-        ckpt_tools.convert(each.run, tmp_path / "whole", to="dcp", **RECIPE)
-        report = ckpt_tools.convert(each.hub, tmp_path / "joined", to="dcp", **RECIPE)
-        assert report.plan.recipe is not None and not report.plan.recipe.inverse
-        assert_same(tmp_path / "whole", tmp_path / "joined")
-        assert ckpt_tools.verify(each.hub, tmp_path / "joined", **RECIPE).equal
-        assert not [d for d in ckpt_tools.diff(each.hub, tmp_path / "joined", **RECIPE).differences if d.key]
+@ONE
+def test_both_copies_of_the_weights(saved, tmp_path):
+    """Zero-1 holds weights in bf16 and masters in fp32."""
+    for name, source in (("whole", saved.run), ("joined", saved.hub)):
+        ckpt_tools.convert(source, tmp_path / name, to="zero1", config=saved.config, **RECIPE)
+    assert not [d for d in ckpt_tools.diff(tmp_path / "whole", tmp_path / "joined").differences if d.key]
 
-    def test_both_copies_of_the_weights(self, saved, tmp_path):
-        """Zero-1 holds weights in bf16 and masters in fp32."""
-        for name, source in (("whole", saved.run), ("joined", saved.hub)):
-            ckpt_tools.convert(source, tmp_path / name, to="zero1", config=saved.folder / "config", **RECIPE)
-        assert not [d for d in ckpt_tools.diff(tmp_path / "whole", tmp_path / "joined").differences if d.key]
 
-    def test_megatron_resumes(self, each, tmp_path):
-        out = tmp_path / "out"
-        ckpt_tools.convert(each.hub, out, to="megatron", inverse=True, **RECIPE)
-        changes = {} if each.folder.name.startswith("verl") else {"tie_word_embeddings": True, "vocab_size": 128}
-        dtype = "fp32" if changes else "bf16"
-        (path,) = each.run.glob("iter_*")
-        ours, theirs = (
-            launch.pool(1).run(mm.resume, "qwen3", changes, dtype, folder, tmp_path / f"{number}.pt")[0]
-            for number, folder in enumerate((out, path.parent))
-        )
-        assert ours == theirs
-        found, wanted = torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt")
-        for name, tensor in found.items():
-            rows = slice(mm.VOCABULARY) if "embedding" in name or "output_layer" in name else slice(None)
-            assert torch.equal(tensor[rows], wanted[name][rows]), name
+@ONE
+def test_without_a_recipe(saved, tmp_path):
+    with pytest.raises(UnsupportedError) as caught:
+        ckpt_tools.convert(saved.hub, tmp_path / "no", to="dcp")
+    assert caught.value.message == APART
+    for to in ("dcp", "zero1", "megatron"):
+        with pytest.raises(UnsupportedError, match="join them with"):
+            ckpt_tools.convert(saved.hub, tmp_path / "no", to=to, strip="auto")
+    ckpt_tools.convert(saved.hub, tmp_path / "out", to="safetensors", state="model")
+    found, wanted = load_file(tmp_path / "out/model.safetensors"), load_file(saved.hub / HUB / "model.safetensors")
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert ckpt_tools.verify(saved.hub, tmp_path / "out", state="model").equal
+    with pytest.raises(UsageError):
+        ckpt_tools.convert(saved.hub, tmp_path / "no", to="dcp", recipe="megatron_gpt2")
+    assert not (tmp_path / "no").exists()
 
-    def test_without_a_recipe(self, saved, tmp_path):
-        with pytest.raises(UnsupportedError) as caught:
-            ckpt_tools.convert(saved.hub, tmp_path / "no", to="dcp")
-        assert caught.value.message == APART
-        for to in ("dcp", "zero1", "megatron"):
-            with pytest.raises(UnsupportedError, match="join them with"):
-                ckpt_tools.convert(saved.hub, tmp_path / "no", to=to, strip="auto")
-        assert not (tmp_path / "no").exists()
-        ckpt_tools.convert(saved.hub, tmp_path / "out", to="safetensors", state="model")
-        found, wanted = load_file(tmp_path / "out/model.safetensors"), load_file(saved.hub / HUB / "model.safetensors")
-        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert ckpt_tools.verify(saved.hub, tmp_path / "out", state="model").equal
 
-    def test_inspect(self, saved):
-        found = ckpt_tools.inspect(saved.hub)
-        assert (found.step, found.format, {*found.optimizer_slots}) == (
-            mm.STEPS,
-            "megatron",
-            {"master", "exp_avg", "exp_avg_sq", "step"},
-        )
-        assert [note.why for note in found.notes if note.what == "optimizer state"] == [APART]
-        assert [note.what for note in found.notes if "random states" in note.why] == ["extra"]
-        assert ckpt_tools.verify(saved.hub).equal
-        assert not ckpt_tools.diff(saved.hub, saved.hub).differences
+@ONE
+def test_inspect_and_a_check_of_the_recipe(saved):
+    found = ckpt_tools.inspect(saved.hub)
+    slots = {"master", "exp_avg", "exp_avg_sq", "step"}
+    assert (found.step, found.format, {*found.optimizer_slots}) == (mm.STEPS, "megatron", slots)
+    assert [note.why for note in found.notes if note.what == "optimizer state"] == [APART]
+    assert [note.what for note in found.notes if "random states" in note.why] == ["extra"]
+    assert ckpt_tools.verify(saved.hub).equal
+    assert not ckpt_tools.diff(saved.hub, saved.hub).differences
+    checked = ckpt_tools.check_recipe("megatron_qwen3", saved.hub)
+    assert "model.norm.weight" in {each.name for each in checked.tensors}
 
-    def test_load_into(self, saved):
-        model = AutoModelForCausalLM.from_config(mm.hub_config(mm.FAMILIES["qwen3"])).to(torch.bfloat16)
-        ckpt_tools.load_into(model, None, saved.hub)
-        wanted = load_file(saved.hub / HUB / "model.safetensors")
-        assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
-        groups = [
-            [each for each in model.parameters() if (each.dim() == 1) is is_vector] for is_vector in (False, True)
-        ]
-        optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+
+@ONE
+def test_load_into(saved):
+    model = AutoModelForCausalLM.from_config(mm.hub_config(mm.FAMILIES["qwen3"])).to(torch.bfloat16)
+    ckpt_tools.load_into(model, None, saved.hub)
+    wanted = load_file(saved.hub / HUB / "model.safetensors")
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    groups = [[each for each in model.parameters() if (each.dim() == 1) is is_vector] for is_vector in (False, True)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    for call in (ckpt_tools.storage_reader, lambda src: ckpt_tools.load_into(model, optimizer, src)):
         with pytest.raises(CkptError, match="join them with"):
-            ckpt_tools.load_into(model, optimizer, saved.hub)
-        with pytest.raises(CkptError, match="join them with"):
-            ckpt_tools.storage_reader(saved.hub)
-        ckpt_tools.load_into(model, optimizer, saved.hub, **RECIPE)
-        assert len(optimizer.state) == len(wanted)
-
-    def test_another_recipe(self, saved, tmp_path):
-        with pytest.raises(UsageError):
-            ckpt_tools.convert(saved.hub, tmp_path / "no", to="dcp", recipe="megatron_gpt2")
-        assert not (tmp_path / "no").exists()
-
-    def test_recipes_check(self, saved):
-        found = ckpt_tools.check_recipe("megatron_qwen3", saved.hub)
-        assert "model.norm.weight" in {each.name for each in found.tensors}
-
-    def test_weights_of_another_model(self, saved, tmp_path):
-        other = tmp_path / "other"
-        shutil.copytree(saved.hub, other)
-        config = mm.hub_config(mm.FAMILIES["qwen3"].but(intermediate_size=40))
-        AutoModelForCausalLM.from_config(config).save_pretrained(other / HUB)
-        with pytest.raises(
-            UnsupportedError, match=r"mlp\.down_proj.* are not in the weights under these names and shapes"
-        ):
-            ckpt_tools.convert(other, tmp_path / "no", to="dcp", **RECIPE)
-
-    def test_adapters_are_refused(self, saved, tmp_path):
-        shutil.copytree(saved.hub, tmp_path / "actor")
-        describe(tmp_path / "actor", HUB, peft_adapters={"path": CORE})
-        with pytest.raises(UnsupportedError, match="adapter of PEFT"):
-            ckpt_tools.inspect(tmp_path / "actor")
+            call(saved.hub)
+    ckpt_tools.load_into(model, optimizer, saved.hub, **RECIPE)
+    assert len(optimizer.state) == len(wanted)
 
 
-class TestWeightsOfMegatron:
-    def test_they_are_joined_when_read(self, each, tmp_path):
-        ckpt_tools.convert(each.core, tmp_path / "joined", to="dcp")
-        ckpt_tools.convert(each.run, tmp_path / "whole", to="dcp")
-        assert_same(tmp_path / "whole", tmp_path / "joined")
-        options = {"config": each.folder / "config", **RECIPE}
-        ckpt_tools.convert(each.core, tmp_path / "hub", to="dcp", **options)
-        ckpt_tools.convert(each.run, tmp_path / "of-run", to="dcp", **options)
-        assert_same(tmp_path / "of-run", tmp_path / "hub")
+@ONE
+def test_weights_of_another_model_and_adapters_are_refused(saved, tmp_path):
+    for name in ("other", "actor"):
+        shutil.copytree(saved.hub, tmp_path / name)
+    config = mm.hub_config(mm.FAMILIES["qwen3"].but(intermediate_size=40))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other" / HUB)
+    said = r"mlp\.down_proj.* are not in the weights under these names and shapes"
+    with pytest.raises(UnsupportedError, match=said):
+        ckpt_tools.convert(tmp_path / "other", tmp_path / "no", to="dcp", **RECIPE)
+    describe(tmp_path / "actor", HUB, peft_adapters={"path": CORE})
+    with pytest.raises(UnsupportedError, match="adapter of PEFT"):
+        ckpt_tools.inspect(tmp_path / "actor")

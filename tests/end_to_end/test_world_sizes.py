@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import ckpt_tools
 from ckpt_tools.cli.main import main
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.errors import UsageError
+from tests.support.sweep import tiered
 
 ROWS, COLUMNS = 10, 3
 LIMITS: dict[WrittenFormat, int] = {
@@ -25,17 +27,17 @@ LIMITS: dict[WrittenFormat, int] = {
 }
 
 
-@pytest.fixture(params=["weights", "training state"])
-def source(request, tmp_path):
-    model = torch.nn.Linear(COLUMNS, ROWS)
+@pytest.fixture(scope="module", params=["weights", "training state"])
+def source(request, tmp_path_factory):
+    folder, model = tmp_path_factory.mktemp("source"), torch.nn.Linear(COLUMNS, ROWS)
     if request.param == "weights":
-        save_file(model.state_dict(), tmp_path / "src.safetensors")
-        return tmp_path / "src.safetensors"
+        save_file(model.state_dict(), folder / "src.safetensors")
+        return folder / "src.safetensors"
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, COLUMNS)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "src.pt")
-    return tmp_path / "src.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "src.pt")
+    return folder / "src.pt"
 
 
 def ranks_of(folder: Path) -> tuple[int | None, int | None]:
@@ -51,17 +53,22 @@ def test_the_limit_and_one_above(to, source, tmp_path):
     ckpt_tools.convert(source, tmp_path / "out", to=to, world_size=limit)
     assert ranks_of(tmp_path / "out") == (limit, limit)
     assert ckpt_tools.verify(source, tmp_path / "out").equal
-    for call in (ckpt_tools.convert, ckpt_tools.plan):
-        for asked in (limit + 1, 1_000_000, 10**18):
-            with pytest.raises(UsageError, match=rf"^world_size={asked}: the largest useful .* is {limit},"):
-                call(source, tmp_path / "more", to=to, world_size=asked)
+    for call, asked in ((ckpt_tools.convert, limit + 1), (ckpt_tools.plan, 10**18)):
+        with pytest.raises(UsageError, match=rf"^world_size={asked}: the largest useful .* is {limit},"):
+            call(source, tmp_path / "more", to=to, world_size=asked)
     with pytest.raises(UsageError, match=f"the largest useful number of ranks for this checkpoint is {limit}, "):
         ckpt_tools.reshard(tmp_path / "out", tmp_path / "more", world_size=limit + 1)
     assert not (tmp_path / "more").exists()
 
 
-@pytest.mark.parametrize("to", LIMITS)
-@pytest.mark.parametrize("asked", [1, 4, 7, 9])
+@pytest.mark.parametrize(
+    ("to", "asked"),
+    tiered(
+        product(LIMITS, (1, 4, 7, 9)),
+        test=["dcp-7", "megatron-4", "sharded-9", "zero1-1", "zero2-4", "zero3-7"],
+        extended=["dcp-1", "sharded-1", "zero3-9"],
+    ),
+)
 def test_every_number_below_it_is_written(to, asked, source, tmp_path):
     """10 rows on 7 ranks are 2 rows each, and none for the last two: they have a file too, as torch writes it."""
     ckpt_tools.convert(source, tmp_path / "out", to=to, world_size=asked)
@@ -70,7 +77,7 @@ def test_every_number_below_it_is_written(to, asked, source, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("asked", [6, 7, 8, 9, ROWS])
+@pytest.mark.parametrize("asked", [6, 7, 9])
 def test_torch_loads_what_ranks_without_an_element_wrote(asked, source, tmp_path):
     ckpt_tools.convert(source, tmp_path / "out", to="dcp", state="model", world_size=asked)
     files = {path.name for path in (tmp_path / "out").glob("*.distcp")}

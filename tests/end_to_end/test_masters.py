@@ -1,4 +1,5 @@
-"""fp32 masters that an optimizer keeps in a slot of its state, as TransformerEngine's ``FusedAdam`` does."""
+"""fp32 masters: those that an optimizer keeps in a slot of its state, as TransformerEngine's ``FusedAdam`` does; and a
+note where the model's copy of a weight is more than rounding away from its master."""
 
 from __future__ import annotations
 
@@ -83,7 +84,11 @@ def saved(layout: str, slot: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "slot"), [*((each, "master_param") for each in SAVED), *(("torch", slot) for slot in SLOTS[1:])]
+    ("layout", "slot"),
+    [
+        *((each, "master_param") for each in SAVED),
+        *(pytest.param("torch", slot, marks=pytest.mark.extended) for slot in SLOTS[1:]),
+    ],
 )
 def test_masters_go_where_masters_are(layout, slot, tmp_path):
     source, state = saved(layout, slot, tmp_path)
@@ -141,3 +146,94 @@ def test_what_is_no_copy_in_fp32_is_state(master, tmp_path):
     torch.save({"model": {"w": torch.ones(8, 6).bfloat16()}, "optimizer": state}, tmp_path / "a.pt")
     roles = ckpt_tools.inspect(tmp_path / "a.pt").tensors_by_role
     assert (roles["masters"], roles["optimizer"]) == (0, 1)
+
+
+# Copies of weights
+
+NAMES = ("a", "b", "c")
+
+
+def zero2_run(folder: Path, changes: dict[str, torch.Tensor], *, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A ZeRO-2 run whose masters are random, and whose weights are casts of these plus ``changes``."""
+    torch.manual_seed(0)
+    masters = {name: torch.randn(64, 80) for name in NAMES}
+    weights = {name: (each + changes.get(name, torch.zeros(()))).to(dtype) for name, each in masters.items()}
+    slots = {
+        name: {"master_param": m, "exp_avg": m, "exp_avg_sq": m, "step": torch.tensor(3.0)}
+        for name, m in masters.items()
+    }
+    groups = [{"params": list(NAMES), "lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}]
+    torch.save({"model": weights, "optim": {"state": slots, "param_groups": groups}}, folder / "run.pt")
+    ckpt_tools.convert(folder / "run.pt", folder / "zero2", to="zero2", world_size=2)
+    return folder / "zero2"
+
+
+def changed_model(run: Path, change: Callable[[Any], object]) -> Any:
+    """The content of the model's file after the change."""
+    path = run / "global_step0" / "mp_rank_00_model_states.pt"
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+    return content
+
+
+def notes(report: Any) -> list[Any]:
+    return [note for note in report.notes if "more than rounding" in note.why]
+
+
+SET = {"b": torch.tensor(0.5), "c": torch.tensor([0.0] * 79 + [0.25])}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "zero3", "universal"])
+def test_copies_that_differ_are_named(to, tmp_path):
+    source = zero2_run(tmp_path, SET)
+    (note,) = notes(ckpt_tools.convert(source, tmp_path / "made", to=to))
+    assert note.what == "2 weights of 3" and note.count == 2 and "by up to 0.5" in note.why and "in b" in note.why
+    ending = "both are written" if to in ("zero3", "universal") else "the master is written; weights='model' writes"
+    assert ending in note.why
+    if to == "safetensors":
+        (note,) = notes(ckpt_tools.convert(source, tmp_path / "own", to=to, weights="model"))
+        assert note.why.endswith("the model's is written")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_is_no_difference(dtype, tmp_path):
+    """To the nearest number, or stochastic: the one beside it."""
+    source = zero2_run(tmp_path, {}, dtype=dtype)
+    assert not notes(ckpt_tools.convert(source, tmp_path / "made.safetensors"))
+    assert not notes(ckpt_tools.verify(source))
+    kind = torch.int32 if dtype is torch.float32 else torch.int16
+    for ulps, count in ((1, 0), (2, 1)):
+        changed_model(source, lambda content: content["module"]["a"].view(kind).add_(1))
+        found = notes(ckpt_tools.convert(source, tmp_path / "made.safetensors", overwrite=True))
+        assert len(found) == count, ulps
+
+
+def test_verify_reads_all_and_convert_a_sample(tmp_path):
+    torch.manual_seed(0)
+    masters = {"w": torch.randn(1 << 17)}
+    weights = {"w": masters["w"].bfloat16()}
+    weights["w"][-1] = 9
+    groups = [{"params": ["w"], "lr": 0.1}]
+    state = {"state": {"w": {"master_param": masters["w"], "exp_avg": masters["w"]}}, "param_groups": groups}
+    torch.save({"model": weights, "optim": state}, tmp_path / "run.pt")
+    assert not notes(ckpt_tools.convert(tmp_path / "run.pt", tmp_path / "made.safetensors"))
+    (note,) = notes(ckpt_tools.verify(tmp_path / "run.pt"))
+    assert note.what == "1 weight of 1" and note.why.endswith("an export takes the master's")
+
+
+def test_under_zenflow_the_model_is_newer(tmp_path):
+    source = zero2_run(tmp_path, SET)
+    config = {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.2}}}
+    content = changed_model(source, lambda content: content.update(ds_config=config))
+    (note,) = notes(ckpt_tools.convert(source, tmp_path / "made.safetensors"))
+    assert "the model's is written, as ZenFlow" in note.why
+    made = load_file(tmp_path / "made.safetensors")
+    assert all(torch.equal(made[name], content["module"][name]) for name in NAMES)
+    assert torch.equal(ckpt_tools.open(source)["b"].torch(), content["module"]["b"])
+    assert ckpt_tools.verify(source, tmp_path / "made.safetensors").equal
+    ckpt_tools.convert(source, tmp_path / "masters.safetensors", weights="master")
+    masters = load_file(tmp_path / "masters.safetensors")
+    assert torch.equal(masters["b"], ckpt_tools.open(source).state("b", "master").torch())
+    (note,) = notes(ckpt_tools.verify(source))
+    assert note.why.endswith("an export takes the model's")
