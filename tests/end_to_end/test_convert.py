@@ -39,10 +39,11 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 READ: dict[str, Callable[[Path], dict[str, np.ndarray]]] = {".safetensors": from_safetensors, ".pt": from_torch}
 TRAINED = {name_of(f): f for f in fixtures.CORE if f.kind.startswith(("fsdp2", "zero"))}
 CASES = [f"{name}{suffix}" for name in TRAINED for suffix in READ]
-IN_TEST = ["fsdp2-awkward-2.safetensors", "fsdp2-bf16-awkward-2.pt", "fsdp2-hf-awkward-2.safetensors",
-           "fsdp2-titan-awkward-2.pt", "fsdp2-hsdp-awkward-4.safetensors", "zero1-bf16acc-awkward-2.safetensors",
-           "zero2-fp16-awkward-2.pt", "zero3-bf16-awkward-2.safetensors"]  # fmt: skip
-IN_EXTENDED = ["fsdp2-bf16-awkward-2.safetensors", "fsdp2-pair-awkward-2.safetensors",
+IN_TEST = ["fsdp2-awkward-2.safetensors", "fsdp2-bf16-awkward-2.pt", "fsdp2-titan-awkward-2.pt",
+           "fsdp2-hsdp-awkward-4.safetensors", "zero2-fp16-awkward-2.pt",
+           "zero3-bf16-awkward-2.safetensors"]  # fmt: skip
+IN_EXTENDED = ["zero1-bf16acc-awkward-2.safetensors", "fsdp2-hf-awkward-2.safetensors",
+               "fsdp2-bf16-awkward-2.safetensors", "fsdp2-pair-awkward-2.safetensors",
                "fsdp2-model-awkward-2.safetensors", "fsdp2-lightning-awkward-2.safetensors",
                "fsdp2-accelerate-awkward-2.safetensors", "fsdp2-files-plain-2.safetensors",
                "fsdp2-tp-plain-4.safetensors", "fsdp2-scalar-1.safetensors",

@@ -30,6 +30,7 @@ from ckpt_tools.core.option_names import on_command_line
 from ckpt_tools.errors import CkptError, DifferenceError, IncompleteError, UsageError
 from tests.support.hub_server import running_hub
 from tests.support.s3_server import BUCKET
+from tests.support.sweep import tiered
 
 V = 50
 TEXT: dict[str, Any] = {
@@ -114,7 +115,7 @@ def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Te
         assert found[name].shape == tensor.shape and torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiered(FAMILIES, ["llama", "qwen3_moe", "deepseek_v3"], ["qwen2", "mixtral"]))
 def test_a_trained_model_comes_out_as_save_pretrained_writes_it(family, tmp_path):
     model = built(family)
     optimizer = trained(model)
@@ -345,7 +346,7 @@ FORMS = ["module.{}", "_orig_mod.{}", "module._orig_mod.{}", "_fsdp_wrapped_modu
          "model._orig_mod.{}"]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", tiered(FORMS, ["module._orig_mod.{}", "model.{}", "_fsdp_wrapped_module.{}"], FORMS))
 def test_prefixes_of_wrapped_models_are_taken_off(form, pair, tmp_path):
     _, ref, model = pair
     state = save_dcp({form.format(name): tensor for name, tensor in model.state_dict().items()}, tmp_path / "dcp")

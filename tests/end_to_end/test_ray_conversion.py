@@ -69,7 +69,7 @@ def kill_workers_at(cluster: Cluster, percents: list[int]) -> Callable[[int, int
 
 
 @pytest.mark.parametrize(
-    "to", tiered(["safetensors", "dcp", "zero3", "torch", "universal"], test=(), extended=["safetensors"])
+    "to", tiered(["safetensors", "dcp", "zero3", "torch", "universal"], test=(), extended=["zero3"])
 )
 def test_the_bytes_are_those_that_threads_write(to, checkpoint, cluster, tmp_path):
     made = checkpoint("fsdp2", "plain", 2).checkpoint
@@ -100,7 +100,7 @@ def test_recipes_map_tensors_in_other_processes_too(large, cluster, tmp_path):
     assert (tmp_path / "ray.safetensors").read_bytes() == (tmp_path / "threads.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("to", [pytest.param("safetensors", marks=pytest.mark.extended), "dcp"])
+@pytest.mark.parametrize("to", [pytest.param("safetensors", marks=pytest.mark.soak), "dcp"])
 def test_a_killed_worker_changes_nothing(to, large, cluster, tmp_path):
     """Whoever writes a checksum of DCP's waits for what was lost; nobody of safetensors' waits."""
     options = {"to": to, "memory": SMALL}

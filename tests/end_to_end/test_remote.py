@@ -69,7 +69,7 @@ def local_files(path: Path) -> dict[str, bytes]:
     ("source", "target"),
     tiered(
         CELLS,
-        test=["dcp-zero3", "zero3-file", "torch-dcp", "safetensors-safetensors", "universal-torch"],
+        test=["dcp-zero3", "zero3-torch", "torch-dcp", "safetensors-safetensors", "universal-file"],
         extended=["zero2-universal", "zero3-dcp", "torch-zero1"],
     ),
 )
@@ -232,6 +232,7 @@ def test_opening_is_lazy(dcp, s3, uploaded, fetched):
     assert len(fetched) < len(local)
 
 
+@pytest.mark.extended
 def test_bytes_are_copied_within_the_service(s3, tmp_path):
     tensors = {name: np.random.default_rng(1).integers(0, 99, (3 << 20,)) for name in "ab"}
     save_file(tensors, tmp_path / "a.safetensors")

@@ -87,7 +87,7 @@ def test_planning_grows_with_the_chunks(sizes, number):
     sizes.assert_grows_slowly(lambda path: ckpt_tools.plan(path, path.parent / "out", **layout))
 
 
-@pytest.mark.parametrize("number", [0, 1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.soak) for number in (1, 2))])
 def test_planning_stays_within_the_memory_that_it_says(sizes, number):
     layout = layout_of(sizes.kind, number, sizes.ranks)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in layout.items()]

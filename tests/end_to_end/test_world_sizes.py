@@ -47,7 +47,7 @@ def ranks_of(folder: Path) -> tuple[int | None, int | None]:
     return ckpt_tools.inspect(folder).world_size, listed.world_size
 
 
-@pytest.mark.parametrize("to", LIMITS)
+@pytest.mark.parametrize("to", tiered(LIMITS, test=LIMITS.keys() - {"sharded"}, extended=["sharded"]))
 def test_the_limit_and_one_above(to, source, tmp_path):
     limit = LIMITS[to]
     ckpt_tools.convert(source, tmp_path / "out", to=to, world_size=limit)
@@ -91,7 +91,7 @@ def test_torch_loads_what_ranks_without_an_element_wrote(asked, source, tmp_path
             assert torch.equal(tensor, expected[name].torch())
 
 
-@pytest.mark.parametrize("to", ["dcp", "megatron", "sharded"])
+@pytest.mark.parametrize("to", ["dcp", "megatron", pytest.param("sharded", marks=pytest.mark.extended)])
 def test_the_ranks_of_the_source_are_never_too_many(to, source, tmp_path):
     """A job that has more ranks than the model has rows saves and loads as any other."""
     ckpt_tools.convert(source, tmp_path / "zero", to="zero2", world_size=12)
