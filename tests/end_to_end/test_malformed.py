@@ -163,7 +163,7 @@ def test_each_is_refused_by_name_or_read_as_its_library_reads_it(tier, name, tmp
     assert not problems, f"{len(problems)}:\n" + "\n".join(problems[:40])
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_there_are_enough_of_every_format():
     found = Counter(case.family for made in CLASSES.values() for case in made())
     assert sum(found.values()) >= 8000 and min(found.values()) >= 200
