@@ -57,13 +57,18 @@ def safetensors() -> Files:
     return {"model.safetensors": safetensors_bytes(tensors(), {"format": "pt", "head.weight": "a.weight"})}
 
 
-def safetensors_sharded() -> Files:
-    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+def sharded(stem: str, suffix: str, save: Callable[[Any], bytes]) -> Files:
+    """Two files and their index."""
     parts = [dict(list(tensors().items())[:2]), dict(list(tensors().items())[2:])]
-    weight_map = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-    index = {"metadata": {"total_size": 112}, "weight_map": weight_map}
-    files = {name: safetensors_bytes(part, {"format": "pt"}) for name, part in zip(names, parts, strict=True)}
-    return {**files, "model.safetensors.index.json": json.dumps(index).encode()}
+    named = {f"{stem}-0000{n}-of-00002{suffix}": part for n, part in enumerate(parts, 1)}
+    index = {"metadata": {"total_size": 112}, "weight_map": {name: file for file in named for name in named[file]}}
+    return {file: save(part) for file, part in named.items()} | {
+        f"{stem}{suffix}.index.json": json.dumps(index).encode()
+    }
+
+
+def safetensors_sharded() -> Files:
+    return sharded("model", ".safetensors", lambda part: safetensors_bytes(part, {"format": "pt"}))
 
 
 def safetensors_pieces() -> Files:
@@ -133,11 +138,7 @@ def torch_training() -> Files:
 
 
 def torch_sharded() -> Files:
-    names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
-    parts = [dict(list(tensors().items())[:2]), dict(list(tensors().items())[2:])]
-    weight_map = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-    files = {name: torch_bytes(part) for name, part in zip(names, parts, strict=True)}
-    return files | {"pytorch_model.bin.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode()}
+    return sharded("pytorch_model", ".bin", torch_bytes)
 
 
 # DCP
