@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import shlex
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,19 +13,12 @@ from click.testing import CliRunner
 import ckpt_tools
 from ckpt_tools.cli import wrapping
 from ckpt_tools.cli.main import group
+from tests.support.pages import ROOT, blocks, commands
 
 pytestmark = pytest.mark.extended
 
-PAGE = (Path(__file__).parents[2] / "docs/inspecting.md").read_text()
+PAGE = ROOT / "docs/inspecting.md"
 COLUMNS = 100
-
-
-def blocks() -> Iterator[tuple[str, str]]:
-    """Each command of the page with the lines below it, up to the next."""
-    for block in re.findall(r"^```console\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, shown = part.partition("\n")
-            yield command, shown.strip()
 
 
 class Block(torch.nn.Module):
@@ -71,14 +63,11 @@ def folder(tmp_path, monkeypatch):
 def test_the_page_is_what_is_printed(folder, monkeypatch):
     monkeypatch.setattr(wrapping, "columns", lambda _: COLUMNS)
     monkeypatch.setattr("ckpt_tools.cli.inspect.columns", lambda _: COLUMNS)
-    wrong = []
-    for command, shown in blocks():
-        first, *words = shlex.split(command)
+    for command in (command for block in blocks(PAGE, "console") for command in commands(block)):
+        first, *words = shlex.split(command.text)
         assert first == "ckpt-tools"
         done = CliRunner().invoke(group, words)
-        if normal(done.stdout) != normal(shown):
-            wrong.append(f"$ {command}\n{done.output}")
-    assert not wrong, "\n".join(wrong)
+        assert normal(done.stdout) == normal(command.output), f"$ {command.text}\n{done.output}"
 
 
 def normal(text: str) -> list[str]:
@@ -87,9 +76,7 @@ def normal(text: str) -> list[str]:
 
 
 def test_the_python_of_the_page_runs(folder):
-    import doctest
-
-    text = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+    text = "\n".join(blocks(PAGE, "python"))
     test = doctest.DocTestParser().get_doctest(text, {}, "inspecting.md", None, 0)
     printed: list[str] = []
     result = doctest.DocTestRunner(verbose=False).run(test, out=printed.append)

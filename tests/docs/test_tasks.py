@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.inline import inline_commands, runnable
+from tests.docs.test_inline_commands import inline_commands, runnable
 from tests.support.pages import ROOT, WRITE_PAGES, Reader, blocks, commands, printed
 
 pytestmark = pytest.mark.extended
@@ -22,6 +22,9 @@ TASKS = DOCS / "tasks"
 SAMPLES = (DOCS / "start.md", TASKS / "samples.md")
 PAGES = sorted(set(TASKS.glob("*.md")) - {TASKS / "index.md", TASKS / "samples.md"})
 """`another-world-size.md` and so on; each of them needs the samples alone."""
+
+LONG = ("from-trainers", "zero-to-fsdp2", "in-ci")
+"""Pages that train again, as the samples do, or start many processes: for the soak."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,10 @@ def check(page: Path, reader: Reader) -> None:
 
 
 @pytest.mark.timeout(1800)  # the first makes the samples of all
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=pytest.mark.soak if page.stem in LONG else ()) for page in PAGES],
+)
 def test_the_page_runs_as_printed(page, reader):
     check(page, reader)
 
@@ -82,22 +88,21 @@ def test_an_output_is_compared(output, page, expected):
     assert (printed(output, page) == page) is expected
 
 
-@pytest.mark.parametrize(
-    ("text", "followed"),
-    [
-        ("```console\n$ echo one\ntwo\n```\n", "```console\n$ echo one\none\n```\n"),
-        (
-            "```console\n$ echo one \\\n  two\nthree\n$ echo 4\n```\n",
-            "```console\n$ echo one \\\n  two\none two\n$ echo 4\n```\n",
-        ),
-        ("```python\nprint(1)\n```\n\n```\n2\n```\n", "```python\nprint(1)\n```\n\n```\n1\n```\n"),
-        ("```python\nn = 1\n```\n\n```\n2\n```\n", "```python\nn = 1\n```\n\n```\n```\n"),
-    ],
-)
-def test_a_page_gets_the_outputs_that_there_were(text, followed, tmp_path):
+FOLLOWED = {
+    "```console\n$ echo one\ntwo\n```\n": "```console\n$ echo one\none\n```\n",
+    (
+        "```console\n$ echo one \\\n  two\nthree\n$ echo 4\n```\n"
+    ): "```console\n$ echo one \\\n  two\none two\n$ echo 4\n```\n",
+    "```python\nprint(1)\n```\n\n```\n2\n```\n": "```python\nprint(1)\n```\n\n```\n1\n```\n",
+    "```python\nn = 1\n```\n\n```\n2\n```\n": "```python\nn = 1\n```\n\n```\n```\n",
+}
+
+
+@pytest.mark.parametrize("text", FOLLOWED)
+def test_a_page_gets_the_outputs_that_there_were(text, tmp_path):
     (tmp_path / "page.md").write_text(text)
     with Reader(tmp_path) as reader:
-        assert reader.follow(tmp_path / "page.md") == followed
+        assert reader.follow(tmp_path / "page.md") == FOLLOWED[text]
 
 
 @pytest.mark.parametrize(
