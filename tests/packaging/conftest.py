@@ -12,9 +12,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import ckpt_tools
-from tests.packaging.distributions import build
 from tests.packaging.documented import Material
-from tests.support.s3_server import S3Server
+from tests.packaging.environments import build
 from training.models.image_models import build_model
 
 
@@ -30,37 +29,20 @@ def built(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """The folder of a model in both forms, an image and the keys."""
+    """The folder of a model in both forms, an image, and a key as openssl makes it with its public half."""
     folder = tmp_path_factory.mktemp("material")
     torch.manual_seed(1)
     save_file(build_model().state_dict(), folder / "model.safetensors")
     ckpt_tools.convert(folder / "model.safetensors", folder / "dcp", to="dcp", world_size=2)
     (folder / "images").mkdir()
     Image.new("L", (28, 28), 99).save(folder / "images" / "one.png")
-    _write_keys(folder)
+    key = ec.generate_private_key(ec.SECP256R1())
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (folder / "key.pub").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     return folder
 
 
 @pytest.fixture
 def material(files, request):
     """The S3 server is started by the first test that asks for it."""
-
-    def start_s3() -> S3Server:
-        server: S3Server = request.getfixturevalue("s3_server")
-        return server
-
-    return Material(
-        model=files / "model.safetensors",
-        dcp=files / "dcp",
-        images=files / "images",
-        private_key=files / "key.pem",
-        public_key=files / "key.pub",
-        start_s3=start_s3,
-    )
-
-
-def _write_keys(folder: Path) -> None:
-    """An elliptic-curve key as openssl makes it, and its public half."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    (folder / "key.pub").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return Material(files, lambda: request.getfixturevalue("s3_server"))

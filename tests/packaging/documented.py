@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +37,23 @@ assert first.conv_proj.weight.equal(second.conv_proj.weight)
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """One model as a file and as a DCP of two ranks, images, keys to sign with, and a way to an S3 server."""
+    """A folder with one model as a file and as a DCP of two ranks, images and keys to sign with; and a way to an S3
+    server."""
 
-    model: Path
-    dcp: Path
-    images: Path
-    private_key: Path
-    public_key: Path
+    folder: Path
     start_s3: Callable[[], S3Server]
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model.safetensors"
+
+    @property
+    def dcp(self) -> Path:
+        return self.folder / "dcp"
+
+    @property
+    def images(self) -> Path:
+        return self.folder / "images"
 
 
 Check = Callable[[Environment, Material], None]
@@ -149,8 +158,8 @@ def hub(environment: Environment, material: Material) -> None:
 
 def signatures(environment: Environment, material: Material) -> None:
     signature = environment.work / "model.sig"
-    environment.succeed("sign", material.dcp, "--private-key", material.private_key, "--signature", signature)
-    environment.succeed("verify", material.dcp, "--public-key", material.public_key, "--signature", signature)
+    environment.succeed("sign", material.dcp, "--private-key", material.folder / "key.pem", "--signature", signature)
+    environment.succeed("verify", material.dcp, "--public-key", material.folder / "key.pub", "--signature", signature)
 
 
 def orbax(environment: Environment, _material: Material) -> None:
@@ -161,20 +170,7 @@ def zstd(environment: Environment, _material: Material) -> None:
     environment.succeed("convert", make("dcp-zstd").source, environment.work / "zstd.safetensors")
 
 
-CHECKS: Mapping[str, Check] = {
-    "": converter,
-    "torch": loading,
-    "train": training,
-    "serve": inference,
-    "ray": ray_cluster,
-    "ray-serve": ray_service,
-    "hub": hub,
-    "s3": s3,
-    "sign": signatures,
-    "orbax": orbax,
-    "zstd": zstd,
-}
-"""By the extra that is installed; "" for none."""
-
-SOAKED: Mapping[str, Check] = {**CHECKS, "train,s3": training_on_s3}
-"""The same with what `tests/training/checkpoints/test_s3.py` does in the environment of the tests."""
+CHECKS: dict[str, Check] = {"": converter, "torch": loading, "train": training, "serve": inference}
+CHECKS |= {"ray": ray_cluster, "ray-serve": ray_service, "hub": hub, "s3": s3, "sign": signatures}
+CHECKS |= {"orbax": orbax, "zstd": zstd, "train,s3": training_on_s3}
+"""By the extras that are installed; "" for none."""
