@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_inline_commands import inline_commands, runnable
+from tests.docs.test_words import inline_commands, runnable
 from tests.support.pages import ROOT, WRITE_PAGES, Reader, blocks, commands, printed
 
 pytestmark = pytest.mark.extended
