@@ -1,22 +1,17 @@
-"""Real runs, made once for the session by :mod:`tests.training.jobs`: two ranks, 256 digits, two epochs."""
+"""Real runs, each made once for the session by :mod:`tests.training.jobs`, by the first test that asks for it."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from fixtures.launch import close_pools, pool
+from fixtures.launch import close_pools
 from tests.training import jobs
-from training.loop.result import RunResult
-
-SmallRun = Callable[[str], RunResult]
 
 
 def in_process(*args: str) -> subprocess.CompletedProcess[str]:
@@ -41,26 +36,19 @@ def pools_of_their_own():
 
 
 @pytest.fixture(scope="session")
-def small_runs(tmp_path_factory):
-    """The folder with a run folder for each of the jobs' configurations; one for all processes of pytest-xdist."""
+def small_run(tmp_path_factory):
+    """The result of a small run by its name; the folder of all runs is one for all processes of pytest-xdist."""
     mine = tmp_path_factory.getbasetemp()
     out = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "small-runs"
-    made = out / "made"
-    with out.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            shutil.rmtree(out, ignore_errors=True)
-            out.mkdir()
-            for config in jobs.configs(out):
-                pool(jobs.NUM_WORKERS).run(jobs.train, config, seconds=jobs.SECONDS)
-            made.touch()
-    return out
+    out.mkdir(exist_ok=True)
 
+    def run(name):
+        with (out / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            jobs.make(out, name)
+        return jobs.result_of(out / name)
 
-@pytest.fixture(scope="session")
-def small_run(small_runs):
-    """The result of a small run by its name."""
-    return lambda name: RunResult.read(small_runs / name / "result.json")
+    return run
 
 
 @pytest.fixture

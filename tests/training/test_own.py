@@ -8,48 +8,58 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.errors import UsageError
-from tests.training.documents import PAGES
-from tests.training.jobs import small_config
-from tests.training.own_jobs import STEPS, own_config, write_files
-from tests.training.strategy_jobs import train_each
+from fixtures.launch import pool
+from inference.batch import __main__ as batch
+from tests.support.running import wait_until
+from tests.support.sweep import tiered
+from tests.training.jobs import check_same_end, losses, result_of, small_config, train, train_each
 from training.config.model_names import MODELS
+from training.config.strategies import STRATEGIES
 from training.config.train_config import TrainConfig
 from training.launchers.checks import check_before_start
+from training.launchers.failures import Failure
 from training.loop.result import RunResult
 
 SECONDS = 600.0
+STEPS = 6  # of two epochs
 MID_EPOCH = "epoch_0000_step_000002"
-SAMPLE = ("full_shard", "zero3")
-SOAK = ("ddp", "no_shard", "shard_grad_op", "hybrid_shard", "zero0", "zero1", "zero2", "zero3_hpz", "zero2_offload")
+TRIED = [name for name in STRATEGIES if name not in ("zero1_offload", "zero3_offload")]
+PAGE = (Path(__file__).parents[2] / "docs/training_own.md").read_text()
 LINES = {"dataset_arg": (), "epoch_steps": 3}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return write_files(tmp_path_factory.mktemp("own"))
+    """The files that the page prints."""
+    folder = tmp_path_factory.mktemp("own")
+    for code in re.findall(r'```python\n(""".*?)```', PAGE, re.DOTALL):
+        name = re.match(r'"""(\w+[.]py):', code)
+        assert name is not None, code
+        (folder / name[1]).write_text(code)
+    return folder
+
+
+def own_config(files: Path, out: Path, **values: Any) -> TrainConfig:
+    usual = {"strategy": "full_shard", "batch_size": 16, "num_samples": None, "save_every_steps": 1, "log_every": 1}
+    functions = {"model": f"{files}/mine.py:net", "dataset": f"{files}/mine.py:points", "dataset_arg": ("count=48",)}
+    return small_config(out, **(usual | functions | values))
 
 
 def run(config: TrainConfig) -> RunResult:
-    train_each(config.num_workers, config)
-    return RunResult.read(config.out / "result.json")
-
-
-def losses_of(result: RunResult) -> list[float]:
-    return [loss for epoch in result.history for loss in epoch.losses]
+    train_each(config)
+    return result_of(config)
 
 
 def resumed(config: TrainConfig, name: str, **values: Any) -> RunResult:
@@ -59,23 +69,21 @@ def resumed(config: TrainConfig, name: str, **values: Any) -> RunResult:
 
 def check_goes_on(config: TrainConfig, other: str) -> None:
     """The same bits again, and the same losses under another strategy at another world size."""
-    whole, again = run(config), resumed(config, "again")
-    assert len(losses_of(whole)) == STEPS
-    assert losses_of(again) == losses_of(whole)[2:]
-    assert again.held_out == whole.held_out
-    assert ckpt_tools.diff(again.checkpoint, whole.checkpoint).equal
+    whole = run(config)
+    assert len(losses(whole)) == STEPS
+    check_same_end(resumed(config, "again"), whole)
     elsewhere = resumed(config, "elsewhere", strategy=other, num_workers=1, shard_size=None)
-    assert losses_of(elsewhere) == pytest.approx(losses_of(whole)[2:], rel=1e-5)
+    assert losses(elsewhere) == pytest.approx(losses(whole)[2:], rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", [*SAMPLE, *(pytest.param(each, marks=pytest.mark.soak) for each in SOAK)])
+@pytest.mark.parametrize("strategy", tiered(TRIED, test=["full_shard"], extended=["zero3"]))
 def test_the_file_trains_and_resumes_under_each_strategy(strategy, files, tmp_path):
     values = {"shard_size": 2} if strategy in ("hybrid_shard", "zero3_hpz") else {}
     # Dropout is drawn by rank, so it is off at another world size.
     (tmp_path / "mine.py").write_text((files / "mine.py").read_text().replace("Dropout(0.1)", "Dropout(0.0)"))
     config = own_config(tmp_path, tmp_path / "run", strategy=strategy, metrics=f"{tmp_path}/mine.py:metrics", **values)
     check_goes_on(config, "zero1" if config.sharding.framework == "fsdp2" else "full_shard")
-    assert {"loss", "error"} == RunResult.read(config.out / "result.json").held_out.keys()
+    assert {"loss", "error"} == result_of(config).held_out.keys()
 
 
 @pytest.mark.extended
@@ -83,53 +91,43 @@ def test_the_file_trains_and_resumes_under_each_strategy(strategy, files, tmp_pa
 def test_a_resumed_run_draws_the_same_dropout_and_augmentation(strategy, files, tmp_path):
     config = own_config(files, tmp_path / "run", strategy=strategy)
     whole = run(config)
-    again = resumed(config, "again")
-    assert losses_of(again) == losses_of(whole)[2:]
-    assert ckpt_tools.diff(again.checkpoint, whole.checkpoint).equal
+    check_same_end(resumed(config, "again"), whole)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("full_shard", marks=pytest.mark.soak)])
 def test_a_stream_of_dictionaries_resumes_from_its_state(strategy, files, tmp_path):
     """A model of transformers, which gives its loss; no part is held out."""
     model = files / "stream.py"
-    (tmp_path / "gpt.py").write_text(
-        model.read_text().replace("n_head=2", "n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0")
-    )
+    still = "n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0"
+    (tmp_path / "gpt.py").write_text(model.read_text().replace("n_head=2", still))
     functions = {"model": f"{tmp_path}/gpt.py:gpt2", "dataset": f"{model}:lines"}
     config = own_config(files, tmp_path / "run", strategy=strategy, **functions, **LINES)
     check_goes_on(config, "ddp")
-    assert RunResult.read(config.out / "result.json").held_out == {}
+    assert result_of(config).held_out == {}
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "function": {"optimizer": "{files}/tuning.py:optimizer", "schedule": "{files}/tuning.py:steps"},
     "adam": {"optimizer": "adam"},
     "sgd": {"optimizer": "sgd"},
     "momentum": {"optimizer": "sgd", "optimizer_arg": ("momentum=0.9",)},
-    "function": {"optimizer": "{files}/tuning.py:optimizer", "schedule": "{files}/tuning.py:steps"},
 }
+FRAMEWORKS = ["zero0", "full_shard", "zero1", "zero2", "zero3"]
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.soak) for each in OPTIMIZERS if each != "function"] + ["function"]
+    "name", [pytest.param(n, marks=pytest.mark.soak if n != "function" else ()) for n in OPTIMIZERS]
 )
-@pytest.mark.parametrize(
-    "strategies",
-    [
-        ("zero0", "full_shard"),
-        *(
-            pytest.param(pair, marks=pytest.mark.soak)
-            for pair in (("full_shard", "zero1"), ("zero1", "zero2"), ("zero2", "zero3"), ("zero3", "zero0"))
-        ),
-    ],
-)
-def test_optimizers_and_groups_resume_under_another_strategy(name, strategies, files, tmp_path):
-    values = {
-        key: each.format(files=files) if isinstance(each, str) else each for key, each in OPTIMIZERS[name].items()
-    }
-    config = own_config(files, tmp_path / "run", strategy=strategies[0], **values)
+@pytest.mark.parametrize("at", [pytest.param(n, marks=pytest.mark.soak if n else ()) for n in range(len(FRAMEWORKS))])
+def test_optimizers_and_groups_resume_under_another_strategy(name, at, files, tmp_path):
+    given = OPTIMIZERS[name].items()
+    values = {key: each.format(files=files) if isinstance(each, str) else each for key, each in given}
+    config = own_config(files, tmp_path / "run", strategy=FRAMEWORKS[at], **values)
     whole = run(config)
-    assert losses_of(resumed(config, "other", strategy=strategies[1])) == pytest.approx(losses_of(whole)[2:], rel=1e-5)
+    other = resumed(config, "other", strategy=FRAMEWORKS[(at + 1) % len(FRAMEWORKS)])
+    assert losses(other) == pytest.approx(losses(whole)[2:], rel=1e-5)
 
 
 @pytest.mark.extended
@@ -144,83 +142,60 @@ def test_the_last_group_has_no_weight_decay(files, tmp_path):
         }
 
 
-WRONG: dict[str, tuple[str, str, str]] = {
-    "no module": ("def net():\n    return 3\n", "net", "gives int, and a torch.nn.Module is needed"),
-    "unknown key": (
-        "from mine import net as made\ndef net():\n    return {**made(), 'layers': 1}\n",
-        "net",
-        "'layers' is not one of model, blocks, loss and groups",
-    ),
-    "strange block": (
-        "from mine import *\ndef net():\n    return {'model': nn.Linear(8, 2), 'blocks': [nn.Linear(8, 2)]}\n",
-        "net",
-        "a block, Linear, is not a module of the model",
-    ),
-    "forgotten parameter": (
-        "from mine import *\ndef net():\n    model = nn.Linear(8, 2)\n"
-        "    return {'model': model, 'loss': loss, 'groups': [{'params': [model.weight]}]}\n",
-        "net",
-        "bias is in no group",
-    ),
-    "loss of each sample": (
-        "from mine import *\ndef net():\n"
-        "    return {'model': nn.Linear(8, 2), 'loss': lambda model, batch: model(batch['x']).sum(1)}\n",
-        "net",
-        r"is a tensor of shape \[8\], and has to be",
-    ),
-    "loss without a gradient": (
-        "from mine import *\ndef net():\n    return {'model': nn.Linear(8, 2), 'loss': lambda model, batch: 1.0}\n",
-        "net",
-        "is float, and has to be a tensor",
-    ),
-    "other shape": (
-        "from mine import *\ndef net():\n    return {'model': nn.Linear(9, 2), 'loss': loss}\n",
-        "net",
-        r"failed with RuntimeError: .*\(mine.py, line 26\)",
-    ),
-    "no loss": ("from mine import *\ndef net():\n    return nn.Linear(8, 2)\n", "net", "failed with TypeError"),
-    "error": ("def net():\n    return 1 / 0\n", "net", r"ZeroDivisionError: division by zero \(wrong.py, line 2\)"),
-    "no dataset": (
-        "def points(part, count):\n    return [1] * 3 if part == 'x' else 7\n",
-        "points",
-        "gives int for train",
-    ),
-    "dataset that fails": (
-        "from mine import *\nclass Other(Points):\n    def __getitem__(self, index):\n        return self.y[index]\n"
-        "def points(part, count):\n    return Other(count, 1)\n",
-        "points",
-        r"failed with AttributeError: .* \(wrong.py, line 4\)",
-    ),
-    "metrics of a number": (
-        "def metrics(model, batch):\n    return 1.0\n",
-        "metrics",
-        "something else than tensors by name",
-    ),
-    "too few metrics": (
-        "import torch\ndef metrics(model, batch):\n    return {'one': torch.ones(1)}\n",
-        "metrics",
-        "the metric one has 1 values for 30 samples",
-    ),
-    "no optimizer": (
-        "def optimizer(groups, lr, weight_decay):\n    return None\n",
-        "optimizer",
-        "gives NoneType, not an Optimizer",
-    ),
-    "arguments of an optimizer": ("def optimizer(groups):\n    return None\n", "optimizer", "it takes none"),
-    "infinite rate": ("def schedule(step, total):\n    return 1e999\n", "schedule", "gives inf, and a factor"),
-    "no function": ("callback = 3\n", "callback", "is not a function"),
+WRONG_FILE = """
+import torch
+from mine import *
+
+def net_of_a_number(): return 3
+def net_unknown_key(): return {**net(), "layers": 1}
+def net_strange_block(): return {"model": nn.Linear(8, 2), "blocks": [nn.Linear(8, 2)]}
+def net_forgotten_parameter():
+    model = nn.Linear(8, 2)
+    return {"model": model, "loss": loss, "groups": [{"params": [model.weight]}]}
+def net_loss_of_samples(): return {"model": nn.Linear(8, 2), "loss": lambda model, batch: model(batch["x"]).sum(1)}
+def net_loss_without_gradient(): return {"model": nn.Linear(8, 2), "loss": lambda model, batch: 1.0}
+def net_other_shape(): return {"model": nn.Linear(9, 2), "loss": loss}
+def net_no_loss(): return nn.Linear(8, 2)
+def net_error(): return 1 / 0
+def data_none(part, count): return [1] * 3 if part == "x" else 7
+class Other(Points):
+    def __getitem__(self, index): return self.y[index]
+def data_fails(part, count): return Other(count, 1)
+def metrics_number(model, batch): return 1.0
+def metrics_too_few(model, batch): return {"one": torch.ones(1)}
+def optimizer_none(groups, lr, weight_decay): return None
+def optimizer_arguments(groups): return None
+def schedule_infinite(step, total): return 1e999
+callback = 3
+"""
+WRONG = {
+    "net_of_a_number": "gives int, and a torch.nn.Module is needed",
+    "net_unknown_key": "'layers' is not one of model, blocks, loss and groups",
+    "net_strange_block": "a block, Linear, is not a module of the model",
+    "net_forgotten_parameter": "bias is in no group",
+    "net_loss_of_samples": r"is a tensor of shape \[8\], and has to be",
+    "net_loss_without_gradient": "is float, and has to be a tensor",
+    "net_other_shape": r"failed with RuntimeError: .*\(mine.py, line 26\)",
+    "net_no_loss": "failed with TypeError",
+    "net_error": r"ZeroDivisionError: division by zero \(wrong.py, line 15\)",
+    "data_none": "gives int for train",
+    "data_fails": r"failed with AttributeError: .* \(wrong.py, line 18\)",
+    "metrics_number": "something else than tensors by name",
+    "metrics_too_few": "the metric one has 1 values for 30 samples",
+    "optimizer_none": "gives NoneType, not an Optimizer",
+    "optimizer_arguments": "it takes none",
+    "schedule_infinite": "gives inf, and a factor",
+    "callback": "is not a function",
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_function_is_one_sentence_before_workers_start(case, files, tmp_path, capfd):
-    code, name, sentence = WRONG[case]
-    file = files / f"{case.replace(' ', '_')}" / "wrong.py"
-    file.parent.mkdir()
-    file.write_text(code)
-    option = {"net": "model", "points": "dataset"}.get(name, name)
-    value: Any = f"{file}:{name}"
-    with pytest.raises(UsageError, match=sentence):
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_function_is_one_sentence_before_workers_start(name, files, tmp_path, capfd):
+    (files / "wrong.py").write_text(WRONG_FILE)
+    kind = name.partition("_")[0]
+    option = {"net": "model", "data": "dataset"}.get(kind, kind)
+    value: Any = f"{files}/wrong.py:{name}"
+    with pytest.raises(UsageError, match=WRONG[name]):
         check_before_start(own_config(files, tmp_path, **{option: (value,) if option == "callback" else value}))
     assert capfd.readouterr() == ("", "")
 
@@ -232,7 +207,7 @@ def test_a_metric_that_no_checkpoint_has_is_refused(files, tmp_path):
     check_before_start(replace(config, keep_best="error:min"))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", tiered(MODELS, test=["cnn", "lm"], extended={*MODELS} - {"cnn", "lm"}))
 def test_own_metrics_of_each_model_are_tried(model, tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def metrics(model, batch):\n    return {'mean': model(batch[0]).float().flatten(1).mean(1)}\n")
@@ -338,39 +313,33 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def wait_for(there: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not there():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
-
-
 @pytest.mark.extended
-def test_a_killed_run_goes_on_and_predicts(files, tmp_path, pytestconfig):
+def test_a_killed_run_goes_on_and_predicts(files, tmp_path, pytestconfig, monkeypatch):
     """Killed under torchrun; resumed to the same bits with a process that loads samples, exported, and asked for a
     prediction. In the soak resumed under Ray from Python, by a function within another one."""
+    monkeypatch.chdir(files)
     (files / "watch.py").write_text(WATCHING)
     options = {"model": f"{files}/mine.py:net", "model_arg": ("width=48",), "callback": (f"{files}/watch.py:watch",)}
     config = own_config(files, tmp_path / "killed", **options)
     whole = run(replace(config, out=tmp_path / "whole", callback=()))
     first = command("-m", "training", *config.to_args(), files=files, PAUSE="0.3")
-    wait_for(lambda: (config.out / "checkpoints" / MID_EPOCH).is_dir(), first)
+    saved = config.out / "checkpoints" / MID_EPOCH
+    wait_until(lambda: saved.is_dir() or first.poll() is not None, SECONDS)
     first.kill()
     first.communicate()
     exported = tmp_path / "own.safetensors"
     again = replace(config, resume="auto", loader_workers=1, export=str(exported))
     finished(command("-m", "training", *again.to_args(), files=files))
-    killed = RunResult.read(config.out / "result.json")
-    assert len(losses_of(killed)) < STEPS
-    assert losses_of(killed) == losses_of(whole)[STEPS - len(losses_of(killed)) :]
-    assert ckpt_tools.diff(killed.checkpoint, whole.checkpoint).equal
+    killed = result_of(config)
+    assert len(losses(killed)) < STEPS
+    check_same_end(killed, whole)
     check_watched(config.out, starts=2)
     check_predicts(files, exported)
     if pytestconfig.getoption("--soak"):
         (files / "script.py").write_text(SCRIPT)
         out = tmp_path / "ray"
         finished(command("script.py", f"{config.out}/checkpoints/epoch_0001", out, files=files))
-        assert len(RunResult.read(out / "result.json").history) == 1
+        assert len(result_of(out).history) == 1
         check_watched(out, starts=1)
         check_predicts(files, out.with_suffix(".safetensors"))
 
@@ -379,8 +348,9 @@ def check_predicts(files: Path, model: Path) -> None:
     (files / "point.json").write_text("[1, 2, 3, 4, 5, 6, 7, 8]")
     (files / "points.txt").write_text("point.json\n")
     answers = model.with_suffix(".jsonl")
-    words = ["--architecture", "mine.py:net?width=48", "--input", "points.txt", "--output", answers]
-    finished(command("-m", "inference.batch", "--model", model, *words, files=files))
+    words = ["--model", model, "--architecture", "mine.py:net?width=48", "--input", "points.txt", "--output", answers]
+    done = CliRunner().invoke(batch.main, list(map(str, words)))
+    assert done.exit_code == 0, done.output
     [answer] = lines_of(answers)
     assert len(answer["outputs"]["output"]) == 2
 
@@ -394,33 +364,24 @@ def check_watched(out: Path, starts: int) -> None:
     assert found == lines_of(out / "metrics.jsonl")
 
 
-@pytest.mark.extended
+def sentence_of_failure(config: TrainConfig) -> str:
+    try:
+        train(config)
+    except KeyError as error:
+        return Failure.of(0, error).sentence
+    return "it did not fail"
+
+
 def test_an_error_in_the_loss_names_rank_file_and_line(files, tmp_path):
     (tmp_path / "failing.py").write_text(
-        "import os\nfrom mine import *\ndef net():\n    return {'model': nn.Linear(8, 2), 'loss': failing}\n"
-        "def failing(model, batch):\n    if os.environ.get('RANK') == '1':\n        raise KeyError('colour')\n"
-        "    return loss(model, batch)\n"
+        "from mine import *\ndef net():\n    return {'model': nn.Linear(8, 2), 'loss': failing}\n"
+        "def failing(model, batch):\n    raise KeyError('colour')\n"
     )
-    config = own_config(files, tmp_path / "run", model=f"{tmp_path}/failing.py:net")
-    process = command("-m", "training", *config.to_args(), files=files)
-    _, error = process.communicate(timeout=SECONDS)
-    assert process.returncode == 1
-    assert "rank 1 failed with KeyError: 'colour' (failing.py, line 7)" in error
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_the_commands_of_the_page_work(files):
-    """One after the other in one folder; without the libraries of the callbacks."""
-    commands = re.findall(r"(?m)^[$] ckpt-tools (.*)$", PAGES["training_own.md"])
-    assert len(commands) == 7
-    (files / "point.json").write_text("[1, 2, 3, 4, 5, 6, 7, 8]")
-    (files / "points.txt").write_text("point.json\n")
-    modules = {"train": "training", "predict": "inference.batch"}
-    for verb, *words in (shlex.split(each) for each in commands if "to_wandb" not in each):
-        finished(command("-m", modules[verb], *words, files=files))
+    config = own_config(files, tmp_path / "run", model=f"{tmp_path}/failing.py:net", num_workers=1)
+    [found] = pool(1).run(sentence_of_failure, config)
+    assert found == "rank 0 failed with KeyError: 'colour' (failing.py, line 5)"
 
 
 def test_the_script_of_the_page_is_python():
-    [script] = re.findall(r"(?s)```python\n(from pathlib.*?)```", PAGES["training_own.md"])
+    [script] = re.findall(r"(?s)```python\n(from pathlib.*?)```", PAGE)
     compile(script, "script.py", "exec")

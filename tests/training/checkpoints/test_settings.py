@@ -1,4 +1,4 @@
-"""A resumed run keeps to the settings of its checkpoint, or says what is different."""
+"""A resumed run keeps to the settings of its checkpoint, or says what is different; no run replaces what none wrote."""
 
 from __future__ import annotations
 
@@ -13,36 +13,23 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
-from tests.training.conftest import in_process
+from ckpt_tools.errors import DestinationExistsError, FormatError, UnsupportedError, UsageError
 from tests.training.jobs import small_config
 from training.__main__ import main
+from training.checkpoints.locking import only_run
+from training.checkpoints.run_folder import CHECKPOINTS, make_partial
 from training.checkpoints.settings import check_settings, reading, settings_in
-from training.checkpoints.weights import check_export
 from training.config.options import SETTINGS, spelt
 from training.config.train_config import Settings, TrainConfig
+from training.launchers import torchrun
 from training.launchers.checks import check_before_start
+from training.loop.result import RESULT_NAME, RunResult, check_result_file
+from training.loop.stopping import Request
 
-OTHER: Settings = {
-    "model_arg": ("layers=8",),
-    "lora": ("r=4",),
-    "dataset": "fashion-mnist",
-    "dataset_arg": ("context=32",),
-    "num_samples": 128,
-    "epoch_steps": 5,
-    "batch_size": 32,
-    "epochs": 9,
-    "optimizer": "sgd",
-    "optimizer_arg": ("eps=1e-6",),
-    "schedule": "linear",
-    "schedule_arg": ("gamma=0.5",),
-    "warmup_fraction": 0.5,
-    "learning_rate": 5.0,
-    "weight_decay": 0.5,
-    "clip_grad_norm": 1.0,
-    "precision": "bf16",
-    "seed": 7,
-}
+OTHER: Settings = {"model_arg": ("layers=8",), "lora": ("r=4",), "dataset": "fashion-mnist", "epoch_steps": 5}
+OTHER |= {"dataset_arg": ("context=32",), "num_samples": 128, "batch_size": 32, "epochs": 9, "optimizer": "sgd"}
+OTHER |= {"optimizer_arg": ("eps=1e-6",), "schedule": "linear", "schedule_arg": ("gamma=0.5",), "seed": 7}
+OTHER |= {"warmup_fraction": 0.5, "learning_rate": 5.0, "weight_decay": 0.5, "clip_grad_norm": 1.0, "precision": "bf16"}
 """Of each setting, a value that is not the default."""
 
 SAME: dict[str, dict[str, Any]] = {
@@ -147,11 +134,8 @@ def test_all_differences_are_named_at_once(tmp_path):
 
 
 def test_equal_settings_need_no_word(tmp_path):
+    """Also where a restart names a setting that the run has overridden before: its checkpoint has the new value."""
     assert check_settings(config(num_workers=4, until=1), saved(tmp_path, settings=config().settings)) is None
-
-
-def test_a_restart_may_name_a_setting_that_the_run_has_overridden_before(tmp_path):
-    """It has the same options, and resumes a checkpoint that has the new value."""
     assert check_settings(config(seed=7, override=("seed",)), saved(tmp_path, settings=config(seed=7).settings)) is None
 
 
@@ -177,11 +161,9 @@ def test_a_checkpoint_without_settings_is_said_to_have_none(entries, tmp_path):
 def test_a_setting_that_is_missing_is_named_beside_one_that_is_changed(tmp_path):
     known = {name: value for name, value in config().settings.items() if name != "weight_decay"}
     checkpoint = saved(tmp_path, settings=known)
-    line = check_settings(config(seed=7, override=("seed",)), checkpoint)
-    assert line == (
-        f"resuming {checkpoint} with other settings: --seed is 7 here and 0 in the checkpoint; "
-        f"{checkpoint} does not record its run's --weight-decay: not compared, this run uses its own"
-    )
+    changed = f"resuming {checkpoint} with other settings: --seed is 7 here and 0 in the checkpoint"
+    missing = f"{checkpoint} does not record its run's --weight-decay: not compared, this run uses its own"
+    assert check_settings(config(seed=7, override=("seed",)), checkpoint) == f"{changed}; {missing}"
 
 
 def recorded_settings(checkpoint: Path | str) -> Settings:
@@ -190,17 +172,12 @@ def recorded_settings(checkpoint: Path | str) -> Settings:
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero2", "zero3"])
-def test_every_engine_saves_its_settings(engine, small_run):
+def test_every_engine_saves_its_settings_and_the_versions_that_made_it(engine, small_run):
     result = small_run(engine)
     assert recorded_settings(result.checkpoint) == result.settings == small_config(Path("/run"), engine=engine).settings
-
-
-@pytest.mark.parametrize(("engine", "frameworks"), [("fsdp2", {"torch"}), ("zero1", {"torch", "deepspeed"})])
-def test_a_result_names_the_versions_that_made_it(engine, frameworks, small_run):
-    versions = small_run(engine).versions
-    assert versions.keys() == {"python", "ckpt_tools"} | frameworks
-    assert versions["ckpt_tools"] == ckpt_tools.__version__
-    assert versions["torch"].startswith(torch.__version__.partition("+")[0])
+    assert result.versions.keys() == {"python", "ckpt_tools", "torch", *(["deepspeed"] if engine != "fsdp2" else [])}
+    assert result.versions["ckpt_tools"] == ckpt_tools.__version__
+    assert result.versions["torch"].startswith(torch.__version__.partition("+")[0])
 
 
 @pytest.mark.parametrize(
@@ -221,32 +198,25 @@ def test_a_setting_that_is_not_given_goes_along_too(tmp_path):
     assert recorded_settings(tmp_path / "dcp") == config().settings
 
 
-def test_the_line_is_printed_before_the_run_starts(small_run, tmp_path, capsys):
+def test_the_line_is_printed_before_the_run_starts_and_the_command_refuses(small_run, tmp_path, capsys):
+    """Before it makes anything."""
     resume = str(Path(small_run("zero3").checkpoint).with_name("epoch_0001"))
     changed = {"seed": 7, "override": ("seed",)}
     check_before_start(small_config(tmp_path / "run", engine="fsdp2", resume=resume, **changed))
     sentence = "--seed is 7 here and 0 in the checkpoint"
     assert capsys.readouterr().out == f"resuming {resume} with other settings: {sentence}\n"
+    refused = small_config(tmp_path / "run", engine="zero1", resume=resume, seed=7)
+    done = CliRunner().invoke(main, refused.to_args())
+    assert (done.exit_code, sentence in done.stderr) == (2, True)
+    assert not refused.out.exists()
 
 
-def test_the_command_refuses_before_it_makes_anything(small_run, tmp_path):
-    resume = f"--resume={small_run('fsdp2').checkpoint}"
-    out = tmp_path / "run"
-    done = CliRunner().invoke(
-        main, ["--engine=zero1", "--model=cnn", "--launcher=torchrun", f"--out={out}", resume, "--seed=7"]
-    )
-    assert done.exit_code == 2
-    assert "--seed is 7 here and 0 in the checkpoint" in done.stderr
-    assert not out.exists()
-
-
-@pytest.mark.extended
-def test_a_torchrun_of_the_users_own_compares_too(small_run, tmp_path):
-    given = small_config(tmp_path, engine="fsdp2", num_workers=1, resume=small_run("fsdp2").checkpoint, seed=7)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
-    done = in_process(*torchrun, "-m", "training", *given.to_args())
-    assert done.returncode != 0
-    assert "Error: --seed is 7 here and 0 in the checkpoint" in done.stderr
+def test_a_rank_of_the_users_own_torchrun_compares_too(small_run, tmp_path, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    other = small_config(tmp_path, engine="fsdp2", num_workers=1, resume=small_run("fsdp2").checkpoint, seed=7)
+    with pytest.raises(UsageError, match=r"^--seed is 7 here and 0 in the checkpoint"):
+        torchrun._work(other, Request(None), None)
 
 
 def test_several_tags_are_answered_with_their_folders(small_run, tmp_path):
@@ -261,39 +231,73 @@ def test_several_tags_are_answered_with_their_folders(small_run, tmp_path):
     assert recorded_settings(tmp_path / "global_step8") == small_run("zero2").settings
 
 
-def test_something_else_is_answered_with_the_converter(tmp_path):
+def test_something_else_is_answered_with_the_converter_whose_own_options_are_said_to_be_that(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing")
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError, match="is not in a known format") as caught:
         check_settings(config(), tmp_path)
-    assert "is not in a known format" in str(caught.value)
     assert str(caught.value).endswith(f"(--from: of `ckpt-tools convert {tmp_path}`; then resume the copy)")
-
-
-def test_other_options_of_the_converter_are_said_to_be_its_own():
+    several = "there are several optimizers (a, b); choose one with --optim-key"
     with pytest.raises(UsageError) as reworded, reading("x"):
-        raise UsageError("there are several optimizers (a, b); choose one with --optim-key")
-    assert str(reworded.value) == (
-        "there are several optimizers (a, b); choose one with --optim-key "
-        "(--optim-key: of `ckpt-tools convert x`; then resume the copy)"
-    )
+        raise UsageError(several)
+    assert str(reworded.value) == f"{several} (--optim-key: of `ckpt-tools convert x`; then resume the copy)"
     error = UnsupportedError("no option in it", path="x", key="w")
-    with pytest.raises(UnsupportedError) as caught, reading("x"):
+    with pytest.raises(UnsupportedError) as passed, reading("x"):
         raise error
-    assert caught.value is error
+    assert passed.value is error
 
 
-@pytest.mark.parametrize(("recipe", "code"), [("none.toml", 3), ("no-such-recipe", 2)])
-def test_a_recipe_that_cannot_be_read_is_refused_before_anything_is_made(recipe, code, tmp_path):
-    out = tmp_path / "run"
-    options = ["--engine=zero1", "--launcher=torchrun", f"--out={out}", "--init-from=a.pt", f"--recipe={recipe}"]
-    done = CliRunner().invoke(main, options)
-    assert (done.exit_code, recipe in done.stderr) == (code, True)
-    assert not out.exists()
+SHARDS = (".metadata", ".metadata.tmp", "__0_0.distcp", "latest", "zero_to_fp32.py", "zero_to_torch.py",
+          "global_step8/zero_pp_rank_0_mp_rank_00_model_states.pt",
+          "global_step8/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")  # fmt: skip
 
 
-def test_an_export_that_ends_as_no_model_is_answered_with_endings(tmp_path):
-    with pytest.raises(UsageError) as caught:
-        check_export(small_config(tmp_path, engine="fsdp2", export=str(tmp_path / "out.xyz")))
-    assert str(caught.value).startswith(f"--export {tmp_path / 'out.xyz'} ends as no model file does: name a file")
-    assert "--to" not in str(caught.value) and "to=" not in str(caught.value)
-    check_export(small_config(tmp_path, engine="fsdp2", export=str(tmp_path / "v2.5")))
+def test_what_a_killed_run_left_of_a_checkpoint_is_removed(tmp_path):
+    for name in SHARDS:
+        path = tmp_path / ".epoch_0001.partial" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("half")
+    for _ in range(2):
+        assert list(make_partial(tmp_path, "epoch_0001").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "global_step8/notes.pt", ".metadata.bak", "link"])
+def test_anything_else_there_is_kept(name, tmp_path):
+    partial = make_partial(tmp_path, "epoch_0001")
+    (partial / ".metadata").write_text("half")
+    path = partial / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(".metadata") if name == "link" else path.write_text("mine")
+    with pytest.raises(DestinationExistsError, match=path.name):
+        make_partial(tmp_path, "epoch_0001")
+    assert path.exists() and (partial / ".metadata").exists()
+
+
+@pytest.mark.parametrize("text", ["mine", "{}", "[]", '{"accuracy": 1}'])
+def test_a_result_that_no_run_wrote_is_found_before_it_is_replaced(text, tmp_path):
+    check_result_file(tmp_path)
+    texts = ("fsdp2", "full_shard", "ray", 2, "fp32", "digits", 1)
+    result = RunResult(*texts, {}, {}, {}, 0.5, 1, 2, "epoch_0001", 1.0, (), (1, 2))  # type: ignore[arg-type]
+    for _ in range(2):
+        result.write(tmp_path)
+        with (tmp_path / RESULT_NAME).open() as earlier:
+            result.write(tmp_path)
+            assert earlier.read() == (tmp_path / RESULT_NAME).read_text()
+            assert os.fstat(earlier.fileno()).st_nlink == 0, "it is replaced in one step"
+        assert [path.name for path in tmp_path.iterdir()] == [RESULT_NAME]
+        check_result_file(tmp_path)
+    (tmp_path / RESULT_NAME).write_text(text)
+    with pytest.raises(DestinationExistsError, match="is not the result of a run"):
+        check_result_file(tmp_path)
+
+
+def test_a_new_run_keeps_what_somebody_laid_into_an_unfinished_checkpoint(tmp_path):
+    partial = make_partial(tmp_path / CHECKPOINTS, "epoch_0001")
+    (partial / ".metadata").write_text("half")
+    (partial / "notes.txt").write_text("mine")
+    config = TrainConfig(out=tmp_path, engine="fsdp2", launcher="torchrun")
+    with pytest.raises(DestinationExistsError, match=r"notes\.txt"), only_run(config):
+        pass
+    assert sorted(path.name for path in partial.iterdir()) == [".metadata", "notes.txt"]
+    (partial / "notes.txt").unlink()
+    with only_run(config):
+        assert list((tmp_path / CHECKPOINTS).iterdir()) == []

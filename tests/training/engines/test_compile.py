@@ -12,14 +12,11 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import UsageError
-from tests.training.strategy_jobs import tiny_config, train_each
+from tests.training.jobs import losses, result_of, tiny_config, train_each
 from training.engines.blocks import build, prepare
 from training.launchers.checks import check_frameworks
-from training.loop.result import RunResult
 from training.models.losses import logits_of
 from training.models.zoo import spec_of
-
-SECONDS = 1800
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it, and hides the warning
@@ -56,25 +53,6 @@ def test_a_machine_that_cannot_compile_is_told_before_any_worker(tmp_path, monke
     check_frameworks(asked)
 
 
-def strategies(request: pytest.FixtureRequest) -> list[str]:
-    return ["full_shard", "zero2", "ddp"] if request.config.getoption("--soak") else ["full_shard"]
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(SECONDS)
-def test_a_compiled_run_learns_the_same_and_saves_the_same_names(tmp_path, request):
-    same = {"model": "lm", "activation_checkpointing": True, "until": 1}
-    for strategy in strategies(request):
-        plain, compiled = (
-            tiny_config(tmp_path / f"{strategy}-{each}", strategy=strategy, compile=each, **same)
-            for each in (False, True)
-        )
-        train_each(2, plain, compiled)
-        expected, found = (RunResult.read(one.out / "result.json") for one in (plain, compiled))
-        assert found.history[0].losses == pytest.approx(expected.history[0].losses, rel=1e-5), strategy
-        assert list(ckpt_tools.open(found.checkpoint)) == list(ckpt_tools.open(expected.checkpoint)), strategy
-
-
 SMALL = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 HUGGING_FACE: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -96,7 +74,9 @@ def named(model: str, folder: Path) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it, and hides the warning
-@pytest.mark.parametrize("model", ["cnn", *HUGGING_FACE])
+@pytest.mark.parametrize(
+    "model", ["cnn", "llama", *(pytest.param(name, marks=pytest.mark.extended) for name in ("gpt2", "mixtral"))]
+)
 def test_a_block_is_one_graph_that_is_compiled_once(model, tmp_path, monkeypatch):
     """Nothing in it is left to Python, and no step compiles it again."""
     torch._dynamo.reset()
@@ -115,15 +95,15 @@ def test_a_block_is_one_graph_that_is_compiled_once(model, tmp_path, monkeypatch
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(SECONDS)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
-@pytest.mark.parametrize("model", ["cnn", *HUGGING_FACE])
-def test_compiled_blocks_of_other_models_learn_the_same(model, strategy, precision, tmp_path):
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "ddp"])
+@pytest.mark.parametrize("model", ["cnn", "lm", *HUGGING_FACE])
+def test_a_compiled_run_learns_the_same_and_saves_the_same_names(model, strategy, precision, tmp_path):
     same = {"model": named(model, tmp_path), "strategy": strategy, "precision": precision, "until": 1}
+    same |= {"activation_checkpointing": True} if model == "lm" else {}
     plain, compiled = (tiny_config(tmp_path / f"compile-{each}", compile=each, **same) for each in (False, True))
-    train_each(2, plain, compiled)
-    expected, found = (RunResult.read(one.out / "result.json") for one in (plain, compiled))
-    tolerance = 1e-5 if precision == "fp32" else 0.01
-    assert found.history[0].losses == pytest.approx(expected.history[0].losses, rel=tolerance)
-    assert list(ckpt_tools.open(found.checkpoint)) == list(ckpt_tools.open(expected.checkpoint))
+    train_each(plain, compiled)
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5 if precision == "fp32" else 0.01)
+    names = [list(ckpt_tools.open(result_of(one).checkpoint)) for one in (plain, compiled)]
+    assert names[0] == names[1]

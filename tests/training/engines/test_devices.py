@@ -18,9 +18,7 @@ from torch.testing._internal.distributed import fake_pg
 
 import ckpt_tools
 from fixtures.launch import pool
-from tests.training.engines.test_strategies import losses, result_of
-from tests.training.gradient_jobs import fused_after_resuming
-from tests.training.strategy_jobs import tiny_config, train_each
+from tests.training.jobs import forget_groups, losses, result_of, tiny_config, train, train_each
 from training.checkpoints.leading import leader_first
 from training.checkpoints.progress import Progress
 from training.config.schedule import schedule_for
@@ -130,16 +128,28 @@ def test_a_sharded_model_is_not_moved(model, alone, tmp_path, monkeypatch):
 FUSED = {"full_shard": False, "ddp": False, "zero2": False, "zero1_offload": True, "zero3_offload": True}
 
 
-def test_offloaded_state_has_the_fused_adam_also_after_a_run_that_had_not(tmp_path):
-    whole = {"strategy": "full_shard", "until": 1}
-    cases = [*({"strategy": name} for name in FUSED), {"strategy": "full_shard", "cpu_offload": True}]
-    expected = [*FUSED.values(), True]
-    assert pool(2).run(fused_after_resuming, tmp_path, whole, cases) == [expected] * 2
-
-
 def engine_of(out: Path, **values: Any) -> Any:
-    config = tiny_config(out, model="cnn", num_workers=1, **values)
-    return create_engine(config, schedule_for(10, 0.1), CPU)
+    return create_engine(tiny_config(out, **({"model": "cnn", "num_workers": 1} | values)), schedule_for(10, 0.1), CPU)
+
+
+def fused_after_resuming(out: Path, others: list[dict[str, Any]]) -> list[bool]:
+    """Whether the optimizers of other runs are fused after they resumed that of a whole run."""
+    found = []
+    train(tiny_config(out, model="cnn", strategy="full_shard", until=1))
+    for values in others:
+        engine = engine_of(out, num_workers=2, **values)
+        engine.resume(out / "checkpoints/epoch_0001")
+        owner = engine._engine if hasattr(engine, "_engine") else engine
+        [fused] = [group["fused"] for group in owner.optimizer.param_groups]
+        found.append(fused)
+        engine.close()
+    forget_groups()
+    return found
+
+
+def test_offloaded_state_has_the_fused_adam_also_after_a_run_that_had_not(tmp_path):
+    cases = [*({"strategy": name} for name in FUSED), {"strategy": "full_shard", "cpu_offload": True}]
+    assert pool(2).run(fused_after_resuming, tmp_path, cases) == [[*FUSED.values(), True]] * 2
 
 
 def test_each_save_reuses_the_memory_of_the_one_before(alone, tmp_path):
@@ -164,11 +174,11 @@ def test_the_precision_of_products_and_determinism_are_those_of_the_run(alone, t
         assert (*found, torch.are_deterministic_algorithms_enabled(), cublas) == expected
 
 
+@pytest.mark.extended
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(tmp_path):
     same = {"model": "cnn", "strategy": "full_shard", "precision": "fp16"}
     wide, narrow = (tiny_config(tmp_path / dtype, reduce_dtype=dtype, **same) for dtype in ("fp32", "fp16"))
-    train_each(2, wide, narrow)
-    found, expected = (losses(result_of(one.out)) for one in (narrow, wide))
-    assert found != expected
-    assert found == pytest.approx(expected, rel=1e-2)
-    assert not ckpt_tools.diff(result_of(wide.out).checkpoint, result_of(narrow.out).checkpoint).equal
+    train_each(wide, narrow)
+    assert losses(narrow) != losses(wide)
+    assert losses(narrow) == pytest.approx(losses(wide), rel=1e-2)
+    assert not ckpt_tools.diff(result_of(wide).checkpoint, result_of(narrow).checkpoint).equal

@@ -5,27 +5,39 @@ A short sample runs here. ``--soak`` adds every strategy with ``--ep``, and who 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import ckpt_tools
 from fixtures.launch import pool
-from tests.training.engines.test_strategies import WITHIN, losses, result_of, resuming, saving, starting
-from tests.training.expert_jobs import exchange, overflowing, reads_of_the_device, seeded_experts
-from tests.training.strategy_jobs import tiny_config, train_each
+from tests.training.jobs import (
+    WITHIN,
+    check_same_end,
+    losses,
+    result_of,
+    resuming,
+    saving,
+    starting,
+    tiny_config,
+    train_each,
+)
 from training.config.model_names import MODELS
-from training.loop.result import RunResult
-from training.models.experts import MixtureModel, MixtureOfExperts, MixtureSizes, imbalance
+from training.config.schedule import schedule_for
+from training.engines import create_engine
+from training.engines.parallel import split_experts
+from training.models.experts import Experts, MixtureModel, MixtureOfExperts, MixtureSizes, imbalance
 from training.models.language_model import CONTEXT
 
 WIDE, NARROW = 4, 2
 SIZES = MixtureSizes()
 MODEL: dict[str, Any] = {"model": "lm-moe", "model_arg": ("experts=8", "width=64", "hidden=96")}
-ONE_EACH: dict[str, Any] = {"model": "lm-moe", "model_arg": ("experts=8", "chosen=1", "width=64", "hidden=96")}
 
 EP: dict[str, dict[str, Any]] = {
     "ep": {"strategy": "full_shard", "ep": 2},
@@ -37,9 +49,6 @@ EP: dict[str, dict[str, Any]] = {
 }
 """On four workers: experts sharded further, one a worker, gathered once, as whole copies, in groups, offloaded."""
 
-SAMPLE = ("ep",)
-Each = Callable[[str], dict[str, RunResult]]
-
 
 def test_a_token_goes_to_its_experts_and_none_is_dropped():
     """Also if all tokens go to the same two."""
@@ -49,13 +58,12 @@ def test_a_token_goes_to_its_experts_and_none_is_dropped():
         if crowded:
             torch.nn.init.zeros_(mixture.router.weight)
         answers, uneven = mixture(x)
-        torch.testing.assert_close(
-            answers, torch.stack([by_hand(mixture, token) for token in x.flatten(0, 1)]).view_as(x)
-        )
+        expected = torch.stack([by_hand(mixture, token) for token in x.flatten(0, 1)])
+        torch.testing.assert_close(answers, expected.view_as(x))
         assert uneven.item() == pytest.approx(1.0, abs=0.5)
 
 
-def by_hand(mixture: MixtureOfExperts, token: torch.Tensor) -> torch.Tensor:
+def by_hand(mixture: MixtureOfExperts, token: Tensor) -> Tensor:
     odds = (mixture.router.weight @ token).softmax(0)
     best = odds.topk(SIZES.chosen)
     experts = mixture.experts
@@ -87,7 +95,15 @@ def test_the_balance_reaches_the_router():
     for layer in (1, 3):
         router = model.get_parameter(f"layers.{layer}.feed_forward.router.weight")
         assert router.grad is not None and router.grad.abs().max() > 0
-    assert isinstance(model.eval()(torch.randint(256, (2, CONTEXT))), torch.Tensor)
+    assert isinstance(model.eval()(torch.randint(256, (2, CONTEXT))), Tensor)
+
+
+def seeded_experts(*, dealt: bool = False) -> Experts:
+    torch.manual_seed(0)
+    made = Experts(SIZES)
+    if dealt:
+        split_experts(made, init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    return made
 
 
 def test_the_weights_of_experts_are_stacked():
@@ -97,118 +113,129 @@ def test_the_weights_of_experts_are_stacked():
     assert MODELS["lm-moe"].experts == SIZES.experts
 
 
+def exchange(counts: list[list[int]]) -> tuple[bool, bool]:
+    """Each rank has so many tokens for each expert. Whether its answers have the same bits as from whole experts, and
+    whether its own experts have the mean of all ranks' gradients."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    dealt, whole = seeded_experts(dealt=True), seeded_experts()
+    answers = dealt(tokens_of(rank, counts), torch.tensor(counts[rank : rank + 1]))
+    answers.square().sum().backward()
+    expected = [whole(tokens_of(one, counts), torch.tensor(counts[one : one + 1])) for one in range(world_size)]
+    (torch.cat(expected).square().sum() / world_size).backward()
+    same = [is_close(ours, theirs) for ours, theirs in zip(dealt.parameters(), whole.parameters(), strict=True)]
+    return torch.equal(answers, expected[rank]), all(same)
+
+
+def tokens_of(rank: int, counts: list[list[int]]) -> Tensor:
+    generator = torch.Generator().manual_seed(rank + 1)
+    return torch.randn(sum(counts[rank]), SIZES.width, generator=generator)
+
+
+def is_close(dealt: Tensor, whole: Tensor) -> bool:
+    assert isinstance(dealt.grad, DTensor) and whole.grad is not None
+    assert len(dealt.grad.to_local()) < SIZES.experts
+    return torch.allclose(dealt.grad.full_tensor(), whole.grad, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "counts",
-    [
-        [[3, 0, 2, 5], [1, 4, 0, 2]],
-        [[10, 0, 0, 0], [7, 0, 0, 0]],
-        [[0, 0, 0, 6], [0, 5, 0, 0]],
-    ],
+    [[[3, 0, 2, 5], [1, 4, 0, 2]], [[10, 0, 0, 0], [7, 0, 0, 0]], [[0, 0, 0, 6], [0, 5, 0, 0]]],
     ids=["uneven", "all to one", "each to the other"],
 )
 def test_experts_that_are_dealt_out_answer_with_the_same_bits(counts):
     assert pool(2).run(exchange, counts) == [(True, True)] * 2
 
 
+class OnHost(Tensor):
+    """A tensor that was copied to the host, and all that is computed from it: its values are read without waiting."""
+
+
+def reads_of_the_device(counts: list[list[int]]) -> int:
+    """How often a layer of experts copies from the device; each other read of values fails."""
+    rank, copies = torch.distributed.get_rank(), []
+    dealt, tokens = seeded_experts(dealt=True), tokens_of(rank, counts)
+    to_host, to_list = Tensor.cpu, Tensor.tolist
+
+    def copied(tensor: Tensor) -> Tensor:
+        copies.append(tensor)
+        return to_host(tensor).as_subclass(OnHost)
+
+    def listed(tensor: Tensor) -> Any:
+        assert isinstance(tensor, OnHost)
+        return to_list(tensor)
+
+    Tensor.cpu, Tensor.tolist = copied, listed  # type: ignore[method-assign, assignment]
+    try:
+        dealt(tokens, torch.tensor(counts[rank : rank + 1]))
+    finally:
+        Tensor.cpu, Tensor.tolist = to_host, to_list  # type: ignore[method-assign]
+    return len(copies)
+
+
 def test_a_layer_of_experts_waits_once_for_the_device():
     assert pool(2).run(reads_of_the_device, [[3, 0, 2, 5], [1, 4, 0, 2]]) == [1, 1]
 
 
-@pytest.fixture(scope="module")
-def cases(request):
-    names = EP if request.config.getoption("--soak") else SAMPLE
-    return {name: EP[name] for name in names}
-
-
-@pytest.fixture(scope="module")
-def runs(cases, tmp_path_factory):
-    """``zero2`` trains without ``--ep``. Of each case ``NAME`` a whole run, ``NAME-again`` its last step alone,
-    ``NAME-other`` its second epoch without ``--ep`` by ZeRO-3, and ``NAME-started`` from the weights of ``zero2``. And
-    ``back``, the second epoch of ``zero2`` with ``--ep``."""
-    out = tmp_path_factory.mktemp("experts")
+@pytest.mark.extended
+def test_experts_learn_the_same_with_and_without_ep_and_go_on_either_way(tmp_path, pytestconfig):
+    """``zero2`` trains without ``--ep``. Of each case a whole run, its last step alone, its second epoch without
+    ``--ep`` by ZeRO-3 on two workers, and a start from the weights of ``zero2``; and the second epoch of ``zero2`` with
+    ``--ep``. Nothing in a checkpoint says how experts were spread."""
     wide, narrow = ({**MODEL, "num_workers": workers} for workers in (WIDE, NARROW))
-    zero = tiny_config(out / "zero2", strategy="zero2", **narrow)
-    whole = [tiny_config(out / name, **wide, **case, **saving("full_shard")) for name, case in cases.items()]
-    again = [resuming(out / f"{name}-again", out / name, WITHIN, **wide, **case) for name, case in cases.items()]
-    other = [resuming(out / f"{name}-other", out / name, strategy="zero3", **narrow) for name in cases]
-    started = [starting(out / f"{name}-started", zero.out, **wide, **case) for name, case in cases.items()]
-    back = resuming(out / "back", zero.out, strategy="full_shard", ep=2, **narrow)
-    train_each(NARROW, zero, back)
-    train_each(WIDE, *whole, *again, *started)
-    train_each(NARROW, *other)
-    return out
-
-
-@pytest.fixture(scope="module")
-def each(cases, runs):
-    """The results of all cases, of those runs whose names end so."""
-    return lambda ending: {name: result_of(runs / f"{name}{ending}") for name in cases}
-
-
-@pytest.mark.extended
-def test_experts_train_to_the_same_losses_with_and_without_ep(runs, each):
-    plain = losses(result_of(runs / "zero2"))
-    assert plain[-1] < plain[0] - 1
-    for name, result in each("").items():
-        assert losses(result) == pytest.approx(plain, rel=1e-5), name
-
-
-@pytest.mark.extended
-def test_experts_go_on_bit_for_bit_at_the_same_layout(each):
-    whole = each("")
-    for name, again in each("-again").items():
-        [ours], theirs = again.history, whole[name].history[1]
-        assert (ours.losses, ours.mean_loss) == (theirs.losses[1:], theirs.mean_loss), name
-        assert again.predicted == whole[name].predicted, name
-        assert ckpt_tools.diff(again.checkpoint, whole[name].checkpoint).equal, name
-
-
-@pytest.mark.extended
-def test_experts_go_on_without_ep_by_the_other_framework_and_back(runs, each):
-    """At another world size: ZeRO-3 on two workers after FSDP2 on four, and FSDP2 after ZeRO-2."""
-    whole = each("")
-    for name, other in each("-other").items():
-        assert other.history[0].losses == pytest.approx(whole[name].history[1].losses, rel=1e-5), name
-    back, zero = (result_of(runs / name).history[-1].losses for name in ("back", "zero2"))
-    assert back == pytest.approx(zero, rel=1e-5)
-
-
-@pytest.mark.extended
-def test_experts_start_from_the_weights_of_a_run_without_ep(runs, each):
-    source = result_of(runs / "zero2").checkpoint
-    for name, started in each("-started").items():
-        assert ckpt_tools.diff(source, started.checkpoint, state="model").equal, name
-
-
-@pytest.mark.extended
-def test_a_checkpoint_says_nothing_about_ep(runs, each):
-    plain = ckpt_tools.open(result_of(runs / "zero2").checkpoint)
-    for name, result in each("").items():
-        other = ckpt_tools.open(result.checkpoint)
-        assert {*other, *other.manifest.aliases} == {*plain, *plain.manifest.aliases}, name
+    zero = tiny_config(tmp_path / "zero2", strategy="zero2", **narrow)
+    back = resuming(tmp_path / "back", zero.out, strategy="full_shard", ep=2, **narrow)
+    train_each(zero, back)
+    assert losses(back) == pytest.approx(losses(zero)[2:], rel=1e-5)
+    plain = ckpt_tools.open(result_of(zero).checkpoint)
+    assert losses(zero)[-1] < losses(zero)[0] - 1
+    for name, case in (EP if pytestconfig.getoption("--soak") else {"ep": EP["ep"]}).items():
+        whole = tiny_config(tmp_path / name, **wide, **case, **saving("full_shard"))
+        again = resuming(tmp_path / f"{name}-again", whole.out, WITHIN, **wide, **case)
+        started = starting(tmp_path / f"{name}-started", zero.out, **wide, **case)
+        other = resuming(tmp_path / f"{name}-other", whole.out, strategy="zero3", **narrow)
+        train_each(whole, again, started, other)
+        assert losses(whole) == pytest.approx(losses(zero), rel=1e-5), name
+        assert result_of(again).history[0].earlier_steps == 1
+        check_same_end(result_of(again), result_of(whole))
+        assert losses(other) == pytest.approx(losses(whole)[2:], rel=1e-5), name
+        assert ckpt_tools.diff(result_of(zero).checkpoint, result_of(started).checkpoint, state="model").equal, name
+        dealt = ckpt_tools.open(result_of(whole).checkpoint)
+        assert {*dealt, *dealt.manifest.aliases} == {*plain, *plain.manifest.aliases}, name
         for weight in ("gate", "up", "down"):
             full = f"layers.3.feed_forward.experts.{weight}"
-            assert other[full].shape == plain[full].shape, name
-            assert abs(other[full][...] - plain[full][...]).max() < 2e-4, (name, full)
+            assert dealt[full].shape == plain[full].shape, name
+            assert abs(dealt[full][...] - plain[full][...]).max() < 2e-4, (name, full)
 
 
 @pytest.mark.extended
 def test_experts_go_on_in_fp16_with_their_scale(tmp_path):
-    half = {**ONE_EACH, "strategy": "full_shard", "precision": "fp16"}
-    whole = tiny_config(tmp_path / "whole", ep=2, **half, **saving("full_shard"))
-    again = resuming(tmp_path / "again", whole.out, WITHIN, ep=2, **half)
-    train_each(NARROW, whole, again)
-    saved = ckpt_tools.open(result_of(again.out).checkpoint)
+    model = {"model": "lm-moe", "model_arg": ("experts=4", "chosen=1", "width=32", "hidden=48")}
+    half = {**model, "strategy": "full_shard", "precision": "fp16", "ep": 2}
+    whole = tiny_config(tmp_path / "whole", **half, **saving("full_shard"))
+    again = resuming(tmp_path / "again", whole.out, WITHIN, **half)
+    train_each(whole, again)
+    saved = ckpt_tools.open(result_of(again).checkpoint)
     assert saved.manifest.extra["loss_scaler"] == {"scale": 2.0**16, "good_steps": 4}
-    assert losses(result_of(again.out)) == losses(result_of(whole.out))[-1:]
-    assert ckpt_tools.diff(result_of(again.out).checkpoint, result_of(whole.out).checkpoint).equal
+    check_same_end(result_of(again), result_of(whole))
+
+
+def overflowing() -> tuple[float, bool]:
+    """One step in fp16 whose scale is far too large: the scale after it, and whether an expert's weight moved."""
+    config = tiny_config(Path("/run"), model="lm-moe", strategy="full_shard", ep=2, precision="fp16")
+    engine: Any = create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
+    engine.scaler.scale = 2.0**100
+    weights = [each.to_local() for each in engine.model.parameters()]
+    before = [each.clone() for each in weights]
+    words = torch.zeros(1, CONTEXT, dtype=torch.int64)
+    engine.step((words, words))
+    engine.close()
+    moved = any(not torch.equal(*pair) for pair in zip(weights, before, strict=True))
+    return engine.scaler.scale, moved
 
 
 @pytest.mark.extended
 def test_all_workers_leave_a_step_out_if_gradients_of_experts_overflow():
-    scales, moved = zip(*pool(2).run(overflowing), strict=True)
-    assert set(scales) == {2.0**100 / 2}
-    assert not any(moved)
+    assert pool(2).run(overflowing) == [(2.0**100 / 2, False)] * 2
 
 
 SPREAD: dict[str, dict[str, Any]] = {
@@ -236,24 +263,22 @@ def test_experts_go_on_at_the_same_and_at_another_world_size(name, tmp_path):
     whole = tiny_config(tmp_path / "whole", num_workers=WIDE, save_every_steps=1, **case)
     again = resuming(tmp_path / "again", whole.out, WITHIN, num_workers=WIDE, **case)
     narrow = resuming(tmp_path / "narrow", whole.out, num_workers=NARROW, **case)
-    train_each(WIDE, whole, again)
-    train_each(NARROW, plain, narrow)
-    found = losses(result_of(whole.out))
+    train_each(whole, again, plain, narrow)
     is_whole = "precision" not in case
-    assert found == pytest.approx(losses(result_of(plain.out)), rel=1e-5 if is_whole else 0.01)
-    assert losses(result_of(again.out)) == found[-1:]
-    assert ckpt_tools.diff(result_of(again.out).checkpoint, result_of(whole.out).checkpoint).equal
-    assert losses(result_of(narrow.out)) == pytest.approx(found[2:], rel=1e-5 if is_whole else 1e-3)
+    assert losses(whole) == pytest.approx(losses(plain), rel=1e-5 if is_whole else 0.01)
+    assert losses(again) == losses(whole)[-1:]
+    assert ckpt_tools.diff(result_of(again).checkpoint, result_of(whole).checkpoint).equal
+    assert losses(narrow) == pytest.approx(losses(whole)[2:], rel=1e-5 if is_whole else 1e-3)
 
 
 @pytest.mark.soak
 def test_options_change_how_experts_are_computed_and_not_what_they_learn(tmp_path):
     """Gradients are clipped by their norm over all experts of all workers."""
-    same = {**MODEL, "gradient_accumulation": 2, "clip_grad_norm": 0.5, "activation_checkpointing": True}
-    whole = tiny_config(tmp_path / "whole", strategy="full_shard", **same)
-    dealt = tiny_config(tmp_path / "ep", strategy="full_shard", ep=2, **same)
-    half = tiny_config(tmp_path / "half", strategy="full_shard", ep=2, precision="bf16", **same)
-    train_each(NARROW, whole, dealt, half)
-    expected = losses(result_of(whole.out))
-    assert losses(result_of(dealt.out)) == pytest.approx(expected, rel=1e-5)
-    assert losses(result_of(half.out)) == pytest.approx(expected, rel=0.01)
+    same = {**MODEL, "strategy": "full_shard", "gradient_accumulation": 2, "clip_grad_norm": 0.5}
+    whole, dealt, half = (
+        tiny_config(tmp_path / name, activation_checkpointing=True, **same, **values)
+        for name, values in {"whole": {}, "ep": {"ep": 2}, "half": {"ep": 2, "precision": "bf16"}}.items()
+    )
+    train_each(whole, dealt, half)
+    assert losses(dealt) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses(half) == pytest.approx(losses(whole), rel=0.01)

@@ -1,20 +1,53 @@
-"""A step costs what the framework's own does: nothing walks through the model, and ranks agree by one byte."""
+"""A step costs what the framework's own does: nothing walks through the model, ranks agree by one byte, the norm of the
+gradients takes one collective however they are sharded, and clipping waits for no device."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
+from ckpt_tools.errors import UsageError
 from fixtures.launch import pool
-from tests.training.step_jobs import agree, average, refused_length
-from tests.training.strategy_jobs import tiny_config
+from tests.training.jobs import tiny_config
 from training.config.schedule import schedule_for
 from training.engines import create_engine
 from training.engines.base import mean_of
+from training.engines.blocks import RunningAverages
+from training.engines.gradients import LossScaler, clip_factor, multiply, total_norm
+from training.loop.saving import any_rank
 from training.models.losses import standard_loss, standard_metrics
+from training.models.zoo import our_model
+
+OUT = Path("/run")
+
+
+def engine_of(**values: Any) -> Any:
+    config = tiny_config(OUT, num_workers=torch.distributed.get_world_size(), **values)
+    return create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
+
+
+def agree(reasons: list[tuple[bool, ...]]) -> tuple[tuple[bool, ...], int]:
+    """Each rank knows its own reasons. What they agree on, and the elements that they exchange for it."""
+    exchanged: list[int] = []
+    all_reduce = torch.distributed.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        exchanged.append(tensor.numel())
+        return all_reduce(tensor, *args, **keywords)
+
+    torch.distributed.all_reduce = counted
+    try:
+        found = any_rank(*reasons[torch.distributed.get_rank()])
+    finally:
+        torch.distributed.all_reduce = all_reduce
+    return found, sum(exchanged)
 
 
 @pytest.mark.parametrize(
@@ -30,16 +63,38 @@ def test_all_ranks_agree_by_one_element_whoever_knows_a_reason(reasons):
     assert pool(2).run(agree, reasons) == [(agreed, 1)] * 2
 
 
+class Averages(nn.Module):
+    """A running average, a count and a constant, on each rank its own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full((2,), float(rank)))
+        self.register_buffer("count", torch.tensor(rank))
+        self.register_buffer("constant", torch.tensor(float(rank)), persistent=False)
+
+
+def average() -> list[tuple[list[float], int, float]]:
+    """After each of two steps. A checkpoint that is loaded between them puts another tensor in the place of one."""
+    rank = torch.distributed.get_rank()
+    model = nn.Sequential(nn.Linear(1, 1), Averages(rank))
+    averages, found = RunningAverages(model), []
+    for step in range(2):
+        averages.average()
+        own = model[1]
+        found.append((own.mean.tolist(), int(own.count), float(own.constant)))
+        own.mean = torch.full((2,), 10.0 * rank + step)
+    return found
+
+
 def test_running_averages_are_shared_and_constants_are_not():
     """Also those that a checkpoint put into the model meanwhile."""
     assert pool(2).run(average) == [[([0.5, 0.5], rank, rank), ([5.0, 5.0], rank, rank)] for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
-def test_a_step_walks_through_no_modules(strategy, tmp_path, alone, monkeypatch):
+def test_a_step_walks_through_no_modules(strategy, alone, monkeypatch):
     """Only the first one after an evaluation."""
-    config = tiny_config(tmp_path, strategy=strategy, model="cnn", num_workers=1)
-    engine = create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
+    engine = engine_of(strategy=strategy, model="cnn")
     calls: list[bool] = []
     train = nn.Module.train
 
@@ -48,15 +103,15 @@ def test_a_step_walks_through_no_modules(strategy, tmp_path, alone, monkeypatch)
         return train(module, mode)
 
     monkeypatch.setattr(nn.Module, "train", counted)
-    images, labels = torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64)
-    engine.step((images, labels))
+    batch = torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64)
+    engine.step(batch)
     assert calls == []
-    engine.evaluated(partial(standard_metrics, loss=standard_loss), (images, labels))
+    engine.evaluated(partial(standard_metrics, loss=standard_loss), batch)
     evaluated = len(calls)
     assert True not in calls and evaluated > 0
-    engine.step((images, labels))
+    engine.step(batch)
     assert calls[evaluated:] == [True] * evaluated
-    engine.step((images, labels))
+    engine.step(batch)
     assert len(calls) == 2 * evaluated
     engine.close()
 
@@ -70,6 +125,69 @@ def test_one_loss_is_itself_and_several_are_averaged():
     assert torch.equal(standard_loss(lambda inputs: (inputs, torch.tensor(0.5)), (logits, labels)), plain + 0.5)
 
 
+def refused_length() -> str:
+    """Two workers compute each layer together, and a text has an odd number of bytes."""
+    engine, words = engine_of(model="lm", strategy="no_shard", tp=2), torch.zeros(1, 33, dtype=torch.int64)
+    try:
+        engine.step((words, words))
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return ""
+
+
 def test_tensor_parallelism_refuses_texts_of_which_workers_would_hold_unequal_slices():
     sentence = "--tp 2 does not divide a text of 33 bytes: give another length of the samples"
     assert pool(2).run(refused_length) == [sentence] * 2
+
+
+def norm_of_weights(values: dict[str, Any]) -> tuple[float, int]:
+    """The norm with the first weights as their own gradients, and the number of collectives for it."""
+    engine = engine_of(**values)
+    for weight in engine.model.parameters():
+        weight.grad = weight.detach().clone()
+    with CommDebugMode() as counted:
+        norm = total_norm(weight.grad for weight in engine._counted())
+    engine.close()
+    return float(norm), counted.get_total_counts()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"model": "lm", "strategy": "full_shard", "tp": 2},
+        {"model": "lm", "strategy": "full_shard", "pp": 2, "gradient_accumulation": 2},
+        {"model": "lm-moe", "strategy": "hybrid_shard", "shard_size": 2, "ep": 2},
+        pytest.param({"model": "lm", "strategy": "no_shard", "cpu_offload": True}, marks=pytest.mark.extended),
+        pytest.param({"model": "lm", "strategy": "ddp"}, marks=pytest.mark.extended),
+    ],
+    ids=lambda case: "-".join(map(str, case.values())),
+)
+def test_the_norm_is_that_of_the_whole_model_with_one_collective(case):
+    torch.manual_seed(0)
+    weights = [each.detach().double().numpy() for each in our_model(case["model"]).parameters()]
+    expected = np.sqrt(sum(np.square(each).sum() for each in weights))
+    [(norm, count)] = {*pool(4).run(norm_of_weights, case)}
+    assert count == 1
+    assert norm == pytest.approx(expected, rel=1e-6)
+
+
+def test_clipping_scales_down_alone_and_needs_no_number_on_the_host():
+    """Meta tensors have no values that a host could wait for."""
+    factors = [float(clip_factor(torch.tensor(norm), 2.0)) for norm in (4.0, 1.0, float("inf"), float("nan"))]
+    assert factors == pytest.approx([0.5, 1.0, 0.0, float("nan")], nan_ok=True)
+    gradients = [torch.ones(3), torch.full((2,), 4.0)]
+    multiply(gradients, torch.tensor(0.5))
+    assert [each.tolist() for each in gradients] == [[0.5] * 3, [2.0] * 2]
+    nowhere = torch.ones(3, device="meta")
+    multiply([nowhere], clip_factor(torch.ones((), device="meta"), 2.0))
+
+
+def test_the_scale_falls_at_once_and_rises_slowly():
+    scaler = LossScaler(scale=4.0)
+    scaler.update(is_finite=False)
+    assert (scaler.scale, scaler.good_steps) == (2.0, 0)
+    for _ in range(LossScaler.GROWTH_STEPS):
+        scaler.update(is_finite=True)
+    assert scaler.scale == 4.0

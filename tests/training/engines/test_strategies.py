@@ -7,7 +7,6 @@ A short sample runs here, the full matrix of strategies, models and who resumes 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +15,29 @@ import pytest
 import ckpt_tools
 from inference.models.loading import load_model
 from inference.models.predictor import load_predictor
-from tests.training.jobs import STILL
+from tests.training.jobs import (
+    WITHIN,
+    check_same_end,
+    losses,
+    result_of,
+    resuming,
+    saving,
+    starting,
+    tiny_config,
+    train_each,
+)
 from tests.training.predictions import all_logits
-from tests.training.strategy_jobs import tiny_config, train_each
 from training.checkpoints.weights import export
 from training.config.model_names import MODELS
-from training.config.strategies import BY_NAME, STRATEGIES
-from training.config.train_config import TrainConfig
+from training.config.strategies import STRATEGIES
 from training.data.datasets import load_dataset
 from training.loop import evaluation
 from training.loop.result import RunResult
 
 WIDE, NARROW = 4, 2
-
+GROUPS = {"hybrid_shard": {"shard_size": 2}, "zero3_hpz": {"shard_size": 2}}
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"strategy": name} for name in STRATEGIES},
-    "hybrid_shard": {"strategy": "hybrid_shard", "shard_size": 2},
-    "zero3_hpz": {"strategy": "zero3_hpz", "shard_size": 2},
+    **{name: {"strategy": name} | GROUPS.get(name, {}) for name in STRATEGIES},
     "reshard": {"strategy": "full_shard", "reshard_after_forward": 2},
     "offload": {"strategy": "full_shard", "cpu_offload": True, "forward_prefetch": 1, "backward_prefetch": 1},
     "tp": {"strategy": "full_shard", "tp": 2},
@@ -40,152 +45,84 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Every strategy, and FSDP2's with what its options change."""
 
-SAMPLE = {"ddp": "zero2_offload", "hybrid_shard": "zero3", "zero3_hpz": "tp", "tp": "zero0"}
+SAMPLE = {"hybrid_shard": "zero3", "zero3_hpz": "tp", "tp": "zero0"}
 """Who is resumed by whom in a short run: each from a wide run into a narrow one."""
 
 SMALL_LM: dict[str, Any] = {"model": "lm", "model_arg": ("width=64", "hidden=96")}
 
-Each = Callable[[str], dict[str, RunResult]]
 
-
-def losses(result: RunResult) -> list[float]:
-    return [loss for epoch in result.history for loss in epoch.losses]
-
-
-def result_of(out: Path) -> RunResult:
-    return RunResult.read(out / "result.json")
-
-
-def resuming(out: Path, of: Path, name: str = "epoch_0001", **values: Any) -> TrainConfig:
-    return tiny_config(out, resume=str(of / "checkpoints" / name), **values)
-
-
-WITHIN = "epoch_0001_step_000003"
-"""The checkpoint between the two steps of the second epoch."""
-
-
-def saving(strategy: str) -> dict[str, Any]:
-    """A checkpoint after each step; while the next one changes the weights, if the framework can."""
-    return {"save_every_steps": 1, "async_save": BY_NAME[strategy].framework == "fsdp2"}
-
-
-def starting(out: Path, of: Path, **values: Any) -> TrainConfig:
-    """A run that starts with the weights of another one's last checkpoint, and changes none."""
-    still = {"learning_rate": STILL, "weight_decay": 0.0, "until": 1}
-    return tiny_config(out, init_from=str(of / "checkpoints/epoch_0002"), **still, **values)
-
-
-@pytest.fixture(scope="module")
-def pairs(request):
-    """The cases of this run of the tests, each with the one that resumes it."""
-    if not request.config.getoption("--soak"):
-        return SAMPLE
+@pytest.mark.extended
+def test_strategies_learn_the_same_and_go_on_from_one_another(tmp_path, pytestconfig):
+    """Of each case a whole run of four ranks; ``NAME-again``, its last step alone, from a checkpoint that was written
+    while the next step changed the weights, if the framework can; ``NAME-other``, its second epoch by another strategy
+    on two ranks; and ``NAME-started`` from the weights of the first case."""
     names = list(CASES)
-    return {name: names[(at + 5) % len(names)] for at, name in enumerate(names)}
-
-
-@pytest.fixture(scope="module")
-def runs(pairs, tmp_path_factory):
-    """Of each case ``NAME`` a whole run of four ranks, ``NAME-again`` its last step alone, ``NAME-other`` its second
-    epoch by another strategy on two ranks, and ``NAME-started`` from the weights of the first case."""
-    out = tmp_path_factory.mktemp("strategies")
+    pairs = {name: names[(at + 5) % len(names)] for at, name in enumerate(names)}
+    pairs = pairs if pytestconfig.getoption("--soak") else SAMPLE
     wide, narrow = ({**SMALL_LM, "num_workers": workers} for workers in (WIDE, NARROW))
-    cases = {name: CASES[name] for name in pairs}
-    first = out / next(iter(pairs))
-    whole = [tiny_config(out / name, **wide, **case, **saving(case["strategy"])) for name, case in cases.items()]
-    again = [resuming(out / f"{name}-again", out / name, WITHIN, **wide, **case) for name, case in cases.items()]
-    other = [resuming(out / f"{name}-other", out / name, **narrow, **CASES[by]) for name, by in pairs.items()]
-    started = [starting(out / f"{name}-started", first, **narrow, **case) for name, case in cases.items()]
-    train_each(WIDE, *whole, *again)
-    train_each(NARROW, *other, *started)
-    return out
-
-
-@pytest.fixture(scope="module")
-def each(pairs, runs):
-    """The results of all cases, of those runs whose names end so."""
-    return lambda ending: {name: result_of(runs / f"{name}{ending}") for name in pairs}
-
-
-@pytest.mark.extended
-def test_all_strategies_train_to_the_same_losses(each):
-    found = {name: losses(result) for name, result in each("").items()}
-    first = next(iter(found.values()))
-    assert first[-1] < first[0] - 1
-    assert found == {name: pytest.approx(first, rel=1e-5) for name in found}
-
-
-@pytest.mark.extended
-def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit_at_the_same_layout(each):
-    """From a checkpoint that was written while the next step changed the weights, if the framework can."""
-    whole = each("")
-    for name, again in each("-again").items():
-        [ours], theirs = again.history, whole[name].history[1]
-        assert (ours.earlier_steps, ours.losses, ours.mean_loss) == (1, theirs.losses[1:], theirs.mean_loss), name
-        assert again.predicted == whole[name].predicted, name
-        assert ckpt_tools.diff(again.checkpoint, whole[name].checkpoint).equal, name
-
-
-@pytest.mark.extended
-def test_a_run_starts_from_the_weights_of_another_strategy(each):
-    source = next(iter(each("").values())).checkpoint
-    for name, started in each("-started").items():
-        assert ckpt_tools.diff(source, started.checkpoint, state="model").equal, name
-
-
-@pytest.mark.extended
-def test_another_strategy_goes_on_at_another_world_size(each):
-    whole = each("")
-    for name, other in each("-other").items():
+    first = tmp_path / next(iter(pairs))
+    cases = {name: (tmp_path / name, CASES[name]) for name in pairs}
+    train_each(*(tiny_config(out, **wide, **case, **saving(case["strategy"])) for out, case in cases.values()))
+    train_each(*(resuming(tmp_path / f"{n}-again", out, WITHIN, **wide, **case) for n, (out, case) in cases.items()))
+    train_each(*(resuming(tmp_path / f"{n}-other", tmp_path / n, **narrow, **CASES[by]) for n, by in pairs.items()))
+    train_each(*(starting(tmp_path / f"{n}-started", first, **narrow, **case) for n, (_, case) in cases.items()))
+    expected, model = losses(first), ckpt_tools.open(result_of(first).checkpoint)
+    assert expected[-1] < expected[0] - 1
+    for name in pairs:
+        whole, again, other, started = (
+            result_of(tmp_path / f"{name}{end}") for end in ("", "-again", "-other", "-started")
+        )
+        assert losses(whole) == pytest.approx(expected, rel=1e-5), name
+        assert again.history[0].earlier_steps == 1
+        check_same_end(again, whole)
         assert other.num_workers == NARROW
-        assert other.history[0].losses == pytest.approx(whole[name].history[1].losses, rel=1e-5), name
+        assert losses(other) == pytest.approx(whole.history[1].losses, rel=1e-5), name
+        assert ckpt_tools.diff(result_of(first).checkpoint, started.checkpoint, state="model").equal, name
+        check_same_model(model, ckpt_tools.open(whole.checkpoint), name)
 
 
-@pytest.mark.extended
-def test_the_checkpoints_of_all_strategies_hold_the_same_weights(each):
+def check_same_model(first: Any, other: Any, name: str) -> None:
     """DCP has the tied embedding by both of its names, DeepSpeed once and the other name beside it."""
-    first = ckpt_tools.open(next(iter(each("").values())).checkpoint)
-    for name, result in each("").items():
-        other = ckpt_tools.open(result.checkpoint)
-        names, others = ({*one, *one.manifest.aliases} for one in (first, other))
-        assert names == others, name
-        for weight in ("embed.weight", "layers.3.feed_forward.down.weight"):
-            assert abs(other[weight][...] - first[weight][...]).max() < 2e-4, (name, weight)
+    names, others = ({*one, *one.manifest.aliases} for one in (first, other))
+    assert names == others, name
+    for weight in ("embed.weight", "layers.3.feed_forward.down.weight"):
+        assert abs(other[weight][...] - first[weight][...]).max() < 2e-4, (name, weight)
 
 
 @pytest.mark.extended
-def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path):
-    """Micro-batches, clipping and recomputed activations: in both frameworks, in fp32 the same losses."""
+def test_options_change_how_a_step_is_computed_and_not_what_it_learns(tmp_path, pytestconfig):
+    """Micro-batches, clipping and recomputed activations: in both frameworks, in fp32 the same losses. fp16, which is
+    slow on a CPU, is for the soak."""
     same = {"model": "lm", "gradient_accumulation": 2, "clip_grad_norm": 0.5, "activation_checkpointing": True}
     plain = tiny_config(tmp_path / "unclipped", model="lm", strategy="full_shard")
     pair = [tiny_config(tmp_path / name, strategy=name, **same) for name in ("full_shard", "zero3")]
     halves = [
         tiny_config(tmp_path / f"{name}-{precision}", strategy=name, precision=precision, **same)
-        for name, precision in (("full_shard", "fp16"), ("ddp", "bf16"), ("zero3", "bf16"))
+        for name, precision in (("ddp", "bf16"), ("zero3", "bf16"), ("full_shard", "fp16"))
     ]
-    train_each(NARROW, plain, *pair, *halves)
-    ours, theirs = (losses(result_of(one.out)) for one in pair)
+    halves = halves if pytestconfig.getoption("--soak") else halves[:2]
+    train_each(plain, *pair, *halves)
+    ours, theirs = map(losses, pair)
     assert ours == pytest.approx(theirs, rel=1e-5)
-    assert abs(ours[-1] - losses(result_of(plain.out))[-1]) > 1e-2
+    assert abs(ours[-1] - losses(plain)[-1]) > 1e-2
     for one in pair:
-        check_continues_as_evaluated(result_of(one.out))
+        check_continues_as_evaluated(result_of(one))
     for half in halves:
-        found = losses(result_of(half.out))
-        assert found != ours
-        assert found == pytest.approx(ours, rel=0.01), half.out.name
+        assert losses(half) != ours
+        assert losses(half) == pytest.approx(ours, rel=0.01), half.out.name
 
 
 @pytest.mark.extended
 def test_fp16_goes_on_with_its_scale(tmp_path):
-    half = {**SMALL_LM, "strategy": "full_shard", "precision": "fp16"}
+    sizes = ("layers=2", "width=32", "hidden=48")
+    half = {"model": "lm", "model_arg": sizes, "strategy": "full_shard", "precision": "fp16"}
     whole = tiny_config(tmp_path / "whole", **half, **saving("full_shard"))
     again = resuming(tmp_path / "again", whole.out, WITHIN, **half)
-    train_each(NARROW, whole, again)
+    train_each(whole, again)
     for name, good_steps in ((WITHIN, 3), ("epoch_0002", 4)):
         saved = ckpt_tools.open(whole.out / "checkpoints" / name).manifest.extra
         assert saved["loss_scaler"]["good_steps"] == good_steps
-    assert result_of(again.out).history[0].losses == result_of(whole.out).history[1].losses[1:]
-    assert ckpt_tools.diff(result_of(again.out).checkpoint, result_of(whole.out).checkpoint).equal
+    check_same_end(result_of(again), result_of(whole))
 
 
 NORMED = """
@@ -205,38 +142,32 @@ def test_a_batch_norm_goes_on_in_the_other_framework(name, count, tmp_path):
     whole = tiny_config(tmp_path / "whole", strategy="full_shard", **model)
     again = resuming(tmp_path / "again", whole.out, strategy="full_shard", **model)
     other = resuming(tmp_path / "other", whole.out, strategy="zero3", **model)
-    train_each(NARROW, whole, again, other)
-    expected, same, resumed = (result_of(one.out) for one in (whole, again, other))
+    train_each(whole, again, other)
+    expected, same, resumed = map(result_of, (whole, again, other))
     assert same.history[0].losses == expected.history[1].losses
     assert same.predicted == resumed.predicted == expected.predicted
     assert resumed.history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
     assert len([name for name in ckpt_tools.open(expected.checkpoint) if name.endswith("running_mean")]) == count
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory):
+@pytest.mark.extended
+def test_a_configuration_of_transformers_trains(tmp_path):
     """A folder with the configuration of a small GPT-2, as ``save_pretrained`` writes it."""
     from transformers import GPT2Config
 
-    folder = tmp_path_factory.mktemp("gpt2")
     sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    GPT2Config(**sizes, **dropout).save_pretrained(folder)
-    assert json.loads((folder / "config.json").read_text())["model_type"] == "gpt2"
-    return f"hf:{folder}"
-
-
-@pytest.mark.extended
-def test_a_configuration_of_transformers_trains(gpt2, tmp_path):
+    GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).save_pretrained(tmp_path / "gpt2")
+    assert json.loads((tmp_path / "gpt2/config.json").read_text())["model_type"] == "gpt2"
+    gpt2 = f"hf:{tmp_path / 'gpt2'}"
     whole = tiny_config(tmp_path / "fsdp2", model=gpt2, strategy="full_shard")
     other = resuming(tmp_path / "zero3", whole.out, model=gpt2, strategy="zero3")
     started = starting(tmp_path / "started", whole.out, model=gpt2, strategy="zero3")
-    train_each(NARROW, whole, other, started)
-    expected = result_of(whole.out)
+    train_each(whole, other, started)
+    expected = result_of(whole)
     assert losses(expected)[-1] < losses(expected)[0]
-    assert result_of(other.out).history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
-    assert ckpt_tools.diff(expected.checkpoint, result_of(started.out).checkpoint, state="model").equal
-    for run in (expected, result_of(other.out)):
+    assert losses(other) == pytest.approx(expected.history[1].losses, rel=1e-5)
+    assert ckpt_tools.diff(expected.checkpoint, result_of(started).checkpoint, state="model").equal
+    for run in (expected, result_of(other)):
         check_transformers_loads_the_export(run, tmp_path / f"exported-{run.strategy}")
 
 
@@ -252,26 +183,21 @@ def check_transformers_loads_the_export(run: RunResult, folder: Path) -> None:
     assert tuple(predicted.flatten().tolist()) == run.predicted
 
 
-@pytest.fixture(scope="module")
-def models(request):
-    """Models with the strategies that train them here: each, or the quickest, with each."""
-    names = list(MODELS) if request.config.getoption("--soak") else ["cnn"]
-    return {model: list(STRATEGIES) for model in names}
-
-
-def test_models_train_with_strategies(models, tmp_path):
-    configs = {
-        (model, name): tiny_config(tmp_path / f"{model}-{name}", model=model, until=1, **CASES[name])
-        for model, names in models.items()
-        for name in names
-    }
-    train_each(NARROW, *configs.values())
-    for model, names in models.items():
-        found = {name: losses(result_of(configs[model, name].out)) for name in names}
-        assert found == {name: pytest.approx(found[names[0]], rel=1e-5) for name in names}, model
-        assert all(one[-1] < one[0] for one in found.values()), model
-        for name in names if MODELS[model].task == "images" else ():
-            check_predicts_without_an_option(result_of(configs[model, name].out))
+def test_models_train_with_strategies(tmp_path, pytestconfig):
+    """Each strategy the quickest model; in the soak every model."""
+    models = list(MODELS) if pytestconfig.getoption("--soak") else ["cnn"]
+    predicting = None if pytestconfig.getoption("--soak") else ("ddp", "zero3")
+    for model in models:
+        runs = {
+            name: tiny_config(tmp_path / f"{model}-{name}", model=model, until=1, **CASES[name]) for name in STRATEGIES
+        }
+        train_each(*runs.values())
+        expected = losses(runs["ddp"])
+        assert expected[-1] < expected[0]
+        for name, run in runs.items():
+            assert losses(run) == pytest.approx(expected, rel=1e-5), (model, name)
+            if MODELS[model].task == "images" and (predicting is None or name in predicting):
+                check_predicts_without_an_option(result_of(run))
 
 
 def check_continues_as_evaluated(run: RunResult) -> None:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,7 @@ __all__ = ["cluster"]
 
 FOLDER = Path(training.__file__).parent / "examples"
 MOST_LINES = {"fsdp2_on_ray": 200, "deepspeed_on_ray": 200, "your_own_loop": 60}
-CHANCE = 0.1
 STEPS_OF_AN_EPOCH = 22
-FOR_SOAK = ("/tmp/zero-1",)
-in_soak = partial(pytest.param, marks=pytest.mark.soak)
 PROGRAMS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
@@ -71,31 +67,21 @@ def own(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def examples(own, cluster, pytestconfig):
+def examples(own, cluster):
     """Documented commands have run: both scripts on Ray at the same time, then the loop, which needs the second."""
-    left_out = () if pytestconfig.getoption("--soak") else FOR_SOAK
     own.environment["RAY_ADDRESS"] = cluster.address
     own.environment["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # a process for each run, which imports torch
     # `ast.parse` is not safe in two threads of Python 3.11.
-    on_ray = [documented_commands(script, left_out) for script in ("fsdp2_on_ray", "deepspeed_on_ray")]
+    on_ray = [documented_commands(script) for script in ("fsdp2_on_ray", "deepspeed_on_ray")]
     with ThreadPoolExecutor() as threads:
         list(threads.map(own.run_all, on_ray))
     own.run_all(documented_commands("your_own_loop")[1:])
     return own
 
 
-def documented_commands(script: str, left_out: tuple[str, ...] = ()) -> list[str]:
+def documented_commands(script: str) -> list[str]:
     docstring = ast.get_docstring(ast.parse((FOLDER / f"{script}.py").read_text())) or ""
-    lines = [line for line in docstring.splitlines() if line.startswith("    ")]
-    return [line for line in lines if not any(run in line for run in left_out)]
-
-
-def slots(checkpoint: str) -> dict[str, set[str]]:
-    """For each parameter the names of its weight and of its optimizer state."""
-    found: dict[str, set[str]] = {}
-    for tensor in ckpt_tools.inspect(checkpoint).tensors:
-        found.setdefault(tensor.name, set()).add(tensor.slot)
-    return found
+    return [line for line in docstring.splitlines() if line.startswith("    ")]
 
 
 @pytest.mark.parametrize("script", MOST_LINES)
@@ -114,21 +100,29 @@ def losses(entries: list[dict[str, Any]]) -> dict[tuple[int, int], float]:
     return {(entry["epoch"], entry["step"]): entry["loss"] for entry in entries}
 
 
+@pytest.mark.extended
+def test_the_optimizer_of_the_loop_is_in_its_checkpoint(own):
+    check_has_optimizer(f"{own.out}/own/epoch_1", 2)
+
+
+def check_has_optimizer(checkpoint: str, world_size: int) -> None:
+    assert ckpt_tools.inspect(checkpoint).world_size == world_size
+    found: dict[str, set[str]] = {}
+    for tensor in ckpt_tools.inspect(checkpoint).tensors:
+        found.setdefault(tensor.name, set()).add(tensor.slot)
+    assert found and all(each >= {"weight", "exp_avg", "exp_avg_sq", "step"} for each in found.values())
+
+
 @pytest.mark.soak
-def test_both_frameworks_compute_the_same_losses(examples):
-    fsdp2, zero = losses(examples.reported("fsdp2")), losses(examples.reported("zero"))
+def test_both_frameworks_compute_the_same_losses_and_resume_on_one_worker_to_the_same(examples):
+    fsdp2, zero, resumed = (losses(examples.reported(name)) for name in ("fsdp2", "zero", "zero-1"))
     assert [*fsdp2] == [(1, STEPS_OF_AN_EPOCH), (2, 2 * STEPS_OF_AN_EPOCH)]
     assert zero == pytest.approx({key: fsdp2[key] for key in [*fsdp2][:1]}, rel=1e-4)
+    assert resumed == pytest.approx({key: fsdp2[key] for key in [*fsdp2][1:]}, rel=1e-4)
 
 
 @pytest.mark.soak
-def test_both_resume_on_one_worker_to_the_same_losses(examples):
-    fsdp2, zero = losses(examples.reported("fsdp2")), losses(examples.reported("zero-1"))
-    assert zero == pytest.approx({key: fsdp2[key] for key in [*fsdp2][1:]}, rel=1e-4)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("run", ["fsdp2", "zero", in_soak("zero-1")])
+@pytest.mark.parametrize("run", ["fsdp2", "zero", "zero-1"])
 def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples, run):
     """The plain model predicts the same bits with these weights as with the file that the framework wrote."""
     ours, theirs = examples.out / f"{run}.safetensors", examples.out / f"{run}.pt"
@@ -137,7 +131,7 @@ def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples, run):
     images, labels = fsdp2_on_ray.load_data(None, train=False)[:]
     logits = fsdp2_on_ray.predict(f"{examples.out}/{run}/model.pt", images)
     assert torch.equal(fsdp2_on_ray.predict(str(theirs), images), logits)
-    assert (logits.argmax(dim=1) == labels).float().mean() > 2 * CHANCE
+    assert (logits.argmax(dim=1) == labels).float().mean() > 0.2, "twice of what chance gives"
 
 
 @pytest.mark.soak
@@ -146,33 +140,18 @@ def test_ckpt_tools_converts_what_they_saved_to_the_same_model(examples, run):
     [
         ("fsdp2/checkpoints@latest", 1),
         ("zero/checkpoints@latest", 2),
+        ("zero-1/checkpoints@latest", 1),
         ("continued/epoch_2", 1),
     ],
 )
-def test_the_optimizer_is_in_the_checkpoint(examples, checkpoint, world_size):
+def test_the_optimizer_is_in_the_checkpoint_and_counts_the_steps_of_both_runs(examples, checkpoint, world_size):
     check_has_optimizer(f"{examples.out}/{checkpoint}", world_size)
-
-
-def test_the_optimizer_of_the_loop_is_in_its_checkpoint(own):
-    check_has_optimizer(f"{own.out}/own/epoch_1", 2)
-
-
-def check_has_optimizer(checkpoint: str, world_size: int) -> None:
-    assert ckpt_tools.inspect(checkpoint).world_size == world_size
-    found = slots(checkpoint)
-    assert found and all(each >= {"weight", "exp_avg", "exp_avg_sq", "step"} for each in found.values())
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "checkpoint", ["fsdp2/checkpoints@latest", in_soak("zero-1/checkpoints@latest"), "continued/epoch_2"]
-)
-def test_a_resumed_run_continues_to_count_the_steps_of_adam(examples, checkpoint):
-    model = fsdp2_on_ray.build_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    extras = ckpt_tools.load_into(model, optimizer, f"{examples.out}/{checkpoint}")
-    assert extras["epoch"] == 2
-    assert {int(state["step"]) for state in optimizer.state.values()} == {2 * STEPS_OF_AN_EPOCH}
+    if not checkpoint.startswith("zero/"):
+        model = fsdp2_on_ray.build_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        extras = ckpt_tools.load_into(model, optimizer, f"{examples.out}/{checkpoint}")
+        assert extras["epoch"] == 2
+        assert {int(state["step"]) for state in optimizer.state.values()} == {2 * STEPS_OF_AN_EPOCH}
 
 
 @pytest.mark.soak

@@ -1,88 +1,170 @@
-"""What every worker would fail at is one sentence with the documented exit code, before any of them starts."""
+"""What every worker would fail at is one sentence with the documented exit code, before any of them starts; and the
+command imports no more than what it needs for that."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from ckpt_tools.errors import CkptError
-from tests.training.jobs import small_config
+import training
+from ckpt_tools.errors import UsageError
+from tests.training.jobs import small_config, tiny_config
+from training.__main__ import main
 from training.config.model_names import MODELS
+from training.config.options import DATASETS
+from training.config.strategies import EngineName
 from training.config.train_config import TrainConfig
 from training.launchers.checks import check_before_start
+from training.launchers.devices import THREADS, check_gpus, threads_of
 from training.models.zoo import our_model
 
-TEXT = {"model": "lm", "dataset": "text"}
-LLAMA = {"model_type": "llama", "vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+Files = dict[str, Any]
+TEXT = "--model lm --dataset text --data-root {}"
+HUGGING_FACE = "--model hf:{} --dataset text"
+NO_CAUSAL = "{} has no config.json of a causal language model: ..."
+SIZES = {"vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+LLAMA: Files = {"model_type": "llama", **SIZES}
+MINE: Files = {"file": "mine"}
+USED: Files = {f"checkpoints/{name}": None for name in ("epoch_0002", "epoch_0010", ".epoch_0011.partial")}
+UNFIT = "the checkpoint does not fit the model: "
+LONG = "x" * 300
 
 
-def refused(tmp_path: Path, **values: Any) -> tuple[int, str]:
-    """Exit code and sentence; nothing is made."""
-    out = tmp_path / "run"
-    with pytest.raises(CkptError) as caught:
-        check_before_start(TrainConfig(**{"out": out, "engine": "fsdp2", "launcher": "torchrun"} | values))
-    assert not out.exists()
-    return caught.value.exit_code, str(caught.value)
+def with_shape(**weights: torch.Tensor) -> Files:
+    return {"weights.pt": our_model("cnn").state_dict() | weights}
 
 
-def text_of(folder: Path, files: dict[str, str]) -> Path:
-    for name, words in files.items():
-        (folder / name).write_text(words)
-    return folder
+def hugging_face(**config: Any) -> Files:
+    return {"config.json": json.dumps(config)}
 
 
-@pytest.mark.parametrize(
-    ("files", "batch_size", "sentence"),
-    [
-        ({}, 64, "--data-root {} holds no .txt file"),
-        ({"a.md": "words"}, 64, "--data-root {} holds no .txt file"),
-        ({"a.txt": "", "b.txt": ""}, 64, "--data-root {} holds only empty .txt files, such as a.txt"),
-        ({"a.txt": "words"}, 64, "--data-root {} has 5 bytes of text, too few to learn from"),
-        ({"a.txt": "words " * 200}, 64, "16 training samples do not fill one batch; --batch-size is 64"),
-    ],
-)
-def test_too_little_text(files, batch_size, sentence, tmp_path):
-    root = tmp_path / "texts"
-    root.mkdir()
-    assert refused(tmp_path, **TEXT, data_root=text_of(root, files), batch_size=batch_size) == (
+REFUSED: list[tuple[Files, str, int, str]] = [
+    ({}, "--num-workers 3", 2, "the global batch of 64 does not divide over 3 workers..."),
+    ({}, "--num-samples 5000", 2, "--num-samples is 5000 and digits has 1437 to train on"),
+    ({}, "--resume latest", 3, "{}/run holds no checkpoint to resume from..."),
+    ({}, "--resume {}/none", 3, "...there is no file or folder ..."),
+    ({"notes.txt": "nothing"}, "--resume {}/notes.txt", 4, "...notes.txt..."),
+    (USED, "--out {}", 8, "{} already holds checkpoints of a run; continue it with --resume latest..."),
+    (
+        USED,
+        "--out {} --resume {}/none",
+        8,
+        "{} already holds checkpoints of a run; continue it with --resume latest...",
+    ),
+    ({}, "--out /proc/run", 5, "/proc/run cannot be written: ..."),
+    ({}, "--out /proc", 5, "/proc cannot be written: ..."),
+    ({}, "--out /sys/run", 5, "/sys/run cannot be written: ..."),
+    ({}, f"--out {{}}/{LONG}", 5, "...: File name too long"),
+    ({}, f"--resume {{}}/{LONG}", 5, "...: File name too long"),
+    (MINE, "--out {}/file", 8, "--out {}/file is to be a folder, and {}/file is a file"),
+    (MINE, "--out {}/file/run", 8, "--out {}/file/run is to be a folder, and {}/file is a file"),
+    (MINE, "--out {}/file/runs/run", 8, "--out {}/file/runs/run is to be a folder, and {}/file is a file"),
+    ({"torchrun.log": None}, "--out {} --num-samples 64", 5, "{}/torchrun.log: Is a directory"),
+    ({}, TEXT, 2, "--data-root {} holds no .txt file..."),
+    ({"a.md": "words"}, TEXT, 2, "--data-root {} holds no .txt file..."),
+    ({"a.txt": "", "b.txt": ""}, TEXT, 2, "--data-root {} holds only empty .txt files, such as a.txt..."),
+    ({"a.txt": "words"}, TEXT, 2, "--data-root {} has 5 bytes of text, too few to learn from"),
+    ({"a.txt": "words " * 200}, TEXT, 2, "16 training samples do not fill one batch; --batch-size is 64"),
+    ({"a.txt": "words"}, f"{TEXT}/a.txt", 2, "--data-root {}/a.txt is not a folder that can be read: Not a directory"),
+    ({}, "--model cnn --init-from {}/none.pt", 3, "...none.pt..."),
+    (
+        with_shape(**{"hidden.bias": torch.zeros(3)}),
+        "--model cnn --init-from {}/weights.pt",
         2,
-        sentence.format(root),
-    )
+        f"{UNFIT}shape mismatch: hidden.bias (checkpoint [3], model [64])",
+    ),
+    ({}, "--init-from a.pt --recipe none.toml", 3, "...none.toml..."),
+    ({}, "--init-from a.pt --recipe no-such-recipe", 2, "...no-such-recipe..."),
+    ({}, "--export {}/out.xyz", 2, "--export {}/out.xyz ends as no model file does: name a file..."),
+    (MINE, "--export {}/file/model.pt", 5, "{}/file/model.pt cannot be written: {}/file/..."),
+    ({}, "--export /proc/none/model.pt", 5, "/proc/none/model.pt cannot be written: /proc/..."),
+    ({}, "--export {}/model.onnx", 2, "...model.onnx: files that end in .onnx are not written; name a file that ..."),
+    ({}, "--export {}/x.distcp", 2, "...x.distcp: files that end in .distcp are not written; name a file that ..."),
+    ({}, "--export nowhere://bucket/model.pt", 4, "nowhere://bucket/model.pt: Protocol not known: nowhere..."),
+    ({}, "--export https://host/x.pt", 2, "https://host/x.pt: nothing can be written there; choose another ..."),
+    (MINE, "--export {}/file", 8, "--export {}/file exists already; move it away or choose another name"),
+    (MINE, "--export file://{}/file", 8, "--export {}/file exists already; move it away or choose another name"),
+    (
+        hugging_face(model_type="bert"),
+        HUGGING_FACE,
+        4,
+        "--model hf:{}: bert is not causal, so it sees the text that it has to predict; set ...",
+    ),
+    (hugging_face(model_type="t5"), HUGGING_FACE, 4, NO_CAUSAL),
+    (hugging_face(model_type="none"), HUGGING_FACE, 4, NO_CAUSAL),
+    (
+        hugging_face(**LLAMA | {"vocab_size": 16}),
+        HUGGING_FACE,
+        4,
+        "{}: vocab_size is 16, and there are 256 bytes ...",
+    ),
+    (hugging_face(**LLAMA | {"hidden_size": -64}), HUGGING_FACE, 4, "--model hf:{} cannot be built: ..."),
+    ({}, "--model hf:/nonexistent --dataset text", 3, "--model hf:/nonexistent: there is no folder /nonexistent"),
+]
+"""What lies in the folder ``{}``, where the run is ``{}/run``; words of the command; its exit code and sentence."""
 
 
-def test_a_text_is_a_folder(tmp_path):
-    file = text_of(tmp_path, {"a.txt": "words"}) / "a.txt"
-    assert refused(tmp_path, **TEXT, data_root=file) == (
-        2,
-        f"--data-root {file} is not a folder that can be read: Not a directory",
-    )
+@pytest.mark.parametrize(("files", "words", "code", "sentence"), REFUSED, ids=[row[1][:60] for row in REFUSED])
+def test_it_is_refused(files, words, code, sentence, tmp_path):
+    for name, content in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        if isinstance(content, str):
+            path.write_text(content)
+        elif content is None:
+            path.mkdir()
+        else:
+            torch.save(content, path)
+    usual = "--engine fsdp2 --launcher torchrun --out {}/run"
+    done = CliRunner().invoke(main, f"{usual} {words}".replace("{}", str(tmp_path)).split())
+    pattern = ".*".join(map(re.escape, sentence.replace("{}", str(tmp_path)).split("...")))
+    assert (done.exit_code, done.stdout) == (code, ""), done.output
+    assert re.fullmatch(f"Error: {pattern}", done.stderr.splitlines()[-1]), done.stderr
+    assert not (tmp_path / "run").exists()
+    if "file" in files:
+        assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_option_without_its_value_is_a_usage_error():
+    """click took it for a flag, and ``out`` was None."""
+    ended = CliRunner().invoke(main, ["--engine=fsdp2", "--out", "--num-workers", "3"])
+    assert (ended.exit_code, ended.stderr.splitlines()[-1]) == (2, "Error: Got unexpected extra argument (3)")
+
+
+@pytest.mark.parametrize("below", ["", "checkpoints"])
+def test_a_run_of_several_checkpoints_is_not_one(below, small_run, tmp_path):
+    folder = Path(small_run("fsdp2").checkpoint).parents[1] / below
+    done = CliRunner().invoke(main, ["--engine=fsdp2", f"--out={tmp_path / 'new'}", f"--resume={folder}"])
+    names = ", ".join(f"{'' if below else 'checkpoints/'}epoch_000{epoch}" for epoch in (2, 1))
+    assert done.exit_code == 4
+    assert f"there are several checkpoints here ({names}); name the folder of one" in done.stderr
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_first_weights_of_another_model(model, tmp_path):
-    """Those of the model itself are taken."""
-    other, weights = tmp_path / "other.pt", tmp_path / "weights.pt"
-    torch.save({"w": torch.zeros(2)}, other)
-    torch.save(our_model(model).state_dict(), weights)
+def test_first_weights_of_another_model_are_refused_and_those_of_the_model_taken(model, tmp_path):
+    torch.save({"w": torch.zeros(2)}, tmp_path / "other.pt")
+    torch.save(our_model(model).state_dict(), tmp_path / "weights.pt")
     data = {"model": model, "dataset": "text" if MODELS[model].task == "text" else "digits"}
-    code, sentence = refused(tmp_path, **data, init_from=str(other))
-    assert (code, sentence[:60]) == (2, "the checkpoint does not fit the model: not in the checkpoint"[:60])
-    assert sentence.endswith("; not in the model: w") and "meta" not in sentence
-    fits = TrainConfig(out=tmp_path / "run", engine="fsdp2", launcher="torchrun", **data, init_from=str(weights))
+    other, fits = (
+        TrainConfig(
+            out=tmp_path / "run", engine="fsdp2", launcher="torchrun", **data, init_from=f"{tmp_path}/{name}.pt"
+        )
+        for name in ("other", "weights")
+    )
+    with pytest.raises(UsageError, match=f"^{UNFIT}not in the checkpoint: .*; not in the model: w$") as caught:
+        check_before_start(other)
+    assert "meta" not in str(caught.value)
     check_before_start(fits)
-
-
-def test_first_weights_of_another_shape(tmp_path):
-    weights = tmp_path / "weights.pt"
-    state = our_model("cnn").state_dict() | {"hidden.bias": torch.zeros(3)}
-    torch.save(state, weights)
-    sentence = "the checkpoint does not fit the model: shape mismatch: hidden.bias (checkpoint [3], model [64])"
-    assert refused(tmp_path, model="cnn", init_from=str(weights)) == (2, sentence)
-    assert refused(tmp_path, model="cnn", init_from=str(tmp_path / "none.pt"))[0] == 3
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero3"])
@@ -91,59 +173,174 @@ def test_a_checkpoint_of_every_engine_fits(engine, small_run, tmp_path):
     check_before_start(small_config(tmp_path / "run", engine="zero2", resume=resume))
 
 
-@pytest.mark.parametrize(
-    ("export", "code", "sentence"),
-    [
-        ("{}/file/model.pt", 5, "{}/file/model.pt cannot be written: {}/file/"),
-        ("/proc/none/model.pt", 5, "/proc/none/model.pt cannot be written: /proc/"),
-        ("{}/model.onnx", 2, "model.onnx: files that end in .onnx are not written; name a file that ends in "),
-        ("{}/model.distcp", 2, "model.distcp: files that end in .distcp are not written; name a file that ends in "),
-        ("nowhere://bucket/model.pt", 4, "nowhere://bucket/model.pt: Protocol not known: nowhere"),
-        ("https://host/model.pt", 2, "https://host/model.pt: nothing can be written there; choose another destination"),
-        ("{}/file", 8, "--export {}/file exists already; move it away or choose another name"),
-        ("file://{}/file", 8, "--export {}/file exists already; move it away or choose another name"),
-    ],
-)
-def test_an_export_that_cannot_be_written(export, code, sentence, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    found = refused(tmp_path, export=export.format(tmp_path))
-    assert (found[0], found[1].startswith(sentence.replace("{}", str(tmp_path)))) == (code, True), found
-
-
-@pytest.mark.parametrize("export", ["model.pt", "model.gguf", "folder", "gpt-2.5", "no/such/parent/model.safetensors"])
+@pytest.mark.parametrize("export", ["model.pt", "model.gguf", "folder", "v2.5", "no/such/parent/model.safetensors"])
 def test_an_export_that_can_be_written_is_not_begun(export, tmp_path):
-    where = f"{tmp_path}/{export}"
-    check_before_start(TrainConfig(out=tmp_path / "run", engine="fsdp2", launcher="torchrun", export=where))
+    check_before_start(small_config(tmp_path / "run", engine="fsdp2", export=f"{tmp_path}/{export}"))
     assert not list(tmp_path.iterdir())
-
-
-def hugging_face(folder: Path, **config: Any) -> str:
-    (folder / "config.json").write_text(json.dumps(config))
-    return f"hf:{folder}"
-
-
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        ({"model_type": "bert"}, "--model hf:{}: bert is not causal, so it sees the text that it has to predict; set "),
-        ({"model_type": "t5"}, "{} has no config.json of a causal language model: "),
-        ({"model_type": "none"}, "{} has no config.json of a causal language model: "),
-        (LLAMA | {"vocab_size": 16}, "{}: vocab_size is 16, and there are 256 bytes of a text"),
-        (LLAMA | {"hidden_size": -64}, "--model hf:{} cannot be built: "),
-    ],
-)
-def test_a_folder_of_another_model(config, sentence, tmp_path):
-    code, found = refused(tmp_path, model=hugging_face(tmp_path, **config), dataset="text")
-    assert (code, found.startswith(sentence.format(tmp_path))) == (4, True), found
 
 
 @pytest.mark.parametrize("config", [LLAMA, {"model_type": "bert", "is_decoder": True}, {"model_type": "bart"}])
 def test_a_folder_of_a_causal_model(config, tmp_path):
-    model = hugging_face(tmp_path, **config)
-    check_before_start(TrainConfig(out=tmp_path / "run", engine="fsdp2", model=model, dataset="text"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_before_start(TrainConfig(out=tmp_path / "run", engine="fsdp2", model=f"hf:{tmp_path}", dataset="text"))
 
 
-def test_a_folder_that_is_not_there(tmp_path):
-    """It is not looked for on the Hub."""
-    sentence = "--model hf:/nonexistent: there is no folder /nonexistent"
-    assert refused(tmp_path, model="hf:/nonexistent", dataset="text") == (3, sentence)
+def test_more_workers_than_gpus_are_refused_and_none_is_a_cpu(tmp_path, monkeypatch):
+    for workers, gpus in ((2, 0), (2, 2), (1, 8)):
+        check_gpus(workers, gpus, "this machine")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    expected = "^--num-workers is 2 and this machine has 1 GPU, one for each worker; give --num-workers 1 or less$"
+    with pytest.raises(UsageError, match=expected):
+        check_before_start(tiny_config(tmp_path / "run", strategy="full_shard"))
+    check_before_start(tiny_config(tmp_path / "run", strategy="full_shard", num_workers=1))
+
+
+@pytest.mark.parametrize(
+    ("values", "on_gpu", "threads"),
+    [
+        ({"strategy": "full_shard"}, True, "1"),
+        ({"strategy": "full_shard", "cpu_offload": True}, True, "8"),
+        ({"strategy": "zero2_offload"}, True, "8"),
+        ({"strategy": "zero2_offload"}, False, "1"),
+    ],
+)
+def test_the_optimizer_of_offloaded_state_has_threads_beside_a_gpu_alone(
+    values, on_gpu, threads, tmp_path, monkeypatch
+):
+    monkeypatch.delenv(THREADS, raising=False)
+    config = tiny_config(tmp_path, **values)
+    assert threads_of(config, 2, 17, on_gpu=on_gpu) == {THREADS: threads}
+    assert threads_of(config, 2, 1, on_gpu=on_gpu) == {THREADS: "1"}
+    monkeypatch.setenv(THREADS, "3")
+    assert threads_of(config, 2, 17, on_gpu=on_gpu) == {THREADS: "3"}
+
+
+# A cluster of one machine, which says that it has a GPU, and has another compiler than this process.
+SCRIPT = """
+import os, sys
+from pathlib import Path
+from ray.cluster_utils import Cluster
+from ckpt_tools.errors import UsageError
+from tests.support.ray_cluster import NODE
+from tests.training.jobs import tiny_config
+from training.launchers import launch
+
+os.environ["CXX"] = "no-such-compiler"
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": int(sys.argv[2]), **NODE})
+os.environ["CXX"], os.environ["RAY_ADDRESS"] = "g++", cluster.address
+try:
+    launch(tiny_config(Path(sys.argv[1]), strategy="full_shard", launcher="ray", compile=sys.argv[2] == "0"))
+except UsageError as error:
+    print(error)
+finally:
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("gpus", "sentence"),
+    [
+        ("1", "--num-workers is 2 and the cluster has 1 GPU, one for each worker; give --num-workers 1 or less"),
+        ("0", "--compile needs a C++ compiler, and no-such-compiler is not here; install it, or name one in CXX"),
+    ],
+)
+def test_the_machines_of_a_cluster_are_asked_and_not_that_of_the_command(gpus, sentence, tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), gpus]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300, check=False)
+    assert done.stdout.splitlines()[-1:] == [sentence], done.stderr
+
+
+FRAMEWORKS = {"torch", "torchvision", "ray", "deepspeed", "sklearn", "pyarrow", "numpy"}
+ROOT = Path(training.__file__).parent.parent
+
+# As `python -m training ARGS...` with each ARGS; and what each said, and the names of all modules that were imported.
+RUN = """
+import contextlib, io, json, runpy, sys
+refused, each = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in refused:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refusing())
+ends = []
+for args in each:
+    sys.argv[1:] = args
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            runpy.run_module("training", run_name="__main__", alter_sys=True)
+        except SystemExit as error:
+            ends.append((error.code or 0, said.getvalue()))
+print(json.dumps((ends, [*{name.partition(".")[0] for name in sys.modules}])))
+"""
+
+
+def run_each(args: list[list[str]], refused: str = "") -> tuple[list[tuple[int, str]], set[str]]:
+    """The exit code and the standard error of the real command with each of the arguments, one after the other in a
+    process; and what it imported. Some is as if not installed."""
+    given = [json.dumps(refused.split()), json.dumps(args)]
+    done = subprocess.run([sys.executable, "-c", RUN, *given], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    ends, modules = json.loads(done.stdout)
+    return [(code, said) for code, said in ends], {*modules}
+
+
+def run(*args: str, refused: str = "") -> tuple[int, str, set[str]]:
+    [(code, said)], modules = run_each([[*args]], refused)
+    return code, said, modules
+
+
+def test_options_are_checked_before_a_framework_is_imported():
+    refused = [
+        ["--engine=fsdp", "--out=x"],
+        ["--engine=fsdp2"],
+        ["--engine=fsdp2", "--out=x", "--epoch=three"],
+        ["--out=x"],
+        ["--strategy=full_shard", "--out=x", "--tp=3"],
+        ["--strategy=full_shard", "--out=x", "--model=lm-moe", "--dataset=text", "--tp=2", "--ep=2"],
+        ["--strategy=zero3", "--out=x", "--model=lm-moe", "--dataset=text", "--ep=2"],
+        ["--config=none", "--out=x"],
+        ["--engine=fsdp2", "--out=x", "--num-workers=3"],
+        ["--engine=fsdp2", "--out=x", "--dataset=fashion-mnist"],
+        ["--engine=fsdp2", "--out=x", "--override=lr", "--resume=latest"],
+        ["--engine=fsdp2", "--out=x", "--launcher=torchrun", "--storage=s3://bucket/run"],
+    ]
+    ends, modules = run_each([["--help"], *refused])
+    for args, (code, stderr) in zip(refused, ends[1:], strict=True):
+        assert (code, "Traceback" in stderr) == (2, False), (args, stderr)
+    assert ends[0] == (0, "")
+    assert "click" in modules
+    assert not modules & FRAMEWORKS
+
+
+@pytest.mark.extended
+def test_the_command_imports_torch_without_its_compiler_and_torchvision(tmp_path):
+    """Which would take as long again; the run ends at the last check of its options."""
+    options = ("--engine=fsdp2", "--model=cnn", "--launcher=torchrun", f"--out={tmp_path / 'run'}")
+    code, stderr, modules = run(*options, f"--init-from={tmp_path / 'none.pt'}")
+    assert (code, "none.pt" in stderr) == (3, True), stderr
+    assert "torch" in modules
+    assert not modules & (FRAMEWORKS - {"torch", "numpy"} | {"sympy", "triton"})
+
+
+@pytest.mark.parametrize(
+    ("refused", "args", "names"),
+    [
+        ("torch", [], "torch"),
+        ("torch torchvision sklearn", [], "torch, torchvision, scikit-learn"),
+        ("ray", ["--launcher=ray"], "ray"),
+        ("deepspeed", ["--engine=zero3"], "deepspeed"),
+    ],
+)
+def test_a_missing_library_is_a_sentence_with_the_command_that_installs_it(refused, args, names, tmp_path):
+    given = ["--engine=fsdp2", "--launcher=torchrun", f"--out={tmp_path / 'run'}", *args]
+    code, stderr, modules = run(*given, refused=refused)
+    assert code == 2
+    install = "pip install 'ckpt-tools[train]'"
+    assert stderr == f"Error: this run needs {names}, not installed here; install with: {install}\n"
+    assert not modules & FRAMEWORKS
+
+
+def test_the_names_that_options_take_are_the_light_ones():
+    assert DATASETS == ("digits", "fashion-mnist", "image-folder", "text")
+    assert get_args(EngineName) == ("fsdp2", "deepspeed", "zero1", "zero2", "zero3")

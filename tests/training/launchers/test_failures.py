@@ -4,36 +4,75 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import resource
+import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_tools.errors import StoreError
 from fixtures.launch import pool
-from tests.training import failure_jobs
+from tests.training.conftest import in_process
 from tests.training.jobs import small_config
-from tests.training.watched import Watched
+from tests.training.watched import Watched, watched
 from training.checkpoints.run_folder import saved_checkpoints
 from training.checkpoints.writing import writing
 from training.launchers.failures import Failure
 from training.launchers.ray_restarts import AttemptFailedError, cause_of
+from training.launchers.torchrun import run_rank
 from training.loop.outlets import Journal
 from training.loop.result import RunResult
 from training.models.config_json import write_model_config
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
-FULL = Path("/dev/full")
+CUT_OFF = r"cannot be written: torch could not write a whole file; its disk has [\d,]+ bytes left"
+
+
+@contextmanager
+def no_larger_files() -> Iterator[None]:
+    """The disk is full, or as good as: metrics.jsonl is smaller than this, a shard larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def say_what_could_not_be_saved(out: Path) -> None:
+    for name, values in {"fsdp2": {}, "async": {"async_save": True}, "zero2": {"engine": "zero2"}}.items():
+        config = small_config(out / name, **({"engine": "fsdp2", "num_workers": 1, "epochs": 1} | values))
+        config.out.mkdir()
+        begin = "epoch_0001 could not be saved: rank 0: " if name == "async" else ""
+        folder = re.escape(str(config.out / "checkpoints/.epoch_0001.partial"))
+        with no_larger_files(), pytest.raises(StoreError, match=f"^{begin}{folder} {CUT_OFF}$"):
+            run_rank(config, torch.device("cpu"))
 
 
 def test_a_save_on_a_full_disk_names_the_checkpoint_and_the_reason(tmp_path):
-    pool(1).run(failure_jobs.say_what_could_not_be_saved, tmp_path)
+    pool(1).run(say_what_could_not_be_saved, tmp_path)
+
+
+@pytest.mark.extended
+def test_a_failed_run_says_how_to_go_on(small_run, tmp_path):
+    epoch = Path(small_run("fsdp2").checkpoint).with_name("epoch_0001")
+    shutil.copytree(epoch, tmp_path / "checkpoints/epoch_0001", copy_function=os.link)
+    with no_larger_files():  # of the process that is started too
+        done = in_process("-m", "training", *small_config(tmp_path, engine="fsdp2", resume="latest").to_args())
+    unfinished = re.escape(str(tmp_path / "checkpoints/.epoch_0002.partial"))
+    assert done.returncode == 5
+    assert re.fullmatch(f"Error: {unfinished} {CUT_OFF}; continue with --resume latest\n", done.stderr), done.stderr
 
 
 def test_small_files_on_a_full_disk_name_the_file_and_the_reason(tmp_path):
     for name in ("metrics.jsonl", "config.json", ".result.json.partial"):
-        (tmp_path / name).symlink_to(FULL)
+        (tmp_path / name).symlink_to("/dev/full")
     reason = f"^{tmp_path}/?{{}} cannot be written: No space left on device$"
     config = small_config(tmp_path, engine="fsdp2")
     with pytest.raises(StoreError, match=reason.format("metrics.jsonl")):
@@ -90,27 +129,19 @@ def test_the_end_of_a_process(code, sentence):
 def test_the_ranks_that_lost_a_killed_one_are_not_blamed(tmp_path):
     """torchrun's agent ends the run as soon as it finds the killed rank; restarts are none."""
     config = small_config(tmp_path, engine="fsdp2", epochs=9000, save_every_steps=1, keep_last=2)
-    run = Watched.start(tmp_path, "-m", "training", *config.to_args())
-    try:
+    with watched(tmp_path, "-m", "training", *config.to_args()) as run:
         run.wait_until(lambda: bool(saved_checkpoints(tmp_path)))
         os.kill(rank_of(run, 1), signal.SIGKILL)
         _, said = run.process.communicate(timeout=120)
-    finally:
-        run.destroy()
     sentence = f"rank 1 was ended by SIGKILL; the kernel does so when memory runs out (see {tmp_path / 'torchrun.log'})"
     assert (run.process.returncode, said) == (1, f"Error: {sentence}; continue with --resume latest\n")
 
 
 def rank_of(run: Watched, rank: int) -> int:
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and int(folder.name) != os.getpid():
-            try:
-                environment, words = ((folder / name).read_bytes() for name in ("environ", "cmdline"))
-            except OSError:
-                continue
-            is_of_rank = f"\0LOCAL_RANK={rank}\0".encode() in environment and b"\0-m\0training\0" in words
-            if run.trace in environment and is_of_rank:
-                return int(folder.name)
+    for pid in run.processes():
+        environment, words = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("environ", "cmdline"))
+        if f"\0LOCAL_RANK={rank}\0".encode() in environment and b"\0-m\0training\0" in words:
+            return pid
     raise AssertionError("no such rank")
 
 

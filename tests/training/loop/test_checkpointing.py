@@ -1,132 +1,264 @@
-"""A run that is stopped or killed anywhere goes on as if it had not been; and what it keeps."""
+"""A run that is stopped anywhere, or ends after so many steps, goes on as if it had not; and what it keeps."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import re
-import shlex
 import shutil
-import subprocess
-import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import ckpt_tools
-from ckpt_tools.errors import DestinationExistsError, UsageError
+from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from fixtures.launch import pool
-from tests.training import checkpoint_jobs, upload_jobs
-from tests.training.checkpoint_jobs import ENGINES, IN_THE_SOAK, STOPPED_AFTER
-from tests.training.documents import ALL
-from tests.training.jobs import EPOCHS, NUM_WORKERS, SECONDS, STEPS_PER_EPOCH, small_config
-from tests.training.strategy_jobs import train_each
-from training.__main__ import main
+from tests.training.jobs import (
+    EPOCHS,
+    NUM_WORKERS,
+    SECONDS,
+    STEPS_PER_EPOCH,
+    STOPPED_AFTER,
+    TINY_STEPS,
+    AskedAfter,
+    check_same_end,
+    losses,
+    result_of,
+    small_config,
+    tiny_config,
+    train_each,
+)
 from training.checkpoints.locking import only_run
 from training.checkpoints.progress import Progress
 from training.checkpoints.run_folder import resume_folder, saved_checkpoints
 from training.checkpoints.settings import check_settings, lines_before_start
 from training.config.train_config import TrainConfig
-from training.loop.result import RunResult
+from training.data import randomness
+from training.launchers.torchrun import run_rank
+from training.loop.loop import Trained, train
+from training.loop.outlets import Outlet
 from training.loop.saving import remove_old
 
+CPU = torch.device("cpu")
 WITHIN = f"epoch_0001_step_{STOPPED_AFTER:06d}"
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, pytestconfig):
-    out = tmp_path_factory.mktemp("stopped")
-    engines = ENGINES + IN_THE_SOAK if pytestconfig.getoption("--soak") else ENGINES
-    for config, stopped_after in checkpoint_jobs.runs(out, engines):
-        pool(NUM_WORKERS).run(checkpoint_jobs.train, config, stopped_after, seconds=SECONDS)
-    return out
+def folder_of(run: Any) -> Path:
+    """Of all checkpoints of a run."""
+    return Path(run.checkpoint).parent
 
 
-def result_of(folder: Path) -> RunResult:
-    return RunResult.read(folder / "result.json")
-
-
-def check_same_end(resumed: RunResult, whole: RunResult) -> None:
-    """The same steps from where it went on, the same mean losses, predictions and bits of state."""
-    theirs = whole.history[len(whole.history) - len(resumed.history) :]
-    for ours, epoch in zip(resumed.history, theirs, strict=True):
-        assert ours.earlier_steps + len(ours.losses) == len(epoch.losses)
-        assert ours.losses == epoch.losses[ours.earlier_steps :]
-        assert ours.mean_loss == epoch.mean_loss
-    assert resumed.predicted == whole.predicted
-    assert ckpt_tools.diff(resumed.checkpoint, whole.checkpoint).equal
-
-
-@pytest.mark.parametrize("engine", [*ENGINES, *(pytest.param(each, marks=pytest.mark.soak) for each in IN_THE_SOAK)])
-def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit(engine, runs, small_run):
-    resumed = result_of(runs / f"{engine}-stopped")
-    assert [path.name for path in saved_checkpoints(runs / f"{engine}-stopped")] == ["epoch_0001", WITHIN, "epoch_0002"]
+@pytest.mark.parametrize(
+    "engine",
+    ["fsdp2", pytest.param("zero3", marks=pytest.mark.extended), pytest.param("zero1", marks=pytest.mark.soak)],
+)
+def test_a_run_that_stopped_within_an_epoch_goes_on_bit_for_bit(engine, small_run):
+    resumed = small_run(f"{engine}-stopped")
+    assert sorted(path.name for path in folder_of(resumed).iterdir()) == ["epoch_0001", WITHIN, "epoch_0002"]
     assert [(epoch.epoch, epoch.earlier_steps) for epoch in resumed.history] == [(2, STOPPED_AFTER - STEPS_PER_EPOCH)]
     check_same_end(resumed, small_run(engine))
 
 
-def test_a_run_that_stopped_before_an_evaluation_makes_up_for_it(runs, small_run):
+@pytest.mark.extended
+def test_a_run_that_stopped_before_an_evaluation_makes_up_for_it(small_run):
     """Each epoch is measured once, as if nobody had stopped the run."""
-    resumed, whole = result_of(runs / "ended"), small_run("fsdp2")
-    assert (runs / "ended/checkpoints/epoch_0000_step_000004").is_dir()
+    resumed, whole = small_run("ended"), small_run("fsdp2")
+    assert (folder_of(resumed) / "epoch_0000_step_000004").is_dir()
     assert [(epoch.earlier_steps, len(epoch.losses)) for epoch in resumed.history] == [(4, 0), (0, 4)]
     assert resumed.history[0].held_out == whole.history[0].held_out
     check_same_end(resumed, whole)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero3"), ("zero1", "fsdp2")])
 def test_the_rest_of_an_epoch_is_trained_at_another_world_size_and_by_another_engine(
-    engine, other, runs, small_run, tmp_path
+    engine, other, small_run, tmp_path
 ):
-    resume = str(runs / f"{other}-stopped/checkpoints" / WITHIN)
-    config = small_config(tmp_path / "run", engine=engine, num_workers=1, resume=resume)
-    train_each(1, config)
-    [epoch] = result_of(tmp_path / "run").history
-    whole = small_run(other).history[1]
+    resume = str(folder_of(small_run(f"{other}-stopped")) / WITHIN)
+    train_each(config := small_config(tmp_path / "run", engine=engine, num_workers=1, resume=resume))
+    [epoch], whole = result_of(config).history, small_run(other).history[1]
     assert epoch.losses == pytest.approx(whole.losses[2:], rel=1e-5)
     assert epoch.mean_loss == pytest.approx(whole.mean_loss, rel=1e-5)
 
 
-def test_an_asynchronous_save_writes_what_a_synchronous_one_does(runs):
-    """After each step, while the next one changes the weights: the copy is of the step it is named after."""
-    names = [path.name for path in saved_checkpoints(runs / "each-step")]
-    assert names == [path.name for path in saved_checkpoints(runs / "each-step-async")]
-    assert len(names) == EPOCHS * STEPS_PER_EPOCH
+def test_an_asynchronous_save_writes_what_a_synchronous_one_does(small_run):
+    """After each step, while the next one changes the weights: the copy is of the step it is named after. The stall of
+    each save is recorded."""
+    plain, sent = small_run("each-step"), small_run("each-step-async")
+    names = [path.name for path in saved_checkpoints(folder_of(plain).parent)]
+    assert names == [path.name for path in saved_checkpoints(folder_of(sent).parent)]
+    assert len(names) == STEPS_PER_EPOCH
     for name in names:
-        one, other = (runs / each / "checkpoints" / name for each in ("each-step", "each-step-async"))
-        assert ckpt_tools.diff(one, other).equal
-    assert result_of(runs / "each-step").history[-1].losses == result_of(runs / "each-step-async").history[-1].losses
+        assert ckpt_tools.diff(folder_of(plain) / name, folder_of(sent) / name).equal
+    assert losses(plain) == losses(sent)
+    for run in (plain, sent):
+        assert [save.step for save in run.saves] == [1, 2, 3, 4]
+        assert all(0 <= save.waited_seconds <= save.stall_seconds <= save.seconds for save in run.saves)
+        metrics = (folder_of(run).parent / "metrics.jsonl").read_text()
+        lines = [json.loads(line) for line in metrics.splitlines()]
+        assert [line["checkpoint"] for line in lines if "checkpoint" in line] == [one.checkpoint for one in run.saves]
+        assert [line["epoch"] for line in lines if "accuracy" in line] == [1]
 
 
-@pytest.mark.parametrize("name", ["each-step", "each-step-async"])
-def test_the_stall_of_each_save_is_recorded(name, runs):
-    saves = result_of(runs / name).saves
-    assert [save.step for save in saves] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert all(0 <= save.waited_seconds <= save.stall_seconds <= save.seconds for save in saves)
-    lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
-    assert [line["checkpoint"] for line in lines if "checkpoint" in line] == [save.checkpoint for save in saves]
-    assert [line["epoch"] for line in lines if "accuracy" in line] == [1, 2]
+@pytest.mark.extended
+def test_a_run_keeps_its_last_and_its_best_checkpoints(small_run):
+    run = small_run("kept")
+    means = {f"epoch_{epoch.epoch:04d}": epoch.mean_loss for epoch in run.history}
+    kept = {path.name for path in folder_of(run).iterdir()}
+    assert kept == {"epoch_0002_step_000011", "epoch_0003", min(means, key=lambda name: means[name])}
+
+
+def max_steps_config(out: Path, **values: Any) -> TrainConfig:
+    """Of two epochs of two steps."""
+    return tiny_config(out, strategy="full_shard", model="cnn", save_every=EPOCHS, **values)
+
+
+@pytest.mark.extended
+def test_a_run_ends_after_max_steps_and_goes_on_without_the_option(tmp_path):
+    """Within an epoch, and where an epoch ends."""
+    name = "epoch_0001_step_000003"
+    whole, within, between, resumed = (
+        max_steps_config(tmp_path / "whole"),
+        max_steps_config(tmp_path / "within", max_steps=3),
+        max_steps_config(tmp_path / "between", max_steps=TINY_STEPS),
+        max_steps_config(tmp_path / "resumed", resume=str(tmp_path / "within/checkpoints" / name)),
+    )
+    train_each(whole, within, between, resumed)
+    result = result_of(within)
+    assert [path.name for path in saved_checkpoints(within.out)] == [name]
+    assert result.checkpoint == str(within.out / "checkpoints" / name)
+    assert (result.epochs, [len(epoch.losses) for epoch in result.history]) == (1, [2, 1])
+    assert [save.step for save in result.saves] == [3]
+    assert [path.name for path in saved_checkpoints(between.out)] == ["epoch_0001"]
+    ended = result_of(between)
+    assert (ended.checkpoint, ended.epochs) == (str(between.out / "checkpoints/epoch_0001"), 1)
+    assert ended.history[0].losses == result_of(whole).history[0].losses
+    check_same_end(result_of(resumed), result_of(whole))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_with_no_step_left_is_told_and_one_that_goes_on_by_itself_has_its_result(tmp_path):
+    asked = max_steps_config(tmp_path / "run", num_workers=1, max_steps=3)
+    asked.out.mkdir()
+    run_rank(asked, CPU)
+    resume = str(asked.out / "checkpoints/epoch_0001_step_000003")
+    with pytest.raises(UsageError, match=r"^the checkpoint has finished 3 steps and --max-steps is 3: nothing is left"):
+        run_rank(replace(asked, out=tmp_path, resume=resume), CPU)
+    run_rank(replace(asked, resume="auto"), CPU)
+    result = result_of(asked)
+    assert (result.checkpoint, result.history, result.epochs) == (resume, (), 1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_that_was_stopped_at_the_last_step_of_an_epoch_evaluates_it(tmp_path):
+    asked = max_steps_config(tmp_path, num_workers=1, max_steps=TINY_STEPS)
+    stopped = run_rank(asked, CPU, AskedAfter(TINY_STEPS))
+    assert stopped is not None and stopped.checkpoint == "epoch_0000_step_000002"
+    run_rank(replace(asked, resume="auto"), CPU)
+    assert result_of(tmp_path).checkpoint == str(tmp_path / "checkpoints/epoch_0001")
+    assert len(result_of(tmp_path).history) == 1
 
 
 def test_each_rank_has_random_numbers_of_its_own_at_each_step():
-    pool(NUM_WORKERS).run(checkpoint_jobs.check_randomness)
+    first, second = pool(NUM_WORKERS).run(draws)
+    assert first[0] == first[2] != first[1] and second[0] == second[2] != second[1]
+    assert first[0] != second[0]
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero1"])
+def draws() -> list[list[float]]:
+    """On each rank at the steps 2, 3 and 2 again."""
+    found = []
+    for step in (2, 3, 2):
+        randomness.begin(1, step, torch.distributed.get_rank())
+        found.append([random.random(), float(np.random.rand()), float(torch.rand(()))])
+    return found
+
+
+class Steps:
+    """Counts the steps of a run, which asks after each whether it is to stop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.changed = threading.Condition()
+
+    def __call__(self) -> bool:
+        with self.changed:
+            self.count += 1
+            self.changed.notify_all()
+        return False
+
+    def wait_for_another(self) -> None:
+        with self.changed:
+            now = self.count
+            assert self.changed.wait_for(lambda: self.count > now, 120), "training stands still"
+
+
+class SendingOutlet(Outlet):
+    """A checkpoint is sent away, as to a store, which takes until another step is done if that is said."""
+
+    uploads = True
+
+    def __init__(self, config: TrainConfig, steps: Steps, held: str | None = None) -> None:
+        super().__init__(config)
+        self.steps, self.held = steps, held
+        self.events: list[str] = []
+
+    def begin(self, name: str) -> Path:
+        self.events.append(f"begin {name}")
+        return super().begin(name)
+
+    def finish(self, name: str) -> None:
+        if self.held is None and torch.distributed.get_rank() == 1:
+            raise OSError("the store is full")
+        if name == self.held:
+            self.steps.wait_for_another()
+        self.events.append(f"sent {name}")
+        super().finish(name)
+
+    def announce(self, name: str, values: Mapping[str, float]) -> None:
+        self.events.append(f"announce {name}")
+
+
+def train_and_send(out: Path, engine: Any, held: str | None, num_samples: int) -> tuple[list[str], int, Any]:
+    """On each rank: the events, the steps, and the saves or what was said if the store is full."""
+    config = small_config(out, engine=engine, epochs=1, save_every_steps=2, num_samples=num_samples)
+    if torch.distributed.get_rank() == 0:
+        out.mkdir()
+    torch.distributed.barrier()
+    steps = Steps()
+    outlet = SendingOutlet(config, steps, held)
+    try:
+        trained = train(config, CPU, None, outlet, steps)
+    except StoreError as error:
+        return outlet.events, steps.count, str(error)
+    assert isinstance(trained, Trained)
+    return outlet.events, steps.count, trained.saves
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("zero1", marks=pytest.mark.extended)])
 def test_a_checkpoint_is_sent_away_while_training_goes_on(engine, tmp_path):
-    pool(NUM_WORKERS).run(upload_jobs.trains_beside_an_upload, tmp_path, engine, seconds=SECONDS)
+    """The next save waits for it, and so does the end."""
+    names = ("epoch_0000_step_000002", "epoch_0001")
+    given = tmp_path / engine, engine, names[0], 256
+    for events, _, (first, second) in pool(NUM_WORKERS).run(train_and_send, *given, seconds=SECONDS):
+        assert events == [f"{what} {name}" for name in names for what in ("begin", "sent", "announce")]
+        assert first.stall_seconds < first.seconds and second.step == 4
 
 
 def test_a_checkpoint_that_cannot_be_sent_ends_the_run(tmp_path):
-    pool(NUM_WORKERS).run(upload_jobs.ends_when_an_upload_fails, tmp_path, seconds=SECONDS)
-
-
-def test_a_run_keeps_its_last_and_its_best_checkpoints(runs):
-    losses = {f"epoch_{epoch.epoch:04d}": epoch.mean_loss for epoch in result_of(runs / "kept").history}
-    kept = {path.name for path in saved_checkpoints(runs / "kept")}
-    assert kept == {"epoch_0002_step_000011", "epoch_0003", min(losses, key=lambda name: losses[name])}
+    """On every rank, with the reason of the one that failed, and before the next save."""
+    reason = "epoch_0000_step_000002 could not be saved: rank 1: OSError: the store is full"
+    given = tmp_path / "failing", "fsdp2", None, 20 * 64
+    for events, steps, said in pool(NUM_WORKERS).run(train_and_send, *given, seconds=SECONDS):
+        assert reason in said
+        assert events[0] == "begin epoch_0000_step_000002" and len(events) <= 2
+        assert steps <= 5  # before the first step, after it, and until the next save
 
 
 def test_when_a_checkpoint_is_due():
@@ -151,21 +283,22 @@ def test_names_sort_as_positions_do():
 @pytest.fixture
 def filled(tmp_path, small_run):
     """A run's folder with complete checkpoints of these names, and the accuracy of its epochs."""
-    source = Path(small_run("fsdp2").checkpoint)
+    source = small_run("fsdp2").checkpoint
 
-    def fill(names: list[str], accuracies: dict[str, float], **values: Any) -> TrainConfig:
+    def fill(names, accuracies, **values):
         for name in names:
             shutil.copytree(source, tmp_path / "checkpoints" / name, copy_function=os.link)
-        lines = [{"epoch": int(name[6:10]), "accuracy": value} for name, value in accuracies.items()]
-        (tmp_path / "metrics.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines) + '{"epoch": 9, "acc'
-        )
+        lines = [json.dumps({"epoch": int(name[6:10]), "accuracy": value}) for name, value in accuracies.items()]
+        (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"epoch": 9, "acc']))
         return TrainConfig(out=tmp_path, engine="fsdp2", launcher="torchrun", **values)
 
     return fill
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(n, marks=() if n < 4 else pytest.mark.extended if n < 10 else pytest.mark.soak) for n in range(20)],
+)
 def test_the_newest_the_best_and_whatever_is_not_ours_stay(seed, filled):
     """Of any run: the newest K complete ones and the best one, in any order of metrics."""
     chance = random.Random(seed)
@@ -187,18 +320,19 @@ def test_the_newest_the_best_and_whatever_is_not_ours_stay(seed, filled):
     assert {path.name for path in folder.iterdir()} == expected
 
 
-@pytest.mark.parametrize("resume", ["auto", "latest"])
-def test_the_newest_complete_checkpoint_is_resumed_and_a_damaged_one_is_set_aside(resume, filled, capsys):
+def test_the_newest_complete_checkpoint_is_resumed_and_a_damaged_one_is_set_aside(filled, capsys):
     """Whatever Ray's record says: torchrun may have gone on since."""
     names = ["epoch_0002", "epoch_0009", "epoch_0009_step_000046", "epoch_0010"]
-    config = filled(names, {}, resume=resume)
+    config = filled(names, {}, resume="auto")
+    latest = replace(config, resume="latest")
     folder = config.out / "checkpoints"
     (folder / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_results": []}')
     (folder / ".epoch_0011.partial").mkdir()
-    assert resume_folder(config) == folder / "epoch_0010"
+    assert resume_folder(config) == resume_folder(latest) == folder / "epoch_0010"
     (folder / "epoch_0010/__1_0.distcp").unlink()
-    assert resume_folder(config) == folder / names[2]
-    assert lines_before_start(config, None) == ["resuming epoch_0009_step_000046 (dcp, 2 ranks)"]
+    assert resume_folder(config) == resume_folder(latest) == folder / names[2]
+    for one in (config, latest):
+        assert lines_before_start(one, None) == ["resuming epoch_0009_step_000046 (dcp, 2 ranks)"]
     with only_run(config):
         assert capsys.readouterr().out == "epoch_0010 is not complete: renamed to epoch_0010.incomplete\n"
     left = {path.name for path in folder.iterdir() if path.is_dir()}
@@ -214,26 +348,11 @@ def test_auto_begins_anew_where_nothing_is_complete(filled):
     assert lines_before_start(config, None) == [f"{config.out} holds no complete checkpoint: a new run begins"]
 
 
-def test_the_samples_of_an_epoch_that_has_begun_cannot_change(runs):
-    resume = runs / "fsdp2-stopped/checkpoints" / WITHIN
-    changed = {"seed": 7, "override": ("seed",)}
+def test_the_samples_of_an_epoch_that_has_begun_cannot_change(small_run, tmp_path):
+    folder, changed = folder_of(small_run("fsdp2-stopped")), {"seed": 7, "override": ("seed",)}
+    within, at_the_end = (
+        small_config(tmp_path, engine="fsdp2", resume=str(folder / name), **changed) for name in (WITHIN, "epoch_0001")
+    )
     with pytest.raises(UsageError, match="within an epoch, and --seed is 7 here and 0 in the checkpoint"):
-        check_settings(small_config(runs / "new", engine="fsdp2", resume=str(resume), **changed), resume)
-    at_the_end = resume.with_name("epoch_0001")
-    assert check_settings(small_config(runs / "new", engine="fsdp2", resume=str(at_the_end), **changed), at_the_end)
-
-
-TAUGHT = re.findall(r"(?m)^\$ ckpt-tools train (.*)$", ALL.split("## Checkpoints and resuming")[1].split("\n## ")[0])
-SMALL = "--launcher=torchrun --num-workers=1 --num-samples=64 --epochs=2"
-
-
-@pytest.mark.timeout(3600)
-def test_the_commands_that_the_page_teaches_work(tmp_path, pytestconfig):
-    """One after the other in one folder; without the soak, their options fit together."""
-    assert len(TAUGHT) == 7
-    for taught in TAUGHT:
-        TrainConfig(**main.make_context("training", shlex.split(taught)).params)
-        if pytestconfig.getoption("--soak"):
-            command = [sys.executable, "-m", "training", *shlex.split(taught), *SMALL.split()]
-            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, (taught, done.stderr)
+        check_settings(within, folder / WITHIN)
+    assert check_settings(at_the_end, folder / "epoch_0001")

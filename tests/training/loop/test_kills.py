@@ -1,9 +1,8 @@
 """A run whose workers are killed, and that is asked to stop, at random moments ends as one that nobody touched.
 
 Under each launcher: torchrun and Ray start a lost worker again by themselves, DeepSpeed's launcher ends the run, and
-the same command goes on with ``--resume auto``. One of each under Ray in ``make test-all``; in the soak as many as
-``--kills`` says, which the summary counts. Checkpoints are written all the time, so many kills hit one that is half
-written.
+the same command goes on with ``--resume auto``. As many kills as ``--kills`` says, which the summary counts.
+Checkpoints are written all the time, so many kills hit one that is half written.
 """
 
 from __future__ import annotations
@@ -15,24 +14,21 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ckpt_tools
 from fixtures.launch import free_port
-from tests.training.jobs import NUM_WORKERS
-from tests.training.strategy_jobs import train_each
-from tests.training.watched import Watched
+from tests.training.jobs import NUM_WORKERS, result_of, train_each
+from tests.training.watched import Watched, watched
 from training.checkpoints.locking import only_run
 from training.checkpoints.run_folder import saved_checkpoints
 from training.config.options import LauncherName
 from training.config.train_config import EngineName, TrainConfig
-from training.loop.result import RunResult
 
 STEPS_PER_EPOCH = 4
 EPOCHS = 9000
@@ -74,8 +70,7 @@ class Start:
 
     def ranks(self, run: Watched) -> set[int]:
         """The processes that train, among those that the run has started."""
-        started = [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
-        return {each for each in started if self.is_rank(each) and is_descendant(each, run.process.pid)}
+        return {each for each in run.processes() if self.is_rank(each)}
 
     def is_rank(self, process: int) -> bool:
         """The guard of a rank has its environment too."""
@@ -101,15 +96,6 @@ def read(process: int, file: str) -> bytes:
         return b""
 
 
-def is_descendant(process: int, ancestor: int) -> bool:
-    while process not in (0, ancestor):
-        try:
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return process == ancestor
-
-
 @dataclass(slots=True)
 class Plan:
     """How many kills of workers, and as many requests to stop; at the moments of a seed."""
@@ -117,11 +103,6 @@ class Plan:
     kills: int
     moments: random.Random
     done: Counter[str]
-
-    @classmethod
-    def of(cls, config: pytest.Config, name: str) -> Plan:
-        kills = config.getoption("--kills") if config.getoption("--soak") else 1
-        return cls(kills, random.Random(f"{config.getoption('--kill-seed')} {name}"), Counter())
 
     def wait_for_a_moment(self, run: Watched, what: str) -> None:
         """While the ranks train and save, or, every other time of the soak, while they start or begin."""
@@ -141,8 +122,9 @@ class Plan:
 
 @pytest.fixture
 def plan(request, record_property):
-    plan = Plan.of(request.config, request.node.name)
-    yield plan
+    asked = request.config.getoption
+    moments = random.Random(f"{asked('--kill-seed')} {request.node.name}")
+    yield (plan := Plan(asked("--kills"), moments, Counter()))
     record_property("kills", ", ".join(f"{number} {what}" for what, number in sorted(plan.done.items())))
 
 
@@ -157,14 +139,8 @@ def newest(out: Path) -> str | None:
     return max((path.name for path in saved_checkpoints(out)), default=None)
 
 
-@contextmanager
-def running(start: Start, out: Path, restarts: int = 0) -> Iterator[Watched]:
-    config = start.config(out, max_restarts=restarts)
-    run = Watched.start(out, *start.command(config))
-    try:
-        yield run
-    finally:
-        run.destroy()
+def running(start: Start, out: Path, restarts: int = 0) -> Any:
+    return watched(out, *start.command(start.config(out, max_restarts=restarts)))
 
 
 def kill_a_rank(start: Start, run: Watched, plan: Plan, known: frozenset[int] = frozenset()) -> frozenset[int]:
@@ -192,7 +168,7 @@ def stop(start: Start, run: Watched, plan: Plan, number: signal.Signals = signal
         assert run.process.returncode == -number
     else:
         check_said(run, said)
-    assert run.left_in_time() == []
+    assert not run.left_in_time()
     assert newest(run.out) is None or ckpt_tools.ls(run.out).checkpoints[-1].is_complete
 
 
@@ -214,8 +190,8 @@ def check_goes_on_to_the_same_end(start: Start, out: Path, whole: Path) -> None:
     plain = replace(rest, out=whole, save_every=last, save_every_steps=None)
     with only_run(rest):
         assert not list((out / "checkpoints").glob(".epoch*"))
-    train_each(NUM_WORKERS, rest, plain)
-    ours, theirs = (RunResult.read(folder / "result.json") for folder in (out, whole))
+    train_each(rest, plain)
+    ours, theirs = result_of(out), result_of(whole)
     assert losses(out) == losses(whole)
     assert list(losses(whole)) == list(range(1, last * STEPS_PER_EPOCH + 1))
     assert ours.predicted == theirs.predicted
@@ -250,7 +226,7 @@ def test_a_run_that_is_killed_and_stopped_goes_on_to_the_same_end(start, plan, t
             with running(start, out) as run:
                 kill_a_rank(start, run, plan)
                 run.process.communicate(timeout=END_SECONDS)
-                assert run.left_in_time() == []
+                assert not run.left_in_time()
     while plan.requests < plan.kills:
         with running(start, out) as run:
             run.wait_until(lambda: bool(start.ranks(run)))

@@ -1,47 +1,47 @@
-"""What a run shows while it trains, what it records, and what it can be asked to trace."""
+"""What a run shows while it trains, what it records and can be asked to trace, and how it evaluates."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import re
 import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
+from torch import Tensor
 
+from ckpt_tools.errors import UsageError
 from tests.training.conftest import in_process
-from tests.training.documents import ALL
-from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH
-from tests.training.strategy_jobs import tiny_config
-from training.__main__ import main as command
+from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH, losses, tiny_config
+from tests.training.predictions import all_logits
 from training.checkpoints.progress import Progress
 from training.config.train_config import TrainConfig
+from training.data.datasets import Samples
 from training.launchers.torchrun import run_rank
+from training.loop.evaluation import CHUNK, PREDICTED, Evaluation, Evaluator, metrics_of, padded
 from training.loop.loop import last_step
 from training.loop.measuring import PROFILED, SKIPPED, WARMUP, Meter, peak_rss, profiled, status_of, work_of
-from training.loop.outlets import TENSORBOARD_NAME, Journal, scalars
+from training.loop.outlets import Journal, scalars
 from training.loop.saving import SaveRecord
 from training.loop.screen import PLAIN_SECONDS, Screen
+from training.models.losses import standard_loss, standard_metrics
 
-FIGURES = {
-    "step": 120,
-    "loss": 1.25,
-    "learning_rate": 9.5e-4,
-    "samples_per_second": 1234.4,
-    "peak_rss": [412_000_000, 411_000_000],
-}
+FIGURES = {"step": 120, "loss": 1.25, "learning_rate": 9.5e-4, "samples_per_second": 1234.4}
+FIGURES |= {"peak_rss": [412_000_000, 411_000_000]}
 
 
-def lines_of(run: Path) -> list[dict[str, object]]:
+def lines_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -63,58 +63,34 @@ def events_of(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_every_measured_step_is_recorded_with_the_loss_of_all_ranks(engine, small_run):
+    """In event files too. Lines about steps are not taken for an epoch's, whose loss ``prune --keep-best loss`` looks
+    for by the key ``epoch``."""
     result = small_run(engine)
-    measured = [line for line in lines_of(Path(result.checkpoint).parents[1]) if "learning_rate" in line]
+    run = Path(result.checkpoint).parents[1]
+    lines, events = lines_of(run), events_of(run / "tensorboard")
+    measured = [line for line in lines if "learning_rate" in line]
+    assert [line["epoch"] for line in lines if "epoch" in line] == list(range(1, EPOCHS + 1))
     assert [line["step"] for line in measured] == [2, 4, 6, 8]
-    losses = [loss for epoch in result.history for loss in epoch.losses]
-    assert [line["loss"] for line in measured] == pytest.approx(losses[1::2], rel=1e-12)
+    assert [line["loss"] for line in measured] == pytest.approx(losses(result)[1::2], rel=1e-12)
     for line in measured:
         assert set(line) == {"step", "loss", "learning_rate", "samples_per_second", "peak_rss"}
-        assert isinstance(line["peak_rss"], list) and len(line["peak_rss"]) == 2
-        assert min(line["peak_rss"]) > 10**8
-        assert BATCH_SIZE / 60 < float(str(line["samples_per_second"])) < 10**6
-    rates = [float(str(line["learning_rate"])) for line in measured]
+        assert len(line["peak_rss"]) == 2 and min(line["peak_rss"]) > 10**8
+        assert BATCH_SIZE / 60 < line["samples_per_second"] < 10**6
+    rates = [line["learning_rate"] for line in measured]
     assert rates == sorted(rates, reverse=True) and rates[0] <= 1e-3
-
-
-def test_lines_about_steps_are_not_taken_for_an_epochs(small_run):
-    """``prune --keep-best loss`` looks for an epoch's loss by the key ``epoch``."""
-    lines = lines_of(Path(small_run("fsdp2").checkpoint).parents[1])
-    assert [line["epoch"] for line in lines if "epoch" in line] == list(range(1, EPOCHS + 1))
-
-
-def test_event_files_hold_what_the_record_holds(small_run):
-    run = Path(small_run("fsdp2").checkpoint).parents[1]
-    events = events_of(run / "tensorboard")
-    assert {
-        "train/loss",
-        "train/learning_rate",
-        "train/samples_per_second",
-        "train/peak_rss_rank_0",
-        "train/peak_rss_rank_1",
-        "epoch/loss",
-        "epoch/accuracy",
-        "checkpoint/stall_seconds",
-    } <= events.keys()
-    losses = [(line["step"], line["loss"]) for line in lines_of(run) if "learning_rate" in line]
-    assert [step for step, _ in events["train/loss"]] == [step for step, _ in losses]
-    assert [value for _, value in events["train/loss"]] == pytest.approx([loss for _, loss in losses], rel=1e-6)
+    of_steps = {f"train/{name}" for name in ("loss", "learning_rate", "samples_per_second")}
+    of_steps |= {f"train/peak_rss_rank_{rank}" for rank in (0, 1)}
+    assert of_steps | {"epoch/loss", "epoch/accuracy", "checkpoint/stall_seconds"} <= events.keys()
+    assert [step for step, _ in events["train/loss"]] == [2, 4, 6, 8]
+    assert [value for _, value in events["train/loss"]] == pytest.approx(losses(result)[1::2], rel=1e-6)
     assert [step for step, _ in events["epoch/accuracy"]] == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
 
 
-def test_the_documented_tensorboard_looks_where_the_documented_run_writes():
-    """TensorBoard itself is not installed here: its option is of its own command line."""
-    [shown] = re.findall(r"(?m)^\$ tensorboard --logdir (\S+)$", ALL)
-    [run] = re.findall(r"(?m)^\$ ckpt-tools train (.* --tensorboard)$", ALL)
-    config = TrainConfig(**command.make_context("training", run.split()).params)
-    assert config.tensorboard and Path(shown) == config.out / TENSORBOARD_NAME
-
-
 def test_a_resumed_run_records_how_long_that_took(small_run):
-    run = Path(small_run("zero3-resumed").checkpoint).parents[1]
+    run = Path(small_run("fsdp2-resumed").checkpoint).parents[1]
     first = lines_of(run)[0]
     assert (first["resumed"], first["step"]) == ("epoch_0001", STEPS_PER_EPOCH)
-    assert float(str(first["resume_seconds"])) > 0
+    assert first["resume_seconds"] > 0
     assert events_of(run / "tensorboard")["train/resume_seconds"][0][0] == STEPS_PER_EPOCH
 
 
@@ -194,6 +170,7 @@ def test_evaluating_and_saving_do_not_count_as_training(monkeypatch):
     assert meter.steps_per_second() == pytest.approx(1)
 
 
+@pytest.mark.extended
 def test_the_peak_of_a_process_is_not_its_parents():
     ballast = bytearray(300_000_000)
     done = in_process("-c", "from training.loop.measuring import peak_rss; print(peak_rss())")
@@ -253,3 +230,81 @@ def test_tokens_and_utilization_come_from_the_first_batch(tmp_path):
     assert work["mfu"] * 1e9 == pytest.approx(6 * 64 * (weights + attention))
     images = torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64)
     assert work_of(tiny_config(tmp_path, model="cnn", strategy="ddp"), images) == {}
+
+
+CPU = torch.device("cpu")
+
+
+def numbered_images(count: int) -> Samples:
+    """Image ``i`` is grey level ``i`` and has the label ``i % 10``."""
+    numbers = torch.arange(count)
+    return Samples(numbers.to(torch.uint8)[:, None, None].expand(count, 28, 28).contiguous(), numbers % 10)
+
+
+def last_digit_logits(images: Tensor) -> Tensor:
+    """A model that is right about :func:`numbered_images`, except that it takes every 0 for a 1."""
+    assert images.shape == (CHUNK, 1, 28, 28)
+    digits = (images[:, 0, 0, 0].add(1).mul(127.5).round().long() % 10).clamp(min=1)
+    return torch.nn.functional.one_hot(digits, 10).float()
+
+
+def parts_of(dataset: Any, model: Callable[..., Any], loss: Any, world_size: int) -> list[dict[str, Tensor]]:
+    """Rows of each rank; all ranks make the same number of forward passes."""
+    parts, num_passes = [], []
+    for rank in range(world_size):
+        passes: list[Any] = []
+
+        def evaluated(metrics: Any, batch: Any, passes: list[Any] = passes) -> Mapping[str, Tensor]:
+            passes.append(batch)
+            return metrics(model, batch)
+
+        parts.append(Evaluator(dataset, metrics_of(None, loss), CHUNK, CPU, rank, world_size).rows(evaluated))
+        num_passes.append(len(passes))
+    assert len(set(num_passes)) == 1, "ranks would wait for each other for ever"
+    return parts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, CHUNK, CHUNK + 7, 4 * CHUNK, 360])
+def test_every_sample_counts_once_over_ranks(world_size, count):
+    parts = parts_of(numbered_images(count), last_digit_logits, standard_loss, world_size)
+    found = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+    expected = [max(number % 256 % 10, 1) for number in range(count)]
+    assert found[PREDICTED].tolist() == expected
+    assert found["accuracy"].tolist() == [float(one == number % 10) for number, one in enumerate(expected)]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_loss_of_the_users_is_a_mean_over_samples(world_size):
+    """The last pass is smaller, and counts as many samples as it has."""
+    numbers = [{"x": float(number)} for number in range(CHUNK + 7)]
+    parts = parts_of(numbers, torch.nn.Identity(), lambda model, batch: model(batch["x"]).mean(), world_size)
+    assert float(torch.stack([part["loss"] for part in parts]).sum(0).mean()) == pytest.approx((CHUNK + 6) / 2)
+
+
+def test_of_ranks_that_compute_the_same_one_counts():
+    metrics = partial(standard_metrics, loss=standard_loss)
+    evaluator = Evaluator(numbered_images(3), metrics, CHUNK, CPU, 0, 1, counts=False)
+    rows = evaluator.rows(lambda found, batch: found(last_digit_logits, batch))
+    assert not rows[PREDICTED].any()
+
+
+def test_logits_come_in_order_without_the_padding_that_repeats_the_last_image():
+    for count in (1, CHUNK, CHUNK + 1, 3 * CHUNK):
+        predicted = all_logits(last_digit_logits, numbered_images(count).pixels).argmax(1)
+        assert predicted.tolist() == [max(number % 10, 1) for number in range(count)]
+    assert padded(numbered_images(3).pixels)[:, 0, 0].tolist() == [0, 1, *[2] * (CHUNK - 2)]
+
+
+def test_accuracy_is_correct_over_total():
+    assert Evaluation({"accuracy": 0.75}, 4, (1, 2, 3, 4)).correct == 3
+    assert Evaluation({"loss": 1.0}).accuracy is None
+
+
+def test_own_metrics_come_beside_the_loss():
+    own = metrics_of(lambda model, batch: {"double": 2 * model(batch["x"])}, lambda model, batch: batch["x"].mean())
+    found = own(torch.nn.Identity(), {"x": torch.arange(3.0)})
+    assert {name: value.tolist() for name, value in found.items()} == {"loss": 1.0, "double": [0.0, 2.0, 4.0]}
+    wrong = metrics_of(lambda model, batch: 1.0, lambda model, batch: batch.mean())
+    with pytest.raises(UsageError, match="gives something else than tensors by name"):
+        wrong(torch.nn.Identity(), torch.arange(3.0))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,44 +18,23 @@ from training.studies.compare import CASE_NAME, DEFAULT_CASES, cases_of, main
 from training.studies.report import Row, columns_of, figures_of, report, sentence_on_losses
 
 ROOT = Path(training.__file__).parent.parent
-SMALL = ["--model=cnn", "--num-samples=64", "--batch-size=16"]
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Most of a small run's time is the start of its processes."""
-
-    num_workers: int
-    cases: tuple[str, ...]
-
-
-@pytest.fixture
-def size(pytestconfig):
-    is_soak = pytestconfig.getoption("--soak")
-    return Size(2, ("ddp", "full_shard --async-save")) if is_soak else Size(1, ("ddp",))
-
-
-def compare(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "training.studies.compare", f"--out={out}", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_cases_are_run_and_compared_and_one_that_fails_is_a_row(size, tmp_path):
-    broken = f"zero2 --deepspeed-config {tmp_path / 'none.json'}"
-    first, *others = size.cases
-    cases = [first, broken, *others]
-    words = [*(f"--case={case}" for case in cases), "--", *SMALL, f"--num-workers={size.num_workers}"]
-    out = tmp_path / "out"
-    done = compare(out, *words)
+def test_cases_are_run_and_compared_and_one_that_fails_is_a_row(tmp_path):
+    first, broken, last = "ddp", f"zero2 --deepspeed-config {tmp_path / 'none.json'}", "full_shard --async-save"
+    small = ["--model=cnn", "--num-samples=64", "--batch-size=16", "--num-workers=2"]
+    words, out = [*(f"--case={case}" for case in (first, broken, last)), "--", *small], tmp_path / "out"
+    command = [sys.executable, "-m", "training.studies.compare", f"--out={out}", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1, done.stderr
     found = json.loads((out / "comparison.json").read_text())
     rows = {row["case"]: row for row in found["cases"]}
-    assert list(rows) == cases
+    assert list(rows) == [first, broken, last]
     assert rows[broken]["figures"] is None and "none.json cannot be read" in rows[broken]["error"]
-    assert ("All final losses are equal to a relative 1e-05" in found["losses"]) == (len(size.cases) > 1)
-    for case in size.cases:
+    assert "All final losses are equal to a relative 1e-05" in found["losses"]
+    for case in (first, last):
         figures = rows[case]["figures"]
         assert all(value > 0 for name, value in figures.items() if name != "cuda_peak"), figures
     assert rows[first]["figures"]["stall_seconds"] == rows[first]["figures"]["save_seconds"]
@@ -67,26 +44,22 @@ def test_cases_are_run_and_compared_and_one_that_fails_is_a_row(size, tmp_path):
     [resumed] = [line for line in recorded(out / "ddp") if "resumed" in line]
     assert (resumed["resumed"], resumed["step"]) == ("epoch_0002", 8)
     assert [len(epoch["losses"]) for epoch in json.loads((out / "ddp/result.json").read_text())["history"]] == [4, 4]
-    check_not_run_again(out, size.cases, words)
-
-
-def check_not_run_again(out: Path, cases: tuple[str, ...], words: list[str]) -> None:
-    """In this process, which has imported everything. The case that failed is tried again."""
+    # The case that failed is tried again, no other.
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/result.json")}
-    found = json.loads((out / "comparison.json").read_text())
     again = CliRunner().invoke(main, [f"--out={out}", *words])
-    assert (again.exit_code, again.output.count("done before")) == (1, len(cases))
+    assert (again.exit_code, again.output.count("done before")) == (1, 2)
     assert {path: path.stat().st_mtime_ns for path in out.glob("*/result.json")} == before
     assert json.loads((out / "comparison.json").read_text()) == found
     other = CliRunner().invoke(main, [f"--out={out}", *words, "--seed=1"])
     assert other.exit_code == 8 and "this case with other options (--seed=0, --seed=1)" in other.stderr
 
 
-def test_figures_are_those_that_the_runs_recorded(small_runs, tmp_path):
+def test_figures_are_those_that_the_runs_recorded(small_run, tmp_path):
     """Of a run, and of the line with which one that resumed it began."""
-    resumed, metrics = next(recorded(small_runs / "fsdp2-resumed")), "metrics.jsonl"
-    shutil.copy(small_runs / "fsdp2/result.json", tmp_path)
-    (tmp_path / metrics).write_text((small_runs / "fsdp2" / metrics).read_text() + json.dumps(resumed) + "\n")
+    whole, again = (Path(small_run(name).checkpoint).parents[1] for name in ("fsdp2", "fsdp2-resumed"))
+    resumed, metrics = next(recorded(again)), "metrics.jsonl"
+    shutil.copy(whole / "result.json", tmp_path)
+    (tmp_path / metrics).write_text((whole / metrics).read_text() + json.dumps(resumed) + "\n")
     figures = figures_of(tmp_path)
     steps = [line for line in recorded(tmp_path) if "peak_rss" in line]
     rates = [line["samples_per_second"] for line in steps[len(steps) // 2 :]]
@@ -136,16 +109,8 @@ def test_a_folder_of_somebody_is_not_removed(tmp_path):
     assert (tmp_path / "ddp" / "thesis").exists() and not (tmp_path / "ddp" / CASE_NAME).exists()
 
 
-FIGURES = {
-    "samples_per_second": 1234.5,
-    "peak_rss": 960_000_000,
-    "cuda_peak": 0,
-    "checkpoint_bytes": 12_000_000,
-    "save_seconds": 0.25,
-    "stall_seconds": 0.05,
-    "resume_seconds": 1.5,
-    "final_loss": 2.0,
-}
+FIGURES = {"samples_per_second": 1234.5, "peak_rss": 960_000_000, "cuda_peak": 0, "checkpoint_bytes": 12_000_000}
+FIGURES |= {"save_seconds": 0.25, "stall_seconds": 0.05, "resume_seconds": 1.5, "final_loss": 2.0}
 
 
 def test_a_different_loss_is_said():

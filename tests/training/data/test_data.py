@@ -1,0 +1,332 @@
+"""Datasets, a user's own images and a user's own dataset: the same samples in the same order at any world size, resumed
+or not, loaded here or by a process of their own."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from numpy.typing import NDArray
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch.utils.data import Dataset, IterableDataset
+from torchvision.datasets import FashionMNIST
+
+from ckpt_tools.errors import StoreError, UsageError
+from inference.batch import __main__ as batch
+from tests.training.jobs import result_of, tiny_config, train_each
+from training.__main__ import main
+from training.config.model_names import NUM_CLASSES
+from training.config.train_config import TrainConfig
+from training.data.datasets import DIGITS_HELD_OUT, DIGITS_SPLIT_SEED, PARTS, Part, _upscale, load_dataset, to_input
+from training.data.loading import Batches, Position, dataset_of, epoch_order, rank_batches, state_of
+
+
+def test_digits_are_those_of_scikit_learn_bit_for_bit():
+    """Their file is read without its module."""
+    source = load_digits()
+    order = np.random.RandomState(DIGITS_SPLIT_SEED).permutation(len(source.target))
+    parts: dict[Part, NDArray[np.int64]] = {"held-out": order[:DIGITS_HELD_OUT], "train": order[DIGITS_HELD_OUT:]}
+    for part, chosen in parts.items():
+        found = load_dataset("digits", part, None)
+        assert len(found) == {"train": 1437, "held-out": 360}[part]
+        assert torch.equal(found.labels, torch.from_numpy(source.target[chosen]))
+        assert torch.equal(found.pixels, _upscale(torch.from_numpy(source.images[chosen])))
+
+
+def test_no_image_is_in_both_parts():
+    train, held_out = (load_dataset("digits", part, None).pixels.flatten(1) for part in ("train", "held-out"))
+    known = {bytes(row.tolist()) for row in train}
+    assert not known & {bytes(row.tolist()) for row in held_out}
+
+
+def test_upscaling_keeps_black_white_and_the_mean():
+    pixels = load_dataset("digits", "train", None).pixels
+    assert (int(pixels.min()), int(pixels.max())) == (0, 255)
+    source = torch.from_numpy(load_digits().images).mean() * 255 / 16
+    assert float(pixels.double().mean()) == pytest.approx(float(source), rel=0.02)
+
+
+def test_input_is_in_minus_one_to_one():
+    pixels = torch.zeros(2, 28, 28, dtype=torch.uint8)
+    pixels[1] = 255
+    values = to_input(pixels)
+    assert values.shape == (2, 1, 28, 28)
+    assert values.dtype == torch.float32
+    assert values[0].unique().tolist() == [-1.0]
+    assert values[1].unique().tolist() == [1.0]
+
+
+def test_order_depends_on_epoch_and_seed_alone():
+    assert epoch_order(50, 3, 7).tolist() == epoch_order(50, 3, 7).tolist()
+    assert epoch_order(50, 3, 7).tolist() != epoch_order(50, 4, 7).tolist()
+    assert sorted(epoch_order(50, 3, 7).tolist()) == list(range(50))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_share_out_the_same_global_batches_at_every_world_size(world_size):
+    order = epoch_order(100, 0, 0)
+    shares = [list(rank_batches(order, 12, rank, world_size)) for rank in range(world_size)]
+    batches = [torch.cat(parts).tolist() for parts in zip(*shares, strict=True)]
+    assert batches == [order[start : start + 12].tolist() for start in range(0, 96, 12)]
+    assert {len(batch) for share in shares for batch in share} == {12 // world_size}
+
+
+def test_fashion_mnist_needs_a_root_and_says_what_to_do_if_it_cannot_be_downloaded(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="needs --data-root"):
+        load_dataset("fashion-mnist", "train", None)
+    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])
+    advice = r"could not be downloaded .*; copy its four \.gz files into .* or use"
+    with pytest.raises(StoreError, match=advice) as error:
+        load_dataset("fashion-mnist", "train", tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_fashion_mnist_is_read_where_it_lies(tmp_path):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, count in (("train", 5), ("t10k", 3)):
+        pixels = bytes(value % 256 for value in range(count * 784))
+        (raw / f"{prefix}-images-idx3-ubyte").write_bytes(struct.pack(">4i", 2051, count, 28, 28) + pixels)
+        (raw / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">2i", 2049, count) + bytes(range(count)))
+    train, held_out = (load_dataset("fashion-mnist", part, tmp_path) for part in ("train", "held-out"))
+    assert train.labels.tolist() == [0, 1, 2, 3, 4]
+    assert held_out.labels.tolist() == [0, 1, 2]
+    assert train.pixels[0, 0, :3].tolist() == [0, 1, 2]
+
+
+CLASSES = ("ant", "bee", "cat")
+
+
+def folder_of(root: Path, part: str, name: str, count: int, level: int) -> None:
+    """Colour images of 40x36 whose grey is about ``level``, with a pattern of their own."""
+    folder = root / part / name
+    folder.mkdir(parents=True)
+    for number in range(count):
+        noise = torch.randint(-9, 10, (36, 40, 3), generator=torch.Generator().manual_seed(number))
+        Image.fromarray((noise + level).to(torch.uint8).numpy()).save(folder / f"{number:02d}.png")
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = tmp_path / "images"
+    for part, count in (("train", 12), ("held-out", 3)):
+        for number, name in enumerate(CLASSES):
+            folder_of(root, part, name, count, 40 + 80 * number)
+    return root
+
+
+def test_a_run_predicts_the_classes_of_the_folder(root, tmp_path):
+    """As inference does on the same files, with the same names."""
+    config = tiny_config(tmp_path / "run", strategy="ddp", model="cnn", dataset="image-folder", data_root=root, until=1)
+    train_each(config)
+    run = result_of(config)
+    assert (run.total, len(run.history[0].losses)) == (3 * len(CLASSES), 2)
+    args = [f"--model={run.checkpoint}", f"--input={root / 'held-out'}", f"--output={tmp_path / 'rows.jsonl'}"]
+    done = CliRunner().invoke(batch.main, args)
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    rows = sorted(lines, key=lambda row: row["name"])
+    labels = (*CLASSES, *map(str, range(len(CLASSES), NUM_CLASSES)))
+    assert [row["top"][0]["name"] for row in rows] == [labels[n] for n in run.predicted]
+
+
+def test_classes_are_numbered_by_the_names_in_train(root):
+    """Also in a part without the second one."""
+    for image in (root / "held-out/bee").iterdir():
+        image.unlink()
+    (root / "held-out/bee").rmdir()
+    train, held_out = (load_dataset("image-folder", part, root) for part in PARTS)
+    assert train.labels.tolist() == [0] * 12 + [1] * 12 + [2] * 12
+    assert held_out.labels.tolist() == [0] * 3 + [2] * 3
+    assert [round(float(each.double().mean()), -1) for each in held_out.pixels] == [40] * 3 + [200] * 3
+
+
+def spoilt(root: Path, how: str) -> None:
+    if how == "classes":
+        for number in range(8):
+            folder_of(root, "train", f"dog{number}", 1, 9)
+    elif how == "unknown":
+        (root / "held-out/ant").rename(root / "held-out/ape")
+    elif how == "empty":
+        (root / "train/dog").mkdir()
+    elif how == "cut":
+        (root / "train/bee/03.png").write_bytes((root / "train/bee/03.png").read_bytes()[:200])
+    else:
+        (root / "held-out/bee/00.png").write_text("no image")
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("classes", "has 11 classes, and models tell 10 apart"),
+        ("unknown", "held-out/ape is a class that "),
+        ("empty", "train: Found no valid file for the classes dog"),
+        ("cut", "train/bee/03.png cannot be read as an image: "),
+        ("text", "held-out/bee/00.png cannot be read as an image: "),
+    ],
+)
+def test_what_is_not_a_folder_of_classes_is_refused_before_the_run(how, sentence, root, tmp_path):
+    spoilt(root, how)
+    with pytest.raises(UsageError, match=sentence):
+        [load_dataset("image-folder", part, root) for part in PARTS]
+    args = ["--strategy=ddp", "--dataset=image-folder", f"--data-root={root}", f"--out={tmp_path / 'run'}"]
+    done = CliRunner().invoke(main, [*args, "--launcher=torchrun", "--batch-size=16"])
+    assert (done.exit_code, done.stderr.count("\n"), sentence in done.stderr) == (2, 1, True), done.output
+    assert not (tmp_path / "run").exists()
+
+
+CPU = torch.device("cpu")
+SIZE, STEPS = 8, 4
+
+
+def drawn() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+class Numbers(Dataset[Any]):
+    """Each sample is its number, and what three generators give for it."""
+
+    def __len__(self) -> int:
+        return SIZE * STEPS + 3
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index), *drawn()]
+
+    @staticmethod
+    def collate_fn(samples: list[list[float]]) -> dict[str, torch.Tensor]:
+        return {"rows": torch.tensor(samples, dtype=torch.float64)}
+
+
+class Endless(IterableDataset[Any]):
+    """The same without an end and without a state."""
+
+    collate_fn = staticmethod(Numbers.collate_fn)
+    epoch = 0
+    at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[float]]:
+        number = 0
+        while True:
+            yield [self.epoch * 1000.0 + number, *drawn()]
+            number += 1
+
+
+class WithState(Endless):
+    """The same with a state: the samples before it are not read again."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __iter__(self) -> Iterator[list[float]]:
+        while True:
+            self.at += 1
+            self.read.append(self.at)
+            yield [self.epoch * 1000.0 + self.at - 1, *drawn()]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def config_of(**values: Any) -> TrainConfig:
+    steps = {} if values.get("dataset") is Numbers else {"epoch_steps": STEPS}
+    return TrainConfig(out=Path("/run"), strategy="ddp", batch_size=SIZE, num_workers=4, **(steps | values))
+
+
+def rows_of(
+    dataset: Any, config: TrainConfig, start: Position, rank: int = 0, world_size: int = 1
+) -> list[tuple[list[list[float]], str | None]]:
+    """Rows of each batch of this rank to the end of an epoch, with the state after it."""
+    batches = Batches(config, dataset, rank, world_size, CPU).epoch(start)
+    return [(batch["rows"].tolist(), state) for batch, state in islice(batches, STEPS - start.batch)]
+
+
+@pytest.mark.parametrize("kind", [Numbers, Endless, WithState])
+@pytest.mark.parametrize(("world_size", "loader_workers"), [(1, 1), (2, 0), (4, 0)])
+def test_samples_and_their_random_numbers_do_not_depend_on_the_workers(kind, world_size, loader_workers):
+    config = config_of(dataset=kind, loader_workers=loader_workers)
+    for epoch in (0, 1):
+        whole = [rows for rows, _ in rows_of(kind(), config_of(dataset=kind), Position(epoch))]
+        ranks = [rows_of(kind(), config, Position(epoch), rank, world_size) for rank in range(world_size)]
+        assert [[row for rows, _ in parts for row in rows] for parts in zip(*ranks, strict=True)] == whole
+        assert len({row[0] for rows in whole for row in rows}) == SIZE * STEPS
+
+
+@pytest.mark.parametrize("kind", [Numbers, Endless, WithState])
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_an_epoch_goes_on_with_the_next_batch(kind, loader_workers):
+    config = config_of(dataset=kind, loader_workers=loader_workers)
+    whole = rows_of(kind(), config, Position(1))
+    state = whole[1][1]
+    assert (state is None) == (kind is not WithState)
+    assert rows_of(kind(), config, Position(1, 2, state)) == whole[2:]
+
+
+def test_a_stream_with_a_state_begins_there():
+    dataset = WithState()
+    rows_of(dataset, config_of(dataset=WithState), Position(0, 3, '{"at": 24}'))
+    assert dataset.read == [*range(25, 33)]
+
+
+def test_each_epoch_begins_with_the_first_state():
+    """Whether the process that reads has read an epoch before or not."""
+    batches = Batches(config_of(dataset=WithState), WithState(), 0, 1, CPU)
+    for epoch in (0, 1):
+        first, _ = next(batches.epoch(Position(epoch)))
+        assert first["rows"][:, 0].tolist() == [epoch * 1000.0 + number for number in range(SIZE)]
+
+
+class HalfAState(Endless):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": object()}
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"dataset": lambda part: HalfAState()}, "both state_dict and load_state_dict, or neither"),
+        ({"dataset": lambda part: Endless(), "loader_workers": 2}, "--loader-workers is at most 1"),
+        ({"dataset": lambda part: Endless(), "num_samples": 8}, "--num-samples is for a dataset with a length"),
+        ({"dataset": lambda part: None}, "gives NoneType for train"),
+        ({"dataset": lambda part: Numbers(), "dataset_arg": ("size=3",)}, "unexpected keyword argument 'size'"),
+    ],
+)
+def test_a_dataset_that_cannot_be_used_is_refused(values, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        dataset_of(config_of(**values), "train")
+
+
+def test_a_held_out_part_is_no_stream_and_may_be_missing():
+    with pytest.raises(UsageError, match="held-out samples are a Dataset with a length"):
+        dataset_of(config_of(dataset=lambda part: Endless()), "held-out")
+    assert dataset_of(config_of(dataset=lambda part: None), "held-out") is None
+
+
+def test_a_state_is_json():
+    with pytest.raises(UsageError, match=r"state_dict\(\) of the dataset holds something else"):
+        state_of(HalfAState())
+
+
+@pytest.mark.parametrize(("samples", "sentence"), [(31, "needs more than the 31"), (None, None), (32, None)])
+def test_an_epoch_has_as_many_steps_as_the_samples_fill(samples, sentence):
+    config = config_of(dataset=Endless)
+    if sentence is None:
+        assert config.steps_per_epoch(samples) == STEPS
+        return
+    with pytest.raises(UsageError, match=sentence):
+        config.steps_per_epoch(samples)

@@ -1,0 +1,245 @@
+"""The commands, scripts and notebooks about training: their options fit together, and in the soak each is run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from nbclient import NotebookClient
+
+import training
+import training.__main__ as command
+from tests.training.conftest import in_process
+from tests.training.hub import save_llama, save_tokenizer
+from tests.training.jobs import result_of
+from training.config.command_line import parsed
+from training.config.train_config import TrainConfig
+from training.loop.outlets import TENSORBOARD_NAME
+from training.loop.stopping import EXIT_CODE
+from training.studies.compare import cases_of
+from training.studies.compare import main as compare
+
+ROOT = Path(training.__file__).parent.parent
+PAGES = {path.name: re.sub(r" \\\n +", " ", path.read_text()) for path in sorted((ROOT / "docs").glob("training*.md"))}
+"""With commands of several lines as one."""
+
+ALL = "\n".join(PAGES.values())
+PAGE = ALL.replace(PAGES["training_own.md"], "")
+APART = PAGE.split("## Checkpoints and resuming")[1].split("\n## ")[0]
+"""Its commands build on each other."""
+
+SMALL = "--launcher=torchrun --num-samples=64"
+SECONDS = 900
+
+
+def commands(program: str, page: str = PAGE) -> list[str]:
+    """What follows the program on each of its lines."""
+    return re.findall(rf"(?m)^\$ {re.escape(program)} (.*)$", page)
+
+
+def is_for_this_machine(words: str) -> bool:
+    """test_s3 has a store, and nobody here has sixteen workers."""
+    return "s3://" not in words and "--num-workers 16" not in words
+
+
+def config_of(words: list[str]) -> TrainConfig:
+    return TrainConfig(**parsed(words))
+
+
+def run(folder: Path, *words: str) -> str:
+    """Python with these words in the folder, which finds the packages of a checkout."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), *sys.path))}
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), (words, done.stderr)
+    return done.stdout
+
+
+RUNS = [words for words in commands("ckpt-tools train", PAGE.replace(APART, "")) if is_for_this_machine(words)]
+
+
+def test_few_documented_runs_are_left_out_and_the_comparisons_are_runs(tmp_path):
+    assert len(RUNS) >= 17
+    left = [words for words in commands("ckpt-tools train") if not is_for_this_machine(words)]
+    assert len(left) == 4, left
+    found = commands("python -m ckpt_tools_training.studies.compare")
+    assert len(found) == 2
+    for words in found:
+        params = compare.make_context("compare", shlex.split(words)).params
+        assert len(cases_of(params["texts"], params["options"], tmp_path)) in (3, 11)
+    assert len(commands("ckpt-tools train", APART)) == 7
+    for words in commands("ckpt-tools train", APART):
+        config_of(shlex.split(words))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("words", RUNS)
+def test_a_documented_run_ends_with_a_result(words, tmp_path):
+    """By torchrun, on a few samples; everything else as on the page."""
+    asked = shlex.split(words)
+    if "hf:base" in asked:
+        save_tokenizer(save_llama(tmp_path / "base"))
+    run(tmp_path, "-m", "training", *asked, *SMALL.split(), "--epochs=1")
+    found = result_of(tmp_path / config_of(asked).out)
+    assert Path(found.checkpoint).is_dir() and len(found.history) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_the_commands_about_resuming_and_those_about_ones_own_model_work(tmp_path):
+    """One after the other in one folder; without the libraries of the callbacks."""
+    for words in commands("ckpt-tools train", APART):
+        run(tmp_path, "-m", "training", *shlex.split(words), *SMALL.split(), "--num-workers=1", "--epochs=2")
+    for code, name in re.findall(r'(?s)```python\n("""(\w+\.py):.*?)```', PAGES["training_own.md"]):
+        (tmp_path / name).write_text(code)
+    (tmp_path / "point.json").write_text("[1, 2, 3, 4, 5, 6, 7, 8]")
+    (tmp_path / "points.txt").write_text("point.json\n")
+    modules = {"train": "training", "predict": "inference.batch"}
+    found = commands("ckpt-tools", PAGES["training_own.md"])
+    assert len(found) == 7
+    for verb, *words in (shlex.split(each) for each in found if "to_wandb" not in each):
+        run(tmp_path, "-m", modules[verb], *words)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS)
+def test_the_documented_learning_rates_are_runs(tmp_path):
+    """The file as printed, of a checkout."""
+    [printed] = re.findall(r'(?s)```python\n("""rates.py.*?)```', PAGE)
+    (tmp_path / "rates.py").write_text(printed.replace("ckpt_tools_training", "training"))
+    last = run(tmp_path, "rates.py").splitlines()[-1]
+    results = [result_of(tmp_path / "rates" / name) for name in ("0.001", "0.003")]
+    assert [each.settings["learning_rate"] for each in results] == [1e-3, 3e-3]
+    best = max(results, key=lambda each: each.accuracy)
+    assert last == f"{best.settings['learning_rate']} {best.accuracy} {best.checkpoint}"
+
+
+def test_the_documented_tensorboard_looks_where_the_documented_run_writes():
+    """TensorBoard itself is not installed here: its option is of its own command line."""
+    [shown] = re.findall(r"(?m)^\$ tensorboard --logdir (\S+)$", ALL)
+    [words] = re.findall(r"(?m)^\$ ckpt-tools train (.* --tensorboard)$", ALL)
+    config = config_of(words.split())
+    assert config.tensorboard and Path(shown) == config.out / TENSORBOARD_NAME
+
+
+TINY = ("--model=cnn", "--num-samples=32", "--batch-size=16", "--epochs=1", "--strategy=full_shard")
+
+
+def test_accelerate_starts_as_many_ranks_as_the_run_has():
+    [words] = re.findall(r"(?s)`accelerate launch (.*?)\s\.\.\.`", PAGES["training_clusters.md"])
+    asked = launch_command_parser().parse_args(shlex.split(words))
+    config = config_of([*asked.training_script_args, *TINY])
+    assert (asked.module, asked.training_script) == (True, "ckpt_tools_training")
+    assert asked.multi_gpu and asked.num_machines == 2
+    assert (config.launcher, config.num_workers) == ("torchrun", asked.num_processes)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS)
+def test_a_run_under_accelerate_trains_saves_and_says_its_world_size(tmp_path):
+    """The documented options on one machine, with two ranks and a free port."""
+    own = ("--multi_gpu", "--num_processes=2", "--num_machines=1", "--main_process_port=0", "--module", "training")
+    words = ("--launcher=torchrun", "--num-workers=2", f"--out={tmp_path}", *TINY)
+    done = in_process("-m", "accelerate.commands.launch", *own, *words)
+    assert done.returncode == 0, done.stderr
+    result = result_of(tmp_path)
+    assert (result.num_workers, len(result.history[0].losses)) == (2, 2)
+    assert len(list(Path(result.checkpoint).glob("__*.distcp"))) == 2
+
+
+EVERY = [page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))]
+[SLURM] = [script for page in EVERY for script in re.findall(r"(?ms)^```bash\n(#!/bin/bash\n#SBATCH .*?)^```$", page)]
+[OPTIONS] = [options for page in EVERY for options in re.findall(r"(?m)^\$ sbatch job\.sh (.*)$", page)]
+BIN = {
+    "scontrol": 'case $1 in show) echo node1;; requeue) echo "requeued $2" >> log;; esac',
+    "squeue": "echo $STATE",
+    "srun": 'shift; SLURM_PROCID=3 SLURM_LOCALID=1 "$@"; exit $CODE',
+    "python": """echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT" >> log; printf '%s\\n' "$@" > words""",
+}
+"""Programs in the place of SLURM's own: the script itself is run."""
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "ends", "requeued"),
+    [
+        (EXIT_CODE, "RUNNING", 0, "requeued 7\n"),
+        (EXIT_CODE, "COMPLETING", EXIT_CODE, ""),
+        (1, "RUNNING", 1, ""),
+        (0, "RUNNING", 0, ""),
+    ],
+)
+def test_a_stopped_job_of_slurm_is_requeued_and_a_cancelled_or_failed_one_is_not(code, state, ends, requeued, tmp_path):
+    for name, body in BIN.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(SLURM)
+    given = [*shlex.split(OPTIONS), "--out", "/runs/with a space"]
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "4"}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CODE": str(code), "STATE": state, **job}
+    done = subprocess.run(["/bin/bash", "job.sh", *given], cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == ends
+    assert (tmp_path / "log").read_text() == f"3 1 4 node1 20007\n{requeued}"
+    dash_m, module, *options = (tmp_path / "words").read_text().splitlines()
+    assert (dash_m, module) == ("-m", "ckpt_tools_training")
+    config = config_of(options)
+    assert (config.launcher, config.resume, config.num_workers) == ("torchrun", "auto", 4)
+    assert (config.sharding.name, config.out) == ("full_shard", Path("/runs/with a space"))
+
+
+def test_ranks_that_any_launcher_starts_know_that_they_are_ranks(monkeypatch):
+    """torchrun, DeepSpeed's launcher, accelerate and the script for SLURM set these four."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        assert not command._is_a_rank()
+        monkeypatch.setenv(name, "0")
+    assert command._is_a_rank()
+
+
+NOTEBOOKS = sorted((ROOT / "training/notebooks").glob("*.ipynb"))
+INSTALLED = {"ckpt_tools": "ckpt_tools", "training": "ckpt_tools_training", "inference": "ckpt_tools_inference"}
+STEPS_OF_AN_EPOCH = 22
+
+
+@pytest.mark.parametrize("name", ["deepspeed_on_ray", "fsdp2_on_ray"])
+def test_a_notebook_is_stored_without_outputs_and_shows_every_piece_of_its_example(name):
+    """Data and model are left out, which are no part of the framework."""
+    assert [path.stem for path in NOTEBOOKS] == ["deepspeed_on_ray", "fsdp2_on_ray"]
+    path = ROOT / f"training/notebooks/{name}.ipynb"
+    cells = json.loads(path.read_text())["cells"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells if "outputs" in cell)
+    example = ast.parse((ROOT / f"training/examples/{name}.py").read_text())
+    pieces = {node.name for node in example.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    source = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
+    assert f"examples import {name} as example" in source
+    assert {*re.findall(r"show\(example\.(\w+)\)", source)} == pieces - {"load_data", "build_model", "options"}
+    assert {*re.findall(r"example\.(\w+)\(", source)} == {"fit", "options", "load_data", "predict"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path, tmp_path):
+    """Of FSDP2 in a checkout, and of DeepSpeed beside packages with the names that a wheel gives them. Both runs, the
+    second from the first's checkpoint; a prediction for each image, and a picture in the notebook."""
+    for folder, name in INSTALLED.items():
+        (tmp_path / name).symlink_to(ROOT / folder)
+    folder = ROOT if path.stem == "fsdp2_on_ray" else tmp_path
+    book: Any = nbformat.read(path, as_version=4)
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    NotebookClient(book, timeout=600, resources={"metadata": {"path": str(folder)}}).execute(env=environment)
+    outputs = [out for cell in book.cells if cell.cell_type == "code" for out in cell.outputs]
+    text = "".join(out.text for out in outputs if out.output_type == "stream")
+    runs = [ast.literal_eval(line) for line in text.splitlines() if line.startswith("{")]
+    assert [(run["epoch"], run["step"]) for run in runs] == [(1, STEPS_OF_AN_EPOCH), (2, 2 * STEPS_OF_AN_EPOCH)]
+    assert runs[1]["loss"] < runs[0]["loss"]
+    assert "56 tensors are equal" in text
+    assert text.count(" is taken for a ") == 8
+    assert any("image/png" in out.get("data", {}) for out in outputs)
