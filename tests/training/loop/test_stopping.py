@@ -88,7 +88,7 @@ def check_command(config: TrainConfig) -> None:
     assert ckpt_tools.verify(result.checkpoint, config.export).equal
     lines = [line for line in done.stdout.splitlines() if not line.startswith("step ")]  # of a busy machine
     assert lines[-4:] == [
-        *(epoch.line(EPOCHS) for epoch in result.history),
+        *(epoch.line(config.until) for epoch in result.history),
         f"{result.correct} of 360 held-out samples right ({result.accuracy:.4f})",
         f"checkpoint: {config.out}/checkpoints/epoch_{config.until:04d}",
     ]
