@@ -1,4 +1,5 @@
-"""Draws docs/concepts/pictures from the shard tables of checkpoints that the frameworks wrote.
+"""``python -m tests.pictures.drawing`` draws docs/concepts/pictures from the shard tables of checkpoints that the
+frameworks wrote.
 
 Nothing in a picture is typed in: boxes, intervals, padding and counts are those of the checkpoint's manifest.
 """
@@ -286,3 +287,7 @@ _DRAWN: dict[str, Callable[[], Picture]] = {
     "conversion": conversion,
     "state": state,
 }
+
+if __name__ == "__main__":
+    for name, text in pictures().items():
+        (FOLDER / name).write_text(text)

@@ -21,7 +21,7 @@ NAMES = sorted(path.name for path in FOLDER.iterdir())
 
 def test_the_pictures_are_up_to_date():
     written = {path.name: path.read_text() for path in FOLDER.iterdir()}
-    assert written == pictures(), "draw them again with python -m tests.pictures"
+    assert written == pictures(), "draw them again with python -m tests.pictures.drawing"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -25,6 +25,7 @@ from inference.batch import __main__ as batch
 from tests.support.running import wait_until
 from tests.support.sweep import tiered
 from tests.training.jobs import check_same_end, losses, result_of, small_config, train, train_each
+from training.checkpoints.weights import export
 from training.config.model_names import MODELS
 from training.config.strategies import STRATEGIES
 from training.config.train_config import TrainConfig
@@ -313,35 +314,45 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.extended
-def test_a_killed_run_goes_on_and_predicts(files, tmp_path, pytestconfig, monkeypatch):
-    """Killed under torchrun; resumed to the same bits with a process that loads samples, exported, and asked for a
-    prediction. In the soak resumed under Ray from Python, by a function within another one."""
+@pytest.fixture
+def watched(files, tmp_path, monkeypatch):
+    """A run that is watched by a callback."""
     monkeypatch.chdir(files)
     (files / "watch.py").write_text(WATCHING)
-    options = {"model": f"{files}/mine.py:net", "model_arg": ("width=48",), "callback": (f"{files}/watch.py:watch",)}
-    config = own_config(files, tmp_path / "killed", **options)
-    whole = run(replace(config, out=tmp_path / "whole", callback=()))
-    first = command("-m", "training", *config.to_args(), files=files, PAUSE="0.3")
-    saved = config.out / "checkpoints" / MID_EPOCH
+    return own_config(files, tmp_path / "run", model_arg=("width=48",), callback=(f"{files}/watch.py:watch",))
+
+
+@pytest.mark.extended
+def test_a_run_with_a_callback_and_a_process_that_loads_samples_predicts(watched, files, tmp_path):
+    whole = run(replace(watched, out=tmp_path / "whole", callback=()))
+    config = replace(watched, loader_workers=1, export=str(tmp_path / "own.safetensors"))
+    check_same_end(run(config), whole)
+    export(config, result_of(config).checkpoint)
+    check_watched(config.out, starts=1)
+    check_predicts(files, Path(config.export))
+
+
+@pytest.mark.soak
+def test_a_killed_run_goes_on_and_predicts(watched, files, tmp_path):
+    """Killed under torchrun, resumed to the same bits; and resumed under Ray from Python, by a function within another
+    one."""
+    whole = run(replace(watched, out=tmp_path / "whole", callback=()))
+    first = command("-m", "training", *watched.to_args(), files=files, PAUSE="0.3")
+    saved = watched.out / "checkpoints" / MID_EPOCH
     wait_until(lambda: saved.is_dir() or first.poll() is not None, SECONDS)
     first.kill()
     first.communicate()
-    exported = tmp_path / "own.safetensors"
-    again = replace(config, resume="auto", loader_workers=1, export=str(exported))
+    exported, out = tmp_path / "own.safetensors", tmp_path / "ray"
+    again = replace(watched, resume="auto", loader_workers=1, export=str(exported))
     finished(command("-m", "training", *again.to_args(), files=files))
-    killed = result_of(config)
-    assert len(losses(killed)) < STEPS
-    check_same_end(killed, whole)
-    check_watched(config.out, starts=2)
-    check_predicts(files, exported)
-    if pytestconfig.getoption("--soak"):
-        (files / "script.py").write_text(SCRIPT)
-        out = tmp_path / "ray"
-        finished(command("script.py", f"{config.out}/checkpoints/epoch_0001", out, files=files))
-        assert len(result_of(out).history) == 1
-        check_watched(out, starts=1)
-        check_predicts(files, out.with_suffix(".safetensors"))
+    assert len(losses(watched)) < STEPS
+    check_same_end(result_of(watched), whole)
+    (files / "script.py").write_text(SCRIPT)
+    finished(command("script.py", f"{watched.out}/checkpoints/epoch_0001", out, files=files))
+    assert len(result_of(out).history) == 1
+    for folder, starts, model in ((watched.out, 2, exported), (out, 1, out.with_suffix(".safetensors"))):
+        check_watched(folder, starts)
+        check_predicts(files, model)
 
 
 def check_predicts(files: Path, model: Path) -> None:
