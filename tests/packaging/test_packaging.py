@@ -72,7 +72,14 @@ def test_the_source_distribution_holds_the_whole_tree(built):
         held = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
     lacking = {path for path in tree() if path.parts[0] not in NOT_IN_THE_SDIST} - held
     assert not lacking
-    for name in ("docs/cli.md", "CHANGELOG.md", "SECURITY.md", "constraints/tests.txt", "Makefile", "tests/conftest.py"):
+    for name in (
+        "docs/cli.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "constraints/tests.txt",
+        "Makefile",
+        "tests/conftest.py",
+    ):
         assert Path(name) in held
     assert not {path for path in held if "__pycache__" in path.parts}
 
