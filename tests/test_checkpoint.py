@@ -115,7 +115,7 @@ def test_a_name_that_is_not_there():
         opened().state("w", "exp_avg")
 
 
-def test_it_is_a_mapping(tmp_path, checkpoint):
+def test_it_is_a_mapping(checkpoint):
     found = ckpt_tools.open(checkpoint("zero3-fp32", "awkward", 2).checkpoint)
     assert len(found) == len(list(found)) == len(dict(found))
     assert all(name in found for name in found)

@@ -8,7 +8,7 @@ import pty
 import signal
 import subprocess
 import termios
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +36,18 @@ ONE_OR_EACH = pytest.mark.parametrize("number", tiered(SIGNALS, test=("SIGTERM",
 SLACK_SECONDS = 10.0
 """What a busy machine adds."""
 
-Started = Callable[..., Running]
-
 
 @pytest.fixture
 def started():
     """``started(*words)``: the command; what a failed test leaves is ended."""
-    runs: list[Running] = []
+    with ExitStack() as stack:
 
-    def begin(*words: str | Path, **options: Any) -> Running:
-        runs.append(start(*words, **options))
-        return runs[-1]
+        def begin(*words: str | Path, **options: Any) -> Running:
+            run = start(*words, **options)
+            stack.callback(run.end)
+            return run
 
-    yield begin
-    for run in runs:
-        run.end()
+        yield begin
 
 
 @pytest.fixture(scope="module")

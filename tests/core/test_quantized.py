@@ -170,7 +170,7 @@ METHODS = sorted({*SAVED, *(method.value for method in QuantizationMethod)})
 """Those of which ``SAVED`` has no layer differ for us in their names alone."""
 
 
-@pytest.mark.parametrize("method", tiered(METHODS, test=(*SAVED, "gptq"), extended=("awq", "compressed-tensors")))
+@pytest.mark.parametrize("method", tiered(METHODS, test=(*SAVED, "gptq"), extended=METHODS))
 def test_every_method_keeps_its_settings_and_bits(method, tmp_path):
     source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()

@@ -70,6 +70,7 @@ def test_any_range_of_bytes_is_that_of_the_whole(store, numbers, manifest, piece
     whole = np.outer(*numbers).tobytes()
     name = next(iter(manifest.computed))
     assert store.list()[name] == len(whole)
+    assert (manifest.files, manifest.stored_files) == ({computed_file("w")}, {"stored"})
     for start, stop in [(0, len(whole)), (0, 0), (5, 9), (8, 200), (3, 277), (len(whole) - 4, len(whole))]:
         buffer = bytearray(stop - start)
         store.read_into(name, start, memoryview(buffer))
@@ -100,11 +101,6 @@ def test_threads_share_a_store(store, numbers, manifest):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(read, list(range(len(whole) - 8)) * 3))
-
-
-def test_stored_files_are_those_of_the_operands(manifest):
-    assert manifest.files == {computed_file("w")}
-    assert manifest.stored_files == {"stored"}
 
 
 def test_the_fingerprint_of_a_run_covers_what_is_computed(manifest, store):

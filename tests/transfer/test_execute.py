@@ -38,8 +38,6 @@ from ckpt_tools.transfer.execute import History, Receipt, TransferResult, execut
 from ckpt_tools.transfer.runners.base import Item, Result
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
-KIB = 1 << 10
-
 
 @dataclass(frozen=True)
 class Noted(History):

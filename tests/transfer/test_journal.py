@@ -225,19 +225,15 @@ def test_one_of_another_plan_is_refused_and_kept(plan):
     assert (caught.value.exit_code, log.data) == (2, before)
 
 
-def test_one_of_another_cut_is_of_another_plan():
+def test_one_of_another_cut_is_of_another_plan_and_a_source_written_again_another(tmp_path):
     plan = plan_of(vector(), task_bytes=400)
     plans = [plan, *(replace(plan, copies=CopyRules(least, most)) for least, most in [(100, 9), (101, 9), (100, 8)])]
     assert len({fingerprint(each, SOURCE) for each in plans}) == 4
-
-
-def test_a_source_that_was_written_again_is_another(tmp_path):
-    store = LocalStore(tmp_path)
     (tmp_path / "source").write_bytes(DATA)
-    first = fingerprint(PLAN, store)
+    first = fingerprint(PLAN, LocalStore(tmp_path))
     assert fingerprint(PLAN, LocalStore(tmp_path)) == first
     os.utime(tmp_path / "source", ns=(1, 1))
-    assert fingerprint(PLAN, store) != first
+    assert fingerprint(PLAN, LocalStore(tmp_path)) != first
 
 
 def test_nothing_is_noted_before_it_is_written():
@@ -317,19 +313,16 @@ def test_a_conversion_that_failed_is_continued(weights, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "plain.safetensors", "weights.pt"]
 
 
-def test_one_of_other_options_is_refused_with_what_to_do(weights, tmp_path):
+def test_one_of_other_options_is_refused_and_without_resume_nothing_is_kept(weights, tmp_path):
     with full_disk(after=1), pytest.raises(StoreError):
         ckpt_tools.convert(weights, tmp_path / "out.pt", resume=True)
     with pytest.raises(UsageError, match="start again without resume=True"):
         ckpt_tools.convert(weights, tmp_path / "out.pt", resume=True, include=["a.*"])
-    ckpt_tools.convert(weights, tmp_path / "out.pt", include=["a.*"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "weights.pt"]
-
-
-def test_one_that_fails_without_resume_keeps_nothing(weights, tmp_path):
     with full_disk(after=1), pytest.raises(StoreError, match=r"No space left on device$"):
         ckpt_tools.convert(weights, tmp_path / "out.pt", workers=1)
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
+    ckpt_tools.convert(weights, tmp_path / "out.pt", include=["a.*"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "weights.pt"]
 
 
 def test_the_fingerprint_covers_the_file_of_every_tensor():
