@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import struct
 import zipfile
@@ -34,40 +35,18 @@ class Row:
     form: str
     file: str
 
+    def __str__(self) -> str:
+        return f"{self.form}{self.file}"
+
     def files(self, folder: Path) -> list[Path]:
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         return [path for path in paths if fnmatchcase(f"/{path.relative_to(folder).as_posix()}", f"*{self.file}")]
 
 
-ROWS = (
-    Row("zero1", "_optim_states.pt"),
-    Row("zero1", "/mp_rank_00_model_states.pt"),
-    Row("zero2", "_optim_states.pt"),
-    Row("zero2", "/mp_rank_00_model_states.pt"),
-    Row("zero3", "_optim_states.pt"),
-    Row("zero3", "_model_states.pt"),
-    Row("universal", "/mp_rank_00_model_states.pt"),
-    Row("universal", "/zero_pp_rank_0_mp_rank_00_model_states.pt"),
-    Row("universal", "/optimizer_state.pt"),
-    Row("universal", "bias/step.pt"),
-    Row("universal", "bias/fp32.pt"),
-    Row("dcp", ".distcp"),
-    Row("megatron", ".distcp"),
-    Row("megatron", "/common.pt"),
-    Row("sharded", "/model_world_size_2_rank_?.pt"),
-    Row("sharded", "/optim_world_size_2_rank_?.pt"),
-    Row("sharded", "/extra_state_world_size_2_rank_?.pt"),
-    Row("nanotron", "/optimizer_pp-0-of-2_dp-?-of-3_tp-1-of-2_exp-0-of-1.pt"),
-    Row("nanotron", "/checkpoint_metadata.json"),
-    Row("nanotron", "o_proj/model_weight_pp-rank-1-of-2_tp-rank-?-of-2.safetensors"),
-    Row("meta", "/consolidated.0?.pth"),
-    Row("safetensors", "/model-0000?-of-00003.safetensors"),
-    Row("torch", "/pytorch_model-0000?-of-00003.bin"),
-    Row("Trainer", "/model.safetensors"),
-    Row("Trainer", "/optimizer.pt"),
-    Row("Trainer", "/scheduler.pt"),
-    Row("Trainer", "/trainer_state.json"),
-)
+PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
+CELLS = re.findall(r"^\| `?(\w+)`? \| `([^`]+)` \|(.+)\|$", PAGE.read_text(), re.MULTILINE)
+ROWS = {Row(form, file): [cell.strip() for cell in cells.split("|")] for form, file, cells in CELLS}
+"""The rows of the table, and what it says of each of ``DAMAGES``."""
 
 
 def trained(seed: int, num_steps: int) -> dict[str, Any]:

@@ -24,12 +24,18 @@ from ckpt_tools.formats.torch.format import TorchFormat
 from ckpt_tools.testing.formats import FormatTests
 
 
-class TestSafetensors(FormatTests):
+class LongTests(FormatTests):
+    @pytest.mark.extended
+    def test_tensors_of_the_user_are_no_weights(self):
+        super().test_tensors_of_the_user_are_no_weights()
+
+
+class TestSafetensors(LongTests):
     format = SafetensorsFormat()
     unsupported_dtypes = (DType.COMPLEX32, DType.COMPLEX128)
 
 
-class TestTorch(FormatTests):
+class TestTorch(LongTests):
     format = TorchFormat()
 
 
@@ -59,7 +65,7 @@ class TestNpz(FormatTests):
     keeps_state, keeps_user_tensors, keeps_ties = False, False, False
 
 
-class TestMegatron(FormatTests):
+class TestMegatron(LongTests):
     format = MegatronFormat()
     optional_files = (TRACKER,)
 
@@ -76,7 +82,7 @@ class TestMegatron(FormatTests):
         assert read == given
 
 
-class TestSharded(FormatTests):
+class TestSharded(LongTests):
     format = ShardedFormat()
 
     def test_a_missing_or_short_file_is_a_format_error(self):

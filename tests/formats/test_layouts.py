@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from ckpt_tools.core.notes import ASSUMED_ORDER, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.runs.opening import read_checkpoint
-from fixtures.store import Fixture
-from tests.support.manifests import elements_in
+from tests.support.manifests import as_json, elements_in
+from tests.support.sweep import extended
+from tests.support.trees import assert_same_tree
 from tests.support.truth import WEIGHT, Key, Truth, assert_same_bits
-
-Checkpoint = Callable[[str, str, int], Fixture]
 
 TREES = {
     "fsdp2": StateTree(("app", "model"), ("app", "optim")),
@@ -52,53 +51,34 @@ def gathered(folder: Path) -> dict[Key, np.ndarray]:
 
 @pytest.mark.parametrize("kind", TREES)
 def test_model_and_optimizer_are_found(kind, checkpoint):
-    made = checkpoint(kind, "awkward", 3)
-    tree = manifest_of(made.checkpoint).tree
+    made = checkpoint(kind, "awkward", 2)
+    manifest, truth = manifest_of(made.checkpoint), Truth.load(made.root)
+    tree = manifest.tree
     assert tree is not None
     assert StateTree(tree.model, tree.optim, tree.is_flattened) == TREES[kind]
-    assert_same_bits(Truth.load(made.root).tensors, gathered(made.checkpoint))
-
-
-@pytest.mark.parametrize("kind", [kind for kind, tree in TREES.items() if tree.optim is not None])
-def test_groups_are_those_of_the_run(kind, checkpoint):
-    made = checkpoint(kind, "awkward", 3)
-    found = {frozenset(group.params): dict(group.options) for group in manifest_of(made.checkpoint).groups}
-    wanted = {frozenset(group["fqns"]): group["options"] for group in Truth.load(made.root).facts["groups"]}
-    assert {params: _listed(options) for params, options in found.items()} == wanted
-
-
-def _listed(options: dict[str, object]) -> dict[str, object]:
-    """Tuples as the lists that JSON makes of them."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    assert_same_bits(truth.tensors, gathered(made.checkpoint))
+    if tree.optim is not None:
+        found = {frozenset(group.params): as_json(dict(group.options)) for group in manifest.groups}
+        assert found == {frozenset(group["fqns"]): group["options"] for group in truth.facts["groups"]}
 
 
 def test_several_checkpoints_in_a_folder_are_not_taken_for_one(checkpoint, tmp_path):
+    """Nor the model of one run and the optimizer of another."""
     made = checkpoint("fsdp2-accelerate", "awkward", 2)
     for name in ("checkpoint-1", "checkpoint-2"):
-        shutil.copytree(made.checkpoint, tmp_path / name)
-    with pytest.raises(UnsupportedError, match="there are several checkpoints here"):
-        manifest_of(tmp_path)
-    assert manifest_of(tmp_path / "checkpoint-2").world_size == 2
+        shutil.copytree(made.checkpoint, tmp_path / "runs" / name)
+    mixed = tmp_path / "mixed"
+    shutil.copytree(made.checkpoint / "pytorch_model_fsdp_0", mixed / "pytorch_model_fsdp_0")
+    truth = {key: tensor for key, tensor in Truth.load(made.root).tensors.items() if key[1] == WEIGHT}
+    assert_same_bits(truth, gathered(mixed))
+    shutil.copytree(made.checkpoint / "optimizer_0", mixed / "optimizer_1")
+    for folder in (tmp_path / "runs", mixed):
+        with pytest.raises(UnsupportedError, match="there are several checkpoints here"):
+            manifest_of(folder)
+    assert manifest_of(tmp_path / "runs" / "checkpoint-2").world_size == 2
 
 
-def test_the_model_of_one_run_and_the_optimizer_of_another_stay_apart(checkpoint, tmp_path):
-    made = checkpoint("fsdp2-accelerate", "awkward", 2)
-    shutil.copytree(made.checkpoint / "pytorch_model_fsdp_0", tmp_path / "pytorch_model_fsdp_0")
-    shutil.copytree(made.checkpoint / "optimizer_0", tmp_path / "optimizer_1")
-    with pytest.raises(UnsupportedError, match="there are several checkpoints here"):
-        manifest_of(tmp_path)
-
-
-def test_accelerates_model_alone(checkpoint, tmp_path):
-    made = checkpoint("fsdp2-accelerate", "awkward", 2)
-    shutil.copytree(made.checkpoint / "pytorch_model_fsdp_0", tmp_path / "pytorch_model_fsdp_0")
-    assert_same_bits(
-        {key: tensor for key, tensor in Truth.load(made.root).tensors.items() if key[1] == WEIGHT},
-        gathered(tmp_path),
-    )
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3, *extended(2)])
 def test_pieces_of_every_rank_in_safetensors(world_size, checkpoint):
     """What ``HuggingFaceStorageWriter(save_distributed=True)`` writes; it has no place for the tied name."""
     made = checkpoint("fsdp2-hf", "awkward", world_size)
@@ -112,20 +92,16 @@ def test_pieces_of_every_rank_in_safetensors(world_size, checkpoint):
 
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_lost_rank_of_them_is_missed(lost, checkpoint, tmp_path):
-    made = checkpoint("fsdp2-hf", "awkward", 3)
-    name = f"shard-{lost:05d}-model-00001-of-00001.safetensors"
-    shutil.copytree(made.checkpoint, tmp_path / "cut")
-    (tmp_path / "cut" / name).unlink()
+    made, name = checkpoint("fsdp2-hf", "awkward", 3).checkpoint, PIECE.format(lost)
+    run = shutil.copytree(made, tmp_path / "cut")
+    (run / name).unlink()
     with pytest.raises(IncompleteError, match=name):
-        manifest_of(tmp_path / "cut")
-
-
-def test_one_rank_of_them_alone_is_not_whole(checkpoint):
-    made = checkpoint("fsdp2-hf", "awkward", 3)
+        manifest_of(run)
     with pytest.raises(IncompleteError, match="elements are in no shard"):
-        manifest_of(made.checkpoint / "shard-00002-model-00001-of-00001.safetensors")
+        manifest_of(made / PIECE.format(2))
 
 
+PIECE = "shard-{:05d}-model-00001-of-00001.safetensors"
 SPLITS: dict[str, tuple[list[tuple[list[int] | None, list[int]]], type[CkptError], str]] = {
     "overlap": ([([0, 0], [2, 3]), ([1, 0], [2, 3])], MalformedError, "overlap"),
     "gap": ([([0, 0], [1, 3]), ([2, 0], [2, 3])], IncompleteError, "in no shard"),
@@ -139,23 +115,23 @@ SPLITS: dict[str, tuple[list[tuple[list[int] | None, list[int]]], type[CkptError
 @pytest.mark.parametrize("split", SPLITS)
 def test_pieces_that_do_not_make_a_tensor(split, tmp_path):
     pieces, error, message = SPLITS[split]
-    for rank, (start, shape) in enumerate(pieces, 1):
-        _write_piece(tmp_path / f"shard-{rank:05d}-model-00001-of-00001.safetensors", start, shape)
     with pytest.raises(error, match=message):
-        manifest_of(tmp_path)
+        manifest_of(with_pieces(pieces, tmp_path))
 
 
 def test_a_tensor_of_empty_pieces_alone(tmp_path):
-    _write_piece(tmp_path / "shard-00001-model-00001-of-00001.safetensors", [0, 0], [2, 3])
-    _write_piece(tmp_path / "shard-00002-model-00001-of-00001.safetensors", [2, 0], [0, 3])
-    assert manifest_of(tmp_path).tensors[StateKey("w")].shape == (2, 3)
+    pieces = [([0, 0], [2, 3]), ([2, 0], [0, 3])]
+    assert manifest_of(with_pieces(pieces, tmp_path)).tensors[StateKey("w")].shape == (2, 3)
 
 
-def _write_piece(path: Path, start: list[int] | None, shape: list[int]) -> None:
-    """A file as a rank writes it, with one piece of ``w``."""
-    where = {"w": {"saved_offsets": start} if start is not None else {}}
-    tensors = {"w": np.ones(shape, np.float32)}
-    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(where)})
+def with_pieces(pieces: Iterable[tuple[list[int] | None, list[int]]], folder: Path) -> Path:
+    """Files as ranks write them, with one piece of ``w`` each."""
+    for rank, (start, shape) in enumerate(pieces, 1):
+        where = {"w": {"saved_offsets": start} if start is not None else {}}
+        tensors = {"w": np.ones(shape, np.float32)}
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(where)}
+        safetensors.numpy.save_file(tensors, folder / PIECE.format(rank), metadata=metadata)
+    return folder
 
 
 def test_numbers_of_an_optimizer_that_could_mean_several(checkpoint, tmp_path):
@@ -207,19 +183,6 @@ def _trained(*, named: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def assert_same_tree(wanted: Any, found: Any) -> None:
-    assert type(found) is type(wanted)
-    if isinstance(wanted, dict):
-        assert list(found) == list(wanted)
-    if isinstance(wanted, dict | list):
-        for key in wanted if isinstance(wanted, dict) else range(len(wanted)):
-            assert_same_tree(wanted[key], found[key])
-    elif isinstance(wanted, torch.Tensor):
-        assert torch.equal(found, wanted)
-    else:
-        assert found == wanted
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_dcp_of_safetensors_that_torch_itself_cannot_read(tmp_path):
     kind = SerializationFormat.SAFETENSORS
@@ -229,12 +192,14 @@ def test_a_dcp_of_safetensors_that_torch_itself_cannot_read(tmp_path):
         manifest_of(tmp_path)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["fsdp2-zstd", "fsdp2-alone"])
 def test_compressed_items_and_ranks_that_saved_by_themselves(kind, checkpoint):
     made = checkpoint(kind, "plain", 2)
     assert_same_bits(Truth.load(made.root).tensors, gathered(made.checkpoint))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [2, 3])
 def test_transformers_trainer_with_deepspeed(stage, checkpoint):
     made = checkpoint(f"trainer-zero{stage}", "plain", 2)

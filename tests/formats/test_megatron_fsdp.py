@@ -245,10 +245,7 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any]]] = {
             "state": {f"a_{half}": moments(2, 3, master_param=torch.ones(4, 3)) for half in "wv"},
         },
     ),
-    "moments with scales": (
-        "precision-aware optimizer",
-        {"state": {"a": {"exp_avg": torch.ones(2, 3, dtype=torch.float16)}}},
-    ),
+    "moments with scales": ("precision-aware optimizer", {"state": {"a": {"exp_avg": torch.ones(2, 3).half()}}}),
     "masters": ("precision-aware optimizer", {"state": {"a": moments(2, 3, master_param=torch.ones(2, 3))}}),
     "another parameter": ("the model does not have", {"state": {"a": moments(2, 3), "b": moments(2, 3)}}),
     "two of one weight": (

@@ -26,6 +26,7 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from fixtures.corpus import make
+from tests.support.damage import Harm, unlink
 
 TREE = {("params", "w"): (3, 2), ("params", "b"): (2,)}
 MOMENTS = {("opt_state", 0, name, *path[1:]): shape for name in ("mu", "nu") for path, shape in TREE.items()}
@@ -140,112 +141,67 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
         ckpt_tools.inspect(make("orbax").source)
 
 
-def changed(path: Path, change: Callable[[Any], Any]) -> None:
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+def changed(name: str, change: Callable[[Any], Any]) -> Harm:
+    return lambda root: (root / name).write_text(json.dumps(change(json.loads((root / name).read_text()))))
 
 
-def _with_kind(tree: Any) -> Any:
-    next(iter(tree["tree_metadata"].values()))["value_metadata"]["value_type"] = "os.system"
-    return tree
+def in_tree(change: Callable[[Any], Any]) -> Harm:
+    return changed("_METADATA", change)
 
 
-def _entry(tree: Any, **changes: Any) -> Any:
+def in_entry(**changes: Any) -> Harm:
     """The tree with changes in its first entry."""
-    entry = next(iter(tree["tree_metadata"].values()))
-    entry["value_metadata"] |= {name: value for name, value in changes.items() if name in entry["value_metadata"]}
-    entry["key_metadata"] = changes.get("key_metadata", entry["key_metadata"])
-    return tree
+
+    def change(tree: Any) -> Any:
+        entry = next(iter(tree["tree_metadata"].values()))
+        entry["value_metadata"] |= {name: each for name, each in changes.items() if name in entry["value_metadata"]}
+        entry["key_metadata"] = changes.get("key_metadata", entry["key_metadata"])
+        return tree
+
+    return in_tree(change)
 
 
-def _with_branch(tree: Any) -> Any:
-    """A value where another entry has a branch."""
-    keys = [{"key": "layers", "key_type": 2}]
-    return _entry(tree, key_metadata=keys)
+def of_key(key: str, key_type: int) -> Harm:
+    return in_entry(key_metadata=[{"key": key, "key_type": key_type}])
 
 
-def _renamed(tree: Any) -> Any:
-    """An entry that leads out of the folder."""
-    next(iter(tree["tree_metadata"].values()))["key_metadata"] = [{"key": "../../secret", "key_type": 2}]
-    return tree
+def write(name: str, text: str) -> Harm:
+    return lambda root: (root / name).write_text(text)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no tree": (lambda root: (root / "_METADATA").unlink(), "has no _METADATA"),
-    "no database": (lambda root: (root / "manifest.ocdbt").unlink(), "the database of the arrays, is missing"),
-    "a cut database": (lambda root: (root / "manifest.ocdbt").write_bytes(b"\x0c\xdb"), "tensorstore cannot read"),
-    "no data": (lambda root: shutil.rmtree(root / "d"), "this data file of the database is missing"),
-    "never finished": (
-        lambda root: changed(root / "_CHECKPOINT_METADATA", lambda times: {**times, "commit_timestamp_nsecs": None}),
-        "never finished",
-    ),
-    "a tree that is no tree": (lambda root: (root / "_METADATA").write_text("[]"), "not a JSON object"),
-    "a tree without entries": (lambda root: (root / "_METADATA").write_text("{}"), "no tree_metadata"),
-    "an entry without a path": (
-        lambda root: changed(root / "_METADATA", lambda tree: {**tree, "tree_metadata": {"x": {}}}),
-        "no path or no kind",
-    ),
-    "a value of an unknown kind": (lambda root: changed(root / "_METADATA", _with_kind), "kind of value"),
-    "an entry that is not there": (lambda root: changed(root / "_METADATA", _renamed), "tensorstore cannot read"),
-    "a key of an unknown type": (
-        lambda root: changed(
-            root / "_METADATA", lambda tree: _entry(tree, key_metadata=[{"key": "dense", "key_type": 3}])
-        ),
-        "neither a name nor a position",
-    ),
-    "a position that is no number": (
-        lambda root: changed(root / "_METADATA", lambda tree: _entry(tree, key_metadata=[{"key": "x", "key_type": 1}])),
-        "neither a name nor a position",
-    ),
-    "a value and a branch": (lambda root: changed(root / "_METADATA", _with_branch), "a value and a branch"),
-    "a value that is elsewhere": (
-        lambda root: changed(root / "_METADATA", lambda tree: _entry(tree, skip_deserialize=True)),
-        "not among the arrays",
-    ),
-    "a list without metadata": (
-        lambda root: (root / "array_metadatas" / "process_0").write_text('{"array_metadatas": [7]}'),
-        "does not list arrays",
-    ),
-    "a flag that is none": (
-        lambda root: changed(root / "_METADATA", lambda tree: {**tree, "use_ocdbt": "yes"}),
-        "neither true nor false",
-    ),
-}
+LISTED = "opt_state/_METADATA: it is missing, and _CHECKPOINT_METADATA lists the item"
+HARMS: list[tuple[str, Harm, str]] = [
+    ("no tree", unlink("_METADATA"), "has no _METADATA"),
+    ("no database", unlink("manifest.ocdbt"), "the database of the arrays, is missing"),
+    ("a cut database", write("manifest.ocdbt", "\x0c"), "tensorstore cannot read"),
+    ("no data", lambda root: shutil.rmtree(root / "d"), "this data file of the database is missing"),
+    ("no end", changed("_CHECKPOINT_METADATA", lambda t: {**t, "commit_timestamp_nsecs": None}), "never finished"),
+    ("a tree that is no tree", write("_METADATA", "[]"), "not a JSON object"),
+    ("a tree without entries", write("_METADATA", "{}"), "no tree_metadata"),
+    ("an entry without a path", in_tree(lambda tree: {**tree, "tree_metadata": {"x": {}}}), "no path or no kind"),
+    ("a value of an unknown kind", in_entry(value_type="os.system"), "kind of value"),
+    ("an entry that leads out of the folder", of_key("../../secret", 2), "tensorstore cannot read"),
+    ("a key of an unknown type", of_key("dense", 3), "neither a name nor a position"),
+    ("a position that is no number", of_key("x", 1), "neither a name nor a position"),
+    ("a value and a branch", of_key("layers", 2), "a value and a branch"),
+    ("a value that is elsewhere", in_entry(skip_deserialize=True), "not among the arrays"),
+    ("a list without metadata", write("array_metadatas/process_0", '{"array_metadatas": [7]}'), "does not list arrays"),
+    ("a flag that is none", in_tree(lambda tree: {**tree, "use_ocdbt": "yes"}), "neither true nor false"),
+    # Zarr's readers fill in zeros.
+    ("orbax-zarr", unlink("dense.kernel/0.0"), r"dense\.kernel: its chunk 0\.0 is missing"),
+    ("orbax-manager", unlink("commit_success.txt"), "marker of a finished checkpoint is missing"),
+    ("orbax-manager", unlink("opt_state/_METADATA"), LISTED),
+]
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_checkpoint_has_a_named_error(name, tmp_path):
-    damage, words = DAMAGES[name]
-    root = tmp_path / "run"
-    shutil.copytree(make("orbax").source, root)
-    damage(root)
+@pytest.mark.parametrize(("name", "harm", "words"), HARMS)
+def test_a_damaged_checkpoint_has_a_named_error(name, harm, words, tmp_path):
+    layout = name if name.startswith("orbax") else "orbax"
+    root = Path(shutil.copytree(make(layout).source, tmp_path / "5"))
+    harm(root)
     with pytest.raises(CkptError, match=words) as raised:
         ckpt_tools.verify(root)
     assert raised.value.exit_code == 4
-
-
-def test_a_chunk_that_is_missing_is_no_zeros(tmp_path):
-    """Zarr's readers fill in zeros."""
-    root = tmp_path / "run"
-    shutil.copytree(make("orbax-zarr").source, root)
-    (root / "dense.kernel" / "0.0").unlink()
-    with pytest.raises(CkptError, match=r"dense\.kernel: its chunk 0\.0 is missing"):
-        ckpt_tools.inspect(root)
-
-
-def test_an_item_without_the_marker_of_the_checkpoint_is_unfinished(tmp_path):
-    root = tmp_path / "5"
-    shutil.copytree(make("orbax-manager").source, root)
-    (root / "commit_success.txt").unlink()
-    with pytest.raises(CkptError, match="marker of a finished checkpoint is missing"):
-        ckpt_tools.inspect(root)
-
-
-def test_an_item_without_its_tree_is_incomplete(tmp_path):
-    root = tmp_path / "5"
-    shutil.copytree(make("orbax-manager").source, root)
-    (root / "opt_state" / "_METADATA").unlink()
-    with pytest.raises(CkptError, match="opt_state/_METADATA: it is missing, and _CHECKPOINT_METADATA lists the item"):
-        ckpt_tools.inspect(root)
 
 
 def test_what_lies_beside_is_read_or_noted(tmp_path):

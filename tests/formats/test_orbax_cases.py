@@ -62,16 +62,8 @@ KEYS = {"keys": {"key", "keys"}, "items-of-all-kinds": {"jax_key"}}
 """Cases with typed random keys, and the tensors that have a note for it."""
 
 CONVERTED = (
-    "direct",
-    "composite",
-    "v1",
-    "chunks",
-    "fill-values",
-    "keys",
-    "names",
-    "items-of-all-kinds",
-    "no-use_ocdbt",
-)
+    "direct", "composite", "v1", "chunks", "fill-values", "keys", "names", "items-of-all-kinds", "no-use_ocdbt",
+)  # fmt: skip
 
 DAMAGED = ("direct", "composite", "v1", "two-trees-v1", "zarr", "zarr3-folders", "chunks", "leaves", "default-item")
 DAMAGED += ("items-of-all-kinds",)

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
@@ -17,17 +17,15 @@ import pytest
 import torch
 
 import ckpt_tools
+from ckpt_tools.cli.main import main
 from ckpt_tools.core import boxes, layout, manifest, shards
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import CkptError, DestinationExistsError, FormatError, UnsupportedError, UsageError
 from ckpt_tools.formats import plugins
-from fixtures.store import Fixture
+from tests.support.sweep import extended
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-
-Checkpoint = Callable[[str, str, int], Fixture]
-Plugin = Callable[..., Path]
 
 
 def printed(name: str) -> str:
@@ -37,6 +35,21 @@ def printed(name: str) -> str:
     return found[1]
 
 
+def environment(*folders: Path) -> dict[str, str]:
+    found = [*map(str, folders), str(ROOT)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(found), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def python(*words: str | Path, folder: Path | None = None) -> str:
+    """What a process prints that finds packages in ``folder``."""
+    line, folders = [sys.executable, *map(str, words)], [] if folder is None else [folder]
+    run = subprocess.run(
+        line, capture_output=True, text=True, env=environment(*folders), check=False, timeout=300, cwd=folder
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The folder that pip installed the printed package in."""
@@ -44,21 +57,22 @@ def installed(tmp_path_factory):
     for name in ("pyproject.toml", "ckpt_npy.py"):
         (package / name).write_text(printed(name))
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(package)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+    python("-m", "pip", "install", *options, "--target", target, package)
     return target
+
+
+def forget() -> None:
+    for cached in (plugins.plugins, plugins._signs, plugins._may_declare_signs):
+        cached.cache_clear()
 
 
 @pytest.fixture
 def path(monkeypatch):
     """What is put on the import path for a test is looked for in it, and forgotten after it."""
     modules = set(sys.modules)
-    for cached in (plugins.plugins, plugins._signs, plugins._may_declare_signs):
-        cached.cache_clear()
+    forget()
     yield monkeypatch
-    for cached in (plugins.plugins, plugins._signs, plugins._may_declare_signs):
-        cached.cache_clear()
+    forget()
     plugins.plugin.cache_clear()
     for name in set(sys.modules) - modules:
         if name.startswith("ckpt_npy"):
@@ -70,24 +84,30 @@ def npy(installed, path):
     path.syspath_prepend(str(installed))
 
 
-def environment(*folders: Path) -> dict[str, str]:
-    found = [*map(str, folders), str(ROOT)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(found), "PYTHONDONTWRITEBYTECODE": "1"}
+@pytest.fixture
+def plugin(tmp_path, path):
+    """``plugin(distribution, code, **formats)``: a distribution whose formats are found, without pip."""
+
+    def make(distribution: str, code: str, signs: Mapping[str, str] = MappingProxyType({}), **formats: str) -> None:
+        folder = tmp_path / distribution
+        info = folder / f"{distribution}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        rows = [f"{name} = {place}" for name, place in formats.items()]
+        claims = ["[ckpt_tools.signs]", *(f"{pattern} = {name}" for pattern, name in signs.items())] if signs else []
+        (info / "entry_points.txt").write_text("\n".join(["[ckpt_tools.formats]", *rows, *claims, ""]))
+        (folder / f"ckpt_npy_{distribution}.py").write_text(code)
+        path.syspath_prepend(str(folder))
+
+    return make
 
 
-def command(*words: str | Path, folders: tuple[Path, ...]) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, env=environment(*folders), check=False, timeout=120)
-
-
-CONSTRUCTORS = re.findall(r"^- `([\w.]+)\(([^)]*)\)`", PAGE, re.MULTILINE)
-WHERE = (manifest, shards, boxes, layout)
-
-
-@pytest.mark.parametrize(("name", "arguments"), CONSTRUCTORS)
+@pytest.mark.parametrize(
+    ("name", "arguments"), re.findall(r"^- `([\w.]+)\(([^)]*)\)`", PAGE, re.MULTILINE), ids=lambda text: text[:20]
+)
 def test_a_listed_constructor_takes_the_listed_arguments(name, arguments):
     kind, _, method = name.partition(".")
-    (found, *_) = (getattr(module, kind) for module in WHERE if hasattr(module, kind))
+    (found, *_) = (getattr(module, kind) for module in (manifest, shards, boxes, layout) if hasattr(module, kind))
     taken = list(signature(getattr(found, method) if method else found).parameters)
     positional, by_name = re.findall(r"\w+(?=,|$)", arguments), re.findall(r"\w+(?==)", arguments)
     assert taken[: len(positional)] == positional
@@ -106,34 +126,26 @@ class TestThePrintedReader:
         (folder / "shapes.json").write_text('{"w": [2, 3], "b": [1]}')
         return folder
 
-    def test_it_is_short(self):
+    def test_every_command_reads_it_and_none_writes_it(self, raw, tmp_path):
         assert len([line for line in printed("ckpt_raw.py").splitlines() if line]) <= 20
-
-    def test_every_command_reads_it(self, raw, tmp_path):
         ckpt_tools.convert(raw, tmp_path / "out.npz")
         loaded = np.load(tmp_path / "out.npz")
         assert loaded["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
         assert loaded["b"].tobytes() == b"\x00\x00\x00\x80"
         assert ckpt_tools.inspect(raw).format == "raw"
         assert ckpt_tools.verify(raw, tmp_path / "out.npz").equal
-
-    def test_a_file_of_another_size_is_refused(self, raw):
-        (raw / "shapes.json").write_text('{"w": [2, 4]}')
-        with pytest.raises(FormatError, match=r"w\.f32: 24 bytes cannot hold 8 elements"):
-            ckpt_tools.inspect(raw)
-
-    @pytest.mark.parametrize("shapes", ['{"w": [3, "a"]}', "[1]", '{"w": 3}', "{", ""])
-    def test_damage_is_an_error_of_ours(self, shapes, raw):
-        (raw / "shapes.json").write_text(shapes)
-        with pytest.raises(FormatError, match=r"shapes\.json"):
-            ckpt_tools.inspect(raw)
-
-    def test_it_is_no_target(self, raw, tmp_path):
         with pytest.raises(UsageError, match=r"^no format 'raw' can be written; there are megatron.*, npz$"):
             ckpt_tools.convert(raw, tmp_path / "out", to="raw")
         row = ckpt_tools.list_formats()[-1]
         assert (row.name, row.reads, row.writes, row.holds) == ("raw", True, False, "weights")
 
+    @pytest.mark.parametrize("shapes", ['{"w": [2, 4]}', '{"w": [3, "a"]}', "[1]", '{"w": 3}', "{", ""])
+    def test_damage_is_an_error_of_ours(self, shapes, raw):
+        (raw / "shapes.json").write_text(shapes)
+        with pytest.raises(FormatError, match=r"shapes\.json|w\.f32: 24 bytes cannot hold 8 elements"):
+            ckpt_tools.inspect(raw)
+
+    @pytest.mark.extended
     def test_it_passes_the_suite_of_readers(self, tmp_path):
         (tmp_path / "ckpt_raw.py").write_text(printed("ckpt_raw.py"))
         block = PAGE.index("from ckpt_raw import RawFormat")
@@ -143,32 +155,21 @@ class TestThePrintedReader:
 
 def check_suite(test: Path, folder: Path) -> None:
     """Every test of the file passes in a process that finds packages in ``folder``; none is skipped."""
-    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
-    done = subprocess.run(
-        line, capture_output=True, text=True, env=environment(folder), check=False, timeout=300, cwd=test.parent
-    )
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"\d\d passed", done.stdout)
+    told = python("-m", "pytest", "-q", "-p", "no:cacheprovider", test, folder=folder)
+    assert re.search(r"\d\d passed", told)
 
 
 class TestThePrintedFormat:
+    @pytest.mark.extended
     def test_it_passes_the_suite_that_it_inherits(self, installed, tmp_path):
-        test = tmp_path / "test_ckpt_npy.py"
-        test.write_text(printed("test_ckpt_npy.py"))
-        check_suite(test, installed)
-
-    def test_it_appears_in_formats(self, npy):
-        row = ckpt_tools.list_formats()[-1]
-        assert (row.name, row.reads, row.writes, row.holds) == ("npy", True, True, "whole state")
+        (tmp_path / "test_ckpt_npy.py").write_text(printed("test_ckpt_npy.py"))
+        check_suite(tmp_path / "test_ckpt_npy.py", installed)
 
     @pytest.mark.parametrize(
         ("kind", "back", "options"),
         [
-            ("fsdp2", "dcp", {}),
-            ("fsdp2", "torch", {"state": "all"}),
-            ("fsdp2", "safetensors", {"state": "all"}),
             ("zero2-fp32", "zero2", {"world_size": 2}),
-            ("zero3-bf16", "dcp", {}),
+            *extended(("zero3-bf16", "dcp", {}), ("fsdp2", "safetensors", {"state": "all"})),
         ],
     )
     def test_whole_state_goes_there_and_back(self, npy, checkpoint, tmp_path, kind, back, options):
@@ -176,7 +177,7 @@ class TestThePrintedFormat:
         ckpt_tools.convert(source, tmp_path / "npy", to="npy")
         assert ckpt_tools.verify(source, tmp_path / "npy").equal
         assert ckpt_tools.inspect(tmp_path / "npy").format == "npy"
-        ckpt_tools.convert(tmp_path / "npy", tmp_path / "back", to=back, **options)  # type: ignore[arg-type]
+        ckpt_tools.convert(tmp_path / "npy", tmp_path / "back", to=back, **options)
         assert ckpt_tools.verify(tmp_path / "npy", tmp_path / "back").equal
         assert ckpt_tools.verify(source, tmp_path / "back").equal
 
@@ -188,8 +189,7 @@ class TestThePrintedFormat:
         rows = {name: row for name, row in index["tensors"].items() if name in ours}
         assert rows
         for name, row in rows.items():
-            loaded = np.load(tmp_path / "npy" / row["file"])
-            want = np.asarray(ours[name][...])
+            loaded, want = np.load(tmp_path / "npy" / row["file"]), np.asarray(ours[name][...])
             assert loaded.shape == want.shape and loaded.tobytes() == want.tobytes()
             assert loaded.dtype == want.dtype or DType(row["dtype"]) is DType.BFLOAT16
 
@@ -214,34 +214,28 @@ class TestThePrintedFormat:
         with pytest.raises(UsageError, match="tag= is for"):
             ckpt_tools.inspect(tmp_path / "npy", tag="x")
 
-    def test_the_command_line_takes_it(self, installed, checkpoint, tmp_path):
+    def test_the_command_line_takes_it(self, npy, checkpoint, tmp_path, capsys, path):
+        row = ckpt_tools.list_formats()[-1]
+        assert (row.name, row.reads, row.writes, row.holds) == ("npy", True, True, "whole state")
         source, target = checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "npy"
-        assert "npy_index.json" in command("formats", folders=(installed,)).stdout
-        done = command("convert", source, target, "--to", "npy", "--json", folders=(installed,))
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["plan"]["target_format"] == "npy"
-        assert command("inspect", target, "--from", "npy", folders=(installed,)).returncode == 0
-        without = command("inspect", target, folders=())
-        assert without.returncode == 4 and "a single array without a name" in without.stderr
+        assert "npy_index.json" in typed(capsys, "formats")[1]
+        code, told, _ = typed(capsys, "convert", source, target, "--to", "npy", "--json")
+        assert (code, json.loads(told)["plan"]["target_format"]) == (0, "npy")
+        assert typed(capsys, "inspect", target, "--from", "npy")[0] == 0
+        path.undo()
+        forget()
+        code, _, why = typed(capsys, "inspect", target)
+        assert code == 4 and "a single array without a name" in why
 
 
-@pytest.fixture
-def plugin(tmp_path, path):
-    """``plugin(distribution, code, **formats)``: a distribution whose formats are found, without pip."""
-
-    def make(distribution: str, code: str, signs: Mapping[str, str] = MappingProxyType({}), **formats: str) -> Path:
-        folder = tmp_path / distribution
-        info = folder / f"{distribution}-1.0.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
-        rows = [f"{name} = {place}" for name, place in formats.items()]
-        claims = ["[ckpt_tools.signs]", *(f"{pattern} = {name}" for pattern, name in signs.items())] if signs else []
-        (info / "entry_points.txt").write_text("\n".join(["[ckpt_tools.formats]", *rows, *claims, ""]))
-        (folder / f"ckpt_npy_{distribution}.py").write_text(code)
-        path.syspath_prepend(str(folder))
-        return folder
-
-    return make
+def typed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    """The exit code, and what is on the two streams."""
+    code = 0
+    try:
+        main([*map(str, words)])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    return code, *capsys.readouterr()
 
 
 CLAIMING = """
@@ -283,20 +277,16 @@ class TestWrongPlugins:
             ("from ckpt_tools.formats.base import Format as Claiming", "overrides neither read nor layout"),
             ("Claiming = dict", "is not a Format of ckpt_tools.formats.base"),
             (CLAIMING.format(name="other"), "calls itself 'other'"),
-            (
-                CLAIMING.format(name="odd") + "    reading_options = ('weights',)",
-                "formats do not have: weights",
-            ),
+            (CLAIMING.format(name="odd") + "    reading_options = ('weights',)", "formats do not have: weights"),
         ],
     )
-    def test_one_that_is_wrong_is_named_if_it_is_needed(self, plugin, odd, tmp_path, code, message):
+    def test_one_that_is_wrong_is_named_if_it_is_needed(self, plugin, odd, code, message):
         plugin("broken", code, odd="ckpt_npy_broken:Claiming")
-        needing: list[Callable[[], object]] = [
+        for need in (
             ckpt_tools.list_formats,
             lambda: ckpt_tools.inspect(odd),
             lambda: ckpt_tools.inspect(odd, from_="odd"),
-        ]
-        for need in needing:
+        ):
             with pytest.raises(UsageError, match=rf"'odd' of broken 1\.0.*{message}") as caught:
                 need()
             assert "\n" not in str(caught.value)
@@ -312,14 +302,11 @@ class TestWrongPlugins:
         with pytest.raises(UsageError, match="no format 'odd' can be written"):
             ckpt_tools.convert(odd, tmp_path / "out", to="odd")
 
-    def test_two_that_recognise_one_source_are_refused(self, plugin, odd):
+    def test_two_that_recognise_one_source_are_refused(self, plugin, odd, tmp_path):
         plugin("one", CLAIMING.format(name="odd"), odd="ckpt_npy_one:Claiming")
         plugin("two", CLAIMING.format(name="even"), even="ckpt_npy_two:Claiming")
         with pytest.raises(UsageError, match=r"several formats recognise .* \(even, odd\); say which with from_="):
             ckpt_tools.inspect(odd)
-
-    def test_a_folder_that_nobody_recognises_stays_unsupported(self, plugin, tmp_path):
-        plugin("good", CLAIMING.format(name="odd"), odd="ckpt_npy_good:Claiming")
         (tmp_path / "x.bin2").write_bytes(b"?")
         with pytest.raises(UnsupportedError, match=r"torch.*odd"):
             ckpt_tools.inspect(tmp_path / "x.bin2")
@@ -357,14 +344,20 @@ class TestClaims:
     @pytest.mark.parametrize("inside", ["", "weights.bin"])
     def test_a_declared_sign_wins(self, plugin, weights, inside):
         assert ckpt_tools.inspect(weights / inside).format == "torch"
-        for cached in (plugins._signs, plugins._may_declare_signs):
-            cached.cache_clear()
+        forget()
         plugin("odd", WEIGHTS.format(**WORKING), SIGN, odd="ckpt_npy_odd:Weights")
         assert ckpt_tools.inspect(weights / inside).format == "odd"
         assert ckpt_tools.inspect(weights / inside, from_="torch").format == "torch"
 
-    def test_a_sign_is_not_enough(self, plugin, weights):
-        plugin("odd", WEIGHTS.format(**{**WORKING, "detect": "return False"}), SIGN, odd="ckpt_npy_odd:Weights")
+    @pytest.mark.parametrize(
+        ("code", "signs"),
+        [
+            (WEIGHTS.format(**{**WORKING, "detect": "return False"}), SIGN),
+            pytest.param("1 / 0", {"*.odd": "odd"}, id="of other signs, which is not imported"),
+        ],
+    )
+    def test_a_sign_is_not_enough(self, plugin, weights, code, signs):
+        plugin("odd", code, signs, odd="ckpt_npy_odd:Weights")
         assert ckpt_tools.inspect(weights).format == "torch"
 
     def test_without_a_sign_the_error_names_the_plug_in(self, plugin, weights):
@@ -382,50 +375,45 @@ class TestClaims:
         with pytest.raises(UsageError, match=r"several formats recognise .* \((even, odd|odd, even)\); say which"):
             ckpt_tools.inspect(weights)
 
-    def test_a_plug_in_of_other_signs_is_not_imported(self, plugin, weights):
-        plugin("broken", "1 / 0", {"*.odd": "odd"}, odd="ckpt_npy_broken:Weights")
-        assert ckpt_tools.inspect(weights).format == "torch"
-
     def test_a_sign_that_names_no_format_is_refused(self, plugin, weights):
         plugin("odd", WEIGHTS.format(**WORKING), {"weights.bin": "ckpt_npy_odd:Weights"}, odd="ckpt_npy_odd:Weights")
         with pytest.raises(UsageError, match="'ckpt_npy_odd:Weights' is none"):
             ckpt_tools.inspect(weights)
 
 
-FAILURES = {
-    "detect": ("detect", "return 1 / 0", "ZeroDivisionError: division by zero"),
-    "read": ("read", "return source.files['no such']", "KeyError: 'no such'"),
-    "read nothing": ("read", "return None", "returned NoneType instead of Manifest"),
-    "own": ("own_files", "raise OSError('two' + chr(10) + 'lines')", "OSError: two lines"),
-    "layout": ("layout", "assert False, 'not yet'", "AssertionError: not yet"),
-}
-
-
-@pytest.mark.parametrize("case", FAILURES)
-def test_an_error_inside_a_plug_in_names_it(plugin, tmp_path, case):
-    method, code, reason = FAILURES[case]
-    folder = plugin("odd", WEIGHTS.format(**{**WORKING, case.split()[0]: code}), SIGN, odd="ckpt_npy_odd:Weights")
+@pytest.mark.parametrize(
+    ("method", "code", "reason"),
+    [
+        ("detect", "return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("read", "return source.files['no such']", "KeyError: 'no such'"),
+        ("read", "return None", "returned NoneType instead of Manifest"),
+        ("own_files", "raise OSError('two' + chr(10) + 'lines')", "OSError: two lines"),
+        ("layout", "assert False, 'not yet'", "AssertionError: not yet"),
+    ],
+)
+def test_an_error_inside_a_plug_in_names_it(plugin, tmp_path, method, code, reason, capsys):
+    written = WEIGHTS.format(**{**WORKING, method.removesuffix("_files"): code})
+    plugin("odd", written, SIGN, odd="ckpt_npy_odd:Weights")
     source = tmp_path / "run.bin" if method == "layout" else tmp_path / "weights.bin"
     torch.save({"w": torch.ones(2)}, source)
     words = ["convert", source, tmp_path / "out", "--to", "odd" if method == "layout" else "dcp"]
-    done = command(*words, folders=(folder,))
-    (said,) = done.stderr.splitlines()
-    assert (done.returncode, said.startswith("Error: the format 'odd' of odd 1.0")) == (1, True), done.stderr
+    exit_code, _, told = typed(capsys, *words)
+    (said,) = told.splitlines()
+    assert (exit_code, said.startswith("Error: the format 'odd' of odd 1.0")) == (1, True), told
     assert method in said and reason in said and "unexpected" not in said
     assert not (tmp_path / "out").exists()
-    verbose = command(*words, "--verbose", folders=(folder,)).stderr
+    verbose = typed(capsys, *words, "--verbose")[2]
     assert "Traceback" in verbose and verbose.splitlines()[-1] == said
 
 
 def test_plug_ins_are_not_looked_up_for_what_is_built_in(checkpoint, tmp_path):
     """Looking them up takes 20 ms."""
-    source = checkpoint("fsdp2", "awkward", 2).checkpoint
+    source, out = str(checkpoint("fsdp2", "awkward", 2).checkpoint), str(tmp_path / "out")
     code = f"""
 import sys, ckpt_tools
-ckpt_tools.inspect({str(source)!r})
-ckpt_tools.convert({str(source)!r}, {str(tmp_path / "out")!r}, to="zero2")
-ckpt_tools.verify({str(source)!r}, {str(tmp_path / "out")!r})
+ckpt_tools.inspect({source!r})
+ckpt_tools.convert({source!r}, {out!r}, to="zero2")
+ckpt_tools.verify({source!r}, {out!r})
 print("importlib.metadata" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
-    assert done.stdout.strip() == "False"
+    assert python("-c", code).strip() == "False"

@@ -1,21 +1,50 @@
-"""safetensors: one test a rule of the format, and the library itself as the judge."""
+"""safetensors: the rules of the format, texts in the header, a whole state, and files that are no model. The library
+itself is the judge."""
 
+from __future__ import annotations
+
+import base64
 import json
 import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
 import safetensors.numpy
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
+import ckpt_tools
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.layout import Literal
-from ckpt_tools.core.manifest import Manifest, StateKey
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorRef
+from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError, UnsupportedError
+from ckpt_tools.core.values import StorageRef, StoredTensor
+from ckpt_tools.errors import (
+    FormatError,
+    IncompleteError,
+    LossError,
+    MalformedError,
+    SeveralCheckpointsError,
+    UnsafeError,
+    UnsupportedError,
+)
+from ckpt_tools.formats.index import built_in
+from ckpt_tools.formats.safetensors.files import STATE_KEY
 from ckpt_tools.formats.safetensors.format import SafetensorsFormat
+from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.serialization.pickle.load import dumps
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
+from tests.support.every_verb import refusal
+from tests.support.refusals import refusal_test
 
 
 def packed(header: object, data: bytes = b"") -> bytes:
@@ -32,96 +61,94 @@ def read(files: dict[str, bytes]) -> Manifest:
     return SafetensorsFormat().read(Source.open(store), ReadOptions())
 
 
-def read_one(data: bytes) -> Manifest:
-    return read({"model.safetensors": data})
+def read_one(header: object, data: bytes = b"") -> Manifest:
+    return read({"model.safetensors": packed(header, data)})
+
+
+def layout_of(manifest: Manifest, max_shard_bytes: int | None = None) -> Any:
+    options = WriteOptions() if max_shard_bytes is None else WriteOptions(max_shard_bytes=max_shard_bytes)
+    return SafetensorsFormat().layout(manifest, options)
+
+
+# The rules
 
 
 def test_reads_what_the_library_wrote():
-    tensors = {
-        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "b": np.array(7, np.int64),
-        "c": np.empty((0, 3), "u1"),
-    }
-    manifest = read_one(safetensors.numpy.save(tensors, {"note": "x"}))
-    assert {key.fqn: (entry.shape, entry.dtype.value) for key, entry in manifest.tensors.items()} == {
-        "a": ((2, 3), "float32"),
-        "b": ((), "int64"),
-        "c": ((0, 3), "uint8"),
-    }
+    tensors = {"a": np.arange(6, dtype="f4").reshape(2, 3), "b": np.array(7, np.int64), "c": np.empty((0, 3), "u1")}
+    manifest = read({"model.safetensors": safetensors.numpy.save(tensors, {"note": "x"})})
+    found = {key.fqn: (entry.shape, entry.dtype.value) for key, entry in manifest.tensors.items()}
+    assert found == {"a": ((2, 3), "float32"), "b": ((), "int64"), "c": ((0, 3), "uint8")}
 
 
-@pytest.mark.parametrize(
-    ("data", "error", "words"),
-    [
-        (b"abc", IncompleteError, "3 bytes"),
-        (struct.pack("<Q", 100_000_001) + b"{}", MalformedError, "100,000,001"),
-        (struct.pack("<Q", 50) + b"{}", IncompleteError, "does not fit"),
-        (packed(b"{"), MalformedError, "JSON"),
-        (packed(b"\xff\xfe{}"), MalformedError, "JSON"),
-        (packed(b"[" * 100_000), MalformedError, "JSON"),
-        (packed([1]), MalformedError, "not a JSON object"),
-        (packed({"a": {"dtype": "F32"}}), MalformedError, "needs dtype"),
-        (packed({"a": {**info(), "more": 1}}, bytes(8)), MalformedError, "nothing else"),
-        (packed({"a": info("F31")}, bytes(8)), UnsupportedError, "F31"),
-        (packed({"a": info(["F32"])}, bytes(8)), UnsupportedError, "F32"),
-        (packed({"a": info(shape=[-2])}, bytes(8)), MalformedError, "are not valid"),
-        (packed({"a": info(shape=[2.0])}, bytes(8)), MalformedError, "are not valid"),
-        (packed({"a": info(shape=[True, 2])}, bytes(8)), MalformedError, "are not valid"),
-        (packed({"a": info(offsets=[8, 0])}, bytes(8)), MalformedError, "are not valid"),
-        (packed({"a": info(offsets=[0, 4])}, bytes(4)), MalformedError, "cannot hold"),
-        (packed({"a": info(shape=[1 << 62, 1 << 62])}, bytes(8)), MalformedError, "cannot hold"),
-        (packed({"a": info(), "b": info(offsets=[4, 12])}, bytes(12)), MalformedError, "overlaps"),
-        (packed({"a": info(offsets=[4, 12])}, bytes(12)), MalformedError, "gap"),
-        (packed({"a": info()}, bytes(9)), MalformedError, "no tensor has the 1 byte after"),
-        (packed({"a": info()}, bytes(7)), IncompleteError, "truncated"),
-        (packed(b'{"a":{},"a":{}}'), MalformedError, "twice"),
-        (packed({"__metadata__": {"n": 1}}), MalformedError, "__metadata__"),
-        (packed(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}', bytes(8)), MalformedError, "NaN"),
-    ],
-)
-def test_refuses_a_broken_rule(data, error, words):
-    with pytest.raises(error, match=words):
-        read_one(data)
+NAN = b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}'
+OVERLAPPING = {"a": info(), "b": info(offsets=[4, 12])}
+RULES: list[tuple[bytes, type[FormatError], str]] = [
+    (b"abc", IncompleteError, "3 bytes"),
+    (struct.pack("<Q", 100_000_001) + b"{}", MalformedError, "100,000,001"),
+    (struct.pack("<Q", 50) + b"{}", IncompleteError, "does not fit"),
+    (packed(b"{"), MalformedError, "JSON"),
+    (packed(b"\xff\xfe{}"), MalformedError, "JSON"),
+    (packed(b"[" * 100_000), MalformedError, "JSON"),
+    (packed([1]), MalformedError, "not a JSON object"),
+    (packed({"a": {"dtype": "F32"}}), MalformedError, "needs dtype"),
+    (packed({"a": {**info(), "more": 1}}, bytes(8)), MalformedError, "nothing else"),
+    (packed({"a": info("F31")}, bytes(8)), UnsupportedError, "F31"),
+    (packed({"a": info(["F32"])}, bytes(8)), UnsupportedError, "F32"),
+    (packed({"a": info(shape=[-2])}, bytes(8)), MalformedError, "are not valid"),
+    (packed({"a": info(shape=[2.0])}, bytes(8)), MalformedError, "are not valid"),
+    (packed({"a": info(shape=[True, 2])}, bytes(8)), MalformedError, "are not valid"),
+    (packed({"a": info(offsets=[8, 0])}, bytes(8)), MalformedError, "are not valid"),
+    (packed({"a": info(offsets=[0, 4])}, bytes(4)), MalformedError, "cannot hold"),
+    (packed({"a": info(shape=[1 << 62, 1 << 62])}, bytes(8)), MalformedError, "cannot hold"),
+    (packed(OVERLAPPING, bytes(12)), MalformedError, "overlaps"),
+    (packed({"a": info(offsets=[4, 12])}, bytes(12)), MalformedError, "gap"),
+    (packed({"a": info()}, bytes(9)), MalformedError, "no tensor has the 1 byte after"),
+    (packed({"a": info()}, bytes(7)), IncompleteError, "truncated"),
+    (packed(b'{"a":{},"a":{}}'), MalformedError, "twice"),
+    (packed({"__metadata__": {"n": 1}}), MalformedError, "__metadata__"),
+    (packed(NAN, bytes(8)), MalformedError, "NaN"),
+]
 
 
-ONE = packed({"a": info()}, bytes(8))
-TWO = packed({"b": info()}, bytes(8))
+def indexed(weight_map: object, **files: bytes) -> dict[str, bytes]:
+    index = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    return {"model.safetensors.index.json": index, **{f"{name}.safetensors": data for name, data in files.items()}}
 
 
-def indexed(weight_map: object) -> bytes:
-    return json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+ONE, TWO = packed({"a": info()}, bytes(8)), packed({"b": info()}, bytes(8))
+FOLDERS: list[tuple[dict[str, bytes], type[Any], str]] = [
+    (indexed({"a": "x.safetensors"}), IncompleteError, "missing"),
+    (indexed({"a": "../x.safetensors"}), UnsafeError, "outside"),
+    (indexed({"a": "/x.safetensors"}), UnsafeError, "outside"),
+    (indexed(["a"]), MalformedError, "weight_map"),
+    (indexed({"z": "x.safetensors"}, x=ONE), IncompleteError, "'z'"),
+    ({"a.safetensors": ONE, "b.safetensors": TWO}, SeveralCheckpointsError, "several models"),
+    ({"m-00001-of-00003.safetensors": ONE, "m-00003-of-00003.safetensors": TWO}, IncompleteError, "missing"),
+    ({"m-00001-of-00002.safetensors": ONE, "m-00002-of-00002.safetensors": ONE}, MalformedError, "two files"),
+]
 
 
-@pytest.mark.parametrize(
-    ("files", "error", "words"),
-    [
-        ({"model.safetensors.index.json": indexed({"a": "x.safetensors"})}, IncompleteError, "missing"),
-        ({"model.safetensors.index.json": indexed({"a": "../x.safetensors"})}, UnsafeError, "outside"),
-        ({"model.safetensors.index.json": indexed({"a": "/x.safetensors"})}, UnsafeError, "outside"),
-        ({"model.safetensors.index.json": indexed(["a"])}, MalformedError, "weight_map"),
-        (
-            {"model.safetensors.index.json": indexed({"z": "x.safetensors"}), "x.safetensors": ONE},
-            IncompleteError,
-            "'z'",
-        ),
-        ({"a.safetensors": ONE, "b.safetensors": TWO}, UnsupportedError, "several models"),
-        ({"m-00001-of-00003.safetensors": ONE, "m-00003-of-00003.safetensors": TWO}, IncompleteError, "missing"),
-        ({"m-00001-of-00002.safetensors": ONE, "m-00002-of-00002.safetensors": ONE}, MalformedError, "two files"),
-    ],
-)
-def test_refuses_a_broken_folder(files, error, words):
-    with pytest.raises(error, match=words):
-        read(files)
+def read_wide() -> None:
+    manifest = read_one({"a": info("C64", [1], [0, 8])}, bytes(8))
+    wide = {StateKey("a"): replace(manifest.tensors[StateKey("a")], dtype=DType.COMPLEX128)}
+    layout_of(Manifest("x", wide))
+
+
+test_refused = refusal_test(
+    *((f"rule {n}", lambda _, data=data: read({"model.safetensors": data}), error, words) for n,
+        (data, error, words) in enumerate(RULES)),
+    *((f"folder {n}", lambda _, files=files: read(files), error, words) for n,
+        (files, error, words) in enumerate(FOLDERS)),
+    ("a type that has no name here", lambda _: read_wide(), UnsupportedError, "complex128"),
+)  # fmt: skip
 
 
 def test_shards_without_an_index_are_one_model_if_complete():
-    manifest = read({"m-00001-of-00002.safetensors": ONE, "m-00002-of-00002.safetensors": TWO})
-    assert manifest.fqns == {"a", "b"}
+    assert read({"m-00001-of-00002.safetensors": ONE, "m-00002-of-00002.safetensors": TWO}).fqns == {"a", "b"}
 
 
 def test_header_is_exactly_this():
-    manifest = read_one(packed({"a": info()}, bytes(8)))
-    (file,) = SafetensorsFormat().layout(manifest, WriteOptions()).files
+    (file,) = layout_of(read_one({"a": info()}, bytes(8))).files
     header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}   '
     assert file.path == "model.safetensors"
     assert file.segments[0] == Literal(struct.pack("<Q", 88) + header)
@@ -130,43 +157,275 @@ def test_header_is_exactly_this():
 
 def test_wide_elements_come_first_so_that_all_are_aligned():
     entries = {"bytes": info("U8", [3], [0, 3]), "words": info("I64", [1], [3, 11])}
-    (file,) = SafetensorsFormat().layout(read_one(packed(entries, bytes(11))), WriteOptions()).files
-    assert [segment.key.fqn for segment in file.segments[1:]] == ["words", "bytes"]  # type: ignore[union-attr]
+    (file,) = layout_of(read_one(entries, bytes(11))).files
+    assert [segment.key.fqn for segment in file.segments[1:]] == ["words", "bytes"]
 
 
 def test_shards_have_an_index_published_last():
     entries = {name: info(offsets=[8 * n, 8 * n + 8]) for n, name in enumerate("abc")}
-    layout = SafetensorsFormat().layout(read_one(packed(entries, bytes(24))), WriteOptions(max_shard_bytes=16))
-    assert [file.path for file in layout.files] == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ]
-    (index,) = layout.files[-1].load().segments
+    *shards, last = layout_of(read_one(entries, bytes(24)), max_shard_bytes=16).files
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [file.path for file in shards] == names and last.path == "model.safetensors.index.json"
+    (index,) = last.load().segments
+    where = {"a": names[0], "b": names[0], "c": names[1]}
     assert isinstance(index, Literal)
-    assert json.loads(index.data) == {
-        "metadata": {"total_size": 24},
-        "weight_map": {
-            "a": "model-00001-of-00002.safetensors",
-            "b": "model-00001-of-00002.safetensors",
-            "c": "model-00002-of-00002.safetensors",
-        },
-    }
+    assert json.loads(index.data) == {"metadata": {"total_size": 24}, "weight_map": where}
 
 
 def test_a_tie_is_stored_once_and_found_again():
-    manifest = read_one(packed({"__metadata__": {"head": "a"}, "a": info()}, bytes(8)))
+    manifest = read_one({"__metadata__": {"head": "a"}, "a": info()}, bytes(8))
     assert manifest.aliases == {"head": "a"}
-    (file,) = SafetensorsFormat().layout(manifest, WriteOptions()).files
-    assert b'"head":"a"' in file.segments[0].data  # type: ignore[union-attr]
+    (file,) = layout_of(manifest).files
+    assert b'"head":"a"' in file.segments[0].data
 
 
-def test_a_type_that_has_no_name_here():
-    from dataclasses import replace
+# Texts in the header say how the tensors are meant: they are carried, or a note names them
 
-    from ckpt_tools.core.dtypes import DType
+TORCHAO = {
+    "format": "pt",
+    "tensor_names": '["0.weight"]',
+    "0.weight": '{"_type": "Int8Tensor", "_data": {"block_size": [1, 64]}}',
+}
+HEADERS = {
+    "torchao": TORCHAO,
+    "diffusers": {"format": "pt", "lora_adapter_metadata": '{"unet.r": 4, "unet.lora_alpha": 16}'},
+    "kohya": {"ss_network_alpha": "16", "ss_network_dim": "4", "modelspec.title": "a b"},
+    "comfyui": {"format": "pt", "_quantization_metadata": '{"layers": {"0": {"format": "float8_e4m3fn"}}}'},
+    "mlx": {"format": "mlx"},
+    "a tie": {"format": "pt", "tied.weight": "0.weight", "said": "x"},
+}
+CARRYING = ("dcp", "zero1", "zero2", "zero3", "universal", "megatron", "sharded", "safetensors", "torch")
 
-    manifest = read_one(packed({"a": info("C64", [1], [0, 8])}, bytes(8)))
-    wide = {StateKey("a"): replace(manifest.tensors[StateKey("a")], dtype=DType.COMPLEX128)}
-    with pytest.raises(UnsupportedError, match="complex128"):
-        SafetensorsFormat().layout(Manifest("x", wide), WriteOptions())
+
+def save(path: Path, header: dict[str, str], *, names: tuple[str, ...] = ("0.weight", "1.weight")) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    save_file({name: torch.arange(6.0).reshape(2, 3) + n for n, name in enumerate(names)}, path, metadata=header)
+    return path
+
+
+def header(path: Path) -> dict[str, str]:
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata())
+
+
+@pytest.mark.parametrize("said", HEADERS.values(), ids=HEADERS)
+@pytest.mark.parametrize("state", [None, "all"])
+def test_a_file_keeps_its_header(said, state, tmp_path):
+    source, out = save(tmp_path / "a.safetensors", said), tmp_path / "b.safetensors"
+    report = ckpt_tools.convert(source, out, state=state, strict=True)
+    assert header(out) == {"format": "pt"} | said
+    assert not report.notes
+    assert ckpt_tools.verify(source, out).equal
+    if "said" in said:
+        assert ckpt_tools.open(source).extras == {HEADER_ENTRY: {"said": "x"}}
+
+
+@pytest.mark.parametrize("to", [form.name for form in built_in() if form.writes and form.name != "peft"])
+def test_every_format_carries_a_header_or_names_it(to, tmp_path):
+    source, there = save(tmp_path / "a.safetensors", TORCHAO), tmp_path / "there"
+    report = ckpt_tools.convert(source, there, to=to, state="all" if to in CARRYING else None)
+    named = [note.what for note in report.notes if note.outcome is Outcome.DROPPED]
+    assert named == ([] if to in CARRYING else [HEADER_ENTRY])
+    assert ckpt_tools.verify(source, there).equal
+    ckpt_tools.convert(there, tmp_path / "b.safetensors")
+    assert header(tmp_path / "b.safetensors") == (TORCHAO if to in CARRYING else {"format": "pt"})
+    if to not in CARRYING:
+        with pytest.raises(LossError, match=HEADER_ENTRY):
+            ckpt_tools.convert(source, tmp_path / "strict", to=to, strict=True)
+
+
+def test_shards_have_one_header_and_what_they_do_not_share_is_named(tmp_path):
+    both, source = {"format": "pt", "tensor_names": "[]"}, tmp_path / "m"
+    said = {**both, "a": "1", "part": "0"}, {**both, "b": "2", "part": "1"}
+    files = {f"{n}.weight": f"model-0000{n + 1}-of-00002.safetensors" for n in range(2)}
+    for (name, file), each in zip(files.items(), said, strict=True):
+        save(source / file, each, names=(name,))
+    index = {"metadata": {"total_size": 48, "mergekit_version": "0.1"}, "weight_map": files}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    report = ckpt_tools.convert(source, tmp_path / "o", to="safetensors", max_shard_size="24")
+    found = [header(file) for file in (tmp_path / "o").glob("*.safetensors")]
+    assert found == [{**both, "a": "1", "b": "2"}] * 2
+    lost = {note.what for note in report.notes if note.is_loss}
+    assert lost == {f"{HEADER_ENTRY}.part", "mergekit_version in model.safetensors.index.json"}
+    with pytest.raises(LossError, match="part"):
+        ckpt_tools.convert(source, tmp_path / "strict.safetensors", strict=True)
+
+
+@pytest.mark.parametrize("options", [{"rename": ["^0=2"]}, {"dtype": "bfloat16"}, {"exclude": ["1.*"]}])
+def test_a_note_says_that_a_header_may_not_hold_any_more(options, tmp_path):
+    source, out = save(tmp_path / "a.safetensors", TORCHAO), tmp_path / "b.safetensors"
+    report = ckpt_tools.convert(source, out, **options)
+    assert header(out) == TORCHAO
+    assert [note.what for note in report.notes if note.outcome is Outcome.KEPT] == [HEADER_ENTRY]
+
+
+@pytest.mark.parametrize("other", [{"format": "pt"}, {**TORCHAO, "tensor_names": "[]"}, {**TORCHAO, "more": ""}])
+def test_verify_compares_headers(other, tmp_path):
+    source, out = save(tmp_path / "a.safetensors", TORCHAO), save(tmp_path / "b.safetensors", other)
+    report = ckpt_tools.verify(source, out)
+    assert report.num_differing == 0
+    assert {each.key.fqn.split(".")[0] for each in report.differences} == {HEADER_ENTRY}
+
+
+# A whole state, in which the user's tensors stay the user's
+
+RNG, EMA = torch.arange(5, dtype=torch.uint8), torch.rand(3)
+PATHS = {"w": ("w",), "optim.state.w.exp_avg": ("optim", "state", "w", "exp_avg"), "rng": ("rng",)}
+PATHS |= {"optim.param_groups.0.params": ("optim", "param_groups", 0, "params"), "seeds": ("seeds",)}
+OBJECTS: dict[str, Any] = {"optim.param_groups.0.params": ["w"], "seeds": [1]}
+
+
+def opened(path: Path) -> Manifest:
+    return read_checkpoint(path, ReadOptions())[1]
+
+
+def names(manifest: Manifest) -> set[str]:
+    return {key.fqn for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)}
+
+
+def references(value: Any) -> Iterator[TensorRef]:
+    if isinstance(value, TensorRef):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+        yield from references(part)
+
+
+def test_the_users_tensors_are_no_weights_and_come_back_with_their_bits(tmp_path):
+    """At the top, in a dict, and in a list."""
+    whole, packed = tmp_path / "in.pt", tmp_path / "all.safetensors"
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    own = {"rng": RNG, "ema": {"weight": EMA}, "seeds": ["first", (RNG, EMA), RNG], "best": EMA.double()}
+    torch.save({"model": weights, "optim": state, **own}, whole)
+    assert not ckpt_tools.convert(whole, packed, state="all").plan.notes
+    assert names(opened(packed)) == {"weight", "bias"}
+    assert [len(list(references(dict(opened(each).extra)))) for each in (packed, whole)] == [6, 6]
+    ckpt_tools.convert(packed, tmp_path / "model.safetensors")
+    assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
+    ckpt_tools.convert(packed, tmp_path / "back.pt", state="all")
+    found = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert torch.equal(found["rng"], RNG) and torch.equal(found["ema"]["weight"], EMA)
+    assert torch.equal(found["best"], EMA.double()) and found["seeds"][0] == "first"
+    assert torch.equal(found["seeds"][1][0], RNG) and torch.equal(found["seeds"][1][1], EMA)
+    assert ckpt_tools.diff(whole, tmp_path / "back.pt").equal
+
+
+def with_state(folder: Path, **changes: Any) -> Manifest:
+    """A file with a state of its own making, opened."""
+    tensors = {"w": torch.ones(2), "optim.state.w.exp_avg": torch.zeros(2), "rng": RNG}
+    text = dumps({"paths": PATHS, "objects": OBJECTS, **changes})
+    save_file(tensors, folder / "x.safetensors", metadata={STATE_KEY: base64.b64encode(text).decode()})
+    return opened(folder / "x.safetensors")
+
+
+def test_a_file_of_an_older_version_opens_as_it_did(tmp_path):
+    """It does not say which tensors are the user's, so that all at the top are weights."""
+    manifest = with_state(tmp_path)
+    assert names(manifest) == {"w", "rng"}
+    assert manifest.extra == {"seeds": [1]} and StateKey("w", "exp_avg") in manifest.tensors
+    # Names that are no tensors mean nothing.
+    assert names(with_state(tmp_path, own=["rng", "other", "seeds"])) == {"w"}
+
+
+def _tensor(name: str, dtype: DType = DType.UINT8, numel: int = 5) -> StoredTensor:
+    return StoredTensor(StorageRef.holding(name, dtype, numel), dtype, 0, (numel,), (1,))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"own": "rng"},
+        {"own": [1]},
+        *({"own": ["rng"], "objects": {**OBJECTS, "seeds": [each]}} for each in (_tensor("absent"),
+            _tensor("rng", numel=4), _tensor("rng", DType.INT8))),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_file_is_an_error(changed, tmp_path):
+    with pytest.raises(FormatError):
+        with_state(tmp_path, **changed)
+
+
+# Files that are no model: one file a rank of tensor parallelism, and what a trainer publishes of its changes
+
+OF_RANKS = {
+    "vllm": ["model-rank-0-part-0.safetensors", "model-rank-1-part-0.safetensors"],
+    "vllm, two parts": [f"model-rank-{rank}-part-{part}.safetensors" for rank in range(2) for part in range(2)],
+    "deepseek": ["model0-mp2.safetensors", "model1-mp2.safetensors"],
+    "tensorrt-llm": ["rank0.safetensors", "rank1.safetensors"],
+    "neuronx": ["tp_rank_00_pp_rank_00.safetensors", "tp_rank_01_pp_rank_00.safetensors"],
+    "neuronx, data parallel": [f"dp_rank_00_tp_rank_0{rank}_pp_rank_00.safetensors" for rank in range(2)],
+}
+CUT = "of a model that tensor parallelism cut"
+
+
+def merging(base: Path, out: Path) -> str:
+    with pytest.raises(UnsupportedError) as found:
+        ckpt_tools.merge_lora(base, base, out, to="safetensors")
+    return str(found.value)
+
+
+def problem(folder: Path) -> str | None:
+    (found,) = ckpt_tools.ls(folder).checkpoints
+    return found.problem
+
+
+def saved(folder: Path, names: list[str]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    for number, name in enumerate(names):
+        save_file({"up.weight": torch.full((3, 2), float(number)), "norm.weight": torch.ones(2)}, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("kind", OF_RANKS)
+def test_a_file_a_rank_is_no_model(kind, tmp_path):
+    folder = saved(tmp_path / "run", OF_RANKS[kind])
+    for src in (folder, folder / OF_RANKS[kind][0]):
+        for more in ({}, {"from_": "safetensors"}):
+            code, sentence = refusal(src, tmp_path / "out", **more)
+            assert code == 4 and CUT in sentence
+    # vLLM copies the index of the model that it cut.
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"up.weight": "model-1.safetensors"}}')
+    for sentence in (refusal(folder, tmp_path / "out")[1], problem(folder), merging(folder, tmp_path / "out")):
+        assert sentence is not None and "tensor parallelism cut" in sentence
+
+
+def test_shards_with_the_names_of_others_are_no_model(tmp_path):
+    """Mistral numbers its ranks as others number their shards."""
+    folder = saved(tmp_path / "run", [f"consolidated-0000{number}-of-00002.safetensors" for number in (1, 2)])
+    assert "this tensor is in two files" in refusal(folder, tmp_path / "out")[1]
+    assert "this is one file of a checkpoint" in refusal(min(folder.glob("*.safetensors")), tmp_path / "out")[1]
+    assert "are in two files" in str(problem(folder))
+
+
+@pytest.mark.parametrize("name", ["model0-mp1.safetensors", "rankings.safetensors", "tp_ranker.safetensors"])
+def test_other_names_are_those_of_models(name, tmp_path):
+    folder = saved(tmp_path / "run", [name])
+    assert ckpt_tools.inspect(folder).num_tensors == 2
+    assert problem(folder) is None
+
+
+@pytest.mark.parametrize(("encoding", "num_files"), [("xor", 1), ("overwrite", 2)])
+def test_a_published_delta_is_no_model(encoding, num_files, tmp_path):
+    """As slime publishes it (update_weight_from_disk_delta.py): tensors are compressed changes, and the files count
+    from 0."""
+    folder, weight_map = tmp_path / "disk" / "weight_v000002", {}
+    folder.mkdir(parents=True)
+    for number in range(num_files):
+        name = f"model-{number:05d}-of-{num_files:05d}.safetensors"
+        changes = {f"layers.{number}.{part}": np.frombuffer(b"(\xb5/\xfd change", np.uint8) for part in ("up", "down")}
+        (folder / name).write_bytes(safetensors.numpy.save(changes, metadata=dict.fromkeys(changes, "1a2b3c4d")))
+        weight_map |= dict.fromkeys(changes, name)
+    metadata = {"version": "000002", "base_version": "000001", "delta_encoding": encoding, "compression_format": "zstd"}
+    index = {"metadata": metadata, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, sentence = refusal(folder, tmp_path / "out")
+    assert code == 4 and "it is a delta against an earlier version: '000001'; apply it" in sentence
+    assert "it is a delta against an earlier version" in str(problem(folder.parent))
+    assert "it is a delta against" in merging(folder, tmp_path / "out")
+    (folder / "model.safetensors.index.json").unlink()
+    for src in (folder, min(folder.glob("*.safetensors"))) if num_files == 1 else ():
+        assert "it is a delta" in refusal(src, tmp_path / "out", from_="safetensors")[1]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from ckpt_tools.errors import FormatError
 from fixtures.corpus import make
 from tests.layouts.contents import contents
+from tests.support.refusals import refusal_test
 from tests.support.saved_files import Change, change_file
 
 TAG = "global_step4"
@@ -21,21 +22,22 @@ TAG = "global_step4"
 Harm = Callable[[Path], object]
 """Done to that folder."""
 
-Damage = tuple[Harm, type[FormatError], str]
-"""What is done to a copy, and the error that names it."""
-
 
 def copied_run(name: str, folder: Path) -> Path:
     """A copy of a layout of the corpus in ``folder``, to be changed."""
     return Path(shutil.copytree(make(name).folder, folder / "run"))
 
 
-def assert_is_named(damage: Damage, run: Path) -> None:
-    """Reading the whole of a run of DeepSpeed, after ``damage``, ends with its error."""
-    harm, kind, text = damage
-    harm(run / TAG)
-    with pytest.raises(kind, match=text):
+def damage_test(layout: str, *damages: tuple[str, Harm, type[FormatError], str]) -> Callable[..., None]:
+    """The one test of a table. Each row's harm is done to a copy of a run of DeepSpeed in the corpus, and reading the
+    whole of that ends with the row's error."""
+
+    def read(folder: Path, harm: Harm) -> None:
+        run = copied_run(layout, folder)
+        harm(run / TAG)
         contents(run)
+
+    return refusal_test(*((name, partial(read, harm=harm), error, words) for name, harm, error, words in damages))
 
 
 def unlink(*patterns: str) -> Harm:
@@ -72,3 +74,7 @@ def save(name: str, value: Any) -> Harm:
 
 def changed(name: str, change: Change) -> Harm:
     return lambda folder: change_file(folder / name, change)
+
+
+def updated(name: str, **values: Any) -> Harm:
+    return changed(name, lambda content: content.update(values))

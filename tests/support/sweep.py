@@ -49,6 +49,11 @@ def _name(case: Any) -> str:
     return case if isinstance(case, str) else str(getattr(case, "name", case))
 
 
+def extended(*cases: Any) -> list[Any]:
+    """Parameters that run in ``make test-all``; a tuple has the values of several."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.extended) for case in cases]
+
+
 def name_of(fixture: Fixture) -> str:
     return f"{fixture.kind}-{fixture.case}-{fixture.world_size}"
 

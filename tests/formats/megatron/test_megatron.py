@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -24,7 +25,6 @@ from ckpt_tools.errors import (
     IncompleteError,
     MalformedError,
     SeveralCheckpointsError,
-    SourceNotFoundError,
     UnsupportedError,
 )
 from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
@@ -34,13 +34,14 @@ from ckpt_tools.runs.opening import read_checkpoint
 from fixtures import corpus, launch
 from fixtures import megatron as mg
 from fixtures.corpus.megatron import DENSE, FOLDER, MIXTURE
-from fixtures.store import Fixture
 from tests.end_to_end.test_matrix import assert_same_course, assert_same_state
 from tests.layouts.contents import contents
+from tests.support.damage import Harm, unlink
 from tests.support.ranks import for_ranks
+from tests.support.refusals import refusal_test
+from tests.support.saved_files import change_file
+from tests.support.sweep import extended
 from tests.support.truth import Truth
-
-Checkpoint = Callable[[str, str, int], Fixture]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -81,18 +82,18 @@ class TestGeometry:
         with pytest.raises(MalformedError, match="cannot be stored"):
             piece_shape(stored, shape)
 
-    def test_an_interval_of_one_piece(self):
-        """[4, 12] in pieces of [2, 4]: elements 3 to 7 of the piece at row 1, column 2 of the pieces."""
-        found = list(boxes(Box((1, 2, 3), (2, 3, 7)), (2, 4)))
-        assert found == [(Box((2, 11), (3, 12)), 0), (Box((3, 8), (4, 11)), 1)]
-
-    def test_whole_pieces_side_by_side(self):
-        found = list(boxes(Box((0, 1, 0), (1, 3, 8)), (2, 4)))
-        assert found == [(Box((0, 4), (2, 8)), 0), (Box((0, 8), (2, 12)), 8)]
-
-    def test_stacked_layers(self):
-        found = list(boxes(Box((2, 1, 0), (3, 2, 2)), (1, 3)))
-        assert found == [(Box((2, 3), (3, 5)), 0)]
+    @pytest.mark.parametrize(
+        ("stored", "piece", "expected"),
+        [
+            # [4, 12] in pieces of [2, 4]: elements 3 to 7 of the piece at row 1, column 2 of the pieces.
+            (Box((1, 2, 3), (2, 3, 7)), (2, 4), [(Box((2, 11), (3, 12)), 0), (Box((3, 8), (4, 11)), 1)]),
+            (Box((0, 1, 0), (1, 3, 8)), (2, 4), [(Box((0, 4), (2, 8)), 0), (Box((0, 8), (2, 12)), 8)]),
+            (Box((2, 1, 0), (3, 2, 2)), (1, 3), [(Box((2, 3), (3, 5)), 0)]),
+        ],
+        ids=["an interval of one piece", "whole pieces side by side", "stacked layers"],
+    )
+    def test_where_elements_lie(self, stored, piece, expected):
+        assert list(boxes(stored, piece)) == expected
 
 
 class TestNames:
@@ -130,13 +131,9 @@ class TestGroups:
         names = [each.name for each in self.PARAMETERS]
         assert by_rule(groups, self.PARAMETERS) == [names[:1], names[1:3], names[3:]]
         assert by_rule(groups, self.PARAMETERS, decays_norms=True) == [[names[0], names[2]], names[1:2], names[3:]]
-
-    def test_names_of_nemo(self):
-        groups = [Group(0, {"pre_wd_mult": 1.0}), Group(0, {"pre_wd_mult": 0.0})]
-        assert by_rule(groups, self.PARAMETERS[:2]) == [[self.PARAMETERS[0].name], [self.PARAMETERS[1].name]]
-
-    def test_one_group_has_all(self):
-        assert by_rule([self.group(lr_mult=3.0)], self.PARAMETERS) == [[each.name for each in self.PARAMETERS]]
+        assert by_rule([self.group(lr_mult=3.0)], self.PARAMETERS) == [names], "one group has all"
+        of_nemo = [Group(0, {"pre_wd_mult": 1.0}), Group(0, {"pre_wd_mult": 0.0})]
+        assert by_rule(of_nemo, self.PARAMETERS[:2]) == [names[:1], names[1:2]]
 
     @pytest.mark.parametrize(
         "options", [{"lr_mult": 0.1}, {"is_decoupled_lr": True}, {}, {"wd_mult": 0.0, "is_expert_parallel": True}]
@@ -147,10 +144,7 @@ class TestGroups:
     def test_what_is_not_guessed_is_said(self, tmp_path):
         """Two groups that differ in their learning rate alone, one of them without a rule."""
         run = shutil.copytree(corpus.make("megatron").folder, tmp_path / "run")
-        path = run / FOLDER / "common.pt"
-        common = torch.load(path, weights_only=False)
-        common["optimizer"]["optimizer"]["param_groups"][1]["lr_mult"] = 0.1
-        torch.save(common, path)
+        change_file(run / COMMON, lambda own: own["optimizer"]["optimizer"]["param_groups"][1].update(lr_mult=0.1))
         manifest = read_checkpoint(run, ReadOptions())[1]
         assert [len(group.params) for group in manifest.groups] == [10, 0]
         assert any("all parameters are in the first one" in note.why for note in manifest.notes)
@@ -164,9 +158,11 @@ class TestCommonState:
         assert CommonState({"args": other}, "x").args == {} == CommonState({"args": 3}, "x").args
 
     @pytest.mark.parametrize("optimizer", [3, {}, [], [3], {0: 3}, {"param_groups": 3}, {"param_groups": [3]}])
-    def test_another_optimizer_is_refused(self, optimizer):
+    def test_another_state_is_refused(self, optimizer):
         with pytest.raises(MalformedError, match="Megatron optimizer"):
             _ = CommonState({"optimizer": optimizer}, "common.pt").groups
+        with pytest.raises(MalformedError, match="common state"):
+            CommonState.of([], "common.pt")
 
     def test_forms_of_the_optimizer(self):
         plain = {"param_groups": [{"lr": 1.0}], "state": {"common_step": 7}}
@@ -175,62 +171,91 @@ class TestCommonState:
             (group,) = state.groups
             assert group.options == {"lr": 1.0} and state.step(group) == 7
 
-    def test_not_a_dict(self):
-        with pytest.raises(MalformedError, match="common state"):
-            CommonState.of([], "common.pt")
+
+@pytest.fixture
+def run(tmp_path):
+    return shutil.copytree(corpus.make("megatron").folder, tmp_path / "run")
+
+
+def refused(*harms: Harm, layout: str = "megatron", **options: Any) -> Callable[[Path], object]:
+    """A call that does this to a copy of a layout, and reads it."""
+
+    def call(folder: Path) -> object:
+        made = Path(shutil.copytree(corpus.make(layout).folder, folder / "run"))
+        for harm in harms:
+            harm(made)
+        return ckpt_tools.inspect(made, **options)
+
+    return call
+
+
+def written(name: str, text: str) -> Harm:
+    return lambda run: (run / name).write_text(text)
+
+
+def twice(run: Path) -> None:
+    shutil.copytree(run / FOLDER, run / "iter_0000020")
+
+
+def saved(name: str, value: Any) -> Harm:
+    return lambda run: torch.save(value, run / name)
+
+
+def without_output(run: Path) -> None:
+    path = run / FOLDER / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    del index.state_dict_metadata["output_layer.weight"]
+    path.write_bytes(pickle.dumps(index))
+
+
+COMMON, MYSTERY = f"{FOLDER}/common.pt", '{"sharded_backend": "mystery"}'
+test_refused = refusal_test(
+    ("an empty tracker", refused(written(TRACKER, "")), MalformedError, TRACKER),
+    ("a tracker without a number", refused(written(TRACKER, "next")), MalformedError, TRACKER),
+    ("a tracker that names nothing", refused(written(TRACKER, "30")), IncompleteError, TRACKER),
+    ("no tracker", refused(twice, unlink(TRACKER)), SeveralCheckpointsError, "several checkpoints here"),
+    ("no common state", refused(unlink(COMMON), from_="megatron"), IncompleteError, "common"),
+    ("no index", refused(unlink(f"{FOLDER}/.metadata"), from_="megatron"), IncompleteError, r"\.metadata"),
+    ("no data", refused(unlink(f"{FOLDER}/__0_0.distcp"), from_="megatron"), IncompleteError, "__0_0"),
+    (
+        "a file of the legacy format",
+        lambda _: ckpt_tools.inspect(corpus.make("megatron-legacy").folder / FOLDER / "mp_rank_00/model_optim_rng.pt"),
+        UnsupportedError,
+        "legacy format",
+    ),
+    ("an unknown backend", refused(written(f"{FOLDER}/metadata.json", MYSTERY)), UnsupportedError, "'mystery'"),
+    *((f"common {each!r}", refused(saved(COMMON, each)), MalformedError, "common") for each in ([], 3, "text")),
+    ("no weight", refused(without_output), UnsupportedError, r"optimizer state of 'output_layer\.weight'"),
+)
+MUON = r"layer_wise_optimizer_0\.pt: it is the state of .*\(Muon\)"
+test_an_optimizer_in_layer_wise_files_alone_is_refused_by_name = pytest.mark.extended(
+    refusal_test(
+        *((name, refused(saved(name, {}), layout="megatron-weights"), UnsupportedError,
+            MUON) for name in ("layer_wise_optimizer_0.pt", f"{FOLDER}/layer_wise_optimizer_0.pt")),
+    ),
+)  # fmt: skip
 
 
 class TestFolders:
-    @pytest.fixture
-    def run(self, tmp_path):
-        return shutil.copytree(corpus.make("megatron-weights").folder, tmp_path / "run")
-
     def test_the_tracker_chooses(self, run):
-        shutil.copytree(run / FOLDER, run / "iter_0000020")
+        twice(run)
         assert ckpt_tools.inspect(run).step == 10
         (run / TRACKER).write_text("20\n")
-        source, _ = read_checkpoint(run, ReadOptions())
         manifest = read_checkpoint(run, ReadOptions())[1]
-        assert all(path.startswith("iter_0000020/") for path in manifest.files), source
-
-    def test_its_own_index_is_not_beside_it(self, run):
-        """The only checkpoint of a run without a tracker, named by the run's folder."""
+        assert {path.partition("/")[0] for path in manifest.files - manifest.literals.keys()} == {"iter_0000020"}
         (run / TRACKER).unlink()
-        assert [note for note in notes_of(run) if note.outcome is Outcome.DROPPED] == []
-
-    def test_release(self, run):
-        (run / FOLDER).rename(run / "release")
-        (run / TRACKER).write_text("release")
-        assert ckpt_tools.inspect(run).format == "megatron"
-
-    @pytest.mark.parametrize(
-        ("text", "error"), [("", MalformedError), ("next", MalformedError), ("30", IncompleteError)]
-    )
-    def test_a_tracker_that_names_nothing(self, run, text, error):
-        (run / TRACKER).write_text(text)
-        with pytest.raises(error, match=TRACKER):
-            ckpt_tools.inspect(run)
-
-    def test_several_without_a_tracker(self, run):
-        shutil.copytree(run / FOLDER, run / "iter_0000020")
-        (run / TRACKER).unlink()
-        with pytest.raises(UnsupportedError, match="several checkpoints here"):
-            ckpt_tools.inspect(run)
         assert ckpt_tools.inspect(f"{run}@latest").format == "megatron"
         assert ckpt_tools.inspect(f"{run}@step=10").step == 10
 
-    def test_the_step_of_a_common_state_without_one_is_that_of_the_folder(self, run):
-        path = run / FOLDER / "common.pt"
-        common = torch.load(path, weights_only=False)
-        del common["iteration"]
-        torch.save(common, path)
+    def test_names_of_folders(self, run):
+        """The only checkpoint of a run without a tracker, whose index is not beside it; and one without a number."""
+        change_file(run / COMMON, lambda common: common.pop("iteration"))
         assert ckpt_tools.inspect(run).step == 10
-
-    @pytest.mark.parametrize("name", ["common.pt", ".metadata", "__0_0.distcp"])
-    def test_a_missing_file(self, run, name):
-        (run / FOLDER / name).unlink()
-        with pytest.raises((IncompleteError, SourceNotFoundError)):
-            ckpt_tools.inspect(run, from_="megatron")
+        (run / TRACKER).unlink()
+        assert [note for note in notes_of(run) if note.outcome is Outcome.DROPPED] == []
+        (run / FOLDER).rename(run / "release")
+        (run / TRACKER).write_text("release")
+        assert ckpt_tools.inspect(run).format == "megatron"
 
     def test_what_lies_beside_is_named(self, run):
         (run / FOLDER / "tokenizer").mkdir()
@@ -239,46 +264,25 @@ class TestFolders:
         found = {(note.what, note.count) for note in notes_of(run) if note.outcome is Outcome.DROPPED}
         assert found == {(f"{FOLDER}/run_config.yaml", 1), (f"{FOLDER}/tokenizer", 2)}
 
+    @pytest.mark.extended
     def test_how_the_optimizer_was_sharded_is_said_in_its_own_term(self, tmp_path):
         job, grid = mg.Job(mg.DENSE), mg.Grid(2, 1, 1)
         launch.pool(grid.size).run(mg.save, str(tmp_path), job, grid, "in_one_object")
         (note,) = [note for note in notes_of(tmp_path) if note.what == "optimizer state"]
         assert note.outcome is Outcome.DROPPED and "(dp_zero_gather_scatter)" in note.why
 
-    @pytest.mark.parametrize("place", ["", FOLDER])
-    def test_an_optimizer_in_layer_wise_files_alone_is_refused_by_name(self, run, place):
-        for rank in range(2):
-            torch.save({"state": {}}, run / place / f"layer_wise_optimizer_{rank}.pt")
-        with pytest.raises(UnsupportedError, match=r"layer_wise_optimizer_0\.pt: it is the state of .*\(Muon\)"):
-            ckpt_tools.inspect(run)
-
-    def test_layer_wise_files_beside_an_optimizer_are_a_second_copy(self, tmp_path):
-        made = shutil.copytree(corpus.make("megatron-experts").folder, tmp_path / "run")
-        before = ckpt_tools.inspect(made)
-        (made / "layer_wise_optimizer_0.pt").write_bytes(b"")
-        assert ckpt_tools.inspect(made).num_tensors == before.num_tensors
-
-    def test_a_file_of_the_legacy_format_by_itself(self):
-        made = corpus.make("megatron-legacy")
-        with pytest.raises(UnsupportedError, match="legacy format"):
-            ckpt_tools.inspect(made.folder / FOLDER / "mp_rank_00" / "model_optim_rng.pt")
-
-    def test_an_unknown_backend(self, run):
-        (run / FOLDER / "metadata.json").write_text(json.dumps({"sharded_backend": "mystery"}))
-        with pytest.raises(UnsupportedError, match="'mystery'"):
-            ckpt_tools.inspect(run)
+    def test_layer_wise_files_beside_an_optimizer_are_a_second_copy(self, run):
+        before = ckpt_tools.inspect(run)
+        (run / "layer_wise_optimizer_0.pt").write_bytes(b"")
+        assert ckpt_tools.inspect(run).num_tensors == before.num_tensors
 
 
 class TestHostile:
     """Nothing of it runs, and each is a named error."""
 
-    @pytest.fixture
-    def run(self, tmp_path):
-        return shutil.copytree(corpus.make("megatron-weights").folder, tmp_path / "run")
-
     def test_a_pickle_that_calls(self, run, tmp_path):
         marker = tmp_path / "ran"
-        torch.save({"args": _Calls(f"touch {marker}"), "iteration": 10}, run / FOLDER / "common.pt")
+        change_file(run / COMMON, lambda common: common.update(args=_Calls(f"touch {marker}")))
         assert not ckpt_tools.scan(run).clean
         ckpt_tools.convert(run, tmp_path / "out.safetensors")
         notes = ckpt_tools.convert(run, tmp_path / "out", to="megatron").plan.notes
@@ -286,27 +290,12 @@ class TestHostile:
         assert ckpt_tools.scan(tmp_path / "out", allow_configuration=True).clean
         assert not marker.exists()
 
-    def test_a_genuine_one_has_no_code(self):
+    @pytest.mark.parametrize("name", ["megatron", *extended("megatron-flattened", "megatron-common-item")])
+    def test_a_genuine_one_has_no_code(self, name):
         """Its ``_extra_state`` is configuration: TransformerEngine unpickles what it holds."""
-        for name in ("megatron", "megatron-flattened", "megatron-common-item"):
-            report = ckpt_tools.scan(corpus.make(name).source, allow_configuration=True)
-            assert report.clean, (name, report)
+        assert ckpt_tools.scan(corpus.make(name).source, allow_configuration=True).clean
 
-    @pytest.mark.parametrize("common", [[], 3, "text"])
-    def test_another_common_state(self, run, common):
-        torch.save(common, run / FOLDER / "common.pt")
-        with pytest.raises(MalformedError, match=r"common\.pt"):
-            ckpt_tools.inspect(run)
-
-    def test_state_without_a_weight(self, tmp_path):
-        run = shutil.copytree(corpus.make("megatron").folder, tmp_path / "run")
-        path = run / FOLDER / ".metadata"
-        index = pickle.loads(path.read_bytes())
-        del index.state_dict_metadata["output_layer.weight"]
-        path.write_bytes(pickle.dumps(index))
-        with pytest.raises(UnsupportedError, match=r"optimizer state of 'output_layer\.weight'"):
-            ckpt_tools.inspect(run)
-
+    @pytest.mark.extended
     @pytest.mark.parametrize("shape", [(3, 8), (0,), "text", (2, 2, 2, 2)])
     def test_another_shape_of_a_flattened_tensor(self, tmp_path, shape):
         run = shutil.copytree(corpus.make("megatron-flattened").folder, tmp_path / "run")
@@ -321,27 +310,21 @@ class _Calls:
         self.command = command
 
     def __reduce__(self) -> tuple[Any, ...]:
-        import os
-
         return os.system, (self.command,)
 
 
+ALONE = mg.Grid(1, 1, 1)
 GRIDS = [(mg.Grid(1, 2, 1), 1), (mg.Grid(1, 1, 2), 3)]
 MORE_GRIDS = [(mg.Grid(2, 2, 1), 3), (mg.Grid(1, 2, 2), 4)]
-"""Of four processes, each of which imports Megatron."""
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "sizes" in metafunc.fixturenames:
-        found = [*GRIDS, *MORE_GRIDS] if metafunc.config.getoption("--soak") else GRIDS
-        metafunc.parametrize("sizes", found, ids=str)
+"""Of two and four processes, each of which imports Megatron."""
+SIZES = [(ALONE, 3), *extended(*GRIDS), *(pytest.param(*each, marks=pytest.mark.soak) for each in MORE_GRIDS)]
 
 
 class TestWritten:
     """What Megatron loads of our output."""
 
-    def test_at_other_sizes(self, sizes, tmp_path):
-        grid, ranks = sizes
+    @pytest.mark.parametrize(("grid", "ranks"), SIZES)
+    def test_at_other_sizes(self, grid, ranks, tmp_path):
         ckpt_tools.reshard(corpus.make("megatron").source, tmp_path / "out", world_size=ranks)
         common = loaded(tmp_path / "out", DENSE, grid)
         source = mg.common(DENSE)
@@ -349,6 +332,7 @@ class TestWritten:
         assert common["optimizer"] == source["optimizer"]
         assert common["opt_param_scheduler"] == source["opt_param_scheduler"]
 
+    @pytest.mark.extended
     def test_experts(self, tmp_path, pytestconfig):
         """The numbers of optimizers are no longer in the names, and the index says so."""
         grid = mg.Grid(2, 1, 2 if pytestconfig.getoption("--soak") else 1)
@@ -359,11 +343,13 @@ class TestWritten:
             assert common["optimizer"] == mg.common(MIXTURE)["optimizer"]
             assert common["content_metadata"]["chained_optim_avoid_prefix"] is True
 
+    @pytest.mark.extended
     @pytest.mark.parametrize("name", ["megatron-flattened", "megatron-common-item", "nemo-2"])
     def test_other_forms(self, name, tmp_path):
         ckpt_tools.convert(corpus.make(name).source, tmp_path / "out", to="megatron", world_size=2)
         loaded(tmp_path / "out", DENSE, mg.Grid(1, 2, 1))
 
+    @pytest.mark.extended
     def test_through_a_dcp(self, tmp_path):
         """Weights are the masters there; Megatron loads them into its own type."""
         ckpt_tools.convert(corpus.make("megatron").source, tmp_path / "dcp", to="dcp", world_size=3)
@@ -390,7 +376,7 @@ class TestWritten:
         assert {note.what for note in report.plan.notes} == {"global_step", "Megatron's args"}
         job = mg.Job(mg.DENSE, master=None)
         renamed(tmp_path / "out")
-        common = loaded(tmp_path / "out", job, mg.Grid(1, 2, 1))
+        common = loaded(tmp_path / "out", job, ALONE)
         assert "optimizer" not in common
 
     def test_bits_of_16_bit_weights_without_masters(self, tmp_path):
@@ -407,7 +393,7 @@ class TestWritten:
         renamed(tmp_path / "out")
         expected = {"w": weight, "optimizer.state.param.w": weight.float()}
         expected |= {f"optimizer.state.{slot}.w": state[slot] for slot in mg.MOMENTS}
-        common = loaded(tmp_path / "out", job, mg.Grid(1, 1, 2), expected)
+        common = loaded(tmp_path / "out", job, ALONE, expected)
         group, added = common["optimizer"]["optimizer"]["param_groups"]
         assert group["wd_mult"] == 0.0 and group["lr"] == 0.1
         # Megatron looks for a group of weight decay for this matrix.
@@ -441,8 +427,7 @@ class TestResumed:
         ("source", "to", "kind"),
         [
             ("fsdp2", "zero3", "zero3-fp32"),
-            ("fsdp2", "dcp", "fsdp2"),
-            ("zero2-fp32", "universal", "universal-zero2-fp32"),
+            *extended(("fsdp2", "dcp", "fsdp2"), ("zero2-fp32", "universal", "universal-zero2-fp32")),
         ],
     )
     def test_losses_are_the_same(self, source, to, kind, checkpoint, resume, tmp_path):
@@ -459,9 +444,9 @@ class TestPartsOfVerl:
     """Layout 2 of verl's Megatron backend, whose file of contents is as it writes it. Genuine ones, with an optimizer,
     are in ``tests/end_to_end/test_verl_parts.py``."""
 
-    def folder(self, root: Path, optimizer: str | None = None) -> Path:
+    def folder(self, root: Path, optimizer: str | None = None, model: str = "megatron") -> Path:
         actor = root / "global_step_5/actor"
-        shutil.copytree(corpus.make("megatron-weights").folder / FOLDER, actor / "model/dist_ckpt")
+        shutil.copytree(corpus.make(model).folder / FOLDER, actor / "model/dist_ckpt")
         parts = {"model": "model/dist_ckpt"}
         if optimizer is not None:
             shutil.copytree(corpus.make(optimizer).folder / FOLDER, actor / "optimizer/dist_ckpt")
@@ -473,20 +458,13 @@ class TestPartsOfVerl:
         about = {"schema_version": 2, "framework": "megatron", "global_step": 5, "contents": contents}
         (actor / "ckpt_contents.json").write_text(json.dumps(about))
 
+    @pytest.mark.extended
     def test_weights_without_an_optimizer(self, tmp_path):
-        actor = self.folder(tmp_path)
+        actor = self.folder(tmp_path, model="megatron-weights")
         found = ckpt_tools.inspect(actor.parent)
         assert (found.format, found.step) == ("megatron", 5)
         report = ckpt_tools.diff(actor, actor / "model/dist_ckpt", state="model")
         assert report.equal and report.num_tensors == 10
-
-    def test_other_formats_are_not_looked_for(self, tmp_path):
-        with pytest.raises(UnsupportedError, match="read as megatron"):
-            ckpt_tools.inspect(self.folder(tmp_path), from_="dcp")
-
-    def test_an_optimizer_with_weights_of_its_own(self, tmp_path):
-        with pytest.raises(UnsupportedError, match="there are weights here and in the folder of the model"):
-            ckpt_tools.inspect(self.folder(tmp_path, "megatron-experts"))
 
     def test_actor_and_critic(self, tmp_path):
         actor = self.folder(tmp_path)
@@ -494,28 +472,24 @@ class TestPartsOfVerl:
         with pytest.raises(SeveralCheckpointsError, match=r"there are several checkpoints here \(.*actor.*critic"):
             ckpt_tools.inspect(actor.parent)
 
-    @pytest.mark.parametrize(
-        ("contents", "why"),
-        [
-            ({"optimizer": {"path": "model/dist_ckpt"}}, "it states no weights"),
-            (
-                {"model": {"path": "model/dist_ckpt", "format": "zarr"}},
-                "weights of the format 'zarr' are not supported",
-            ),
-        ],
-    )
-    def test_parts_that_are_not_read(self, contents, why, tmp_path):
-        actor = self.folder(tmp_path)
-        self.write(actor, contents)
-        with pytest.raises(UnsupportedError, match=why):
-            ckpt_tools.inspect(actor)
+    def test_what_does_not_fit_is_refused(self, tmp_path):
+        with pytest.raises(UnsupportedError, match="read as megatron"):
+            ckpt_tools.inspect(self.folder(tmp_path), from_="dcp")
+        with pytest.raises(UnsupportedError, match="there are weights here and in the folder of the model"):
+            ckpt_tools.inspect(self.folder(tmp_path / "twice", "megatron"))
 
-    @pytest.mark.parametrize("name", ["model/other", "../model/dist_ckpt", 3, None])
-    def test_a_part_that_is_not_there(self, name, tmp_path):
-        actor = self.folder(tmp_path)
-        self.write(actor, {"model": {"path": name, "format": "megatron_dist_checkpoint"}})
-        with pytest.raises(MalformedError, match="there is no such folder"):
-            ckpt_tools.inspect(actor)
+    def test_parts_that_are_not_there_or_not_read(self, tmp_path):
+        actor, megatron = self.folder(tmp_path), {"format": "megatron_dist_checkpoint"}
+        cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+            ({"optimizer": {"path": "model/dist_ckpt"}}, UnsupportedError, "it states no weights"),
+            ({"model": {"path": "model/dist_ckpt", "format": "zarr"}}, UnsupportedError, "the format 'zarr' are not"),
+        ]
+        for path in ("model/other", "../model/dist_ckpt", 3, None):
+            cases.append(({"model": {"path": path, **megatron}}, MalformedError, "there is no such folder"))
+        for stated, error, words in cases:
+            self.write(actor, stated)
+            with pytest.raises(error, match=words):
+                ckpt_tools.inspect(actor)
 
     @pytest.mark.parametrize("text", ["[]", "{", '{"contents": [1]}', '{"contents": {"model": 1}}'])
     def test_a_damaged_list(self, tmp_path, text):

@@ -6,8 +6,8 @@ Megatron's own next steps, and those of plain torch from what Megatron's own loa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,10 @@ import pytest
 import ckpt_tools
 from fixtures import launch, megatron_run
 from tests.support.ranks import for_ranks
+from tests.support.sweep import tiered
 from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
-Run = Callable[[str], "Trained"]
+pytestmark = pytest.mark.extended
 
 RANKS = 2
 
@@ -39,66 +40,22 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The run of a dtype, on two data parallel ranks."""
-    made: dict[str, Trained] = {}
 
+    @cache
     def get(dtype: str) -> Trained:
-        if dtype not in made:
-            folder, truth = tmp_path_factory.mktemp(dtype), tmp_path_factory.mktemp(f"{dtype}-truth")
-            losses = launch.pool(RANKS).run(megatron_run.produce, str(folder), dtype)[0]
-            saved = folder / f"iter_{megatron_run.STEPS_BEFORE:07d}"
-            launch.pool(1).run(megatron_run.write_truth, str(saved), dtype, str(truth))
-            made[dtype] = Trained(folder, Truth.load(truth), losses)
-        return made[dtype]
+        folder, truth = tmp_path_factory.mktemp(dtype), tmp_path_factory.mktemp(f"{dtype}-truth")
+        losses = launch.pool(RANKS).run(megatron_run.produce, str(folder), dtype)[0]
+        saved = folder / f"iter_{megatron_run.STEPS_BEFORE:07d}"
+        launch.pool(1).run(megatron_run.write_truth, str(saved), dtype, str(truth))
+        return Trained(folder, Truth.load(truth), losses)
 
     return get
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A run of a dtype, converted, and resumed by ``kind`` on ``ranks``."""
-
-    dtype: str
-    kind: str
-    ranks: int
-
-    def __str__(self) -> str:
-        return f"{self.dtype}-{self.kind}x{self.ranks}"
-
-    @property
-    def to(self) -> str:
-        return {"fsdp2": "dcp"}.get(self.kind, self.kind.partition("-")[0])
-
-    @property
-    def is_megatrons_precision(self) -> bool:
-        """Whether the job computes in the dtype of the run."""
-        return self.kind.endswith(self.dtype) or (self.kind == "fsdp2" and self.dtype == "fp32")
-
-
-CORE = (
-    Cell("fp32", "fsdp2", 1),
-    Cell("fp32", "universal-zero2-fp32", 1),
-    Cell("bf16", "fsdp2", 1),
-    Cell("bf16", "zero3-bf16", 1),
-    Cell("bf16", "universal-zero2-bf16", 1),
-)
+EXTENDED = ["fp32 fsdp2 1", "bf16 zero3-bf16 1", "bf16 universal-zero2-bf16 1"]
 """All on one rank, whose process the truth needs too: each further rank imports torch, DeepSpeed and Megatron anew."""
-
-SOAK = (
-    *(Cell(dtype, "fsdp2", ranks) for dtype in ("fp32", "bf16") for ranks in (1, 2, 3, 4)),
-    *(
-        Cell(dtype, f"{front}zero{stage}-{dtype}", ranks)
-        for dtype in ("fp32", "bf16")
-        for front in ("", "universal-")
-        for stage in (1, 2, 3)
-        for ranks in (1, 2, 3, 4)
-    ),
-)
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "cell" in metafunc.fixturenames:
-        cells = dict.fromkeys((*CORE, *SOAK) if metafunc.config.getoption("--soak") else CORE)
-        metafunc.parametrize("cell", cells, ids=str)
+KINDS = ("fsdp2", *(f"{front}zero{stage}-{{}}" for front in ("", "universal-") for stage in (1, 2, 3)))
+CELLS = [f"{d} {kind.format(d)} {n}" for d in ("fp32", "bf16") for kind in KINDS for n in (1, 2, 3, 4)]
 
 
 def test_plain_torch_goes_on_as_megatron(trained):
@@ -107,16 +64,18 @@ def test_plain_torch_goes_on_as_megatron(trained):
     np.testing.assert_allclose(run.truth.facts["losses"], run.losses, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("cell", tiered(CELLS, (), EXTENDED))
 def test_the_run_goes_on(cell, trained, tmp_path):
-    run, out = trained(cell.dtype), tmp_path / "out"
-    report = ckpt_tools.convert(run.folder, out, to=cell.to, **for_ranks(cell.to, cell.ranks))
+    dtype, kind, ranks = cell.split()
+    run, out, to = trained(dtype), tmp_path / "out", {"fsdp2": "dcp"}.get(kind, kind.partition("-")[0])
+    report = ckpt_tools.convert(run.folder, out, to=to, **for_ranks(to, int(ranks)))
     assert not [note for note in report.plan.notes if "not read" in note.why]
-    launch.pool(cell.ranks).run(megatron_run.resume, cell.kind, str(out), str(tmp_path / "resumed"))
+    launch.pool(int(ranks)).run(megatron_run.resume, kind, str(out), str(tmp_path / "resumed"))
     resumed = Truth.load(tmp_path / "resumed")
     assert_same_bits(run.truth.best_weights(), resumed.best_weights())
     assert_same_bits(_moments(run.truth), _moments(resumed))
-    judge = run.losses if cell.is_megatrons_precision else run.truth.facts["losses"]
-    computes_in = "bf16" if cell.kind.endswith("bf16") else "fp32"
+    computes_in = "bf16" if kind.endswith("bf16") else "fp32"
+    judge = run.losses if computes_in == dtype else run.truth.facts["losses"]
     np.testing.assert_allclose(resumed.facts["losses"], judge, rtol=CLOSE[computes_in], atol=0)
 
 

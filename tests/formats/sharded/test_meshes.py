@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import permutations
+from itertools import permutations, product
 from math import prod
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from torch.testing._internal.distributed import fake_pg
 import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import CkptError, DifferenceError
+from tests.support.sweep import extended
 
 WHOLE = torch.arange(96.0).reshape(4, 6, 4)
 BASE = torch.arange(24.0).reshape(8, 3)
@@ -83,10 +84,13 @@ def same_experts(place: int) -> torch.Tensor:
 MESHES = [dict(order) for order in permutations({"ep": 2, "fsdp": 3}.items())]
 MESHES += [dict(order) for order in permutations({"dp": 2, "ep": 2, "fsdp": 2}.items())]
 MESHES += [{"ep": 4, "fsdp": 1}, {"fsdp": 1, "ep": 2}]
+IN_TEST = [({"ep": 2, "fsdp": 3}, 0), ({"fsdp": 2, "dp": 2, "ep": 2}, 1), ({"fsdp": 1, "ep": 2}, 0)]
+IN_ALL = [case for number, sizes in enumerate(MESHES) if (case := (sizes, number % 2)) not in IN_TEST]
+IN_SOAK = [case for case in product(MESHES, (0, 1)) if case not in (*IN_TEST, *IN_ALL)]
+ON_MESHES = [*IN_TEST, *extended(*IN_ALL), *(pytest.param(*case, marks=pytest.mark.soak) for case in IN_SOAK)]
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize(("sizes", "dim"), ON_MESHES)
 def test_experts_of_other_ranks_are_no_replicas(sizes, dim, tmp_path):
     source = save(tmp_path / "run", sizes, ("fsdp",), other_experts, dim)
     for verb in (ckpt_tools.inspect, ckpt_tools.verify, ckpt_tools.checksum, lambda run: ckpt_tools.open(run)):
@@ -97,8 +101,7 @@ def test_experts_of_other_ranks_are_no_replicas(sizes, dim, tmp_path):
     assert torch.equal(torch.load(tmp_path / "base.pt", weights_only=True)["base"], BASE)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize(("sizes", "dim"), ON_MESHES)
 def test_replicas_on_other_ranks_are_one_tensor(sizes, dim, tmp_path):
     source = save(tmp_path / "run", sizes, ("fsdp",), same_experts, dim)
     assert ckpt_tools.verify(source).equal
@@ -107,7 +110,9 @@ def test_replicas_on_other_ranks_are_one_tensor(sizes, dim, tmp_path):
     assert torch.equal(loaded["experts"], WHOLE) and torch.equal(loaded["base"], BASE)
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2, "fsdp": 2}, {"dp": 3, "fsdp": 2}, {"pp": 1, "dp": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "fsdp": 2}, *extended({"dp": 3, "fsdp": 2}, {"pp": 1, "dp": 2, "fsdp": 2})], ids=str
+)
 @pytest.mark.parametrize("is_cut_out", [False, True])
 def test_replicas_by_their_placement_are_taken(sizes, is_cut_out, tmp_path):
     """HSDP, on the mesh of all ranks or a part of it."""

@@ -6,17 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ckpt_tools
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import DifferenceError, FormatError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.deepspeed.common.partition import GroupCut, ParamCut, Vector, round_robin_order, sub_groups
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
 from fixtures import launch
 from fixtures.corpus import deepspeed, make
 from tests.layouts.contents import contents
-from tests.support.damage import TAG, copied_run
+from tests.support.damage import TAG, changed, copied_run, damage_test, unlink, updated
 from tests.support.resumed import assert_goes_on
 from tests.support.saved_files import change_file
 
@@ -101,12 +104,8 @@ SUB = {"parameter_with_sub_params": [{"patterns": ["w"], "shape": [(2, 2)], "par
 REFUSED: dict[str, tuple[Any, list[Shape], type[FormatError], str]] = {
     "no rules": (None, [(1,), (1,)], UnsupportedError, "no universal_checkpoint_info"),
     "an average": ({"parameter_to_average_patterns": ["w"]}, [(1,), (1,)], UnsupportedError, "averaged"),
-    "said to be impossible": (
-        {"autotp_unsupported_parameter_patterns": {"w": "why"}},
-        [(1,), (1,)],
-        UnsupportedError,
-        "cannot be joined",
-    ),
+    "said to be impossible": ({"autotp_unsupported_parameter_patterns": {"w": "why"}}, [(1,), (1,)], UnsupportedError,
+        "cannot be joined"),
     "replicas of two shapes": ({"tp_replicated_parameter_patterns": ["w"]}, [(1,), (2,)], MalformedError, "whole"),
     "other shapes": ({"x": 1}, [(1, 2), (1, 3)], MalformedError, "cannot be joined along dim 0"),
     "two patterns": ({"tp_replicated_parameter_patterns": ["w", "."]}, [(1,), (1,)], MalformedError, "several"),
@@ -116,33 +115,16 @@ REFUSED: dict[str, tuple[Any, list[Shape], type[FormatError], str]] = {
     "a number": ({"tp_replicated_parameter_patterns": [7]}, [(1,), (1,)], MalformedError, "malformed pattern"),
     "no widths": (SUB, [(2,), (2,)], MalformedError, "sub_param_shard_widths"),
     "wrong widths": (SUB | {"sub_param_shard_widths": {"w": [[2, 0]]}}, [(2,), (2,)], MalformedError, "widths"),
-    "widths of another": (
-        SUB | {"sub_param_shard_widths": {"w": [[2, 0], [1, 1]]}},
-        [(2,), (2,)],
-        MalformedError,
-        "do not fill",
-    ),
+    "widths of another": (SUB | {"sub_param_shard_widths": {"w": [[2, 0], [1, 1]]}}, [(2,), (2,)], MalformedError,
+        "do not fill"),
     "a vocabulary of no size": ({"vocabulary_parameter_patterns": ["w"]}, [(1,), (1,)], MalformedError, "vocab_size"),
     "a newer map": ({"affine_map": {"version": 2, "params": {}}}, [(1,), (1,)], UnsupportedError, "version 2"),
-    "a scaled block": (
-        blocks(([1], [piece([1], [0, [1]], [0, [1]], 0, scale=0.5)]), ([1], []), shape=[1]),
-        [(1,), (1,)],
-        UnsupportedError,
-        "multiplied by 0.5",
-    ),
-    "a block that is no box": (
-        blocks(([2], [piece([2], [0, [2]], [0, [1]], 0)]), ([2], []), shape=[4]),
-        [(2,), (2,)],
-        UnsupportedError,
-        "not a box",
-    ),
-    "a block of another part": (
-        blocks(([3], []), ([2], []), shape=[4]),
-        [(2,), (2,)],
-        MalformedError,
-        "in affine_map",
-    ),
-}
+    "a scaled block": (blocks(([1], [piece([1], [0, [1]], [0, [1]], 0, scale=0.5)]), ([1], []), shape=[1]),
+        [(1,), (1,)], UnsupportedError, "multiplied by 0.5"),
+    "a block that is no box": (blocks(([2], [piece([2], [0, [2]], [0, [1]], 0)]), ([2], []), shape=[4]), [(2,), (2,)],
+        UnsupportedError, "not a box"),
+    "a block of another part": (blocks(([3], []), ([2], []), shape=[4]), [(2,), (2,)], MalformedError, "in affine_map"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -155,49 +137,37 @@ def test_what_cannot_be_joined_is_refused(name):
 # Files of real runs
 
 
+NATIVE = "deepspeed-tp-zero2-fp32"
+"""A run with ZeRO-2 of 2 x 2 ranks."""
+MODEL, OPTIM = "mp_rank_0{}_model_states.pt", "zero_pp_rank_1_mp_rank_01_optim_states.pt"
+LACKING, WRONG, OTHER = IncompleteError, MalformedError, UnsupportedError
+no_rules = changed(MODEL.format(0), lambda content: content.pop("universal_checkpoint_info"))
+
+test_files_that_do_not_fit_are_an_error = pytest.mark.extended(
+    damage_test(
+        NATIVE,
+        ("a part is missing", unlink("*mp_rank_01*"), LACKING, "cut into 2 parts.*mp_rank_01 is missing"),
+        ("a model file is missing", unlink(MODEL.format(1)), LACKING, r"mp_rank_01_model_states\.pt"),
+        ("an optimizer file is missing", unlink(OPTIM), LACKING, "zero_pp_rank_1_mp_rank_01"),
+        ("parts of two steps", updated(MODEL.format(1), global_steps=3), WRONG, "its global_steps is 3, but that of"),
+        ("a run without rules", no_rules, OTHER, "no universal_checkpoint_info"),
+    )
+)
+
+
 @pytest.fixture
 def native(tmp_path):
-    """A copy of a run with ZeRO-2 of 2 x 2 ranks."""
-    return copied_run("deepspeed-tp-zero2-fp32", tmp_path)
+    return copied_run(NATIVE, tmp_path)
 
 
-def test_a_part_that_is_missing_is_named(native):
-    for path in native.glob("global_step4/*mp_rank_01*"):
-        path.unlink()
-    with pytest.raises(IncompleteError, match=r"cut into 2 parts.*mp_rank_01 is missing"):
-        ckpt_tools.inspect(native)
-
-
-def test_a_model_file_that_is_missing_is_named(native):
-    (native / "global_step4" / "mp_rank_01_model_states.pt").unlink()
-    with pytest.raises(IncompleteError, match=r"mp_rank_01_model_states\.pt"):
-        ckpt_tools.inspect(native)
-
-
-def test_an_optimizer_file_that_is_missing_is_named(native):
-    (native / "global_step4" / "zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink()
-    with pytest.raises(IncompleteError, match="zero_pp_rank_1_mp_rank_01"):
-        ckpt_tools.inspect(native)
-
-
-def test_parts_of_two_steps_are_refused(native):
-    change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=3))
-    with pytest.raises(MalformedError, match="its global_steps is 3, but that of"):
-        ckpt_tools.inspect(native)
-
-
-def test_runs_without_rules_are_refused(native):
-    change_file(native / TAG / "mp_rank_00_model_states.pt", lambda content: content.pop("universal_checkpoint_info"))
-    with pytest.raises(UnsupportedError, match="no universal_checkpoint_info"):
-        ckpt_tools.inspect(native)
-
-
+@pytest.mark.extended
 def test_what_the_ranks_have_for_themselves_is_noted(native):
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content.update(epoch=9))
     notes = [f"{note.what}: {note.why}" for note in contents(native)[0].notes]
     assert any("client_state of the other ranks" in note for note in notes), notes
 
 
+@pytest.mark.extended
 def test_buffers_of_which_the_ranks_have_other_values_are_no_copies(native, tmp_path):
     change_file(native / TAG / "mp_rank_01_model_states.pt", lambda content: content["module"]["table"].add_(1))
     for verb in (ckpt_tools.verify, lambda run: ckpt_tools.convert(run, tmp_path / "out.pt")):
@@ -206,7 +176,8 @@ def test_buffers_of_which_the_ranks_have_other_values_are_no_copies(native, tmp_
     assert not (tmp_path / "out.pt").exists()
 
 
-@pytest.mark.parametrize(("stage", "dtype", "to"), [(2, "fp32", 3), (3, "bf16", 1)])
+@pytest.mark.extended
+@pytest.mark.parametrize(("stage", "dtype", "to"), [(2, "fp32", 3), pytest.param(3, "bf16", 1, marks=pytest.mark.soak)])
 def test_the_run_goes_on_without_tensor_parallelism(stage, dtype, to, tmp_path):
     state, losses = deepspeed.run_parallel(tmp_path / "run", stage, dtype)
     ckpt_tools.convert(tmp_path / "run", tmp_path / "out", to=f"zero{to}", world_size=3)
@@ -214,9 +185,117 @@ def test_the_run_goes_on_without_tensor_parallelism(stage, dtype, to, tmp_path):
     assert_goes_on(resumed, next_losses, state, losses, rtol=1e-5 if dtype == "fp32" else 1e-2)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("to", ["dcp", "universal", "safetensors"])
 def test_other_formats_hold_the_same(to, tmp_path):
-    source = make("deepspeed-tp-zero1-bf16").source
+    source = make(NATIVE).source
     ckpt_tools.convert(source, tmp_path / "out", to=to)  # type: ignore[arg-type]
     report = ckpt_tools.verify(source, tmp_path / "out")
     assert report.equal, report.differences
+
+
+# The geometry of ZeRO partitions, against literal examples read off DeepSpeed's files and a plain reckoning
+
+NUMELS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+WORLD_SIZES = st.integers(1, 9)
+
+
+def rows(vector: Vector) -> list[tuple[int, int, int, int]]:
+    """(parameter, start, stop, padding) of each row."""
+    columns = (vector.params, vector.starts, vector.stops, vector.paddings)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def spelled(vector: Vector) -> list[tuple[int, int] | None]:
+    """Every element of a vector: (parameter, element), or None for padding."""
+    found: list[tuple[int, int] | None] = []
+    for param, start, stop, padding in rows(vector):
+        found += [(param, element) for element in range(start, stop)]
+        found += [None] * padding
+    return found
+
+
+def all_elements(numels: list[int]) -> list[tuple[int, int]]:
+    return [(param, element) for param, numel in enumerate(numels) for element in range(numel)]
+
+
+def test_a_group_is_padded_at_its_end_to_twice_the_world_size_and_cut_evenly():
+    cut = GroupCut.of([5, 4], world_size=2)
+    assert cut.size == 6
+    assert rows(cut.vector(0)) == [(0, 0, 5, 0), (1, 0, 1, 0)]
+    assert rows(cut.vector(1)) == [(1, 1, 4, 3)]
+
+
+def test_one_element_on_four_ranks_leaves_three_with_padding_alone():
+    cut = GroupCut.of([1], world_size=4)
+    assert [rows(cut.vector(rank)) for rank in range(4)] == [[(0, 0, 1, 1)], *([[(0, 0, 0, 2)]] * 3)]
+    assert [cut.vector(rank).num_padding for rank in range(4)] == [1, 2, 2, 2]
+
+
+def test_a_partition_may_begin_exactly_where_the_elements_end():
+    cut = GroupCut.of([4, 4], world_size=3)
+    assert cut.size == 4
+    assert [rows(cut.vector(rank)) for rank in range(3)] == [[(0, 0, 4, 0)], [(1, 0, 4, 0)], [(0, 0, 0, 4)]]
+
+
+def test_stage_3_pads_every_parameter():
+    cut = ParamCut.of([5, 1, 4], world_size=2)
+    assert rows(cut.vector(0)) == [(0, 0, 3, 0), (1, 0, 1, 0), (2, 0, 2, 0)]
+    assert rows(cut.vector(1)) == [(0, 3, 5, 1), (1, 1, 1, 1), (2, 2, 4, 0)]
+
+
+def test_offsets_are_where_rows_start():
+    assert ParamCut.of([5, 1, 4], world_size=2).vector(1).offsets.tolist() == [0, 3, 4]
+
+
+def test_trimming_takes_the_padding_and_nothing_else():
+    vector = GroupCut.of([5, 4], world_size=2).vector(1)
+    assert (vector.numel, vector.trimmed().numel, vector.trimmed().num_padding) == (6, 3, 0)
+
+
+def test_a_sub_group_ends_with_the_parameter_that_reaches_its_size():
+    assert sub_groups([60, 50, 100, 1], 100) == [range(2), range(2, 3), range(3, 4)]
+    assert sub_groups([60, 40], 100) == [range(2)]
+    assert sub_groups([1, 1], 10**9) == [range(2)]
+
+
+def test_round_robin_deals_parameters_out_to_the_ranks():
+    assert round_robin_order(5, 2) == [0, 2, 4, 1, 3]
+    assert round_robin_order(2, 4) == [0, 1]
+
+
+@given(NUMELS, WORLD_SIZES)
+def test_the_ranks_of_a_group_hold_its_flattening_in_order(numels, world_size):
+    cut = GroupCut.of(numels, world_size)
+    flat = [element for rank in range(world_size) for element in spelled(cut.vector(rank))]
+    padding = -sum(numels) % (2 * world_size)
+    assert flat == [*all_elements(numels), *([None] * padding)]
+
+
+@given(NUMELS, WORLD_SIZES)
+def test_the_ranks_of_stage_3_hold_each_parameter_in_order(numels, world_size):
+    cut = ParamCut.of(numels, world_size)
+    vectors = [spelled(cut.vector(rank)) for rank in range(world_size)]
+    assert len({len(vector) for vector in vectors}) == 1
+    held = [element for vector in vectors for element in vector if element is not None]
+    assert sorted(held) == all_elements(numels)
+    assert len(vectors[0]) == sum(-(-numel // world_size) for numel in numels)
+
+
+@given(NUMELS, WORLD_SIZES, st.integers(1, 60))
+def test_sub_groups_are_all_parameters_in_order(numels, world_size, size):
+    shares = ParamCut.of(numels, world_size).shares.tolist()
+    found = sub_groups(shares, size)
+    assert [position for part in found for position in part] == list(range(len(numels)))
+    assert all(sum(shares[i] for i in part) >= size for part in found[:-1])
+    assert all(sum(shares[i] for i in part[:-1]) < size for part in found)
+
+
+@given(st.integers(1, 20), WORLD_SIZES)
+def test_dealing_out_is_a_permutation(num_params, world_size):
+    assert sorted(round_robin_order(num_params, world_size)) == list(range(num_params))
+
+
+def test_both_cuts_are_cuts():
+    cuts: list[GroupCut | ParamCut] = [GroupCut.of([3], 1), ParamCut.of([3], 1)]
+    assert all(np.array_equal(cut.vector(0).starts, [0]) for cut in cuts)

@@ -16,23 +16,16 @@ from fixtures import launch
 from fixtures.corpus import deepspeed_moe, make
 from fixtures.truth import State
 from tests.layouts.contents import contents
-from tests.support.damage import Damage, assert_is_named, changed, copied_run, save, swap, unlink
+from tests.support.damage import TAG, changed, copied_run, damage_test, save, swap, unlink, updated
+from tests.support.ranks import for_ranks
 
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+EXPERT_OPTIM = "expp_rank_{}_mp_rank_00_optim_states.pt"
 NAME = "first.deepspeed_moe.experts.deepspeed_experts.{}.{}"
-
-
-@pytest.fixture
-def native(tmp_path):
-    """A copy of a run with ZeRO-2, the experts over 2 of 4 ranks."""
-    return copied_run("deepspeed-moe-zero2-fp32", tmp_path)
-
-
-@pytest.fixture
-def without_zero(tmp_path):
-    return copied_run("deepspeed-moe-fp32", tmp_path)
+NATIVE = "deepspeed-moe-zero2-fp32"
+"""A run with ZeRO-2, the experts over 2 of 4 ranks."""
 
 
 def other_mapping(content: Any) -> None:
@@ -52,134 +45,91 @@ def renamed(content: Any) -> None:
         content[name.replace("experts.1.", "experts.3.")] = content.pop(name)
 
 
-DAMAGED: dict[str, Damage] = {
-    "an expert is missing": (
-        unlink(EXPERT.format(0, 2)),
-        IncompleteError,
-        r"layer_0_expert_2.*is missing; layer 0 has 4",
-    ),
-    "the last expert is missing": (unlink(EXPERT.format(0, 3)), IncompleteError, r"layer_0_expert_3.*is missing"),
-    "a layer is missing": (unlink(EXPERT.format(1, "*")), IncompleteError, r"layer_1_expert_0.*is missing"),
-    "all experts are missing": (unlink("layer_*"), IncompleteError, "no files of experts"),
-    "an expert too many": (save(EXPERT.format(1, 2), {}), MalformedError, "layer 1 has 2 experts; this file"),
-    "a layer too many": (save(EXPERT.format(2, 0), {}), MalformedError, "there are 2 layers"),
-    "two experts are swapped": (
-        swap(EXPERT.format(0, 1), EXPERT.format(0, 2)),
-        MalformedError,
-        "it was saved as layer_0_expert_2",
-    ),
-    "the content of another expert": (changed(EXPERT.format(0, 1), renamed), MalformedError, "the file of expert 1"),
-    "a tensor of an expert is missing": (
-        changed(EXPERT.format(0, 1), lambda c: c.pop(NAME.format(1, "up.bias"))),
-        MalformedError,
-        r"its up\.bias is not as that of",
-    ),
-    "a tensor of another shape": (
-        changed(EXPERT.format(0, 1), lambda c: c.update({NAME.format(1, "up.bias"): torch.ones(6)})),
-        MalformedError,
-        r"its up\.bias is not as that of",
-    ),
-    "an expert without tensors": (save(EXPERT.format(1, 0), {}), MalformedError, "does not hold one expert"),
-    "a rank is missing": (unlink(OPTIM.format(3)), IncompleteError, "one of 4, is missing"),
-    "the model's file is missing": (unlink(MODEL), IncompleteError, "this file of the"),
-    "a rank says another place": (
-        changed(OPTIM.format(1), other_mapping),
-        MalformedError,
-        "param_slice_mappings do not",
-    ),
-    "ranks of other hyperparameters": (
-        changed(OPTIM.format(1), other_rate),
-        MalformedError,
-        "its param groups are not",
-    ),
-    "groups in another order": (changed(OPTIM.format(1), other_counts), UnsupportedError, "PYTHONHASHSEED"),
-    "no numbers of experts": (
-        changed(MODEL, lambda content: content.update(num_experts=4)),
-        UnsupportedError,
-        "its num_experts is 4",
-    ),
-    "no buffer of an expert": (
-        changed(MODEL, lambda content: content["buffer_names"].append(NAME.format(0, "other"))),
-        IncompleteError,
-        "no file contains this buffer",
-    ),
-    "more experts than the rank has": (
-        changed(MODEL, lambda content: content["buffer_names"].append(NAME.format(2, "table"))),
-        MalformedError,
-        r"rank 0 has the experts \[0, 1, 2\] of 4",
-    ),
-    "an optimizer of a run without ZeRO": (
-        save("expp_rank_0_mp_rank_00_optim_states.pt", {}),
-        MalformedError,
-        "of a run without ZeRO",
-    ),
-    "a pipeline": (save("layer_00-model_states.pt", {}), UnsupportedError, "a pipeline with experts"),
-}
+def more_buffers(name: str) -> Any:
+    return changed(MODEL, lambda content: content["buffer_names"].append(name))
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_files_that_do_not_fit_are_an_error(name, native):
-    assert_is_named(DAMAGED[name], native)
+MISSING, WRONG, OTHER = IncompleteError, MalformedError, UnsupportedError
+BIAS = NAME.format(1, "up.bias")
+test_files_that_do_not_fit_are_an_error = damage_test(
+    NATIVE,
+    ("an expert is missing", unlink(EXPERT.format(0, 2)), MISSING, r"layer_0_expert_2.*is missing; layer 0 has 4"),
+    ("the last expert is missing", unlink(EXPERT.format(0, 3)), MISSING, r"layer_0_expert_3.*is missing"),
+    ("a layer is missing", unlink(EXPERT.format(1, "*")), MISSING, r"layer_1_expert_0.*is missing"),
+    ("all experts are missing", unlink("layer_*"), MISSING, "no files of experts"),
+    ("an expert too many", save(EXPERT.format(1, 2), {}), WRONG, "layer 1 has 2 experts; this file"),
+    ("a layer too many", save(EXPERT.format(2, 0), {}), WRONG, "there are 2 layers"),
+    ("two swapped", swap(EXPERT.format(0, 1), EXPERT.format(0, 2)), WRONG, "it was saved as layer_0_expert_2"),
+    ("the content of another", changed(EXPERT.format(0, 1), renamed), WRONG, "the file of expert 1"),
+    ("no bias", changed(EXPERT.format(0, 1), lambda c: c.pop(BIAS)), WRONG, r"its up\.bias is not as that of"),
+    ("another shape", updated(EXPERT.format(0, 1), **{BIAS: torch.ones(6)}), WRONG, r"its up\.bias is not as that of"),
+    ("an expert without tensors", save(EXPERT.format(1, 0), {}), WRONG, "does not hold one expert"),
+    ("a rank is missing", unlink(OPTIM.format(3)), MISSING, "one of 4, is missing"),
+    ("the model's file is missing", unlink(MODEL), MISSING, "this file of the"),
+    ("a rank says another place", changed(OPTIM.format(1), other_mapping), WRONG, "param_slice_mappings do not"),
+    ("ranks of other hyperparameters", changed(OPTIM.format(1), other_rate), WRONG, "its param groups are not"),
+    ("groups in another order", changed(OPTIM.format(1), other_counts), OTHER, "PYTHONHASHSEED"),
+    ("no numbers of experts", updated(MODEL, num_experts=4), OTHER, "its num_experts is 4"),
+    ("no buffer of an expert", more_buffers(NAME.format(0, "other")), MISSING, "no file contains this buffer"),
+    ("an expert of another rank", more_buffers(NAME.format(2, "table")), WRONG, r"rank 0 has the experts \[0, 1, 2\]"),
+    ("an optimizer without ZeRO", save(EXPERT_OPTIM.format(0), {}), WRONG, "of a run without ZeRO"),
+    ("a pipeline", save("layer_00-model_states.pt", {}), OTHER, "a pipeline with experts"),
+)
 
 
-EXPERT_OPTIM = "expp_rank_{}_mp_rank_00_optim_states.pt"
+def reverse(content: Any) -> None:
+    """The order in which a rank without ZeRO has the second group, so that its numbers do not say the names."""
+    own = content["optimizer"].get("optimizer_state_dict", content["optimizer"])
+    own["param_groups"][1]["params"].reverse()
+    if "fp32_groups" in content["optimizer"]:
+        content["optimizer"]["fp32_groups"][1].reverse()
 
 
-@pytest.mark.parametrize("missing", [(0,), (1,), (0, 1)])
-def test_without_zero_every_rank_has_an_optimizer(missing, without_zero):
-    for rank in missing:
-        (without_zero / "global_step4" / EXPERT_OPTIM.format(rank)).unlink()
-    with pytest.raises(IncompleteError, match=r"expp_rank_\d.*missing"):
-        contents(without_zero)
+test_without_zero_every_rank_has_an_optimizer = damage_test(
+    "deepspeed-moe-fp32",
+    *((f"without {ranks}", unlink(*(EXPERT_OPTIM.format(rank) for rank in ranks)), MISSING,
+        r"expp_rank_\d.*missing") for ranks in ((0,), (1,), (0, 1))),
+)  # fmt: skip
+test_without_zero_masters_that_are_not_proven_are_refused = pytest.mark.extended(
+    damage_test(
+        "deepspeed-moe-bf16",
+        ("reversed", changed(EXPERT_OPTIM.format(1), reverse), OTHER, "fp32 masters lie under numbers.*ZeRO stage 1"),
+    )
+)
+test_autoep_without_zero_every_rank_has_an_optimizer = pytest.mark.extended(
+    damage_test(
+        "deepspeed-autoep-bf16",
+        ("the first", unlink(EXPERT_OPTIM.format(0)), MISSING, r"expp_rank_\d.*(missing|not all there)"),
+        ("the second", unlink(EXPERT_OPTIM.format(1)), MISSING, r"expp_rank_\d.*(missing|not all there)"),
+        ("both", unlink(EXPERT_OPTIM.format("*")), MISSING, r"expp_rank_\d.*(missing|not all there)"),
+    )
+)
 
 
-def test_without_zero_numbers_that_are_not_proven_are_carried_for_each_rank(without_zero):
-    def reverse(content: Any) -> None:
-        content["optimizer"]["param_groups"][1]["params"].reverse()
-
+def test_without_zero_numbers_that_are_not_proven_are_carried_for_each_rank(tmp_path):
+    run = copied_run("deepspeed-moe-fp32", tmp_path)
     for rank in range(2):
-        changed(EXPERT_OPTIM.format(rank), reverse)(without_zero / "global_step4")
-    manifest = contents(without_zero)[0]
+        changed(EXPERT_OPTIM.format(rank), reverse)(run / TAG)
+    manifest = contents(run)[0]
     assert manifest.extra["optimizer"].keys() == {"expp_rank_0", "expp_rank_1"}
     assert any("do not identify them" in note.why for note in manifest.notes)
 
 
-def test_without_zero_masters_that_are_not_proven_are_refused(tmp_path):
-    native = copied_run("deepspeed-moe-bf16", tmp_path)
-
-    def reverse(content: Any) -> None:
-        content["optimizer"]["optimizer_state_dict"]["param_groups"][1]["params"].reverse()
-        content["optimizer"]["fp32_groups"][1].reverse()
-
-    changed(EXPERT_OPTIM.format(1), reverse)(native / "global_step4")
-    with pytest.raises(UnsupportedError, match=r"its fp32 masters lie under numbers.*save it with ZeRO stage 1"):
-        contents(native)
-
-
-@pytest.mark.parametrize("missing", [(0,), (1,), (0, 1)])
-def test_autoep_without_zero_every_rank_has_an_optimizer(missing, tmp_path):
-    native = copied_run("deepspeed-autoep-bf16", tmp_path)
-    for rank in missing:
-        (native / "global_step4" / EXPERT_OPTIM.format(rank)).unlink()
-    with pytest.raises(IncompleteError, match=r"expp_rank_\d.*(missing|not all there)"):
-        contents(native)
-
-
+@pytest.mark.extended
 def test_autoep_without_zero_steps_of_experts_must_be_equal(tmp_path):
-    native = copied_run("deepspeed-autoep-bf16", tmp_path)
-
     def delay(content: Any) -> None:
         inner = content["optimizer"]["optimizer_state_dict"]
         (experts,) = (group["params"] for group in inner["param_groups"] if group.get("moe"))
         inner["state"][experts[1]]["step"] -= 1
 
-    changed(EXPERT_OPTIM.format(1), delay)(native / "global_step4")
+    run = copied_run("deepspeed-autoep-bf16", tmp_path)
+    changed(EXPERT_OPTIM.format(1), delay)(run / TAG)
     with pytest.raises(DifferenceError, match="expert-parallel ranks 0 and 1"):
-        ckpt_tools.convert(native, tmp_path / "out", to="dcp")
+        ckpt_tools.convert(run, tmp_path / "out", to="dcp")
 
 
-def test_names_and_order_are_those_of_a_model_with_all_experts(native):
-    manifest = contents(native)[0]
+def test_names_and_order_are_those_of_a_model_with_all_experts():
+    manifest = contents(make(NATIVE).folder)[0]
     names = [key.fqn for key in manifest.tensors if key.slot == "weight" and key.fqn.endswith("down.weight")]
     assert names == [NAME.format(n, "down.weight") for n in range(4)] + [
         *(f"second.deepspeed_moe.experts.deepspeed_experts.{n}.down.weight" for n in range(2)),
@@ -193,6 +143,7 @@ def test_names_and_order_are_those_of_a_model_with_all_experts(native):
     assert manifest.world_size == 4
 
 
+@pytest.mark.extended
 def test_round_robin_gradients(tmp_path):
     """``param_slice_mappings`` are then in another order than the partitions, so that DeepSpeed's own truth is not
     one; in fp32 the masters are the weights."""
@@ -202,64 +153,58 @@ def test_round_robin_gradients(tmp_path):
     masters = [key for key in found if key.slot == MASTER]
     assert len(masters) == 29
     assert all(found[key] == found[StateKey(key.fqn)] for key in masters)
-    assert manifest.groups[0].params[:3] == (
-        "embed.weight",
-        "first.deepspeed_moe.gate.wg.weight",
-        "second.deepspeed_moe.gate.wg.weight",
-    )
+    first = ("embed.weight", "first.deepspeed_moe.gate.wg.weight", "second.deepspeed_moe.gate.wg.weight")
+    assert manifest.groups[0].params[:3] == first
 
 
 # Runs that go on
 
-Saved = tuple[Path, State, list[float]]
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
+    """A folder, the state of the run that saved it, and its next losses."""
     folder = tmp_path_factory.mktemp("experts")
     return folder, *deepspeed_moe.run_experts(folder, 2, 1, "fp32", (2, 2))
 
 
-def check(found: Any, saved: Saved, without: tuple[str, ...] = ()) -> None:
+def check(found: Any, saved: tuple[Path, State, list[float]], without: str = "") -> None:
     (resumed, losses), (_, state, next_losses) = found, saved
-    wanted = {key: tensor for key, tensor in state.optimizer.items() if key[1] not in without}
-    assert {key for key in resumed.optimizer if key[1] not in without} == wanted.keys()
-    for key, tensor in wanted.items():
-        assert torch.equal(resumed.optimizer[key], tensor), key
-    for name, tensor in state.weights.items():
-        assert torch.equal(resumed.weights[name], tensor), name
+    wanted = {key: tensor for key, tensor in state.optimizer.items() if key[1] != without}
+    assert {key for key in resumed.optimizer if key[1] != without} == wanted.keys()
+    assert all(torch.equal(resumed.optimizer[key], tensor) for key, tensor in wanted.items())
+    assert all(torch.equal(resumed.weights[name], tensor) for name, tensor in state.weights.items())
     np.testing.assert_allclose(losses, next_losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("to", ["zero2", "zero3", "universal"])
+@pytest.mark.extended
+@pytest.mark.parametrize("to", ["zero2", "universal", pytest.param("zero3", marks=pytest.mark.soak)])
 def test_the_run_goes_on_in_a_model_without_deepspeed_moe(to, saved, tmp_path):
-    options: dict[str, Any] = {} if to == "universal" else {"world_size": 3}
-    ckpt_tools.convert(saved[0], tmp_path / "out", to=to, **options)  # type: ignore[arg-type]
-    stage = 2 if to == "universal" else int(to[-1])
-    arguments = (str(tmp_path / "out"), stage, "fp32", to == "universal")
+    ckpt_tools.convert(saved[0], tmp_path / "out", to=to, **for_ranks(to, 3))
+    arguments = (str(tmp_path / "out"), 3 if to == "zero3" else 2, "fp32", to == "universal")
     check(launch.pool(3).run(deepspeed_moe.load_plain, *arguments)[0], saved)
 
 
+@pytest.mark.extended
 def test_the_run_goes_on_in_plain_torch(saved, tmp_path):
     ckpt_tools.convert(saved[0], tmp_path / "out", to="dcp")
-    check(launch.pool(3).run(deepspeed_moe.load_dcp, str(tmp_path / "out"))[0], saved, without=(MASTER,))
+    check(launch.pool(3).run(deepspeed_moe.load_dcp, str(tmp_path / "out"))[0], saved, without=MASTER)
 
 
+@pytest.mark.extended
 def test_the_run_goes_on_with_all_experts_on_each_rank(saved, tmp_path):
-    ckpt_tools.convert(saved[0], tmp_path / "out", to="universal")
-    check(launch.pool(3).run(deepspeed_moe.load_experts, str(tmp_path / "out"), 2, "fp32", (1, 1))[0], saved)
-
-
-def test_deepspeed_does_not_give_every_rank_the_experts_of_rank_0(saved, tmp_path):
-    """Without the mark of an expert in the files of a universal checkpoint it does, and says nothing."""
-    ckpt_tools.convert(saved[0], tmp_path / "out", to="universal")
-    told = launch.pool(2).run(deepspeed_moe.why_not_loaded, str(tmp_path / "out"), 2, "fp32", (2, 2))
+    """Or DeepSpeed says that it cannot. Without the mark of an expert in the files it would give every rank the experts
+    of rank 0, and say nothing."""
+    out = str(tmp_path / "out")
+    ckpt_tools.convert(saved[0], out, to="universal")
+    check(launch.pool(3).run(deepspeed_moe.load_experts, out, 2, "fp32", (1, 1))[0], saved)
+    told = launch.pool(2).run(deepspeed_moe.why_not_loaded, out, 2, "fp32", (2, 2))
     assert all("Expert param in" in text for text in told), told
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("to", ["dcp", "universal", "zero1", "safetensors"])
 def test_other_formats_hold_the_same(to, tmp_path):
-    source = make("deepspeed-moe-zero1-bf16").source
+    source = make(NATIVE).source
     ckpt_tools.convert(source, tmp_path / "out", to=to)  # type: ignore[arg-type]
     report = ckpt_tools.verify(source, tmp_path / "out")
     assert report.equal, report.differences

@@ -1,24 +1,35 @@
-"""DeepSpeed's own checkpoints, by 1 to 4 real processes: every tensor against what DeepSpeed itself gathers."""
+"""DeepSpeed's own checkpoints, by 1 to 4 real processes: every tensor against what DeepSpeed itself gathers; names of
+wrapped models, and files under other ranks' names."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+import ckpt_tools
 import fixtures
 from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.names import without_parts
 from ckpt_tools.core.options import ReadOptions
+from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 from fixtures import launch, recipe, zero
 from fixtures.store import Fixture
+from tests.support.damage import swap
 from tests.support.manifests import assert_holds, gathered, groups_of
-from tests.support.sweep import swept
+from tests.support.saved_files import change_file
+from tests.support.sweep import extended, swept
 from tests.support.truth import Truth, assert_same_bits
 
 OTHER_OPTIMIZERS = [
@@ -27,17 +38,16 @@ OTHER_OPTIMIZERS = [
     Fixture("zero2-bf16", "adagrad", 2),
     Fixture("zero3-fp32", "adagrad", 2),
     Fixture("zero1-fp32", "adafactor", 3),
-    Fixture("zero3-fp16", "lion", 3),
     Fixture("zero1-bf16acc", "lone", 4),
 ]
-WANTED = [f for f in fixtures.CORE if f.kind.startswith("zero")] + OTHER_OPTIMIZERS
+WANTED = [Fixture("zero3-fp16", "lion", 3), *(f for f in fixtures.CORE if f.kind.startswith("zero"))]
 
 
 def read(folder: Path, tag: str | None = None) -> Manifest:
     return DeepSpeedFormat().read(Source.open(LocalStore(folder)), ReadOptions(tag=tag))
 
 
-@pytest.mark.parametrize("wanted", swept(WANTED))
+@pytest.mark.parametrize("wanted", [*swept(WANTED), *extended(*OTHER_OPTIMIZERS)])
 def test_reads_what_deepspeed_holds(wanted, checkpoint):
     made = checkpoint(wanted.kind, wanted.case, wanted.world_size)
     assert_read(made.checkpoint, Truth.load(made.root), stage=int(wanted.kind[4]))
@@ -66,13 +76,13 @@ def produce_changed(name: str, folder: str) -> None:
     run.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *extended(3)])
 def test_reads_groups_with_padding_after_each_parameter(world_size, tmp_path):
     launch.pool(world_size).run(produce_changed, "aligned", str(tmp_path))
     assert_read(tmp_path / "checkpoint", Truth.load(tmp_path), stage=2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, *extended(3)])
 def test_reads_groups_dealt_out_to_the_ranks(world_size, tmp_path):
     """The fp32 weights judge the masters here: DeepSpeed's own gather takes the undealt order and returns other
     parameters' elements (0.19.8, ``_link_all_hp_params``)."""
@@ -88,6 +98,7 @@ def in_slot(tensors: Mapping[tuple[str, str], np.ndarray], name: str) -> dict[st
     return {fqn: tensor for (fqn, slot), tensor in tensors.items() if slot == name}
 
 
+@pytest.mark.extended
 def test_reads_elastic_checkpoints_which_keep_no_hyperparameters(tmp_path):
     launch.pool(3).run(produce_changed, "elastic", str(tmp_path))
     manifest, truth = read(tmp_path / "checkpoint"), Truth.load(tmp_path)
@@ -95,27 +106,106 @@ def test_reads_elastic_checkpoints_which_keep_no_hyperparameters(tmp_path):
     assert groups_of(manifest) == [group | {"options": {}} for group in truth.facts["groups"]]
 
 
-@pytest.fixture
-def saved(checkpoint, tmp_path):
-    """A save directory with two tags, of which ``latest`` names the second."""
-    shutil.copytree(checkpoint("zero3-bf16", "awkward", 2).checkpoint, tmp_path / "saved")
-    other = checkpoint("zero2-fp16", "awkward", 3).checkpoint / "global_step4"
-    shutil.copytree(other, tmp_path / "saved" / "before")
-    return tmp_path / "saved"
-
-
-def test_latest_chooses_and_a_tag_overrides(saved):
+def test_latest_chooses_and_a_tag_overrides(checkpoint, tmp_path):
+    """A save directory with two tags, a folder around it, and a tag's folder by itself."""
+    saved = shutil.copytree(checkpoint("zero3-bf16", "awkward", 2).checkpoint, tmp_path / "saved")
+    shutil.copytree(checkpoint("zero2-fp16", "awkward", 2).checkpoint / "global_step4", saved / "before")
     assert read(saved).format == "zero3"
-    assert (read(saved, "before").format, read(saved, "before").world_size) == ("zero2", 3)
-
-
-def test_a_tag_folder_and_a_folder_around_them_are_read_as_well(saved, tmp_path):
-    assert read(saved / "before").format == "zero2"
+    assert {read(saved, "before").format, read(saved / "before").format} == {"zero2"}
     assert read(tmp_path, "saved/before").format == "zero2"
 
 
-def test_universal_folders_are_of_another_format(checkpoint):
-    universal = checkpoint("universal-zero2-bf16", "awkward", 2).checkpoint
-    assert not DeepSpeedFormat().detect(Source.open(LocalStore(universal)))
-    native = checkpoint("zero2-bf16", "awkward", 2).checkpoint
-    assert DeepSpeedFormat().detect(Source.open(LocalStore(native)))
+# Names of parameters may have parts of wrappers that the model's state dict leaves out
+
+PART = "_checkpoint_wrapped_module"
+
+
+def wrapped(name: str) -> str:
+    """As ``named_parameters()`` of torch's ``checkpoint_wrapper`` has it, and its ``state_dict()`` has not."""
+    module, _, last = name.rpartition(".")
+    return f"{module}.{PART}.{last}" if module else name
+
+
+def changed(checkpoint: Path, made: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    shutil.copytree(checkpoint, made)
+    for path in made.rglob("*_model_states.pt"):
+        change_file(path, change)
+    return made
+
+
+def wrap(content: dict[str, Any]) -> None:
+    for key in ("frozen_param_shapes", "frozen_param_fragments"):
+        if content.get(key):
+            content[key] = {wrapped(name): value for name, value in content[key].items()}
+    content["param_shapes"] = [{wrapped(n): shape for n, shape in group.items()} for group in content["param_shapes"]]
+    content["buffer_names"] = [wrapped(name) for name in content["buffer_names"]]
+    content["shared_params"] = {wrapped(alias): wrapped(owner) for alias, owner in content["shared_params"].items()}
+
+
+def prefix(content: dict[str, Any]) -> None:
+    content["module"] = {f"hooked.{name}": value for name, value in content["module"].items()}
+
+
+@pytest.mark.parametrize("kind", ["zero2-fp32", "zero3-bf16", *extended("zero1-fp32")])
+def test_wrapped_modules_are_the_same_model_and_a_hook_may_put_a_prefix_before_names(kind, checkpoint, tmp_path):
+    plain = checkpoint(kind, "awkward", 2).checkpoint
+    made = changed(plain, tmp_path / "wrapped", wrap)
+    assert ckpt_tools.diff(plain, made).equal
+    assert any(PART in name for name in compared(made, without_parts))
+    hooked = changed(plain, tmp_path / "hooked", prefix)
+    assert set(ckpt_tools.open(hooked)) == {f"hooked.{name}" for name in ckpt_tools.open(plain)}
+    compared(hooked, "hooked.{}".format)
+
+
+def compared(folder: Path, name_of: Callable[[str], str]) -> list[str]:
+    """The names of DeepSpeed's script, which finds the bits that are read under other names."""
+    found, judge = ckpt_tools.open(folder), get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    for name, tensor in judge.items():
+        ours = found[name_of(name)].torch().float()
+        assert torch.equal(ours.view(torch.int32), tensor.float().view(torch.int32)), name
+    return list(judge)
+
+
+@pytest.mark.parametrize(
+    "hooked",
+    [
+        pytest.param(["other_name"], id="nothing in common"),
+        pytest.param(["a.{}", "b.{}"], id="two names that one could have"),
+        pytest.param([f"{n}.{'a.' * 5_000}{{}}" for n in range(100)], id="very many parts, which cost no more"),
+    ],
+)
+def test_other_names_that_a_hook_gives_are_refused(hooked, checkpoint, tmp_path):
+    def change(content: dict[str, Any]) -> None:
+        name = next(iter(content["param_shapes"][0]))
+        value = content["module"].pop(name)
+        content["module"] |= {other.format(name): value for other in hooked}
+
+    made = changed(checkpoint("zero2-fp32", "awkward", 2).checkpoint, tmp_path / "hooked", change)
+    tracemalloc.start()
+    with pytest.raises(IncompleteError, match=r"in param_shapes but not in module: .* a hook of the model"):
+        ckpt_tools.inspect(made)
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+
+
+# A rank's file under another rank's name: only the archive's own name tells
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("zero2", "*_optim_states.pt"), ("zero3", "*_optim_states.pt"), ("zero3", "*_model_states.pt")]
+)
+def test_swapped_ranks_of_what_we_wrote_are_refused(kind, names, checkpoint, tmp_path):
+    """More than ten ranks, whose names are of two lengths."""
+    run = tmp_path / "run"
+    ckpt_tools.convert(checkpoint("fsdp2", "awkward", 2).checkpoint, run, to=kind, world_size=12)
+    files = sorted(run.rglob(names))
+    for path in files:
+        records = zipfile.ZipFile(path).namelist()
+        assert {name.partition("/")[0] for name in records} == {path.stem}, "as torch.save names them"
+        assert torch.load(path, weights_only=False)
+    for one, other in (files[:2], files[-2:]):
+        swap(one.name, other.name)(one.parent)
+        with pytest.raises(MalformedError, match=r"it was saved as .*rank_\d+_mp_rank_00.*another rank's"):
+            ckpt_tools.inspect(run)
+        swap(one.name, other.name)(one.parent)
+    assert ckpt_tools.inspect(run).world_size == 12

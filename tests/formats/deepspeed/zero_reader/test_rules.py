@@ -45,6 +45,7 @@ from tests.formats.deepspeed.zero_files import (
     store_of,
     values_of,
 )
+from tests.support.refusals import refusal_test
 
 GROUPS = [{"a.weight": (5, 3), "a.bias": (5,)}, {"b": (1,)}]
 FROZEN = {"f": (2, 3)}
@@ -58,10 +59,17 @@ def read_store(store: MemoryStore, tag: str | None = None) -> Manifest:
     return DeepSpeedFormat().read(Source.open(store), ReadOptions(tag=tag))
 
 
+def opened(files: Files) -> tuple[Manifest, Callable[[str, str], np.ndarray]]:
+    """The manifest, and a function to the elements of a tensor."""
+    store = store_of(files)
+    manifest = read_store(store)
+    return manifest, lambda name, slot="weight": value(store, manifest, manifest.tensors[StateKey(name, slot)])
+
+
 def value(store: MemoryStore, manifest: Manifest, entry: TensorEntry) -> np.ndarray:
     """The elements of a tensor; bf16 as fp32."""
-    out = bytearray(entry.numel * DType.FLOAT32.item_bytes if entry.dtype is DType.BFLOAT16 else entry.num_bytes)
     entry = entry.cast(DType.FLOAT32) if entry.dtype is DType.BFLOAT16 else entry
+    out = bytearray(entry.num_bytes)
     reader = TensorReader(Overlay(store, manifest.literals), scratch_bytes=1 << 16)
     reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
     return np.frombuffer(bytes(out), entry.dtype.value).reshape(entry.shape)
@@ -69,15 +77,11 @@ def value(store: MemoryStore, manifest: Manifest, entry: TensorEntry) -> np.ndar
 
 def assert_counts(files: Files, groups: list[Any], frozen: Any) -> None:
     """Every element is where it was put."""
-    store = store_of(files)
-    manifest = read_store(store)
-    for name, tensor in values_of(groups).items():
-        assert np.array_equal(value(store, manifest, manifest.tensors[StateKey(name, MASTER)]), tensor.numpy())
-    for name, tensor in moments_of(groups).items():
-        assert np.array_equal(value(store, manifest, manifest.tensors[StateKey(name, "exp_avg")]), tensor.numpy())
+    _, elements = opened(files)
+    for slot, wanted in ((MASTER, values_of(groups)), ("exp_avg", moments_of(groups))):
+        assert all(np.array_equal(elements(name, slot), tensor.numpy()) for name, tensor in wanted.items())
     for name, tensor in values_of([*groups, frozen]).items():
-        weight = value(store, manifest, manifest.tensors[StateKey(name)])
-        assert np.array_equal(weight, tensor.bfloat16().float().numpy())
+        assert np.array_equal(elements(name), tensor.bfloat16().float().numpy())
 
 
 SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
@@ -89,15 +93,15 @@ SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
     sizes=st.lists(st.lists(SHAPES, min_size=1, max_size=4), min_size=1, max_size=3),
     frozen=st.lists(SHAPES, max_size=2),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_element_is_found_whatever_the_shapes(stage, world_size, sizes, frozen):
     groups = [{f"g{i}.p{j}": shape for j, shape in enumerate(group)} for i, group in enumerate(sizes)]
     fixed = {f"f{i}": shape for i, shape in enumerate(frozen)}
     assert_counts(build(stage, world_size, groups, fixed), groups, fixed)
 
 
-def test_a_stage_3_parameter_may_straddle_sub_groups():
-    files = build(3, 2, GROUPS)
+def straddling(files: Files) -> None:
+    """A parameter of stage 3 lies in several sub-groups."""
     for rank in range(2):
         state = own(files, rank)
         inner = state["optimizer_state_dict"]
@@ -105,40 +109,59 @@ def test_a_stage_3_parameter_may_straddle_sub_groups():
         state["fp32_flat_groups"] = list(whole[0].split(3))
         inner["state"] = {i: {"exp_avg": m, "step": torch.tensor(7.0)} for i, m in enumerate(whole[1].split(3))}
         inner["param_groups"] = [{"params": list(range(len(inner["state"])))}]
-    assert_counts(files, GROUPS, {})
 
 
-def test_columns_hold_as_many_rows_as_ranks_hold_elements():
-    tensors = read(build(3, 4, [{"five": (5,), "one": (1,)}])).tensors
-    assert [len(tensors[StateKey(name, MASTER)].shards) for name in ("five", "one")] == [3, 1]
-    assert tensors[StateKey("five", MASTER)].shards.shape == (5,)
+def one_dictionary(files: Files) -> None:
+    (files[MODEL]["param_shapes"],) = files[MODEL]["param_shapes"]
+
+
+def old_names(files: Files) -> None:
+    for rank in range(2):
+        files[optim(rank).replace("_optim", "optim")] = files.pop(optim(rank))
+
+
+@pytest.mark.parametrize(
+    ("stage", "groups", "change"), [(3, GROUPS, straddling), (2, GROUPS[:1], one_dictionary), (2, GROUPS, old_names)]
+)
+def test_other_forms_hold_the_same(stage, groups, change):
+    files = build(stage, 2, groups)
+    change(files)
+    assert_counts(files, groups, {})
 
 
 def test_stage_3_weights_are_the_masters_read_as_the_models_type():
-    tensors = read(build(3, 2, GROUPS)).tensors
-    weight = tensors[StateKey("a.weight")]
+    """Their columns hold as many rows as ranks hold elements."""
+    tensors = read(build(3, 4, [{"five": (5,), "one": (1,)}])).tensors
+    weight, masters = tensors[StateKey("five")], tensors[StateKey("five", MASTER)].shards
+    assert [len(tensors[StateKey(name, MASTER)].shards) for name in ("five", "one")] == [3, 1]
+    assert masters.shape == (5,)
     assert (weight.dtype, weight.shards.dtype, weight.kind) == (DType.BFLOAT16, DType.FLOAT32, Kind.PARAMETER)
-    assert list(weight.shards) == list(tensors[StateKey("a.weight", MASTER)].shards)
+    assert list(weight.shards) == list(masters)
 
 
-def test_empty_parameters_have_a_weight_and_nothing_else():
-    for stage in (2, 3):
-        files = build(stage, 2, [{"a": (3,)}], {"empty": (0, 4)})
-        found = {key: entry.shape for key, entry in read(files).tensors.items() if key.fqn == "empty"}
-        assert found == {StateKey("empty"): (0, 4)}
+def test_forms_of_the_optimizer():
+    """Slots of some groups only, Adagrad's one group of all partitions, and names, which are no hyperparameters."""
+    files = build(2, 2, GROUPS)
+    for rank in range(2):
+        own(files, rank)["base_optimizer_state"]["state"][1] = {"momentum_buffer": None}
+        given = [{"lr": 0.5, "params": [0, 1], "param_names": ["a.weight", "a.bias", "b"]}]
+        own(files, rank)["base_optimizer_state"]["param_groups"] = given
+    manifest = read(files)
+    assert {key.slot for key in manifest.tensors if key.fqn == "b"} == {"weight", "master"}
+    (group,) = manifest.groups
+    assert (group.params, group.options) == (("a.weight", "a.bias", "b"), {"lr": 0.5})
 
 
-def test_empty_parameters_of_older_versions_lie_in_the_groups():
-    for stage in (2, 3):
-        files = build(stage, 2, [{"a": (3,), "empty": (0, 4)}, {"none": (0,)}])
-        found = {key: entry.shape for key, entry in read(files).tensors.items() if key.fqn in ("empty", "none")}
-        assert found == {StateKey("empty"): (0, 4), StateKey("none"): (0,)}
-
-
-def test_a_single_dictionary_of_shapes_is_one_group():
-    files = build(2, 2, GROUPS[:1])
-    (files[MODEL]["param_shapes"],) = files[MODEL]["param_shapes"]
-    assert_counts(files, GROUPS[:1], {})
+@pytest.mark.parametrize("stage", [2, 3])
+def test_empty_parameters_have_a_weight_and_nothing_else(stage):
+    """Among the frozen ones, or in the groups, where older versions of DeepSpeed have them."""
+    empty = {"empty": (0, 4), "none": (0,)}
+    for files in (
+        build(stage, 2, [{"a": (3,)}], empty),
+        build(stage, 2, [{"a": (3,), "empty": (0, 4)}, {"none": (0,)}]),
+    ):
+        found = {key: entry.shape for key, entry in read(files).tensors.items() if key.fqn in empty}
+        assert found == {StateKey(name): shape for name, shape in empty.items()}
 
 
 def test_python_steps_become_literals_of_their_own_width():
@@ -146,11 +169,10 @@ def test_python_steps_become_literals_of_their_own_width():
     for rank in range(2):
         own(files, rank)["base_optimizer_state"]["state"][0]["step"] = 12
         own(files, rank)["base_optimizer_state"]["state"][1]["step"] = 12.5
-    store = store_of(files)
-    manifest = read_store(store)
+    manifest, elements = opened(files)
     step, other = (manifest.tensors[StateKey(name, "step")] for name in ("a.bias", "b"))
     assert (step.shape, step.dtype, other.dtype) == ((), DType.INT64, DType.FLOAT64)
-    assert (value(store, manifest, step), value(store, manifest, other)) == (12, 12.5)
+    assert (elements("a.bias", "step"), elements("b", "step")) == (12, 12.5)
 
 
 def test_a_step_among_the_hyperparameters_is_every_members_step():
@@ -159,9 +181,8 @@ def test_a_step_among_the_hyperparameters_is_every_members_step():
         for state in own(files, rank)["optimizer_state_dict"]["state"].values():
             del state["step"]
     own(files)["optimizer_state_dict"]["param_groups"][0]["step"] = 4
-    store = store_of(files)
-    manifest = read_store(store)
-    assert value(store, manifest, manifest.tensors[StateKey("a.weight", "step")]) == 4
+    manifest, elements = opened(files)
+    assert elements("a.weight", "step") == 4
     assert StateKey("b", "step") not in manifest.tensors
     assert manifest.groups[0].options["step"] == 4
 
@@ -170,35 +191,12 @@ def test_state_that_is_not_cut_like_the_masters_stays_with_its_rank():
     files = build(2, 2, GROUPS)
     for rank in range(2):
         own(files, rank)["base_optimizer_state"]["state"][0] |= {"absmax": torch.tensor([rank + 0.5]), "kind": "blocks"}
-    store = store_of(files)
-    manifest = read_store(store)
+    manifest, elements = opened(files)
     kept = manifest.extra["deepspeed"]["partition_state"]
     assert [kept[rank][0]["kind"] for rank in (0, 1)] == ["blocks", "blocks"]
     refs = [kept[rank][0]["absmax"] for rank in (0, 1)]
-    assert [value(store, manifest, manifest.tensors[ref.key]).tolist() for ref in refs] == [[0.5], [1.5]]
+    assert [elements(ref.key.fqn, ref.key.slot).tolist() for ref in refs] == [[0.5], [1.5]]
     assert all(manifest.tensors[ref.key].kind is Kind.EXTRA for ref in refs)
-
-
-def test_slots_of_some_groups_only():
-    files = build(2, 2, GROUPS)
-    for rank in range(2):
-        own(files, rank)["base_optimizer_state"]["state"][1] = {"momentum_buffer": None}
-    slots = {key.slot for key in read(files).tensors if key.fqn == "b"}
-    assert slots == {"weight", "master"}
-
-
-def test_adagrads_one_group_of_all_partitions():
-    files = build(1, 2, GROUPS)
-    for rank in range(2):
-        own(files, rank)["base_optimizer_state"]["param_groups"] = [{"lr": 0.5, "params": [0, 1]}]
-    (group,) = read(files).groups
-    assert (group.params, group.options) == (("a.weight", "a.bias", "b"), {"lr": 0.5})
-
-
-def test_names_given_to_the_optimizer_are_no_hyperparameters():
-    files = build(1, 1, GROUPS)
-    own(files)["base_optimizer_state"]["param_groups"][0]["param_names"] = ["a.weight", "a.bias"]
-    assert read(files).groups[0].options == {"lr": 0.0}
 
 
 def test_dealt_out_parameters_are_put_back_in_order():
@@ -223,11 +221,9 @@ def test_ties_that_deepspeed_saw(stage):
 
 
 def test_views_of_the_same_elements_are_tied():
-    assert read(tied(2)).aliases == {"head": "embed"}
-
-
-def test_an_alias_before_its_owner_in_the_model_is_still_the_alias():
+    """Also where the alias comes before its owner in the model."""
     files = tied(2)
+    assert read(files).aliases == {"head": "embed"}
     files[MODEL]["module"].move_to_end("embed")
     assert read(files).aliases == {"head": "embed"}
 
@@ -261,32 +257,28 @@ def test_frozen_parameters_left_out_of_the_checkpoint_are_not_missed():
 def test_module_state_that_is_no_tensor_is_kept():
     files = build(1, 1, GROUPS)
     files[MODEL]["module"]["norm._extra_state"] = {"amax": torch.tensor([2.5])}
-    store = store_of(files)
-    manifest = read_store(store)
+    manifest, elements = opened(files)
     ref = manifest.extra["deepspeed"]["module"]["norm._extra_state"]["amax"]
-    assert value(store, manifest, manifest.tensors[ref.key]) == 2.5
+    assert elements(ref.key.fqn, ref.key.slot) == 2.5
 
 
 def test_strided_weights_keep_their_strides():
     files = build(1, 1, [{"a": (3, 4)}], {"f": (3, 4)})
     turned = torch.arange(12, dtype=torch.bfloat16).reshape(4, 3).T
     files[MODEL]["module"]["f"] = turned
-    store = store_of(files)
-    manifest = read_store(store)
-    assert np.array_equal(value(store, manifest, manifest.tensors[StateKey("f")]), turned.float().numpy())
+    assert np.array_equal(opened(files)[1]("f"), turned.float().numpy())
 
 
 def test_tensors_of_the_client_state_become_tensors_of_the_manifest():
     shared = [torch.tensor([1.5])]
     files = build(1, 1, GROUPS)
     files[MODEL] |= {"rng": {"cpu": torch.arange(3), 1: shared, "1": shared}, "epoch": 3}
-    store = store_of(files)
-    manifest = read_store(store)
+    manifest, elements = opened(files)
     state = manifest.extra["client_state"]
     assert state["epoch"] == 3
     assert isinstance(state["rng"]["cpu"], TensorRef) and state["rng"][1] is state["rng"]["1"]
-    entry = manifest.tensors[state["rng"]["cpu"].key]
-    assert (entry.kind, value(store, manifest, entry).tolist()) == (Kind.EXTRA, [0, 1, 2])
+    key = state["rng"]["cpu"].key
+    assert (manifest.tensors[key].kind, elements(key.fqn, key.slot).tolist()) == (Kind.EXTRA, [0, 1, 2])
 
 
 def test_objects_of_the_client_state_may_contain_themselves():
@@ -300,22 +292,10 @@ def test_objects_of_the_client_state_may_contain_themselves():
 
 def test_deepspeeds_own_scalars_are_kept_together():
     extra = read(build(2, 2, GROUPS)).extra
-    assert extra["deepspeed"] == {
-        "skipped_steps": 0,
-        "dp_world_size": 2,
-        "mp_world_size": 1,
-        "ds_config": {},
-        "ds_version": "0.19.8",
-    }
+    sizes = {"skipped_steps": 0, "dp_world_size": 2, "mp_world_size": 1}
+    assert extra["deepspeed"] == {**sizes, "ds_config": {}, "ds_version": "0.19.8"}
     assert extra["global_step"] == 7
     assert "client_state" not in extra and "lr_scheduler" not in extra
-
-
-def test_old_names_of_optimizer_files():
-    files = build(2, 2, GROUPS)
-    for rank in range(2):
-        files[optim(rank).replace("_optim", "optim")] = files.pop(optim(rank))
-    assert_counts(files, GROUPS, {})
 
 
 def test_a_tag_chosen_where_latest_is_missing():
@@ -334,31 +314,26 @@ def test_detection_never_fails():
         assert found == any(name.endswith("_states.pt") for name in names)
 
 
-def test_many_ranks_are_read_in_seconds_and_slots_share_their_columns():
-    """256 ranks x 400 parameters x 3 slots; 1,024 x 1,000 take 1.8 s and 234 MB on two cores."""
-    files = build(3, 1, [{f"p{i}": (1000,) for i in range(400)}])
+def test_slots_of_many_ranks_share_their_columns():
+    """64 ranks x 200 parameters x 3 slots."""
+    files = build(3, 1, [{f"p{i}": (250,) for i in range(200)}])
     first = files.pop(optim(0))
     state = first["optimizer_state_dict"]
-    state["partition_count"] = files[rank_model(0)]["dp_world_size"] = 256
-    cut = torch.zeros(400 * 4)
+    state["partition_count"] = files[rank_model(0)]["dp_world_size"] = 64
+    cut = torch.zeros(200 * 4)
     state["fp32_flat_groups"] = [cut]
     state["optimizer_state_dict"]["state"] = {0: {"exp_avg": cut, "exp_avg_sq": cut, "step": torch.tensor(1.0)}}
     model, optimizer = (bytes(store_of({"x": c}).files["x"]) for c in (files[rank_model(0)], first))
-    files |= {rank_model(rank): model for rank in range(256)} | {optim(rank): optimizer for rank in range(256)}
-    store = store_of(files)
+    files |= {rank_model(rank): model for rank in range(64)} | {optim(rank): optimizer for rank in range(64)}
     started = time.perf_counter()
-    tensors = read_store(store).tensors
-    assert time.perf_counter() - started < 20
+    tensors = read(files).tensors
+    assert time.perf_counter() - started < 10
     tables = [tensors[StateKey("p7", slot)].shards for slot in (MASTER, "exp_avg", "exp_avg_sq")]
-    assert [len(table) for table in tables] == [250] * 3
+    assert [len(table) for table in tables] == [63] * 3
     assert all(np.shares_memory(table.starts, tables[0].starts) for table in tables)
 
 
 Change = Callable[[Files], Any]
-
-
-def changed(files: Files, path: str, **values: Any) -> None:
-    files[path].update(values)
 
 
 def drop(*paths: str) -> Change:
@@ -378,13 +353,16 @@ def in_optim(rank: int = 0, **values: Any) -> Change:
 
 
 def of_module(change: Callable[[dict[str, Any]], Any]) -> Change:
-    return lambda files: [
-        change(content["module"]) for path, content in files.items() if path.endswith("model_states.pt")
-    ]
+    return lambda files: [change(content["module"]) for path, content in files.items() if "model_states" in path]
+
+
+def of_torch(change: Callable[[dict[str, Any]], Any], rank: int = 0) -> Change:
+    """In torch's part of the optimizer."""
+    return lambda files: change(own(files, rank)["base_optimizer_state"])
 
 
 def of_state(change: Callable[[dict[str, Any]], Any], rank: int = 0) -> Change:
-    return lambda files: change(own(files, rank)["base_optimizer_state"]["state"][0])
+    return of_torch(lambda optimizer: change(optimizer["state"][0]), rank)
 
 
 def masters(rank: int, change: Callable[[list[torch.Tensor]], Any]) -> Change:
@@ -432,171 +410,111 @@ def half(tensors: list[torch.Tensor]) -> None:
     tensors[0] = tensors[0].half()
 
 
-RULES: dict[str, tuple[int, Change, type[CkptError], str]] = {
-    # Where files are.
-    "no optimizer files": (2, drop(*map(optim, range(3))), IncompleteError, "no .*_optim_states"),
-    "first rank missing": (2, drop(optim(0)), IncompleteError, optim(0)),
-    "middle rank missing": (2, drop(optim(1)), IncompleteError, optim(1)),
-    "last rank missing": (2, drop(optim(2)), IncompleteError, optim(2)),
-    "a rank too many": (2, add(optim(3)), MalformedError, "of 3 ranks.*another"),
-    "no model file": (2, drop(MODEL), IncompleteError, MODEL),
-    "no model file of a stage 3 rank": (3, drop(rank_model(1)), IncompleteError, rank_model(1)),
-    "no model file of the last stage 3 rank": (3, drop(rank_model(2)), IncompleteError, rank_model(2)),
-    "two files of one rank": (2, add(f"{TAG}/bf16_" + optim(1).split("/")[1]), MalformedError, "are both of rank"),
-    "a file cut short": (2, cut_short(optim(2)), CkptError, optim(2)),
-    "no dictionary": (2, add(optim(1), [1, 2]), MalformedError, "does not contain a dictionary"),
-    "latest names no tag": (2, add("latest", "global_step8"), IncompleteError, "'global_step8'.*global_step7"),
-    "latest leads outside": (2, add("latest", "../other"), UnsafeError, "outside"),
-    "latest is empty": (2, add("latest", ""), IncompleteError, "empty"),
-    "latest is no text": (2, add("latest", b"\xff\xfe"), MalformedError, "not text"),
-    "latest is too long": (2, add("latest", "x" * 5000), MalformedError, "5,000 bytes"),
+MISSING, WRONG, OTHER = IncompleteError, MalformedError, UnsupportedError
+RULES: list[tuple[str, int, Change, type[CkptError], str]] = [
+    ("no optimizer files", 2, drop(*map(optim, range(3))), MISSING, "no .*_optim_states"),
+    ("first rank missing", 2, drop(optim(0)), MISSING, optim(0)),
+    ("middle rank missing", 2, drop(optim(1)), MISSING, optim(1)),
+    ("last rank missing", 2, drop(optim(2)), MISSING, optim(2)),
+    ("a rank too many", 2, add(optim(3)), WRONG, "of 3 ranks.*another"),
+    ("no model file", 2, drop(MODEL), MISSING, MODEL),
+    ("no model file of a stage 3 rank", 3, drop(rank_model(1)), MISSING, rank_model(1)),
+    ("no model file of the last stage 3 rank", 3, drop(rank_model(2)), MISSING, rank_model(2)),
+    ("two files of one rank", 2, add(f"{TAG}/bf16_" + optim(1).split("/")[1]), WRONG, "are both of rank"),
+    ("a file cut short", 2, cut_short(optim(2)), WRONG, optim(2)),
+    ("no dictionary", 2, add(optim(1), [1, 2]), WRONG, "does not contain a dictionary"),
+    ("latest names no tag", 2, add("latest", "global_step8"), MISSING, "'global_step8'.*global_step7"),
+    ("latest leads outside", 2, add("latest", "../other"), UnsafeError, "outside"),
+    ("latest is empty", 2, add("latest", ""), MISSING, "empty"),
+    ("latest is no text", 2, add("latest", b"\xff\xfe"), WRONG, "not text"),
+    ("latest is too long", 2, add("latest", "x" * 5000), WRONG, "5,000 bytes"),
     # Kinds of parallelism.
-    "tensor-parallel names": (2, add(f"{TAG}/mp_rank_01_model_states.pt"), MalformedError, "mp_rank_01_model_states"),
-    "pipeline names": (
-        2,
-        add(f"{TAG}/layer_00-model_states.pt"),
-        MalformedError,
-        "it holds a model, but there are files",
-    ),
-    "expert names": (2, add(f"{TAG}/layer_0_expert_1_mp_rank_00_model_states.pt"), UnsupportedError, "experts"),
-    "expert optimizer": (2, add(f"{TAG}/expp_rank_0_mp_rank_00_optim_states.pt"), MalformedError, "without ZeRO"),
-    "NVMe": (3, add(f"{TAG}/offloaded_tensors/rank0/1.tensor.swp"), UnsupportedError, "NVMe"),
-    "mp_world_size": (2, in_model(mp_world_size=2), IncompleteError, "mp_rank_01 is missing"),
-    "pp_degree": (2, in_model(checkpoint_parallel_dimensions={"pp_degree": 2}), UnsupportedError, "pipeline"),
-    "AutoEP layers": (2, in_model(ds_autoep_layers=[{}]), MalformedError, "ds_autoep_layers"),
-    "older AutoEP layers": (2, in_model(autoep_layers=[{}]), UnsupportedError, "AutoEP"),
-    "AutoEP partitions": (3, in_optim(ds_zero_partition_groups=[{}]), UnsupportedError, "AutoEP"),
-    "expert partitions": (2, in_optim(partition_count=[3, 1]), IncompleteError, "no files of experts"),
+    ("tensor-parallel names", 2, add(f"{TAG}/mp_rank_01_model_states.pt"), WRONG, "mp_rank_01_model_states"),
+    ("pipeline names", 2, add(f"{TAG}/layer_00-model_states.pt"), WRONG, "it holds a model, but"),
+    ("expert names", 2, add(f"{TAG}/layer_0_expert_1_mp_rank_00_model_states.pt"), OTHER, "experts"),
+    ("expert optimizer", 2, add(f"{TAG}/expp_rank_0_mp_rank_00_optim_states.pt"), WRONG, "without ZeRO"),
+    ("NVMe", 3, add(f"{TAG}/offloaded_tensors/rank0/1.tensor.swp"), OTHER, "NVMe"),
+    ("mp_world_size", 2, in_model(mp_world_size=2), MISSING, "mp_rank_01 is missing"),
+    ("pp_degree", 2, in_model(checkpoint_parallel_dimensions={"pp_degree": 2}), OTHER, "pipeline"),
+    ("AutoEP layers", 2, in_model(ds_autoep_layers=[{}]), WRONG, "ds_autoep_layers"),
+    ("older AutoEP layers", 2, in_model(autoep_layers=[{}]), OTHER, "AutoEP"),
+    ("AutoEP partitions", 3, in_optim(ds_zero_partition_groups=[{}]), OTHER, "AutoEP"),
+    ("expert partitions", 2, in_optim(partition_count=[3, 1]), MISSING, "no files of experts"),
     # What ranks say of themselves.
-    "no zero state": (2, lambda f: own(f).clear(), UnsupportedError, "does not contain ZeRO"),
-    "stage 0": (2, in_optim(zero_stage=0), UnsupportedError, "stage is 0"),
-    "saved without ZeRO": (2, in_model(param_shapes=None), UnsupportedError, "stage 0"),
-    "older than param_shapes": (2, lambda f: f[MODEL].pop("param_shapes"), UnsupportedError, "older than"),
-    "another stage on a rank": (2, in_optim(1, zero_stage=1), MalformedError, "stage is 1.*rank 0 is 2"),
-    "another world size on a rank": (2, in_optim(1, partition_count=[2, 2]), MalformedError, "partition_counts"),
-    "dp_world_size": (2, in_model(dp_world_size=4), MalformedError, "dp_world_size is 4"),
-    "no partition_count": (2, in_optim(partition_count=None), MalformedError, "partition_count"),
-    "no optimizer dictionary": (2, in_optim(base_optimizer_state=None), MalformedError, "base_optimizer_state"),
-    "no masters": (2, lambda f: own(f).pop("single_partition_of_fp32_groups"), MalformedError, "single_partition"),
-    "paddings": (2, in_optim(group_paddings=[1]), MalformedError, "group_paddings"),
-    "alignment paddings": (2, in_optim(param_alignment_paddings=[[0]]), MalformedError, "param_alignment_paddings"),
+    ("no zero state", 2, lambda f: own(f).clear(), OTHER, "does not contain ZeRO"),
+    ("stage 0", 2, in_optim(zero_stage=0), OTHER, "stage is 0"),
+    ("saved without ZeRO", 2, in_model(param_shapes=None), OTHER, "stage 0"),
+    ("older than param_shapes", 2, lambda f: f[MODEL].pop("param_shapes"), OTHER, "older than"),
+    ("another stage on a rank", 2, in_optim(1, zero_stage=1), WRONG, "stage is 1.*rank 0 is 2"),
+    ("another world size on a rank", 2, in_optim(1, partition_count=[2, 2]), WRONG, "partition_counts"),
+    ("dp_world_size", 2, in_model(dp_world_size=4), WRONG, "dp_world_size is 4"),
+    ("no partition_count", 2, in_optim(partition_count=None), WRONG, "partition_count"),
+    ("no optimizer dictionary", 2, in_optim(base_optimizer_state=None), WRONG, "base_optimizer_state"),
+    ("no masters", 2, lambda f: own(f).pop("single_partition_of_fp32_groups"), WRONG, "single_partition"),
+    ("paddings", 2, in_optim(group_paddings=[1]), WRONG, "group_paddings"),
+    ("alignment paddings", 2, in_optim(param_alignment_paddings=[[0]]), WRONG, "param_alignment_paddings"),
     # Shapes against partitions.
-    "fewer groups than shapes": (2, in_model(param_shapes=[{"a.weight": (5, 3)}]), MalformedError, "2 groups"),
-    "shapes too large": (2, reshaped((9, 9)), MalformedError, "3 partitions of 8 elements.*86"),
-    "shapes too small": (2, reshaped((2, 3)), MalformedError, "3 partitions of 8 elements.*11"),
-    "stage 3 shapes": (3, reshaped((9, 9)), MalformedError, "8 elements.*states 30"),
-    "a master too short": (2, masters(1, shorter), MalformedError, "7 elements instead of 8"),
-    "the first master too short": (2, masters(0, shorter), MalformedError, "7 elements instead of 8"),
-    "a master too long": (2, masters(2, longer), MalformedError, "5 elements instead of 4"),
-    "a master of another type": (2, masters(1, half), MalformedError, "float16.*float32"),
-    "a master of two dims": (2, masters(1, lambda m: m.append(torch.ones(2, 2))), MalformedError, "flat"),
-    "a master too many": (2, masters(1, lambda m: m.append(torch.ones(2))), MalformedError, "partitions"),
-    "a stage 3 master too short": (3, masters(1, shorter), MalformedError, r"\[6, 1\].*\[7, 1\]"),
-    "a stage 3 master missing": (3, masters(0, lambda m: m.pop()), MalformedError, "partitions"),
+    ("fewer groups than shapes", 2, in_model(param_shapes=[{"a.weight": (5, 3)}]), WRONG, "2 groups"),
+    ("shapes too large", 2, reshaped((9, 9)), WRONG, "3 partitions of 8 elements.*86"),
+    ("shapes too small", 2, reshaped((2, 3)), WRONG, "3 partitions of 8 elements.*11"),
+    ("stage 3 shapes", 3, reshaped((9, 9)), WRONG, "8 elements.*states 30"),
+    ("a master too short", 2, masters(1, shorter), WRONG, "7 elements instead of 8"),
+    ("the first master too short", 2, masters(0, shorter), WRONG, "7 elements instead of 8"),
+    ("a master too long", 2, masters(2, longer), WRONG, "5 elements instead of 4"),
+    ("a master of another type", 2, masters(1, half), WRONG, "float16.*float32"),
+    ("a master of two dims", 2, masters(1, lambda m: m.append(torch.ones(2, 2))), WRONG, "flat"),
+    ("a master too many", 2, masters(1, lambda m: m.append(torch.ones(2))), WRONG, "partitions"),
+    ("a stage 3 master too short", 3, masters(1, shorter), WRONG, r"\[6, 1\].*\[7, 1\]"),
+    ("a stage 3 master missing", 3, masters(0, lambda m: m.pop()), WRONG, "partitions"),
     # Slots.
-    "a slot of one rank missing": (2, of_state(lambda s: s.pop("exp_avg"), 1), IncompleteError, "exp_avg is missing"),
-    "a slot of one rank too short": (
-        2,
-        of_state(lambda s: s.update(exp_avg=s["exp_avg"][:3].clone()), 1),
-        IncompleteError,
-        "exp_avg is missing",
-    ),
-    "a slot of another type": (
-        2,
-        of_state(lambda s: s.update(exp_avg=s["exp_avg"].half()), 1),
-        MalformedError,
-        "its exp_avg is float16",
-    ),
-    "a slot called master": (2, of_state(lambda s: s.update(master=s["exp_avg"])), UnsupportedError, "'master'"),
-    "a step of 65 bits": (2, of_state(lambda s: s.update(step=1 << 64)), MalformedError, "65 bits"),
-    "state that is no dictionary": (
-        2,
-        lambda f: own(f)["base_optimizer_state"]["state"].update({0: [1]}),
-        MalformedError,
-        "not a dictionary",
-    ),
-    "groups without params": (
-        2,
-        lambda f: own(f)["base_optimizer_state"].update(param_groups=[{"lr": 1.0}]),
-        MalformedError,
-        "no 'params'",
-    ),
-    "a partition in no group": (
-        2,
-        lambda f: own(f)["base_optimizer_state"]["param_groups"].pop(),
-        MalformedError,
-        r"partitions \[0\] of 2",
-    ),
+    ("a slot of one rank missing", 2, of_state(lambda s: s.pop("exp_avg"), 1), MISSING, "exp_avg is missing"),
+    ("a short slot", 2, of_state(lambda s: s.update(exp_avg=s["exp_avg"][:3] + 0), 1), MISSING, "exp_avg is"),
+    ("a slot of another type", 2, of_state(lambda s: s.update(exp_avg=s["exp_avg"].half()), 1), WRONG,
+        "its exp_avg is float16"),
+    ("a slot called master", 2, of_state(lambda s: s.update(master=s["exp_avg"])), OTHER, "'master'"),
+    ("a step of 65 bits", 2, of_state(lambda s: s.update(step=1 << 64)), WRONG, "65 bits"),
+    ("state that is no dictionary", 2, of_torch(lambda own: own["state"].update({0: [1]})), WRONG, "not a dictionary"),
+    ("groups without params", 2, of_torch(lambda own: own.update(param_groups=[{"lr": 1.0}])), WRONG, "no 'params'"),
+    ("a partition in no group", 2, of_torch(lambda own: own["param_groups"].pop()), WRONG, r"partitions \[0\] of 2"),
     # The model.
-    "no module": (2, in_model(module=None), MalformedError, "'module' is a NoneType"),
-    "a weight missing": (
-        2,
-        of_module(lambda m: m.pop("a.bias")),
-        IncompleteError,
-        "a.bias.*in param_shapes but not in module",
-    ),
-    "a weight that is no tensor": (
-        2,
-        of_module(lambda m: m.update({"a.bias": 3})),
-        MalformedError,
-        "a.bias.*contains a int instead of a tensor",
-    ),
-    "a weight of another shape": (
-        2,
-        of_module(lambda m: m.update({"a.bias": torch.ones(4)})),
-        MalformedError,
-        r"\[4\] in module and \[5\]",
-    ),
-    "a parameter in two groups": (
-        2,
-        in_model(param_shapes=[{"b": (1,)}, {"b": (1,)}]),
-        MalformedError,
-        "b: .*two groups",
-    ),
-    "a shape that is none": (2, in_model(param_shapes=[{"b": (-1,)}]), MalformedError, r"\[-1\]"),
-    "a shape of too many elements": (3, reshaped((1 << 40, 1 << 40)), MalformedError, "1099511627776"),
-    "shapes that are none": (2, in_model(param_shapes=[3]), MalformedError, "not a dictionary"),
-    "names that are none": (2, in_model(buffer_names=[3]), MalformedError, "expected a name, found a int"),
-    "ties that are none": (2, in_model(shared_params=[3]), MalformedError, "shared_params"),
-    "a stage 3 weight without elements": (
-        3,
-        of_module(lambda m: m.update(lost=torch.empty(0))),
-        IncompleteError,
-        "lost: no file",
-    ),
+    ("no module", 2, in_model(module=None), WRONG, "'module' is a NoneType"),
+    ("a weight missing", 2, of_module(lambda m: m.pop("a.bias")), MISSING, "a.bias.*in param_shapes but not"),
+    ("a weight that is no tensor", 2, of_module(lambda m: m.update({"a.bias": 3})), WRONG, "contains a int instead"),
+    ("another shape", 2, of_module(lambda m: m.update({"a.bias": torch.ones(4)})), WRONG, r"\[4\] in module"),
+    ("a parameter in two groups", 2, in_model(param_shapes=[{"b": (1,)}, {"b": (1,)}]), WRONG, "b: .*two groups"),
+    ("a shape that is none", 2, in_model(param_shapes=[{"b": (-1,)}]), WRONG, r"\[-1\]"),
+    ("a shape of too many elements", 3, reshaped((1 << 40, 1 << 40)), WRONG, "1099511627776"),
+    ("shapes that are none", 2, in_model(param_shapes=[3]), WRONG, "not a dictionary"),
+    ("names that are none", 2, in_model(buffer_names=[3]), WRONG, "expected a name, found a int"),
+    ("ties that are none", 2, in_model(shared_params=[3]), WRONG, "shared_params"),
+    ("a stage 3 weight without elements", 3, of_module(lambda m: m.update(lost=torch.empty(0))), MISSING,
+        "lost: no file"),
     # Frozen parameters of stage 3.
-    "a fragment missing": (3, fragment(1, lambda f: f.pop("f")), IncompleteError, "frozen f is missing"),
-    "a fragment too short": (3, fragment(1, lambda f: f.update(f=f["f"][:1].clone())), MalformedError, "frozen f has"),
-    "a fragment of another type": (3, fragment(1, lambda f: f.update(f=f["f"].half())), MalformedError, "float16"),
-    "a fragment that is no tensor": (3, fragment(1, lambda f: f.update(f=3)), MalformedError, "not a tensor"),
-    "ranks of different steps": (
-        3,
-        lambda f: f[rank_model(1)].update(global_steps=8),
-        MalformedError,
-        "global_steps is 8",
-    ),
-}
+    ("a fragment missing", 3, fragment(1, lambda f: f.pop("f")), MISSING, "frozen f is missing"),
+    ("a fragment too short", 3, fragment(1, lambda f: f.update(f=f["f"][:1].clone())), WRONG, "frozen f has"),
+    ("a fragment of another type", 3, fragment(1, lambda f: f.update(f=f["f"].half())), WRONG, "float16"),
+    ("a fragment that is no tensor", 3, fragment(1, lambda f: f.update(f=3)), WRONG, "not a tensor"),
+    ("ranks of different steps", 3, lambda f: f[rank_model(1)].update(global_steps=8), WRONG, "global_steps is 8"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_a_broken_rule_is_one_clear_sentence(name):
-    stage, change, error, words = RULES[name]
+def refused(stage: int, change: Change) -> None:
     files = build(stage, 3, GROUPS, FROZEN)
-    assert_counts(files, GROUPS, FROZEN)
     change(files)
-    with pytest.raises(error, match=words) as caught:
-        read(files)
-    assert "\n" not in str(caught.value)
+    read(files)
 
 
-def test_a_wrong_tag_lists_those_that_are_there():
-    with pytest.raises(SourceNotFoundError, match="no tag 'global_step9'; it has global_step7"):
-        read(build(2, 1, GROUPS), "global_step9")
+test_a_broken_rule_is_refused = refusal_test(
+    *((name, lambda _, row=row: refused(*row), error, words) for name, *row, error, words in RULES),
+    ("a tag that is not there", lambda _: read(build(2, 1, GROUPS), "global_step9"), SourceNotFoundError,
+        "no tag 'global_step9'; it has global_step7"),
+    ("nothing at the source", lambda _: read({"latest": TAG}), SourceNotFoundError, "no DeepSpeed checkpoint"),
+)  # fmt: skip
 
 
-def test_nothing_at_the_source():
-    with pytest.raises(SourceNotFoundError, match="no DeepSpeed checkpoint"):
-        read({"latest": TAG})
+@pytest.mark.parametrize("stage", [2, 3])
+def test_without_a_broken_rule_they_are_read(stage):
+    assert_counts(build(stage, 3, GROUPS, FROZEN), GROUPS, FROZEN)
 
 
 ODD_VALUES = (None, -1, 1 << 70, 0.5, "x", [], [3], {}, {"x": 3}, torch.ones(2, 2), torch.empty(0))
@@ -614,7 +532,7 @@ def places(content: Any, depth: int = 5) -> list[tuple[Any, Any]]:
 def test_odd_values_anywhere_are_refused_or_read_but_never_crash(stage):
     files = build(stage, 2, GROUPS, FROZEN)
     odd = [(place, wrong) for content in files.values() for place in places(content) for wrong in ODD_VALUES]
-    for (container, key), wrong in random.Random(stage).sample(odd, 300):
+    for (container, key), wrong in random.Random(stage).sample(odd, 120):
         kept, container[key] = container[key], wrong
         with suppress(CkptError):
             read(files)

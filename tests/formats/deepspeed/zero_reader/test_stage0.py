@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +14,25 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
-from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
+from ckpt_tools.errors import MalformedError, UnsupportedError, UsageError
 from fixtures import launch
 from fixtures.corpus import deepspeed, make
 from fixtures.truth import State
 from tests.layouts.contents import contents, of_tensor
 from tests.support.ranks import for_ranks
-
-Saved = Callable[[str], tuple[Path, State, list[float]]]
+from tests.support.refusals import refusal_test
+from tests.support.sweep import extended
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """`saved(dtype)`: what two ranks wrote, its truth, and the losses of the next steps."""
-    made: dict[str, tuple[Path, State, list[float]]] = {}
 
+    @cache
     def get(dtype: str) -> tuple[Path, State, list[float]]:
-        if dtype not in made:
-            folder = tmp_path_factory.mktemp(dtype)
-            state, losses = launch.pool(2).run(
-                deepspeed.save_run, str(folder), "plain", deepspeed.config_of(0, dtype), dtype
-            )[0]
-            made[dtype] = folder, state, losses
-        return made[dtype]
+        folder = tmp_path_factory.mktemp(dtype)
+        arguments = (str(folder), "plain", deepspeed.config_of(0, dtype), dtype)
+        return folder, *launch.pool(2).run(deepspeed.save_run, *arguments)[0]
 
     return get
 
@@ -42,11 +40,10 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     ("dtype", "to", "kind"),
     [
-        ("fp32", "dcp", "fsdp2"),
         ("fp32", "zero2", "zero2-fp32"),
-        ("bf16", "zero1", "zero1-bf16"),
-        ("bf16", "universal", "universal-zero2-bf16"),
         ("fp16", "zero3", "zero3-fp16"),
+        *extended(("fp32", "dcp", "fsdp2"), ("bf16", "zero1", "zero1-bf16")),
+        *extended(("bf16", "universal", "universal-zero2-bf16")),
     ],
 )
 def test_the_run_goes_on_elsewhere(dtype, to, kind, saved, resume, tmp_path):
@@ -60,8 +57,7 @@ def test_the_run_goes_on_elsewhere(dtype, to, kind, saved, resume, tmp_path):
 
 
 def test_what_is_no_tensor_comes_along(saved):
-    folder, _, _ = saved("fp16")
-    manifest, _ = contents(folder)
+    manifest, _ = contents(saved("fp16")[0])
     assert manifest.step == 4 and manifest.world_size == 2
     assert manifest.extra["client_state"]["epoch"] == 2
     assert manifest.extra["lr_scheduler"]["last_epoch"] == 4
@@ -69,13 +65,15 @@ def test_what_is_no_tensor_comes_along(saved):
     assert scaler["dynamic"] is True and scaler["scale_window"] == 3 and scaler["cur_scale"] >= 64
 
 
-def test_it_has_no_world_size_to_change(saved, tmp_path):
-    with pytest.raises(ckpt_tools.UsageError, match="no world size"):
-        ckpt_tools.reshard(saved("fp32")[0], tmp_path / "out", world_size=3)
-
-
-def test_a_tag_is_taken(saved):
-    assert ckpt_tools.inspect(saved("fp32")[0], tag="global_step4").format == "zero0"
+def test_it_has_a_tag_and_no_world_size_to_change(tmp_path):
+    run = make("deepspeed-stage0-bf16").folder
+    assert ckpt_tools.inspect(run, tag="global_step4").format == "zero0"
+    with pytest.raises(UsageError, match="no world size"):
+        ckpt_tools.reshard(run, tmp_path / "out", world_size=3)
+    path = run / "global_step4" / "mp_rank_00_model_states.pt"
+    with pytest.raises(UnsupportedError, match=r"fp32 masters lie in its optimizer.*deepspeed"):
+        ckpt_tools.inspect(path, from_="torch")
+    assert ckpt_tools.inspect(path).format == "zero0"
 
 
 def flat_file() -> tuple[dict[str, Any], State]:
@@ -84,41 +82,28 @@ def flat_file() -> tuple[dict[str, Any], State]:
     state: dict[int, Any] = {}
     masters = []
     for number, group in enumerate(groups):
-        flat = torch.arange(sum(int(np.prod(s)) for s in group.values())).float() + 100 * number
+        flat = torch.arange(sum(map(prod, group.values()))).float() + 100 * number
         half, moment, cursor = flat.bfloat16(), flat * 0.5, 0
         state[number] = {"step": torch.tensor(7.0), "exp_avg": moment}
         masters.append(flat)
         for name, shape in group.items():
-            cut = slice(cursor, cursor + int(np.prod(shape)))
+            cut = slice(cursor, cursor + prod(shape))
             weights[name] = half[cut].view(shape)
             slots |= {(name, "master"): flat[cut].view(shape), (name, "exp_avg"): moment[cut].view(shape)}
             slots[name, "step"] = torch.tensor(7.0)
             cursor = cut.stop
-    optimizer = {
-        "optimizer_state_dict": {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}, {"params": [1]}]},
-        "fp32_groups_flat": masters,
-        "clip_grad": 0.0,
-    }
+    inner = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}, {"params": [1]}]}
     # Names in another order than the vectors: it is the storage that says where each lies.
     module = {name: weights[name] for name in ("b.bias", "c.weight", "a.weight")} | {"frozen": torch.ones(3)}
-    content = {
-        "module": module,
-        "buffer_names": [],
-        "optimizer": optimizer,
-        "param_shapes": None,
-        "lr_scheduler": None,
-        "global_steps": 7,
-        "dp_world_size": 2,
-        "mp_world_size": 1,
-        "ds_version": "0.19.8",
-    }
-    return content, State(module, slots)
+    optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat": masters, "clip_grad": 0.0}
+    content = {"module": module, "buffer_names": [], "optimizer": optimizer, "param_shapes": None, "lr_scheduler": None}
+    sizes = {"global_steps": 7, "dp_world_size": 2, "mp_world_size": 1, "ds_version": "0.19.8"}
+    return content | sizes, State(module, slots)
 
 
 def save(content: Any, folder: Path) -> Path:
-    path = folder / "mp_rank_00_model_states.pt"
-    torch.save(content, path)
-    return path
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
+    return folder / "mp_rank_00_model_states.pt"
 
 
 def test_flat_masters_lie_where_the_weights_do(tmp_path):
@@ -128,78 +113,37 @@ def test_flat_masters_lie_where_the_weights_do(tmp_path):
     wanted |= {StateKey(name, slot): of_tensor(tensor) for (name, slot), tensor in truth.optimizer.items()}
     assert found == wanted
     assert [group.params for group in manifest.groups] == [("a.weight", "b.bias"), ("c.weight",)]
-
-
-def broken(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    content, _ = flat_file()
-    change(content["optimizer"])
-    return content
-
-
-WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], type[FormatError], str]] = {
-    "two groups of one storage": (
-        lambda own: (
-            own["fp32_groups_flat"].__setitem__(1, own["fp32_groups_flat"][0]),
-            own["optimizer_state_dict"]["state"].update({1: own["optimizer_state_dict"]["state"][0]}),
-        ),
-        UnsupportedError,
-        "fp32 masters are flat",
-    ),
-    "no storage of that size": (
-        lambda own: own["fp32_groups_flat"].__setitem__(1, torch.ones(9)),
-        UnsupportedError,
-        "fp32 masters are flat",
-    ),
-    "fewer masters than groups": (lambda own: own["fp32_groups_flat"].pop(), MalformedError, "1 lists of masters"),
-    "masters that are no tensors": (
-        lambda own: own.update(fp32_groups_flat=[1, 2]),
-        MalformedError,
-        "masters are not tensors",
-    ),
-    "an optimizer of somebody's own": (lambda own: own.pop("fp32_groups_flat"), UnsupportedError, "ZeRO stage 1"),
-    "no groups": (
-        lambda own: own["optimizer_state_dict"].pop("param_groups"),
-        MalformedError,
-        "param_groups",
-    ),
-    "state under names": (
-        lambda own: own["optimizer_state_dict"].update(state={"a": {}}),
-        MalformedError,
-        "by the number",
-    ),
-    "one parameter in two groups": (
-        lambda own: own["optimizer_state_dict"]["param_groups"][1].update(params=[0]),
-        MalformedError,
-        "twice",
-    ),
-    "a moment that is too short": (
-        lambda own: own["optimizer_state_dict"]["state"][0].update(exp_avg=torch.ones(2)),
-        UnsupportedError,
-        "not cut like its masters",
-    ),
-    "a slot called master": (
-        lambda own: own["optimizer_state_dict"]["state"][0].update(master=torch.ones(2)),
-        UnsupportedError,
-        "reserved name",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_contradicts_itself_is_refused(name, tmp_path):
-    change, kind, text = WRONG[name]
-    with pytest.raises(kind, match=text):
-        ckpt_tools.inspect(save(broken(change), tmp_path))
-
-
-def test_an_optimizer_that_is_not_there_is_fine(tmp_path):
-    content, truth = flat_file()
     manifest, _ = contents(save(content | {"optimizer": None}, tmp_path))
     assert not manifest.groups and {key.fqn for key in manifest.tensors} == set(truth.weights)
 
 
-def test_the_file_by_itself_is_handed_over_by_name():
-    path = make("deepspeed-stage0-bf16").folder / "global_step4" / "mp_rank_00_model_states.pt"
-    with pytest.raises(UnsupportedError, match=r"fp32 masters lie in its optimizer.*deepspeed"):
-        ckpt_tools.inspect(path, from_="torch")
-    assert ckpt_tools.inspect(path).format == "zero0"
+def read(folder: Path, change: Callable[[Any, Any], object]) -> None:
+    content, _ = flat_file()
+    change(content["optimizer"], content["optimizer"]["optimizer_state_dict"])
+    ckpt_tools.inspect(save(content, folder))
+
+
+def same_storage(own: Any, inner: Any) -> None:
+    own["fp32_groups_flat"][1], inner["state"][1] = own["fp32_groups_flat"][0], inner["state"][0]
+
+
+def another_size(own: Any, inner: Any) -> None:
+    own["fp32_groups_flat"][1] = torch.ones(9)
+
+
+WRONG, OTHER = MalformedError, UnsupportedError
+HARMS: list[tuple[str, Callable[[Any, Any], object], type[MalformedError | UnsupportedError], str]] = [
+    ("two groups of one storage", same_storage, OTHER, "fp32 masters are flat"),
+    ("no storage of that size", another_size, OTHER, "fp32 masters are flat"),
+    ("fewer masters than groups", lambda own, _: own["fp32_groups_flat"].pop(), WRONG, "1 lists of masters"),
+    ("masters that are no tensors", lambda own, _: own.update(fp32_groups_flat=[1, 2]), WRONG, "are not tensors"),
+    ("an optimizer of somebody's own", lambda own, _: own.pop("fp32_groups_flat"), OTHER, "ZeRO stage 1"),
+    ("no groups", lambda _, inner: inner.pop("param_groups"), WRONG, "param_groups"),
+    ("state under names", lambda _, inner: inner.update(state={"a": {}}), WRONG, "by the number"),
+    ("one in two groups", lambda _, inner: inner["param_groups"][1].update(params=[0]), WRONG, "twice"),
+    ("a short moment", lambda _, inner: inner["state"][0].update(exp_avg=torch.ones(2)), OTHER, "not cut like its"),
+    ("a slot called master", lambda _, inner: inner["state"][0].update(master=torch.ones(2)), OTHER, "reserved name"),
+]
+test_what_contradicts_itself_is_refused = refusal_test(
+    *((name, partial(read, change=change), error, words) for name, change, error, words in HARMS)
+)

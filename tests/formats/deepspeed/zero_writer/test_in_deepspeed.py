@@ -6,7 +6,7 @@ Tests go by the number of processes, so that a pool of them serves many.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,102 +22,55 @@ from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.transforms import cast
 from ckpt_tools.formats.deepspeed.format import ZeroFormat
 from ckpt_tools.formats.index import find_format, read_manifest
-from ckpt_tools.planning.plan import make_plan
-from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.wrappers import Overlay
-from ckpt_tools.transfer.execute import execute
-from ckpt_tools.transfer.runners.threads import ThreadRunner
 from fixtures import launch, recipe, universal, zero
-from fixtures.store import Fixture
 from fixtures.truth import Truth as Gathered
-from tests.support.sweep import thinned
+from tests.formats.deepspeed.by_hand import write
+from tests.support.sweep import tiered
 from tests.support.truth import MASTER, Truth, assert_same_bits, same_bits
-
-Change = Callable[[Manifest], Manifest]
-Made = Callable[[str, str, int], Fixture]
 
 
 def convert(
-    source: Path, target: Path, *, stage: int, world_size: int, change: Change = lambda manifest: manifest
+    source: Path,
+    target: Path,
+    stage: int,
+    world_size: int,
+    change: Callable[[Manifest], Manifest] = lambda found: found,
 ) -> tuple[Note, ...]:
     """Write ``source`` for ``world_size`` ranks; the writer's notes."""
     opened = Source.open(LocalStore(source))
     manifest = change(read_manifest(find_format(opened), opened, ReadOptions()))
     layout = ZeroFormat(stage).layout(manifest, WriteOptions(world_size=world_size))
-    plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=2)
     target.mkdir(parents=True)
-    store = Overlay(opened.store, manifest.literals)
-    execute(plan, store, StoreDestination(LocalStore(target)), runner=ThreadRunner(2), on_bytes=lambda _: None)
+    write(manifest, layout, opened.store, LocalStore(target))
     return layout.notes
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A source, and the engine that resumes what is made of it."""
-
-    source: str
-    case: str
-    from_ranks: int
-    target: str
-    to_ranks: int
-
-    def __str__(self) -> str:
-        return f"{self.source}-{self.case}x{self.from_ranks}-{self.target}x{self.to_ranks}"
-
-    @property
-    def stage(self) -> int:
-        return int(self.target.removeprefix("zero")[0])
-
-
-def cells(world_size: int, *rows: str) -> list[Cell]:
-    found = []
-    for row in rows:
-        source, case, from_ranks, target = row.split()
-        found.append(Cell(source, case, int(from_ranks), target, world_size))
-    return found
+OF_TWO_RANKS = (
+    "fsdp2 awkward 3 zero2-fp32 2", "fsdp2 plain 3 zero3-fp32 2", "zero1-bf16 awkward 3 zero1-bf16 2",
+    "zero3-fp16 lion 3 zero2-fp16 2",
+)  # fmt: skip
+OF_OTHERS = (
+    "zero3-fp32-sub awkward 3 zero3-fp32-sub 4",
+    "zero1-bf16acc awkward 4 zero3-bf16 3", "zero3-fp16 awkward 2 zero2-fp16 3", "zero2-fp32 empty 2 zero1-fp32 3",
+    "zero3-bf16 amsgrad 2 zero1-bf16 3", "zero3-fp32 adagrad 2 zero1-fp32 3", "zero2-fp32 rmsprop 3 zero3-fp32 2",
+    "fsdp2 awkward 2 zero3-fp32 1",
+)  # fmt: skip
+MORE = (
+    "fsdp2 awkward 1 zero3-fp32 4", "zero3-fp32 lone 3 zero3-fp32 4",
+    "zero3-bf16 awkward 3 zero1-bf16acc 4", "zero1-fp16 awkward 2 zero3-fp16 4", "zero2-fp32 lone 2 zero1-fp32 4",
+    "fsdp2 awkward 4 zero1-fp32 3", "fsdp2 sgd 2 zero3-fp32 3", "zero3-fp32 sgd 3 zero2-fp32 2",
+    "zero3-fp32-sub awkward 2 zero1-fp32 1", "zero2-bf16 awkward 2 zero3-bf16 1",
+)  # fmt: skip
 
 
-CELLS = [
-    *cells(
-        4,
-        "fsdp2 awkward 1 zero3-fp32",
-        "zero3-bf16 awkward 3 zero1-bf16acc",
-        "zero3-fp32-sub awkward 3 zero3-fp32-sub",
-        "zero1-fp16 awkward 2 zero3-fp16",
-        "zero2-fp32 lone 2 zero1-fp32",
-        "zero3-fp32 lone 3 zero3-fp32",
-    ),
-    *cells(
-        3,
-        "fsdp2 awkward 4 zero1-fp32",
-        "fsdp2 sgd 2 zero3-fp32",
-        "zero1-bf16acc awkward 4 zero3-bf16",
-        "zero3-fp16 awkward 2 zero2-fp16",
-        "zero2-fp32 empty 2 zero1-fp32",
-        "zero3-bf16 amsgrad 2 zero1-bf16",
-        "zero3-fp32 adagrad 2 zero1-fp32",
-    ),
-    *cells(
-        2,
-        "fsdp2 awkward 3 zero2-fp32",
-        "fsdp2 plain 3 zero3-fp32",
-        "zero1-bf16 awkward 3 zero1-bf16",
-        "zero3-fp32 sgd 3 zero2-fp32",
-        "zero2-fp32 rmsprop 3 zero3-fp32",
-        "zero3-fp16 lion 3 zero2-fp16",
-    ),
-    *cells(1, "fsdp2 awkward 2 zero3-fp32", "zero3-fp32-sub awkward 2 zero1-fp32", "zero2-bf16 awkward 2 zero3-bf16"),
-]
-
-
-@pytest.mark.parametrize("cell", thinned(CELLS, 2), ids=str)
+@pytest.mark.parametrize("cell", tiered((*OF_TWO_RANKS, *OF_OTHERS, *MORE), OF_TWO_RANKS, OF_OTHERS))
 def test_deepspeed_goes_on_as_if_nothing_had_happened(cell, checkpoint, resume, tmp_path):
-    made = checkpoint(cell.source, cell.case, cell.from_ranks)
-    notes = convert(made.checkpoint, tmp_path / "out", stage=cell.stage, world_size=cell.to_ranks)
-    truth = Truth.load(made.root)
-    resumed = resume(cell.target, cell.case, tmp_path / "out", cell.to_ranks)
+    source, case, from_ranks, target, to_ranks = cell.split()
+    made = checkpoint(source, case, int(from_ranks))
+    notes = convert(made.checkpoint, tmp_path / "out", int(target[4]), int(to_ranks))
+    truth, resumed = Truth.load(made.root), resume(target, case, tmp_path / "out", int(to_ranks))
     assert_same_bits(with_masters(truth), resumed.tensors)
     assert_same_facts(truth, resumed)
     np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=1e-6, atol=0)
@@ -139,21 +92,17 @@ def assert_same_facts(truth: Truth, resumed: Truth) -> None:
         assert found["fqns"] == expected["fqns"]
         assert expected["options"].items() <= found["options"].items()
     if truth.facts["framework"] == "deepspeed":
-        assert resumed.facts["groups"] == truth.facts["groups"]
-        assert resumed.facts["client_state"] == truth.facts["client_state"]
-        assert resumed.facts["skipped_steps"] == truth.facts["skipped_steps"]
-        assert resumed.facts["loss_scaler"] in (truth.facts["loss_scaler"], {}, UNSCALED)
+        for fact in ("groups", "client_state", "skipped_steps"):
+            assert resumed.facts[fact] == truth.facts[fact], fact
+        # Runs that do not scale have a scale of 1, and BF16_Optimizer has nothing.
+        unscaled = ({}, {"cur_scale": 1.0, "dynamic": False})
+        assert resumed.facts["loss_scaler"] in (truth.facts["loss_scaler"], *unscaled)
 
 
-UNSCALED = {"cur_scale": 1.0, "dynamic": False}
-"""What runs have that do not scale; BF16_Optimizer has nothing."""
-
-
-# Engines with other settings, resumed by jobs of our own
+# Jobs of our own, which run on every rank
 
 
 def produce_changed(flavour: zero.Flavour, folder: str) -> None:
-    """Runs on every rank."""
     run = zero.Run(recipe.CASES["awkward"], flavour, seed=1)
     run.train(recipe.STEPS_BEFORE)
     run.engine.save_checkpoint(f"{folder}/checkpoint")
@@ -161,7 +110,6 @@ def produce_changed(flavour: zero.Flavour, folder: str) -> None:
 
 
 def resume_changed(flavour: zero.Flavour, checkpoint: str, folder: str) -> None:
-    """Runs on every rank."""
     run = zero.Run(recipe.CASES["awkward"], flavour, seed=2)
     run.engine.load_checkpoint(checkpoint)
     _finish(run, folder)
@@ -175,54 +123,44 @@ def _finish(run: zero.Run, folder: str) -> None:
     run.close()
 
 
-ROUND_ROBIN = zero.Flavour(2, "fp32", changes={"round_robin_gradients": True})
-ALIGNED = zero.Flavour(1, "bf16", changes={"parameter_alignment": True})
-
-
-@pytest.mark.parametrize("flavour", [ROUND_ROBIN, ALIGNED], ids=["round-robin", "aligned"])
+@pytest.mark.parametrize(
+    "flavour",
+    [
+        pytest.param(zero.Flavour(2, "fp32", changes={"round_robin_gradients": True}), id="round-robin"),
+        pytest.param(
+            zero.Flavour(1, "bf16", changes={"parameter_alignment": True}), id="aligned", marks=pytest.mark.extended
+        ),
+    ],
+)
 def test_a_run_whose_settings_move_elements_finds_them(flavour, tmp_path):
     """Masters and moments are judged by the losses: DeepSpeed's mappings, through which they are gathered, are those
     of another order where parameters are dealt out."""
     launch.pool(3).run(produce_changed, flavour, str(tmp_path))
-    convert(tmp_path / "checkpoint", tmp_path / "out", stage=flavour.stage, world_size=2)
+    convert(tmp_path / "checkpoint", tmp_path / "out", flavour.stage, 2)
     launch.pool(2).run(resume_changed, flavour, str(tmp_path / "out"), str(tmp_path / "resumed"))
     truth, resumed = Truth.load(tmp_path), Truth.load(tmp_path / "resumed")
     assert_same_bits(truth.slot(WEIGHT), resumed.slot(WEIGHT))
     np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.extended), 3])
 def test_16_bits_asked_for_keep_fp32_masters(stage, checkpoint, resume, tmp_path):
     made = checkpoint("fsdp2", "awkward", 2)
-    convert(
-        made.checkpoint,
-        tmp_path / "out",
-        stage=stage,
-        world_size=2,
-        change=lambda manifest: cast(manifest, DType.BFLOAT16)[0],
-    )
+    convert(made.checkpoint, tmp_path / "out", stage, 2, lambda manifest: cast(manifest, DType.BFLOAT16)[0])
     resumed = resume(f"zero{stage}-bf16", "awkward", tmp_path / "out", 2)
     truth = with_masters(Truth.load(made.root))
-    state = {key: tensor for key, tensor in truth.items() if key[1] != WEIGHT}
-    assert_same_bits(state, {key: tensor for key, tensor in resumed.tensors.items() if key[1] != WEIGHT})
+    assert_same_bits(*({k: t for k, t in found.items() if k[1] != WEIGHT} for found in (truth, resumed.tensors)))
     for fqn, master in resumed.slot(MASTER).items():
         assert same_bits(master.astype(ml_dtypes.bfloat16), resumed.tensors[fqn, WEIGHT]), fqn
     assert same_bits(truth["keepsakes.table32", WEIGHT], resumed.tensors["keepsakes.table32", WEIGHT])
 
 
-def losses_after(stage: int, checkpoint: str, case: str) -> list[float]:
-    """Runs on every rank: the next losses."""
-    run = zero.Run(recipe.CASES[case], zero.Flavour(stage, "fp32"), seed=2)
+def losses_after(stage: int, checkpoint: str) -> list[float]:
+    run = zero.Run(recipe.CASES["awkward"], zero.Flavour(stage, "fp32"), seed=2)
     run.engine.load_checkpoint(checkpoint)
     losses = run.train(recipe.STEPS_AFTER)
     run.close()
     return losses
-
-
-def without_state(manifest: Manifest, *names: str) -> Manifest:
-    """The optimizer has never seen these parameters."""
-    kept = {k: e for k, e in manifest.tensors.items() if e.kind is not Kind.STATE or k.fqn not in names}
-    return replace(manifest, tensors=kept)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -230,10 +168,12 @@ def test_a_group_that_has_no_state_yet_is_trained_from_the_start(stage, checkpoi
     made = checkpoint("fsdp2", "awkward", 3)
 
     def change(manifest: Manifest) -> Manifest:
-        return without_state(manifest, *manifest.groups[1].params, "oddities.two")
+        fresh = (*manifest.groups[1].params, "oddities.two")
+        kept = {k: e for k, e in manifest.tensors.items() if e.kind is not Kind.STATE or k.fqn not in fresh}
+        return replace(manifest, tensors=kept)
 
-    notes = convert(made.checkpoint, tmp_path / "out", stage=stage, world_size=2, change=change)
-    losses = launch.pool(2).run(losses_after, stage, str(tmp_path / "out"), "awkward")[0]
+    notes = convert(made.checkpoint, tmp_path / "out", stage, 2, change)
+    losses = launch.pool(2).run(losses_after, stage, str(tmp_path / "out"))[0]
     expected = Truth.load(made.root).facts["losses"]
     np.testing.assert_allclose(losses[0], expected[0], rtol=1e-6)
     assert np.isfinite(losses).all() and losses[2] != expected[2]
@@ -241,7 +181,7 @@ def test_a_group_that_has_no_state_yet_is_trained_from_the_start(stage, checkpoi
 
 
 def weights_alone(stage: int, checkpoint: str) -> dict[str, np.ndarray]:
-    """Runs on every rank: the parameters after a warm start, from rank 0."""
+    """The parameters after a warm start, from rank 0."""
     run = zero.Run(recipe.CASES["awkward"], zero.Flavour(stage, "fp32"), seed=2)
     run.engine.load_checkpoint(checkpoint, load_optimizer_states=False, load_lr_scheduler_states=False)
     full = run.engine._zero3_consolidated_16bit_state_dict if stage == 3 else run.engine.module.state_dict
@@ -259,7 +199,7 @@ def test_weights_alone_are_a_warm_start(stage, checkpoint, tmp_path):
         weights = {key: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
         return replace(manifest, tensors=weights, groups=(), extra={})
 
-    notes = convert(made.checkpoint, tmp_path / "out", stage=stage, world_size=2, change=change)
+    notes = convert(made.checkpoint, tmp_path / "out", stage, 2, change)
     assert "parameter groups" in {note.what for note in notes}
     truth = Truth.load(made.root)
     expected = {fqn: t for fqn, t in truth.slot(WEIGHT).items() if truth.kinds[fqn] == "parameter"}
@@ -272,12 +212,27 @@ def test_weights_alone_are_a_warm_start(stage, checkpoint, tmp_path):
 @pytest.mark.parametrize("kind", ["zero1-fp32", "zero2-bf16", "zero3-fp32-sub", "zero3-fp16"])
 def test_files_are_those_of_deepspeed_itself(kind, checkpoint, tmp_path):
     native = checkpoint(kind, "awkward", 3).checkpoint
-    convert(native, tmp_path / "out", stage=int(kind[4]), world_size=3)
+    convert(native, tmp_path / "out", int(kind[4]), 3)
     assert files_of(tmp_path / "out") == files_of(native) - {"zero_to_fp32.py", "zero_to_torch.py"}
     for name in sorted(files_of(native)):
         if name.endswith(".pt"):
             want, got = (opened(folder / name) for folder in (native, tmp_path / "out"))
             assert list(differences(want, got, name)) == []
+
+
+def test_a_source_of_our_own_making_is_as_good_as_deepspeeds(checkpoint, tmp_path):
+    """From stage to stage and back. Stage 3 does not say how gradients are clipped."""
+    convert(checkpoint("zero1-bf16", "awkward", 2).checkpoint, tmp_path / "one", 1, 3)
+    convert(tmp_path / "one", tmp_path / "three", 3, 4)
+    convert(tmp_path / "three", tmp_path / "again", 1, 3)
+    for name in sorted(files_of(tmp_path / "one") - {"latest"}):
+        want, got = (opened(tmp_path / folder / name) for folder in ("one", "again"))
+        want.get("optimizer_state_dict", {}).pop("clip_grad", None)
+        assert list(differences(want, got, name)) == []
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def opened(path: Path) -> dict[str, Any]:
@@ -288,14 +243,11 @@ def opened(path: Path) -> dict[str, Any]:
         rank = int(path.name.split("rank_")[1].split("_")[0])
         for name, fragment in (found.get("frozen_param_fragments") or {}).items():
             _clear_padding(fragment, [found["frozen_param_shapes"][name]], rank)
-        shapes = torch.load(path.with_name(_model_name(path.name)), weights_only=False)["param_shapes"]
+        model = path.with_name(path.name.removeprefix("bf16_").replace("optim", "model"))
+        shapes = torch.load(model, weights_only=False)["param_shapes"]
         for flat, group in zip(found.get("optimizer_state_dict", {}).get("fp32_flat_groups", ()), shapes, strict=False):
             _clear_padding(flat.data, group.values(), rank)
     return found
-
-
-def _model_name(name: str) -> str:
-    return name.removeprefix("bf16_").replace("optim", "model")
 
 
 def _clear_padding(vector: torch.Tensor, shapes: Iterable[torch.Size], rank: int) -> None:
@@ -306,10 +258,6 @@ def _clear_padding(vector: torch.Tensor, shapes: Iterable[torch.Size], rank: int
         held = max(0, min(share, shape.numel() - rank * share))
         vector[start + held : start + share] = 0
         start += share
-
-
-def files_of(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 LEFT_OUT = {"param_alignment_paddings", "data_sampler", "random_ltd"}
@@ -343,7 +291,7 @@ def test_zero_to_fp32_reads_what_we_write(kind, checkpoint, tmp_path):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     made = checkpoint(kind, "awkward", 2)
-    convert(made.checkpoint, tmp_path / "out", stage=int(kind[4]), world_size=3)
+    convert(made.checkpoint, tmp_path / "out", int(kind[4]), 3)
     found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "out"))
     masters = Truth.load(made.root).slot(MASTER)
     assert_same_bits(masters, {fqn: found[fqn].numpy() for fqn in masters})
@@ -351,23 +299,10 @@ def test_zero_to_fp32_reads_what_we_write(kind, checkpoint, tmp_path):
 
 def test_ds_to_universal_reads_the_mappings_that_we_write(checkpoint, tmp_path):
     made = checkpoint("zero2-fp32", "lone", 2)
-    convert(made.checkpoint, tmp_path / "out", stage=2, world_size=3)
+    convert(made.checkpoint, tmp_path / "out", 2, 3)
     universal.convert(tmp_path / "out", tmp_path / "universal")
     (tag,) = [path for path in (tmp_path / "universal").iterdir() if path.is_dir()]
     for (fqn, slot), expected in Truth.load(made.root).tensors.items():
-        if slot in (MASTER, "exp_avg", "exp_avg_sq"):
-            name = "fp32" if slot == MASTER else slot
+        if name := {MASTER: "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}.get(slot):
             found = torch.load(tag / "zero" / fqn / f"{name}.pt", weights_only=False)["param"]
             assert same_bits(expected, found.numpy()), (fqn, slot)
-
-
-def test_a_source_of_our_own_making_is_as_good_as_deepspeeds(checkpoint, tmp_path):
-    """From stage to stage and back. Stage 3 does not say how gradients are clipped."""
-    made = checkpoint("zero1-bf16", "awkward", 2)
-    convert(made.checkpoint, tmp_path / "one", stage=1, world_size=3)
-    convert(tmp_path / "one", tmp_path / "three", stage=3, world_size=4)
-    convert(tmp_path / "three", tmp_path / "again", stage=1, world_size=3)
-    for name in sorted(files_of(tmp_path / "one") - {"latest"}):
-        want, got = (opened(tmp_path / folder / name) for folder in ("one", "again"))
-        want.get("optimizer_state_dict", {}).pop("clip_grad", None)
-        assert list(differences(want, got, name)) == []

@@ -1,0 +1,252 @@
+"""Trees of state: where model and optimizer are, what an optimizer's numbers are proven to mean, and a manifest that
+keeps the places of things, so that a tree can be written back as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
+from ckpt_tools.formats.state_dict.parse import (
+    Extra,
+    Leaves,
+    Option,
+    State,
+    Tree,
+    Weight,
+    find_tree,
+    manifest_of,
+    role_of,
+)
+from tests.support.refusals import refusal_test
+
+# Where model and optimizer are
+
+
+def paths(*found: str) -> dict[str, TreePath]:
+    """Trees by the parts of their paths, which slashes separate; numbers are positions."""
+    return {
+        name.replace("/", "."): tuple(int(part) if part.isdigit() else part for part in name.split("/"))
+        for name in found
+    }
+
+
+def found(tree: dict[str, TreePath], model_key: str | None = None, optim_key: str | None = None) -> Tree:
+    sizes = {name: 10 for name in tree if "param_groups" not in name and "epoch" not in name}
+    return find_tree(tree, sizes, model_key=model_key, optim_key=optim_key)
+
+
+STATEFUL = paths(
+    *("app/model/a.weight", "app/model/a.bias", "app/epoch"),
+    *("app/optim/state/a.weight/exp_avg", "app/optim/state/a.weight/step"),
+    *("app/optim/param_groups/0/lr", "app/optim/param_groups/0/params"),
+)
+TITAN = paths(
+    *("layers.0.w", "train_state/step"), *("optimizer/state.layers.0.w.exp_avg", "optimizer/param_groups.layers.0.w.lr")
+)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        pytest.param(STATEFUL, Tree(("app", "model"), ("app", "optim")), id="a Stateful under app"),
+        pytest.param(paths("model/w", "optimizer/state/w/exp_avg", "optimizer/param_groups/0/lr", "ema/w2"),
+            Tree(("model",), ("optimizer",)), id="side by side"),
+        pytest.param(paths("ema/w.avg", "net/w", "opt/state/w/exp_avg", "opt/param_groups/0/lr"),
+            Tree(("net",), ("opt",)), id="a model that the optimizer tells from its average"),
+        pytest.param(paths("a.weight", "b.weight"), Tree((), None), id="a flat model alone"),
+        pytest.param(TITAN, Tree((), ("optimizer",)), id="torchtitan, which flattens both"),
+    ],
+)  # fmt: skip
+def test_model_and_optimizer_are_found(tree, expected):
+    assert found(tree) == expected
+
+
+def test_keys_override():
+    assert found(paths("model/w", "ema/w"), model_key="ema") == Tree(("ema",), None)
+    assert found(TWO_OPTIMIZERS, optim_key="d").optim == ("d",)
+
+
+TWO_OPTIMIZERS = paths("g/param_groups/0/lr", "d/param_groups/0/lr", "model/w")
+test_refused = refusal_test(
+    ("a key that leads nowhere", lambda _: found(STATEFUL, model_key="nets"), UsageError, "model_key='nets'"),
+    ("two optimizers", lambda _: found(TWO_OPTIMIZERS), UnsupportedError, "optim_key="),
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (("app", "model", "a.weight"), Weight("a.weight")),
+        (("app", "model", "a", "weight"), Weight("a.weight")),
+        (("app", "optim", "state", "a.weight", "exp_avg"), State("a.weight", "exp_avg")),
+        (("app", "optim", "state", "a.weight", "shampoo", 0), State("a.weight", "shampoo.0")),
+        (("app", "optim", "param_groups", 1, "lr"), Option(1, "lr")),
+        (("app", "epoch"), Extra(("app", "epoch"))),
+    ],
+)
+def test_places(path, expected):
+    assert role_of(path, Tree(("app", "model"), ("app", "optim")), is_tensor=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "is_tensor", "expected"),
+    [
+        (("layers.0.w",), True, Weight("layers.0.w")),
+        (("layer._extra_state",), False, Extra(("layer._extra_state",))),
+        (("optimizer", "state.layers.0.w.exp_avg"), True, State("layers.0.w", "exp_avg")),
+        (("optimizer", "param_groups.layers.0.w.lr"), False, Option("layers.0.w", "lr")),
+        (("train_state", "step"), True, Extra(("train_state", "step"))),
+    ],
+)
+def test_places_of_a_flattened_tree(path, is_tensor, expected):
+    """An object beside the weights is no weight."""
+    assert role_of(path, found(TITAN), is_tensor=is_tensor) == expected
+
+
+# Numbers of an optimizer
+
+MODEL: dict[str, Shape] = {"a.weight": (4, 3), "a.bias": (4,), "b.weight": (3, 4), "b.bias": (3,)}
+SAME: dict[str, Shape] = {"a": (4,), "b": (4,)}
+NORM: dict[str, Shape] = {"bn.weight": (4,), "bn.bias": (4,), "bn.running_mean": (4,), "bn.running_var": (4,)}
+IN_ORDER = [NumberedGroup((0, 1, 2, 3))]
+
+
+def shapes_of(*names: str) -> dict[int, Shape]:
+    return {number: MODEL[name] for number, name in enumerate(names)}
+
+
+NUMBERS: dict[str, tuple[list[NumberedGroup], dict[int, Shape], dict[str, Shape], list[str] | None]] = {
+    "all in order": (IN_ORDER, shapes_of(*MODEL), MODEL, list(MODEL)),
+    "no state, and as many numbers": (IN_ORDER, {}, MODEL, list(MODEL)),
+    "no state, and fewer numbers": ([NumberedGroup((0, 1, 2))], {}, MODEL, None),
+    "groups that interleave": ([NumberedGroup((0, 1)), NumberedGroup((2, 3))],
+        shapes_of("a.weight", "b.weight", "a.bias", "b.bias"), MODEL,
+        ["a.weight", "b.weight", "a.bias", "b.bias"]),
+    "another order": (IN_ORDER, shapes_of("b.weight", "b.bias", "a.weight", "a.bias"), MODEL, None),
+    "a frozen one": ([NumberedGroup((0, 1))], shapes_of("a.weight", "b.bias"), MODEL, ["a.weight", "b.bias"]),
+    "frozen, of the same shape": ([NumberedGroup((0,))], {0: (4,)}, SAME, None),
+    "groups of the same shape": ([NumberedGroup((0,)), NumberedGroup((1,))], {0: (4,), 1: (4,)}, SAME, None),
+    "statistics of a norm": ([NumberedGroup((0, 1))], {0: (4,), 1: (4,)}, NORM, ["bn.weight", "bn.bias"]),
+    "names": ([NumberedGroup((0, 1), ("b.bias", "a.weight"))], {0: (3,), 1: (4, 3)}, MODEL, ["b.bias", "a.weight"]),
+    "names of other shapes": ([NumberedGroup((0, 1), ("b.bias", "a.weight"))], {0: (4,), 1: (4, 3)}, MODEL, None),
+    "an unknown name": ([NumberedGroup((0,), ("c",))], {}, MODEL, None),
+    "fewer names than numbers": ([NumberedGroup((0, 1), ("a.bias",))], {}, MODEL, None),
+    "a number twice": ([NumberedGroup((0,), ("a.bias",)), NumberedGroup((0,), ("b.bias",))], {}, MODEL, None),
+    "state of no number": (IN_ORDER, {**shapes_of(*MODEL), 4: (3,)}, MODEL, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_numbers_mean_what_is_proven(case):
+    groups, shapes, model, names = NUMBERS[case]
+    assert match_numbers(groups, shapes, model) == (None if names is None else dict(enumerate(names)))
+
+
+@given(st.lists(st.sampled_from([(2,), (3,), (2, 3)]), max_size=7), st.data())
+def test_what_is_found_is_what_the_optimizer_had(shapes, data):
+    """Whatever is trained, in whatever groups of the model's order: the truth or nothing."""
+    model = {f"p{number}": shape for number, shape in enumerate(shapes)}
+    owners = data.draw(st.lists(st.integers(-1, 1), min_size=len(shapes), max_size=len(shapes)))
+    members = [[name for name, owner in zip(model, owners, strict=True) if owner == group] for group in (0, 1)]
+    order = [name for group in members for name in group]
+    groups = [NumberedGroup(tuple(order.index(name) for name in group)) for group in members]
+    found = match_numbers(groups, {number: model[name] for number, name in enumerate(order)}, model)
+    assert found in (None, dict(enumerate(order)))
+
+
+# Manifests of trees
+
+NO_TIES: Mapping[str, str] = {}
+STATE = "app/optim/state/w/"
+
+
+def read(tensors: str, objects: Mapping[str, Any], ties: Mapping[str, str] = NO_TIES) -> Manifest:
+    """Of tensors of two float32 elements, by paths with blanks between."""
+    table = ShardTable.build((2,), DType.FLOAT32, [Shard(Box.whole((2,)), ByteRange("a.bin", 0, 8))])
+    leaf = TensorLeaf((2,), DType.FLOAT32, table)
+    leaves = Leaves(
+        paths(*tensors.split(), *objects, *ties),
+        dict.fromkeys(paths(*tensors.split()), leaf),
+        dict(zip(paths(*objects), objects.values(), strict=True)),
+    )
+    tied = {alias.replace("/", "."): owner.replace("/", ".") for alias, owner in ties.items()}
+    return manifest_of(leaves, format_name="dcp", model_key=None, optim_key=None, ties=tied)
+
+
+WEIGHT, GROUP = "app/model/w", {"app/optim/param_groups/0/params": ["w"]}
+MOMENT = f"{WEIGHT} {STATE}exp_avg"
+
+
+def test_the_tree_says_where_everything_was():
+    manifest = read(MOMENT, {**GROUP, "app/epoch": 3, "app/sched/last_epoch": 4, "loader/position": 5})
+    homes: dict[str, TreePath] = {"epoch": ("app", "epoch"), "sched": ("app", "sched"), "loader": ("loader",)}
+    assert manifest.tree == StateTree(("app", "model"), ("app", "optim"), False, homes)
+    assert manifest.extra == {"epoch": 3, "sched": {"last_epoch": 4}, "loader": {"position": 5}}
+
+
+def test_entries_of_one_name_at_two_places_stay_apart():
+    manifest = read(f"{WEIGHT} {STATE}m", {**GROUP, "app/step": 3, "step": 4})
+    assert manifest.tree is not None
+    homes = {manifest.extra[name]: path for name, path in manifest.tree.extras.items()}
+    assert homes == {3: ("app", "step"), 4: ("step",)} and len(manifest.extra) == 2
+
+
+def test_a_flattened_optimizer():
+    manifest = read("w optimizer/state.w.exp_avg", {"optimizer/param_groups.w.lr": 0.5})
+    assert manifest.tree == StateTree((), ("optimizer",), True, {})
+    assert manifest.groups == (ParamGroup(("w",), {"lr": 0.5}),)
+
+
+def test_positions_make_lists_and_other_numbers_names():
+    """Dicts that were one object stay as they are."""
+    objects = {"app/gaps/1/a": 1, "app/gaps/3/a": 3, "app/loaders/0/at": 7, "app/table": {0: "a", 1: "b"}}
+    manifest = read(f"{WEIGHT} app/rng/0 app/rng/1", objects)
+    rng = [TensorRef(StateKey(f"app.rng.{position}", "extra")) for position in (0, 1)]
+    gaps = {"1": {"a": 1}, "3": {"a": 3}}
+    assert manifest.extra == {"rng": rng, "gaps": gaps, "loaders": [{"at": 7}], "table": {0: "a", 1: "b"}}
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "data"),
+    [(7, DType.INT64, b"\7\0\0\0\0\0\0\0"), (0.5, DType.FLOAT64, b"\0\0\0\0\0\0\xe0?"), (True, DType.BOOL, b"\1")],
+)  # fmt: skip
+def test_state_that_is_a_number_is_a_tensor_in_a_literal_file(number, dtype, data):
+    manifest = read(WEIGHT, {**GROUP, f"{STATE}step": number})
+    entry = manifest.tensors[StateKey("w", "step")]
+    assert (entry.shape, entry.dtype) == ((), dtype)
+    assert manifest.literals[entry.shards.files[0]] == data
+
+
+def test_state_that_is_neither_tensor_nor_number_is_a_value_of_its_parameter():
+    """A list is one value, whose tensors have keys by their places."""
+    manifest = read(f"{WEIGHT} {STATE}GG/0", {**GROUP, f"{STATE}momentum_buffer": None, f"{STATE}GG/1": None})
+    key = StateKey("w", "GG.0")
+    assert manifest.values == {StateKey("w", "momentum_buffer"): None, StateKey("w", "GG"): [TensorRef(key), None]}
+    assert not manifest.extra
+    assert manifest.tensors[key].kind is Kind.STATE
+
+
+def test_a_hyperparameter_that_is_a_tensor_is_referred_to():
+    manifest = read(f"{WEIGHT} app/optim/param_groups/0/lr", GROUP)
+    key = StateKey("param_groups.0", "lr")
+    assert manifest.groups == (ParamGroup(("w",), {"lr": TensorRef(key)}),)
+    assert key in manifest.tensors
+
+
+def test_ties_of_weights_are_aliases_and_others_are_tensors_of_their_own():
+    manifest = read(MOMENT, GROUP, {"app/model/head": WEIGHT, "app/snapshot": WEIGHT})
+    key = StateKey("app.snapshot", "extra")
+    assert manifest.aliases == {"head": "w"}
+    assert manifest.extra == {"snapshot": TensorRef(key)}
+    assert key in manifest.tensors
