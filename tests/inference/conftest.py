@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
+from inference.models.predictor import load_predictor
 from training.data.datasets import load_dataset
 from training.models.image_models import build_model
 from training.models.zoo import our_model
@@ -28,8 +29,7 @@ from training.models.zoo import our_model
 if torch.backends.cpu.get_cpu_capability() != "AVX512":
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-Form = str
-FORMS: tuple[Form, ...] = ("model.safetensors", "single", "sharded", "model.pt")
+FORMS = ("model.safetensors", "single", "sharded", "model.pt")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -145,47 +145,59 @@ def running_service(
             with httpx.Client(base_url=url, timeout=300, verify=NO_TLS) as http:
                 yield Service(process, url, log, temporary, http, second.removeprefix("serving gRPC on ").strip())
         finally:
+            children = models_of(psutil.Process(process.pid)) if process.poll() is None else []
             process.kill()
+            assert not psutil.wait_procs(children, 30)[1], "the process of the models lives longer than the service"
     assert "Traceback" not in log.read_text()
 
 
 def models_of(process: psutil.Process) -> list[psutil.Process]:
     """The process of the models of a service."""
-    return [
-        each
-        for each in process.children(recursive=True)
-        if "inference.serving.processes.model_process" in each.cmdline()
-    ]
+    module = ".serving.processes.model_process"
+    children = process.children(recursive=True)
+    return [each for each in children if any(word.endswith(module) for word in each.cmdline())]
 
 
 @pytest.fixture(scope="session")
-def text_models(tmp_path_factory):
-    """A folder with ``labels`` of texts, and two models that generate: ``writer``, which chats, and ``ours``."""
-    from tests.inference.tiny_models import CHAT, save_text_model, save_writer  # this imports transformers
+def small_models(tmp_path_factory):
+    """A folder with ``labels`` and ``long`` of texts, ``vit`` of images, and two models that generate: ``writer``,
+    which chats, and ``ours``."""
+    from tests.inference import tiny_models  # this imports transformers
 
-    folder = tmp_path_factory.mktemp("texts")
-    save_text_model(folder / "labels")
-    save_writer(folder / "writer", chat_template=CHAT)
+    folder = tmp_path_factory.mktemp("models")
+    tiny_models.save_text_model(folder / "labels")
+    config = tiny_models.save_text_model(folder / "long") / "config.json"
+    config.write_text(config.read_text().replace("NEGATIVE", LONG_LABEL).replace("POSITIVE", "x" * 70))
+    tiny_models.save_image_model(folder / "vit")
+    tiny_models.save_writer(folder / "writer", chat_template=tiny_models.CHAT)
     (folder / "ours").mkdir()
-    torch.manual_seed(0)
-    model = our_model("lm")
-    torch.nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]
-    torch.save(model.state_dict(), folder / "ours" / "model.pt")
+    save_our_texts(folder / "ours" / "model.pt")
     (folder / "ours" / "config.json").write_text('{"architecture": "ours:lm"}')
     return folder
 
 
+LONG_LABEL = "black-and-tan coonhound, of the species canis lupus familiaris, as others say"
+
+
+def save_our_texts(file: Path, name: str = "lm") -> None:
+    """Our language model, with embeddings large enough that texts go on in different ways."""
+    torch.manual_seed(0)
+    model = our_model(name)
+    torch.nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]
+    torch.save(model.state_dict(), file)
+
+
 @pytest.fixture(scope="session")
-def service(forms, text_models, tmp_path_factory):
+def service(forms, small_models, tmp_path_factory):
     """One for all files that only ask. Tests load and unload ``spare`` and ``two``; the versions of the others stay."""
     places: dict[str, list[object]] = {
         "m": [forms / "model.safetensors"],
         "two": [forms / "model.pt", forms / "sharded"],
         "spare": [forms / "model.pt"],
-        "labels": [text_models / "labels"],
-        "embed": [f"{text_models / 'labels'}?embeddings=true"],
-        "writer": [f"{text_models / 'writer'}?max_new_tokens=16"],
-        "ours": [f"{text_models / 'ours' / 'model.pt'}?max_new_tokens=16&exact=full"],
+        **{name: [small_models / name] for name in ("vit", "labels", "long")},
+        "embed": [f"{small_models / 'labels'}?embeddings=true"],
+        "writer": [f"{small_models / 'writer'}?max_new_tokens=16"],
+        "ours": [f"{small_models / 'ours' / 'model.pt'}?max_new_tokens=16&exact=full"],
     }
     options = [f"--model={name}={place}" for name, found in places.items() for place in found]
     options += ["--grpc-port=0", "--model-control=explicit", "--threads=1", "--timeout=300"]
@@ -197,3 +209,9 @@ def service(forms, text_models, tmp_path_factory):
 @pytest.fixture(scope="session")
 def client(service):
     return service.http
+
+
+@pytest.fixture(scope="session")
+def predictor(forms):
+    """The model in this process."""
+    return load_predictor(forms / "model.pt")

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
 import transformers
-from click.testing import CliRunner
 from fastapi.testclient import TestClient
 
-from inference.batch.__main__ import main
 from inference.serving.__main__ import create_app
+from tests.inference.commands import predicted
 from tests.inference.tiny_models import WORDS
 
 END = WORDS.index("[SEP]")
@@ -49,20 +47,15 @@ def model(tmp_path_factory):
     return folder
 
 
-def predicted(model: Path, texts: list[str], folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    (folder / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    arguments = ["--model", model, "--input", folder / "in.jsonl", "--output", folder / "out.jsonl", "--overwrite"]
-    result = CliRunner().invoke(main, [str(each) for each in (*arguments, "--max-new-tokens=4", "--quiet")])
-    return result.exit_code, [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
-
-
 def test_each_row_that_fails_is_a_row_with_its_error(model, tmp_path):
+    def answers(texts: list[str], code: int) -> list[dict[str, Any]]:
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return predicted(model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--overwrite", code=code)
+
     texts = [GOOD[number % len(GOOD)] for number in range(40)]
-    code, expected = predicted(model, texts, tmp_path)
-    assert code == 0
+    expected = answers(texts, 0)
     bad = {0: "film was bad", 7: "alien film [SEP]", 8: "unheard [SEP]", 21: "film was bad", 39: "film was bad"}
-    code, rows = predicted(model, [bad.get(number, text) for number, text in enumerate(texts)], tmp_path)
-    assert code == 6
+    rows = answers([bad.get(number, text) for number, text in enumerate(texts)], 6)
     assert [rows[n] for n in range(40) if n not in bad] == [expected[n] for n in range(40) if n not in bad]
     assert [rows[n]["error"] for n in bad] == [BAD[text].format(n) for n, text in bad.items()]
     assert all(rows[n]["label"] is None for n in bad)

@@ -1,108 +1,293 @@
-"""Both commands before their work begins: options are checked without torch, and a missing package is one sentence."""
+"""Both commands before their work begins: options are checked without torch, no value may be empty, a missing package
+is one sentence, and names of tensors can be changed. And the network of the documentation."""
 
 from __future__ import annotations
 
+import gc
+import inspect
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from click.testing import CliRunner
+from fastapi.testclient import TestClient
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+import inference
+from ckpt_tools.errors import UsageError
+from inference import demo
+from inference.batch import __main__ as batch
+from inference.common.garbage import libraries_left_alone
+from inference.models.predictor import loaded
+from inference.serving import __main__ as serve
+from tests.inference.commands import predict, predicted, rows_of
+from tests.inference.conftest import running_service
+from tests.inference.serving.helpers import image_request
+from tests.support.empty_values import check_refused, lines_with_one_empty_value
+
+ROOT = Path(__file__).parents[2]
+
+# --- empty values
+
+COMMANDS = {"batch/__main__.py": batch.main, "demo.py": demo.main, "serving/__main__.py": serve.main}
+LINES = [
+    pytest.param(command, label, words, id=f"{name}{label}")
+    for name, command in COMMANDS.items()
+    for label, words in lines_with_one_empty_value(command)
+]
+ARGUMENTS = [
+    pytest.param(function, each.name, id=f"{function.__name__}-{each.name}")
+    for function in (getattr(inference, name) for name in inference.__all__)
+    for each in inspect.signature(function).parameters.values()
+    if "str" in str(each.annotation)
+]
+
+
+def test_every_command_is_here():
+    folder = Path(sys.modules["inference"].__path__[0])
+    files = [path for path in folder.rglob("*.py") if "@click.command(" in path.read_text()]
+    assert {path.relative_to(folder).as_posix() for path in files} == COMMANDS.keys()
+
+
+@pytest.mark.parametrize(("command", "label", "words"), LINES)
+def test_an_empty_value_is_refused(command, label, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_refused(command, label, words)
+
+
+@pytest.mark.parametrize(("function", "name"), ARGUMENTS)
+def test_a_function_refuses_an_empty_argument(function, name):
+    first = next(iter(inspect.signature(function).parameters))
+    value: Any = {"": "x"} if name == "storage_options" else ""
+    with pytest.raises(UsageError, match=rf"^{name}=? (is empty|contains an empty text)"):
+        function(**{first: "x", name: value})
+
+
+@pytest.mark.parametrize(("text", "what"), [("vit=", "URL"), ("=run", "NAME"), ("=", "NAME")])
+def test_half_of_a_named_model_is_refused(text, what):
+    ended = CliRunner().invoke(serve.main, ["--model", text])
+    assert (ended.exit_code, ended.output) == (2, f"Error: --model {text} has an empty {what}; it is NAME=URL\n")
+
+
+# --- without torch, and without a package
 
 HEAVY = ("torch", "torchvision", "PIL", "fastapi", "uvicorn", "pyarrow", "sklearn", "rich")
 
 PROGRAM = """
-import importlib, json, sys
-for name in {missing!r}:
-    sys.modules[name] = None
-sys.path.insert(0, {folder!r})
-for words in {lines!r}:
+import importlib, json, os, sys
+
+def run(command, words):
     try:
-        importlib.import_module("inference.{command}.__main__").main(words)
+        importlib.import_module(f"inference.{command}.__main__").main(words)
     except SystemExit as ended:
-        found = [name for name in {heavy!r} if sys.modules.get(name)]
+        found = [name for name in %r if sys.modules.get(name)]
         print(json.dumps([ended.code, found]), flush=True)
+
+for command, words, missing in json.load(sys.stdin):
+    sys.stdout.flush()
+    if missing and missing != ["torch"]:
+        import torch  # once, which takes long: those without torch are forked before
+    if os.fork() == 0:
+        for name in missing:
+            sys.modules[name] = None
+            sys.path.insert(0, f"hiding/{missing[0]}")
+        run(command, words)
+        os._exit(0)
+    os.wait()
 """
 
 
-def run(
-    command: str, *lines: list[str], missing: tuple[str, ...] = (), folder: str = ""
-) -> tuple[list[tuple[int, list[str]]], str]:
-    """The command with each of the lines of arguments in a fresh interpreter without some packages: for each the exit
-    code, and what is imported of ``HEAVY``; and stderr. Modules in ``folder`` come first, also in processes that it
-    starts."""
-    program = PROGRAM.format(missing=missing, command=command, heavy=HEAVY, folder=folder, lines=lines)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
+def ran(lines: list[tuple[str, list[str], list[str]]]) -> tuple[list[tuple[int, list[str]]], str]:
+    """Commands with their arguments, each in a fork of an interpreter that has imported nothing, without some packages:
+    for each the exit code, and what is imported of ``HEAVY``; and stderr."""
+    program = [sys.executable, "-c", PROGRAM % (HEAVY,)]
+    done = subprocess.run(program, input=json.dumps(lines), capture_output=True, text=True, check=False, timeout=600)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert (done.returncode, len(found)) == (0, len(lines)), done.stderr
     return [(code, names) for code, names in found], done.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "codes"),
-    [
-        (
-            "batch",
-            {
-                "--help": 0,
-                "--model MODEL --input=digits --runner=rey --output=x.jsonl": 2,
-                "--model MODEL --input=digits --output=x.jsonl --unknown": 2,
-                "--model MODEL --input=digits --output=x.csv": 2,
-                "--model MODEL --output=x.jsonl": 2,
-                "--model MODEL --input=fashion-mnist --output=x.jsonl": 2,
-                "--model none.pt --input=digits --output=x.jsonl": 3,
-                "--model MODEL --input=/none --output=x.jsonl": 3,
-                "--model MODEL --input=digits --output=nodir/x.jsonl": 5,
-                "--model MODEL --input=digits --output=there.jsonl": 8,
-            },
-        ),
-        (
-            "serving",
-            {
-                "--help": 0,
-                "MODEL --prot=8000": 2,
-                "MODEL --port=99999": 2,
-                "none.pt": 3,
-                "MODEL --host=no-such-host.invalid": 5,
-            },
-        ),
-    ],
-)
-def test_options_are_checked_before_torch_is_imported(command, codes, forms, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+def test_options_are_checked_before_torch_is_imported(forms, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     Path("there.jsonl").touch()
+    codes = {
+        "batch --help": 0,
+        "batch --model MODEL --input=digits --runner=rey --output=x.jsonl": 2,
+        "batch --model MODEL --input=digits --output=x.jsonl --unknown": 2,
+        "batch --model MODEL --input=digits --output=x.csv": 2,
+        "batch --model MODEL --output=x.jsonl": 2,
+        "batch --model MODEL --input=fashion-mnist --output=x.jsonl": 2,
+        "batch --model none.pt --input=digits --output=x.jsonl": 3,
+        "batch --model MODEL --input=/none --output=x.jsonl": 3,
+        "batch --model MODEL --input=digits --output=nodir/x.jsonl": 5,
+        "batch --model MODEL --input=digits --output=there.jsonl": 8,
+        "serving --help": 0,
+        "serving MODEL --prot=8000": 2,
+        "serving MODEL --port=99999": 2,
+        "serving none.pt": 3,
+        "serving MODEL --host=no-such-host.invalid": 5,
+    }
     lines = [line.replace("MODEL", str(forms / "model.pt")).split() for line in codes]
-    found, stderr = run(command, *lines)
+    found, stderr = ran([(command, words, []) for command, *words in lines])
     assert found == [(code, []) for code in codes.values()], stderr
     assert "Traceback" not in stderr
 
 
+def test_a_missing_package_is_one_sentence(forms, tmp_path, monkeypatch):
+    """The process of the models of a service has only what it finds in folders, so that it finds one that fails."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    words = ["--architecture=ours", "--input=digits", "--output=x.parquet", "--model", str(forms / "model.pt")]
+    lines = [("batch", words, [name]) for name in ("torch", "torchvision", "PIL", "pyarrow", "sklearn")]
+    for package in ("torch", "fastapi", "uvicorn", "python_multipart"):
+        missing = [package, "multipart"] if package == "python_multipart" else [package]
+        lines.append(("serving", [str(forms / "model.pt"), "--architecture=ours", "--port=0"], missing))
+        folder = tmp_path / "hiding" / package
+        folder.mkdir(parents=True)
+        (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError({package!r}, name={package!r})")
+    lines.sort(key=lambda line: line[2] != ["torch"])
+    found, stderr = ran(lines)
+    assert {code for code, _ in found} == {2}
+    told = "Error: this command needs the package {}; install it with: pip install 'ckpt-tools[serve]'"
+    assert stderr.splitlines() == [told.format(missing[0]) for _, _, missing in lines]
+    assert [path.name for path in tmp_path.iterdir()] == ["hiding"]
+
+
+# --- names of tensors
+
+RENAMED = ("--rename=^net[.]=", "--exclude=ema.*")
+
+RECIPE = """
+drop = {left = ["ema.{name...}"]}
+[[map]]
+left = "net.{name...}"
+right = "{name...}"
+"""
+
+
+@pytest.fixture(scope="module")
+def wrapped(weights, tmp_path_factory):
+    """The weights as attribute of another module, beside a second copy."""
+    file = tmp_path_factory.mktemp("wrapped") / "model.safetensors"
+    save_file({f"{prefix}.{name}": value.clone() for name, value in weights.items() for prefix in ("net", "ema")}, file)
+    return file
+
+
+def test_predict_renames(wrapped, forms, image_folder, tmp_path):
+    bare, back = tmp_path / "bare.toml", tmp_path / "back.toml"
+    bare.write_text(RECIPE)
+    swapped = RECIPE.replace("left =", "third =").replace("right =", "left =").replace("third =", "right =")
+    back.write_text(swapped)
+    expected = predicted(forms / "model.safetensors", image_folder / "000.png", tmp_path / "x.jsonl")
+    for options in (RENAMED, (f"--recipe={bare}",), (f"--recipe={back}", "--inverse")):
+        found = predicted(wrapped, image_folder / "000.png", tmp_path / "x.jsonl", "--overwrite", *options)
+        assert found == expected
+
+
 @pytest.mark.parametrize(
-    ("command", "package"),
+    ("options", "code", "sentence"),
     [
-        ("batch", "torch"),
-        pytest.param("batch", "torchvision", marks=pytest.mark.extended),
-        pytest.param("batch", "PIL", marks=pytest.mark.extended),
-        ("batch", "pyarrow"),
-        pytest.param("batch", "sklearn", marks=pytest.mark.extended),
-        ("serving", "torch"),
-        ("serving", "fastapi"),
-        ("serving", "uvicorn"),
-        ("serving", "python_multipart"),
+        ((), 4, "does not fit the model"),
+        (("--rename=^nett[.]=",), 2, "^nett[.]"),
+        (("--exclude=ema.*", "--key-map=none.json"), 3, "none.json"),
+        (("--recipe=none.toml",), 3, "none.toml"),
+        (("--recipe=no-recipe",), 2, "there is no recipe 'no-recipe'"),
+        (("--inverse",), 2, "is for a recipe"),
     ],
 )
-def test_a_missing_package_is_one_sentence(command, package, forms, tmp_path, tmp_path_factory):
-    # The process of the models has only what it finds in folders.
-    hiding = tmp_path_factory.mktemp("hiding")
-    (hiding / f"{package}.py").write_text(f"raise ModuleNotFoundError({package!r}, name={package!r})")
-    out = ["--input=digits", f"--output={tmp_path / 'x.parquet'}"] if command == "batch" else ["--port=0"]
-    missing = (package, "multipart") if package == "python_multipart" else (package,)
-    model = ["--model"] if command == "batch" else []
-    line = [*model, str(forms / "model.pt"), "--architecture=ours", *out]
-    found, stderr = run(command, line, missing=missing, folder=str(hiding))
-    assert found[0][0] == 2
-    assert stderr == (
-        f"Error: this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'\n"
-    )
-    assert list(tmp_path.iterdir()) == []
+def test_a_wrong_name_is_one_sentence(options, code, sentence, wrapped, image_folder, tmp_path):
+    result = predict(wrapped, image_folder, tmp_path / "out.jsonl", "--architecture=ours", *options)
+    assert (result.exit_code, result.stderr.count("\n")) == (code, 1), result.output
+    assert sentence in result.stderr
+
+
+@pytest.mark.parametrize("options", [RENAMED, ("--recipe={}",)], ids=["rename", "recipe"])
+def test_serve_renames(options, wrapped, predictor, digits, tmp_path, monkeypatch):
+    """The application of the command's options, in this process."""
+    recipe, pixels = tmp_path / "bare.toml", digits.pixels[:1]
+    recipe.write_text(RECIPE)
+    taken: list[serve.Options] = []
+    monkeypatch.setattr(serve, "run", taken.append)
+    assert CliRunner().invoke(serve.main, [str(wrapped), *(text.format(recipe) for text in options)]).exit_code == 0
+    app = serve.application(taken[0], lambda source: loaded(source.url, source.name, source.options))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        answer = client.post("/v2/models/model/infer", json=image_request(pixels.numpy()))
+    assert tuple(answer.json()["outputs"][1]["data"]) == predictor.predict(list(pixels))[0].probabilities
+
+
+# --- Python's collector leaves the libraries alone
+
+
+@pytest.fixture
+def unfrozen():
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+def test_what_was_there_is_left_alone_until_the_block_ends_also_by_an_error(unfrozen):
+    threshold = gc.get_threshold()
+
+    def run() -> None:
+        with libraries_left_alone():
+            assert gc.get_freeze_count() > 1000
+            assert gc.get_threshold()[0] > threshold[0]
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        run()
+    assert (gc.get_freeze_count(), gc.get_threshold()) == (0, threshold)
+
+
+def test_what_somebody_else_arranged_stays(unfrozen):
+    gc.freeze()
+    threshold = gc.get_threshold()
+    with libraries_left_alone():
+        assert gc.get_threshold() == threshold
+    assert gc.get_freeze_count() > 1000
+
+
+# --- the network of docs/inference_networks.md, as it is printed there
+
+SECTION = (ROOT / "docs" / "inference_networks.md").read_text().partition("**A network of your own**")[2]
+MODULE, CLIENT = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+SAVE, PREDICT, SERVE, CURL = re.findall(r"^\$ (.*)$", SECTION, re.MULTILINE)
+
+
+@pytest.mark.extended
+def test_the_network_of_the_page_is_predicted_with_and_served(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert len(MODULE.splitlines()) <= 25
+    Path("segmenter.py").write_text(MODULE)
+    pixels = np.random.default_rng(0).integers(256, size=(48, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save("photo.png")
+    exec(SAVE.partition("'")[2].rstrip("'"))
+    done = CliRunner().invoke(batch.main, shlex.split(PREDICT.replace("ckpt-tools predict", "")))
+    assert done.exit_code == 0, done.stderr
+    (row,) = rows_of(Path("answer.jsonl"))
+    network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    network.load_state_dict(torch.load("net.pt"))
+    with torch.no_grad():
+        image = torch.from_numpy(pixels.astype(np.float32).transpose(2, 0, 1) / 255)
+        scores = network(torch.stack([image] * 8))[0]
+    assert row["outputs"] == {"foreground": float((scores.argmax(0) == 1).numpy().mean())}
+
+    words = shlex.split(SERVE.replace("ckpt-tools serve", "").replace("--port 8000", ""))
+    with running_service(tmp_path / "service", None, *words) as service:
+        address = service.url.removeprefix("http://")
+        told = subprocess.run(CURL.replace("127.0.0.1:8000", address), shell=True, capture_output=True, check=True)
+        assert json.loads(told.stdout) == row["outputs"]
+        exec(CLIENT.replace("127.0.0.1:8000", address))
+    assert capsys.readouterr().out == "(1, 2, 48, 64)\n"

@@ -1,3 +1,5 @@
+"""The batch command over images: the bits of its answers, the file that it writes, and what an end leaves of it."""
+
 from __future__ import annotations
 
 import json
@@ -10,17 +12,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from fastapi.testclient import TestClient
 from PIL import Image
-from pyarrow import parquet
 
+import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError
 from inference.batch import inputs as inputs_module
 from inference.batch import pipeline, progress
@@ -30,97 +33,132 @@ from inference.batch.output import Output, Run, Writer, open_output
 from inference.batch.pipeline import AHEAD, predicted
 from inference.batch.rows import Columns, Row
 from inference.models.loading import load_model
-from inference.models.predictor import load_predictor
 from inference.models.results import Prediction
+from inference.serving.__main__ import create_app
+from tests.inference import commands
+from tests.inference.commands import predict, rows_of
 from tests.inference.conftest import FORMS
+from tests.inference.serving.helpers import image_request
+from tests.support.sweep import tiered
 from tests.training.predictions import all_logits
 from training.config.options import DATASETS
 from training.data.datasets import to_input
 from training.loop import evaluation
 from training.models.config_json import LABELS
 
-
-def predict(*args: object) -> Result:
-    return CliRunner().invoke(main, [str(arg) for arg in args])
+SUFFIXES = pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 
 
-def rows_of(out: Path) -> list[dict[str, Any]]:
-    if out.suffix == ".parquet":
-        return parquet.read_table(out).to_pylist()
-    return [json.loads(line) for line in out.read_text().splitlines()]
+@pytest.fixture(scope="module")
+def model(forms):
+    return forms / "model.pt"
 
 
-def test_predictions_are_those_of_the_model(forms, digits, tmp_path):
+# --- the answers
+
+
+@pytest.fixture(scope="module")
+def expected(model, digits):
+    """As training evaluates, in one pass over all."""
+    logits = all_logits(evaluation.plain_logits(load_model(model)), digits.pixels)
+    return torch.softmax(logits, dim=1).tolist()
+
+
+def test_predictions_are_those_of_the_model(model, digits, expected, tmp_path):
+    """Reading a chunk at a time does not move a bit of what a run's own evaluation gives."""
     out = tmp_path / "predictions.jsonl"
-    result = predict("--model", forms / "model.safetensors", "--input=digits", f"--output={out}")
+    result = predict(model, "digits", out)
     with torch.no_grad():
-        expected = load_model(forms / "model.pt")(to_input(digits.pixels)).softmax(1)
+        plain = load_model(model)(to_input(digits.pixels)).softmax(1)
     rows = rows_of(out)
     assert [row["name"] for row in rows] == [str(number) for number in range(360)]
     assert [row["truth"] for row in rows] == digits.labels.tolist()
-    assert torch.tensor([row["probabilities"] for row in rows]).allclose(expected, atol=1e-5)
+    assert [row["probabilities"] for row in rows] == expected
+    assert torch.tensor(expected).allclose(plain, atol=1e-5)
     right = sum(row["label"] == row["truth"] for row in rows)
     assert result.stdout.splitlines() == [f"360 predictions in {out}", f"accuracy: {right / 360:.4f} ({right} of 360)"]
 
 
-def test_every_form_and_both_outputs_agree(forms, image_folder, tmp_path):
-    written = []
+def test_every_form_and_both_outputs_give_a_folder_the_answers_of_the_dataset(forms, image_folder, expected, tmp_path):
     for form, suffix in (*((form, ".jsonl") for form in FORMS), (FORMS[0], ".parquet")):
-        out = tmp_path / f"{form}{suffix}"
-        assert predict("--model", forms / form, "--input", image_folder, f"--output={out}").exit_code == 0
-        written.append(rows_of(out))
-    assert all(rows == written[0] for rows in written)
+        result = predict(forms / form, image_folder, out := tmp_path / f"{form}{suffix}")
+        assert "accuracy" not in result.stdout
+        rows = rows_of(out)
+        assert [row["name"] for row in rows] == [f"{number:03d}.png" for number in range(40)]
+        assert {row["truth"] for row in rows} == {None}
+        assert [row["probabilities"] for row in rows] == expected[:40]
+        labels = [row["label"] for row in rows]
+        assert labels == [np.argmax(each) for each in expected[:40]] and len({*labels}) > 1
 
 
-def test_a_folder_of_images_gives_the_answers_of_the_dataset(forms, image_folder, tmp_path):
-    of_dataset, of_folder = tmp_path / "dataset.jsonl", tmp_path / "folder.jsonl"
-    predict("--model", forms / "model.pt", "--input=digits", f"--output={of_dataset}")
-    result = predict("--model", forms / "model.pt", f"--input={image_folder}", f"--output={of_folder}")
-    assert "accuracy" not in result.stdout
-    rows = rows_of(of_folder)
-    assert [row["name"] for row in rows] == [f"{number:03d}.png" for number in range(40)]
-    assert {row["truth"] for row in rows} == {None}
-    expected = [(row["label"], row["probabilities"]) for row in rows_of(of_dataset)[:40]]
-    assert [(row["label"], row["probabilities"]) for row in rows] == expected
+@pytest.fixture(scope="module")
+def converted(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+
+    def convert(name: ckpt_tools.WrittenFormat) -> Path:
+        if not (folder / name).exists():
+            ckpt_tools.convert(model, folder / name, to=name, world_size=3)
+        return folder / name
+
+    return convert
 
 
-def test_labels_vary(forms, image_folder, tmp_path):
-    """The model of these tests answers more than one class, so that equal answers mean something."""
-    out = tmp_path / "out.jsonl"
-    predict("--model", forms / "sharded", f"--input={image_folder}", f"--output={out}")
-    assert len({row["label"] for row in rows_of(out)}) > 1
+@pytest.mark.parametrize("name", tiered(["dcp", "zero1", "zero2", "zero3"], test=("zero3",)))
+def test_a_sharded_checkpoint_answers_with_the_same_bits(name, converted, expected, tmp_path):
+    rows = commands.predicted(converted(name), "digits", tmp_path / "x.jsonl", "--threads=1", "--architecture=ours")
+    assert [row["probabilities"] for row in rows] == expected
+
+
+def test_the_service_answers_with_the_same_bits(converted, expected, digits):
+    """In any company, in JSON and in binary data."""
+    with TestClient(create_app(converted("zero3")), base_url="http://127.0.0.1") as client:
+        for part in (slice(0, 1), slice(3, 40), slice(17, 18), slice(0, 31)):
+            pixels = digits.pixels[part].numpy()
+            answer = client.post("/v2/models/model/infer", json=image_request(pixels)).json()
+            assert answer["outputs"][1]["data"] == [value for row in expected[part] for value in row]
+            assert in_binary(client, pixels).tolist() == expected[part]
+
+
+def in_binary(client: TestClient, pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    request = image_request(pixels, data=None, parameters={"binary_data_size": pixels.nbytes})
+    wanted = {"name": "probabilities", "parameters": {"binary_data": True}}
+    head = json.dumps({**request, "outputs": [wanted]}).encode()
+    headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+    answer = client.post("/v2/models/model/infer", content=head + pixels.tobytes(), headers=headers)
+    assert answer.status_code == 200, answer.text
+    start = int(answer.headers["Inference-Header-Content-Length"])
+    return np.frombuffer(answer.content[start:], np.float32).reshape(len(pixels), -1).astype(float)
 
 
 @pytest.mark.parametrize(
-    ("form", "args", "code", "sentence"),
+    ("model", "source", "out", "options", "code", "sentence"),
     [
-        ("model.pt", ["--input=digits", "--output=x.csv"], 2, "--output ends in .jsonl or .parquet"),
-        ("model.pt", ["--input=digits", "--output=x.jsonl", "--resume", "--overwrite"], 2, "--resume or --overwrite"),
-        ("model.pt", ["--input=fashion-mnist", "--output=x.jsonl"], 2, "needs --data-root"),
-        ("model.pt", ["--input=digits", "--data-root=.", "--output=x.jsonl"], 2, "for --input fashion-mnist alone"),
-        ("model.pt", ["--input=digits", "--truth=label", "--output=x.jsonl"], 2, "not for digits, which knows its"),
-        ("model.pt", ["--input=digits", "--workers=2", "--output=x.jsonl"], 2, "--workers is for --runner ray"),
-        ("model.pt", ["--input=digits", "--top=0", "--output=x.jsonl"], 2, "--top is a number from 1, not 0"),
-        ("model.pt", ["--input=digits", "--device=gpu", "--output=x.jsonl"], 2, "--device gpu is not a device"),
-        ("model.pt", ["--input=/none", "--output=x.jsonl"], 3, "no file or folder /none"),
-        ("model.pt", ["--input=.", "--output=x.jsonl"], 3, ". has no file that can be predicted"),
-        ("none.pt", ["--input=digits", "--output=x.jsonl"], 3, "there is no file or folder"),
-        ("model.pt", ["--input=digits", "--output=nodir/x.jsonl"], 5, "the folder of --output, nodir, does not exist"),
-        ("model.pt", ["--input=digits", "--output=/proc/x.jsonl"], 5, "/proc"),
-        (
-            "model.pt",
-            ["--input=digits", "--output=x.jsonl", "--report=no/r"],
-            5,
-            "the folder of --report, no, does not",
-        ),
+        ("model.pt", "digits", "x.csv", "", 2, "--output ends in .jsonl or .parquet"),
+        ("model.pt", "digits", "x.jsonl", "--resume --overwrite", 2, "--resume or --overwrite"),
+        ("model.pt", "fashion-mnist", "x.jsonl", "", 2, "needs --data-root"),
+        ("model.pt", "digits", "x.jsonl", "--data-root=.", 2, "for --input fashion-mnist alone"),
+        ("model.pt", "digits", "x.jsonl", "--truth=label", 2, "not for digits, which knows its"),
+        ("model.pt", "digits", "x.jsonl", "--workers=2", 2, "--workers is for --runner ray"),
+        ("model.pt", "digits", "x.jsonl", "--top=0", 2, "--top is a number from 1, not 0"),
+        ("model.pt", "digits", "x.jsonl", "--device=gpu", 2, "--device gpu is not a device"),
+        ("model.pt", "/none", "x.jsonl", "", 3, "no file or folder /none"),
+        ("model.pt", ".", "x.jsonl", "", 3, ". has no file that can be predicted"),
+        ("none.pt", "digits", "x.jsonl", "", 3, "there is no file or folder"),
+        ("notes.txt", "digits", "x.jsonl", "", 4, "notes.txt"),
+        ("model.pt", "digits", "nodir/x.jsonl", "", 5, "the folder of --output, nodir, does not exist"),
+        ("model.pt", "digits", "/proc/x.jsonl", "", 5, "/proc"),
+        ("model.pt", "digits", "x.jsonl", "--report=no/r", 5, "the folder of --report, no, does not"),
     ],
 )
-def test_errors_are_one_sentence(form, args, code, sentence, forms, tmp_path, monkeypatch):
+def test_errors_are_one_sentence_and_leave_nothing(
+    model, source, out, options, code, sentence, forms, image_folder, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    result = predict("--model", forms / form, *args)
+    place = image_folder if model == "notes.txt" else forms
+    result = predict(place / model, source, out, *options.split())
     assert (result.exit_code, result.stdout) == (code, "")
     assert sentence in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.splitlines()[-1].startswith("Error: ") and "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,119 +178,82 @@ def write_broken_images(folder: Path, whole: Path) -> list[str]:
     Image.new("1", (9000, 9000)).save(folder / "005a.png")
     (folder / "006a.png").touch()
     (folder / "007a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (folder / "z\x1b[2J.png").write_text("text")
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_broken_image_is_a_row_and_disturbs_no_other(suffix, forms, image_folder, tmp_path):
-    broken, mixed = tmp_path / "broken", tmp_path / "mixed"
+@SUFFIXES
+def test_a_broken_image_is_a_row_and_disturbs_no_other(suffix, model, image_folder, expected, tmp_path):
+    """A name that is not UTF-8 is written with escapes."""
+    broken, mixed, out = tmp_path / "broken", tmp_path / "mixed", tmp_path / f"mixed{suffix}"
     broken.mkdir()
     names = write_broken_images(broken, image_folder / "000.png")
     shutil.copytree(image_folder, mixed)
     write_broken_images(mixed, image_folder / "000.png")
-    out, expected = tmp_path / f"mixed{suffix}", tmp_path / f"whole{suffix}"
-    assert predict("--model", forms / "model.pt", f"--input={image_folder}", f"--output={expected}").exit_code == 0
-    result = predict("--model", forms / "model.pt", f"--input={mixed}", f"--output={out}")
+    (mixed / "000.png").rename(os.fsdecode(os.fsencode(mixed) + b"/\xe4.png"))
+    result = predict(model, mixed, out)
     assert (result.exit_code, result.stdout) == (6, f"40 predictions in {out}\n")
-    first = ", ".join(names[:3])
-    assert result.stderr == (
-        f"Error: 7 of 47 inputs could not be predicted: {first} and 4 more; their rows in {out} say why\n"
-    )
+    assert "\x1b" not in result.stderr
+    first = f"000a.png, 001a.jpg, 003a.png and {len(names) - 3} more"
+    told = f"Error: {len(names)} of 48 inputs could not be predicted: {first}; their rows in {out} say why\n"
+    assert result.stderr == told
     rows = rows_of(out)
-    assert [row["name"] for row in rows] == sorted([*names, *(row["name"] for row in rows_of(expected))])
-    assert [row for row in rows if row["error"] is None] == rows_of(expected)
+    whole = [*(f"{number:03d}.png" for number in range(1, 40)), "\\xe4.png"]
+    assert sorted(row["name"] for row in rows) == sorted([*names, *whole])
+    good = {row["name"]: row["probabilities"] for row in rows if row["error"] is None}
+    assert good == dict(zip(whole, [*expected[1:40], expected[0]], strict=True))
     failed = {row["name"]: row for row in rows if row["error"] is not None}
     assert sorted(failed) == names
-    assert all(name in row["error"] for name, row in failed.items())
+    assert all(name.partition("\x1b")[0] in row["error"] for name, row in failed.items())
     assert all(row["label"] is row["top"] is row["probabilities"] is None for row in failed.values())
-    assert {path.name for path in tmp_path.iterdir()} == {"broken", "mixed", f"mixed{suffix}", f"whole{suffix}"}
+    assert {path.name for path in tmp_path.iterdir()} == {"broken", "mixed", out.name}
 
 
-def test_images_that_are_all_broken_still_end_with_a_file(forms, image_folder, tmp_path):
+def test_images_that_are_all_broken_still_end_with_a_file(model, tmp_path):
     folder, out = tmp_path / "images", tmp_path / "x.jsonl"
     folder.mkdir()
     (folder / "a.png").write_text("text")
-    result = predict("--model", forms / "model.pt", f"--input={folder}", f"--output={out}")
+    result = predict(model, folder, out)
     assert result.exit_code == 6
     assert "1 of 1 inputs could not be predicted: a.png; their" in result.stderr
     assert [row["error"] for row in rows_of(out)] == [f"{folder / 'a.png'} is not an image file that can be read"]
 
 
-def test_predictions_have_the_bits_of_one_pass_over_all(forms, digits, tmp_path):
-    """Reading a chunk at a time must not move a bit of what a run's own evaluation gives."""
-    out = tmp_path / "x.jsonl"
-    predict("--model", forms / "model.pt", "--input=digits", f"--output={out}")
-    logits = all_logits(evaluation.plain_logits(load_model(forms / "model.pt")), digits.pixels)
-    assert [row["probabilities"] for row in rows_of(out)] == torch.softmax(logits, dim=1).tolist()
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_one_image_file_is_one_row(suffix, forms, image_folder, tmp_path):
-    out = tmp_path / f"x{suffix}"
-    assert (
-        predict("--model", forms / "model.pt", f"--input={image_folder / '003.png'}", f"--output={out}").exit_code == 0
-    )
-    assert [row["name"] for row in rows_of(out)] == ["003.png"]
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_name_that_is_not_utf_8_is_written_with_escapes(suffix, forms, image_folder, tmp_path):
-    folder, out = tmp_path / "images", tmp_path / f"x{suffix}"
-    folder.mkdir()
-    shutil.copy(image_folder / "000.png", os.fsencode(folder) + b"/\xe4.png")
-    (folder / "\x1b[2J.png").write_text("text")
-    result = predict("--model", forms / "model.pt", f"--input={folder}", f"--output={out}")
-    assert result.exit_code == 6
-    assert "\x1b" not in result.stderr
-    assert [row["name"] for row in rows_of(out)] == ["\x1b[2J.png", "\\xe4.png"]
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_an_existing_file_is_replaced_only_if_asked(suffix, forms, image_folder, tmp_path):
-    out, other = tmp_path / f"x{suffix}", tmp_path / "other.jsonl"
+@SUFFIXES
+def test_an_existing_file_is_replaced_only_if_asked(suffix, model, image_folder, tmp_path):
+    out, other, image = tmp_path / f"x{suffix}", tmp_path / "other.jsonl", image_folder / "003.png"
     for path in (out, other):
         path.write_text("mine")
-    result = predict("--model", forms / "model.pt", f"--input={image_folder}", f"--output={out}")
+    result = predict(model, image, out)
     assert (result.exit_code, out.read_text()) == (8, "mine")
     assert "--overwrite replaces it" in result.stderr
-    assert (
-        predict("--model", forms / "model.pt", f"--input={image_folder}", f"--output={out}", "--overwrite").exit_code
-        == 0
-    )
-    assert len(rows_of(out)) == 40
+    rows = commands.predicted(model, image, out, "--overwrite")
+    assert [row["name"] for row in rows] == ["003.png"]
     assert other.read_text() == "mine"
     assert sorted(tmp_path.iterdir()) == sorted([out, other])
 
 
-def test_a_folder_is_never_replaced(forms, image_folder, tmp_path):
-    out = tmp_path / "x.jsonl"
-    out.mkdir()
-    assert (
-        predict("--model", forms / "model.pt", f"--input={image_folder}", f"--output={out}", "--overwrite").exit_code
-        == 8
-    )
-    assert out.is_dir()
+def test_what_somebody_else_has_there_is_never_replaced(model, image_folder, tmp_path):
+    """A folder, and a file beside the output that a run would write for itself."""
+    (tmp_path / "x.jsonl").mkdir()
+    assert predict(model, image_folder, tmp_path / "x.jsonl", "--overwrite").exit_code == 8
+    assert (tmp_path / "x.jsonl").is_dir()
+    for suffix in (".unfinished", ".unfinished-columns", ".unfinished-run"):
+        other = tmp_path / f"x.parquet{suffix}"
+        other.write_text("mine")
+        result = predict(model, image_folder, tmp_path / "x.parquet", "--overwrite")
+        assert (result.exit_code, other.read_text()) == (8, "mine")
+        assert str(other) in result.stderr
+        other.unlink()
 
 
-@pytest.mark.parametrize("suffix", [".unfinished", ".unfinished-columns", ".unfinished-run"])
-def test_a_file_of_somebody_else_beside_it_is_never_replaced(suffix, forms, image_folder, tmp_path):
-    out, other = tmp_path / "x.parquet", tmp_path / f"x.parquet{suffix}"
-    other.write_text("mine")
-    args = ("--model", forms / "model.pt", f"--input={image_folder}", f"--output={out}", "--overwrite")
-    result = predict(*args)
-    assert (result.exit_code, other.read_text()) == (8, "mine")
-    assert str(other) in result.stderr
-
-
-def test_what_a_kill_left_is_replaced_if_asked(forms, image_folder, tmp_path):
+@pytest.mark.parametrize("rows", [b'{"name": "a", "label": 1', b'{"na'])
+def test_what_a_kill_left_is_replaced_if_asked(rows, model, image_folder, tmp_path):
     """By a kill while the Parquet file was written, and by one in the middle of the first line."""
-    out = tmp_path / "x.parquet"
-    for rows in (b'{"name": "a", "label": 1', b'{"na'):
-        (tmp_path / "x.parquet.unfinished").write_bytes(rows)
-        (tmp_path / "x.parquet.unfinished-columns").write_bytes(b"PAR1 and no end")
-        args = ("--model", forms / "model.pt", f"--input={image_folder}", f"--output={out}")
-        assert predict(*args, "--overwrite").exit_code == 0
-        assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
+    (tmp_path / "x.parquet.unfinished").write_bytes(rows)
+    (tmp_path / "x.parquet.unfinished-columns").write_bytes(b"PAR1 and no end")
+    assert predict(model, image_folder / "000.png", tmp_path / "x.parquet", "--overwrite").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
 
 
 def write_one(writer: Writer) -> None:
@@ -260,13 +261,12 @@ def write_one(writer: Writer) -> None:
     writer.write([Row("a", Prediction.of(label=0, probabilities=(1.0,)), None, None)])
 
 
-def test_a_second_run_on_the_same_file_is_refused(forms, image_folder, tmp_path):
+def test_a_second_run_on_the_same_file_is_refused(model, image_folder, tmp_path):
     out = tmp_path / "x.jsonl"
-    output = Output(out, overwrite=False)
-    with open_output(output) as writer:
+    with open_output(Output(out, overwrite=False)) as writer:
         write_one(writer)
         for option in ("--quiet", "--overwrite"):
-            result = predict("--model", forms / "model.pt", f"--input={image_folder}", f"--output={out}", option)
+            result = predict(model, image_folder, out, option)
             assert result.exit_code == 8
             assert "another run is writing to" in result.stderr
     assert [row["name"] for row in rows_of(out)] == ["a"]
@@ -288,28 +288,13 @@ def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path):
 
 # --- work done is kept
 
-
-BATCH = ("inference.batch",)
-CKPT_TOOLS_PREDICT = ("ckpt_tools", "predict")
-
-
-def start(*args: object, module: Sequence[str] = BATCH, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", *module, *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
-def wait_for_rows(path: Path, process: subprocess.Popen[str]) -> None:
-    while process.poll() is None:
-        if path.exists() and path.stat().st_size > 20_000:
-            return
-        time.sleep(0.002)
-    pytest.fail(f"it ended before it was told to: {process.communicate()}")
+BATCH, CKPT_TOOLS_PREDICT = ("inference.batch",), ("ckpt_tools", "predict")
 
 
 @pytest.mark.parametrize(
     ("module", "number", "code"),
     [
-        pytest.param(BATCH, signal.SIGKILL, -9, marks=pytest.mark.extended),
+        pytest.param(BATCH, signal.SIGKILL, -9, marks=pytest.mark.soak),
         pytest.param(BATCH, signal.SIGTERM, 143, marks=pytest.mark.soak),
         pytest.param(BATCH, signal.SIGINT, 130, marks=pytest.mark.soak),
         pytest.param(BATCH, signal.SIGHUP, 129, marks=pytest.mark.soak),
@@ -317,41 +302,39 @@ def wait_for_rows(path: Path, process: subprocess.Popen[str]) -> None:
         pytest.param(CKPT_TOOLS_PREDICT, signal.SIGINT, 130, marks=pytest.mark.soak),
     ],
 )
-def test_a_run_that_is_ended_keeps_what_it_predicted(module, number, code, forms, many_images, tmp_path):
-    out = tmp_path / "x.parquet"
-    unfinished = tmp_path / "x.parquet.unfinished"
-    args = ("--model", forms / "model.pt", f"--input={many_images}", f"--output={out}", "--quiet")
-    with start(*args, module=module, preexec_fn=default_signals) as process:
-        wait_for_rows(unfinished, process)
+def test_a_run_that_is_ended_keeps_what_it_predicted(module, number, code, model, many_images, tmp_path):
+    """The next run does not replace what was kept unless it is asked to, and leaves nothing then."""
+    out, unfinished = tmp_path / "x.parquet", tmp_path / "x.parquet.unfinished"
+    command = [sys.executable, "-m", *module, "--model", model, "--input", many_images, "--output", out, "--quiet"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=default_signals) as process:
+        while not unfinished.exists() or unfinished.stat().st_size < 20_000:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.002)
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (code, "")
-    lines = unfinished.read_text().splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    kept = unfinished.read_text()
+    rows = [json.loads(line) for line in kept.splitlines(keepends=True) if line.endswith("\n")]
     assert len(rows) > 30
     assert [row["name"] for row in rows] == [f"{number:04d}.png" for number in range(len(rows))]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.parquet.unfinished", "x.parquet.unfinished-run"]
     if number != signal.SIGKILL:
-        kept = f"the {len(rows):,} rows that were done are kept in {unfinished}; --resume continues"
-        assert stderr == f"stopped by {number.name}; {kept}\n"
-    check_next_run(forms, many_images / "0000.png", out)
+        told = f"the {len(rows):,} rows that were done are kept in {unfinished}; --resume continues"
+        assert stderr == f"stopped by {number.name}; {told}\n"
+    image = many_images / "0000.png"
+    result = predict(model, image, out)
+    assert result.exit_code == 8
+    assert "x.parquet.unfinished holds the rows of a run that did not finish; --resume" in result.stderr
+    assert unfinished.read_text() == kept
+    assert predict(model, image, out, "--overwrite").exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
 
 def default_signals() -> None:
     """Tests may run where SIGINT is ignored, which processes inherit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def check_next_run(forms: Path, image: Path, out: Path) -> None:
-    """It does not replace what was kept unless it is asked to, and leaves nothing then."""
-    kept = out.with_name(f"{out.name}.unfinished").read_bytes()
-    result = predict("--model", forms / "model.pt", f"--input={image}", f"--output={out}")
-    assert result.exit_code == 8
-    assert "x.parquet.unfinished holds the rows of a run that did not finish; --resume" in result.stderr
-    assert out.with_name(f"{out.name}.unfinished").read_bytes() == kept
-    assert predict("--model", forms / "model.pt", f"--input={image}", f"--output={out}", "--overwrite").exit_code == 0
-    assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
 @contextmanager
@@ -365,29 +348,18 @@ def limited_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_full_disk_keeps_what_was_predicted(suffix, forms, tmp_path):
+@SUFFIXES
+def test_a_full_disk_keeps_what_was_predicted(suffix, model, tmp_path):
     """A file may have fewer bytes than the 360 rows take."""
-    out = tmp_path / f"x{suffix}"
-    args = ("--model", forms / "model.pt", "--input=digits", f"--output={out}", "--quiet")
+    out, unfinished = tmp_path / f"x{suffix}", tmp_path / f"x{suffix}.unfinished"
     with limited_files():
-        result = predict(*args)
+        result = predict(model, "digits", out, "--quiet")
     assert result.exit_code == 5
-    unfinished = tmp_path / f"x{suffix}.unfinished"
     assert sorted(tmp_path.iterdir()) == [unfinished, tmp_path / f"x{suffix}.unfinished-run"]
     num_rows = unfinished.read_text().count("\n")
     assert num_rows >= 30
-    assert (
-        result.stderr
-        == f"Error: File too large; the {num_rows} rows that were done are kept in {unfinished}; --resume continues\n"
-    )
-
-
-def test_a_run_that_fails_before_the_first_prediction_leaves_nothing(forms, tmp_path):
-    (tmp_path / "model.pt").write_text("not a model")
-    result = predict("--model", tmp_path / "model.pt", "--input=digits", f"--output={tmp_path / 'x.jsonl'}")
-    assert result.exit_code == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+    kept = f"the {num_rows} rows that were done are kept in {unfinished}; --resume continues"
+    assert result.stderr == f"Error: File too large; {kept}\n"
 
 
 # --- memory
@@ -395,18 +367,13 @@ def test_a_run_that_fails_before_the_first_prediction_leaves_nothing(forms, tmp_
 
 @pytest.mark.parametrize(
     ("window_bytes", "passes"),
-    [
-        (0, 1),
-        (2 * evaluation.CHUNK * 28 * 28, 2),
-        pytest.param(1 << 40, 16, marks=pytest.mark.extended),
-    ],
+    [(0, 1), (2 * evaluation.CHUNK * 28 * 28, 2), pytest.param(1 << 40, 16, marks=pytest.mark.soak)],
 )
-def test_some_windows_of_images_are_held(window_bytes, passes, forms, image_folder, monkeypatch):
+def test_some_windows_of_images_are_held(window_bytes, passes, predictor, image_folder, monkeypatch):
     """Of as many passes as fit, and always of one."""
     monkeypatch.setattr(pipeline, "WINDOW_BYTES", window_bytes)
-    predictor = load_predictor(forms / "model.pt")
-    image = (image_folder / "000.png").read_bytes()
-    window, num_taken = passes * evaluation.CHUNK, 0
+    image, window = (image_folder / "000.png").read_bytes(), passes * evaluation.CHUNK
+    num_taken, num_rows = 0, 0
 
     def items() -> Iterator[Item]:
         nonlocal num_taken
@@ -414,7 +381,6 @@ def test_some_windows_of_images_are_held(window_bytes, passes, forms, image_fold
             num_taken += 1
             yield Item(str(number), image, None, number / (6 * window))
 
-    num_rows = 0
     for rows in predicted(items(), predictor):
         assert len(rows) == window
         assert num_taken - num_rows <= (AHEAD + 1) * window
@@ -422,26 +388,29 @@ def test_some_windows_of_images_are_held(window_bytes, passes, forms, image_fold
     assert num_rows == 6 * window
 
 
-def peak_bytes(images: Path, model: Path, out: Path) -> int:
-    """Of a process over the files of a folder, at its end."""
-    program = (
-        "import resource, sys, torch; torch.set_num_threads(1)\n"
-        "from inference.batch.__main__ import main\n"
-        "main(sys.argv[1:], standalone_mode=False)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    command = [sys.executable, "-c", program, "--model", str(model), f"--input={images}", f"--output={out}", "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return 1024 * int(done.stdout.split()[-1])
+PEAKS = """
+import resource, sys, torch
+from inference.batch.__main__ import main
+
+torch.set_num_threads(1)
+model, few, many, out = sys.argv[1:]
+for name, source in (("few", few), ("many", many)):
+    words = ["--model", model, "--input", source, "--output", f"{out}/{name}.jsonl", "--quiet"]
+    main(words, standalone_mode=False)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
 
 
 @pytest.mark.extended
-def test_memory_does_not_grow_with_the_input(forms, many_images, tmp_path):
+def test_memory_does_not_grow_with_the_input(model, many_images, tmp_path):
+    """Both runs are in one process, so that only the second's rows can be more than what the first needed."""
     few = tmp_path / "few"
     few.mkdir()
     for number in range(500):
         os.link(many_images / f"{number:04d}.png", few / f"{number:04d}.png")
-    peaks = [peak_bytes(folder, forms / "model.pt", tmp_path / f"{folder.name}.jsonl") for folder in (few, many_images)]
+    command = [sys.executable, "-c", PEAKS, model, few, many_images, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peaks = [1024 * int(line) for line in done.stdout.splitlines() if line.isdigit()]
     # Pixels and rows of 4,500 images more would be 10 MB; their names are 0.3 MB.
     assert peaks[1] - peaks[0] < 4_000_000, peaks
 
@@ -449,25 +418,22 @@ def test_memory_does_not_grow_with_the_input(forms, many_images, tmp_path):
 # --- progress
 
 
-def test_progress_is_a_line_now_and_then(forms, image_folder, tmp_path, monkeypatch):
+def test_progress_is_a_line_now_and_then(model, image_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "QUIET_LINE_SECONDS", 0.0)
     monkeypatch.setattr(pipeline, "PASSES", 1)
-    args = ["--model", forms / "model.pt", f"--input={image_folder}", f"--output={tmp_path / 'x.jsonl'}", "--overwrite"]
-    lines = predict(*args).stderr.splitlines()
+    lines = predict(model, image_folder, tmp_path / "x.jsonl").stderr.splitlines()
     assert [re.sub(r"[\d,.]+/s, [\d:]+ left", "RATE", line) for line in lines] == [
         "predicting: 30 done, RATE (75 %)",
         "predicting: 40 done, RATE (100 %)",
     ]
-    assert predict(*args, "--quiet").stderr == ""
+    assert predict(model, image_folder, tmp_path / "x.jsonl", "--overwrite", "--quiet").stderr == ""
 
 
-@pytest.mark.extended
-def test_progress_on_a_terminal_is_a_bar(forms, image_folder, tmp_path):
+def test_progress_on_a_terminal_is_a_bar(model, image_folder, tmp_path, monkeypatch):
     mine, its = pty.openpty()
-    command = [sys.executable, "-m", "inference.batch", "--model", str(forms / "model.pt"), f"--input={image_folder}"]
-    command += [f"--output={tmp_path / 'x.jsonl'}"]
-    done = subprocess.run(command, stderr=its, stdout=subprocess.PIPE, check=False)
-    os.close(its)
-    assert done.returncode == 0
-    assert b"predicting" in os.read(mine, 65536)
+    with os.fdopen(its, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        words = ["--model", model, "--input", image_folder, "--output", tmp_path / "x.jsonl"]
+        main([str(word) for word in words], standalone_mode=False)
+        assert b"predicting" in os.read(mine, 65536)
     os.close(mine)

@@ -1,21 +1,23 @@
-"""The text of a row, and what is counted of it."""
+"""The text of a row, what is counted of it, and the numbers of a report, judged by scikit-learn and by hand."""
 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn import metrics
+from sklearn.calibration import calibration_curve
 
 from inference.batch.inputs import Wanted, find_inputs
 from inference.batch.items import Item, Pixels, content_of
 from inference.batch.pipeline import decode_all
-from inference.batch.report import Tally
+from inference.batch.report import NUM_BINS, Tally, figures, names_of
 from inference.batch.rows import Columns, Row
-from inference.models.predictor import load_predictor
 from inference.models.results import Prediction
 
 pytestmark = pytest.mark.quick
@@ -39,6 +41,7 @@ def predictions(draw: st.DrawFn) -> Prediction:
     return Prediction.of(label=label, probabilities=tuple(found))
 
 
+@settings(max_examples=30)
 @given(st.text(), predictions(), st.none() | st.integers(0, 999), st.integers(1, 15), st.booleans())
 def test_a_line_is_the_row_in_json(name, found, truth, top, has_labels):
     labels = tuple(f'"{number}" ä\n' for number in range(12)) if has_labels else None
@@ -65,6 +68,7 @@ def test_half_of_a_surrogate_pair_is_written_as_its_escape():
     assert b"\\ud800" in columns.line(row)
 
 
+@settings(max_examples=30)
 @given(predictions(), st.integers(1, 15))
 def test_the_most_probable_come_first_and_of_equals_the_label_then_the_lower_number(found, top):
     best = [each["label"] for each in Columns("label", None, top).of(Row("a", found, None, None))["top"]]
@@ -91,8 +95,7 @@ def test_a_row_counts_the_same_when_it_is_read_back():
 # --- pixels that are decoded already
 
 
-def test_pixels_are_the_input_that_their_png_is_decoded_to(forms, digits):
-    predictor = load_predictor(forms / "model.pt")
+def test_pixels_are_the_input_that_their_png_is_decoded_to(predictor, digits):
     items = list(find_inputs(Wanted("digits")).items())[:5]
     for (_, found, _), item in zip(decode_all(items, predictor), items, strict=True):
         data, name = content_of(item, takes_texts=False)
@@ -102,8 +105,7 @@ def test_pixels_are_the_input_that_their_png_is_decoded_to(forms, digits):
         assert np.array_equal(found, digits.pixels[int(item.name)])
 
 
-def test_pixels_of_another_size_go_the_way_of_an_image_file(forms):
-    predictor = load_predictor(forms / "model.pt")
+def test_pixels_of_another_size_go_the_way_of_an_image_file(predictor):
     large = Item("a", Pixels(np.full((56, 56), 7, np.uint8)), None, 1.0)
     [(_, found, _)] = decode_all([large], predictor)
     assert not isinstance(found, str)
@@ -114,3 +116,90 @@ def test_an_item_of_a_dataset_is_sent_to_another_machine_alone(digits):
     """Not with all images of its dataset."""
     item = next(find_inputs(Wanted("digits")).items())
     assert len(pickle.dumps(item)) < 28 * 28 + 1000
+
+
+# --- the report
+
+NUM_CLASSES = 6
+NEVER_PREDICTED, NEVER_TRUE = 4, 5
+
+
+@pytest.fixture(scope="module")
+def judged():
+    """True classes, predicted classes and probabilities of 500 rows. One class is never predicted, one never occurs."""
+    random = np.random.default_rng(3)
+    logits = random.normal(size=(500, NUM_CLASSES)) * 2
+    logits[:, NEVER_PREDICTED] = -30
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    truth = np.where(random.random(500) < 0.6, probabilities.argmax(1), random.integers(0, NUM_CLASSES, 500))
+    truth[truth == NEVER_TRUE] = 0
+    return truth, probabilities.argmax(1), probabilities
+
+
+@pytest.fixture(scope="module")
+def found(judged):
+    """What the report says of them, and of three rows that must change nothing: two bad ones, one of unknown truth."""
+    tally = Tally()
+    for number, (truth, label, row) in enumerate(zip(*judged, strict=True)):
+        tally.add(Row(str(number), Prediction.of(label=int(label), probabilities=row), int(truth), None))
+    tally.add(Row("bad", None, 1, "is not an image file"))
+    tally.add(Row("bad too", None, None, "is not an image file"))
+    tally.add(Row("unknown", Prediction.of(label=0, probabilities=(1.0,) * NUM_CLASSES), None, None))
+    return figures(tally, names_of(tally, ("a", "b", "c", "d", "e", "f")))
+
+
+def test_the_accuracy_and_the_confusions_are_scikit_learns(judged, found):
+    truth, label, _ = judged
+    assert found["accuracy"] == metrics.accuracy_score(truth, label)
+    assert (found["rows"], found["errors"], found["with_truth"]) == (503, 2, 500)
+    assert found["correct"] == metrics.accuracy_score(truth, label, normalize=False)
+    matrix = np.zeros((NUM_CLASSES, NUM_CLASSES), dtype=int)
+    for each in found["confusion"]:
+        matrix[each["truth"], each["label"]] = each["count"]
+    assert matrix.tolist() == metrics.confusion_matrix(truth, label, labels=range(NUM_CLASSES)).tolist()
+
+
+def test_precision_and_recall_are_scikit_learns(judged, found):
+    """Where scikit-learn divides by zero, there is none."""
+    expected = metrics.precision_recall_fscore_support(*judged[:2], labels=range(NUM_CLASSES), zero_division=np.nan)
+    for number, (each, precision, recall, rows) in enumerate(
+        zip(found["classes"], expected[0], expected[1], expected[3], strict=True)
+    ):
+        assert (each["label"], each["name"], each["rows"]) == (number, "abcdef"[number], rows)
+        assert each["precision"] == (None if math.isnan(precision) else pytest.approx(precision, abs=1e-15))
+        assert each["recall"] == (None if math.isnan(recall) else pytest.approx(recall, abs=1e-15))
+    assert [each["label"] for each in found["classes"] if each["precision"] is None] == [NEVER_PREDICTED]
+    assert [each["label"] for each in found["classes"] if each["recall"] is None] == [NEVER_TRUE]
+
+
+def test_the_calibration_is_scikit_learns(judged, found):
+    truth, label, probabilities = judged
+    sure, right = probabilities.max(1), truth == label
+    accuracies, confidences = calibration_curve(right, sure, n_bins=NUM_BINS)
+    counts, edges = np.histogram(sure, NUM_BINS, range=(0, 1))
+    filled = [each for each in found["calibration"] if each["predictions"]]
+    assert [each["accuracy"] for each in filled] == pytest.approx(accuracies.tolist())
+    assert [each["confidence"] for each in filled] == pytest.approx(confidences.tolist())
+    assert [each["predictions"] for each in found["calibration"]] == counts.tolist()
+    assert [each["from"] for each in found["calibration"]] == pytest.approx(edges[:-1].tolist())
+    assert [each["to"] for each in found["calibration"]] == pytest.approx(edges[1:].tolist())
+    error = (np.abs(accuracies - confidences) * counts[counts > 0]).sum() / len(truth)
+    assert found["expected_calibration_error"] == pytest.approx(error)
+
+
+def test_a_calibration_by_hand():
+    """Six predictions of 0.95 and 1.0 share the last bin: 4 are right, and they are sure of 5.8. One of 0.6 is not."""
+    tally = Tally()
+    cases = [(0.95, True)] * 3 + [(0.95, False), (0.6, False), (1.0, True), (1.0, False)]
+    for sure, is_right in cases:
+        tally.add(Row("x", Prediction.of(label=0, probabilities=(sure, 1 - sure)), 0 if is_right else 1, None))
+    found = figures(tally, names_of(tally, None))
+    assert found["expected_calibration_error"] == pytest.approx((1.8 + 0.6) / 7)
+    assert [each["predictions"] for each in found["calibration"]] == [0] * 9 + [1] + [0] * 4 + [6]
+    assert found["calibration"][-1]["confidence"] == pytest.approx(5.8 / 6)
+    assert found["calibration"][-1]["accuracy"] == pytest.approx(4 / 6)
+
+
+def test_nothing_to_compare_has_no_numbers():
+    found = figures(Tally(), {})
+    assert (found["accuracy"], found["expected_calibration_error"], found["classes"]) == (None, None, [])

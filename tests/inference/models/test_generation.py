@@ -1,9 +1,9 @@
-"""Generated texts, judged by transformers: its ``generate`` with the same seed, its chat templates, its tokenizers."""
+"""Generated texts, judged by transformers: its ``generate`` with the same seed, its chat templates, its tokenizers. Our
+own language models are continued as a plain loop over the model continues a text."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -15,23 +15,31 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from fastapi.testclient import TestClient
 from tokenizers import decoders
+from torch import nn
 
 import ckpt_tools
 import inference
-from ckpt_tools.errors import FormatError
+from ckpt_tools.errors import FormatError, UsageError
 from inference.models.generation import EndOfTextError, Generation, GrowingText, Turns, generate, overlap
-from inference.models.predictor import Predictor, load_predictor
+from inference.models.predictor import Predictor, load_predictor, loaded
 from inference.models.texts import Tokens
+from inference.serving.__main__ import Options, application
+from inference.serving.settings import Settings
+from tests.inference import commands
+from tests.inference.conftest import save_our_texts
+from tests.inference.models.test_tasks import assert_company_changes_nothing, decoded
+from tests.inference.serving.helpers import wait_until
 from tests.inference.tiny_models import CHAT, save_text_model, save_writer
-from training.models.zoo import our_model
+from tests.support.refusals import refusal_test
 
 PROMPTS = ("Hello", "abc", "The ends", "Größe")
 SAMPLINGS: tuple[dict[str, float], ...] = (
     {"temperature": 0.7},
     {"temperature": 1.5, "top_k": 40},
-    {"temperature": 2.0, "top_k": 100, "top_p": 0.9, "repetition_penalty": 1.3},
     {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 2.0, "top_k": 100, "top_p": 0.9, "repetition_penalty": 1.3},
 )
 CONVERSATION = ({"role": "user", "content": " Hi "}, {"role": "assistant", "content": "ho<end>"})
 
@@ -82,26 +90,24 @@ def of_transformers(folder: Path, prompt: str, *, seed: int = 0, **sampling: Any
     return str(tokenizer.decode(found, skip_special_tokens=True))
 
 
+F32, BF16 = torch.float32, torch.bfloat16
+
+
 @pytest.mark.parametrize(
     ("exact", "dtype"),
     [
-        ("off", torch.float32),
+        ("off", F32),
+        pytest.param("buckets", BF16, marks=pytest.mark.extended),
         *(
-            pytest.param(exact, dtype, marks=pytest.mark.extended)
-            for exact, dtype in [
-                ("full", torch.float32),
-                ("buckets", torch.float32),
-                ("buckets", torch.bfloat16),
-                ("full", torch.bfloat16),
-                ("off", torch.bfloat16),
-            ]
+            pytest.param(exact, dtype, marks=pytest.mark.soak)
+            for exact, dtype in [("full", F32), ("buckets", F32), ("full", BF16), ("off", BF16)]
         ),
     ],
 )
 def test_texts_are_those_of_transformers(exact, dtype, tmp_path):
     folder = save_writer(tmp_path / "w", dtype=dtype)
     predictor = load_predictor(folder, max_new_tokens=20, exact=exact)
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[2:]:
         assert text(predictor, prompt) == of_transformers(folder, prompt)
         assert text(predictor, prompt, max_tokens=3) == of_transformers(folder, prompt, max_new_tokens=3)
         assert text(predictor, prompt, temperature=0, top_p=0.5, seed=3) == text(predictor, prompt)
@@ -109,9 +115,11 @@ def test_texts_are_those_of_transformers(exact, dtype, tmp_path):
         assert exact != "off" or text(predictor, prompt) == predicted(predictor, prompt)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    "sampling", [*(pytest.param(each, marks=pytest.mark.soak) for each in SAMPLINGS[:-1]), SAMPLINGS[-1]]
+)
 def test_sampled_texts_are_those_of_transformers_with_the_seed(sampling, folder, writer):
-    for seed, prompt in enumerate(PROMPTS):
+    for seed, prompt in enumerate(PROMPTS[2:]):
         assert text(writer, prompt, seed=seed, **sampling) == of_transformers(folder, prompt, seed=seed, **sampling)
 
 
@@ -139,6 +147,7 @@ def test_a_chat_is_what_the_tokenizer_makes_of_it(folder, writer):
     assert tokens.of_chat(CONVERSATION)[0].tolist() == expected
 
 
+@pytest.mark.extended
 def test_an_export_has_the_texts_and_the_template(folder, writer, tmp_path):
     ckpt_tools.convert(folder, tmp_path / "run", to="dcp", world_size=2)
     ckpt_tools.convert(tmp_path / "run", tmp_path / "exported", like=folder)
@@ -162,34 +171,42 @@ def test_a_prompt_that_the_model_does_not_take_is_refused(prompt, sentence, writ
         pieces(writer, prompt)
 
 
-def test_models_without_a_template_or_language_say_so(tmp_path):
-    with pytest.raises(FormatError, match="has no chat template, so it takes text_input"):
-        pieces(load_predictor(save_writer(tmp_path / "w")), CONVERSATION)
-    with pytest.raises(FormatError, match="the model does not generate text"):
-        pieces(load_predictor(save_text_model(tmp_path / "bert")), "x")
-
-
-@pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [
-        ({"temperature": 1e-9}, r"temperature is 1e-09; it has to be 0 or a number from 0\.01 to 100"),
-        ({"temperature": True}, "temperature is True"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"max_tokens": 0}, "max_tokens is 0; it has to be a whole number from 1 to 1000000"),
-        ({"max_tokens": 1.0}, "max_tokens is 1.0"),
-        ({"top_p": 0.0, "temperature": 1}, "top_p is 0.0"),
-        ({"top_k": -1, "temperature": 1}, "top_k is -1"),
-        ({"seed": "1", "temperature": 1}, "seed is '1'"),
-        ({"seed": 1}, "seed is for sampling, which needs a temperature too"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
-        ({"stop": ("",)}, "stop has to be up to 16 texts"),
-        ({"stop": (1,)}, "stop has to be up to 16 texts"),
-        ({"stop": ("a",) * 17}, "stop has to be up to 16 texts"),
-    ],
+test_models_without_a_template_or_language_say_so = refusal_test(
+    (
+        "no template",
+        lambda folder: pieces(load_predictor(save_writer(folder / "w")), CONVERSATION),
+        FormatError,
+        "has no chat template, so it takes text_input",
+    ),
+    (
+        "no language",
+        lambda folder: pieces(load_predictor(save_text_model(folder / "bert")), "x"),
+        FormatError,
+        "the model does not generate text",
+    ),
 )
-def test_values_out_of_range_are_refused(asked, sentence):
-    with pytest.raises(FormatError, match=f"^{sentence}"):
-        Generation("x", **asked)
+
+
+test_values_out_of_range_are_refused = refusal_test(
+    *(
+        (str(asked)[:40], lambda _, asked=asked: Generation("x", **asked), FormatError, f"^{sentence}")
+        for asked, sentence in (
+            ({"temperature": 1e-9}, r"temperature is 1e-09; it has to be 0 or a number from 0\.01 to 100"),
+            ({"temperature": True}, "temperature is True"),
+            ({"temperature": float("nan")}, "temperature is nan"),
+            ({"max_tokens": 0}, "max_tokens is 0; it has to be a whole number from 1 to 1000000"),
+            ({"max_tokens": 1.0}, "max_tokens is 1.0"),
+            ({"top_p": 0.0, "temperature": 1}, "top_p is 0.0"),
+            ({"top_k": -1, "temperature": 1}, "top_k is -1"),
+            ({"seed": "1", "temperature": 1}, "seed is '1'"),
+            ({"seed": 1}, "seed is for sampling, which needs a temperature too"),
+            ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+            ({"stop": ("",)}, "stop has to be up to 16 texts"),
+            ({"stop": (1,)}, "stop has to be up to 16 texts"),
+            ({"stop": ("a",) * 17}, "stop has to be up to 16 texts"),
+        )
+    )
+)
 
 
 def test_a_text_ends_before_a_stop_text(writer):
@@ -308,29 +325,81 @@ def test_turns_go_round_in_the_order_of_asking():
     with turns:
         for many, thread in enumerate(threads):
             thread.start()
-            while len(turns._waiting) <= many:
-                time.sleep(0.001)
+            wait_until(lambda many=many: len(turns._waiting) > many)
     for thread in threads:
         thread.join()
     assert order == ["a", "b", "c"] * 3
 
 
-@pytest.mark.parametrize("name", ["lm", pytest.param("lm-moe", marks=pytest.mark.extended)])
-def test_our_models_generate_too(name, tmp_path):
-    torch.manual_seed(0)
-    model = our_model(name)
-    torch.nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    predictor = load_predictor(tmp_path / "model.pt", architecture=f"ours:{name}", max_new_tokens=12, exact="buckets")
-    assert text(predictor, "Größe") == predicted(predictor, "Größe")
-    assert text(predictor, "x" * 200, max_tokens=1) == (predicted(predictor, "x" * 200) or "")[:1]
-    loaded = inference.load_model(tmp_path / "model.pt", model=f"ours:{name}")
+# --- our models
+
+TEXTS = ("First Citizen:", "a", "Größe", "First Citizen!", "x" * 200, "y" * 100 + "x" * 64)
+
+
+@pytest.fixture(scope="module", params=["lm", pytest.param("lm-moe", marks=pytest.mark.extended)])
+def run(request, tmp_path_factory):
+    """A sharded checkpoint with seeded weights."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_our_texts(folder / "model.pt", request.param)
+    ckpt_tools.convert(folder / "model.pt", folder / "run", to="dcp", world_size=2)
+    (folder / "run" / "config.json").write_text(f'{{"architecture": "ours:{request.param}"}}')
+    return folder / "run"
+
+
+@torch.no_grad()
+def continued(model: nn.Module, prompt: str, many: int) -> str:
+    """Alone, by its definition."""
+    known = list(prompt.encode())
+    for _ in range(many):
+        known.append(int(model(torch.tensor([known[-64:]]))[0, -1].argmax()))
+    return bytes(known[len(prompt.encode()) :]).decode(errors="replace")
+
+
+def test_a_text_is_continued_as_by_our_model_itself(run):
+    predictor, model = load_predictor(run, max_new_tokens=6), inference.load_model(run)
+    inputs = decoded(predictor, [prompt.encode() for prompt in TEXTS])
+    found = [each.text for each in predictor.predict(inputs)]
+    assert found == [continued(model, prompt, 6) for prompt in TEXTS]
+    assert len(set(found)) == len(TEXTS) - 1
+    assert found[-1] == found[-2]
+    assert_company_changes_nothing(predictor, inputs)
+    assert predictor.predict([]) == []
+    assert text(predictor, "Größe") == found[2]
+    assert text(predictor, "x" * 200, max_tokens=1) == (found[-1] or "")[:1]
     sampled = text(predictor, "Speak", temperature=30, top_k=20, seed=5)
-    assert sampled == drawn(loaded, "Speak", 12, 30, 20, 5)
+    assert sampled == drawn(model, "Speak", 6, 30, 20, 5)
     assert sampled != text(predictor, "Speak", temperature=30, top_k=20, seed=6)
     assert text(predictor, "Speak", repetition_penalty=50) != text(predictor, "Speak")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("run", ["lm"], indirect=True)
+def test_our_model_writes_as_many_bytes_as_other_models_write_tokens_and_takes_texts_alone(run):
+    predictor = load_predictor(run)
+    (prediction,) = predictor.predict([torch.tensor([65])])
+    assert prediction.text == continued(inference.load_model(run), "A", 64)
+    for data, sentence in ((b"", "^t is an empty text$"), (b"\xff", "^t is not a text in UTF-8")):
+        with pytest.raises(FormatError, match=sentence):
+            predictor.decode(data, "t")
     with pytest.raises(FormatError, match="has no chat template"):
         pieces(predictor, CONVERSATION)
+    with pytest.raises(UsageError, match="--embeddings is for"):
+        load_predictor(run, embeddings=True)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("run", ["lm"], indirect=True)
+def test_the_commands_continue_texts(run, tmp_path):
+    lines, model = ["First Citizen:", "Speak"], inference.load_model(run)
+    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
+    expected = [continued(model, line, 8) for line in lines]
+    rows = commands.predicted(run, tmp_path / "in.txt", tmp_path / "x.jsonl", "--max-new-tokens", 8)
+    assert [row["text"] for row in rows] == expected
+    options = Options([f"{run}?max_new_tokens=8"], Settings())
+    app = application(options, lambda each: loaded(each.url, each.name, each.options))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        found = [client.post("/predict", files={"text": (None, line)}).json() for line in lines]
+    assert found == [{"text": each} for each in expected]
 
 
 @torch.no_grad()

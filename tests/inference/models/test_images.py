@@ -10,6 +10,7 @@ from PIL import Image
 
 from ckpt_tools.errors import FormatError
 from inference.models.images import MAX_PIXELS, ImageReading, max_pixels_of
+from tests.support.refusals import refusal_test
 
 pytestmark = pytest.mark.quick
 
@@ -24,17 +25,13 @@ def gradient(width: int, height: int, mode: str = "RGB") -> Image.Image:
     return Image.linear_gradient("L").resize((width, height)).convert(mode)
 
 
-@pytest.mark.parametrize(("mode", "shape"), [("L", (6, 9)), ("RGB", (6, 9, 3))])
-def test_pixels_are_those_of_pillow(mode, shape):
-    found = ImageReading(mode).pixels(encoded(gradient(9, 6), "png"), "x")  # type: ignore[arg-type]
-    assert (found.dtype, found.shape) == (np.uint8, shape)
-    assert np.array_equal(found, np.array(gradient(9, 6).convert(mode)))
-
-
-def test_an_image_is_scaled_to_the_size_that_is_asked_for():
-    found = ImageReading("L", (28, 14)).pixels(encoded(gradient(100, 100), "png"), "x")
-    expected = gradient(100, 100).convert("L").resize((28, 14), Image.Resampling.BILINEAR)
-    assert np.array_equal(found, np.array(expected))
+@pytest.mark.parametrize(("mode", "size"), [("L", None), ("RGB", None), ("L", (28, 14))])
+def test_pixels_are_those_of_pillow(mode, size):
+    """In the size that is asked for."""
+    found = ImageReading(mode, size).pixels(encoded(gradient(90, 60), "png"), "x")
+    image = gradient(90, 60).convert(mode)
+    expected = np.array(image.resize(size, Image.Resampling.BILINEAR) if size else image)
+    assert found.dtype == np.uint8 and np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["png", "webp", "gif"])
@@ -55,11 +52,6 @@ def test_a_jpeg_file_is_decoded_at_the_largest_scale_that_fits(limit, scale):
     assert np.abs(found - expected).max() <= 3
 
 
-def test_a_jpeg_file_that_does_not_fit_at_an_eighth_is_refused():
-    with pytest.raises(FormatError, match=r"^x has 320x160 pixels, more than 799 in all$"):
-        ImageReading("RGB", max_pixels=799).pixels(encoded(gradient(320, 160), "jpeg"), "x")
-
-
 def test_an_image_is_turned_as_its_exif_says():
     exif = Image.Exif()
     exif[0x0112] = 6  # EXIF's Orientation: turned by 90 degrees
@@ -68,10 +60,19 @@ def test_an_image_is_turned_as_its_exif_says():
     assert ImageReading("RGB").pixels(data, "x").shape == (6, 9, 3)
 
 
-@pytest.mark.parametrize("data", [b"", b"text", encoded(gradient(50, 50), "png")[:60]])
-def test_what_is_no_image_is_refused_in_one_sentence(data):
-    with pytest.raises(FormatError, match=r"^x\.png is (not an image file that can be read|a damaged image file)"):
-        ImageReading("L").pixels(data, "x.png")
+UNREADABLE = r"^x is (not an image file that can be read|a damaged image file)"
+test_what_cannot_be_read_is_refused_in_one_sentence = refusal_test(
+    *(
+        (name, lambda _, data=data: ImageReading("RGB", max_pixels=799).pixels(data, "x"), FormatError, words)
+        for name, data, words in (
+            ("nothing", b"", UNREADABLE),
+            ("text", b"text", UNREADABLE),
+            ("cut off", encoded(gradient(20, 20), "png")[:60], UNREADABLE),
+            ("too large", encoded(gradient(80, 10), "png"), "^x has 80x10 pixels, more than 799 in all$"),
+            ("too large at an eighth", encoded(gradient(320, 160), "jpeg"), "^x has 320x160 pixels, more than 799 in"),
+        )
+    )
+)
 
 
 def test_the_size_is_known_without_decoding():

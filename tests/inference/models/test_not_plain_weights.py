@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import peft
 import pytest
 import torch
@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import inference
+from ckpt_tools.cli.main import group
 from ckpt_tools.errors import FormatError, UnsupportedError
-from inference.batch.__main__ import main
+from tests.inference.commands import predict, predicted
 from tests.inference.tiny_models import save_writer
 from tests.support.quantized import fp8_model
 
@@ -68,11 +69,10 @@ def test_they_are_refused_unless_that_is_asked_for(fp8, tmp_path):
         with pytest.raises(UnsupportedError, match=told):
             load(fp8)
     (tmp_path / "in.txt").write_text("a\n")
-    given = [f"--model={fp8}", f"--input={tmp_path / 'in.txt'}", f"--output={tmp_path / 'out.jsonl'}", "--quiet"]
-    refused = CliRunner().invoke(main, given)
+    refused = predict(fp8, tmp_path / "in.txt", tmp_path / "out.jsonl")
     assert refused.exit_code == 4
     assert "load them with --dequantize" in refused.output
-    assert CliRunner().invoke(main, [*given, "--dequantize", "--max-new-tokens=3"]).exit_code == 0
+    assert predicted(fp8, tmp_path / "in.txt", tmp_path / "out.jsonl", "--dequantize", "--max-new-tokens=3")
 
 
 @pytest.mark.parametrize(
@@ -142,18 +142,17 @@ def adapted(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("what", ["an adapter", "an adapter/adapter_model.safetensors"])
-def test_an_adapter_is_refused_with_the_command_that_merges_it(what, adapted, tmp_path):
+def test_an_adapter_is_refused_with_the_command_that_merges_it(adapted, tmp_path):
     base, adapter = adapted / "base", adapted / "an adapter"
     command = f"ckpt-tools merge-lora {base} '{adapter}' OUT --to safetensors"
-    told = f"{adapted / what} is an adapter of {base} (PEFT LORA); merge it first: {command}"
-    for load in (inference.load_model, inference.load_predictor):
-        with pytest.raises(UnsupportedError) as caught:
-            load(adapted / what)
-        assert str(caught.value) == told
+    for what in (adapter, adapter / "adapter_model.safetensors"):
+        for load in (inference.load_model, inference.load_predictor):
+            with pytest.raises(UnsupportedError) as caught:
+                load(what)
+            assert str(caught.value) == f"{what} is an adapter of {base} (PEFT LORA); merge it first: {command}"
     # The command does what the sentence says.
-    shell = f"{sys.executable} -m {command.replace('ckpt-tools', 'ckpt_tools').replace('OUT', str(tmp_path / 'out'))}"
-    subprocess.run(shell, shell=True, check=True, capture_output=True)
+    words = shlex.split(command.replace("OUT", str(tmp_path / "out")))
+    assert CliRunner().invoke(group, words[1:]).exit_code == 0
     expected = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), adapter)
     merged = expected.merge_and_unload().state_dict()
     loaded = inference.load_model(tmp_path / "out").state_dict()
@@ -161,8 +160,6 @@ def test_an_adapter_is_refused_with_the_command_that_merges_it(what, adapted, tm
 
 
 def test_adapters_in_other_places_are_named_too(adapted, tmp_path):
-    import fsspec
-
     remote = fsspec.filesystem("memory")
     for file in (adapted / "an adapter").iterdir():
         remote.pipe(f"/adapters/one/{file.name}", file.read_bytes())

@@ -14,6 +14,7 @@ from transformers.models.auto import modeling_auto
 from ckpt_tools.errors import FormatError
 from inference.models.positions import num_positions
 from inference.models.predictor import load_predictor
+from tests.support.sweep import tiered
 
 PAD, UNKNOWN, START, END, WORD = range(5)
 POSITIONS = 24
@@ -64,7 +65,9 @@ def takes(model: Any, num_tokens: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("family", TAKEN)
+@pytest.mark.parametrize(
+    "family", tiered(TAKEN, test=("bert", "roberta", "mpnet", "bart", "opt", "llama"), extended=("longformer", "mt5"))
+)
 def test_the_longest_text_is_taken_and_a_longer_one_is_refused(family, tmp_path):
     most, folder = TAKEN[family], tmp_path / family
     model = model_of(config_of(family))

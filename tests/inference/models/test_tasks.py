@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torchvision
@@ -15,10 +17,12 @@ import transformers
 from PIL import Image
 
 import ckpt_tools
-from ckpt_tools.errors import FormatError
+from ckpt_tools.errors import CkptError, FormatError, UsageError
 from inference.models.predictor import Predictor, TensorSpec, load_predictor
 from inference.models.results import Prediction
-from tests.inference.tiny_models import save_image_model, save_text_model, save_writer
+from tests.inference.commands import predict, predicted
+from tests.inference.tiny_models import WORDS, save_image_model, save_text_model, save_writer
+from tests.support.refusals import refusal_test
 
 TEXTS = (
     "a good film",
@@ -28,7 +32,8 @@ TEXTS = (
     "the film was not very good a play",
     "GOOD unknown words",
 )
-PROMPTS = ("Hello", "abc", "xyz", "a much longer prompt", "ab", "The ends", "Größe")
+SIZES = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+PROMPTS = ("Hello", "a much longer prompt", "ab", "Größe")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +80,10 @@ def assert_scores(ours: Prediction, labels: tuple[str, ...] | None, theirs: list
     )
 
 
-@pytest.mark.parametrize("problem", [None, "multi_label_classification"])
+PROBLEMS = pytest.mark.parametrize("problem", [None, "multi_label_classification"])
+
+
+@PROBLEMS
 def test_an_image_model_answers_as_its_pipeline(problem, pictures, tmp_path):
     folder = save_image_model(tmp_path / "vit", problem_type=problem)
     predictor = load_predictor(folder)
@@ -90,18 +98,23 @@ def test_an_image_model_answers_as_its_pipeline(problem, pictures, tmp_path):
     assert_company_changes_nothing(predictor, inputs)
 
 
-@pytest.mark.parametrize("problem", [None, "multi_label_classification"])
-def test_a_text_model_answers_as_its_pipeline(problem, tmp_path):
-    folder = save_text_model(tmp_path / "bert", problem_type=problem)
-    predictor = load_predictor(folder)
-    assert predictor.inputs == (TensorSpec("text", "BYTES", (-1,)),)
+def assert_as_pipeline(predictor: Predictor, folder: Path) -> list[torch.Tensor]:
+    """Texts get the scores of the pipeline; gives the inputs."""
     inputs = decoded(predictor, [text.encode() for text in TEXTS])
     pipeline = transformers.pipeline("text-classification", str(folder), device="cpu")
     answers = predictor.predict(inputs)
     for ours, text in zip(answers, TEXTS, strict=True):
         assert_scores(ours, predictor.labels, pipeline(text, top_k=3))
     assert len({answer.probabilities for answer in answers}) == len(TEXTS)
-    assert_company_changes_nothing(predictor, inputs)
+    return inputs
+
+
+@PROBLEMS
+def test_a_text_model_answers_as_its_pipeline(problem, tmp_path):
+    folder = save_text_model(tmp_path / "bert", problem_type=problem)
+    predictor = load_predictor(folder)
+    assert predictor.inputs == (TensorSpec("text", "BYTES", (-1,)),)
+    assert_company_changes_nothing(predictor, assert_as_pipeline(predictor, folder))
 
 
 @pytest.mark.parametrize("changed", [{"model_input_names": ["input_ids", "token_type_ids"]}, {"pad_token": "[OWN]"}])
@@ -111,37 +124,33 @@ def test_a_text_is_not_padded_with_what_the_model_does_not_know(changed, tmp_pat
     folder = save_text_model(tmp_path / "bert")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | changed))
-    predictor = load_predictor(folder)
-    inputs = decoded(predictor, [text.encode() for text in TEXTS])
-    pipeline = transformers.pipeline("text-classification", str(folder), device="cpu")
-    for ours, text in zip(predictor.predict(inputs), TEXTS, strict=True):
-        assert_scores(ours, predictor.labels, pipeline(text, top_k=3))
+    assert_as_pipeline(load_predictor(folder), folder)
 
 
 def test_a_writer_is_not_padded_with_a_token_that_it_does_not_know(tmp_path):
     folder = save_writer(tmp_path / "llama")
-    expected = load_predictor(folder, max_new_tokens=30)
+    expected = load_predictor(folder, max_new_tokens=12)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"pad_token": "<own>"})
     tokenizer.save_pretrained(folder)
-    predictor = load_predictor(folder, max_new_tokens=30)
+    predictor = load_predictor(folder, max_new_tokens=12)
     # Of one length, so that one of them ends before the others of its pass.
-    prompts = [bytes([first, second]) for first in b"abcdefgh" for second in b"stuvwxyz"]
+    prompts = [bytes([first, second]) for first in b"abcdef" for second in b"stuvwxyz"]
     found = predictor.predict(decoded(predictor, prompts))
     assert len({len(answer.text or "") for answer in found}) > 1
     assert found == expected.predict(decoded(expected, prompts))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.soak)])
 def test_a_writer_continues_as_its_pipeline(dtype, tmp_path):
     folder = save_writer(tmp_path / "llama", dtype=dtype)
-    predictor = load_predictor(folder, max_new_tokens=20)
+    predictor = load_predictor(folder, max_new_tokens=12)
     assert predictor.outputs == (TensorSpec("text", "BYTES", (-1,)),)
     inputs = decoded(predictor, [prompt.encode() for prompt in PROMPTS])
     pipeline = transformers.pipeline("text-generation", str(folder), device="cpu")
     answers = predictor.predict(inputs)
     for ours, prompt in zip(answers, PROMPTS, strict=True):
-        (theirs,) = pipeline(prompt, do_sample=False, max_new_tokens=20, return_full_text=False)
+        (theirs,) = pipeline(prompt, do_sample=False, max_new_tokens=12, return_full_text=False)
         assert ours == Prediction.of(text=theirs["generated_text"])
     assert len({answer.text for answer in answers}) > 1
     assert_company_changes_nothing(predictor, inputs)
@@ -151,28 +160,23 @@ def test_a_writer_keeps_to_what_it_can_take(tmp_path):
     predictor = load_predictor(save_writer(tmp_path / "llama"))
     (answer,) = predictor.predict([predictor.decode(b"x" * 46, "prompt")])
     assert answer.text is not None
-    with pytest.raises(FormatError, match=r"^prompt has 48 tokens, which is all that the model takes$"):
-        predictor.decode(b"x" * 48, "prompt")
-    with pytest.raises(FormatError, match=r"^prompt has 49 tokens; the model takes at most 48$"):
-        predictor.decode(b"x" * 49, "prompt")
+    for data, sentence in (
+        (b"x" * 48, "prompt has 48 tokens, which is all that the model takes$"),
+        (b"x" * 49, "prompt has 49 tokens; the model takes at most 48$"),
+        (b"\xff\xfe", "prompt is not a text in UTF-8"),
+        (b"", "prompt is an empty text$"),
+    ):
+        with pytest.raises(FormatError, match=f"^{sentence}"):
+            predictor.decode(data, "prompt")
 
 
-@pytest.mark.parametrize(
-    ("data", "sentence"),
-    [(b"\xff\xfe", "^t is not a text in UTF-8"), (b"", "^t is an empty text$")],
-)
-def test_what_is_not_a_text_is_refused(data, sentence, tmp_path):
-    predictor = load_predictor(save_writer(tmp_path / "llama"))
-    with pytest.raises(FormatError, match=sentence):
-        predictor.decode(data, "t")
-
-
+@pytest.mark.extended
 def test_a_torchvision_model_is_prepared_as_its_weights_say(pictures, tmp_path):
     torch.manual_seed(0)
     own = torchvision.models.resnet18(num_classes=7).eval()
     torch.save(own.state_dict(), tmp_path / "resnet.pt")
     architecture = "torchvision:resnet18?num_classes=7"
-    predictor = load_predictor(tmp_path / "resnet.pt", architecture=architecture, max_batch=4)
+    predictor = load_predictor(tmp_path / "resnet.pt", architecture=architecture, max_batch=2)
     transforms = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
     assert predictor.inputs == (TensorSpec("image", "FP32", (-1, 3, 224, 224)),)
     assert predictor.labels is None
@@ -191,22 +195,51 @@ def test_a_torchvision_model_of_as_many_classes_has_their_names(tmp_path):
     assert predictor.labels[:2] == ("tench", "goldfish")
 
 
-def test_a_folder_without_its_companions_is_refused(tmp_path):
-    image, text = save_image_model(tmp_path / "vit"), save_text_model(tmp_path / "bert")
-    (image / "preprocessor_config.json").unlink()
-    with pytest.raises(FormatError, match="preparation of images"):
-        load_predictor(image)
-    (text / "tokenizer.json").unlink()
-    with pytest.raises(FormatError, match="no usable tokenizer"):
-        load_predictor(text)
+def without(file: str, save: Callable[[Path], Path]) -> Callable[[Path], object]:
+    def load(folder: Path) -> object:
+        (save(folder / "model") / file).unlink()
+        return load_predictor(folder / "model")
+
+    return load
 
 
-def test_a_regression_is_refused(tmp_path):
-    with pytest.raises(FormatError, match="is a regression"):
-        load_predictor(save_text_model(tmp_path / "bert", problem_type="regression"))
+def of_chosen_code(folder: Path) -> object:
+    torch.save({"weight": torch.zeros(1)}, folder / "model.pt")
+    (folder / "config.json").write_text('{"architecture": "os:getcwd"}')
+    return load_predictor(folder / "model.pt")
 
 
-@pytest.mark.parametrize("to", ["dcp", "zero3"])
+def regression(folder: Path) -> object:
+    return load_predictor(save_text_model(folder / "bert", problem_type="regression"))
+
+
+def t5(folder: Path) -> object:
+    save_text_model(folder)
+    config = transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    transformers.T5Model(config).save_pretrained(folder)
+    return load_predictor(folder, embeddings=True)
+
+
+def masked(folder: Path) -> object:
+    save_text_model(folder)
+    transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=20, **SIZES)).save_pretrained(folder)
+    return load_predictor(folder, embeddings=True)
+
+
+NO_ENCODER = "for a model that tells classes apart, and for an encoder without a head"
+REFUSED: tuple[tuple[str, Callable[[Path], object], type[CkptError], str], ...] = (
+    ("no processor", without("preprocessor_config.json", save_image_model), FormatError, "preparation of images"),
+    ("no tokenizer", without("tokenizer.json", save_text_model), FormatError, "no usable tokenizer"),
+    ("a regression", regression, FormatError, "is a regression"),
+    ("code that config.json chooses", of_chosen_code, FormatError, "does not choose code"),
+    ("T5", t5, UsageError, "a T5Model is not an encoder of images alone or of texts alone"),
+    ("a masked model", masked, UsageError, NO_ENCODER),
+    ("a writer", lambda folder: load_predictor(save_writer(folder), embeddings=True), UsageError, NO_ENCODER),
+)
+test_what_cannot_be_answered_is_refused = refusal_test(*REFUSED)
+
+
+@pytest.mark.parametrize("to", [pytest.param("dcp", marks=pytest.mark.soak), "zero3"])
 def test_what_says_the_model_lies_beside_a_sharded_checkpoint(to, tmp_path):
     """In its folder, in a folder ``huggingface`` of it, or in the folder above."""
     source = save_text_model(tmp_path / "bert")
@@ -226,8 +259,6 @@ def test_what_says_the_model_lies_beside_a_sharded_checkpoint(to, tmp_path):
 
 
 def test_a_remote_folder_is_read_whole(tmp_path):
-    import fsspec
-
     source = save_text_model(tmp_path / "bert")
     fs = fsspec.filesystem("memory")
     for file in source.iterdir():
@@ -238,8 +269,116 @@ def test_a_remote_folder_is_read_whole(tmp_path):
     assert remote.name == "bert"
 
 
-def test_a_config_does_not_choose_code(tmp_path):
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "model.pt")
-    (tmp_path / "config.json").write_text('{"architecture": "os:getcwd"}')
-    with pytest.raises(FormatError, match="does not choose code"):
-        load_predictor(tmp_path / "model.pt")
+# --- embeddings of encoders without a head, judged by transformers' own forward pass of one input
+
+
+def texts_of(folder: Path, model: Any) -> Path:
+    """Beside the tokenizer of a small text model."""
+    save_text_model(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def bert(folder: Path) -> Path:
+    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=40, initializer_range=0.2, **SIZES)
+    return texts_of(folder, transformers.BertModel(config))
+
+
+def distilbert(folder: Path) -> Path:
+    """It does not pool, and takes no types of tokens, which the tokenizer gives."""
+    config = transformers.DistilBertConfig(
+        vocab_size=len(WORDS), max_position_embeddings=40, dim=24, hidden_dim=32, n_layers=2, n_heads=2
+    )
+    return texts_of(folder, transformers.DistilBertModel(config))
+
+
+def llama(folder: Path) -> Path:
+    """It has no token for padding."""
+    save_writer(folder)
+    transformers.LlamaForCausalLM.from_pretrained(folder).model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "texts", "pools", "batch"),
+    [(bert, TEXTS, True, 8), (distilbert, TEXTS, False, 8), (llama, PROMPTS, False, 1)],
+)
+def test_a_text_is_embedded_as_by_transformers(make, texts, pools, batch, tmp_path):
+    torch.manual_seed(0)
+    folder = make(tmp_path / "model")
+    predictor = load_predictor(folder, embeddings=True)
+    own, tokenizer = (auto.from_pretrained(folder) for auto in (transformers.AutoModel, transformers.AutoTokenizer))
+    inputs, found = decoded(predictor, [text.encode() for text in texts]), []
+    for text in texts:
+        fields = {name: each for name, each in tokenizer(text, return_tensors="pt").items() if name != "token_type_ids"}
+        with torch.no_grad():
+            output = own(**fields)
+        found.append(output.pooler_output[0] if pools else output.last_hidden_state[0].mean(0))
+    ours = torch.tensor([answer.embedding for answer in predictor.predict(inputs)])
+    assert torch.allclose(ours, torch.stack(found), atol=1e-5)
+    assert len(ours.unique(dim=0)) == len(texts)
+    assert (predictor.max_batch, predictor.labels) == (batch, None)
+    assert predictor.outputs == (TensorSpec("embedding", "FP32", (-1, ours.shape[1])),)
+    assert_company_changes_nothing(predictor, inputs)
+
+
+def images_of(folder: Path, model: Any) -> Path:
+    save_image_model(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def vit(folder: Path) -> Path:
+    return images_of(folder, transformers.ViTModel(transformers.ViTConfig(image_size=32, patch_size=8, **SIZES)))
+
+
+def vit_msn(folder: Path) -> Path:
+    """It does not pool."""
+    return images_of(folder, transformers.ViTMSNModel(transformers.ViTMSNConfig(image_size=32, patch_size=8, **SIZES)))
+
+
+def resnet(folder: Path) -> Path:
+    """It pools to [n, features, 1, 1]."""
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 12], depths=[1, 1], layer_type="basic")
+    return images_of(folder, transformers.ResNetModel(config))
+
+
+def segformer(folder: Path) -> Path:
+    """It does not pool, and gives a map [n, features, height, width]."""
+    config = transformers.SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 12], num_attention_heads=[1, 2],
+        patch_sizes=[7, 3], strides=[4, 2], mlp_ratios=[2, 2],
+    )  # fmt: skip
+    return images_of(folder, transformers.SegformerModel(config))
+
+
+@pytest.mark.parametrize(("make", "pools"), [(vit, True), (vit_msn, False), (resnet, True), (segformer, False)])
+def test_an_image_is_embedded_as_by_transformers(make, pools, tmp_path):
+    torch.manual_seed(0)
+    folder = make(tmp_path / "model")
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (5, 40, 50, 3), dtype=torch.uint8, generator=generator).numpy()
+    pictures = [Image.fromarray(each) for each in pixels]
+    predictor = load_predictor(folder, embeddings=True)
+    inputs = decoded(predictor, [as_bytes(each) for each in pictures])
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    with torch.no_grad():
+        output = transformers.AutoModel.from_pretrained(folder)(**processor(pictures, return_tensors="pt"))
+    hidden = output.last_hidden_state
+    expected = output.pooler_output.flatten(1) if pools else hidden.mean(1 if hidden.dim() == 3 else (2, 3))
+    ours = torch.tensor([answer.embedding for answer in predictor.predict(inputs)])
+    assert torch.allclose(ours, expected, atol=1e-5)
+    assert len(ours.unique(dim=0)) == 5
+    assert_company_changes_nothing(predictor, inputs)
+
+
+def test_the_command_writes_embeddings(tmp_path):
+    folder, out = distilbert(tmp_path / "model"), tmp_path / "x.jsonl"
+    (tmp_path / "in.txt").write_text("a good film\n" + "very " * 50 + "\nvery bad\n")
+    refused = predict(folder, tmp_path / "in.txt", out)
+    assert refused.exit_code == 2
+    assert "takes tensors (input_ids INT64 [-1, -1], attention_mask INT64 [-1, -1])" in refused.stderr
+    assert "or ask an encoder for --embeddings" in refused.stderr
+    first, too_long, last = predicted(folder, tmp_path / "in.txt", out, "--embeddings", code=6)
+    assert [len(row["embedding"]) for row in (first, last)] == [24, 24]
+    assert (too_long["embedding"], too_long["error"]) == (None, "1 has 52 tokens; the model takes at most 40")

@@ -92,14 +92,12 @@ def assert_as_timm(folder: Path, architecture: str | None = None) -> None:
 @pytest.mark.parametrize(
     ("kind", "architecture"),
     [
-        *((kind, None) for kind in KINDS),
+        ("its own preparation", None),
         ("its own arguments", "timm:{}.some_tag"),
-        *(pytest.param(kind, "timm:{}", marks=pytest.mark.extended) for kind in KINDS),
-        *(
-            pytest.param(kind, "timm:{}.some_tag", marks=pytest.mark.extended)
-            for kind in KINDS
-            if kind != "its own arguments"
-        ),
+        pytest.param("one channel", None, marks=pytest.mark.extended),
+        pytest.param("a test size that is not asked for", None, marks=pytest.mark.extended),
+        pytest.param("its own arguments", None, marks=pytest.mark.soak),
+        *(pytest.param(kind, "timm:{}", marks=pytest.mark.soak) for kind in KINDS),
     ],
 )
 def test_a_folder_of_the_hub_is_read_as_timm_reads_it(kind, architecture, tmp_path):
@@ -150,10 +148,7 @@ def test_arguments_that_the_weights_do_not_have_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        (
-            {"architecture": "no_such_model"},
-            r"^timm cannot build no_such_model as .*/config\.json says: Unknown model",
-        ),
+        ({"architecture": "no_such_model"}, r"^timm cannot build no_such_model as .*/config\.json says: Unknown model"),
         ({"architecture": 7}, r"config\.json names 7, which is not an architecture"),
         ({"architecture": "resnet18.a1"}, r"config\.json names 'resnet18\.a1', which is not an architecture"),
         ({"model_args": {"no_such_argument": 1}}, "timm cannot build test_resnet as .*no_such_argument"),

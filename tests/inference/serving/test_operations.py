@@ -1,84 +1,129 @@
-"""The service in operation: who may ask, how long it waits, what it writes down, and how it ends and renews itself."""
+"""The service in operation, with TLS and tokens: who may ask and who may change models, what it writes down, how it
+renews itself, what it says while its models are started again, and how it ends."""
 
 from __future__ import annotations
 
-import datetime
 import http.client
 import json
 import signal
 import socket
-import time
+import ssl
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import grpc
 import httpx
+import numpy as np
+import psutil
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from fastapi.testclient import TestClient
 
-from inference.serving.http import server
-from tests.inference.conftest import running_service
+from inference.serving.grpc.requests import SERVICE
+from inference.serving.http.app import create_app
+from inference.serving.settings import Settings
+from tests.inference.conftest import Service, models_of, running_service
+from tests.inference.serving.helpers import (
+    call,
+    infer_message,
+    refusal,
+    repository_of,
+    served,
+    wait_until,
+    write_certificate,
+)
+from tests.inference.serving.http.test_requests import LARGE, sent
 from tests.inference.serving.test_repository import write_checkpoint
-from tests.inference.serving.test_serve import read_to_end, run_serve, send_until_refused, wait_until
 
-TOKEN = "s3cret"
-
-
-@pytest.fixture(scope="module")
-def token_file(tmp_path_factory):
-    file = tmp_path_factory.mktemp("token") / "token"
-    file.write_text(f"{TOKEN}\n")
-    return file
+ASKING, CHANGING = {"Authorization": "Bearer ask"}, {"Authorization": "Bearer change"}
+OFF = "models cannot be loaded and unloaded: the service has no --model-control explicit"
+KILLED = "the process of the models was ended by SIGKILL; it is started again"
+Code = grpc.StatusCode
+ONE = infer_message(np.zeros((1, 28, 28), np.uint8))
 
 
-@pytest.fixture(scope="module")
-def run_folder(weights, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    write_checkpoint(folder, weights, 1)
-    return folder
+@dataclass(frozen=True)
+class Guarded:
+    """A service, the folder of the run that it watches, what trusts it, and the lines of its access log."""
 
+    service: Service
+    folder: Path
+    trusted: ssl.SSLContext
+    certificate: bytes
+    logged: list[dict[str, Any]] = field(default_factory=list)
 
-@pytest.fixture(scope="module")
-def service(run_folder, token_file, tmp_path_factory):
-    options = [
-        "--watch=0.2",
-        "--quiet-time=0.2",
-        f"--token={token_file}",
-        "--access-log",
-        "--timeout=0.000001",
-        "--drain=2",
-    ]
-    options += ["--allow-host=Allowed.example", "--architecture=ours"]
-    folder = tmp_path_factory.mktemp("operations")
-    with running_service(folder, None, f"--model=m={run_folder}@latest", *options) as service:
-        yield service
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.service.process.stdout is not None
+        self.logged.extend(map(json.loads, self.service.process.stdout))
+
+    def entry(self, request_id: str) -> dict[str, Any]:
+        """The line of a request."""
+        wait_until(lambda: any(each["request_id"] == request_id for each in self.logged))
+        return next(each for each in self.logged if each["request_id"] == request_id)
 
 
 @pytest.fixture(scope="module")
-def client(service):
-    with httpx.Client(base_url=service.url, timeout=60, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+def guarded(weights, small_models, tmp_path_factory):
+    folder = write_certificate(tmp_path_factory.mktemp("guarded"))
+    write_checkpoint(folder / "run", weights, 1)
+    (folder / "ask").write_text("ask\n")
+    (folder / "change").write_text("change")
+    models = [f"--model=m={folder / 'run'}@latest?architecture=ours"]
+    models.append(f"--model=ours={small_models / 'ours/model.pt'}?exact=full")
+    options = [f"--token={folder / 'ask'}", f"--control-token={folder / 'change'}", "--model-control=explicit"]
+    options += [f"--certfile={folder / 'cert.pem'}", f"--keyfile={folder / 'key.pem'}", "--access-log", "--drain=2"]
+    options += ["--watch=0.2", "--quiet-time=0.2", "--allow-host=Allowed.example", "--grpc-port=0"]
+    with running_service(folder / "service", None, *models, *options, scheme="https") as service:
+        trusted = ssl.create_default_context(cafile=str(folder / "cert.pem"))
+        yield Guarded(service, folder / "run", trusted, (folder / "cert.pem").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def stranger(guarded):
+    """A client without a token."""
+    url = f"https://localhost:{guarded.service.port}"
+    with httpx.Client(base_url=url, timeout=60, verify=guarded.trusted) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def client(guarded):
+    url = f"https://localhost:{guarded.service.port}"
+    with httpx.Client(base_url=url, timeout=60, verify=guarded.trusted, headers=ASKING) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def channel(guarded):
+    credentials = grpc.ssl_channel_credentials(guarded.certificate)
+    with grpc.secure_channel(f"localhost:{guarded.service.grpc.rpartition(':')[2]}", credentials) as channel:
+        yield channel
 
 
 # --- who may ask
 
 
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer other"}, {"Authorization": TOKEN}])
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer other"}, {"Authorization": "ask"}, CHANGING])
 @pytest.mark.parametrize("path", ["/v2", "/metrics", "/v2/models/m", "/openapi.json", "/none"])
-def test_without_the_token_nothing_is_told(service, path, headers):
-    answer = service.http.get(path, headers=headers)
+def test_without_the_token_nothing_is_told(stranger, path, headers):
+    answer = stranger.get(path, headers=headers)
     assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
 
 
 @pytest.mark.parametrize("path", ["/", "/healthz", "/v2/health/live", "/v2/health/ready"])
-def test_a_probe_and_the_page_need_no_token(service, path):
-    assert service.http.get(path).status_code == 200
+def test_a_probe_and_the_page_need_no_token(stranger, path):
+    assert stranger.get(path).status_code == 200
 
 
-@pytest.mark.parametrize(("origin", "status"), [(None, 200), ("http://evil.example", 403), ("null", 403), ("", 403)])
-def test_a_page_of_another_site_may_not_ask(client, origin, status):
-    headers = {} if origin is None else {"Origin": origin}
+@pytest.mark.parametrize("origin", [None, "http://evil.example", "null", "", "{own}"])
+def test_a_page_of_another_site_may_not_ask(client, origin):
+    headers = {} if origin is None else {"Origin": origin.format(own=str(client.base_url).rstrip("/"))}
+    status = 200 if origin in (None, "{own}") else 403
     assert client.post("/v2/repository/index", headers=headers).status_code == status
-    assert client.post("/v2/repository/index", headers={"Origin": str(client.base_url).rstrip("/")}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -102,17 +147,74 @@ def test_a_service_on_loopback_has_no_other_name(client, host, status):
     assert "--allow-host" in answer.text or status == 200
 
 
-@pytest.mark.parametrize(("content", "code"), [(None, 3), ("", 4), ("two words", 4), ("ü", 4), ("a" * 5000, 4)])
-def test_a_token_that_cannot_be_one_stops_the_start(content, code, forms, tmp_path):
-    file = tmp_path / "token"
-    if content is not None:
-        file.write_text(content)
-    done = run_serve(forms / "model.pt", f"--token={file}", "--port=0")
-    assert (done.returncode, done.stderr.count("\n")) == (code, 1)
-    assert done.stderr.startswith("Error: --token: ")
+@pytest.mark.parametrize("size", [700, 10**6])
+def test_a_large_head_over_https_is_cut_off(guarded, size):
+    plain = socket.create_connection(("127.0.0.1", guarded.service.port), timeout=60)
+    with guarded.trusted.wrap_socket(plain, server_hostname="localhost") as connection:
+        assert sent(connection, LARGE["one header"], size) == b""
 
 
-# --- ids, deadlines, the log
+# --- who may change models
+
+
+@pytest.mark.parametrize("verb", ["load", "unload", "unload%0A", "%75nload"])
+@pytest.mark.parametrize("headers", [{}, ASKING, {"Authorization": "change"}, {"Authorization": "Bearer \xff"}])
+def test_without_the_control_token_no_model_changes(stranger, client, verb, headers):
+    given = {key: value.encode("latin-1") for key, value in headers.items()}
+    answer = stranger.post(f"/v2/repository/models/m/{verb}", headers=given)  # type: ignore[arg-type]
+    assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+    assert answer.json() == {"error": "the request needs the token of --control-token, as Authorization: Bearer TOKEN"}
+    assert client.get("/v2/models/m/versions/1/ready").status_code == 200
+
+
+def test_the_control_token_changes_models_and_does_nothing_else(stranger, client):
+    def states() -> list[str]:
+        return [each["state"] for each in client.post("/v2/repository/index").json()]
+
+    def change(verb: str, name: str = "ours") -> int:
+        return stranger.post(f"/v2/repository/models/{name}/{verb}", headers=CHANGING).status_code
+
+    assert stranger.post("/v2/repository/index", headers=CHANGING).status_code == 401
+    assert states() == ["READY", "READY"]
+    assert change("unload") == 200
+    assert states() == ["READY", "UNAVAILABLE"]
+    assert (change("load", "none"), change("load")) == (404, 200)
+    assert "model_repository" in client.get("/v2").json()["extensions"]
+
+
+def test_grpc_has_the_same_tokens(channel):
+    asking, changing = [("authorization", "Bearer ask")], [("authorization", "Bearer change")]
+    for verb in ("Unload", "Load"):
+        for metadata in ([], asking):
+            given = {"model_name": "ours"}
+            code, sentence = refusal(channel, f"RepositoryModel{verb}", given, metadata=metadata)
+            assert (code, "--control-token" in sentence) == (Code.UNAUTHENTICATED, True)
+        assert call(channel, f"RepositoryModel{verb}", given, metadata=changing).model_name == "ours"
+    assert call(channel, "ServerReady").ready
+    found = refusal(channel, "ServerMetadata", None)
+    assert found == (Code.UNAUTHENTICATED, "the request needs the token, as Authorization: Bearer TOKEN")
+    for metadata in (changing, [("authorization", "x")]):
+        assert refusal(channel, "ModelInfer", ONE, metadata=metadata)[0] is Code.UNAUTHENTICATED
+    assert call(channel, "ModelInfer", ONE, metadata=asking).model_name == "m"
+
+
+def test_by_default_no_model_changes_and_the_index_can_be_read(forms):
+    repository = repository_of(forms / "model.pt")
+    with served(repository, Settings()) as channel:
+        assert "model_repository" not in call(channel, "ServerMetadata").extensions
+        for verb in ("Load", "Unload"):
+            found = refusal(channel, f"RepositoryModel{verb}", {"model_name": "m"})
+            assert found == (Code.INVALID_ARGUMENT, OFF)
+        assert [each.state for each in call(channel, "RepositoryIndex").models] == ["READY"]
+    with TestClient(create_app(repository), base_url="http://127.0.0.1") as client:
+        assert "model_repository" not in client.get("/v2").json()["extensions"]
+        for verb in ("load", "unload"):
+            answer = client.post(f"/v2/repository/models/m/{verb}")
+            assert (answer.status_code, answer.json()) == (400, {"error": OFF})
+        assert [each["state"] for each in client.post("/v2/repository/index").json()] == ["READY"]
+
+
+# --- ids and the log
 
 
 @pytest.mark.parametrize(("given", "is_kept"), [("my-id.7", True), ("a b", False), ("x" * 200, False), (None, False)])
@@ -122,151 +224,73 @@ def test_a_request_has_an_id(client, given, is_kept):
     assert 1 <= len(answer.headers["X-Request-Id"]) <= 128
 
 
-def test_a_request_that_waits_too_long_is_told(client, image_folder):
-    """This service gives the model a microsecond."""
-    answer = client.post("/predict", files={"image": ("a.png", (image_folder / "000.png").read_bytes())})
-    assert (answer.status_code, answer.json()["detail"]) == (504, "the model did not answer within 1e-06 seconds")
-
-
-def test_each_request_is_a_line_of_json(client, service):
-    client.post("/v2/models/m/infer", content=b"x", headers={"X-Request-Id": "looked-for"})
-    assert service.process.stdout is not None
-    for line in service.process.stdout:
-        entry = json.loads(line)
-        if entry["request_id"] == "looked-for":
-            break
+def test_each_request_is_a_line_of_json(guarded, client, channel):
+    client.post("/v2/models/m/infer", content=b"x", headers={"X-Request-Id": "over-http"})
+    entry = guarded.entry("over-http")
     assert (entry["method"], entry["path"], entry["status"]) == ("POST", "/v2/models/m/infer", 400)
     assert (entry["model"], entry["bytes_in"], entry["client"]) == ("m", 1, "127.0.0.1")
     assert entry["seconds"] > 0
-    assert TOKEN not in line.decode()
+    metadata = [("authorization", "Bearer ask"), ("x-request-id", "over-grpc")]
+    version = call(channel, "ModelInfer", ONE, metadata=metadata).model_version
+    entry = guarded.entry("over-grpc")
+    assert (entry["path"], entry["status"], entry["model"]) == (f"/{SERVICE}/ModelInfer", "OK", "m")
+    assert (entry["method"], entry["client"], entry["version"]) == ("gRPC", "127.0.0.1", version)
+    assert entry["bytes_in"] > 784 and entry["bytes_out"] > 48
+    assert "Bearer" not in json.dumps(guarded.logged)
 
 
-# --- somebody slow
+# --- renewal and the end: in this order
 
 
-def test_a_head_that_does_not_come_is_cut_off(service):
-    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as slow:
-        slow.sendall(b"GET /v2 HTTP/1.1\r\n")
-        begun = time.monotonic()
-        try:
-            while time.monotonic() - begun < 4 * server.HEAD_SECONDS:
-                slow.sendall(b"X: y\r\n")
-                slow.settimeout(0.5)
-                try:
-                    if slow.recv(1) == b"":
-                        break
-                except TimeoutError:
-                    continue
-        except OSError:
-            pass
-        assert server.HEAD_SECONDS - 1 < time.monotonic() - begun < 4 * server.HEAD_SECONDS
+def test_it_answers_503_until_its_models_are_loaded_again(guarded, client, image_folder):
+    """After an end of their process in the middle of a stream."""
+    files = {"image": ("a.png", (image_folder / "000.png").read_bytes())}
+    before = client.post("/predict?model=m", files=files).json()
+    (models,) = models_of(psutil.Process(guarded.service.process.pid))
+    asked = {"text_input": "a", "max_tokens": 1_000_000}
+    with client.stream("POST", "/v2/models/ours/generate_stream", json=asked) as answer:
+        lines = answer.iter_lines()
+        assert "text_output" in next(lines)
+        models.kill()
+        *_, last = filter(None, lines)
+    assert json.loads(last.removeprefix("data: ")) == {"error": KILLED}
+    statuses, ready = set[int](), set[int]()
+
+    def is_answered() -> bool:
+        answer = client.post("/predict?model=m", files=files)
+        statuses.add(answer.status_code)
+        if answer.status_code == 503:
+            assert answer.headers["Retry-After"] == "1"
+            ready.add(client.get("/v2/health/ready").status_code)
+        return answer.status_code == 200 and answer.json() == before
+
+    wait_until(is_answered)
+    assert (statuses, 503 in ready) == ({503, 200}, True)
+    wait_until(lambda: client.get("/v2/health/ready").status_code == 200)
+    entry = client.post("/v2/repository/index").json()[0]
+    assert (entry["version"], entry["state"], entry["reason"]) == ("2", "READY", "")
+    assert guarded.service.log.read_text() == f"{KILLED}\n"
 
 
-@pytest.mark.parametrize(
-    "beginning",
-    [b"GET /v2 HTTP/1.1\r\nX: ", b"POST /v2/models/m/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: "],
-    ids=["head", "trailer"],
-)
-def test_a_head_without_end_is_cut_off(beginning, service):
-    """What is sent beyond it is the buffers' of the two sockets."""
-    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as endless:
-        endless.sendall(beginning)
-        assert send_until_refused(endless, b"y" * 2**16, 1024) < 32 * 2**20
-
-
-LIMIT = 2**16
-GET = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-CHUNKED = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
-CHUNKED += f"Authorization: Bearer {TOKEN}\r\n\r\n0\r\n".encode()
-LARGE = {
-    "one header": GET + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
-    "many headers": GET + b"".join(b"h%d: v\r\n" % number for number in range(10_000)) + b"\r\n",
-    "a path": GET.replace(b"live", b"y" * 100_000) + b"\r\n",
-    "a trailer": CHUNKED + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
-}
-
-
-def sent(connection: socket.socket, data: bytes, size: int) -> bytes:
-    """The answer to ``data``, which is sent in pieces of ``size``; empty if the connection is closed before one."""
-    try:
-        for start in range(0, len(data), size):
-            connection.sendall(data[start : start + size])
-        return read_to_end(connection)
-    except OSError:
-        return b""
-
-
-@pytest.mark.parametrize("size", [700, 5000, LIMIT - 1, LIMIT + 1, 10**6])
-@pytest.mark.parametrize("which", LARGE)
-def test_a_large_head_is_cut_off_in_pieces_of_any_size(service, which, size):
-    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as client:
-        assert sent(client, LARGE[which], size) == b""
-
-
-@pytest.mark.parametrize("size", [700, 10**6])
-def test_a_head_below_the_limit_is_answered(service, size):
-    head = GET + b"".join(b"h%d: %s\r\n" % (number, b"v" * 6000) for number in range(10)) + b"\r\n"
-    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as client:
-        assert sent(client, head, size).startswith(b"HTTP/1.1 200 ")
-
-
-def test_each_request_of_a_connection_has_the_whole_limit(service):
-    """Also of requests in one packet."""
-    one = GET.replace(b"Connection: close\r\n", b"") + b"X: " + b"y" * 40_000 + b"\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", service.port), timeout=60) as client:
-        assert sent(client, one * 3 + GET + b"\r\n", 10**6).count(b"HTTP/1.1 200 ") == 4
-
-
-def test_another_protocol_is_not_taken_up_and_the_request_is_answered(client):
-    """As curl --http2 asks."""
-    given = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAAP__"}
-    answers = [client.post("/v2/models/m/infer", content=b"x" * 9, headers=given) for _ in range(2)]
-    assert [answer.status_code for answer in answers] == [400, 400]
-
-
-def test_a_body_that_does_not_come_is_refused(forms):
-    """In this process, so that the wait can be short."""
-    from inference.models.predictor import load_predictor
-    from inference.serving.http.app import create_app
-    from inference.serving.repository import Repository, Source
-    from inference.serving.settings import Settings
-    from tests.inference.serving.test_serve import plain_uvicorn_of
-
-    repository = Repository(
-        [Source("m", str(forms / "model.pt"))], lambda source: load_predictor(source.url, name=source.name)
-    )
-    repository.load_all()
-    with plain_uvicorn_of(create_app(repository, Settings(body_seconds=0.5))) as url:
-        port = int(url.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as slow:
-            slow.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
-            answer = read_to_end(slow)
-    assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b'{"error":"the request took too long to arrive"}' in answer
-
-
-# --- renewal and the end
-
-
-def test_a_new_checkpoint_of_the_run_is_served(client, service, run_folder, weights):
+def test_a_new_checkpoint_of_the_run_is_served(guarded, client, weights):
     before = client.get("/v2/models/m").json()
     assert before["parameters"]["source"] == "run/step-1"
-    write_checkpoint(run_folder, weights, 2)
-    wait_until(lambda: client.get("/v2/models/m").json()["versions"] == ["2"])
+    write_checkpoint(guarded.folder, weights, 2)
+    wait_until(lambda: client.get("/v2/models/m").json()["versions"] == ["3"])
     after = client.get("/v2/models/m").json()
     assert after["parameters"]["source"] == "run/step-2"
     assert after["parameters"]["digest"] != before["parameters"]["digest"]
-    assert service.log.read_text() == f"m: serves {run_folder / 'step-2'}\n"
+    assert guarded.service.log.read_text().splitlines()[1:] == [f"m: serves {guarded.folder / 'step-2'}"]
 
 
-def test_it_is_not_ready_while_it_ends(service, client):
-    """The last test of this service: it goes on for two seconds. A connection is closed with its answer."""
-    kept = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+def test_it_is_not_ready_while_it_ends(guarded, client, stranger):
+    """It goes on for two seconds. A connection is closed with its answer."""
+    kept = http.client.HTTPSConnection("localhost", guarded.service.port, timeout=60, context=guarded.trusted)
     kept.request("GET", "/v2/health/live")
     before = kept.getresponse()
     assert (before.status, before.getheader("Connection"), before.read()) == (200, None, b'{"live":true}')
-    service.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: httpx.get(f"{service.url}/v2/health/ready").status_code == 503)
+    guarded.service.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: stranger.get("/v2/health/ready").status_code == 503)
     connection = kept.sock
     kept.request("GET", "/v2/health/live")
     last = kept.getresponse()
@@ -275,66 +299,5 @@ def test_it_is_not_ready_while_it_ends(service, client):
     for refused in (client.get("/v2", headers={"Authorization": "Bearer x"}), client.get("/none")):
         assert refused.headers.get_list("Connection") == ["close"]
     assert client.get("/v2").status_code == 200
-    assert service.process.wait(60) == 143
-
-
-# --- TLS
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """A key, and a certificate of 127.0.0.1 that it signs itself."""
-    folder, key = tmp_path_factory.mktemp("tls"), ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    private = serialization.PrivateFormat.PKCS8
-    plain = serialization.NoEncryption()
-    (folder / "key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, private, plain))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("options", "code"),
-    [
-        (["--keyfile={0}/key.pem"], 2),
-        (["--certfile={0}/none.pem"], 5),
-        (["--certfile={0}/key.pem"], 4),
-        (["--certfile={0}/cert.pem"], 4),
-    ],
-)
-def test_a_certificate_that_cannot_be_used_stops_the_start(options, code, certificate, forms):
-    done = run_serve(forms / "model.pt", "--port=0", *(option.format(certificate) for option in options))
-    assert (done.returncode, done.stderr.count("\n")) == (code, 1)
-    assert done.stderr.startswith("Error: --")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--watch=0"],
-        ["--watch=nan"],
-        ["--quiet-time=-1", "--watch=1"],
-        ["--timeout=0"],
-        ["--timeout=nan"],
-        ["--drain=-1"],
-        ["--threads=0"],
-    ],
-)
-def test_a_number_that_makes_no_sense_is_refused(options, forms):
-    done = run_serve(forms / "model.pt", "--port=0", *options)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"Error: {options[0].partition('=')[0]} is a number")
-
-
-def test_no_model_is_refused():
-    done = run_serve("--port=0")
-    assert done.returncode == 2
-    assert done.stderr == "Error: there is no model to serve; name one, as MODEL or by --model NAME=URL\n"
+    assert guarded.service.process.wait(60) == 143
+    assert guarded.service.log.read_text().endswith("stopped by SIGTERM\n")

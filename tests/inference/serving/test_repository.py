@@ -1,4 +1,4 @@
-"""Models are loaded, unloaded and replaced while requests run, and each request is answered by one version."""
+"""Models are loaded, unloaded, watched and replaced while requests run, and each request is answered by one version."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import asyncio
 import itertools
 import json
 import shutil
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,63 +16,25 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, StoreError, UsageError
 from inference.common.name_options import Reading
 from inference.models.options import DEFAULTS
-from inference.models.ours import OurImages
 from inference.models.predictor import Predictor, load_predictor
-from inference.models.results import Columns, Item
-from inference.serving.__main__ import Options
 from inference.serving.repository import Load, NotReadyError, Repository, Slot, Source, UnknownModelError
-from inference.serving.settings import Settings
 from inference.serving.watching import Watcher
 from tests.inference.conftest import write_sharded
+from tests.inference.serving.helpers import Loader, wait_until
 
-
-@dataclass(frozen=True, eq=False)
-class Stamped(OurImages):
-    """Takes what our own model takes, and answers when it may, with the number of the load that it came from."""
-
-    stamp: int = 0
-    may_answer: threading.Event = field(default_factory=threading.Event)
-    has_begun: threading.Event = field(default_factory=threading.Event)
-
-    def predict(self, inputs: Sequence[Item]) -> Columns:
-        self.has_begun.set()
-        self.may_answer.wait(60)
-        stamps = np.full(len(inputs), self.stamp)
-        return {"label": stamps, "probabilities": stamps[:, None].astype(np.float32)}
-
-
-@dataclass
-class Loader:
-    """Counts the loads, and gives a model that says which load it came from."""
-
-    template: Predictor
-    loads: int = 0
-    fails: bool = False
-    may_answer: threading.Event = field(default_factory=threading.Event)
-    has_begun: threading.Event = field(default_factory=threading.Event)
-
-    def __call__(self, source: Source) -> Predictor:
-        if self.fails:
-            raise FormatError(f"{source.url} is damaged")
-        self.loads += 1
-        assert isinstance(self.template.task, OurImages)
-        task = Stamped(self.template.task.model, stamp=self.loads, may_answer=self.may_answer, has_begun=self.has_begun)
-        return replace(self.template, name=source.name, task=task)
-
-
-@pytest.fixture(scope="module")
-def template(forms):
-    return load_predictor(forms / "model.safetensors", name="m")
+KEPT = "m: the new checkpoint cannot be loaded, the old one keeps answering: "
+LOAD_FAILED = "the last load failed ({}); the log of the service says why"
+BLACK = torch.zeros(28, 28, dtype=torch.uint8)
 
 
 @pytest.fixture
-def loader(template):
-    loader = Loader(template)
+def loader(predictor):
+    loader = Loader(predictor)
     loader.may_answer.set()
     return loader
 
@@ -87,10 +47,10 @@ def repository(loader):
     repository.close()
 
 
-def answer(repository: Repository, name: str, number: str | None = None) -> int:
-    async def run() -> int:
+def answer(repository: Repository, name: str, number: str | None = None) -> int | None:
+    async def run() -> int | None:
         with repository.hold(name, number) as version:
-            return (await version.batcher.submit(torch.zeros(28, 28, dtype=torch.uint8))).label
+            return (await version.batcher.submit(BLACK)).label
 
     return asyncio.run(run())
 
@@ -99,12 +59,9 @@ def test_names_have_versions_and_the_newest_answers(repository):
     assert repository.names == ("a", "b")
     assert [version.number for version in repository.versions_of("b")] == [1, 2]
     assert [answer(repository, "a"), answer(repository, "b"), answer(repository, "b", "1")] == [1, 3, 2]
-
-
-@pytest.mark.parametrize(("name", "number"), [("c", None), ("a", "2"), ("a", "x"), ("", None)])
-def test_an_unknown_model_or_version_is_named(repository, name, number):
-    with pytest.raises(UnknownModelError, match=r"there is no model|has no version"):
-        repository.version(name, number)
+    for name, number in (("c", None), ("a", "2"), ("a", "x"), ("", None)):
+        with pytest.raises(UnknownModelError, match=r"there is no model|has no version"):
+            repository.version(name, number)
 
 
 def test_unloading_and_loading(repository, loader):
@@ -122,17 +79,16 @@ def test_a_request_holds_the_version_that_it_began_with(repository, loader):
     async def run() -> None:
         loader.may_answer.clear()
         with repository.hold("a") as before:
-            slow = asyncio.create_task(before.batcher.submit(torch.zeros(28, 28)))
-            queued = asyncio.create_task(before.batcher.submit(torch.zeros(28, 28)))
+            slow, queued = (asyncio.create_task(before.batcher.submit(BLACK)) for _ in range(2))
             await asyncio.sleep(0.05)
             await asyncio.to_thread(repository.load, "a")
             assert before.is_retired
             assert repository.version("a") is not before
             loader.may_answer.set()
-            late = asyncio.create_task(before.batcher.submit(torch.zeros(28, 28)))
+            late = asyncio.create_task(before.batcher.submit(BLACK))
             assert [(await each).label for each in (slow, queued, late)] == [1, 1, 1]
         with pytest.raises(Exception, match=r"^$"):
-            await before.batcher.submit(torch.zeros(28, 28))
+            await before.batcher.submit(BLACK)
 
     asyncio.run(run())
     assert answer(repository, "a") == 4
@@ -145,10 +101,7 @@ def test_threads_of_replaced_models_end(repository):
     before = batchers()
     for _ in range(5):
         repository.load("a")
-    end = time.monotonic() + 60
-    while batchers() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert batchers() == before
+    wait_until(lambda: batchers() == before)
 
 
 def test_a_load_that_fails_leaves_the_old_model(repository, loader):
@@ -157,8 +110,7 @@ def test_a_load_that_fails_leaves_the_old_model(repository, loader):
         repository.load("a")
     assert answer(repository, "a") == 1
     entry = repository.index()[0]
-    assert (entry.state, entry.version) == ("READY", "1")
-    assert entry.reason == "the last load failed (FormatError); the log of the service says why"
+    assert (entry.state, entry.version, entry.reason) == ("READY", "1", LOAD_FAILED.format("FormatError"))
 
 
 def test_no_request_fails_and_none_is_mixed_while_models_are_replaced(repository):
@@ -168,7 +120,7 @@ def test_no_request_fails_and_none_is_mixed_while_models_are_replaced(repository
         asked = 0
         while not until.is_set():
             with repository.hold("a") as version:
-                rows = await version.batcher.submit_all([torch.zeros(28, 28)] * 7)
+                rows = await version.batcher.submit_all([BLACK] * 7)
             assert len({row.label for row in rows}) == 1
             asked += 1
         return asked
@@ -196,184 +148,219 @@ def write_checkpoint(folder: Path, weights: dict[str, Tensor], step: int) -> Non
     """As a trainer does: under another name first."""
     partial = folder / f".step-{step}.partial"
     partial.mkdir(parents=True)
-    save_file({**weights, "heads.head.bias": weights["heads.head.bias"] + step}, partial / "model.safetensors")
+    save_file({name: tensor + step for name, tensor in weights.items()}, partial / "model.safetensors")
     partial.rename(folder / f"step-{step}")
 
 
+NET = """
+from torch import nn
+
+inputs = {"x": ("FP32", [-1, 3])}
+
+
+def net():
+    return nn.Linear(3, 2)
+"""
+SMALL = nn.Linear(3, 2).state_dict()
+OTHER = {name: tensor + 1 for name, tensor in SMALL.items()}
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """Load a small network: most tests of the watcher load several."""
+    file = tmp_path_factory.mktemp("network") / "net.py"
+    file.write_text(NET)
+    return lambda source: load_predictor(source.url, architecture=f"{file}:net", name=source.name)
+
+
 @pytest.fixture
-def run_folder(weights, tmp_path):
-    write_checkpoint(tmp_path / "run", weights, 1)
+def run_folder(tmp_path):
+    write_checkpoint(tmp_path / "run", SMALL, 1)
     return tmp_path / "run"
 
 
-def load(source: Source) -> Predictor:
-    return load_predictor(source.url, name=source.name)
+@pytest.fixture
+def file(tmp_path):
+    save_file(SMALL, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
 
 
-def watched(url: object, load: Load, told: list[str], quiet: float = 0.0) -> tuple[Repository, Watcher, Slot]:
+@dataclass
+class Watched:
     """A model that is loaded, and its watcher, which looks when the test has it look."""
-    repository = Repository([Source("m", str(url))], load)
-    watcher = Watcher(repository, 0.2, quiet, told.append)
-    repository.load_all()
-    return repository, watcher, repository.slots[0]
+
+    repository: Repository
+    watcher: Watcher
+    told: list[str]
+
+    @property
+    def slot(self) -> Slot:
+        return self.repository.slots[0]
+
+    @property
+    def number(self) -> int:
+        return self.repository.version("m").number
+
+    @property
+    def digest(self) -> str:
+        return self.repository.version("m").predictor.identity.digest
+
+    def is_answering(self) -> bool:
+        return self.repository.version("m").predictor.predict([np.ones(3, np.float32)])[0]["output"].shape == (2,)
+
+    def visit(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.watcher.visit(self.slot)
 
 
-def test_a_newer_checkpoint_of_a_run_is_loaded(run_folder, weights):
-    told: list[str] = []
-    repository, watcher, slot = watched(f"{run_folder}@latest", load, told)
-    first = repository.version("m").predictor.identity.digest
-    watcher.visit(slot)
-    assert repository.version("m").number == 1
+@pytest.fixture
+def watched(load):
+    """Make one; all are closed at the end."""
+    made: list[Watched] = []
+
+    def make(source: object, load: Load = load, quiet: float = 0.0, seconds: float = 0.05) -> Watched:
+        told = list[str]()
+        repository = Repository([source if isinstance(source, Source) else Source("m", str(source))], load)
+        made.append(Watched(repository, Watcher(repository, seconds, quiet, told.append), told))
+        repository.load_all()
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.repository.close()
+
+
+def test_a_newer_checkpoint_of_a_run_is_loaded(watched, run_folder):
+    found = watched(f"{run_folder}@latest")
+    first = found.digest
+    found.visit()
+    assert found.number == 1
     (run_folder / ".step-3.partial").mkdir()
-    write_checkpoint(run_folder, weights, 2)
-    watcher.visit(slot)
-    watcher.visit(slot)
-    assert repository.version("m").number == 2
-    assert repository.version("m").predictor.identity.digest != first
-    assert told == [f"m: serves {run_folder / 'step-2'}"]
-    repository.close()
+    write_checkpoint(run_folder, SMALL, 2)
+    found.visit(2)
+    assert found.number == 2 and found.digest != first
+    assert found.told == [f"m: serves {run_folder / 'step-2'}"]
+    with found.watcher:  # It looks by itself.
+        write_checkpoint(run_folder, SMALL, 4)
+        wait_until(lambda: found.number == 3)
 
 
-def test_a_change_of_the_named_folder_of_config_json_is_loaded(run_folder, tmp_path):
-    told, config = list[str](), tmp_path / "config" / "config.json"
-    config.parent.mkdir()
-    names = [list("abcdefghij"), list("klmnopqrst")]
+def test_a_change_of_the_named_folder_of_config_json_is_loaded(watched, forms, tmp_path):
+    config, names = tmp_path / "config.json", [list("abcdefghij"), list("klmnopqrst")]
     config.write_text(json.dumps({"architecture": "ours", "labels": names[0]}))
 
     def load_with(source: Source) -> Predictor:
         return load_predictor(source.url, architecture="ours", config=source.options.reading.config)
 
-    options = replace(DEFAULTS, reading=Reading(config=str(config.parent)))
-    repository = Repository([Source("m", str(run_folder / "step-1"), options)], load_with)
-    watcher = Watcher(repository, 0.2, 0.0, told.append)
-    repository.load_all()
-    (slot,) = repository.slots
-    watcher.visit(slot)
-    assert told == [] and repository.version("m").predictor.labels == tuple(names[0])
+    options, file = replace(DEFAULTS, reading=Reading(config=str(tmp_path))), forms / "model.safetensors"
+    found = watched(Source("m", str(file), options), load_with)
+    found.visit()
+    assert found.told == [] and found.repository.version("m").predictor.labels == tuple(names[0])
     config.write_text(json.dumps({"architecture": "ours", "labels": names[1]}))
-    watcher.visit(slot)
-    assert told == [f"m: serves {run_folder / 'step-1'}"] and repository.version("m").predictor.labels == tuple(
-        names[1]
-    )
-    repository.close()
+    found.visit()
+    assert found.told == [f"m: serves {file}"]
+    assert found.repository.version("m").predictor.labels == tuple(names[1])
 
 
-def test_a_folder_is_loaded_once_nothing_has_changed_for_the_quiet_time(weights, tmp_path):
-    """One shard is replaced, and half a second later the other, by copies with the times of the originals. Until both
-    are there the quiet time is longer than any pause of a busy machine."""
-    folder, new, told = tmp_path / "model", tmp_path / "new", list[str]()
-    write_sharded(folder, weights)
-    write_sharded(new, {name: tensor + 1 for name, tensor in weights.items()})
-    time.sleep(1)
-    repository, watcher, slot = watched(folder, load, told, quiet=0.8)
-    old = repository.version("m").predictor.identity.digest
-    watcher.quiet = 600
+@pytest.fixture
+def folders(tmp_path):
+    """A checkpoint of two files in ``model``, which is old, and another in ``new``."""
+    write_sharded(tmp_path / "model", SMALL)
+    write_sharded(tmp_path / "new", OTHER)
+    time.sleep(0.4)
+    return tmp_path / "model", tmp_path / "new"
+
+
+def test_a_folder_is_loaded_once_nothing_has_changed_for_the_quiet_time(watched, folders, load):
+    """One shard is replaced, and later the other, by copies with the times of the originals. Until both are there the
+    quiet time is longer than any pause of a busy machine."""
+    folder, new = folders
+    found = watched(folder, quiet=0.4)
+    old, found.watcher.quiet = found.digest, 600
     for shard in sorted(new.glob("*.safetensors")):
-        subprocess.run(["cp", "-p", shard, folder], check=True)
-        end = time.monotonic() + 0.5
+        shutil.copy2(shard, folder)
+        end = time.monotonic() + 0.2
         while time.monotonic() < end:
-            watcher.visit(slot)
-            assert repository.version("m").predictor.identity.digest == old
-    watcher.quiet = 0.8
-    time.sleep(0.8)
-    watcher.visit(slot)
-    assert repository.version("m").predictor.identity.digest == load_predictor(new).identity.digest
-    assert told == [f"m: serves {folder}"]
-    repository.close()
+            found.visit()
+            assert found.digest == old
+    found.watcher.quiet = 0.4
+    time.sleep(0.4)
+    found.visit()
+    assert found.digest == load(Source("m", str(new))).identity.digest
+    assert found.told == [f"m: serves {folder}"]
 
 
-def test_the_first_load_waits_for_the_quiet_time_too(weights, tmp_path):
-    file, told, begun = tmp_path / "model.safetensors", list[str](), time.time()
-    save_file(weights, file)
-    repository, _, _ = watched(file, load, told, quiet=1)
-    assert time.time() - begun >= 1
-    assert told == [f"m: waits until {file} has not changed for 1 seconds"]
-    told_again: list[str] = []
-    again, _, _ = watched(file, load, told_again, quiet=1)
-    assert told_again == []
-    repository.close()
-    again.close()
+def test_the_first_load_waits_for_the_quiet_time_too(watched, file):
+    begun = time.time()
+    assert watched(file, quiet=0.5).told == [f"m: waits until {file} has not changed for 0.5 seconds"]
+    assert time.time() - begun >= 0.5
+    assert watched(file, quiet=0.5).told == []
 
 
-def test_models_of_a_process_that_ended_are_loaded_as_they_were_or_once_it_is_quiet(weights, tmp_path):
+def test_models_of_a_process_that_ended_are_loaded_as_they_were_or_once_it_is_quiet(watched, folders, load):
     """The process ends while a copy over the folder is under way: one shard of it is there."""
-    folder, new, told = tmp_path / "model", tmp_path / "new", list[str]()
-    write_sharded(folder, weights)
-    write_sharded(new, {name: tensor + 1 for name, tensor in weights.items()})
-    saved = [load_predictor(each).identity.digest for each in (folder, new)]
-    time.sleep(0.5)
-    repository, watcher, slot = watched(folder, load, told, quiet=0.8)
-    repository.lost("the process of the models was ended by SIGKILL")
-    repository.reload(told.append)
-    assert (repository.version("m").predictor.identity.digest, told) == (saved[0], [])
+    folder, new = folders
+    saved = [load(Source("m", str(each))).identity.digest for each in folders]
+    found = watched(folder, quiet=0.4)
+    told = found.told
+    found.repository.lost("the process of the models was ended by SIGKILL")
+    found.repository.reload(told.append)
+    assert (found.digest, told) == (saved[0], [])
 
     first, second = sorted(new.glob("*.safetensors"))
     shutil.copy2(first, folder)
-    repository.lost("the process of the models was ended by SIGKILL")
+    found.repository.lost("the process of the models was ended by SIGKILL")
 
     def copy_the_rest(sentence: str) -> None:
         told.append(sentence)
         shutil.copy2(second, folder)
 
-    watcher.tell = copy_the_rest
-    repository.reload(told.append)
-    assert repository.version("m").predictor.identity.digest == saved[1]
-    assert told == [f"m: waits until {folder} has not changed for 0.8 seconds"]
-    assert slot.version is not None
-    repository.close()
+    found.watcher.tell = copy_the_rest
+    found.repository.reload(told.append)
+    assert found.digest == saved[1]
+    assert told == [f"m: waits until {folder} has not changed for 0.4 seconds"]
 
 
-def test_a_file_that_is_replaced_is_loaded_again_and_a_damaged_one_is_not(weights, tmp_path):
+def test_a_file_that_is_replaced_is_loaded_again_and_a_damaged_one_is_not(watched, file, load):
     """A damaged one is tried once, until it changes."""
-    file, told, loads = tmp_path / "model.safetensors", list[str](), list[str]()
-    save_file(weights, file)
+    loads = list[str]()
 
     def counted(source: Source) -> Predictor:
         loads.append(source.url)
         return load(source)
 
-    repository, watcher, slot = watched(file, counted, told)
+    found = watched(file, counted)
     save_file({"another.model": torch.ones(3)}, file)
     for _ in range(3):
-        watcher.visit(slot)
-        time.sleep(0.3)
-    assert (repository.version("m").number, len(loads)) == (1, 2)
-    assert [line.partition(": /")[0] for line in told] == [
-        "m: the new checkpoint cannot be loaded, the old one keeps answering"
-    ]
-    assert (slot.state, slot.reason) == ("READY", "the last load failed (FormatError); the log of the service says why")
-    save_file({**weights, "heads.head.bias": weights["heads.head.bias"] + 1}, file)
-    watcher.visit(slot)
-    watcher.visit(slot)
-    assert (repository.version("m").number, len(loads), slot.reason) == (2, 3, "")
-    repository.close()
+        found.visit()
+        time.sleep(0.1)
+    assert (found.number, len(loads)) == (1, 2)
+    (line,) = found.told
+    assert line.startswith(f"{KEPT}/")
+    assert (found.slot.state, found.slot.reason) == ("READY", LOAD_FAILED.format("FormatError"))
+    save_file(OTHER, file)
+    found.visit(2)
+    assert (found.number, len(loads), found.slot.reason) == (2, 3, "")
 
 
-def test_an_incomplete_checkpoint_is_not_loaded(run_folder, weights):
-    told: list[str] = []
+def test_an_incomplete_checkpoint_is_not_loaded(watched, run_folder):
     folder = run_folder / "step-1"
-    repository, watcher, slot = watched(folder, load, told)
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, folder / "model.safetensors")
+    found = watched(folder)
+    save_file(OTHER, folder / "model.safetensors")
     (folder / "optimizer.pt.incomplete").touch()
-    watcher.visit(slot)
-    assert (repository.version("m").number, told) == (
-        1,
-        [
-            f"m: the new checkpoint cannot be loaded, the old one keeps answering: {folder} is not complete: "
-            "the file optimizer.pt.incomplete marks it as unfinished"
-        ],
-    )
+    found.visit()
+    marked = "the file optimizer.pt.incomplete marks it as unfinished"
+    assert (found.number, found.told) == (1, [f"{KEPT}{folder} is not complete: {marked}"])
     (folder / "optimizer.pt.incomplete").unlink()
-    watcher.visit(slot)
-    watcher.visit(slot)
-    assert repository.version("m").number == 2
-    repository.close()
+    found.visit(2)
+    assert found.number == 2
 
 
 @dataclass
 class Failing:
     """Loads once, and then fails so many times with ``error``."""
 
+    load: Load
     error: Exception
     failures: int
     loads: list[float] = field(default_factory=list)
@@ -382,30 +369,27 @@ class Failing:
         self.loads.append(time.monotonic())
         if 1 < len(self.loads) <= 1 + self.failures:
             raise self.error
-        return load(source)
+        return self.load(source)
 
 
-def test_a_load_that_failed_for_the_networks_sake_is_tried_again_after_a_growing_time(weights, tmp_path):
+NO_ANSWER = StoreError("the store does not answer")
+
+
+def test_a_load_that_failed_for_the_networks_sake_is_tried_again_after_a_growing_time(watched, file, load):
     """The files stay as they are."""
-    file, told = tmp_path / "model.safetensors", list[str]()
-    save_file(weights, file)
-    failing = Failing(StoreError("the store does not answer"), 3)
-    repository, watcher, slot = watched(file, failing, told)
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, file)
-    end = time.monotonic() + 60
-    while repository.version("m").number == 1 and time.monotonic() < end:
-        watcher.visit(slot)
-        if slot.reason:
-            assert slot.reason == "the last load failed (StoreError); the log of the service says why"
-        time.sleep(0.02)
+    failing = Failing(load, NO_ANSWER, 3)
+    found = watched(file, failing)
+    save_file(OTHER, file)
+
+    def is_loaded() -> bool:
+        found.visit()
+        assert found.slot.reason in ("", LOAD_FAILED.format("StoreError"))
+        return found.number == 2
+
+    wait_until(is_loaded)
     pauses = [after - before for before, after in itertools.pairwise(failing.loads[1:])]
-    assert [pause >= least for pause, least in zip(pauses, (0.4, 0.8, 1.6), strict=True)] == [True] * 3
-    assert (repository.version("m").number, slot.reason) == (2, "")
-    assert told == [
-        "m: the new checkpoint cannot be loaded, the old one keeps answering: the store does not answer",
-        f"m: serves {file}",
-    ]
-    repository.close()
+    assert [pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.4), strict=True)] == [True] * 3
+    assert (found.slot.reason, found.told) == ("", [f"{KEPT}{NO_ANSWER}", f"m: serves {file}"])
 
 
 @pytest.mark.parametrize(
@@ -416,101 +400,51 @@ def test_a_load_that_failed_for_the_networks_sake_is_tried_again_after_a_growing
         (RuntimeError("Traceback:\n  at a line\nKeyError: 'x'"), "RuntimeError", "KeyError: 'x'"),
     ],
 )
-def test_an_unforeseen_error_is_told_and_watching_goes_on(error, name, sentence, weights, tmp_path):
-    file, told = tmp_path / "model.safetensors", list[str]()
-    save_file(weights, file)
-    repository, watcher, slot = watched(file, Failing(error, 1), told)
-    with watcher:
-        save_file({name: tensor + 1 for name, tensor in weights.items()}, file)
-        until(lambda: len(told) > 0)
-        assert answer(repository, "m") in range(10)
-        assert (slot.state, slot.reason) == ("READY", f"the last load failed ({name}); the log of the service says why")
-        until(lambda: repository.version("m").number == 2)
-    assert told == [
-        f"m: the new checkpoint cannot be loaded, the old one keeps answering: {file} cannot be loaded: {sentence}",
-        f"m: serves {file}",
-    ]
-    repository.close()
+def test_an_unforeseen_error_is_told_and_watching_goes_on(error, name, sentence, watched, file, load):
+    found = watched(file, Failing(load, error, 1))
+    save_file(OTHER, file)
+    found.visit()
+    assert found.is_answering()
+    assert (found.slot.state, found.slot.reason) == ("READY", LOAD_FAILED.format(name))
+    with found.watcher:
+        wait_until(lambda: found.number == 2)
+    assert found.told == [f"{KEPT}{file} cannot be loaded: {sentence}", f"m: serves {file}"]
 
 
-def test_watching_goes_on_after_any_number_of_failures_and_when_nobody_reads_the_log(weights, tmp_path):
-    file = tmp_path / "model.safetensors"
-    save_file(weights, file)
-
+def test_watching_goes_on_after_any_number_of_failures_and_when_nobody_reads_the_log(watched, file, load):
     def closed(_: str) -> None:
         raise BrokenPipeError
 
-    failing = Failing(StoreError("the store does not answer"), 2)
-    repository = Repository([Source("m", str(file))], failing)
-    watcher = Watcher(repository, 0.05, 0.0, closed)
-    repository.load_all()
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, file)
+    found = watched(file, Failing(load, NO_ANSWER, 2))
+    found.watcher.tell = closed
+    save_file(OTHER, file)
     with suppress(BrokenPipeError):
-        watcher.visit(repository.slots[0])
-    (waiting,) = watcher._waiting.values()
+        found.visit()
+    assert found.slot.reason == LOAD_FAILED.format("StoreError")
+    (waiting,) = found.watcher._waiting.values()
     waiting.num_failures, waiting.next_try = 10**5, 0.0
-    with watcher:
-        until(lambda: waiting.num_failures == 10**5 + 1)
+    with found.watcher:
+        wait_until(lambda: waiting.num_failures == 10**5 + 1)
         assert waiting.next_try - time.monotonic() < 300
         waiting.next_try = 0.0
-        until(lambda: repository.version("m").number == 2)
-    repository.close()
+        wait_until(lambda: found.number == 2)
 
 
-def test_a_source_that_is_gone_is_told_once_and_looked_at_again(weights, tmp_path):
-    file, told = tmp_path / "model.safetensors", list[str]()
-    save_file(weights, file)
-    repository, watcher, slot = watched(file, load, told)
+def test_a_source_that_is_gone_is_told_once_and_looked_at_again(watched, file, tmp_path):
+    found = watched(file)
     file.rename(tmp_path / "away")
-    for _ in range(3):
-        watcher.visit(slot)
-    assert told == [f"m: {file} cannot be looked at: there is no file or folder {file}"]
-    assert (
-        slot.reason == "the last look at the checkpoint failed (SourceNotFoundError); the log of the service says why"
-    )
+    found.visit(3)
+    assert found.told == [f"m: {file} cannot be looked at: there is no file or folder {file}"]
+    reason = "the last look at the checkpoint failed (SourceNotFoundError); the log of the service says why"
+    assert found.slot.reason == reason
     (tmp_path / "away").rename(file)
-    watcher.visit(slot)
-    watcher.visit(slot)
-    assert (answer(repository, "m") in range(10), slot.reason) == (True, "")
-    repository.close()
+    found.visit(2)
+    assert (found.is_answering(), found.slot.reason) == (True, "")
 
 
-def test_a_model_that_was_unloaded_stays_so(weights, tmp_path):
-    file = tmp_path / "model.safetensors"
-    save_file(weights, file)
-    repository, watcher, slot = watched(file, load, [])
-    repository.unload("m")
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, file)
-    watcher.visit(slot)
-    watcher.visit(slot)
-    assert slot.version is None
-    repository.close()
-
-
-def test_it_looks_by_itself(run_folder, weights):
-    repository = Repository([Source("m", f"{run_folder}@latest")], load)
-    watcher = Watcher(repository, 0.05, 0.1, print)
-    repository.load_all()
-    with watcher:
-        write_checkpoint(run_folder, weights, 2)
-        until(lambda: repository.version("m").number == 2)
-    repository.close()
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not is_so() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert is_so()
-
-
-@pytest.mark.parametrize(("watch", "quiet"), [(1, -1), (1, float("nan")), (None, 1)])
-def test_a_quiet_time_of_no_use_is_refused(watch, quiet):
-    with pytest.raises(UsageError, match="--quiet-time"):
-        Options(["a"], Settings(), watch=watch, quiet_time=quiet)
-
-
-@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_a_watch_without_a_time_is_refused(seconds):
-    with pytest.raises(UsageError, match="--watch"):
-        Options(["a"], Settings(), watch=seconds)
+def test_a_model_that_was_unloaded_stays_so(watched, file):
+    found = watched(file)
+    found.repository.unload("m")
+    save_file(OTHER, file)
+    found.visit(2)
+    assert found.slot.version is None

@@ -1,11 +1,11 @@
-"""Triton's generate extension: whole texts and streams, judged by the model in this process."""
+"""Triton's generate extension: whole texts and streams of events, judged by the model in this process."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing, contextmanager
 from typing import Any
@@ -15,23 +15,24 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.types import Message
 
 from inference.models.generation import LIMITS, Generation
-from inference.models.predictor import Predictor, load_predictor
+from inference.models.predictor import load_predictor
 from inference.serving.generating import MAX_AT_ONCE, Generators
 from inference.serving.http.app import create_app
-from inference.serving.repository import Repository, Source
-from tests.inference.conftest import Service, models_of
+from inference.serving.http.events import EventStream
+from tests.inference.conftest import NO_TLS, Service, models_of
 from tests.inference.models.test_generation import CONVERSATION, text
-from tests.inference.serving.test_serve import plain_uvicorn_of, wait_until
+from tests.inference.serving.helpers import plain_uvicorn_of, repository_of, wait_until
 
 ENDLESS = {"text_input": "Speak", "max_tokens": 1_000_000}
 """To our model, which takes texts of any length: minutes of work."""
 
 
 @pytest.fixture(scope="module")
-def writer(text_models):
-    return load_predictor(text_models / "writer", exact="buckets", max_new_tokens=16)
+def writer(small_models):
+    return load_predictor(small_models / "writer", exact="buckets", max_new_tokens=16)
 
 
 def post(service: Service, asked: Any, path: str = "writer/generate") -> httpx.Response:
@@ -65,7 +66,7 @@ def streaming(service: Service, asked: Mapping[str, Any], model: str = "ours") -
 )
 def test_a_text_is_that_of_the_model_whole_and_in_pieces(asked, service, writer):
     own = {**asked, "stop": tuple(asked.get("stop", ()))}
-    for prompt in ("Hello", "Größe"):
+    for prompt in ("Hello", "Größe") if not asked else ("Größe",):
         expected = text(writer, prompt, **own)
         answer = post(service, {"text_input": prompt, "parameters": {**asked, "stream": False}})
         assert answer.status_code == 200, answer.text
@@ -79,13 +80,10 @@ def test_a_text_is_that_of_the_model_whole_and_in_pieces(asked, service, writer)
     assert versioned.json()["text_output"] == expected
 
 
-def test_an_empty_text_is_one_event(service):
+def test_an_empty_text_is_one_event_and_messages_go_through_the_chat_template(service, writer):
     first = post(service, {"text_input": "Hello"}).json()["text_output"][0]
     with streaming(service, {"text_input": "Hello", "stop": first}, "writer") as events:
         assert [each["text_output"] for each in events] == [""]
-
-
-def test_messages_go_through_the_chat_template(service, writer):
     answer = post(service, {"messages": CONVERSATION, "temperature": 1, "seed": 0})
     assert answer.json()["text_output"] == text(writer, CONVERSATION, temperature=1, seed=0)
 
@@ -147,7 +145,7 @@ ANY = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     asked=st.dictionaries(st.sampled_from([*LIMITS, "stop"]), ANY, max_size=4),
     prompt=st.one_of(st.just("Hello"), st.text(max_size=60)),
@@ -231,32 +229,24 @@ def test_texts_beyond_the_places_of_a_model_wait_their_time(service):
             assert waiting.result().status_code == 200
 
 
-def test_a_stream_keeps_the_version_that_it_began_with(text_models):
-    def load(source: Source) -> Predictor:
-        return load_predictor(source.url, name=source.name)
-
-    repository = Repository([Source("m", str(text_models / "ours" / "model.pt"))], load)
-    repository.load_all()
+def test_a_stream_keeps_the_version_that_it_began_with(small_models):
+    repository = repository_of(small_models / "ours" / "model.pt")
     first = repository.version("m")
-    with plain_uvicorn_of(create_app(repository)) as url:
-        path = f"{url}/v2/models/m/generate_stream"
-        with httpx.stream("POST", path, json={**ENDLESS, "timeout": 2_000_000}, timeout=60) as answer:
+    with plain_uvicorn_of(create_app(repository)) as url, httpx.Client(base_url=url, verify=NO_TLS, timeout=60) as http:
+        path = "/v2/models/m/generate"
+        with http.stream("POST", f"{path}_stream", json=ENDLESS) as answer:
             events = events_of(answer)
             next(events)
             repository.load("m")
-            whole = httpx.post(path.removesuffix("_stream"), json={"text_input": "x", "max_tokens": 3}, timeout=60)
+            whole = http.post(path, json={"text_input": "x", "max_tokens": 3})
             assert whole.json()["model_version"] == "2"
             assert first.batcher.is_running
-            *pieces, last = events
-        assert {each["model_version"] for each in pieces} == {"1"}
-        assert last == {"error": "the model did not answer within 2 seconds"}
+            assert {next(events)["model_version"] for _ in range(9)} == {"1"}
         wait_until(lambda: not first.batcher.is_running)
 
 
-def test_a_text_that_is_read_slowly_ends_in_time_too(text_models):
-    file = str(text_models / "ours" / "model.pt")
-    repository = Repository([Source("m", file)], lambda each: load_predictor(each.url))
-    repository.load_all()
+def test_a_text_that_is_read_slowly_ends_in_time_too(small_models):
+    repository = repository_of(small_models / "ours" / "model.pt")
     generators = Generators()
 
     num_read = 0
@@ -274,3 +264,59 @@ def test_a_text_that_is_read_slowly_ends_in_time_too(text_models):
     assert 0 < num_read <= 10
     generators.close()
     repository.close()
+
+
+# --- streams of events
+
+
+class Numbers:
+    """Numbers without an end; ``is_closed`` once nothing wants them any more."""
+
+    is_closed = False
+
+    async def events(self) -> AsyncGenerator[dict[str, Any]]:
+        try:
+            for number in range(1, 10**9):
+                await asyncio.sleep(0)
+                yield {"number": number}
+        finally:
+            self.is_closed = True
+
+
+async def receive() -> Message:
+    raise AssertionError("the middleware watches the client")
+
+
+def test_a_client_that_does_not_read_is_cut_off():
+    numbers, sent = Numbers(), list[Message]()
+
+    async def send(message: Message) -> None:
+        if len(sent) == 4:
+            await asyncio.sleep(600)
+        sent.append(message)
+
+    asyncio.run(EventStream({"number": 0}, numbers.events(), 0.1)({}, receive, send))
+    assert [message["type"].rpartition(".")[2] for message in sent] == ["start", "body", "body", "body"]
+    assert all(message["more_body"] for message in sent[1:])
+    assert numbers.is_closed
+
+
+def test_a_stream_of_a_service_that_stops_ends_with_an_error():
+    numbers, sent = Numbers(), list[Message]()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        task = asyncio.create_task(EventStream({"number": 0}, numbers.events(), 60)({}, receive, send))
+        while len(sent) < 4:
+            await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(run())
+    first = [message.get("body") for message in sent[:3]]
+    assert first == [None, b'data: {"number":0}\n\n', b'data: {"number":1}\n\n']
+    assert sent[-2]["body"] == b'data: {"error":"the service is stopping"}\n\n'
+    assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert numbers.is_closed

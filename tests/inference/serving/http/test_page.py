@@ -7,50 +7,40 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-import httpx
 import pytest
 
 from inference.serving.http.app import PAGE
-from tests.inference.conftest import Service, running_service
+from tests.inference.conftest import LONG_LABEL, Service
 from tests.inference.serving.http.browser import Browser, chromium
-from tests.inference.tiny_models import save_text_model
 
 pytestmark = pytest.mark.extended
 
 ANSWERED = "document.querySelector('#answered-by').textContent.includes(' ms')"
 ANSWER = "document.querySelector('#answer').textContent"
-LONG = "black-and-tan coonhound, of the species canis lupus familiaris, as others say"
+CLEAR = "document.querySelector('#clear').click();"
+ASK = "document.querySelector('#ask-drawing').click()"
+IDENTITY = "document.querySelector('#identity dd') !== null"
+ROWS = "[...document.querySelectorAll('#probabilities tbody tr')].map((each) => each.innerText)"
+NO_TEXT = "document.querySelector('#text-input').hidden"
+PLACE = "['x', 'y', 'width'].map((each) => document.querySelector('#canvas').getBoundingClientRect()[each])"
 NAMES = ("NEGATIVE", "NEUTRAL", "POSITIVE")
 
 
 @pytest.fixture(scope="module")
-def service(forms, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page")
-    texts = save_text_model(folder / "texts")
-    config = save_text_model(folder / "long") / "config.json"
-    config.write_text(config.read_text().replace("NEGATIVE", LONG).replace("POSITIVE", "x" * 70))
-    options = ["--model-control=explicit"]
-    options += [f"--model=one={forms / 'model.pt'}", f"--model=texts={texts}", f"--model=two={forms / 'sharded'}"]
-    options.append(f"--model=long={config.parent}")
-    with running_service(folder / "run", None, *options) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def browser(service, tmp_path_factory):
+def page(service, tmp_path_factory):
+    """A browser with the page open."""
     with chromium(tmp_path_factory.mktemp("chromium")) as browser:
         browser.open(service.url)
-        browser.wait_for("document.querySelector('#identity dd') !== null")
+        browser.wait_for(IDENTITY)
         yield browser
 
 
-@pytest.fixture(autouse=True)
-def nothing_asked(request):
-    if "browser" in request.fixturenames:
-        script = (
-            "document.querySelector('#answered-by').textContent = document.querySelector('#answer').textContent = ''"
-        )
-        request.getfixturevalue("browser").evaluate(script)
+@pytest.fixture
+def browser(page):
+    """Nothing was asked yet."""
+    empty = "document.querySelector('#answered-by').textContent = document.querySelector('#answer').textContent = ''"
+    page.evaluate(empty)
+    return page
 
 
 def answered(browser: Browser) -> str:
@@ -84,28 +74,29 @@ def file_of(browser: Browser, image: Path) -> None:
     )
 
 
-def truth(service: Service, image: Path, model: str = "one") -> str:
+def truth(service: Service, image: Path) -> str:
     files = {"image": (image.name, image.read_bytes())}
-    return str(httpx.post(f"{service.url}/predict?model={model}", files=files, timeout=60).json()["label"])
+    return str(service.http.post("/predict?model=m", files=files).json()["label"])
+
+
+def lit(x: int, y: int) -> str:
+    return f"document.querySelector('#canvas').getContext('2d').getImageData({x}, {y}, 1, 1).data[0]"
 
 
 def test_it_says_which_checkpoint_answers(browser, service):
-    known = httpx.get(f"{service.url}/v2/models/one").json()["parameters"]
+    known = service.http.get("/v2/models/m").json()["parameters"]
     shown = browser.evaluate("document.querySelector('#identity').innerText")
     assert known["digest"] in shown
     assert known["source"] in shown
     offered = browser.evaluate("[...document.querySelector('#model').options].map((each) => each.value)")
-    assert offered == ["one", "texts", "two", "long"]
+    assert offered == ["m", "two", "spare", "vit", "labels", "long", "embed", "writer", "ours"]
 
 
 def test_a_drawing_is_answered(browser):
-    left, top, size = browser.evaluate(
-        "['x', 'y', 'width'].map((each) => document.querySelector('#canvas').getBoundingClientRect()[each])"
-    )
+    left, top, size = browser.evaluate(PLACE)
     browser.draw(*((left + size * 0.5, top + size * part / 10) for part in range(2, 9)))
-    lit = "document.querySelector('#canvas').getContext('2d').getImageData(140, 140, 1, 1).data[0]"
-    assert browser.evaluate(lit) == 255
-    browser.evaluate("document.querySelector('#ask-drawing').click()")
+    assert browser.evaluate(lit(140, 140)) == 255
+    browser.evaluate(ASK)
     assert answered(browser).isdigit()
     assert browser.evaluate("document.querySelectorAll('#probabilities tbody tr').length") == 10
     assert browser.evaluate("document.querySelectorAll('tr.best').length") == 1
@@ -116,17 +107,12 @@ SEVEN = ((0.2, 0.2), (0.8, 0.2), (0.45, 0.9))
 
 def drawn(browser: Browser, scale: float, right: float, down: float) -> list[str]:
     """What the page says of a seven of this size at this place."""
-    browser.evaluate(
-        "document.querySelector('#clear').click(); document.querySelector('#answered-by').textContent = ''"
-    )
-    left, top, size = browser.evaluate(
-        "['x', 'y', 'width'].map((each) => document.querySelector('#canvas').getBoundingClientRect()[each])"
-    )
+    browser.evaluate(CLEAR + "document.querySelector('#answered-by').textContent = ''")
+    left, top, size = browser.evaluate(PLACE)
     browser.draw(*((left + size * (x * scale + right), top + size * (y * scale + down)) for x, y in SEVEN))
-    browser.evaluate("document.querySelector('#ask-drawing').click()")
+    browser.evaluate(ASK)
     answered(browser)
-    rows = "[...document.querySelectorAll('#probabilities tbody tr')].map((each) => each.innerText)"
-    return [str(row) for row in browser.evaluate(rows)]
+    return [str(row) for row in browser.evaluate(ROWS)]
 
 
 def test_a_drawing_in_a_corner_is_answered_as_one_in_the_middle(browser):
@@ -139,7 +125,7 @@ def test_a_drawing_in_a_corner_is_answered_as_one_in_the_middle(browser):
 def test_a_drawing_fills_the_image(browser):
     """As those of the training do: at the top and at the bottom, and the same at both sides."""
     drawn(browser, 0.25, 0, 0)
-    lit = browser.evaluate(
+    top, bottom, left, right, share = browser.evaluate(
         """(() => {
             const sheet = prepared(), pixels = sheet.getContext("2d").getImageData(0, 0, 280, 280).data;
             const lit = [...Array(280 * 280).keys()].filter((each) => pixels[4 * each] > 127);
@@ -149,17 +135,15 @@ def test_a_drawing_fills_the_image(browser):
             return [...rows, ...sides, lit.length / 280 / 280];
         })()"""
     )
-    top, bottom, left, right, share = lit
     assert (top, bottom) == (0, 279)
     assert abs(left - (279 - right)) <= 1
     assert 0.2 < share < 0.4
 
 
 def test_a_dot_is_asked_about_too(browser):
-    browser.evaluate("document.querySelector('#clear').click()")
-    browser.evaluate("line({x: 3, y: 9}, {x: 3, y: 9})")
-    lit = browser.evaluate("[...prepared().getContext('2d').getImageData(140, 140, 1, 1).data]")
-    assert lit == [255, 255, 255, 255]
+    browser.evaluate(f"{CLEAR} line({{x: 3, y: 9}}, {{x: 3, y: 9}})")
+    dot = browser.evaluate("[...prepared().getContext('2d').getImageData(140, 140, 1, 1).data]")
+    assert dot == [255, 255, 255, 255]
 
 
 def test_a_chosen_and_a_dropped_image_are_answered_as_by_the_service(browser, service, image_folder):
@@ -183,51 +167,48 @@ def test_a_chosen_and_a_dropped_image_are_answered_as_by_the_service(browser, se
 
 def test_a_typed_text_is_answered_as_by_the_service(browser, service):
     text = "a very good film"
-    expected = httpx.post(f"{service.url}/predict?model=texts", files={"text": (None, text)}, timeout=60).json()
-    choose(browser, "texts")
-    browser.wait_for("!document.querySelector('#text-input').hidden && document.querySelector('#image-input').hidden")
+    expected = service.http.post("/predict?model=labels", files={"text": (None, text)}).json()
+    choose(browser, "labels")
+    browser.wait_for(f"!{NO_TEXT} && document.querySelector('#image-input').hidden")
     browser.evaluate("document.querySelector('#text').focus()")
     browser.send("Input.insertText", text=text)
     browser.evaluate("document.querySelector('#ask-text').click()")
     assert answered(browser) == expected["name"]
-    rows = browser.evaluate("[...document.querySelectorAll('#probabilities tbody tr')].map((each) => each.innerText)")
-    shown = [
-        f"{name}\t{probability * 100:.1f} %" for name, probability in zip(NAMES, expected["probabilities"], strict=True)
-    ]
-    assert [row.strip() for row in rows] == shown
-    choose(browser, "one")
-    browser.wait_for("document.querySelector('#text-input').hidden")
+    pairs = zip(NAMES, expected["probabilities"], strict=True)
+    assert [row.strip() for row in browser.evaluate(ROWS)] == [f"{name}\t{each * 100:.1f} %" for name, each in pairs]
+    choose(browser, "m")
+    browser.wait_for(NO_TEXT)
 
 
 def test_it_works_with_the_keyboard_alone(browser):
-    browser.evaluate("document.querySelector('#clear').click(); document.querySelector('#canvas').focus()")
+    browser.evaluate(f"{CLEAR} document.querySelector('#canvas').focus()")
     browser.press(" ", 32)
     for _ in range(8):
         browser.press("ArrowDown", 40)
-    lit = "document.querySelector('#canvas').getContext('2d').getImageData(140, 210, 1, 1).data[0]"
-    assert browser.evaluate(lit) == 255
+    assert browser.evaluate(lit(140, 210)) == 255
     browser.press("Enter", 13)
     assert answered(browser).isdigit()
     browser.press("Delete", 46)
-    assert browser.evaluate(lit) == 0
+    assert browser.evaluate(lit(140, 210)) == 0
 
 
 def test_another_model_can_be_chosen_and_a_reload_is_seen(browser, service):
-    choose(browser, "two")
-    browser.wait_for("document.querySelector('#identity').innerText.includes('sharded')")
-    httpx.post(f"{service.url}/v2/repository/models/two/load", timeout=120)
-    browser.wait_for("[...document.querySelectorAll('#identity dd')].at(-1).textContent === '2'")
+    version = int(service.http.get("/v2/models/spare").json()["versions"][-1])
+    choose(browser, "spare")
+    browser.wait_for("document.querySelector('#identity').innerText.includes('model.pt')")
+    service.http.post("/v2/repository/models/spare/load")
+    browser.wait_for(f"[...document.querySelectorAll('#identity dd')].at(-1).textContent === '{version + 1}'")
 
 
 def test_it_can_be_loaded_again_in_the_browser(browser):
     browser.send("Page.reload")
     browser.wait_for("document.querySelector('#answer')?.textContent === '–'")
-    browser.wait_for("document.querySelector('#identity dd') !== null")
-    browser.evaluate("document.querySelector('#ask-drawing').click()")
+    browser.wait_for(IDENTITY)
+    browser.evaluate(ASK)
     assert answered(browser).isdigit()
 
 
-def test_the_load_is_live(browser, service):
+def test_the_load_is_live(browser):
     browser.wait_for("/^[0-9.]+$/.test(document.querySelector('#rate').textContent)")
     browser.wait_for("document.querySelector('#waiting').textContent === '0'")
 
@@ -255,7 +236,7 @@ def test_it_fits_and_can_be_read(browser, width, scheme, tmp_path):
 def test_long_labels_leave_room_for_the_bars(browser, width, tmp_path):
     browser.resize(width, 900, "light")
     choose(browser, "long")
-    browser.wait_for("!document.querySelector('#text-input').hidden")
+    browser.wait_for(f"!{NO_TEXT}")
     browser.evaluate("document.querySelector('#text').value = 'a very good film'")
     browser.evaluate("document.querySelector('#ask-text').click()")
     answered(browser)
@@ -267,15 +248,15 @@ def test_long_labels_leave_room_for_the_bars(browser, width, tmp_path):
             return [...shown, bar.width, fill.width, bar.right];
         })"""
     )
-    assert [row[0] for row in rows] == [LONG, "NEUTRAL", "x" * 70]
+    assert [row[0] for row in rows] == [LONG_LABEL, "NEUTRAL", "x" * 70]
     for _, percent, bar, fill, right in rows:
         assert bar >= 100
         assert abs(fill - (bar - 6.4) * percent / 100) < 3
         assert right <= width
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     browser.screenshot(tmp_path / "page.png")
-    choose(browser, "one")
-    browser.wait_for("document.querySelector('#text-input').hidden")
+    choose(browser, "m")
+    browser.wait_for(NO_TEXT)
 
 
 def contrast(one: str, other: str) -> float:
@@ -316,7 +297,7 @@ class Elements(HTMLParser):
 
 
 def test_each_field_has_a_name_and_the_page_is_one_file(service):
-    text = httpx.get(service.url).text
+    text = service.http.get("/").text
     assert text == PAGE.read_text()
     page = Elements()
     page.feed(text)

@@ -1,4 +1,5 @@
-"""The protocol's own OpenAPI document is the judge: of each path of it, of each answer, and of each refusal.
+"""The protocol's own OpenAPI document is the judge: of each path of it, of each answer, and of each refusal. Metadata
+and configuration agree, over HTTP and gRPC.
 
 ``PROTOCOL`` is all that the document demands of a server, in its names. What this service says of itself in
 ``/openapi.json`` has to hold too, for requests that hypothesis makes.
@@ -6,83 +7,59 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from typing import Any
 
+import grpc
 import jsonschema
 import pytest
+from google.protobuf.json_format import MessageToDict
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.inference.serving.helpers import call
+
 Json = dict[str, Any]
 
-NAMED = {"name": {"type": "string"}}
-TENSOR = {**NAMED, "datatype": {"type": "string"}, "shape": {"type": "array", "items": {"type": "integer"}}}
-ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
+TEXT = {"type": "string"}
+
+
+def list_of(items: Json) -> Json:
+    return {"type": "array", "items": items}
+
+
+def object_of(properties: Json, *required: str) -> Json:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+TENSOR = {"name": TEXT, "datatype": TEXT, "shape": list_of({"type": "integer"})}
+TENSORS = list_of(object_of(TENSOR, *TENSOR))
+ERROR = object_of({"error": TEXT}, "error")
+MODEL = {"name": TEXT, "versions": list_of(TEXT), "platform": TEXT, "inputs": TENSORS, "outputs": TENSORS}
+SERVER = {"name": TEXT, "version": TEXT, "extensions": list_of(TEXT)}
 
 PROTOCOL: dict[str, Json] = {
-    "/v2/": {
-        "type": "object",
-        "properties": {
-            **NAMED,
-            "version": {"type": "string"},
-            "extensions": {"type": "array", "items": {"type": "string"}},
-        },
-        "required": ["name", "version", "extensions"],
-    },
-    "/v2/models/m/versions/1": {
-        "type": "object",
-        "properties": {
-            **NAMED,
-            "versions": {"type": "array", "items": {"type": "string"}},
-            "platform": {"type": "string"},
-            **{
-                name: {"type": "array", "items": {"type": "object", "properties": TENSOR, "required": list(TENSOR)}}
-                for name in ("inputs", "outputs")
-            },
-        },
-        "required": ["name", "platform"],
-    },
+    "/v2/": object_of(SERVER, *SERVER),
+    "/v2/models/m/versions/1": object_of(MODEL, "name", "platform"),
     "/v2/health/live": {},
     "/v2/health/ready": {},
     "/v2/models/m/versions/1/ready": {},
 }
 """What a GET of each path answers with 200."""
 
-DATA = {
-    "$defs": {
-        "data": {
-            "type": "array",
-            "items": {"anyOf": [{"$ref": "#/$defs/data"}, {"type": ["number", "string", "boolean"]}]},
-        }
-    }
-}
-
+DATA = list_of({"anyOf": [{"$ref": "#/$defs/data"}, {"type": ["number", "string", "boolean"]}]})
+OUTPUT = object_of({**TENSOR, "parameters": {"type": "object"}, "data": {"$ref": "#/$defs/data"}}, *TENSOR, "data")
+ANSWER = {"model_name": TEXT, "model_version": TEXT, "id": TEXT, "parameters": {"type": "object"}}
 INFERENCE_RESPONSE: Json = {
-    **DATA,
-    "type": "object",
-    "properties": {
-        "model_name": {"type": "string"},
-        "model_version": {"type": "string"},
-        "id": {"type": "string"},
-        "parameters": {"type": "object"},
-        "outputs": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {**TENSOR, "parameters": {"type": "object"}, "data": {"$ref": "#/$defs/data"}},
-                "required": [*TENSOR, "data"],
-            },
-        },
-    },
-    "required": ["model_name", "outputs"],
+    "$defs": {"data": DATA},
+    **object_of({**ANSWER, "outputs": list_of(OUTPUT)}, "model_name", "outputs"),
 }
 
 
 @pytest.fixture(scope="module")
 def document(client):
-    found: Json = client.get("/openapi.json").json()
-    return found
+    return client.get("/openapi.json").json()
 
 
 @pytest.mark.parametrize("path", PROTOCOL)
@@ -164,7 +141,7 @@ def requests(draw: st.DrawFn) -> Any:
     return mutated(draw, deepcopy(RIGHT))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(request=requests())
 def test_any_request_is_answered_or_refused_in_the_protocols_form(client, document, request):
     path = "/v2/models/{name}/infer"
@@ -176,7 +153,7 @@ def test_any_request_is_answered_or_refused_in_the_protocols_form(client, docume
         jsonschema.validate(answer.json(), INFERENCE_RESPONSE if answer.status_code == 200 else ERROR)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from(["/v2/repository/index", "/v2/models/m/infer", "/v2/repository/models/none/load"]),
     content=st.binary(max_size=60) | st.text(max_size=60).map(str.encode),
@@ -191,3 +168,59 @@ def test_any_bytes_are_refused_in_the_protocols_form(client, document, path, con
     answer = client.post(path, content=content, headers=headers)
     assert answer.status_code < 500, answer.text
     jsonschema.validate(answer.json(), schema_of(document, told, "post", answer.status_code))
+
+
+# --- metadata and configuration
+
+IMAGE = {"image": ("UINT8", [-1, 28, 28])}, {"label": ("INT64", [-1]), "probabilities": ("FP32", [-1, 10])}
+CLASSES = {"label": ("INT64", [-1]), "probabilities": ("FP32", [-1, 3])}
+SHAPES = {
+    "m": IMAGE,
+    "two": IMAGE,
+    "vit": ({"image": ("FP32", [-1, 3, 32, 32])}, CLASSES),
+    "labels": ({"text": ("BYTES", [-1])}, CLASSES),
+    "writer": ({"text": ("BYTES", [-1])}, {"text": ("BYTES", [-1])}),
+}
+LABELS = {"vit": ["cat", "dog", "emu"], "labels": ["NEGATIVE", "NEUTRAL", "POSITIVE"]}
+
+
+def of_metadata(tensors: list[Json]) -> Json:
+    return {each["name"]: (each["datatype"], [int(size) for size in each["shape"]]) for each in tensors}
+
+
+def of_configuration(tensors: list[Json]) -> Json:
+    """In the metadata's form: the batch before the other dimensions."""
+    kinds = {each["name"]: each["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES") for each in tensors}
+    return {each["name"]: (kinds[each["name"]], [-1, *map(int, each.get("dims", []))]) for each in tensors}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_metadata_and_configuration_agree_over_http_and_grpc(client, service, name):
+    metadata, config = client.get(f"/v2/models/{name}").json(), client.get(f"/v2/models/{name}/config").json()
+    with grpc.insecure_channel(service.grpc) as channel:
+        told, configured = (
+            MessageToDict(call(channel, method, {"name": name}), preserving_proto_field_name=True)
+            for method in ("ModelMetadata", "ModelConfig")
+        )
+    configured = configured["config"]
+    assert {each["name"] for each in (metadata, config, told, configured)} == {name}
+    for side, expected in zip(("input", "output"), SHAPES[name], strict=True):
+        assert of_metadata(metadata[f"{side}s"]) == of_metadata(told[f"{side}s"]) == expected
+        assert of_configuration(config[side]) == of_configuration(configured[side]) == expected
+    known = metadata["parameters"]
+    assert known["labels"] == LABELS.get(name)
+    assert known["digest"].startswith("blake3:")
+    assert all(sizes[-1] == known["max_batch_size"] for sizes in known["batch_sizes"].values())
+    assert (name == "m") <= ("28x28" in known["batch_sizes"])
+    texts = {
+        key: each if isinstance(each, str) else json.dumps(each) for key, each in known.items() if each is not None
+    }
+    assert told["properties"] == texts
+    del texts["max_batch_size"]
+    for found in (config, configured):
+        versions = found["version_policy"]["specific"]["versions"]
+        assert list(map(str, versions)) == metadata["versions"] == told["versions"]
+        assert found["platform"] == metadata["platform"] == told["platform"]
+        assert found["max_batch_size"] == known["max_batch_size"] > 0
+        assert {key: value["string_value"] for key, value in found["parameters"].items()} == texts
+    assert len(metadata["versions"]) == (2 if name == "two" else 1)

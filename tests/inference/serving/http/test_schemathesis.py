@@ -12,14 +12,10 @@ from schemathesis.schemas import APIOperation
 
 pytestmark = pytest.mark.extended
 
-pytestmark = pytest.mark.extended
-
 NOT_TO_BE_TOLD = {"positive_data_acceptance", "ignored_auth"}
 """Checks without a meaning here: a schema does not say which tensors fit a model, nor that there is a token."""
 
-MANY = settings(
-    max_examples=10, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+MANY = settings(max_examples=5, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 def operations(url: str) -> list[APIOperation]:

@@ -1,33 +1,44 @@
-"""Models in a process of their own answer as those in this one, and the process ends with whoever started it."""
+"""Models in a process of their own answer as those in this one, and networks of any task are served from both to
+Triton's own clients over HTTP and gRPC; judged by the networks themselves."""
 
 from __future__ import annotations
 
 import gc
-import json
 import queue
-import time
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
 import torch
+import transformers
 from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+from torch.export import Dim
+from tritonclient import grpc, http
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError
-from inference.models.predictor import load_predictor
+from inference.models.predictor import load_predictor, loaded
+from inference.serving.__main__ import Options, application
 from inference.serving.processes.model_messages import BatchSizes
 from inference.serving.processes.remote_models import BrokenModelError, RemoteModels
 from inference.serving.repository import ModelsEndedError, Source
-from tests.inference.conftest import models_of, running_service
+from inference.serving.settings import Listening, Settings, address_of, reserve
+from tests.inference.conftest import NO_TLS
+from tests.inference.serving.helpers import plain_uvicorn_of
 
 
 @dataclass(frozen=True)
 class Running:
-    """Models, and what was told of the ends and the starts of their process."""
+    """Models in a process of their own, and what was told of its ends and starts."""
 
     models: RemoteModels
     ends: queue.Queue[str]
@@ -46,6 +57,226 @@ def running():
 @pytest.fixture
 def models(running):
     return running.models
+
+
+# --- networks, from this process and from their own
+
+OWN = '''
+import numpy
+import torch
+
+
+class Boxes(torch.nn.Module):
+    """As many boxes as there are positive values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 6)
+
+    def forward(self, values):
+        return [{"boxes": row[row > 0], "scores": row} for row in self.linear(values)]
+
+
+inputs = {"values": ("FP32", [-1, 3])}
+
+
+def decode(data):
+    return numpy.array([float(each) for each in data.split()], numpy.float32)
+
+
+def encode(outputs):
+    return {"boxes": len(outputs["boxes"]), "best": int(outputs["scores"].argmax())}
+'''
+
+
+@dataclass(frozen=True)
+class Served:
+    """A client of HTTP and the address of gRPC."""
+
+    client: httpx.Client
+    grpc: str
+    folder: Path
+    linear: nn.Linear
+
+    @property
+    def address(self) -> str:
+        return self.client.base_url.netloc.decode()
+
+    def post(self, path: str, **given: Any) -> tuple[int, Any]:
+        answer = self.client.post(path, **given)
+        return answer.status_code, answer.json()
+
+
+class Scaled(nn.Module):
+    def forward(self, values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (values * 3).bfloat16(), values.masked_fill(mask, -torch.inf)
+
+
+@pytest.fixture(scope="module", params=["here", pytest.param("in a process", marks=pytest.mark.extended)])
+def served(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("networks")
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 6)
+    save_file({f"linear.{name}": each for name, each in linear.state_dict().items()}, folder / "own.safetensors")
+    (folder / "own_boxes.py").write_text(OWN)
+    batch, length = Dim("batch", min=1), Dim("length", max=50)
+    shapes = ({0: batch, 1: length}, {0: batch, 1: length})
+    given = torch.ones(3, 4), torch.ones(3, 4, dtype=torch.bool)
+    torch.export.save(torch.export.export(Scaled(), given, dynamic_shapes=shapes), folder / "scaled.pt2")
+    config = transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder / "t5")
+    file = folder / "models.toml"
+    file.write_text(
+        f'[boxes]\nurl = "{folder / "own.safetensors"}"\narchitecture = "{folder}/own_boxes.py:Boxes"\n'
+        f'[t5]\nurl = "{folder / "t5"}"\nexact = "full"\n'
+    )
+    options = Options([f"scaled={folder / 'scaled.pt2'}?architecture=torch.export&max_batch=5"], Settings(), file)
+
+    def load_here(source: Source) -> Any:
+        return loaded(source.url, source.name, source.options)
+
+    load: Callable[[Source], Any] = load_here
+    if request.param != "here":
+        load = request.getfixturevalue("running").models.load
+    with ExitStack() as stack:
+        reserved = stack.enter_context(reserve("127.0.0.1", 0))
+        app = application(options, load, Listening(address_of(reserved)))
+        url = stack.enter_context(plain_uvicorn_of(app))
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=60, verify=NO_TLS))
+        yield Served(client, address_of(reserved), folder, linear)
+
+
+@pytest.fixture(params=["http", "grpc"])
+def infer(request, served):
+    """Infer by a client of Triton's, with tensors by name."""
+    kind: ModuleType = {"http": http, "grpc": grpc}[request.param]
+    address = served.grpc if kind is grpc else served.address
+    with kind.InferenceServerClient(address) as client:
+
+        def ask(model: str, outputs: Sequence[str] | None = None, **tensors: np.ndarray) -> Any:
+            given = [kind.InferInput(n, list(each.shape), datatype_of(each)) for n, each in tensors.items()]
+            for tensor, each in zip(given, tensors.values(), strict=True):
+                tensor.set_data_from_numpy(each)
+            wanted = None if outputs is None else [kind.InferRequestedOutput(name) for name in outputs]
+            return client.infer(model, given, outputs=wanted)
+
+        yield ask
+
+
+def datatype_of(values: np.ndarray) -> str:
+    return {"float32": "FP32", "int64": "INT64", "bool": "BOOL"}[str(values.dtype)]
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def test_a_program_has_its_own_names(infer):
+    values, mask = floats(7, 4), np.zeros((7, 4), bool)
+    found = infer("scaled", values=values, mask=mask)
+    assert found.as_numpy("output_1").tobytes() == values.tobytes()
+    expected = (torch.from_numpy(values) * 3).bfloat16().float().numpy()
+    assert found.as_numpy("output_0").astype(np.float32).tobytes() == expected.tobytes()
+    mask[0, 0] = True
+    assert infer("scaled", values=values, mask=mask).as_numpy("output_1")[0, 0] == -np.inf
+
+
+def test_sizes_that_do_not_fit_together_are_a_bad_request(infer):
+    with pytest.raises(Exception, match="dimension 1 of mask has the size 5, and another tensor 4"):
+        infer("scaled", values=floats(1, 4), mask=np.zeros((1, 5), bool))
+    with pytest.raises(Exception, match="has the size 51; the program takes 0 to 50"):
+        infer("scaled", values=floats(1, 51), mask=np.zeros((1, 51), bool))
+
+
+def test_the_users_network_answers_rows_of_any_shape(served, infer):
+    rows, numbers = floats(6, 3), set()
+    for row in rows:
+        with torch.no_grad():
+            (theirs,) = served.linear(torch.from_numpy(row)[None])
+        found = infer("boxes", values=row[None])
+        assert found.as_numpy("scores").tobytes() == theirs.numpy().tobytes()
+        assert found.as_numpy("boxes").shape == (1, int((theirs > 0).sum()))
+        assert found.as_numpy("boxes").tobytes() == theirs[theirs > 0].numpy().tobytes()
+        numbers.add(found.as_numpy("boxes").shape)
+    assert len(numbers) > 1
+    assert infer("boxes", ["scores"], values=rows).as_numpy("scores").shape == (6, 6)
+    with pytest.raises(Exception, match="the output boxes differs in shape between the rows of the request"):
+        infer("boxes", values=rows)
+
+
+def test_a_model_of_transformers_takes_its_own_arguments(served, infer):
+    given = {"input_ids": np.arange(10).reshape(2, 5), "attention_mask": np.ones((2, 5), np.int64)}
+    decoded = np.arange(6).reshape(2, 3)
+    found = infer("t5", **given, decoder_input_ids=decoded)
+    rows = list(zip(*given.values(), decoded, strict=True))
+    for number, each in enumerate(load_predictor(served.folder / "t5").predict(rows)):
+        for name in ("logits", "encoder_last_hidden_state"):
+            assert found.as_numpy(name)[number].tobytes() == each[name].tobytes()
+    with pytest.raises(Exception, match="input_ids has numbers that are not from 0 to 19"):
+        infer("t5", **{**given, "input_ids": given["input_ids"] + 15}, decoder_input_ids=decoded)
+
+
+def test_metadata_say_what_each_model_takes(served):
+    with grpc.InferenceServerClient(served.grpc) as client:
+        found = client.get_model_metadata("scaled", as_json=True)
+    assert [(each["name"], each["datatype"], each["shape"]) for each in found["inputs"]] == [
+        ("values", "FP32", ["-1", "-1"]), ("mask", "BOOL", ["-1", "-1"]),
+    ]  # fmt: skip
+    with http.InferenceServerClient(served.address) as client:
+        metadata, config = client.get_model_metadata("boxes"), client.get_model_config("scaled")
+    assert config["max_batch_size"] == 5
+    assert metadata["outputs"] == [
+        {"name": "boxes", "datatype": "FP32", "shape": [-1, -1]},
+        {"name": "scores", "datatype": "FP32", "shape": [-1, -1]},
+        {"name": "json", "datatype": "BYTES", "shape": [-1]},
+    ]
+
+
+def test_a_file_is_decoded_and_the_answer_encoded_by_the_user(served):
+    with torch.no_grad():
+        (theirs,) = served.linear(torch.tensor([[1.0, 2.0, 3.0]]))
+    expected = {"boxes": int((theirs > 0).sum()), "best": int(theirs.argmax())}
+    boxes, files = "/predict?model=boxes", {"image": ("a.dat", b"1 2 3")}
+    assert served.post(boxes, files=files) == (200, expected)
+    status, found = served.post(boxes, files={"image": ("a.dat", b"1 2 x")})
+    assert (status, "could not convert string to float" in found["detail"]) == (400, True)
+    told = "a.dat cannot be read: the model takes tensors, and has no function decode"
+    assert served.post("/predict?model=scaled", files=files) == (400, {"detail": told})
+
+
+def test_a_network_does_not_generate_texts(served):
+    assert served.post("/v2/models/scaled/generate", json={"text_input": "a"})[0] == 400
+
+
+def test_what_json_cannot_hold_is_refused_there(served):
+    def asked(mask: list[bool]) -> tuple[int, Any]:
+        inputs = [
+            {"name": "values", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]},
+            {"name": "mask", "shape": [1, 2], "datatype": "BOOL", "data": mask},
+        ]
+        return served.post("/v2/models/scaled/infer", json={"inputs": inputs})
+
+    told = "the answer has numbers that are NaN or infinite, which JSON does not have; ask for it as binary data"
+    assert asked([True, False]) == (400, {"error": told})
+    status, found = asked([False, False])
+    assert (status, [each["data"] for each in found["outputs"]]) == (200, [[3.0, 6.0], [1.0, 2.0]])
+
+
+def test_contents_have_no_small_floats(served):
+    request = grpc.service_pb2.ModelInferRequest(model_name="scaled")
+    for name, datatype in (("values", "FP32"), ("mask", "BOOL")):
+        request.inputs.add(name=name, datatype=datatype, shape=[1, 2])
+    request.inputs[0].contents.fp32_contents.extend([1, 2])
+    request.inputs[1].contents.bool_contents.extend([False, False])
+    with grpc.InferenceServerClient(served.grpc) as client:
+        stub = client._client_stub
+        with pytest.raises(Exception, match="the output output_0 is of BF16, which has no contents"):
+            stub.ModelInfer(request)
+        request.outputs.add(name="output_1")
+        assert list(stub.ModelInfer(request).outputs[0].contents.fp32_contents) == [1.0, 2.0]
+
+
+# --- a process of its own
 
 
 def png(size: int) -> bytes:
@@ -102,7 +333,7 @@ def test_a_model_goes_when_nobody_refers_to_it(models, forms):
     assert second.decode(png(28), "image").shape == (28, 28)
 
 
-@pytest.mark.extended
+@pytest.mark.soak
 def test_the_process_is_started_again(running, forms, digits):
     source, models = Source("m", str(forms / "model.pt")), running.models
     before, predictor = models.pid, models.load(source)
@@ -113,56 +344,3 @@ def test_the_process_is_started_again(running, forms, digits):
     assert running.starts.get(timeout=30) != before
     images = list(digits.pixels[:3])
     assert models.load(source).predict(images) == load_predictor(forms / "model.pt").predict(images)
-
-
-@pytest.mark.parametrize("num_kills", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_a_service_answers_503_until_its_models_are_loaded_again(num_kills, forms, text_models, tmp_path):
-    """After an end of their process in the middle of a stream, and one while nothing is asked. With the service ends
-    the process."""
-    places = f"--model=m={forms / 'model.pt'}", f"--model=ours={text_models / 'ours' / 'model.pt'}?exact=full"
-    with running_service(tmp_path, None, *places) as service:
-        files, predict = {"image": ("a.png", png(28))}, f"{service.url}/predict?model=m"
-        before = service.http.post(predict, files=files).json()
-        url, asked = f"{service.url}/v2/models/ours/generate_stream", {"text_input": "a", "max_tokens": 1_000_000}
-        for is_asked in (True, False)[:num_kills]:
-            (models,) = models_of(psutil.Process(service.process.pid))
-            if is_asked:
-                with service.http.stream("POST", url, json=asked, timeout=120) as answer:
-                    lines = answer.iter_lines()
-                    assert "text_output" in next(lines)
-                    models.kill()
-                    *_, last = filter(None, lines)
-                told = {"error": "the process of the models was ended by SIGKILL; it is started again"}
-                assert json.loads(last.removeprefix("data: ")) == told
-            else:
-                models.kill()
-            models.wait(30)
-            statuses: list[int] = []
-            ready: list[int] = []
-            end = time.monotonic() + 60
-            while 200 not in statuses:
-                assert time.monotonic() < end
-                answer = service.http.post(predict, files=files)
-                statuses.append(answer.status_code)
-                time.sleep(0.05)
-                if answer.status_code == 503:
-                    assert answer.headers["Retry-After"] == "1"
-                    ready.append(service.http.get(f"{service.url}/v2/health/ready").status_code)
-            assert (set(statuses), 503 in ready) == ({503, 200}, True)
-            assert answer.json() == before
-        entries = service.http.post(f"{service.url}/v2/repository/index").json()
-        assert (entries[0]["version"], entries[0]["state"], entries[0]["reason"]) == (str(num_kills + 1), "READY", "")
-        in_log = "the process of the models was ended by SIGKILL; it is started again\n"
-        assert service.log.read_text() == in_log * num_kills
-        (models,) = models_of(psutil.Process(service.process.pid))
-        service.process.kill()
-        with suppress(psutil.NoSuchProcess):
-            models.wait(30)
-
-
-def test_the_service_itself_does_not_load_torch(service):
-    files = {"image": ("a.png", png(28))}
-    assert service.http.post(f"{service.url}/predict?model=m", files=files).status_code == 200
-    assert "libtorch" not in Path(f"/proc/{service.process.pid}/maps").read_text()
-    (models,) = models_of(psutil.Process(service.process.pid))
-    assert "libtorch" in Path(f"/proc/{models.pid}/maps").read_text()
