@@ -50,7 +50,7 @@ def test_a_few_files_that_real_loaders_run_are_findings():
     found = told("judge", {"generator": composed, "polyglots": valid, "mutants": list(range(0, 248, 31))})
     ran = [generator.sample(int(number)) for number, loaders in found["generator"].items() if loaders]
     assert len(ran) > len(composed) // 4
-    others = [polyglots.sample(int(number)) for number, (loaders, _) in found["polyglots"].items() if loaders]
+    others = [polyglots.sample(int(number)) for number, each in found["polyglots"].items() if all(each)]
     assert len(others) == len(valid)
     made = [mutants.sample(int(number)) for number, each in found["mutants"].items() if each and each[0]]
     assert made
