@@ -23,6 +23,7 @@ from tests.cli.test_costs import sparse_safetensors, used
 from tests.lora import models
 from tests.lora.models import CASES, adapted, made
 from tests.support.pages import ROOT, check_commands
+from tests.support.sweep import tiered
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -49,11 +50,15 @@ def largest_terms(case: models.Case, folder: Path) -> dict[str, float]:
     return {name: float(tensor.abs().max()) for name, tensor in merged.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", models.CASES)
-def test_the_model_is_the_one_that_peft_merges(name, dtype, tmp_path):
+CELLS = {f"{name} {dtype}": (name, dtype) for name in models.CASES for dtype in BITS}
+IN_TEST = {f"{name} {[*BITS][number % 2]}" for number, name in enumerate(models.CASES)}
+
+
+@pytest.mark.parametrize("cell", tiered(CELLS, test=IN_TEST, extended=CELLS.keys() - IN_TEST))
+def test_the_model_is_the_one_that_peft_merges(cell, tmp_path):
     """To the last bit where BLAS adds up in the order of torch's, else within one unit in the last place of the terms:
     numpy's BLAS has another order. PEFT rounds what it adds to embeddings and experts of 16 bits once more."""
+    name, dtype = CELLS[cell]
     case = models.CASES[name]
     wanted = models.made(case, tmp_path, dtype)
     ckpt_tools.merge_lora(
@@ -89,7 +94,9 @@ def test_layers_of_convolutions(tmp_path):
         assert name.endswith("bias") is torch.equal(tensor, before[name])
 
 
-@pytest.mark.parametrize("to", ["dcp", "torch", "zero3", "universal", "npz", "megatron"])
+@pytest.mark.parametrize(
+    "to", tiered(("dcp", "zero3", "megatron", "torch", "universal", "npz"), test=("zero3",), extended=("dcp", "npz"))
+)
 def test_any_format_is_written_and_read(to, tmp_path):
     case = models.CASES["linear"]
     models.made(case, tmp_path)
@@ -161,7 +168,15 @@ def load_base(folder: Path, case: models.Case) -> dict[str, Tensor]:
     return load_file(folder / "live.safetensors")
 
 
-@pytest.mark.parametrize("options", [(), ("--memory", "80MB", "--workers", "1"), ("--workers", "8")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--memory", "80MB", "--workers", "1"),
+        pytest.param((), marks=pytest.mark.extended),
+        pytest.param(("--workers", "8"), marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 def test_memory_is_what_the_plan_says_and_not_the_models_size(options, tmp_path):
     """A model of 400 MB in a file of holes, and matrices of 3 MB."""
     rows, columns, rank = 8192, 4096, 64

@@ -16,6 +16,7 @@ from ckpt_tools.errors import UsageError
 from fixtures import launch
 from tests.lora import models, runs
 from tests.lora.models import CASES, Case
+from tests.support.sweep import tiered
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -44,7 +45,10 @@ def test_an_adapter_has_no_place_for_the_files_of_a_model(tmp_path):
     assert any(note.what == "tokenizer.json" and note.asked for note in notes)
 
 
-@pytest.mark.parametrize("name", SAVED)
+IN_TEST = ("patterns", "biases", "saved", "embeddings", "conv1d", "experts, transposed", "DoRA", "a pattern")
+
+
+@pytest.mark.parametrize("name", tiered(SAVED, test=IN_TEST, extended=SAVED.keys() - {*IN_TEST}))
 def test_the_adapter_is_written_as_peft_writes_it(name, tmp_path):
     case = SAVED[name]
     with warnings.catch_warnings(action="ignore"):
@@ -62,7 +66,9 @@ def test_the_adapter_is_written_as_peft_writes_it(name, tmp_path):
     assert torch.equal(logits(names["model"]), logits(model))
 
 
-@pytest.mark.parametrize("name", ["linear", "biases", "saved", "embeddings", "conv1d", "experts"])
+@pytest.mark.parametrize(
+    "name", tiered(CASES, test=("linear", "saved", "experts"), extended=("biases", "embeddings", "conv1d"))
+)
 def test_a_state_is_merged_into_its_own_base(name, tmp_path):
     case = CASES[name]
     with warnings.catch_warnings(action="ignore"):
@@ -132,7 +138,7 @@ def test_a_model_with_layers_injected_by_transformers(tmp_path):
     assert all(torch.equal(tensor, wanted[key]) for key, tensor in found.items())
 
 
-@pytest.mark.parametrize("job", [runs.save_fsdp2, runs.save_zero3], ids=["FSDP2", "ZeRO-3"])
+@pytest.mark.parametrize("job", [runs.save_fsdp2, pytest.param(runs.save_zero3, marks=pytest.mark.extended)])
 def test_two_ranks_that_trained_an_adapter(job, tmp_path):
     """PEFT loads the adapter that is taken out of the whole state, and merges it as it is merged here."""
     launch.pool(2).run(job, str(tmp_path))

@@ -48,7 +48,13 @@ FILES = [
 """Layout, file, and how many folders above it the one to name is; None where that is the layout's source."""
 
 
-@pytest.mark.parametrize(("name", "pattern", "above"), FILES)
+IN_TEST = ("deepspeed-zero1-bf16", "deepspeed-universal", "dcp", "accelerate-fsdp2", "megatron", "verl", "hf-trainer")
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "above"),
+    [pytest.param(*row, marks=() if row[0] in IN_TEST else pytest.mark.extended) for row in FILES],
+)
 def test_the_folder_to_name_is_said_and_opens(name, pattern, above, tmp_path):
     made = make(name)
     file = min(made.folder.glob(pattern))
@@ -148,6 +154,7 @@ def test_a_torch_file_with_the_name_of_lightnings(from_, files, tmp_path):
     assert refusal(tmp_path / "meta.pt", tmp_path / "out", from_=from_)[0] in (3, 4)
 
 
+@pytest.mark.extended
 def test_lightnings_own_is_one_file_of_a_checkpoint(tmp_path):
     shutil.copytree(make("lightning-model-parallel").folder, tmp_path / "run")
     (meta,) = (tmp_path / "run").rglob("meta.pt")

@@ -6,7 +6,6 @@ import re
 import shutil
 from pathlib import Path
 
-import orbax.checkpoint as ocp
 import pytest
 import torch
 
@@ -228,8 +227,11 @@ def test_other_checkpoints_below_do_not_count(tmp_path):
     assert ckpt_tools.inspect(run).step is None
 
 
+@pytest.mark.extended
 def test_a_step_of_orbax_without_metadata_at_the_top(tmp_path):
     """As versions before that file wrote it: the name tells Orbax that the step is finished."""
+    import orbax.checkpoint as ocp
+
     shutil.copytree(make("orbax-manager").folder / "run", tmp_path / "run")
     step = tmp_path / "run" / "5"
     (step / "_CHECKPOINT_METADATA").unlink()
