@@ -30,17 +30,10 @@ TARGETS: tuple[WrittenFormat, ...] = tuple(each for each in get_args(WrittenForm
 """A folder of PEFT holds an adapter alone."""
 
 ALWAYS = {
-    ("accelerate-ddp-safetensors", "dcp"),
-    ("accelerate-ddp-safetensors", "torch"),
-    ("megatron", "dcp"),
-    ("megatron", "zero3"),
-    ("megatron-fsdp-weights", "megatron"),
-    ("composer", "megatron"),
-    ("composer", "sharded"),
-    ("deepspeed-muon-zero2-bf16", "zero3"),
-    ("deepspeed-muon-zero2-bf16", "universal"),
-    ("hf-trainer", "zero2"),
-}
+    ("accelerate-ddp-safetensors", "dcp"), ("accelerate-ddp-safetensors", "torch"), ("megatron", "dcp"),
+    ("megatron", "zero3"), ("megatron-fsdp-weights", "megatron"), ("composer", "megatron"), ("composer", "sharded"),
+    ("deepspeed-muon-zero2-bf16", "zero3"), ("deepspeed-muon-zero2-bf16", "universal"), ("hf-trainer", "zero2"),
+}  # fmt: skip
 """Each has a reason of its own to look different from its source, or to be refused."""
 
 REFUSALS = (
@@ -127,28 +120,15 @@ def test_a_tensor_in_an_entry_is_compared_in_its_place(tmp_path):
 OCDBT, ZSTD = ("data of Orbax (OCDBT)",), ("compressed with zstd",)
 
 FINDINGS = {
-    "orbax": OCDBT,
-    "orbax-manager": OCDBT,
-    "orbax-pytree": OCDBT,
-    "orbax-sharded": OCDBT,
-    "orbax-train-state": OCDBT,
-    "orbax-items": OCDBT + ZSTD,
-    "orbax-v1": OCDBT,
-    "orbax-v1-items": OCDBT,
-    "orbax-zarr": ZSTD,
-    "orbax-zarr3": OCDBT,
-}
+    "orbax": OCDBT, "orbax-manager": OCDBT, "orbax-pytree": OCDBT, "orbax-sharded": OCDBT, "orbax-train-state": OCDBT,
+    "orbax-items": OCDBT + ZSTD, "orbax-v1": OCDBT, "orbax-v1-items": OCDBT, "orbax-zarr": ZSTD, "orbax-zarr3": OCDBT,
+}  # fmt: skip
 """Layouts that are opened and that a scan does not prove, with parts of the reasons; all else is clean."""
 
 TRANSFORMER_ENGINE = {
-    "megatron",
-    "megatron-experts",
-    "megatron-chained",
-    "megatron-weights",
-    "megatron-buckets",
-    "megatron-flattened",
+    "megatron", "megatron-experts", "megatron-chained", "megatron-weights", "megatron-buckets", "megatron-flattened",
     "megatron-common-item",
-}
+}  # fmt: skip
 """Layouts that hold a state of fp8, which TransformerEngine unpickles."""
 
 CONFIGURATION = {"automodel", "nanotron", "nanotron-replicated", "nemo-2", *FINDINGS, *TRANSFORMER_ENGINE}

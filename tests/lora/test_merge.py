@@ -168,15 +168,11 @@ def load_base(folder: Path, case: models.Case) -> dict[str, Tensor]:
     return load_file(folder / "live.safetensors")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ("--memory", "80MB", "--workers", "1"),
-        pytest.param((), marks=pytest.mark.extended),
-        pytest.param(("--workers", "8"), marks=pytest.mark.soak),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    ("--memory", "80MB", "--workers", "1"),
+    pytest.param((), marks=pytest.mark.extended),
+    pytest.param(("--workers", "8"), marks=pytest.mark.soak),
+], ids=str)  # fmt: skip
 def test_memory_is_what_the_plan_says_and_not_the_models_size(options, tmp_path):
     """A model of 400 MB in a file of holes, and matrices of 3 MB."""
     rows, columns, rank = 8192, 4096, 64

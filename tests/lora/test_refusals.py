@@ -68,19 +68,16 @@ def test_settings(name, tmp_path):
     refused(tmp_path, UnsupportedError, said, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"r": 0}, "r is 0, and not a rank"),
-        ({"lora_alpha": "much"}, "lora_alpha is 'much', and not a number"),
-        ({"rank_pattern": {"(": 2}}, "rank_pattern: '\\(' is not a regular expression"),
-        ({"alpha_pattern": [1]}, "alpha_pattern is not a JSON object"),
-        ({"target_parameters": "experts"}, "target_parameters is not a list"),
-        ({"target_modules": 2}, "target_modules is not a list"),
-        ({"lora_alpha": 10**400}, "lora_alpha is 1000.*, and not a number"),
-        ({"alpha_pattern": {"q": 1e31}}, "not a number"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"r": 0}, "r is 0, and not a rank"),
+    ({"lora_alpha": "much"}, "lora_alpha is 'much', and not a number"),
+    ({"rank_pattern": {"(": 2}}, "rank_pattern: '\\(' is not a regular expression"),
+    ({"alpha_pattern": [1]}, "alpha_pattern is not a JSON object"),
+    ({"target_parameters": "experts"}, "target_parameters is not a list"),
+    ({"target_modules": 2}, "target_modules is not a list"),
+    ({"lora_alpha": 10**400}, "lora_alpha is 1000.*, and not a number"),
+    ({"alpha_pattern": {"q": 1e31}}, "not a number"),
+])  # fmt: skip
 def test_malformed_settings(settings, said, tmp_path):
     refused(tmp_path, MalformedError, said, **settings)
 

@@ -154,16 +154,13 @@ class TestTies:
         back, _ = apply_recipe(stored(found)[0], recipe, ARE_TIED)
         assert (list(back.tensors), back.aliases) == ([key("e")], {"h": "e"})
 
-    @pytest.mark.parametrize(
-        ("config", "tied"),
-        [
-            ({"model_type": "m"}, True),
-            ({"model_type": "m", "tie_word_embeddings": False}, False),
-            ({"model_type": "other"}, False),
-            ({"model_type": "other", "text_config": {"tie_word_embeddings": True}}, True),
-            (None, False),
-        ],
-    )
+    @pytest.mark.parametrize(("config", "tied"), [
+        ({"model_type": "m"}, True),
+        ({"model_type": "m", "tie_word_embeddings": False}, False),
+        ({"model_type": "other"}, False),
+        ({"model_type": "other", "text_config": {"tie_word_embeddings": True}}, True),
+        (None, False),
+    ])  # fmt: skip
     def test_models_of_the_recipe_are_tied_without_a_key(self, config, tied):
         weight = numbers(3, 2)
         made, _ = mapped(f'tied_by_default = ["m"]\n{TIED}', {key("e"): weight, key("h"): weight}, config)

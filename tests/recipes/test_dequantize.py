@@ -78,13 +78,8 @@ FP8: dict[str, tuple[torch.Tensor, torch.Tensor, str]] = {
 }
 FP8_CELLS = {f"{name} {dtype}": (name, dtype) for name in FP8 for dtype in (None, "float32", "float16")}
 FP8_TEST = {
-    "blocks None",
-    "ue8m0 float32",
-    "bytes of ue8m0 float16",
-    "e5m2 None",
-    "fp4 experts float32",
-    "a number None",
-}
+    "blocks None", "ue8m0 float32", "bytes of ue8m0 float16", "e5m2 None", "fp4 experts float32", "a number None",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("cell", tiered(FP8_CELLS, test=FP8_TEST, extended=FP8_CELLS.keys() - FP8_TEST))

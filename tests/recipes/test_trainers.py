@@ -30,20 +30,11 @@ def unpacked(name: str, folder: Path) -> Path:
 
 
 BOUNDS = {
-    "torchtitan_llama": 1e-6,
-    "torchtitan_qwen3_moe": 1e-4,
-    "torchtitan_deepseek_v3": 1e-5,
-    "olmo_core_llama": 1e-6,
-    "olmo_core_olmo2": 1e-6,
-    "automodel_qwen3_moe": 1e-6,
-    "automodel_glm4_moe": 1e-6,
-    "automodel_deepseek_v3": 1e-6,
-    "automodel_gpt_oss": 1e-6,
-    "prime_rl_qwen3_moe": 1e-6,
-    "prime_rl_glm4_moe": 1e-6,
-    "prime_rl_afmoe": 1e-6,
+    "torchtitan_llama": 1e-6, "torchtitan_qwen3_moe": 1e-4, "torchtitan_deepseek_v3": 1e-5, "olmo_core_llama": 1e-6,
+    "olmo_core_olmo2": 1e-6, "automodel_qwen3_moe": 1e-6, "automodel_glm4_moe": 1e-6, "automodel_deepseek_v3": 1e-6,
+    "automodel_gpt_oss": 1e-6, "prime_rl_qwen3_moe": 1e-6, "prime_rl_glm4_moe": 1e-6, "prime_rl_afmoe": 1e-6,
     "prime_rl_minimax_m2": 1e-6,
-}
+}  # fmt: skip
 """The largest difference of logits as a part of the largest logit. torchtitan multiplies complex numbers for rotary
 embeddings and experts in groups, where transformers does neither; OLMo-core calls torch's attention."""
 
@@ -123,13 +114,9 @@ def dense(prefix: str, layer: dict[str, tuple[int, ...]], ends: dict[str, tuple[
 
 
 TITAN = {
-    "attention_norm.weight": (16,),
-    "ffn_norm.weight": (16,),
-    "attention.wo.weight": (16, 16),
-    "feed_forward.w1.weight": (12, 16),
-    "feed_forward.w2.weight": (16, 12),
-    "feed_forward.w3.weight": (12, 16),
-}
+    "attention_norm.weight": (16,), "ffn_norm.weight": (16,), "attention.wo.weight": (16, 16),
+    "feed_forward.w1.weight": (12, 16), "feed_forward.w2.weight": (16, 12), "feed_forward.w3.weight": (12, 16),
+}  # fmt: skip
 TITAN_ENDS = {"tok_embeddings.weight": (8, 16), "norm.weight": (16,)}
 
 
@@ -173,13 +160,10 @@ def test_spellings_of_torchtitans_experts(spelling):
             assert same(made, arrays[key(f"layers.0.{name}")][expert])
 
 
-@pytest.mark.parametrize(
-    "spelling",
-    [
-        ("routed_experts.inner_experts.mlp1_weight_EGD", "routed_experts.inner_experts.mlp2_weight_EDF"),
-        ("experts.mlp1_weight", "experts.mlp2_weight"),
-    ],
-)
+@pytest.mark.parametrize("spelling", [
+    ("routed_experts.inner_experts.mlp1_weight_EGD", "routed_experts.inner_experts.mlp2_weight_EDF"),
+    ("experts.mlp1_weight", "experts.mlp2_weight"),
+])  # fmt: skip
 def test_torchtitans_gpt_oss_is_transposed(spelling):
     """The orientation of transformers is that of its MXFP4 files after dequantization, with the last axes exchanged."""
     first, second = spelling
@@ -232,26 +216,13 @@ def test_automodels_gpt_oss_has_other_names_alone():
     ]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "gate", "bias", "experts", "config"),
-    [
-        (
-            "prime_rl_glm4_moe",
-            *(
-                "mlp.gate.weight",
-                "mlp.gate.e_score_correction_bias",
-                "mlp.experts.{}.{}_proj.weight",
-                "n_routed_experts",
-            ),
-        ),
-        (
-            "prime_rl_minimax_m2",
-            *("block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias"),
-            *("block_sparse_moe.experts.{}.{}.weight", "num_local_experts"),
-        ),
-        ("prime_rl_afmoe", "mlp.router.gate.weight", "mlp.expert_bias", "mlp.experts.{}.{}_proj.weight", "num_experts"),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "gate", "bias", "experts", "config"), [
+    ("prime_rl_glm4_moe", *("mlp.gate.weight", "mlp.gate.e_score_correction_bias", "mlp.experts.{}.{}_proj.weight",
+        "n_routed_experts")),
+    ("prime_rl_minimax_m2", *("block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias"),
+        *("block_sparse_moe.experts.{}.{}.weight", "num_local_experts")),
+    ("prime_rl_afmoe", "mlp.router.gate.weight", "mlp.expert_bias", "mlp.experts.{}.{}_proj.weight", "num_experts"),
+])  # fmt: skip
 def test_prime_rls_experts(recipe, gate, bias, experts, config):
     arrays = {
         key(f"{P}mlp.router.gate.weight"): numbers(3, 16),

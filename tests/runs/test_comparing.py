@@ -231,23 +231,20 @@ def content(*, weights: Mapping[str, int], state: int = 0, size: int = 100, is_r
     return Content("2", "b", weights, state, size, is_read)
 
 
-@pytest.mark.parametrize(
-    ("newer", "elder", "words"),
-    [
-        (content(weights={"w": 9}), content(weights={"w": 9}), None),
-        (content(weights={"w": 9, "v": 1}), content(weights={"w": 9}), None),
-        (content(weights={}), content(weights={"w": 9}), "holds no weights, and b does"),
-        (content(weights={"w": 5}), content(weights={"w": 10}), None),
-        (content(weights={"w": 4}), content(weights={"w": 10}), "weights have 4 elements, those of b 10"),
-        (content(weights={"w": 9}), content(weights={"w": 9, "tied": 0}), None),
-        (content(weights={"w": 9, "tied": 0}), content(weights={"w": 9, "tied": 9}), None),
-        (content(weights={"w": 9}), content(weights={"w": 9}, state=18), None),
-        (content(weights={"w": 9}, state=9), content(weights={"w": 9}, state=18), None),
-        (content(weights={"w": 9}, state=8), content(weights={"w": 9}, state=18), "8 B, that of b 18 B"),
-        (content(weights={}, is_read=False), content(weights={}, is_read=False), None),
-        (content(weights={}, size=40, is_read=False), content(weights={"w": 9}), "files have 40 B, those of b 100 B"),
-    ],
-)
+@pytest.mark.parametrize(("newer", "elder", "words"), [
+    (content(weights={"w": 9}), content(weights={"w": 9}), None),
+    (content(weights={"w": 9, "v": 1}), content(weights={"w": 9}), None),
+    (content(weights={}), content(weights={"w": 9}), "holds no weights, and b does"),
+    (content(weights={"w": 5}), content(weights={"w": 10}), None),
+    (content(weights={"w": 4}), content(weights={"w": 10}), "weights have 4 elements, those of b 10"),
+    (content(weights={"w": 9}), content(weights={"w": 9, "tied": 0}), None),
+    (content(weights={"w": 9, "tied": 0}), content(weights={"w": 9, "tied": 9}), None),
+    (content(weights={"w": 9}), content(weights={"w": 9}, state=18), None),
+    (content(weights={"w": 9}, state=9), content(weights={"w": 9}, state=18), None),
+    (content(weights={"w": 9}, state=8), content(weights={"w": 9}, state=18), "8 B, that of b 18 B"),
+    (content(weights={}, is_read=False), content(weights={}, is_read=False), None),
+    (content(weights={}, size=40, is_read=False), content(weights={"w": 9}), "files have 40 B, those of b 100 B"),
+])  # fmt: skip
 def test_what_is_less(newer, elder, words):
     found = lack(newer, elder)
     assert (words is None) == (found is None) and (words or "") in (found or "")
@@ -256,15 +253,12 @@ def test_what_is_less(newer, elder, words):
 # The best
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"best_model_checkpoint": "/another/machine/out/checkpoint-2"},
-        {"best_model_checkpoint": "out/checkpoint-2/"},
-        {"best_model_checkpoint": r"C:\out\checkpoint-2"},
-        {"best_model_checkpoint": None, "best_global_step": 2},
-    ],
-)
+@pytest.mark.parametrize("state", [
+    {"best_model_checkpoint": "/another/machine/out/checkpoint-2"},
+    {"best_model_checkpoint": "out/checkpoint-2/"},
+    {"best_model_checkpoint": r"C:\out\checkpoint-2"},
+    {"best_model_checkpoint": None, "best_global_step": 2},
+])  # fmt: skip
 def test_the_best_by_the_trainers_state_stays(state, tmp_path):
     saved(tmp_path, 1)
     saved(tmp_path, 2, best_model_checkpoint="out/checkpoint-1")

@@ -107,14 +107,9 @@ def managed(folder: Path) -> None:
 
 
 MADE: dict[str, Callable[[Path], None]] = {
-    "epoch_1_step_5": automodel,
-    "step-7": managed,
-    "checkpoint-5": hf,
-    "checkpoint_5": accelerated,
-    "global_step_5": verl,
-    "1000": orbax,
-    "epoch=1-step=7.ckpt": lightning,
-}
+    "epoch_1_step_5": automodel, "step-7": managed, "checkpoint-5": hf, "checkpoint_5": accelerated,
+    "global_step_5": verl, "1000": orbax, "epoch=1-step=7.ckpt": lightning,
+}  # fmt: skip
 CASES: list[tuple[str, Damage, str]] = [
     ("checkpoint-5", without("trainer_state.json"), "no trainer_state.json"),
     ("checkpoint-5", without("model-00002-of-00002.safetensors"), "model-00002-of-00002.safetensors is missing"),
@@ -242,41 +237,30 @@ def test_a_universal_checkpoint_has_every_parameter(checkpoint, tmp_path):
     assert "has no fp32.pt" in (listed(run)[found.name].problem or "")
 
 
-@pytest.mark.parametrize(
-    ("files", "found"),
-    [
-        (["checkpoint-5/model.safetensors", "checkpoint-10/model.safetensors"], ["checkpoint-10", "checkpoint-5"]),
-        (["global_step_5/actor/huggingface/model.safetensors", "global_step_5/critic/a.pt"], ["global_step_5"]),
-        (["checkpoint-5/global_step5/mp_rank_00_model_states.pt", "checkpoint-5/a.bin"], ["checkpoint-5"]),
-        (["s_step5/checkpoint-1/a.pt", "s_step5/checkpoint-2/a.pt"], ["s_step5/checkpoint-2", "s_step5/checkpoint-1"]),
-        (["epoch_0_step_9/model/s.safetensors", "epoch_0_step_9/optim/.metadata"], ["epoch_0_step_9"]),
-        (["iter_0000010/mp_rank_00/model_optim_rng.pt"], ["iter_0000010"]),
-        (["c/epoch=1-step=7.ckpt", "c/last.ckpt", "c/hparams.yaml"], ["c/epoch=1-step=7.ckpt", "c/last.ckpt"]),
-        (["epoch_9.pt", "epoch_10.pt", "best.pt", "scheduler.pt"], ["epoch_10.pt", "epoch_9.pt", "best.pt"]),
-        (["10/_CHECKPOINT_METADATA", "10/default/manifest.ocdbt", "10/default/d/0f.pt"], ["10"]),
-        (["2024/06/a.txt", "2024/06/checkpoint-1/model.pt"], ["2024/06/checkpoint-1"]),
-        (["ep0-ba10/.metadata", "ep1-ba20/.metadata", "logs/a.txt"], ["ep1-ba20", "ep0-ba10"]),
-        (["step-5/model_0.pt", "step-5/model_1.pt", "tmp_step-6/model_0.pt"], ["tmp_step-6", "step-5"]),
-        (
-            [
-                "a/model_name=0--val_loss=0.51-step=9-consumed_samples=80.0-last/weights/.metadata",
-                "a/model_name=0--val_loss=0.49-step=19-consumed_samples=160.0/weights/.metadata",
-                "a/model_name=0--val_loss=0.51-step=9-consumed_samples=80.0-last/context/io.json",
-            ],
-            [
-                "a/model_name=0--val_loss=0.49-step=19-consumed_samples=160.0",
-                "a/model_name=0--val_loss=0.51-step=9-consumed_samples=80.0-last",
-            ],
-        ),
-        (
-            ["val_loss=0.31-epoch=10.ckpt", "val_loss=0.42-epoch=9.ckpt"],
-            ["val_loss=0.31-epoch=10.ckpt", "val_loss=0.42-epoch=9.ckpt"],
-        ),
-        ([".git/checkpoint-5/a.pt", ".checkpoint-5/a.pt", ".epoch_6.partial/a.pt"], [".epoch_6.partial"]),
-        (["run1/model.safetensors", "run1/checkpoint-5/model.safetensors"], ["run1/checkpoint-5"]),
-        (["final/model.safetensors", "checkpoint-5/model.safetensors"], ["checkpoint-5", "final"]),
-    ],
-)
+@pytest.mark.parametrize(("files", "found"), [
+    (["checkpoint-5/model.safetensors", "checkpoint-10/model.safetensors"], ["checkpoint-10", "checkpoint-5"]),
+    (["global_step_5/actor/huggingface/model.safetensors", "global_step_5/critic/a.pt"], ["global_step_5"]),
+    (["checkpoint-5/global_step5/mp_rank_00_model_states.pt", "checkpoint-5/a.bin"], ["checkpoint-5"]),
+    (["s_step5/checkpoint-1/a.pt", "s_step5/checkpoint-2/a.pt"], ["s_step5/checkpoint-2", "s_step5/checkpoint-1"]),
+    (["epoch_0_step_9/model/s.safetensors", "epoch_0_step_9/optim/.metadata"], ["epoch_0_step_9"]),
+    (["iter_0000010/mp_rank_00/model_optim_rng.pt"], ["iter_0000010"]),
+    (["c/epoch=1-step=7.ckpt", "c/last.ckpt", "c/hparams.yaml"], ["c/epoch=1-step=7.ckpt", "c/last.ckpt"]),
+    (["epoch_9.pt", "epoch_10.pt", "best.pt", "scheduler.pt"], ["epoch_10.pt", "epoch_9.pt", "best.pt"]),
+    (["10/_CHECKPOINT_METADATA", "10/default/manifest.ocdbt", "10/default/d/0f.pt"], ["10"]),
+    (["2024/06/a.txt", "2024/06/checkpoint-1/model.pt"], ["2024/06/checkpoint-1"]),
+    (["ep0-ba10/.metadata", "ep1-ba20/.metadata", "logs/a.txt"], ["ep1-ba20", "ep0-ba10"]),
+    (["step-5/model_0.pt", "step-5/model_1.pt", "tmp_step-6/model_0.pt"], ["tmp_step-6", "step-5"]),
+    (["a/model_name=0--val_loss=0.51-step=9-consumed_samples=80.0-last/weights/.metadata",
+        "a/model_name=0--val_loss=0.49-step=19-consumed_samples=160.0/weights/.metadata",
+        "a/model_name=0--val_loss=0.51-step=9-consumed_samples=80.0-last/context/io.json"],
+        ["a/model_name=0--val_loss=0.49-step=19-consumed_samples=160.0",
+        "a/model_name=0--val_loss=0.51-step=9-consumed_samples=80.0-last"]),
+    (["val_loss=0.31-epoch=10.ckpt", "val_loss=0.42-epoch=9.ckpt"], ["val_loss=0.31-epoch=10.ckpt",
+        "val_loss=0.42-epoch=9.ckpt"]),
+    ([".git/checkpoint-5/a.pt", ".checkpoint-5/a.pt", ".epoch_6.partial/a.pt"], [".epoch_6.partial"]),
+    (["run1/model.safetensors", "run1/checkpoint-5/model.safetensors"], ["run1/checkpoint-5"]),
+    (["final/model.safetensors", "checkpoint-5/model.safetensors"], ["checkpoint-5", "final"]),
+])  # fmt: skip
 def test_which_folders_and_files_are_checkpoints(files, found):
     assert [member.name for member in members(dict.fromkeys(files, 1))] == found
 

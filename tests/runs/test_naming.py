@@ -115,20 +115,14 @@ def test_the_source_is_protected_by_its_real_name(run):
     assert sorted(run.rglob("*")) == there
 
 
-@pytest.mark.parametrize(
-    ("files", "found"),
-    [
-        (["a/epoch_9/.metadata", "a/epoch_10/.metadata"], ["a/epoch_10", "a/epoch_9"]),
-        (
-            ["e_1/global_step5/mp_rank_00_model_states.pt", "e_2/global_step7/mp_rank_00_model_states.pt"],
-            ["e_2", "e_1"],
-        ),
-        (["c-5/pytorch_model_fsdp_0/.metadata", "c-5/optimizer_0/.metadata", "c-7/m.safetensors"], ["c-7", "c-5"]),
-        (["ckpts/best.pt", "ckpts/epoch_1/model.pt", "ckpts/epoch_2/model.pt"], ["ckpts/epoch_2", "ckpts/epoch_1"]),
-        (["t1/mp_rank_00_model_states.pt", "t1/zero/layer.0.weight/fp32.pt"], ["t1"]),
-        ([".metadata", "model.pt", "notes/a.txt"], []),
-    ],
-)
+@pytest.mark.parametrize(("files", "found"), [
+    (["a/epoch_9/.metadata", "a/epoch_10/.metadata"], ["a/epoch_10", "a/epoch_9"]),
+    (["e_1/global_step5/mp_rank_00_model_states.pt", "e_2/global_step7/mp_rank_00_model_states.pt"], ["e_2", "e_1"]),
+    (["c-5/pytorch_model_fsdp_0/.metadata", "c-5/optimizer_0/.metadata", "c-7/m.safetensors"], ["c-7", "c-5"]),
+    (["ckpts/best.pt", "ckpts/epoch_1/model.pt", "ckpts/epoch_2/model.pt"], ["ckpts/epoch_2", "ckpts/epoch_1"]),
+    (["t1/mp_rank_00_model_states.pt", "t1/zero/layer.0.weight/fp32.pt"], ["t1"]),
+    ([".metadata", "model.pt", "notes/a.txt"], []),
+])  # fmt: skip
 def test_folders_of_checkpoints(files, found):
     assert checkpoints(files) == found
 

@@ -199,15 +199,11 @@ def test_a_flattened_optimizer_serves_groups_and_the_other_way_round(checkpoint,
     assert grouped["optim"]["param_groups"][0]["params"] in [group["fqns"] for group in groups]
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"w": zeros(dtype=torch.int64)}, r"float32, which cannot be cast to torch\.int64"),
-        ({"model": {"v": torch.zeros(1)}}, r"Missing key in checkpoint state_dict: model\.v"),
-        ({"model": {"w": zeros()}, "ema": {"w": torch.ones(4, 3)}}, "job_model_key"),
-    ],
-    ids=["a cast that would lose the kind", "a name that is not there", "two prefixes"],
-)
+@pytest.mark.parametrize(("state", "message"), [
+    ({"w": zeros(dtype=torch.int64)}, r"float32, which cannot be cast to torch\.int64"),
+    ({"model": {"v": torch.zeros(1)}}, r"Missing key in checkpoint state_dict: model\.v"),
+    ({"model": {"w": zeros()}, "ema": {"w": torch.ones(4, 3)}}, "job_model_key"),
+], ids=["a cast that would lose the kind", "a name that is not there", "two prefixes"])  # fmt: skip
 def test_what_the_reader_refuses(state, message, whole):
     with pytest.raises(BaseException, match=message):
         loaded(state, whole)

@@ -48,16 +48,13 @@ def test_weights_are_found_whatever_stands_before_them(prefix):
         assert (match.entry, match.prefix) == (entry, prefix)
 
 
-@pytest.mark.parametrize(
-    ("name", "entry"),
-    [
-        ("optimizer.state.w.step", "app.optim.state.w.step"),
-        ("app.optim.param_groups.0.lr", "app.optim.param_groups.0.lr"),
-        ("optimizer.param_groups.w.lr", "app.optim.param_groups.0.lr"),
-        ("app.epoch", "app.epoch"),
-        ("epoch", "app.epoch"),
-    ],
-)
+@pytest.mark.parametrize(("name", "entry"), [
+    ("optimizer.state.w.step", "app.optim.state.w.step"),
+    ("app.optim.param_groups.0.lr", "app.optim.param_groups.0.lr"),
+    ("optimizer.param_groups.w.lr", "app.optim.param_groups.0.lr"),
+    ("app.epoch", "app.epoch"),
+    ("epoch", "app.epoch"),
+])  # fmt: skip
 def test_state_options_and_entries(name, entry):
     match = job_names("w").find(name)
     assert match is not None and match.entry == entry

@@ -77,14 +77,11 @@ def notes_of(source: Path) -> Sequence[Note]:
     return read_checkpoint(source, ReadOptions())[1].notes
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [
-        ("accelerate-models-fsdp2", "optimizer_1"),
-        ("accelerate-models-ddp-safetensors", "optimizer_1.bin"),
-        ("accelerate-models-fsdp2-full", "optimizer_1.bin"),
-    ],
-)
+@pytest.mark.parametrize(("name", "optimizer"), [
+    ("accelerate-models-fsdp2", "optimizer_1"),
+    ("accelerate-models-ddp-safetensors", "optimizer_1.bin"),
+    ("accelerate-models-fsdp2-full", "optimizer_1.bin"),
+])  # fmt: skip
 def test_a_model_without_its_optimizer_is_read_with_a_note(name, optimizer, tmp_path):
     folder = shutil.copytree(make(name).folder, tmp_path / "state")
     lost = folder / optimizer
