@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +80,12 @@ class TestUnflattened:
     """``DefaultSavePlanner(flatten_state_dict=False)``."""
 
     @pytest.mark.parametrize("name", UNFLATTENED)
-    def test_every_tensor_that_torch_gives_is_counted(self, name):
+    def test_every_tensor_that_torch_gives_is_counted_and_converted(self, name, tmp_path):
         source = make(name).source
-        found = ckpt_tools.inspect(source)
-        weights = [tensor for _, tensor in tensors(loaded(source)["model"])]
+        wanted, found = loaded(source), ckpt_tools.inspect(source)
+        weights = [tensor for _, tensor in tensors(wanted["model"])]
         assert found.num_parameters == sum(each.numel() for each in weights if each.is_floating_point())
-        assert len(found.tensors) == len(dict(tensors(loaded(source))))
-
-    @pytest.mark.parametrize("name", UNFLATTENED)
-    def test_it_converts_to_what_torch_gives(self, name, tmp_path):
-        source = make(name).source
-        wanted = loaded(source)
+        assert len(found.tensors) == len(dict(tensors(wanted)))
         ckpt_tools.convert(source, tmp_path / "whole.pt", state="all")
         whole = torch.load(tmp_path / "whole.pt", weights_only=True)
         assert_same(whole, wanted)
@@ -239,30 +235,25 @@ FORMS = [(kind, form) for kind in KINDS for form in ("pt", "unflattened", "dcp",
 @pytest.mark.parametrize(
     ("kind", "form"), [(kind, form) for kind, form in FORMS if form in ("pt", "unflattened") or kind in OF_DCP]
 )
-class TestClasses:
-    def test_it_is_refused_by_name_in_every_command(self, kind, form, tmp_path):
-        source, out = _saved(kind, form, tmp_path), tmp_path / "out"
-        other = tmp_path / "other.pt"
-        torch.save({"a.weight": torch.ones(5, 5)}, other)
-        for command in COMMANDS(source, out, other):
-            with pytest.raises(UnsupportedError, match=rf"b\.weight: it .*{KINDS[kind][1]}") as refused:
-                command()
-            assert "leave it out with exclude='b.weight'" in str(refused.value)
-        assert not out.exists()
-
-    def test_it_can_be_left_out(self, kind, form, tmp_path):
-        source, exclude = _saved(kind, form, tmp_path), "b.weight"
-        assert ckpt_tools.plan(source, tmp_path / "out", to="dcp", exclude=exclude).num_tensors == 1
-        report = ckpt_tools.convert(source, tmp_path / "out", to="dcp", exclude=exclude)
-        changed = [("the form of model as one entry", False)] if form == "unflattened" else []
-        assert [(note.what, note.asked) for note in report.plan.notes] == [("b.weight", True), *changed]
-        found = as_torch(tmp_path / "out", tmp_path / "of_dcp.pt")
-        wanted = {"a.weight": torch.ones(5, 5)}
-        assert_same(found.get("model", found), wanted)
-        assert ckpt_tools.verify(source, tmp_path / "out", exclude=exclude).equal
-        assert ckpt_tools.diff(source, tmp_path / "out", exclude=exclude).equal
-        ckpt_tools.consolidate(source, tmp_path / "out.safetensors", include="a.*")
-        assert_same(load_file(tmp_path / "out.safetensors"), wanted)
+def test_a_class_is_refused_by_name_in_every_command_and_can_be_left_out(kind, form, tmp_path):
+    source, out, exclude = _saved(kind, form, tmp_path), tmp_path / "out", "b.weight"
+    other, wanted = tmp_path / "other.pt", {"a.weight": torch.ones(5, 5)}
+    torch.save(wanted, other)
+    for command in COMMANDS(source, out, other):
+        with pytest.raises(UnsupportedError, match=rf"b\.weight: it .*{KINDS[kind][1]}") as refused:
+            command()
+        assert "leave it out with exclude='b.weight'" in str(refused.value)
+    assert not out.exists()
+    assert ckpt_tools.plan(source, out, to="dcp", exclude=exclude).num_tensors == 1
+    report = ckpt_tools.convert(source, out, to="dcp", exclude=exclude)
+    changed = [("the form of model as one entry", False)] if form == "unflattened" else []
+    assert [(note.what, note.asked) for note in report.plan.notes] == [("b.weight", True), *changed]
+    found = as_torch(out, tmp_path / "of_dcp.pt")
+    assert_same(found.get("model", found), wanted)
+    assert ckpt_tools.verify(source, out, exclude=exclude).equal
+    assert ckpt_tools.diff(source, out, exclude=exclude).equal
+    ckpt_tools.consolidate(source, tmp_path / "out.safetensors", include="a.*")
+    assert_same(load_file(tmp_path / "out.safetensors"), wanted)
 
 
 def COMMANDS(source: Path, out: Path, other: Path) -> list[Callable[[], Any]]:  # noqa: N802
@@ -337,14 +328,14 @@ def test_a_pattern_that_matches_nothing_is_still_told(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (2, 3, 4, 5), (1000, 1000), (0, 3)])
-def test_plain_items_of_torch_need_no_look(shape, requires_grad, tmp_path, monkeypatch):
+def test_plain_items_of_torch_need_no_look(tmp_path, monkeypatch):
     """Their length is that of the items that ckpt-tools writes."""
     from ckpt_tools.formats.dcp import index
 
-    kinds = [torch.float32, torch.bfloat16, torch.float64]
-    floats = {str(kind): torch.ones(shape, dtype=kind, requires_grad=requires_grad) for kind in kinds}
-    source = save({"model": floats | {"n": torch.ones(shape, dtype=torch.int64)}}, tmp_path / "in")
     monkeypatch.setattr(index, "value_at_start", lambda *_: pytest.fail("it was looked into"))
-    ckpt_tools.inspect(source)
+    shapes: list[tuple[int, ...]] = [(), (1,), (7,), (3, 4), (2, 3, 4, 5), (1000, 1000), (0, 3)]
+    for number, (shape, requires_grad) in enumerate(product(shapes, (True, False))):
+        kinds = [torch.float32, torch.bfloat16, torch.float64]
+        floats = {str(kind): torch.ones(shape, dtype=kind, requires_grad=requires_grad) for kind in kinds}
+        state = {"model": floats | {"n": torch.ones(shape, dtype=torch.int64)}}
+        ckpt_tools.inspect(save(state, tmp_path / f"in{number}"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from fixtures.corpus import make
 from tests.end_to_end.test_matrix import assert_same_state
 from tests.layouts.contents import contents, of_tensor
 from tests.support.ranks import for_ranks
+from tests.support.sweep import tiered
 from tests.support.truth import Truth
 
 pytestmark = pytest.mark.extended
@@ -41,25 +41,18 @@ def full(tmp_path_factory):
     return root
 
 
-CELLS = [
-    ("awkward", "dcp", "fsdp2", 3),
-    ("plain", "universal", "universal-zero2-fp32", 3),
-    ("awkward", "zero2", "zero2-fp32", 3),
-    ("awkward", "zero3", "zero3-fp32", 1),
-]
-OF_TRAINER = [("dcp", 2), ("universal", 2), ("zero2", 2), ("zero3", 3)]
+CELLS = {
+    "awkward fsdp2": ("dcp", 3),
+    "plain universal-zero2-fp32": ("universal", 3),
+    "awkward zero2-fp32": ("zero2", 3),
+    "awkward zero3-fp32": ("zero3", 1),
+}
+OF_TRAINER = {"dcp": 2, "universal": 2, "zero2": 2, "zero3": 3}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All cells in ``make soak``, in ``make test-all`` those to a DCP and to DeepSpeed's universal form."""
-    end = None if metafunc.config.getoption("--soak") else 2
-    if metafunc.function is test_fsdp_full_is_resumed:
-        metafunc.parametrize(("case", "to", "kind", "ranks"), CELLS[:end])
-    elif metafunc.function is test_the_trainers_checkpoint_is_resumed:
-        metafunc.parametrize(("to", "ranks"), OF_TRAINER[:end])
-
-
-def test_fsdp_full_is_resumed(case, to, kind, ranks, full, resume, tmp_path):
+@pytest.mark.parametrize("cell", tiered(CELLS, test=(), extended=("awkward fsdp2", "plain universal-zero2-fp32")))
+def test_fsdp_full_is_resumed(cell, full, resume, tmp_path):
+    (case, kind), (to, ranks) = cell.split(), CELLS[cell]
     ckpt_tools.convert(full / case / "checkpoint", tmp_path / "out", to=to, **for_ranks(to, ranks))
     truth, resumed = Truth.load(full / case), resume(kind, case, tmp_path / "out", ranks)
     assert_same_state(truth, resumed)
@@ -68,9 +61,6 @@ def test_fsdp_full_is_resumed(case, to, kind, ranks, full, resume, tmp_path):
 
 
 # Numbers: accelerate with DDP
-
-
-Numbered = dict[str, tuple[Path, list[float], list[list[str]]]]
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +105,9 @@ def trained(tmp_path_factory):
     return folder, hf_runs.save_trainer(folder)
 
 
-def test_the_trainers_checkpoint_is_resumed(to, ranks, trained, tmp_path):
-    folder, losses = trained
+@pytest.mark.parametrize("to", tiered(OF_TRAINER, test=(), extended=("dcp", "universal")))
+def test_the_trainers_checkpoint_is_resumed(to, trained, tmp_path):
+    (folder, losses), ranks = trained, OF_TRAINER[to]
     source, out = folder / "checkpoint-2", tmp_path / "out"
     ckpt_tools.convert(source, out, to=to, param_order=folder / "order.txt", **for_ranks(to, ranks))
     pool = launch.pool(ranks)
@@ -128,9 +119,8 @@ def test_the_trainers_checkpoint_is_resumed(to, ranks, trained, tmp_path):
     np.testing.assert_allclose(found[0], losses, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["hf-trainer"])
-def test_every_moment_has_its_name(layout):
-    made = make(layout)
+def test_every_moment_has_its_name():
+    made = make("hf-trainer")
     truth = torch.load(made.folder / "slots.pt", weights_only=True)
     options = ConvertOptions(param_order=made.folder / "order.txt").reading
     manifest, found = contents(made.source, options)
@@ -160,9 +150,6 @@ def test_an_order_that_does_not_fit_is_an_error(kind, trained, tmp_path):
     with pytest.raises(UsageError, match=reason):
         ckpt_tools.convert(trained[0] / "checkpoint-2", tmp_path / "out", to="dcp", param_order=tmp_path / "order")
     assert not (tmp_path / "out").exists()
-
-
-def test_an_order_of_other_shapes_is_an_error(trained, tmp_path):
     names = (trained[0] / "order.txt").read_text().split()
     (tmp_path / "order").write_text(json.dumps([names[:16], names[16:]]))
     with pytest.raises(UsageError, match=r"does not fit: state \d+ .* has the shape"):
@@ -215,26 +202,19 @@ def test_an_order_for_nothing_is_an_error(full, tmp_path):
         ckpt_tools.inspect(tmp_path / "m.pt", param_order=tmp_path / "absent")
 
 
-@pytest.mark.parametrize("size", [0, 100, 5000, -1])
-def test_half_an_optimizer_is_an_error(size, full, tmp_path):
+def test_half_an_optimizer_that_of_another_model_and_code_are_errors(full, tmp_path):
     source = shutil.copytree(full / "plain" / "checkpoint", tmp_path / "in")
-    data = (source / "optimizer.bin").read_bytes()
-    (source / "optimizer.bin").write_bytes(data[:size])
-    with pytest.raises(FormatError, match=r"optimizer\.bin.*whose file can be named"):
-        ckpt_tools.inspect(source)
-    assert ckpt_tools.inspect(source / "pytorch_model_fsdp.bin").num_parameters
-
-
-def test_the_optimizer_of_another_model_is_an_error(full, tmp_path):
-    source = shutil.copytree(full / "plain" / "checkpoint", tmp_path / "in")
+    file = source / "optimizer.bin"
+    data = file.read_bytes()
+    for size in (0, 100, 5000, -1):
+        file.write_bytes(data[:size])
+        with pytest.raises(FormatError, match=r"optimizer\.bin.*whose file can be named"):
+            ckpt_tools.inspect(source)
+        assert ckpt_tools.inspect(source / "pytorch_model_fsdp.bin").num_parameters
     shutil.copy(full / "awkward" / "checkpoint" / "optimizer.bin", source)
     with pytest.raises(FormatError):
         ckpt_tools.inspect(source)
-
-
-def test_what_runs_code_is_not_read(full, tmp_path):
-    source = shutil.copytree(full / "plain" / "checkpoint", tmp_path / "in")
-    (source / "optimizer.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    file.write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
     with pytest.raises(CkptError):
         ckpt_tools.inspect(source)
     assert not (tmp_path / "ran").exists()
