@@ -323,9 +323,9 @@ def watched(files, tmp_path, monkeypatch):
 
 
 @pytest.mark.extended
-def test_a_run_with_a_callback_and_a_process_that_loads_samples_predicts(watched, files, tmp_path):
+def test_a_run_with_a_callback_is_exported_and_predicts(watched, files, tmp_path):
     whole = run(replace(watched, out=tmp_path / "whole", callback=()))
-    config = replace(watched, loader_workers=1, export=str(tmp_path / "own.safetensors"))
+    config = replace(watched, export=str(tmp_path / "own.safetensors"))
     check_same_end(run(config), whole)
     export(config, result_of(config).checkpoint)
     check_watched(config.out, starts=1)
@@ -334,8 +334,8 @@ def test_a_run_with_a_callback_and_a_process_that_loads_samples_predicts(watched
 
 @pytest.mark.soak
 def test_a_killed_run_goes_on_and_predicts(watched, files, tmp_path):
-    """Killed under torchrun, resumed to the same bits; and resumed under Ray from Python, by a function within another
-    one."""
+    """Killed under torchrun, resumed to the same bits with a process that loads samples; and resumed under Ray from
+    Python, by a function within another one."""
     whole = run(replace(watched, out=tmp_path / "whole", callback=()))
     first = command("-m", "training", *watched.to_args(), files=files, PAUSE="0.3")
     saved = watched.out / "checkpoints" / MID_EPOCH
