@@ -50,7 +50,7 @@ browser:
 
 # Two processes at a time, each with whole files of tests, so that what a file's tests share is made once, in the
 # order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 # Most tests, every format there and back: about 30 minutes on 2 cores.
 test: $(STAMP)

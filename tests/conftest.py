@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -39,7 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kill-seed", default="7", help="in the soak: the seed of the moments of these kills")
 
 
-QUICK = "quick"
+SELECTED = ("quick", "judges")
+"""Markers of few files."""
 EXTENDED = re.compile(r"^pytestmark = (.*|\[\n.*)\.extended\b", re.MULTILINE)
 """In the code of a file that is marked as a whole."""
 ORDER = (
@@ -56,7 +57,6 @@ ORDER = (
 """What comes first, of ``tests``: the files that make the checkpoints which others read, one for each process of
 pytest-xdist; then the folders with long files, so that no process is left without work at the end. The files of a
 folder follow one another, because they share pools of ranks."""
-MANY_CASES = 8
 NO_GPU = "not run: torch finds no GPU on this machine"
 
 
@@ -76,18 +76,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "extended: one more of a kind, which `make test-all` runs and `make test` does not"
     )
+    config.addinivalue_line("markers", "judges: runs again with the newest frameworks (`make judges`)")
     config.addinivalue_line("markers", "gpu: needs a GPU that torch can use; the summary names those that were not run")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m quick`` only the files with this marker are imported, and with ``-m "not extended"`` none that is
-    marked so as a whole, because importing all takes long."""
+    """With ``-m quick`` or ``-m judges`` only the files with this marker are imported, and with ``-m "not extended"``
+    none that is marked so as a whole, because importing all takes long."""
     tier = config.option.markexpr
-    if tier not in (QUICK, "not extended") or collection_path.suffix != ".py" or not collection_path.is_file():
+    if tier not in (*SELECTED, "not extended") or collection_path.suffix != ".py" or not collection_path.is_file():
         return None
     code = collection_path.read_text()
-    is_quick, is_extended = f"pytest.mark.{QUICK}" in code, EXTENDED.search(code) is not None
-    is_left_out = not is_quick if tier == QUICK else is_extended
+    is_left_out = f"pytest.mark.{tier}" not in code if tier in SELECTED else EXTENDED.search(code) is not None
     return is_left_out or None
 
 
@@ -95,7 +95,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """torch is imported only if a test asks for a GPU. The summary counts what is left to the soak as deselected."""
     if not config.getoption("--soak"):
         for_soak = {item for item in items if item.get_closest_marker("soak")}
-        for_soak |= {*_further_cases(item for item in items if item not in for_soak)}
         config.hook.pytest_deselected(items=[item for item in items if item in for_soak])
         items[:] = [item for item in items if item not in for_soak]
     items.sort(key=lambda item: _place(item.path))
@@ -103,17 +102,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if marked and not importlib.import_module("torch").cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
-
-
-def _further_cases(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Two of three cases of an extended test with many, the same in each run. They are left to the soak."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("extended"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for each in cases.values():
-        if len(each) > MANY_CASES:
-            yield from (item for number, item in enumerate(each) if number % 3)
 
 
 def pytest_collection_finish() -> None:

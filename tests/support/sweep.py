@@ -19,12 +19,6 @@ def swept(wanted: Iterable[Fixture]) -> list[Any]:
     return [pytest.param(each, id=name_of(each), marks=marks_of(each)) for each in wanted]
 
 
-def thinned(values: Iterable[Any], every: int) -> list[Any]:
-    """Parameters of a slow test: one of ``every`` runs in each tier, the others only in the soak."""
-    each = [value if isinstance(value, tuple) else (value,) for value in values]
-    return [pytest.param(*one, marks=pytest.mark.soak if number % every else ()) for number, one in enumerate(each)]
-
-
 def tiered(cases: Iterable[Any], test: Collection[str], extended: Collection[str] = ()) -> list[Any]:
     """Parameters of a test with many cases: those named in ``test`` run in ``make test``, those in ``extended`` in
     ``make test-all``, the others in ``make soak``. They are chosen to differ in kind. The name of a tuple, which is
