@@ -33,13 +33,16 @@ ENDING_THEMSELVES = {"train", "predict", "serve"}
 
 
 class StoppableGroup(click.Group):
-    """Raises ``Abort`` itself: click would print an empty line first, on a terminal that may be closed."""
+    """Raises ``Abort`` itself: click would print an empty line first, on a terminal that may be closed. To click, an
+    ``EOFError`` is an interrupt too; here it is an unexpected error, such as a module whose ``.pyc`` ends too early."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
             raise click.Abort from error
+        except EOFError as error:
+            raise RuntimeError(f"data ends too early: {error}") from error
 
 
 @contextmanager

@@ -179,3 +179,12 @@ def test_a_link_out_of_the_checkpoint_is_not_followed(dcp, tmp_path):
     shutil.move(shard, tmp_path / "elsewhere")
     shard.symlink_to(tmp_path / "elsewhere")
     refused(run_command("convert", dcp, tmp_path / "m.pt"), 7, "outside")
+
+
+def test_an_end_of_data_is_no_interrupt(dcp, monkeypatch):
+    def fail(*_, **__):
+        raise EOFError("marshal data too short")
+
+    monkeypatch.setattr("ckpt_tools.api.inspect", fail)
+    done = run_command("inspect", dcp)
+    assert (done.code, "marshal data too short" in done.err, "Interrupted" in done.err) == (1, True, False)
