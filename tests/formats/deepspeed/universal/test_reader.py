@@ -54,7 +54,7 @@ def assert_read(folder: Path, truth: Truth) -> None:
 
 def copied(kind: str, folder: Path) -> Path:
     """A copy of a checkpoint by two ranks, to be changed."""
-    return Path(shutil.copytree(fixtures.get(kind, "awkward", 2).checkpoint, folder / kind))
+    return Path(shutil.copytree(fixtures.checkpoint(kind, "awkward", 2).checkpoint, folder / kind))
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def stage1(tmp_path):
 
 
 def truth_of(kind: str) -> Truth:
-    return Truth.load(fixtures.get(kind, "awkward", 2).root)
+    return Truth.load(fixtures.checkpoint(kind, "awkward", 2).root)
 
 
 def replaced(name: str, new: Callable[[Any], Any]) -> Harm:
