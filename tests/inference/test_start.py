@@ -143,6 +143,7 @@ def test_options_are_checked_before_torch_is_imported(forms, tmp_path, monkeypat
     assert "Traceback" not in stderr
 
 
+@pytest.mark.extended
 def test_a_missing_package_is_one_sentence(forms, tmp_path, monkeypatch):
     """The process of the models of a service has only what it finds in folders, so that it finds one that fails."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -46,7 +46,7 @@ from tests.support.in_process import command
 from tests.support.ranks import for_ranks
 from tests.support.refusals import refusal_test
 from tests.support.s3_server import BUCKET
-from tests.support.sweep import tiered
+from tests.support.sweep import extended, tiered
 from tests.support.truth import Truth, assert_same_bits
 
 FLIPS, FLIPS_SOAKED = 700, 10_000
@@ -122,7 +122,7 @@ test_a_list_that_is_none = refusal_test(
 )
 
 
-@pytest.mark.parametrize("source", ["fsdp2", "zero3-bf16", pytest.param("zero1-fp32", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("source", ["fsdp2", *extended("zero3-bf16", "zero1-fp32")])
 def test_every_format_of_a_state_has_its_digests_and_no_difference(source, checkpoint, tmp_path):
     """All slots, at four world sizes: digests of what has the same dtype, the source's list as a proof of each format,
     and ``diff`` of each with the one before."""

@@ -283,6 +283,7 @@ def test_a_new_checkpoint_of_the_run_is_served(guarded, client, weights):
     assert guarded.service.log.read_text().splitlines()[1:] == [f"m: serves {guarded.folder / 'step-2'}"]
 
 
+@pytest.mark.extended
 def test_it_is_not_ready_while_it_ends(guarded, client, stranger):
     """It goes on for two seconds. A connection is closed with its answer."""
     kept = http.client.HTTPSConnection("localhost", guarded.service.port, timeout=60, context=guarded.trusted)

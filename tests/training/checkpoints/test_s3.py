@@ -82,7 +82,8 @@ def train_with(environment: Mapping[str, str], config: TrainConfig) -> None:
         train(config)
 
 
-@pytest.mark.parametrize("other", ["fsdp2", pytest.param("zero3", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("other", ["fsdp2", "zero3"])
 def test_deepspeed_continues_from_s3(other, uploaded, small_run, s3, tmp_path):
     """Its own run bit for bit."""
     config = small_config(tmp_path / "run", engine="zero3", resume=f"{uploaded(other)}/checkpoints/epoch_0001")

@@ -155,6 +155,7 @@ def fused_after_resuming(out: Path, others: list[dict[str, Any]]) -> list[bool]:
     return found
 
 
+@pytest.mark.extended
 def test_offloaded_state_has_the_fused_adam_also_after_a_run_that_had_not(tmp_path):
     cases = [*({"strategy": name} for name in FUSED), {"strategy": "full_shard", "cpu_offload": True}]
     assert pool(2).run(fused_after_resuming, tmp_path, cases) == [[*FUSED.values(), True]] * 2

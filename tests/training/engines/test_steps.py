@@ -91,7 +91,7 @@ def test_running_averages_are_shared_and_constants_are_not():
     assert pool(2).run(average) == [[([0.5, 0.5], rank, rank), ([5.0, 5.0], rank, rank)] for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
+@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero2", marks=pytest.mark.extended)])
 def test_a_step_walks_through_no_modules(strategy, alone, monkeypatch):
     """Only the first one after an evaluation."""
     engine = engine_of(strategy=strategy, model="cnn")

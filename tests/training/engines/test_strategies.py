@@ -240,7 +240,8 @@ def test_a_resumed_run_continues_bit_for_bit(engine, small_run):
     check_same_end(resumed, small_run(engine))
 
 
-@pytest.mark.parametrize("engine", [further("fsdp2"), "zero2", further("zero3")])
+@pytest.mark.extended
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
 def test_the_learning_rate_of_a_resumed_run_holds_from_its_first_step(engine, small_run):
     """Not the one that came with the optimizer's state: with nearly none, the model stays as it was resumed."""
     whole, still = small_run(engine), small_run(f"{engine}-still")

@@ -55,6 +55,7 @@ def say_what_could_not_be_saved(out: Path) -> None:
             run_rank(config, torch.device("cpu"))
 
 
+@pytest.mark.extended
 def test_a_save_on_a_full_disk_names_the_checkpoint_and_the_reason(tmp_path):
     pool(1).run(say_what_could_not_be_saved, tmp_path)
 

@@ -234,6 +234,7 @@ def test_only_what_a_killed_run_left_half_written_is_removed(tmp_path):
     assert (tmp_path / "elsewhere").is_dir()
 
 
+@pytest.mark.extended
 def test_a_second_run_on_a_storage_is_refused_and_a_killed_one_keeps_nobody_out(s3_server, s3, tmp_path):
     prefix = s3_server.new_prefix()
     url = f"s3://{BUCKET}/{prefix}run"
