@@ -1,7 +1,5 @@
 """Fixtures for every room: checkpoints made by the real frameworks, and a way to resume them there."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

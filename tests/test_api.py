@@ -1,7 +1,5 @@
 """The public API: its names, its keywords, how it spells options, and how results show themselves."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import types

@@ -1,7 +1,5 @@
 """The examples in the docstrings of the public API, and those in docs/python.md, run as they are printed."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import sys

@@ -1,7 +1,5 @@
 """No argument of any function or command may be empty; the cases are made from the signatures and commands."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator

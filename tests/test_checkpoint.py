@@ -1,7 +1,5 @@
 """Lazy access: numpy's own answer, and no byte more than it takes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress

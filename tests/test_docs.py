@@ -1,7 +1,5 @@
 """Every command and option has help, and what the documents name is there. ``tests/docs`` has the site and errors."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

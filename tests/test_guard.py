@@ -1,7 +1,5 @@
 """What is started under a guard ends with the command, whichever way that ends; nothing else does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

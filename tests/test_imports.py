@@ -1,7 +1,5 @@
 """Who may import whom, downwards only, and nobody a framework before it is needed."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

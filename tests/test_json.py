@@ -1,7 +1,5 @@
 """The pages on JSON list the keys of every command's object, in order, and these are attributes of the result."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A signal becomes one exception, whatever a library does to the handlers meanwhile."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

@@ -1,7 +1,5 @@
 """``cat``: parts of tensors as numpy gives and prints them, and no more is read than they need."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

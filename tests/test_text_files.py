@@ -1,7 +1,5 @@
 """Files that a user names as options: an endless device is refused, and a byte order mark is none of the text."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The code of `make bench` at a small size: it measures, verifies, goes on, survives failures, and reports."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

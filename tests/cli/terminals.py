@@ -1,7 +1,5 @@
 """The command line as a terminal shows it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

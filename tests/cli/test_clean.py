@@ -1,7 +1,5 @@
 """``ckpt-tools clean``: what killed runs left, all of it and nothing else, and never what a live one is writing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Completion: what each word is offered, by click's protocol and in a real bash."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

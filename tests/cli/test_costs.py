@@ -1,7 +1,5 @@
 """What commands cost: start-up and memory. What they import is in ``test_startup``."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

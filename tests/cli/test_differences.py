@@ -1,7 +1,5 @@
 """``diff`` and ``verify`` show a summary, then the largest differences. Differences are a result and not an error."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

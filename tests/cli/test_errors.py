@@ -1,7 +1,5 @@
 """Bad input: one clear sentence, the documented exit code, no traceback, and no output that looks whole."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """Findings in every form: folded lines of text, Markdown as a reader of Markdown shows it, and SARIF 2.1.0."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The help of every command: options under headings, and examples that the command takes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -1,7 +1,5 @@
 """``inspect``: hyperparameters and state are shown, bounded; tensors fit a terminal; sizes mean the same everywhere."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

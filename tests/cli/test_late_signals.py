@@ -3,8 +3,6 @@
 The process sends each itself, at a point that another could hardly hit.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``ckpt-tools ls``: the checkpoints of a run as a person, a program and ``RUN@latest`` see them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

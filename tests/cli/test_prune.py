@@ -1,7 +1,5 @@
 """``ckpt-tools prune``: old checkpoints go, by rules that a user states, and never the newest complete one."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Progress, notices and errors on stderr: as a bar, as lines, as JSON, and in the library as logs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import signal

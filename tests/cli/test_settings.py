@@ -1,7 +1,5 @@
 """Options from the environment and from a settings file: which wins, what is refused, and what does not apply."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

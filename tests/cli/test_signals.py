@@ -1,7 +1,5 @@
 """A command that a signal ends: within seconds, with one sentence and its exit code, and nothing of it stays."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """What each command imports: the packages that its work needs, and no more modules than it had."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

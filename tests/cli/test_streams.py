@@ -1,7 +1,5 @@
 """Standard streams that are closed, full or a pipe that nobody reads: one sentence, the right code, and the work."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterable

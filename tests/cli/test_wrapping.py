@@ -1,7 +1,5 @@
 """Text wraps at words, on terminals of every width; a pipe gets one line a sentence."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

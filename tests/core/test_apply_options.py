@@ -1,8 +1,6 @@
 """Options in the order in which they take effect, a recipe before all that name tensors; and the notes about what was
 lost."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from safetensors.numpy import save_file

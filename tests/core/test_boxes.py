@@ -1,7 +1,5 @@
 """Boxes against numpy: every operation marks the same elements as indexing an array of row-major positions."""
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Casts against torch itself, bit for bit, on every kind of number there is."""
 
-from __future__ import annotations
-
 from itertools import permutations, product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Collapsed lists of tensors: expanding the lines gives exactly the tensors."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 

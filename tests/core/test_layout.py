@@ -1,7 +1,5 @@
 """Offsets follow from the order, and what cannot be computed cannot be built."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckpt_tools.core.boxes import Box

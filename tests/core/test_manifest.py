@@ -1,7 +1,5 @@
 """What a manifest refuses, and that what it accepts is an exact cover."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A megabyte of names of quantized weights costs seconds: what belongs to each is looked up, and not searched for."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The bar in a kernel of Jupyter. tests/cli shows it on a terminal."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,7 +1,5 @@
 """Quantized weights and the tensors that they need stay together, and keep their bits, in every conversion."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from time import process_time

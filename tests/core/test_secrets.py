@@ -1,7 +1,5 @@
 """Credentials in URLs and options are shown nowhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """docs/inspecting.md: every command prints what the page shows under it."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import shlex

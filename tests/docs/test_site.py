@@ -1,7 +1,5 @@
 """The documentation as a site: built with warnings as errors, complete, offline, and readable on a telephone."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ All pages are followed in one folder, where the first two make the samples that 
 ``pytest --write-pages``, the pages get the outputs that there were.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

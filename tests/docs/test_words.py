@@ -1,8 +1,6 @@
 """The classes and sentences of errors that docs has are those of the code, and every command in the prose of a page is
 one of the command line, with options and values that it takes."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

@@ -1,7 +1,5 @@
 """No item of a source is lost in silence: each is written, or a note names it, in every format that is written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

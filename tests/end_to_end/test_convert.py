@@ -1,7 +1,5 @@
 """Every checkpoint kind, by 1 to 4 real processes, to safetensors and `.pt`: the bits the framework itself gathered."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Callable
 from pathlib import Path

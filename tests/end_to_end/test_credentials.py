@@ -1,7 +1,5 @@
 """No output of a command or function has a credential, wherever in a URL, an option or the environment it stands."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

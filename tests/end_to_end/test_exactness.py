@@ -4,8 +4,6 @@ A tensor of each dtype holds what a careless route would lose: NaNs of any paylo
 zeros, subnormals, infinities, and random bits; beside it an element without dims, and tensors without elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from pathlib import Path

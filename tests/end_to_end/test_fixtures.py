@@ -1,7 +1,5 @@
 """Judging the judge: every checkpoint resumes in the framework that wrote it, bit for bit and loss for loss."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

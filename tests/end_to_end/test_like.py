@@ -4,8 +4,6 @@ The judge is transformers itself: ``from_pretrained`` reports nothing missing or
 trained model to the bit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

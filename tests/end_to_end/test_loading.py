@@ -1,8 +1,6 @@
 """The code that a report gives to load its output: run as it is, and what it loads compared with the source, bit for
 bit. tests/formats/deepspeed/common/test_scheduler.py runs DeepSpeed's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

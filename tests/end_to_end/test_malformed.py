@@ -5,8 +5,6 @@ more memory than its bound, run into a loop, or have an element of a tensor read
 processor's, and its bound is generous: it tells a loop from a slow machine, and no more.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import resource

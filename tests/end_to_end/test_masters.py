@@ -1,8 +1,6 @@
 """fp32 masters: those that an optimizer keeps in a slot of its state, as TransformerEngine's ``FusedAdam`` does; and a
 note where the model's copy of a weight is more than rounding away from its master."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path

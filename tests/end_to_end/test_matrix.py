@@ -6,8 +6,6 @@ that the source's framework gathered, and the next losses are those of the run t
 several changes of world size; the soak has all cells.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Nothing that a user asked for is ignored in silence: every option of every command applies, or is an error."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

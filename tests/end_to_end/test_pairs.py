@@ -1,8 +1,6 @@
 """Every pair of options that the help of a command allows is given once, on layouts in turn: it works, or is refused
 with exit code 2 and a sentence that names an option of the two; both, if each works alone."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

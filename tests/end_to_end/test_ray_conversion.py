@@ -1,7 +1,5 @@
 """Conversions on the processes of a cluster: the bytes that threads write, whatever becomes of a process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

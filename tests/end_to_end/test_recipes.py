@@ -1,7 +1,5 @@
 """``--recipe`` in every command: there and back, verified, resumed, and refused before anything is written."""
 
-from __future__ import annotations
-
 import json
 import resource
 import signal

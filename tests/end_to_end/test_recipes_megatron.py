@@ -2,8 +2,6 @@
 converted to the hub's names and back. The judges are `from_pretrained` of transformers, its layers of multi-token
 prediction, and `dist_checkpointing.load` and the optimizer of megatron-core."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs docs/recipes.md and the pages that follow it: each command does what is printed under it."""
 
-from __future__ import annotations
-
 import warnings
 import zipfile
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Trained models of transformers, converted to the hub's names and back. The loaders of transformers, DCP and DeepSpeed
 are the judges, and `save_pretrained` of the trained model."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field

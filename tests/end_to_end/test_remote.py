@@ -1,7 +1,5 @@
 """Any format to any format where source, destination or both are on a real S3 server: the very bytes of a local run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -4,8 +4,6 @@ The checkpoints are sparse files with torch's own metadata (``fixtures.synthetic
 ``--soak`` the trillion parameters on 1,024 ranks.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Checkpoints of verl's Megatron backend in parts, whose optimizer megatron-core trains and saves. The judge is the
 same run saved whole."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """As many ranks as were asked for, or an error with the largest useful number; never fewer in silence."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

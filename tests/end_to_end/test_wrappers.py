@@ -1,7 +1,5 @@
 """Wrappers in names, in any order and as often as there are, are taken off weights and optimizer state."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from pathlib import Path
 from typing import Any

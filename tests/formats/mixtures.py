@@ -1,7 +1,5 @@
 """Checkpoints of which one file is of another save, of another rank or damaged: the sets of the table in docs/trust."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

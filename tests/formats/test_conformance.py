@@ -1,7 +1,5 @@
 """Built-in formats inherit the suite that formats of plug-ins inherit."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

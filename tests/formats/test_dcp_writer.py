@@ -1,7 +1,5 @@
 """DCP as we write it, judged by torch's own readers: the index, the items, the objects, the trees."""
 
-from __future__ import annotations
-
 import collections
 import io
 import pickle

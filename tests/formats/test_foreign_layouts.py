@@ -4,8 +4,6 @@ Each of them was opened with exit code 0 once, or refused with words that led to
 writes on CPU are written by it; the others are stand-ins made from the documented layout, and say so.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """GGUF against llama.cpp's own library, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The folders that frameworks and trainers leave behind, each read without being told what it is, and judged by the
 state that the framework itself gathered."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterable

@@ -2,8 +2,6 @@
 0.16.1 trains and saves the models on the CPU; the judges are torch's own `dcp.load` of all entries, the run's tensors
 from before Megatron splits them, and `from_pretrained`."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping

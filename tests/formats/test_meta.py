@@ -1,7 +1,5 @@
 """Meta's consolidated.NN.pth against numpy and torch, and into transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint of two saves is refused or doubted by every command wherever its headers tell."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,8 +1,6 @@
 """Odd names of tensors: a format that cannot hold one refuses it before anything is written; else it is read back, by
 our reader and by the library that the format belongs to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from pathlib import Path
 

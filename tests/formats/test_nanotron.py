@@ -1,7 +1,5 @@
 """nanotron's boxes and intervals, and what is refused by name. The corpus compares whole checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import zipfile

@@ -1,7 +1,5 @@
 """npz against numpy itself, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Orbax: what of a tree is the model, what is incomplete or hostile, and how its arrays are read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """The checkpoints of Orbax's own tests of compatibility, and damaged ones: exactly what Orbax restores, or refused."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Dtypes of safetensors 0.8: read and written bit for bit, and refused by name where the target has none."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

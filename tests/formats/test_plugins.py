@@ -1,7 +1,5 @@
 """A format of another distribution: the one of docs/extending.md as printed there, and plug-ins that are wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

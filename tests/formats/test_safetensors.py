@@ -1,8 +1,6 @@
 """safetensors: the rules of the format, texts in the header, a whole state, and files that are no model. The library
 itself is the judge."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

@@ -1,7 +1,5 @@
 """The names of files by which the index knows that a format need not be imported."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

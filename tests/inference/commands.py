@@ -1,7 +1,5 @@
 """The batch command in this process, and the rows that it writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

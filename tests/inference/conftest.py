@@ -1,7 +1,5 @@
 """One model with seeded weights, in every form a consolidated file has; and held-out digits as image files."""
 
-from __future__ import annotations
-
 import json
 import os
 import ssl

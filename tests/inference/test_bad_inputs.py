@@ -1,7 +1,5 @@
 """One input that a model or its tokenizer fails on is that input's error alone, in the batch and in the service."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

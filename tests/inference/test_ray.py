@@ -1,8 +1,6 @@
 """On a Ray cluster the batch command writes the same file, and the service is the same service: the same answers, one
 model, and an end that loses no request."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

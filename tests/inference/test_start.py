@@ -1,8 +1,6 @@
 """Both commands before their work begins: options are checked without torch, no value may be empty, a missing package
 is one sentence, and names of tensors can be changed. And the network of the documentation."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Tiny models that transformers makes and saves itself, with all that its pipelines need beside the weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import tokenizers

@@ -1,7 +1,5 @@
 """``python -m tests.layouts`` writes docs/layouts.md and docs/layouts/ again."""
 
-from __future__ import annotations
-
 from tests.layouts.gallery import DOCS, pages
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """What ckpt-tools reads of a source, in full, to be compared bit by bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 Another layout costs the run that makes it, and seconds in each test of all layouts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from fixtures.corpus import layouts

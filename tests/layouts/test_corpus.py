@@ -1,7 +1,5 @@
 """Every layout of the corpus is opened whole and exactly, or refused with its sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

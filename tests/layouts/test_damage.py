@@ -5,8 +5,6 @@ What is read with a file less may be less where a note says so, or where the lay
 read with a file more is all that was read without it.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections import Counter

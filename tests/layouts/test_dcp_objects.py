@@ -1,7 +1,5 @@
 """Tensors in pickled objects, and tensors of classes of their own: read exactly, or refused by name everywhere."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """DCPs written with other settings than the defaults, and by torch's own tests of DCP: read exactly, as torch's own
 loader does, or refused by name."""
 
-from __future__ import annotations
-
 import gc
 import io
 import os

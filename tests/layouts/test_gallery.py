@@ -1,7 +1,5 @@
 """docs/layouts.md and docs/layouts/ are what the generator makes of the corpus."""
 
-from __future__ import annotations
-
 import pytest
 
 from fixtures.corpus import layouts, make

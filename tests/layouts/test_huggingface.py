@@ -1,7 +1,5 @@
 """What transformers and accelerate write is converted whole, and training goes on in the targets' own frameworks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

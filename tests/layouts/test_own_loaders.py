@@ -1,8 +1,6 @@
 """A resharded DCP is loaded by the code of the job that saved the source, unchanged: the tree, its keys and its numbers
 are the source's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A trainer's folder is given back: the trainer itself resumes from it at another number of ranks."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 ``verify`` judges: it gives no false alarm on what is whole, and it finds what a note says is missing.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

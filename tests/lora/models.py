@@ -1,7 +1,5 @@
 """Tiny models with adapters of PEFT, and what PEFT makes of both."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

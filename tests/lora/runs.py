@@ -1,7 +1,5 @@
 """Jobs of two ranks that train an adapter of PEFT, save as FSDP2 and DeepSpeed do, and say what PEFT would write."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each is at most a megabyte with its base model, and runs in a process of its own
 the kernel counts.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """What adapter_config.json names is what must be there: PEFT itself says which modules of a model that is."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """``merge-lora`` against PEFT's ``merge_and_unload``, on models of transformers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

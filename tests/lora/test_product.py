@@ -1,7 +1,5 @@
 """Products that are added to weights as they are read: any part of them, in pieces of any size, judged by numpy."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Adapters and base models that cannot be merged are refused by name, before anything is written."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

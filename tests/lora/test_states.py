@@ -1,7 +1,5 @@
 """Adapters in training states: merged, and written alone as PEFT writes them."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

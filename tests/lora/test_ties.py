@@ -1,8 +1,6 @@
 """Ties: config.json says whether head and embeddings are one tensor, and where that is untrue nothing is written unless
 ``untie`` writes both. transformers is the judge of what was written."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable

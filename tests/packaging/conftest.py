@@ -1,7 +1,5 @@
 """The distributions of this tree, built once, and something to try them on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What the documents say that each extra is enough for, done in an environment that has the wheel and that extra."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ nothing is downloaded: an environment gets links to the packages of the one that
 that the wheel's own metadata leads to. A package that an extra forgets is absent.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil

@@ -3,8 +3,6 @@
 ``python kserve_client.py URL GRPC PIXELS``, where PIXELS is an ``.npy`` file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

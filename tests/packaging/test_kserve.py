@@ -1,8 +1,6 @@
 """KServe's clients use the service. They want versions of other packages than the tests', so they are installed from
 the package index into an environment of their own: with ``--soak`` alone."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What the wheel and the source distribution hold, the documented lines that install them, and that each extra is
 enough for its commands. Without ``--soak`` nothing comes from a package index: dependencies are links."""
 
-from __future__ import annotations
-
 import email
 import os
 import re

@@ -1,7 +1,5 @@
 """The GitHub Action and the pre-commit hook, run as GitHub and pre-commit run them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -4,8 +4,6 @@ frameworks wrote.
 Nothing in a picture is typed in: boxes, intervals, padding and counts are those of the checkpoint's manifest.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

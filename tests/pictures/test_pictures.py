@@ -1,7 +1,5 @@
 """docs/concepts/pictures are what the checkpoints hold, and each is on a page."""
 
-from __future__ import annotations
-
 import re
 from math import ceil, prod
 from xml.etree import ElementTree

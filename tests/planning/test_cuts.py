@@ -1,7 +1,5 @@
 """Files are cut so that most of what one stored range holds lies in parts of its own, and every part is of a size."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Tasks cover an output once, and hits find every element of it, judged by indexing numpy arrays."""
 
-from __future__ import annotations
-
 import time
 from itertools import chain, pairwise
 from math import prod

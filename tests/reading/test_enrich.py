@@ -1,7 +1,5 @@
 """What training tools lay beside a checkpoint is read or noted, never lost in silence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

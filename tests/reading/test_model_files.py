@@ -1,7 +1,5 @@
 """Folders of weights come out whole: transformers itself opens them, and gives the answers of the source's model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

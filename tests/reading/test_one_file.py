@@ -1,7 +1,5 @@
 """One file of a checkpoint is refused by every verb with the folder to name, and never read as though it were all."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A folder with several checkpoints: the others are no part of the one that is meant, and change nothing about it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tiny genuine models of transformers 5, one for each family whose live names and hub names may differ."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

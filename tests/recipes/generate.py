@@ -7,8 +7,6 @@ Each tiny model of tests/recipes/families.py gets a different number in every el
 model types with equal lines share a file.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import itertools
 import re

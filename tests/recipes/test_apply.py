@@ -1,7 +1,5 @@
 """What a recipe does beside moving boxes: arithmetic, padding, ties, steps, groups; and parts of DCP items."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

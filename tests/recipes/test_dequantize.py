@@ -1,8 +1,6 @@
 """``--dequantize``: the bits of transformers' and compressed-tensors' own code, and of the rules written anew in
 numpy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

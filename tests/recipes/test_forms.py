@@ -1,8 +1,6 @@
 """Lines for layers that are stacked, for any number of axes, beside other names, of other spellings, and counted; names
 that no other line has; and tied tensors, whose names are both given, or which are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

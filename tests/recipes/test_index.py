@@ -1,7 +1,5 @@
 """Recipes by name: built-in ones, files, models, and those of other distributions."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

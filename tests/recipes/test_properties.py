@@ -4,8 +4,6 @@ The oracle numbers every position of a record by walking its copies in order. It
 computes with strides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Bad recipes, and those that do not fit a checkpoint: one sentence, a documented exit code, nothing is written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Checkpoints that trainers' own code wrote (fixtures/trainer_checkpoints.py), and names by the computations of their
 own converters, written anew in numpy."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from typing import Any

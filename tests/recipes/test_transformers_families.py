@@ -3,8 +3,6 @@
 The judge is transformers' own `revert_weight_conversion`, on a tiny model of each family with noise in every tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

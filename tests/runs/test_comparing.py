@@ -1,7 +1,5 @@
 """``prune`` relies on the newest checkpoints only if they hold what the older ones do, and keeps the named best."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A checkpoint of a run is complete by its trainer's own marker, and an incomplete one says why."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Every change of a checkpoint's files is noticed, and nothing else in its folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A run's folder: which checkpoints it holds, and which one a name behind ``@`` means."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

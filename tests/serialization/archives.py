@@ -1,7 +1,5 @@
 """Files of torch, numpy, safetensors and zip as bytes, segments as bytes, and archives with one field changed."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

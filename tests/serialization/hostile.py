@@ -4,8 +4,6 @@ Each would create the file ``canary`` (or import, open, connect, ...) under ``pi
 opcode, or pickled by the real pickler from objects whose ``__reduce__`` names the gadget.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct

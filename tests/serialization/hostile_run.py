@@ -4,8 +4,6 @@ A process of its own, so that an audit hook, which cannot be taken off again, an
 JSON on stdin, what is found goes to stdout as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

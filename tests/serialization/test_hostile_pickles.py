@@ -1,7 +1,5 @@
 """Nothing runs: every gadget, by every technique, in every protocol, under an audit hook."""
 
-from __future__ import annotations
-
 import copyreg
 import io
 import os

@@ -1,7 +1,5 @@
 """A foreign .pt is written again of nothing but what ``torch.load(weights_only=True)`` takes."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import enum

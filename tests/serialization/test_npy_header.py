@@ -1,7 +1,5 @@
 """The text of a ``.npy`` header means to numpy what it means here, or it is refused."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from random import Random

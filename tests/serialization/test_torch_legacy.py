@@ -1,7 +1,5 @@
 """Files of torch before 1.6: torch itself writes them, and says what is in them."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """Torch's own files give the bytes of torch's own storages, and ours load everywhere torch's do."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

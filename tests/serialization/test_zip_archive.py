@@ -1,7 +1,5 @@
 """Each rule of the zip format on a real archive with one field changed, and frames of zstd."""
 
-from __future__ import annotations
-
 import io
 import random
 import struct

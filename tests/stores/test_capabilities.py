@@ -1,7 +1,5 @@
 """What a store, a destination and a claim can do beyond the least: asked of any of them, without asking its kind."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """A URL held by one writer, on a store without conditions; S3's own lock is tested with its store."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A store of fsspec that is full, or whose files fail as they close: the old output stays, or the new one is kept."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

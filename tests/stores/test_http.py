@@ -1,7 +1,5 @@
 """What a server of files answers, and what is said of it: nothing there is 3, no or a bad answer is 5."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

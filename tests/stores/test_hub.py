@@ -1,7 +1,5 @@
 """``hf://`` as source and destination, by huggingface_hub's own client against a hub on loopback."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One file or a folder: the names that follow, and what may not take the place of what."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

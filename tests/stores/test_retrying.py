@@ -1,7 +1,5 @@
 """The policy of trying again, without a store."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckpt_tools.errors import StoreError

@@ -1,7 +1,5 @@
 """The S3 store, place and lock against a real server."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Whatever goes wrong between us and S3: an error and no checkpoint, or the right bytes; nothing between."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

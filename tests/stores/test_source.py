@@ -1,7 +1,5 @@
 """A source: what a reader sees of a store; the store in memory, and one with literals in front."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """Credentials that must show up nowhere, the places where a user may put them, and how they are found again."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Every command of the command line, those of groups by two words, and the function of each; and how one is run."""
 
-from __future__ import annotations
-
 import io
 import os
 from contextlib import redirect_stderr, redirect_stdout

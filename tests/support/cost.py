@@ -1,7 +1,5 @@
 """What a command costs, in a process of its own, and how slow the machine is meanwhile."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

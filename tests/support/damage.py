@@ -1,7 +1,5 @@
 """Copies of real checkpoints in which one thing is wrong, and the errors that must name it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import partial

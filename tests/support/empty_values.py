@@ -1,7 +1,5 @@
 """Command lines with one empty value, made from a click command itself: a new option is among them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every verb that reads a checkpoint, to be asked the same question."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

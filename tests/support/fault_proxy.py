@@ -4,8 +4,6 @@ It hands requests on as they are, host and signature included. Requests are coun
 set; the fault hits those numbered ``first`` to ``first + length - 1``.
 """
 
-from __future__ import annotations
-
 import http.client
 import re
 import socket

@@ -1,8 +1,6 @@
 """Judges of a folder as the hub has it, against a model that was trained: the loader of transformers, its logits, and
 what `save_pretrained` of that model wrote."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ It has what reading by range and one commit at a time ask for; large files come 
 made from the folder ``ORG/NAME`` when it is first asked for, a bucket is the folder ``buckets/ORG/NAME``.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

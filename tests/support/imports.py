@@ -1,7 +1,5 @@
 """Every import statement of the packages, read from their sources."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Module-level functions of plain arguments, for `fixtures.launch.pool(n).run`. Wh
 torch itself, and its next losses are written for the test to judge.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

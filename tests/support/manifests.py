@@ -1,7 +1,5 @@
 """What a reader made of a checkpoint, against the truth of the framework that wrote it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A small mixture of experts with fused experts, trained by torch, the same model with one tensor an expert, and the
 recipe between them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

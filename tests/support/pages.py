@@ -6,8 +6,6 @@ with the names of the blocks before it on the page. Output is compared where the
 in the block without a language that follows Python. A line ``...`` stands for any lines, and long lines may be wrapped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

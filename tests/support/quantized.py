@@ -1,7 +1,5 @@
 """Folders of quantized models, and what ``--dequantize`` makes of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

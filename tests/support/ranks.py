@@ -1,7 +1,5 @@
 """Options of a conversion whose target is a parameter of the test."""
 
-from __future__ import annotations
-
 from ckpt_tools.formats.index import written_format
 
 

@@ -1,7 +1,5 @@
 """One Ray cluster for all tests that need one: starting it takes ten times as long as most of them."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

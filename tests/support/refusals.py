@@ -1,7 +1,5 @@
 """Refusals as data: what is tried, the error, and the words that a user needs in its sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

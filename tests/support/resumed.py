@@ -1,7 +1,5 @@
 """A run that went on elsewhere holds what was saved, and computes the losses that the first one would have had."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A command in a session of its own, and everything that it started, however that is found."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

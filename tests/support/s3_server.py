@@ -4,8 +4,6 @@ Every part of it (master, volume, filer, S3) listens on 127.0.0.1 at a port that
 a temporary folder. It is a child that the kernel ends with us, however we end.
 """
 
-from __future__ import annotations
-
 import ctypes
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Files that torch saved, changed in place: damage, or another version's way to write them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

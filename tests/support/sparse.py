@@ -1,7 +1,5 @@
 """A large checkpoint that takes no room: a safetensors file of holes."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """A road to a server that hands bytes on as they are, until it is told to hand on none."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

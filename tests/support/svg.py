@@ -4,8 +4,6 @@ The same calls give the same bytes. A picture has a ground of its own, because a
 browser's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 

@@ -1,8 +1,6 @@
 """Tests of every checkpoint of ``fixtures.CORE``: of one of each kind in ``make test``, of the sample in
 ``make test-all``, of all in ``make soak``."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 

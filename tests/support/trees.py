@@ -1,7 +1,5 @@
 """Trees of dicts, lists, tensors and other values, compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

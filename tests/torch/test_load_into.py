@@ -1,7 +1,5 @@
 """Into a job without converting, judged by torch: a StorageReader for ``dcp.load``, and ``load_into``."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

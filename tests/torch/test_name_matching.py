@@ -1,7 +1,5 @@
 """What a job calls the entries of a checkpoint, found by matching."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckpt_tools.core.boxes import Box

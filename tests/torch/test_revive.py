@@ -1,7 +1,5 @@
 """Inert values made live: equal to what unpickling would give, and nothing is run."""
 
-from __future__ import annotations
-
 import collections
 import pathlib
 import pickle

@@ -1,7 +1,5 @@
 """Several models in one folder of accelerate: the folder is refused with the choices, each is read whole."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trainer of docs/extending_trainers.md, as printed there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

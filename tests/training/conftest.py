@@ -1,7 +1,5 @@
 """Real runs, each made once for the session by :mod:`tests.training.jobs`, by the first test that asks for it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Small folders as of the hub: a Llama with its weights, and a tokenizer of 300 tokens that was made for the text."""
 
-from __future__ import annotations
-
 from importlib import resources
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs on the ranks of a pool: starting processes and importing the frameworks would be most of a small run's time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Logits of a whole model, computed as a run evaluates."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

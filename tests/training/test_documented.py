@@ -1,7 +1,5 @@
 """The commands, scripts and notebooks about training: their options fit together, and in the soak each is run."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

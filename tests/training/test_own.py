@@ -3,8 +3,6 @@
 They train under each strategy, are killed, resume elsewhere, are exported and predict.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs of ``python -m training`` that are watched from outside: what they started is found however it hides."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

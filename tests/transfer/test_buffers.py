@@ -1,7 +1,5 @@
 """Memory for bytes on their way: where it begins, and that all of it is there."""
 
-from __future__ import annotations
-
 import mmap
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Computed tensors as files: read whole, in pieces, through boxes and casts, and from threads."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace

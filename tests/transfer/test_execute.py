@@ -1,7 +1,5 @@
 """From a plan to files: every byte where the layout says, every checksum as zlib computes it, and clean failures."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

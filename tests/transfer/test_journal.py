@@ -1,7 +1,5 @@
 """A journal: what is noted was written, what is recovered was checked, and of another plan nothing is."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

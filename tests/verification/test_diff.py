@@ -1,7 +1,5 @@
 """``diff``: every way in which two tensors can differ, in every format, against numpy's own arithmetic."""
 
-from __future__ import annotations
-
 import json
 import math
 import tracemalloc

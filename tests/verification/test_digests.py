@@ -1,7 +1,5 @@
 """Digests: of known bytes, the same in every format and world size, and wrong after any flip of a bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """``verify FOLDER`` uses the lists of digests that ``checksum FILE`` wrote beside single files of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

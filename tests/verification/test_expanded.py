@@ -2,8 +2,6 @@
 read their elements. Those that models keep, such as a mask expanded over a batch, are used.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import resource

@@ -1,7 +1,5 @@
 """Lists of other tools: what coreutils, Megatron-Core and huggingface_hub write, and how files differ from them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -4,8 +4,6 @@ Each layout is written once; each case is a copy of it in which one byte is anot
 what the other commands have to say too: they must not write, count or load what it calls damaged.
 """
 
-from __future__ import annotations
-
 import shutil
 import zipfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``scan`` refuses what a loader would run, in every carrier, and nothing of what the frameworks wrote."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

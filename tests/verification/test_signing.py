@@ -1,7 +1,5 @@
 """Signatures: made and checked by model-signing, over every file, and over digests that hold in other formats."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """Statistics are those that numpy gives of the whole tensor, whatever the dtype, the blocks and the layout."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

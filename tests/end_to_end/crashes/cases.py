@@ -1,7 +1,5 @@
 """Conversions to every format, small enough to be killed a thousand times, in several tasks a file all the same."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

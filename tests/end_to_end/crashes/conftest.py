@@ -1,7 +1,5 @@
 """A process that runs the command line, and a conversion to every format, made once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

@@ -1,7 +1,5 @@
 """What a run of the command line did, call by call, and how to have one of the calls kill it or fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

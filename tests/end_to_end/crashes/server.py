@@ -5,8 +5,6 @@ with a line. A fork has everything imported,
 so that a run costs 30 ms and makes no system calls but those of its work.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

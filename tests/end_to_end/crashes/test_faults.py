@@ -1,7 +1,5 @@
 """Any call that fails, once, ends in one clear sentence and a documented exit code, or in a correct result."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import product

@@ -1,8 +1,6 @@
 """Killed at any system call that writes, a conversion leaves a destination that is absent, as it was, or complete, and
 ``--resume`` ends it with the same bits, writing only what was not done."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -6,8 +6,6 @@ moment is a request, counted as it comes to a proxy in front of the server, and 
 are among the last requests, most of which publish. To repeat one: ``--soak -k "[17]"``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

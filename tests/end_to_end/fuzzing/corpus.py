@@ -1,7 +1,5 @@
 """The corpus on disk: checkpoints as small zips of their files, read without any framework."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Mapping
 from functools import cache

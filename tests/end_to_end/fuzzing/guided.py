@@ -4,8 +4,6 @@ Its input is a number of bytes: which genuine checkpoint, which of its files, an
 fuzz``, for atheris has builds for few versions of Python; ``pip install atheris`` is all that it takes.
 """
 
-from __future__ import annotations
-
 import sys
 
 import atheris

@@ -5,8 +5,6 @@ a torch zip, with sizes and checksums made right again, of one opcode of a pickl
 the length before it. What is inside is changed by the same functions again.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickletools

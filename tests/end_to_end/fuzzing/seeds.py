@@ -5,8 +5,6 @@ A checkpoint here is a mapping of relative names to bytes. Each holds a few tens
 mutation has something to hit and an execution costs little.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -3,8 +3,6 @@
 Every outcome is fine but an exception that is no ``CkptError``: the manifest and its tensors, or one named error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """A sample of ``make fuzz``, the inputs that once broke a reader, and the fuzzer itself."""
 
-from __future__ import annotations
-
 import gc
 import signal
 from collections.abc import Mapping

@@ -2,8 +2,6 @@
 other carriers, as their frameworks wrote them, also hostile files, and ones with another bit: what is read in spite of
 that has to be what is read of the undamaged files."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import pickletools

@@ -1,8 +1,6 @@
 """What a malformed checkpoint is: its files, and what may come of reading it; and the reference libraries: what they
 read in the same files, or that they refuse."""
 
-from __future__ import annotations
-
 import io
 import json
 import warnings

@@ -1,7 +1,5 @@
 """DCP: an index that contradicts itself, its files, or geometry. Made with torch's own classes, then pickled."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """ZeRO and universal checkpoints: every entry of every file wrong in turn, and names that lead out."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache

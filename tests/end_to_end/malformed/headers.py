@@ -1,7 +1,5 @@
 """safetensors and indexes: one broken rule of the header each."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What pickles say of tensors and storages: every number and every kind, wrong; and pickles that are bombs."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """The zip around a torch file: one field of it changed, or records that no honest writer lays so."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """One tiny training state in every format, as the bytes of its files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache

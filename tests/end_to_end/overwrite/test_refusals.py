@@ -1,7 +1,5 @@
 """Each way to lose files by ``--overwrite``, and each thing that keeps a destination from being replaced."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Nothing but what the rule names is gone or changed, whatever a command writes and whatever lies around."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping

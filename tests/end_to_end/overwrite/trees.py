@@ -3,8 +3,6 @@
 A tree knows of each thing in it what it is: the oracle asks the tree and never the code under test.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

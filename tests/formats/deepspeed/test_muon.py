@@ -1,7 +1,5 @@
 """DeepSpeed's Muon: in stages 1 and 2 a rank keeps the momentum of whole parameters."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

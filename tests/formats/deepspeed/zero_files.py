@@ -4,8 +4,6 @@
 The values are counted up, so that each element of a checkpoint is told from every other.
 """
 
-from __future__ import annotations
-
 import io
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Megatron-Core's ``torch_dist``, read and written. The judge is megatron-core's own ``dist_checkpointing.load``."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -4,8 +4,6 @@ The model, its names and its stacked shapes are those of ``fixtures.megatron_run
 Megatron's own next steps, and those of plain torch from what Megatron's own loader gives.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 A process group that sends nothing lets one process save the file of each rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import permutations, product

@@ -1,7 +1,5 @@
 """Files of ranks: what each has of a tensor, old forms of meshes, and what is refused by name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A whole state that is written is read back with the same weights, whatever the user's own entries look like."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A tree with several models or optimizers: one rule for all formats of trees. Two mappings with the same tensors: the
 whole state asks which one the optimizer belongs to, weights alone do not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Trees of state: where model and optimizer are, what an optimizer's numbers are proven to mean, and a manifest that
 keeps the places of things, so that a tree can be written back as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

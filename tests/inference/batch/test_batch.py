@@ -1,7 +1,5 @@
 """The batch command over images: the bits of its answers, the file that it writes, and what an end leaves of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

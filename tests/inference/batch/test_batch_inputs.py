@@ -1,7 +1,5 @@
 """The batch command over tables, texts and stores, stopped and gone on with, and its report."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

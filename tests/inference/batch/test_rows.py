@@ -1,7 +1,5 @@
 """The text of a row, what is counted of it, and the numbers of a report, judged by scikit-learn and by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

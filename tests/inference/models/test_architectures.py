@@ -1,8 +1,6 @@
 """Where the architecture comes from, judged by the libraries' own models and their own answers: named, in config.json,
 known by its run, described by --config, or assumed aloud."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Damaged and senseless files beside the weights: one sentence each, never an error of a library."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,8 +1,6 @@
 """Generated texts, judged by transformers: its ``generate`` with the same seed, its chat templates, its tokenizers. Our
 own language models are continued as a plain loop over the model continues a text."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Image files become pixels: the sizes that are refused, JPEG files that are scaled as they are read, EXIF."""
 
-from __future__ import annotations
-
 from io import BytesIO
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``inference.load_model`` as a user calls it: every form and format gives the same bits, or one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Networks by tensors in and out, judged bit for bit by the network itself, called with a pass of the same size."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy

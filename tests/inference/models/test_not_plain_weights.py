@@ -1,7 +1,5 @@
 """Quantized weights and adapters: the bits of transformers, or an error that names the command that helps."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

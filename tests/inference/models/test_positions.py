@@ -1,7 +1,5 @@
 """How many tokens a model takes, judged by the model itself: one more than the limit, and its library fails."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Predictors: what goes in and comes out, whose weights answer, and that neither company, nor the size of a forward
 pass, nor the memory layout of an input changes a bit of an answer."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path

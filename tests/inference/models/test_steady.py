@@ -1,7 +1,5 @@
 """A checkpoint that is replaced while it is read is read again, or refused; what is loaded was saved so."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

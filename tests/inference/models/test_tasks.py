@@ -1,7 +1,5 @@
 """What goes in and what comes out, judged by the libraries that made the models: their own pipelines and transforms."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

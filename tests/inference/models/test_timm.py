@@ -1,7 +1,5 @@
 """Folders of timm's hub, judged by timm: the same input, the same logits, the same labels, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from io import BytesIO

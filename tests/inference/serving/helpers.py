@@ -1,7 +1,5 @@
 """What tests of the service share: models that answer when they may, servers in this process, calls over gRPC."""
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import socket

@@ -1,7 +1,5 @@
 """Items that wait together are worked on together, a full queue says so, and whoever leaves is forgotten."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

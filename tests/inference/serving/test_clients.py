@@ -1,7 +1,5 @@
 """Triton's own clients, unmodified, discover the service over HTTP and gRPC and use it. The messages are Triton's."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A text that no model could hold costs a service as little as any other request that it refuses."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from typing import Any

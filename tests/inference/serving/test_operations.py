@@ -1,8 +1,6 @@
 """The service in operation, with TLS and tokens: who may ask and who may change models, what it writes down, how it
 renews itself, what it says while its models are started again, and how it ends."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import signal

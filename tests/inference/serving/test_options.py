@@ -1,7 +1,5 @@
 """Options of each model, from the command line and from a file; and starts of the service that are refused."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 

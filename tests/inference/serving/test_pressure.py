@@ -1,8 +1,6 @@
 """A model that is slow or fails, a queue that is full, and clients that leave, over HTTP and gRPC: the service tells
 them, and goes on."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Models are loaded, unloaded, watched and replaced while requests run, and each request is answered by one version."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

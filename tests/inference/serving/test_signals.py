@@ -1,8 +1,6 @@
 """Signals to real processes: requests in flight are answered, whoever hangs is not waited for, and the log has one
 sentence."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -4,8 +4,6 @@ files: each answer is of weights that were saved whole, or says why not.
 Some seconds of it; minutes with ``--soak``, where the process of the models is killed too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

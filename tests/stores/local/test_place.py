@@ -1,7 +1,5 @@
 """A destination is absent, old or complete, whatever happens and whoever else is there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The local store: what it opens, what it refuses, and what it says when the disk does not help."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

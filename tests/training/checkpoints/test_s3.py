@@ -1,7 +1,5 @@
 """Training that keeps its checkpoints on a real S3 server, and goes on from there."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

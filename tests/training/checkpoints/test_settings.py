@@ -1,7 +1,5 @@
 """A resumed run keeps to the settings of its checkpoint, or says what is different; no run replaces what none wrote."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

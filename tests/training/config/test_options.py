@@ -1,7 +1,5 @@
 """Options from the command line, from files for a run and from files for DeepSpeed, and the schedule that they give."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Options that a run does not take, or that do not go together: each answer is one sentence."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

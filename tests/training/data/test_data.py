@@ -1,8 +1,6 @@
 """Datasets, a user's own images and a user's own dataset: the same samples in the same order at any world size, resumed
 or not, loaded here or by a process of their own."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

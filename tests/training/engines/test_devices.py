@@ -3,8 +3,6 @@ sharded weights stay where the framework put them; offloaded state is updated by
 ``--compile``: the same losses and names as without, and a machine that cannot compile is told at once.
 """
 
-from __future__ import annotations
-
 import os
 import sysconfig
 import time

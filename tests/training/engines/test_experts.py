@@ -3,8 +3,6 @@
 A short sample runs here. ``--soak`` adds every strategy with ``--ep``, and who resumes whom.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

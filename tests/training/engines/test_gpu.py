@@ -3,8 +3,6 @@
 Where torch finds no GPU, the summary of the tests names each of these as not run.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

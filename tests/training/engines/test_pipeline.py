@@ -3,8 +3,6 @@
 Two processes for most; with ``--soak`` four, with all strategies that go together with a pipeline.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

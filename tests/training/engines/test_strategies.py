@@ -4,8 +4,6 @@ other at another world size, and starts from weights of any other.
 A short sample runs here, the full matrix of strategies, models and who resumes whom with ``--soak``.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The example scripts, run by the commands in their docstrings; then ckpt-tools opens what they saved."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

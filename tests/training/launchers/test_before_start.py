@@ -1,8 +1,6 @@
 """What every worker would fail at is one sentence with the documented exit code, before any of them starts; and the
 command imports no more than what it needs for that."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Why a run failed: the reason of a full disk, and the rank that was killed instead of those that lost it."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

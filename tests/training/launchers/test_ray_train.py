@@ -1,8 +1,6 @@
 """Ray Train against torchrun: the same loop, so the same losses; its own record of the latest checkpoint; restarts, by
 the workers that are left if a machine is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

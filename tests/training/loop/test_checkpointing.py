@@ -1,7 +1,5 @@
 """A run that is stopped anywhere, or ends after so many steps, goes on as if it had not; and what it keeps."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -5,8 +5,6 @@ the same command goes on with ``--resume auto``. As many kills as ``--kills`` sa
 Checkpoints are written all the time, so many kills hit one that is half written.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What a run shows while it trains, what it records and can be asked to trace, and how it evaluates."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """No process outlives its run, however the run ends; and the run that follows goes on exactly."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """``config.json`` beside each checkpoint of a run, what inference makes of it, and the demo's steps."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

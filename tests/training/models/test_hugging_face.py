@@ -1,8 +1,6 @@
 """Folders of transformers: the tokens of their tokenizer, or bytes without one; and LoRA, by which every strategy
 trains the same adapter and resumes the others' checkpoints, while the base model stays as it is."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The same work by several strategies: real runs, a case that fails, a command that is repeated, what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A conversion on Ray that is ended, or killed, at random moments: no process stays, and it can be run again."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

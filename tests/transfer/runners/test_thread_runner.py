@@ -1,7 +1,5 @@
 """Tasks on threads: together, to the end, and with nothing left behind."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Files of any size that take a careless scan more than their size: each follows from its number of bytes."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

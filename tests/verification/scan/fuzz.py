@@ -5,8 +5,6 @@ stdout: ``ran``, the clean files that a loader ran; ``broken``, those on which t
 of a processor; ``clean``, the number of clean files that were loaded; ``controls``, of hostile files that ran.
 """
 
-from __future__ import annotations
-
 import _compat_pickle
 import contextlib
 import io

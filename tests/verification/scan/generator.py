@@ -3,8 +3,6 @@
 Every payload ends in ``os.system('x')``, by one road or another, so that who replaces it sees it run.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma

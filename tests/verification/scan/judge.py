@@ -4,8 +4,6 @@ The plan is JSON on stdin: kinds of samples, and the numbers of those to load. F
 ``KINDS`` says of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.abc
 import importlib.machinery

@@ -1,7 +1,5 @@
 """Prints the closed list as the items of ``docs/scanning_list.md``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from textwrap import wrap

@@ -3,8 +3,6 @@
 ``KINDS`` are loaders of one kind of file each, in their safest setting: they say if a file is valid of its kind.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util

@@ -4,8 +4,6 @@ A mutant has one value of its pickle replaced, one more inserted, or bytes overw
 in is a call of ``os.system``, a name of the closed list in a place that is not its own, a hook, or a number.
 """
 
-from __future__ import annotations
-
 import collections
 import io
 import pickle

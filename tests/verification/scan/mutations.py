@@ -1,7 +1,5 @@
 """Files made of others by changes: of bits, lengths, places, records and names. Each follows from its number."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from contextlib import suppress

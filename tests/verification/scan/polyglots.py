@@ -4,8 +4,6 @@ Each follows from its number. A loader finds the second meaning in an archive at
 in a pickle that starts at the first byte, in the records of a zip, or in text.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -4,8 +4,6 @@ The plan is JSON on stdin: kinds of samples, and the numbers of those to scan. T
 kind go to stdout, and the events.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A file of any kind takes a scan little time and memory for each byte, whatever it unfolds to."""
 
-from __future__ import annotations
-
 import signal
 import time
 import tracemalloc

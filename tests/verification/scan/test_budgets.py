@@ -4,8 +4,6 @@ Each runs in a process of its own, whose processor time and peak memory the kern
 making small objects, which takes longer while others use the machine.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import struct

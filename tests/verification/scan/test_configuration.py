@@ -1,7 +1,5 @@
 """Texts of configuration are a verdict of their own, unless a known program takes all of them as data."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import io

@@ -1,7 +1,5 @@
 """An index may place a pickle in any file: what ``dcp.load`` would run is a finding, wherever it lies."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ The hostile files: ``generator`` composes them, ``polyglots`` are valid of one k
 ``mutants`` and ``mutations`` are made of harmless files, and of all of these, by changes.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

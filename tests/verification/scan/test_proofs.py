@@ -1,7 +1,5 @@
 """Proofs of scan: imports of hidden pickles, items that are compared with proven ones, the documented list."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

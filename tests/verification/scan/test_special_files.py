@@ -1,7 +1,5 @@
 """Entries of a folder that are no regular files, and files whose names promise something else: each is a finding."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import posix

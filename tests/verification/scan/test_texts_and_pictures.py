@@ -1,7 +1,5 @@
 """Text that makes objects or is a pickle is a finding. Pictures are proved by structure, and a PDF has no actions."""
 
-from __future__ import annotations
-
 import io
 import random
 import zlib

@@ -1,7 +1,5 @@
 """The scheduler of any trainer is where DeepSpeed's ``load_checkpoint`` reads it; where it is not, a note says so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tensor-parallel runs of DeepSpeed: the rules with literal expectations, and runs that go on without it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

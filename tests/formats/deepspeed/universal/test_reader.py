@@ -1,7 +1,5 @@
 """Universal checkpoints that DeepSpeed's own converter made: every tensor against what DeepSpeed itself gathers."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What we write as a universal checkpoint, judged by DeepSpeed's own load in stages 1, 2 and 3, and by torch.load."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

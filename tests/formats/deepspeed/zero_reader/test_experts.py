@@ -1,7 +1,5 @@
 """Runs with ``deepspeed.moe``: files that do not fit each other, and runs that go on elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

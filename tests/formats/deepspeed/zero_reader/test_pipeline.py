@@ -1,7 +1,5 @@
 """Runs of DeepSpeed's ``PipelineModule``: files that do not fit each other, and runs that go on without a pipeline."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

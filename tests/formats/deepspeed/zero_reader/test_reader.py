@@ -1,8 +1,6 @@
 """DeepSpeed's own checkpoints, by 1 to 4 real processes: every tensor against what DeepSpeed itself gathers; names of
 wrapped models, and files under other ranks' names."""
 
-from __future__ import annotations
-
 import shutil
 import tracemalloc
 import zipfile

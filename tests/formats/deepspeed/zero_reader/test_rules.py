@@ -1,7 +1,5 @@
 """DeepSpeed checkpoints by hand: partitions of any shape, and one test for each rule that a damaged one breaks."""
 
-from __future__ import annotations
-
 import random
 import time
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Runs of DeepSpeed without ZeRO: resumed elsewhere, flat masters, and files that contradict themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from math import prod

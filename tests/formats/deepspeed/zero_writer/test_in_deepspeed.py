@@ -3,8 +3,6 @@
 Tests go by the number of processes, so that a pool of them serves many.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

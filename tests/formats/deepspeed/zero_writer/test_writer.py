@@ -3,8 +3,6 @@
 Files are opened with torch itself. What DeepSpeed makes of them is judged in ``test_in_deepspeed.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

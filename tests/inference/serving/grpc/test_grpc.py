@@ -1,7 +1,5 @@
 """The protocol over gRPC beside HTTP: the same bits, and for every mistake the right code and one sentence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

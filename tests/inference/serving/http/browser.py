@@ -1,7 +1,5 @@
 """A real Chromium without a window, driven over its pipe: enough of the DevTools protocol for the page's tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Triton's generate extension: whole texts and streams of events, judged by the model in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

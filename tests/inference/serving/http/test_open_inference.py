@@ -1,7 +1,5 @@
 """The Open Inference Protocol as its clients meet it: a real server process, and every mistake that they can make."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """The page at ``/``, in a real Chromium: draw, choose and drop an image, with the mouse and with the keyboard."""
 
-from __future__ import annotations
-
 import base64
 import re
 from html.parser import HTMLParser

@@ -5,8 +5,6 @@ and configuration agree, over HTTP and gRPC.
 ``/openapi.json`` has to hold too, for requests that hypothesis makes.
 """
 
-from __future__ import annotations
-
 import json
 from copy import deepcopy
 from typing import Any

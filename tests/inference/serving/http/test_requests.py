@@ -1,7 +1,5 @@
 """Images that are posted as forms, and requests that are large, slow, damaged or abandoned, to a real server."""
 
-from __future__ import annotations
-
 import io
 import json
 import socket

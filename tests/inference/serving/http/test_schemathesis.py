@@ -1,7 +1,5 @@
 """schemathesis as the judge of every path, by the OpenAPI document of the service: right and wrong requests."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 import schemathesis

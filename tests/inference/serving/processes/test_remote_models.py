@@ -1,8 +1,6 @@
 """Models in a process of their own answer as those in this one, and networks of any task are served from both to
 Triton's own clients over HTTP and gRPC; judged by the networks themselves."""
 
-from __future__ import annotations
-
 import gc
 import queue
 from collections.abc import Callable, Sequence

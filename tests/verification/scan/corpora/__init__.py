@@ -1,7 +1,5 @@
 """The test files of picklescan, fickling and modelscan, generated anew from descriptions of them."""
 
-from __future__ import annotations
-
 from tests.verification.scan.corpora import fickling, modelscan, picklescan
 from tests.verification.scan.corpora.build import Entry, Label
 

@@ -6,8 +6,6 @@ PYTHON is an interpreter that has picklescan, fickling, modelscan or modelaudit.
 nothing loads them but the judge, which catches what they call. Verdicts go to FOLDER/verdicts.json.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Pickles that several of its tests build are here once. Its tests of limits count opcodes of the same pickles.
 """
 
-from __future__ import annotations
-
 import marshal
 import pickle
 from typing import Any

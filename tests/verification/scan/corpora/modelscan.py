@@ -3,8 +3,6 @@
 Models of Keras and TensorFlow are what its scanners read of them: a configuration, an attribute, names of operations.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """picklescan's test data (tests/data and tests/data2 of release 1.0.5), and three samples of its test_scanner.py."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -4,8 +4,6 @@ that has them, as a file: ``python -P scanners.py FOLDER``. JSON goes to stdout.
 A verdict is "flagged", "clean", or "unread" if the scanner reports an error or reads none of the files.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util
