@@ -147,7 +147,7 @@ test_what_is_not_one_whole_checkpoint_is_refused = refusal_test(
     ("rank 1 lost", without_rank(1), IncompleteError, "rank 1"),
     ("rank 2 lost", without_rank(2), IncompleteError, "in no shard"),
     ("two saves", with_metadata, SeveralCheckpointsError, "two checkpoints were saved into this folder"),
-    ("two runs", with_ranks_of_two_runs, IncompleteError, "1 of 5 elements are in no shard"),
+    ("two runs", with_ranks_of_two_runs, IncompleteError, r"\d+ of \d+ elements are in no shard"),
     ("two models", with_two_models_that_fit, UnsupportedError,
         r"several models .* \(teacher, student\); choose one with model_key"),
     ("an earlier save", lambda _: ckpt_tools.inspect(dcp_cases.made("hf-over-more-ranks")[0]), MalformedError,

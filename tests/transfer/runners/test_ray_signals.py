@@ -145,9 +145,9 @@ def test_on_a_cluster_of_its_own(kill, source, expected, tmp_path):
     run = start(*words, env=OPEN)
     try:
         if kill.seconds < 0:
-            wait_until(lambda: is_writing(out) or run.process.poll() is not None)
             # They have sessions and names of their own: if they were not seen here, none would be missed below.
-            assert titles(run) >= {b"ray::Process", b"ray::ChecksumActor"}
+            wait_until(lambda: titles(run) >= {b"ray::Process", b"ray::ChecksumActor"})
+            wait_until(lambda: is_writing(out) or run.process.poll() is not None)
         said = killed(run, kill, out)
     finally:
         run.end()
