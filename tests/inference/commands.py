@@ -24,5 +24,5 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 def predicted(model: object, source: object, out: Path, *options: object, code: int = 0) -> list[dict[str, Any]]:
     """The rows of a run that ends with this code."""
     result = predict(model, source, out, "--quiet", *options)
-    assert result.exit_code == code, result.output
+    assert result.exit_code == code, (result.output, result.exception)
     return rows_of(out)

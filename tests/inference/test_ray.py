@@ -39,6 +39,8 @@ def dcp(forms, tmp_path_factory):
 ON_RAY = ("--runner=ray", "--workers=1", "--threads=1", "--architecture=ours")
 
 
+# Ray Data itself uses what it deprecates.
+@pytest.mark.filterwarnings("ignore:.* is deprecated:DeprecationWarning")
 def test_the_batch_command_writes_the_same_file(dcp, cluster, tmp_path):
     """Byte for byte, with the workers of a cluster that is there."""
     for name, options in (("here", ON_RAY[2:]), ("ray", ON_RAY)):
