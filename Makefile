@@ -52,11 +52,11 @@ browser:
 # order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
-# Most tests, every format there and back: about 30 minutes on 2 cores.
+# Most tests, every format there and back: about 15 minutes on 2 cores.
 test: $(STAMP)
 	$(PYTEST) -m 'not extended'
 
-# All tests except those of the soak, about 70 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
+# All tests except those of the soak, about 55 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
 test-all: check browser
 	$(PYTEST) $(if $(ONLY),-m $(ONLY))
 

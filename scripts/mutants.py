@@ -164,7 +164,7 @@ def first_line_of(statement: ast.stmt) -> int:
 
 
 def draw_mutants(count: int, seed: int) -> list[Mutant]:
-    """As many of each package, each one valid Python."""
+    """Draw the same number of mutants from each package; each is valid Python."""
     generator = random.Random(seed)
     drawn = []
     for package in PACKAGES:
@@ -185,7 +185,7 @@ def is_valid(mutant: Mutant) -> bool:
 
 
 def copy_checkout(folder: Path) -> Path:
-    """What git tracks, with the environment and the cache of fixtures by links."""
+    """Copy what git tracks, and link the environment and the cache of fixtures."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
     for name in filter(None, listed.decode().split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -273,7 +273,7 @@ def try_mutant(site: int, mutant: Mutant, tests: list[str], limit: float, checko
 
 
 def choose_tests(folder: Path, limit: float) -> dict[int, list[str]]:
-    """Of each site, the tests that pass it, the fastest first, as many as take ``limit`` seconds in all."""
+    """Tests that pass each site, the fastest first, as many as take ``limit`` seconds in all."""
     durations: defaultdict[str, float] = defaultdict(float)
     failed = set()
     for line in Path(f"{folder / 'passes'}.durations").read_text().splitlines():
