@@ -147,7 +147,7 @@ TECHNIQUES: dict[str, Technique] = {
         % (m.encode(), n.encode(), arguments(a))
     ),
     "as a factory": lambda m, n, a: (
-        b"ccollections\ndefaultdict\n(c%b\n%b\ntR%bh\x00." % (m.encode(), n.encode(), arguments(a))
+        b"ccollections\ndefaultdict\n(c%b\n%b\ntR%b0." % (m.encode(), n.encode(), arguments(a))
     ),
     "as a dict key": lambda m, n, a: b"}c%b\n%b\n%bRNs." % (m.encode(), n.encode(), arguments(a)),
     "APPENDS on the global": lambda m, n, a: b"c%b\n%b\n(NNe." % (m.encode(), n.encode()),

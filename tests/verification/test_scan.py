@@ -167,10 +167,11 @@ def traced(words: list[str], log: Path) -> list[str]:
 
 
 def named(gadget: tuple[str, str, tuple[Any, ...]], findings: Any) -> bool:
-    """Whether the findings hold module and name of the gadget."""
+    """Whether the findings hold module and name of the gadget. A name of the closed list, ``numpy.memmap``, may be
+    refused for what is made of it alone."""
     module, name, _ = gadget
     text = " ".join(findings)
-    return (module in text or in_python_3(module, name)[0] in text) and name in text
+    return ((module in text or in_python_3(module, name)[0] in text) and name in text) or is_listed(module, name)
 
 
 # What is clean
