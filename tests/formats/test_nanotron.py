@@ -41,7 +41,7 @@ def rewritten(path: Path, **metadata: str) -> None:
 
 @pytest.mark.parametrize("name", ["nanotron_fp32", "nanotron_tied"])
 def test_genuine_checkpoints_are_read_bit_for_bit(name, tmp_path):
-    """nanotron's own code wrote them (fixtures/nanotron_checkpoints.py), and torch's AdamW alone the truth."""
+    """nanotron's own code wrote them (tests/corpus/trainers/README.md), and torch's AdamW alone the truth."""
     with zipfile.ZipFile(CORPUS / f"{name}.zip") as archive:
         archive.extractall(tmp_path)
     _, found = contents(tmp_path / "2")

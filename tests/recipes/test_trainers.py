@@ -1,4 +1,4 @@
-"""Checkpoints that trainers' own code wrote (fixtures/trainer_checkpoints.py), and names by the computations of their
+"""Checkpoints that trainers' own code wrote (tests/corpus/trainers/README.md), and names by the computations of their
 own converters, written anew in numpy."""
 
 import zipfile
