@@ -20,7 +20,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError, LossError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.serialization.loadable import LeftOut, Replaced
-from tests.support.in_process import command
+from tests.support.commands import run_command as command
 from tests.support.refusals import refusal_test
 
 

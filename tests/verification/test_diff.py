@@ -21,7 +21,7 @@ from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import UsageError
 from ckpt_tools.verification.deviation import Deviation, measure
 from ckpt_tools.verification.report import Aspect, VerifyReport
-from tests.support.in_process import command
+from tests.support.commands import run_command as command
 from tests.support.saved_files import change_file
 
 Tensors = Mapping[str, torch.Tensor]

@@ -40,7 +40,7 @@ from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digest, Digests
 from ckpt_tools.verification.report import Aspect
-from tests.support.in_process import command
+from tests.support.commands import run_command as command
 from tests.support.ranks import for_ranks
 from tests.support.refusals import refusal_test
 from tests.support.s3_server import BUCKET

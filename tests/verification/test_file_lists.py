@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 import ckpt_tools
 from ckpt_tools.errors import CkptError, MalformedError, UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.verification.file_lists import hub_digest, parse_hub_metadata, parse_integrity, parse_sums
+from tests.support.commands import run_command as command
 from tests.support.hub_server import running_hub
-from tests.support.in_process import command
 from tests.support.refusals import refusal_test
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -39,7 +39,7 @@ from fixtures.store import Fixture
 from tests.serialization.archives import saved, saved_legacy, zipped
 from tests.serialization.hostile import sample
 from tests.serialization.hostile_run import Carrier
-from tests.support.in_process import command
+from tests.support.commands import run_command as command
 from tests.support.sweep import swept
 from tests.verification.scan.generator import npy_of_objects
 

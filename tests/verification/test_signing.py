@@ -14,7 +14,7 @@ from model_signing import verifying
 
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError, DifferenceError, SourceNotFoundError, UnsupportedError, UsageError
-from tests.support.in_process import command
+from tests.support.commands import run_command as command
 
 
 def make_key(path: Path) -> None:
