@@ -5,6 +5,7 @@ Judges are torch's own ``load_state_dict`` and ``dcp.load``, with every optimize
 
 import io
 from collections.abc import Callable, Iterable
+from copy import copy
 from enum import Enum
 from itertools import product
 from pathlib import Path
@@ -89,8 +90,11 @@ def bits(value: Any) -> Any:
         return type(value), {key: bits(item) for key, item in value.items()}
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         return type(value), [bits(item) for item in value]
-    is_object = type(value).__module__.startswith("pytorch_optimizer") and not isinstance(value, Enum)
-    return type(value), bits(vars(value)) if is_object else repr(value)
+    return type(value), bits(vars(value)) if is_projector(value) else repr(value)
+
+
+def is_projector(value: Any) -> bool:
+    return type(value).__module__.startswith("pytorch_optimizer") and not isinstance(value, Enum)
 
 
 def contiguous(value: Any) -> Any:
@@ -99,6 +103,10 @@ def contiguous(value: Any) -> Any:
         return value.detach().clone(memory_format=torch.contiguous_format)
     if isinstance(value, dict):
         return {key: contiguous(item) for key, item in value.items()}
+    if is_projector(value):
+        projector = copy(value)
+        vars(projector).update(contiguous(vars(value)))
+        return projector
     return [contiguous(item) for item in value] if type(value) is list else value
 
 
