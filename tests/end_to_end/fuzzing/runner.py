@@ -15,11 +15,9 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from queue import Empty
 from random import Random
 from typing import Any
 
@@ -103,8 +101,9 @@ def run_one(number: int, tally: Tally, names: Sequence[str] = ()) -> None:
     tally.outcomes[kind] += 1
 
 
-def run_batch(first: int, count: int, names: Sequence[str] = ()) -> Tally:
-    tally = Tally()
+def run_batch(batch: tuple[int, int, Sequence[str]]) -> Tally:
+    """Of the first execution, their count, and the seeds by name."""
+    tally, (first, count, names) = Tally(), batch
     for number in range(first, first + count):
         run_one(number, tally, names)
     tally.peak_rss_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -120,26 +119,18 @@ def watch_time() -> None:
     signal.signal(signal.SIGVTALRM, _on_timer)
 
 
-def _work(first: int, last: int, names: Sequence[str], progress: Synchronized[int], results: Any) -> None:
+def _begin() -> None:
+    """Of a process, whose end is its parent's affair."""
     os.nice(5)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
     watch_time()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    parent = multiprocessing.parent_process()
-    for number in range(first, last, BATCH):
-        if parent is not None and not parent.is_alive():
-            return
-        progress.value = number
-        results.put(run_batch(number, min(BATCH, last - number), names))
-    results.put(None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def main() -> int:
     options = _options()
-    share = -(-options.executions // options.processes)
     begun, total = time.monotonic(), Tally()
-    starts = [options.first + share * n for n in range(options.processes)]
-    for tally in _results(starts, share, options):
+    for tally in _tallies(options):
         total.add(tally)
         for number, story in tally.failures[: max(0, MAX_SHOWN - len(total.failures))]:
             _keep(number, story, options)
@@ -167,31 +158,19 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _results(starts: list[int], share: int, options: argparse.Namespace) -> Any:
-    """Tallies as they come. A process that falls silent is ended, and its batch counted as a hang."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    marks = [context.Value("q", start) for start in starts]
+def _tallies(options: argparse.Namespace) -> Iterator[Tally]:
+    """Of one batch after the other. One that falls silent ends all processes, and is counted as a hang."""
     stop = options.first + options.executions
-    workers = [
-        context.Process(target=_work, args=(start, min(start + share, stop), options.seeds, mark, results), daemon=True)
-        for start, mark in zip(starts, marks, strict=True)
-    ]
-    for worker in workers:
-        worker.start()
-    left = len(workers)
-    while left:
-        try:
-            tally = results.get(timeout=DEAF_SECONDS)
-        except Empty:
-            yield Tally(failures=[(mark.value, "no progress within this batch") for mark in marks])
-            break
-        if tally is None:
-            left -= 1
-        else:
-            yield tally
-    for worker in workers:
-        worker.kill() if left else worker.join()
+    firsts = range(options.first, stop, BATCH)
+    batches = [(first, min(BATCH, stop - first), options.seeds) for first in firsts]
+    with multiprocessing.get_context("spawn").Pool(options.processes, _begin) as pool:
+        tallies = pool.imap(run_batch, batches)
+        for first in firsts:
+            try:
+                yield tallies.next(timeout=DEAF_SECONDS)
+            except multiprocessing.TimeoutError:
+                yield Tally(failures=[(first, "no progress within this batch")])
+                return
 
 
 def _show(total: Tally, seconds: float, wanted: int, *, end: bool) -> None:

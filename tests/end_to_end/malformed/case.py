@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpt_tools.errors import CkptError, FormatError
-from tests.end_to_end.fuzzing.seeds import SEEDS
+from tests.end_to_end.fuzzing import corpus
 
 Files = Mapping[str, bytes]
 Errors = tuple[type[CkptError], ...]
@@ -43,9 +42,8 @@ class Case:
         return f"{self.family}: {self.rule}: {self.name}"
 
 
-@cache
 def seed(name: str) -> Files:
-    return SEEDS[name]()
+    return corpus.seeds()[name]
 
 
 def family_of(name: str) -> str:

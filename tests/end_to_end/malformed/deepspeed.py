@@ -1,14 +1,13 @@
 """ZeRO and universal checkpoints: every entry of every file wrong in turn, and names that lead out."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from ckpt_tools.errors import CkptError, FormatError, SourceNotFoundError, UnsafeError
-from tests.end_to_end.fuzzing.seeds import saved, torch_bytes, universal, universal_from_stage3, zero
+from tests.end_to_end.fuzzing.seeds import loaded, saved, torch_bytes
 from tests.end_to_end.malformed.case import HOSTILE_NAMES, Case, seed
 from tests.formats.deepspeed import zero_files
 
@@ -18,13 +17,7 @@ WRONG: dict[str, Any] = {
     "an empty tensor": torch.empty(0), "a meta tensor": torch.empty(3, device="meta"), "a dtype": torch.float16,
 }  # fmt: skip
 
-MADE: Mapping[str, Callable[[], zero_files.Files]] = {
-    "zero1": lambda: zero(1),
-    "zero2": lambda: zero(2),
-    "zero3": lambda: zero(3),
-    "universal": universal,
-    "universal_stage3": universal_from_stage3,
-}
+MADE = ("zero1", "zero2", "zero3", "universal", "universal_stage3")
 
 EVERY = 5
 """Of the wrong values an entry gets each fifth, by turns."""
@@ -40,17 +33,12 @@ def cases() -> Iterator[Case]:
     yield from _shapes()
 
 
-@cache
-def _content(name: str) -> zero_files.Files:
-    return MADE[name]()
-
-
 def _family(name: str) -> str:
     return name.partition("_")[0].rstrip("123")
 
 
 def _wrong_values(name: str) -> Iterator[Case]:
-    for file, content in _content(name).items():
+    for file, content in loaded(name).items():
         if isinstance(content, dict):
             for path in _entries(content):
                 yield from _wrong(name, file, content, path)
@@ -124,14 +112,14 @@ def _shapes() -> Iterator[Case]:
             "of 100,000 dims": (2,) * 100_000,
             "of bools": (True, True), "of floats": (4.0, 3.0), "nested": ((4,), 3), "transposed": (3, 4),
         }.items():  # fmt: skip
-            files = zero(stage)
+            files = loaded(f"zero{stage}")
             model = files[zero_files.MODEL if stage < 3 else zero_files.rank_model(0)]
             model["param_shapes"][0]["a.weight"] = shape
             fails = name not in ("transposed",)
             yield Case("zero", "shape", f"stage {stage}: {name}", saved(files), (FormatError,), fails)
     for count in (0, -1, 1, 3, 2**31, 2**62, 10**400, [2, 2], [2, 3], [], ["2"], None, True):
         for stage in (1, 3):
-            files = zero(stage)
+            files = loaded(f"zero{stage}")
             for rank in range(2):
                 zero_files.own(files, rank)["partition_count"] = count
             fails = count not in ([2, 2],)
@@ -139,14 +127,14 @@ def _shapes() -> Iterator[Case]:
     for world_size in (0, -1, 1, 3, 2**31, 2**62, 10**400, "2"):
         yield _dealt(world_size)
     for padding in (2**48, 2**48 + 1, 2**61, 2**62, 2**63 - 1, -1):
-        files = zero(1)
+        files = loaded("zero1")
         for rank in range(2):
             zero_files.own(files, rank)["group_paddings"] = [padding, padding]
         yield Case("zero", "padding", str(padding), saved(files), (FormatError,))
 
 
 def _dealt(world_size: Any) -> Case:
-    files = universal()
+    files = loaded("universal")
     config = {"zero_optimization": {"round_robin_gradients": True}}
     files[zero_files.MODEL] |= {"dp_world_size": world_size, "ds_config": config}
     errors: tuple[type[CkptError], ...] = (FormatError, SourceNotFoundError)
