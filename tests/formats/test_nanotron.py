@@ -104,14 +104,14 @@ class TestFolders:
             ckpt_tools.inspect(step.parent)
         (step.parent / "latest.txt").write_text("3\n")
         found = ckpt_tools.inspect(step.parent)
-        assert (found.format, found.step, found.world_size) == ("nanotron", 3, 12)
+        assert (found.format, found.step, found.world_size) == ("nanotron", 2, 8)
         (step.parent / "latest.txt").write_text("4")
         with pytest.raises(IncompleteError, match=r"latest\.txt: it names '4'"):
             ckpt_tools.inspect(step.parent)
 
     def test_what_is_not_read_is_named(self, step):
         (step / "random").mkdir()
-        (step / "random/tp-0-of-2_dp-0-of-3_pp-0-of-2.pt").touch()
+        (step / "random/tp-0-of-2_dp-0-of-2_pp-0-of-2.pt").touch()
         (step / "model_config.json").write_text("{}")
         assert {note.what for note in ckpt_tools.inspect(step).notes} == {"random", "model_config.json"}
 
@@ -142,8 +142,8 @@ class TestRefused:
             ckpt_tools.inspect(step)
 
     def test_a_missing_file_of_the_optimizer(self, step):
-        (step / "optimizer/optimizer_pp-1-of-2_dp-2-of-3_tp-0-of-2_exp-0-of-1.pt").unlink()
-        with pytest.raises(IncompleteError, match="it has 11 of the 12 files of the optimizer's ranks"):
+        (step / "optimizer/optimizer_pp-1-of-2_dp-1-of-2_tp-0-of-2_exp-0-of-1.pt").unlink()
+        with pytest.raises(IncompleteError, match="it has 7 of the 8 files of the optimizer's ranks"):
             ckpt_tools.inspect(step)
 
     def test_intervals_of_another_rule(self, step):
@@ -156,7 +156,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("change", ["name", "size", "more"])
     def test_state_that_is_not_understood(self, step, change):
-        path = step / "optimizer/optimizer_pp-0-of-2_dp-0-of-3_tp-0-of-2_exp-0-of-1.pt"
+        path = step / "optimizer/optimizer_pp-0-of-2_dp-0-of-2_tp-0-of-2_exp-0-of-1.pt"
         found = torch.load(path)
         if change == "name":
             del found["names"][0]
