@@ -45,18 +45,3 @@ def test_every_family_and_layout_has_its_place_and_people_find_it():
     for name in layouts():
         assert sum(f"\n- **{name}**: " in each for each in pages.values()) == 1, name
     assert all("layouts.md" in page.read_text() for page in (DOCS / "index.md", DOCS.parent / "README.md"))
-
-
-def test_files_that_differ_in_numbers_or_by_chance_are_one_line():
-    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "a/x.pt", "b/x.pt", "c/x.pt", "d/y.pt", "rank_0_of_2.bin"]
-    assert gallery.tree(files) == [
-        "a/    and 2 more folders with the same files",
-        "    x.pt",
-        "d/",
-        "    y.pt",
-        ".metadata",
-        "__N_0.distcp",
-        "rank_0_of_2.bin",
-    ]
-    assert gallery.pattern("d/0123456789abcdef0123456789abcdef") == "d/HASH"
-    assert gallery.tree(["d/0123456789abcdef0123456789abcdef"]) == ["d/", "    HASH"]
