@@ -56,20 +56,20 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --
 test: $(STAMP)
 	$(PYTEST) -m 'not extended'
 
-# All tests except those of the soak, about 55 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
-test-all: check browser
-	$(PYTEST) $(if $(ONLY),-m $(ONLY))
-
-# The tests marked `judges` again, in an environment of its own with a Python that the newest frameworks need: they write
-# the checkpoints and load what we write.
+# Where there is a newer Python, an environment with the newest frameworks, which need one.
 JUDGES := .venv-judges
 PYENVS := $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python $(HOME)/.pyenv/versions/3.12*/bin/python)
 NEWER  := $(shell for each in python3.13 python3.12 $(PYENVS); do $$each -c '' 2>/dev/null && echo $$each && break; done)
+
+# All tests except those of the soak, about 55 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
+test-all: check browser $(if $(NEWER),$(JUDGES)/.installed)
+	$(PYTEST) $(if $(ONLY),-m $(ONLY))
 
 $(JUDGES)/.installed: pyproject.toml constraints/judges.txt
 	@PYTHON=$(NEWER) scripts/install.sh $(JUDGES) judges 'the newest frameworks (about 2 minutes)' -e '.[all]' --group dev
 	@touch $@
 
+# The tests marked `judges` again, in that environment: the newest frameworks write the checkpoints and load ours.
 judges: $(if $(NEWER),$(JUDGES)/.installed)
 	@$(if $(NEWER),$(JUDGES)/bin/python -m pytest -m judges -q -n 2 --dist loadfile,\
 		echo 'Not run: the newest frameworks need Python 3.12 or 3.13, which this machine lacks.')
@@ -80,7 +80,7 @@ judges: $(if $(NEWER),$(JUDGES)/.installed)
 # strategy of training, the examples on Ray, both notebooks, a minute of 64 clients of the service, a minute of
 # checkpoints that are replaced under it, 20,000 hostile files and a million mutated ones under real loaders, a million
 # pickles beside both of CPython's unpicklers, and every extra installed from the package index. Some hours.
-soak: $(STAMP)
+soak: $(STAMP) judges
 	$(BIN)/python -m pytest --soak -q --timeout=3600
 
 # A million damaged checkpoints through every reader, in as many processes as there are processors; a quarter of an
