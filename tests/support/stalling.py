@@ -1,50 +1,46 @@
 """A road to a server that hands bytes on as they are, until it is told to hand on none."""
 
 import socket
+import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 
 BLOCK_BYTES = 64 << 10
 
 
-@dataclass(slots=True)
-class Stalling:
-    """Where it listens; ``limit`` is how many bytes of answers it hands on, ``count`` how many it did."""
+class Stalling(socketserver.ThreadingTCPServer):
+    """``limit`` is how many bytes of answers it hands on, ``count`` how many it did."""
 
-    port: int
-    behind: int
-    limit: float = float("inf")
-    count: int = 0
-    is_stalled: threading.Event = field(default_factory=threading.Event)
-    """Set once something was held back."""
-    sockets: list[socket.socket] = field(default_factory=list)
+    daemon_threads, block_on_close = True, False
+    limit, count = float("inf"), 0
 
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def __init__(self, behind: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Road)
+        self.behind, self.is_stalled, self.is_over = behind, threading.Event(), threading.Event()
+        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
 
     def stall(self) -> None:
         """From now on nothing comes through."""
         self.limit = -1
 
-    def serve(self, listening: socket.socket) -> None:
-        with suppress(OSError):
-            while True:
-                client = listening.accept()[0]
-                server = socket.create_connection(("127.0.0.1", self.behind))
-                self.sockets += [client, server]
-                for pair, is_answer in (((client, server), False), ((server, client), True)):
-                    threading.Thread(target=self._hand_on, args=(*pair, is_answer), daemon=True).start()
+
+class _Road(socketserver.BaseRequestHandler):
+    server: Stalling
+
+    def handle(self) -> None:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.server.behind)) as behind:
+            threading.Thread(target=self._hand_on, args=(self.request, behind, False), daemon=True).start()
+            self._hand_on(behind, self.request, True)
 
     def _hand_on(self, read: socket.socket, write: socket.socket, is_answer: bool) -> None:
         with suppress(OSError):
             while data := read.recv(BLOCK_BYTES):
-                self.count += len(data) if is_answer else 0
-                if self.count > self.limit:
-                    self.is_stalled.set()
-                    return  # the sockets stay open: nothing more comes, and nobody hangs up
+                self.server.count += len(data) if is_answer else 0
+                if self.server.count > self.server.limit:
+                    self.server.is_stalled.set()
+                    self.server.is_over.wait()  # the sockets stay open: nothing more comes, and nobody hangs up
+                    return
                 write.sendall(data)
             write.shutdown(socket.SHUT_WR)
 
@@ -52,11 +48,8 @@ class Stalling:
 @contextmanager
 def stalling(behind: int) -> Iterator[Stalling]:
     """A road to the server of this machine at port ``behind``."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        made = Stalling(listening.getsockname()[1], behind)
-        threading.Thread(target=made.serve, args=(listening,), daemon=True).start()
-        yield made
-        with suppress(OSError):
-            listening.shutdown(socket.SHUT_RDWR)
-        for each in made.sockets:
-            each.close()
+    with Stalling(behind) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.is_over.set()
+        server.shutdown()
