@@ -17,7 +17,6 @@ from fixtures import launch
 from fixtures.corpus import deepspeed
 from fixtures.truth import State
 from tests.formats.deepspeed import zero_files
-from tests.layouts.contents import contents, of_tensor
 from tests.support.manifests import elements
 from tests.support.resumed import assert_goes_on
 
@@ -42,21 +41,6 @@ def test_the_run_goes_on_at_another_stage_and_world_size(stage, to, saved, tmp_p
     ckpt_tools.convert(folder, tmp_path / "out", to=f"zero{to}", world_size=3)
     resumed, next_losses = launch.pool(3).run(deepspeed.load_muon, str(tmp_path / "out"), to, "fp32")[0]
     assert_goes_on(resumed, next_losses, state, losses)
-
-
-def test_a_dcp_holds_the_momentum(saved, tmp_path):
-    folder, state, _ = saved(2)
-    ckpt_tools.convert(folder, tmp_path / "out", to="dcp", world_size=1)
-    _, found = contents(tmp_path / "out")
-    momenta = {key: tensor for key, tensor in state.optimizer.items() if key[1] == "momentum_buffer"}
-    assert momenta
-    for (name, slot), tensor in momenta.items():
-        assert found[StateKey(name, slot)] == of_tensor(tensor)
-
-
-def test_universal_says_that_it_cannot_hold_it(saved, tmp_path):
-    report = ckpt_tools.convert(saved(2)[0], tmp_path / "out", to="universal")
-    assert any("momentum_buffer" in note.why and note.outcome.value == "dropped" for note in report.plan.notes)
 
 
 SHAPES = {"a": (3, 2), "b": (3, 3), "c": (2, 2)}

@@ -152,49 +152,6 @@ def test_without_one_that_fits_the_note_says_what_to_pass(case, saved, tmp_path)
     assert why in note.why and "load_lr_scheduler_states=False" in note.why
 
 
-@pytest.mark.parametrize(
-    "cell",
-    tiered([f"{case}, {target}" for case in UNFIT for target in ("zero1-fp32", "zero3-fp16", "universal-3")], (),
-        ["none, zero1-fp32", "two of one name, zero3-fp16", "two names, universal-3", "other groups, zero1-fp32"]),
-)  # fmt: skip
-def test_without_one_that_fits_training_goes_on(cell, saved, tmp_path):
-    case, target = cell.split(", ")
-    source = saved(UNFIT[case][0])
-    rates, losses, client = resumed(written(source, tmp_path / "out", target), target)
-    assert np.isfinite([*rates, *losses]).all()
-    kept = read_checkpoint(source, ReadOptions())[1].extra.keys()
-    assert {name for name in kept if "sched" in name} <= {*client}
-
-
-@pytest.mark.extended
-def test_an_unfit_one_of_deepspeeds_name_is_returned(saved, tmp_path):
-    source = saved(called("lr_scheduler", two), "torch")
-    report = ckpt_tools.convert(source, tmp_path / "out", to="zero1", world_size=RANKS)
-    (note,) = [note for note in report.plan.notes if note.what == "lr_scheduler"]
-    assert "it has 2 schedulers; load with load_lr_scheduler_states=False, which returns it" in note.why
-    assert "lr_scheduler" in resumed(report.loading, "zero1-fp32")[2]
-
-
-@pytest.mark.extended
-def test_a_trainers_folder(checkpoint, tmp_path):
-    source = checkpoint("fsdp2-accelerate", "plain", 2).checkpoint
-    rates, _, _ = resumed(written(source, tmp_path / "out", "zero2-bf16"), "zero2-bf16")
-    assert rates == uninterrupted()
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("target", ["zero3-fp16", "universal-1"])
-def test_from_stage_to_stage_and_back(target, saved, tmp_path):
-    """On the way back the state is called as DeepSpeed calls it."""
-    written(saved(NAMED["scheduler"]), tmp_path / "out", target)
-    again = written(tmp_path / "out", tmp_path / "again", "zero2-fp32")
-    assert resumed(again, "zero2-fp32")[0] == uninterrupted()
-    ckpt_tools.convert(tmp_path / "again", tmp_path / "back.pt", to="torch", state="all")
-    tree = torch.load(tmp_path / "back.pt", weights_only=True)
-    app = tree.get("app", tree)
-    assert app["lr_scheduler"]["last_epoch"] == recipe.STEPS_BEFORE and "scheduler" not in app
-
-
 # The rest of what DeepSpeed's loader takes from a model file
 
 OWN = "optimizer module ds_config ds_version global_steps skipped_steps global_samples dp_world_size mp_world_size"

@@ -3,7 +3,6 @@ wrapped models, and files under other ranks' names."""
 
 import shutil
 import tracemalloc
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ import fixtures
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.names import without_parts
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.errors import IncompleteError
 from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 from fixtures import launch, recipe, zero
 from fixtures.store import Fixture
-from tests.support.damage import swap
 from tests.support.manifests import assert_holds, gathered, groups_of
 from tests.support.saved_files import change_file
 from tests.support.sweep import extended, swept
@@ -104,15 +102,6 @@ def test_reads_elastic_checkpoints_which_keep_no_hyperparameters(tmp_path):
     assert groups_of(manifest) == [group | {"options": {}} for group in truth.facts["groups"]]
 
 
-def test_latest_chooses_and_a_tag_overrides(checkpoint, tmp_path):
-    """A save directory with two tags, a folder around it, and a tag's folder by itself."""
-    saved = shutil.copytree(checkpoint("zero3-bf16", "awkward", 2).checkpoint, tmp_path / "saved")
-    shutil.copytree(checkpoint("zero2-fp16", "awkward", 2).checkpoint / "global_step4", saved / "before")
-    assert read(saved).format == "zero3"
-    assert {read(saved, "before").format, read(saved / "before").format} == {"zero2"}
-    assert read(tmp_path, "saved/before").format == "zero2"
-
-
 # Names of parameters may have parts of wrappers that the model's state dict leaves out
 
 PART = "_checkpoint_wrapped_module"
@@ -184,26 +173,3 @@ def test_other_names_that_a_hook_gives_are_refused(hooked, checkpoint, tmp_path)
         ckpt_tools.inspect(made)
     assert tracemalloc.get_traced_memory()[1] < 100 << 20
     tracemalloc.stop()
-
-
-# A rank's file under another rank's name: only the archive's own name tells
-
-
-@pytest.mark.parametrize(
-    ("kind", "names"), [("zero2", "*_optim_states.pt"), ("zero3", "*_optim_states.pt"), ("zero3", "*_model_states.pt")]
-)
-def test_swapped_ranks_of_what_we_wrote_are_refused(kind, names, checkpoint, tmp_path):
-    """More than ten ranks, whose names are of two lengths."""
-    run = tmp_path / "run"
-    ckpt_tools.convert(checkpoint("fsdp2", "awkward", 2).checkpoint, run, to=kind, world_size=12)
-    files = sorted(run.rglob(names))
-    for path in files:
-        records = zipfile.ZipFile(path).namelist()
-        assert {name.partition("/")[0] for name in records} == {path.stem}, "as torch.save names them"
-        assert torch.load(path, weights_only=False)
-    for one, other in (files[:2], files[-2:]):
-        swap(one.name, other.name)(one.parent)
-        with pytest.raises(MalformedError, match=r"it was saved as .*rank_\d+_mp_rank_00.*another rank's"):
-            ckpt_tools.inspect(run)
-        swap(one.name, other.name)(one.parent)
-    assert ckpt_tools.inspect(run).world_size == 12

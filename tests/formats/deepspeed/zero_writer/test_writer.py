@@ -25,7 +25,7 @@ from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, ZeroFormat
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import Overlay
-from tests.formats.deepspeed.by_hand import OPTIONS, SCALER, Checkpoint, loaded, notes_about, write
+from tests.formats.deepspeed.by_hand import SCALER, Checkpoint, loaded, notes_about, write
 from tests.support.manifests import read_bytes
 from tests.support.refusals import refusal_test
 
@@ -87,21 +87,6 @@ def numbers(tensor: torch.Tensor) -> list[float]:
 # Files
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype", "tag", "names"),
-    [
-        (2, "float32", None,
-            ["mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_optim", "zero_pp_rank_1_mp_rank_00_optim"]),
-        (3, BF16, "best", [*("zero_pp_rank_0_mp_rank_00_model", "zero_pp_rank_1_mp_rank_00_model"),
-            *("bf16_zero_pp_rank_0_mp_rank_00_optim", "bf16_zero_pp_rank_1_mp_rank_00_optim")]),
-    ],
-)  # fmt: skip
-def test_stage_3_has_a_model_file_a_rank_bf16_marks_optimizer_files_and_latest_comes_last(stage, dtype, tag, names):
-    layout = layout_of(one(num=4, dtype=dtype).manifest("a", step=7), stage, tag=tag)
-    files = [f"{tag or 'global_step7'}/{name}_states.pt" for name in names]
-    assert [file.path for file in layout.files] == [*files, "latest"]
-
-
 def test_a_sources_tag_is_kept_and_an_option_wins():
     manifest = small().manifest(PARAMS, extra={"deepspeed": {"tag": "best"}})
     assert layout_of(manifest, stage=1).files[0].path.startswith("best/")
@@ -118,26 +103,6 @@ def test_the_files_of_many_ranks_are_made_when_asked_for():
 # Partitions
 
 
-def test_stage_2_pads_moments_and_not_masters():
-    made = small()
-    files, _ = written(made, made.manifest(PARAMS), stage=2)
-    first, second = optim(files, 0), optim(files, 1)
-    assert numbers(first["single_partition_of_fp32_groups"][0]) == [0, 1, 2, 3, 4, 5]
-    assert numbers(second["single_partition_of_fp32_groups"][0]) == [6, 7, 8, 50]
-    assert numbers(second["base_optimizer_state"]["state"][0]["momentum_buffer"]) == [106, 107, 108, 150, 0, 0]
-    assert (first["group_paddings"], second["group_paddings"]) == ([0], [2])
-    mapping = second["param_slice_mappings"][0]
-    assert {name: (at.numel, at.start) for name, at in mapping.items()} == {"a.weight": (3, 0), "a.bias": (1, 3)}
-
-
-def test_stage_3_pads_each_parameter():
-    made = small()
-    second = optim(written(made, made.manifest(PARAMS), stage=3)[0], 1)
-    assert numbers(second["fp32_flat_groups"][0]) == [5, 6, 7, 8, 0, 0]
-    assert numbers(second["optimizer_state_dict"]["state"][0]["momentum_buffer"]) == [105, 106, 107, 108, 0, 0]
-    assert second["optimizer_state_dict"]["param_groups"] == [{**OPTIONS, "params": [0]}]
-
-
 def test_stage_3_cuts_groups_at_the_sub_group_size_of_the_sources_config():
     made = small()
     files, _ = written(made, made.manifest(PARAMS, extra=config(stage=2, sub_group_size=5.0)), stage=3)
@@ -151,16 +116,6 @@ def test_stage_3_cuts_groups_at_the_sub_group_size_of_the_sources_config():
         assert len(optim(files)["fp32_flat_groups"]) == 1
 
 
-def test_round_robin_deals_the_parameters_out_before_they_are_flattened():
-    made = Checkpoint()
-    for name, first in (("a", 0), ("b", 10), ("c", 20)):
-        made.weight(name, floats(2, first=first))
-    files, _ = written(made, made.manifest("abc", extra=config(round_robin_gradients=True)), stage=1)
-    assert numbers(optim(files)["single_partition_of_fp32_groups"][0]) == [0, 1, 20, 21]
-    assert list(model(files)["param_shapes"][0]) == ["a", "c", "b"]
-    assert {name: at.start for name, at in optim(files)["param_slice_mappings"][0].items()} == {"a": 0, "c": 2}
-
-
 # Optimizer state
 
 
@@ -169,12 +124,6 @@ def test_a_0d_slot_is_one_for_its_group():
     state = base(written(made, made.manifest(PARAMS), stage=1)[0], 1)["state"][0]
     assert state["step"].shape == () and state["step"].dtype is torch.float32 and state["step"].item() == 4
     assert type(state["count"]) is int and state["count"] == 9
-
-
-def test_the_step_of_a_0d_parameter_is_no_vector_and_its_moment_is():
-    made = Checkpoint().weight("a", np.float32(0)).add("a", "exp_avg", np.float32(7)).add("a", "step", STEP)
-    state = base(written(made, made.manifest("a"), stage=2, world_size=1)[0])["state"][0]
-    assert state["step"].shape == () and numbers(state["exp_avg"]) == [7, 0]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -197,13 +146,6 @@ def test_0d_slots_of_several_parameters_are_noted_unless_they_are_one():
     assert not notes_about(layout_of(made.manifest(PARAMS), stage=1), "step of")
 
 
-def test_a_group_without_state_has_none_and_a_note():
-    made = small().weight("head", floats(2))
-    files, layout = written(made, made.manifest(PARAMS, ["head"]), stage=1)
-    assert list(base(files)["state"]) == [0] and len(base(files)["param_groups"]) == 2
-    assert notes_about(layout, "optimizer state of parameter group 1")[0].outcome is Outcome.MISSING
-
-
 def test_a_slot_of_another_shape_starts_its_group_afresh():
     made = small().add("a.weight", "row_var", floats(3)).weight("b", floats(2)).add("b", "momentum_buffer", floats(2))
     files, layout = written(made, made.manifest(PARAMS, "b"), stage=3)
@@ -223,11 +165,6 @@ def test_moments_of_another_type_become_fp32_with_a_note_and_integers_stay(dtype
     assert (note.outcome, note.what, note.why) == (Outcome.CAST, "exp_avg of 1 tensor", f"{dtype.name} to float32")
 
 
-def test_state_of_parameters_in_no_group_is_dropped_with_a_note():
-    layout = layout_of(small().manifest(["a.weight"]), stage=1)
-    assert notes_about(layout, "optimizer state of a.bias")[0].outcome is Outcome.DROPPED
-
-
 def test_torchs_adam_gets_the_option_that_deepspeeds_needs():
     made, options = one(), {"lr": 0.5, "betas": (0.9, 0.5), "eps": 1.0, "weight_decay": 0.0}
     foreign = made.manifest(ParamGroup(("a",), options))
@@ -245,15 +182,6 @@ def test_torchs_adam_gets_the_option_that_deepspeeds_needs():
 # Weights and masters
 
 
-def test_masters_come_from_the_weights_as_they_are_stored():
-    made = Checkpoint().weight("a", np.float32([1.0000001, -0.0]))
-    files, layout = written(made, cast(made.manifest("a"), DType.BFLOAT16)[0], stage=2, world_size=1)
-    (master,) = optim(files, 0, "bf16_")["single_partition_of_fp32_groups"]
-    assert master.numpy().tobytes() == np.float32([1.0000001, -0.0]).tobytes()
-    assert model(files)["module"]["a"].dtype is torch.bfloat16
-    assert not notes_about(layout, "masters")
-
-
 def test_masters_of_16_bit_weights():
     """Widened ones are noted; in fp32 the masters are the weights."""
     made = one(num=2, dtype=BF16)
@@ -264,41 +192,12 @@ def test_masters_of_16_bit_weights():
     assert numbers(model(files)["module"]["a"]) == numbers(torch.tensor([0.1, 0.2]))
 
 
-def test_stage_3_has_empty_weights_whole_buffers_and_frozen_pieces():
-    made = small().weight("f", floats(3, first=70)).weight("n", np.int64([5]), Kind.BUFFER)
-    files, _ = written(made, made.manifest(PARAMS, source="zero2", aliases={"tied": "a.weight"}), stage=3)
-    first, second = model(files, 0), model(files, 1)
-    assert {name: tuple(value.shape) for name, value in second["module"].items()} == {
-        **dict.fromkeys(("a.weight", "a.bias", "f", "tied"), (0,)),
-        "n": (1,),
-    }
-    assert [numbers(each["frozen_param_fragments"]["f"]) for each in (first, second)] == [[70, 71], [72, 0]]
-    assert first["frozen_param_shapes"] == {"f": torch.Size([3])}
-    assert [each["shared_params"] for each in (first, second)] == [{"tied": "a.weight"}, {}]
-    assert second["buffer_names"] == ["n"]
-
-
-def test_stage_1_says_nothing_of_frozen_parameters_and_stage_2_does():
-    made = small().weight("f", floats(3))
-    one_, two = (model(written(made, made.manifest(PARAMS, source="zero1"), stage)[0]) for stage in (1, 2))
-    assert (one_["frozen_param_shapes"], one_["frozen_param_fragments"]) == (None, None)
-    assert two["frozen_param_shapes"] == {"f": torch.Size([3])} and numbers(two["frozen_param_fragments"]["f"])[2] == 2
-    assert numbers(one_["module"]["f"]) == [0, 1, 2]
-
-
 def test_a_parameter_without_elements_is_listed_with_the_frozen_ones():
     made = small().weight("none", floats(0, 4)).add("none", "momentum_buffer", floats(0, 4))
     files, layout = written(made, made.manifest([*PARAMS, "none"]), stage=2)
     assert list(model(files)["param_shapes"][0]) == list(PARAMS)
     assert model(files)["frozen_param_shapes"] == {"none": torch.Size([0, 4])}
     assert notes_about(layout, "optimizer state of none")[0].outcome is Outcome.DROPPED
-
-
-def test_a_group_of_empty_parameters_alone_is_left_out():
-    made = small().weight("none", floats(0))
-    files, layout = written(made, made.manifest(["none"], PARAMS), stage=1)
-    assert [group["params"] for group in base(files)["param_groups"]] == [[0]] and list(base(files)["state"]) == [0]
-    assert notes_about(layout, "hyperparameters of parameter group 0")[0].outcome is Outcome.DROPPED
 
 
 def test_weights_alone_are_one_group_without_hyperparameters():
@@ -375,18 +274,6 @@ def test_what_is_no_tensor_comes_along():
     assert content["module"]["a._extra_state"] == b"x"
     assert optim(files)["clip_grad"] == 1.5
     assert (content["dp_world_size"], content["mp_world_size"]) == (2, 1)
-
-
-def test_what_the_source_does_not_say_is_left_to_deepspeed_or_noted():
-    """Nor does client state replace DeepSpeed's own entries."""
-    made = small()
-    files, layout = written(made, made.manifest(PARAMS), stage=1)
-    assert "global_samples" not in model(files) and "clip_grad" not in optim(files)
-    assert model(files)["global_steps"] == 0 and files["latest"] == b"global_step0"
-    assert {note.what for note in layout.notes} == {"global_step", "lr_scheduler"}
-    files, layout = written(made, made.manifest(PARAMS, extra={"module": 5, "global_step": 1}), stage=1)
-    assert set(model(files)["module"]) == set(PARAMS)
-    assert notes_about(layout, "module")[0].outcome is Outcome.DROPPED
 
 
 LOSS_SCALERS: dict[str, tuple[Any, dict[str, Any] | None, str, dict[str, Any], Outcome | None]] = {
